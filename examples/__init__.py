@@ -1,0 +1,1 @@
+"""Models and data that the configurations in `configs/` train."""

@@ -1,0 +1,48 @@
+"""Unit scaling, scale tracking, rematerialization and pipelines for any LightningModule.
+
+Names are imported when they are first used: TensorBoard executes this package at its own start to
+find the dashboard, and must not wait for torch or Lightning.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightning_unitscale.callbacks import ScaleMonitor, UnitScaleCallback
+
+__version__ = "0.1.0"
+
+# public name -> the module that defines it
+_EXPORTS = {
+    "ScaleMonitor": "lightning_unitscale.callbacks",
+    "UnitScaleCallback": "lightning_unitscale.callbacks",
+}
+_SUBMODULES = frozenset(
+    {
+        "callbacks",
+        "cli",
+        "formats",
+        "functional",
+        "graph",
+        "statistics",
+        "tensorboard",
+        "transforms",
+    }
+)
+
+__all__ = ["ScaleMonitor", "UnitScaleCallback", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _EXPORTS:
+        value = getattr(import_module(_EXPORTS[name]), name)
+    elif name in _SUBMODULES:
+        value = import_module(f"{__name__}.{name}")
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value  # the next access does not come through here
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_EXPORTS, *_SUBMODULES})

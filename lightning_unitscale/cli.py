@@ -1,0 +1,186 @@
+"""The command line: `lightning-unitscale fit --config run.yaml`, a LightningCLI with a report."""
+
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
+
+try:
+    from lightning_unitscale.callbacks import ScaleMonitor
+except ImportError:
+    ScaleMonitor = ()
+from lightning.pytorch.loggers import TensorBoardLogger
+from typing_extensions import override
+
+# What a shell reports for a program that Ctrl-C ended.
+_EXIT_INTERRUPTED = 130
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Runs `fit`, `validate`, `test` or `predict` as the command line says.
+
+    Args:
+        args: The command line without the program's name; by default the process's own.
+
+    Raises:
+        SystemExit: If the command line cannot be understood, the extra `cli` is not installed, or
+            the run was interrupted.
+    """
+    # All of jsonargparse[signatures]: without one of them Lightning fails late or obscurely.
+    needed = ("jsonargparse", "docstring_parser", "typeshed_client")
+    if missing := [name for name in needed if find_spec(name) is None]:
+        raise SystemExit(
+            f"lightning-unitscale: {', '.join(missing)} not found; the command line needs the "
+            "extra `cli`; run: pip install 'lightning-unitscale[cli]'"
+        )
+    # A console script has its own folder on the path. With the current one there too, as `python
+    # -m` has it, a configuration can name the classes of the project it belongs to.
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        UnitScaleCLI(args=None if args is None else list(args))
+    except KeyboardInterrupt:  # before or after the training, which has an answer of its own
+        raise SystemExit(_EXIT_INTERRUPTED) from None
+
+
+class UnitScaleCLI(LightningCLI):
+    """A LightningCLI for any model and data module that ends `fit` with a report.
+
+    The report has the scale of every tensor if a `ScaleMonitor` is among the callbacks, the
+    validation loss (`val_loss`), and the command that opens TensorBoard on the run.
+
+    Args:
+        args: The command line as a list, or the configuration as a dict; by default the process's
+            own command line.
+    """
+
+    def __init__(self, args: ArgsType = None) -> None:
+        self._record = _FitRecord()
+        super().__init__(
+            trainer_defaults={"callbacks": self._record},
+            seed_everything_default=1,
+            parser_kwargs={"prog": "lightning-unitscale"},
+            # Loggers make a new folder for each run; who names one and the same folder twice, or
+            # resumes, means it.
+            save_config_kwargs={"overwrite": True},
+            args=args,
+        )
+
+    @override
+    def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
+        # Lightning's own warns whenever `args` are given to a process that has arguments itself.
+        if args is None or isinstance(args, list):
+            self.config = parser.parse_args(args)
+        else:
+            self.config = parser.parse_object(args)
+
+    @override
+    def instantiate_classes(self) -> None:
+        try:
+            super().instantiate_classes()
+        except ValueError as error:
+            # Where a type is optional, jsonargparse turns what a constructor complains about into
+            # a list of the types that the value might have been.
+            cause: BaseException = error
+            while cause.__cause__ is not None and "Union subtypes" in str(cause):
+                cause = cause.__cause__
+            raise cause from None
+
+    def fit(self, **kwargs: Any) -> None:
+        """Trains; what a Ctrl-C leaves is reported as well."""
+        try:
+            self.trainer.fit(**kwargs)
+        except SystemExit:
+            # Lightning turns Ctrl-C into an exit with status 1, after the callbacks were told.
+            if not self._record.was_interrupted:
+                raise
+            self._print_report(self._scale_table())
+            raise SystemExit(_EXIT_INTERRUPTED) from None
+
+    def after_fit(self) -> None:
+        """Reports on the run, whose last weights are validated first if they have not been yet."""
+        trainer, record = self.trainer, self._record
+        table = self._scale_table()  # as it was in training: a validation is a run of its own
+        is_stale = record.validation_step != trainer.global_step
+        if is_stale and trainer.limit_val_batches and self._unigram_entropy_nats() is not None:
+            trainer.validate(self.model, datamodule=self.datamodule, verbose=False)
+        self._print_report(table)
+
+    def _scale_table(self) -> str:
+        for callback in self.trainer.callbacks:  # type: ignore[attr-defined]  # set by a connector
+            if isinstance(callback, ScaleMonitor):
+                return callback.table()
+        return ""
+
+    def _unigram_entropy_nats(self) -> float | None:
+        return getattr(self.datamodule, "unigram_entropy_nats", None)
+
+    def _print_report(self, table: str) -> None:
+        if not self.trainer.is_global_zero:
+            return
+        lines = ["", table] if table else [""]
+        if (loss := self._record.validation_loss) is not None:
+            line = f"Validation loss: {loss:.4f} after step {self._record.validation_step}"
+            if (entropy := self._unigram_entropy_nats()) is not None:
+                line += f" (a model that ignores the context: {entropy:.4f}, the unigram entropy)"
+            lines.append(line)
+        if command := tensorboard_command(self.trainer):
+            lines.append(f"TensorBoard: {command}")
+        print("\n".join(lines), flush=True)
+
+
+class _FitRecord(pl.Callback):
+    """Remembers what the report needs: the last validation, and whether Ctrl-C ended the fit."""
+
+    validation_loss: float | None = None
+    validation_step: int | None = None
+    was_interrupted = False
+
+    @override
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if "val_loss" in trainer.callback_metrics and not trainer.sanity_checking:
+            self.validation_loss = float(trainer.callback_metrics["val_loss"])
+            self.validation_step = trainer.global_step
+
+    @override
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        self.was_interrupted = isinstance(exception, KeyboardInterrupt)
+
+
+def tensorboard_command(trainer: pl.Trainer) -> str | None:
+    """Returns the command that shows the trainer's run beside the others of its logger.
+
+    It works as it stands in a shell in the current folder, whether or not the environment is
+    activated. `None` if the trainer logs nothing to TensorBoard.
+    """
+    loggers = [logger for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
+    if not loggers:
+        return None
+    logdir = Path(loggers[0].save_dir)
+    if logdir.resolve() == Path.cwd():  # TensorBoard would search everything that is here
+        logdir = Path(loggers[0].root_dir)
+    beside_python = Path(sys.executable).with_name("tensorboard")
+    on_path = shutil.which("tensorboard")
+    if on_path is not None and Path(on_path).resolve() == beside_python.resolve():
+        program = "tensorboard"
+    elif beside_python.exists():
+        program = shlex.quote(_relative_to_cwd(beside_python))
+    else:
+        program = f"{shlex.quote(sys.executable)} -m tensorboard.main"
+    return f"{program} --logdir {shlex.quote(_relative_to_cwd(logdir))}"
+
+
+def _relative_to_cwd(path: Path) -> str:
+    """The path as a person in the current folder would type it; absolute if it is elsewhere."""
+    absolute = Path(os.path.abspath(path))  # keeps symbolic links, which environments consist of
+    cwd = Path.cwd()
+    return str(absolute.relative_to(cwd) if absolute.is_relative_to(cwd) else absolute)

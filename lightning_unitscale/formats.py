@@ -1,0 +1,191 @@
+"""Number formats: their range, and where rounding to them overflows, denormalizes or gives zero.
+
+Everything follows from the number of exponent and mantissa bits and from whether the format keeps
+codes for infinities, so a format that is not listed here is one line:
+``NumberFormat("E3M4", exponent_bits=3, mantissa_bits=4)``. Standard library only.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+# Thresholds are Python floats (IEEE double), so every one of them must be a normal double.
+_MAX_EXPONENT_BITS = 8
+_MAX_MANTISSA_BITS = 24
+_NAME = re.compile(r"E(\d+)M(\d+)(FN)?", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class NumberFormat:
+    """A binary floating-point format with subnormals, rounded to nearest, ties to even.
+
+    All thresholds are magnitudes. With ``y`` the rounded value of a finite ``x != 0``:
+
+    - ``y == 0`` (flushed) exactly when ``|x| <= flush_threshold``;
+    - ``y`` is subnormal exactly when ``flush_threshold < |x| < subnormal_threshold``;
+    - ``x`` overflows exactly when ``|x| >= overflow_threshold`` for a format with infinities (``y``
+      is infinite), and when ``|x| > overflow_threshold`` for one without (``y`` is clipped to
+      ``max``, which nobody sees afterwards: it has to be counted before the cast).
+
+    Attributes:
+        name: How the format is called in tables and tags.
+        exponent_bits: Bits of the exponent, 2 to 8.
+        mantissa_bits: Stored bits of the mantissa (without the leading one), 1 to 24.
+        finite_only: No infinities: the top exponent holds numbers and only its last code is NaN
+            (the ``fn`` of ``float8_e4m3fn``). The default is the layout of IEEE 754.
+
+    Raises:
+        ValueError: If the bits are out of the ranges above.
+
+    References:
+        IEEE 754-2019, section 3.4; Micikevicius et al., "FP8 Formats for Deep Learning"
+        (arXiv 2209.05433), table 1.
+    """
+
+    name: str
+    exponent_bits: int
+    mantissa_bits: int
+    finite_only: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            raise ValueError(
+                f"name={self.name!r}: a format needs a name; expected text such as 'E3M4'; "
+                "pass one, tables and tags show it"
+            )
+        if not 2 <= self.exponent_bits <= _MAX_EXPONENT_BITS:
+            raise ValueError(
+                f"exponent_bits={self.exponent_bits}: out of range; expected 2 to "
+                f"{_MAX_EXPONENT_BITS}, since one code holds zero and subnormals; change the number"
+            )
+        if not 1 <= self.mantissa_bits <= _MAX_MANTISSA_BITS:
+            raise ValueError(
+                f"mantissa_bits={self.mantissa_bits}: out of range; expected 1 to "
+                f"{_MAX_MANTISSA_BITS} stored bits, since a format without a mantissa holds only "
+                "powers of two and has no subnormals; change the number"
+            )
+
+    @property
+    def bits(self) -> int:
+        """Size of one number in bits, the sign included."""
+        return 1 + self.exponent_bits + self.mantissa_bits
+
+    @property
+    def has_infinity(self) -> bool:
+        """Whether a value beyond the range becomes an infinity; otherwise it is clipped."""
+        return not self.finite_only
+
+    @property
+    def min_exponent(self) -> int:
+        """Binary exponent of the smallest normal number: the bias is ``2**(bits-1) - 1``."""
+        return 2 - (1 << (self.exponent_bits - 1))
+
+    @property
+    def max_exponent(self) -> int:
+        """Binary exponent of the largest number; IEEE keeps the code above for infinity and NaN."""
+        return (1 << (self.exponent_bits - 1)) - (0 if self.finite_only else 1)
+
+    @property
+    def max(self) -> float:
+        """Largest finite number; a finite-only format gives up its very last code to NaN."""
+        lost = 2 if self.finite_only else 1
+        return (2.0 - lost * 2.0**-self.mantissa_bits) * 2.0**self.max_exponent
+
+    @property
+    def eps(self) -> float:
+        """Distance from 1 to the next number."""
+        return 2.0**-self.mantissa_bits
+
+    @property
+    def smallest_normal(self) -> float:
+        """Smallest number with full precision, a power of two."""
+        return 2.0**self.min_exponent
+
+    @property
+    def smallest_subnormal(self) -> float:
+        """Smallest number above zero, a power of two."""
+        return 2.0 ** (self.min_exponent - self.mantissa_bits)
+
+    @property
+    def flush_threshold(self) -> float:
+        """Magnitudes at or below it round to zero: half the smallest subnormal ties to zero."""
+        return self.smallest_subnormal / 2
+
+    @property
+    def subnormal_threshold(self) -> float:
+        """Magnitudes below it round to a subnormal or to zero.
+
+        Half a step below the smallest normal: from there on a value rounds up to it.
+        """
+        return self.smallest_normal - self.smallest_subnormal / 2
+
+    @property
+    def overflow_threshold(self) -> float:
+        """First magnitude that overflows, or the last that does not: see ``has_infinity``.
+
+        With infinities it is half a step above ``max``, where ties go to the even neighbour, which
+        is the first power of two out of range. Without, it is ``max`` itself.
+        """
+        if self.finite_only:
+            return self.max
+        return (2.0 - 2.0 ** -(self.mantissa_bits + 1)) * 2.0**self.max_exponent
+
+    def __str__(self) -> str:
+        return self.name
+
+
+FP32 = NumberFormat("FP32", exponent_bits=8, mantissa_bits=23)
+BF16 = NumberFormat("BF16", exponent_bits=8, mantissa_bits=7)
+FP16 = NumberFormat("FP16", exponent_bits=5, mantissa_bits=10)
+E5M2 = NumberFormat("E5M2", exponent_bits=5, mantissa_bits=2)
+E4M3FN = NumberFormat("E4M3FN", exponent_bits=4, mantissa_bits=3, finite_only=True)
+
+FORMATS: dict[str, NumberFormat] = {item.name: item for item in (FP32, BF16, FP16, E4M3FN, E5M2)}
+
+_ALIASES = {
+    "FLOAT32": FP32,
+    "BFLOAT16": BF16,
+    "FLOAT16": FP16,
+    "HALF": FP16,
+    "E4M3": E4M3FN,
+    "FLOAT8_E4M3FN": E4M3FN,
+    "FLOAT8_E5M2": E5M2,
+}
+
+
+def get_format(format: str | NumberFormat) -> NumberFormat:
+    """Find a format by name; a format is returned as it is.
+
+    Args:
+        format: A format; one of the names ``FP32``, ``BF16``, ``FP16``, ``E4M3FN``, ``E5M2`` or of
+            torch's own names for them, in any case; or bits written as ``E3M4`` (with infinities)
+            or ``E2M3FN`` (finite only). ``E4M3`` means ``E4M3FN``, as it does in hardware.
+
+    Raises:
+        ValueError: If there is no such format.
+        TypeError: If it is neither a name nor a format.
+    """
+    if isinstance(format, NumberFormat):
+        return format
+    if not isinstance(format, str):
+        raise TypeError(
+            f"format={format!r}: not a format; expected a name or a NumberFormat, got "
+            f"{type(format).__name__}; pass for example 'FP16'"
+        )
+    name = format.strip().upper().removeprefix("TORCH.")
+    known = FORMATS.get(name) or _ALIASES.get(name)
+    if known is not None:
+        return known
+    bits = _NAME.fullmatch(name)
+    if bits is None:
+        raise ValueError(
+            f"format={format!r}: unknown number format; expected one of {', '.join(FORMATS)}, or "
+            "bits such as 'E3M4' or 'E2M3FN'; correct the name or pass a NumberFormat"
+        )
+    return NumberFormat(
+        name,
+        exponent_bits=int(bits[1]),
+        mantissa_bits=int(bits[2]),
+        finite_only=bits[3] is not None,
+    )

@@ -1,0 +1,105 @@
+"""Multiply a tensor by one factor in the forward pass and its gradient by another in the backward.
+
+Everything that unit scaling does to a graph is made of this one primitive. With powers of two it is
+exact: a product with 2**k only moves the exponent, so nothing is rounded unless a value leaves the
+range of its type.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Factor = float | Tensor
+
+
+def scale(input: Tensor, forward_factor: Factor, backward_factor: Factor) -> Tensor:
+    """Return ``input * forward_factor``, whose gradient is multiplied by ``backward_factor``.
+
+    The two factors are independent: this is a deliberate change of units, not a derivative.
+
+    Args:
+        input: Floating-point tensor of any shape.
+        forward_factor: A number or a 0-d tensor; a tensor's type does not change the result's.
+        backward_factor: A number or a 0-d tensor.
+
+    Returns:
+        A tensor of the shape and type of ``input``. It never shares memory with ``input``.
+
+    References:
+        Blake, Orr, Luschi, "Unit Scaling" (arXiv 2303.11257), section 4, scaled ops.
+    """
+    result: Tensor = _Scale.apply(input, forward_factor, backward_factor)
+    return result
+
+
+def scale_fwd(input: Tensor, factor: Factor) -> Tensor:
+    """Multiply by ``factor`` in the forward pass only; the gradient passes as it is."""
+    return scale(input, factor, 1.0)
+
+
+def scale_bwd(input: Tensor, factor: Factor) -> Tensor:
+    """Multiply the gradient by ``factor``; the forward value passes as it is."""
+    result: Tensor = _ScaleGradient.apply(input, factor)
+    return result
+
+
+def multiply(tensor: Tensor, factor: Factor) -> Tensor:
+    """``tensor * factor`` in the type and memory layout of ``tensor``, exact for powers of two.
+
+    A 16-bit kernel may round a tensor factor to its own type first (2**20 is inf in FP16), so FP16
+    is multiplied in FP32. An expanded dimension stays expanded: a dense copy would let the product
+    that follows take another kernel, with another order of summation.
+    """
+    if isinstance(factor, Tensor) and tensor.dtype == torch.float16:
+        return multiply(tensor.float(), factor).to(torch.float16)
+    expanded = [
+        dim for dim in range(tensor.dim()) if tensor.stride(dim) == 0 and tensor.size(dim) != 1
+    ]
+    if not expanded or tensor.numel() == 0:
+        return tensor * factor
+    core = tensor
+    for dim in expanded:
+        core = core.narrow(dim, 0, 1)
+    return (core * factor).expand(tensor.shape)
+
+
+class _Scale(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, forward_factor: Factor, backward_factor: Factor) -> Tensor:
+        _keep_factor(ctx, backward_factor)
+        return multiply(input, forward_factor)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return multiply(grad_output, _kept_factor(ctx)), None, None
+
+
+class _ScaleGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, factor: Factor) -> Tensor:
+        _keep_factor(ctx, factor)
+        return input.view_as(input)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return multiply(grad_output, _kept_factor(ctx)), None
+
+
+def _keep_factor(ctx: Any, factor: Factor) -> None:
+    """Tensors must be saved as such, or aot_autograd bakes their value into the backward graph."""
+    if isinstance(factor, Tensor):
+        ctx.save_for_backward(factor)
+        ctx.number = None
+    else:
+        ctx.number = factor
+
+
+def _kept_factor(ctx: Any) -> Factor:
+    if ctx.number is not None:
+        number: float = ctx.number
+        return number
+    factor: Tensor = ctx.saved_tensors[0]
+    return factor

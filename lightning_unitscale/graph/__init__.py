@@ -1,0 +1,1 @@
+"""Capture of a module's steps as FX graphs, and ordered passes over them."""

@@ -1,0 +1,278 @@
+"""The only file that touches Dynamo's, AOTAutograd's and Inductor's own names.
+
+Everything above works on :class:`CapturedGraph` and on callables. Private names used here were
+checked on torch 2.13 and 2.11: ``node.meta["grapharg"]``, ``node._dynamo_source``,
+``CompileContext.current_compile_id``, ``graph_break_reasons``, ``GlobalSource``, ``compile_fx``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch._dynamo.config
+from torch import Tensor, fx, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.source import GlobalSource
+from torch._dynamo.utils import graph_break_reasons
+from torch._guards import CompileContext
+
+Executor = Literal["eager", "aot_eager", "inductor"]
+Backend = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
+InputKind = Literal["parameter", "buffer", "input", "symbol"]
+
+# A step may be specialised on more Python state than Dynamo's default of 8 allows (the epoch, the
+# shapes of a last batch, several modules of one class share one code object), and past the limit
+# Dynamo runs the frame without any backend: the transform would silently be gone.
+_RECOMPILE_LIMIT = 256
+
+
+@dataclass(frozen=True)
+class GraphInput:
+    """One placeholder of a captured graph.
+
+    Attributes:
+        node_name: Name of the placeholder in the graph.
+        kind: What it is in the module's eyes.
+        fqn: Path of the parameter or buffer in the module, else ``None``.
+    """
+
+    node_name: str
+    kind: InputKind
+    fqn: str | None
+
+
+@dataclass(frozen=True)
+class CapturedGraph:
+    """One graph as Dynamo handed it over. Never mutated: Dynamo builds its guards from it later.
+
+    Attributes:
+        graph_module: Dynamo's graph, with ``F.*`` nodes and parameters as placeholders.
+        example_inputs: Inputs it was captured with, in placeholder order.
+        frame_id: Which Python frame it came from; a recompilation of a frame keeps its id.
+        inputs: What each placeholder is.
+    """
+
+    graph_module: fx.GraphModule
+    example_inputs: tuple[Any, ...]
+    frame_id: int
+    inputs: tuple[GraphInput, ...]
+
+
+def compile_function(function: Callable[..., Any], backend: Backend) -> Callable[..., Any]:
+    """``function`` run through Dynamo with ``backend`` called once per captured graph."""
+    compiled: Callable[..., Any] = torch.compile(function, backend=backend)  # type: ignore[call-overload]
+    return compiled
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether the user has put ``torch.compile`` on the module already."""
+    return (
+        isinstance(module, torch._dynamo.OptimizedModule)
+        or getattr(module, "_compiled_call_impl", None) is not None
+        or getattr(module, "_compiler_ctx", None) is not None
+    )
+
+
+@contextlib.contextmanager
+def capture_settings() -> Iterator[None]:
+    """Dynamo's settings under which a step is captured and looked up.
+
+    ``optimize_ddp`` would cut the graph at DDP's buckets before the backend sees it, and the same
+    tensor would then have another name with and without DDP.
+    """
+    with torch._dynamo.config.patch(
+        optimize_ddp=False,
+        recompile_limit=_RECOMPILE_LIMIT,
+        accumulated_recompile_limit=4 * _RECOMPILE_LIMIT,
+    ):
+        yield
+
+
+def describe(
+    graph_module: fx.GraphModule, example_inputs: Sequence[Any], module: nn.Module
+) -> CapturedGraph:
+    """Name the inputs of a graph that Dynamo captured from a step of ``module``."""
+    fqns: dict[int, tuple[InputKind, str]] = {}
+    for fqn, buffer in module.named_buffers():
+        fqns[id(buffer)] = ("buffer", fqn)
+    for fqn, parameter in module.named_parameters():
+        fqns[id(parameter)] = ("parameter", fqn)
+    inputs = []
+    for node in graph_module.graph.find_nodes(op="placeholder"):
+        kind: InputKind = "input"
+        name: str | None = None
+        if isinstance(node.meta.get("example_value"), Tensor):
+            argument = node.meta.get("grapharg")
+            kind, name = fqns.get(id(argument.example) if argument else 0, ("input", None))
+        else:
+            kind = "symbol"
+        inputs.append(GraphInput(node.name, kind, name))
+    compile_id = CompileContext.current_compile_id()
+    frame_id = -1 if compile_id is None or compile_id.frame_id is None else compile_id.frame_id
+    return CapturedGraph(graph_module, tuple(example_inputs), frame_id, tuple(inputs))
+
+
+def copy_graph_module(graph_module: fx.GraphModule) -> fx.GraphModule:
+    """A copy that may be rewritten: nodes, metadata and nested graphs, but not tensors."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in graph_module.graph.nodes:
+        copies[node] = graph.node_copy(node, lambda old: copies[old])
+        if hasattr(node, "_dynamo_source"):
+            copies[node]._dynamo_source = node._dynamo_source
+    copy = fx.GraphModule(graph_module, graph)
+    copy.meta = dict(graph_module.meta)
+    for node in graph.find_nodes(op="get_attr"):
+        nested = getattr(graph_module, node.target, None)
+        if isinstance(nested, fx.GraphModule):
+            setattr(copy, node.target, copy_graph_module(nested))
+    return copy
+
+
+def add_placeholder(graph: fx.Graph, name: str, example: Tensor, *, nested: bool = False) -> fx.Node:
+    """Append an input of our own after the graph's inputs.
+
+    AOTAutograd refuses an input without a source when the others have one (it builds its aliasing
+    guards from them), so ours is given the source of a global that nobody guards on.
+    """
+    last = list(graph.find_nodes(op="placeholder"))
+    point = graph.inserting_after(last[-1]) if last else graph.inserting_before(_first(graph))
+    with point:
+        node = graph.placeholder(name)
+    if not nested:
+        node._dynamo_source = GlobalSource(name)  # type: ignore[attr-defined]
+    node.meta["example_value"] = example
+    return node
+
+
+def fake_like(graph: fx.Graph, tensor: Tensor) -> Tensor:
+    """``tensor`` as a fake tensor of the graph's own fake mode, or itself when there is none."""
+    for node in graph.find_nodes(op="placeholder"):
+        mode = getattr(node.meta.get("example_value"), "fake_mode", None)
+        if mode is not None:
+            fake: Tensor = mode.from_tensor(tensor)
+            return fake
+    return tensor
+
+
+def fake_mode_of(graph: fx.Graph) -> contextlib.AbstractContextManager[Any]:
+    """The fake mode in which the graph's example values can be combined."""
+    for node in graph.nodes:
+        mode = getattr(node.meta.get("example_value"), "fake_mode", None)
+        if mode is not None:
+            context: contextlib.AbstractContextManager[Any] = mode
+            return context
+    return contextlib.nullcontext()
+
+
+def execute_with(
+    executor: Executor, graph_module: fx.GraphModule, inputs: Sequence[Any]
+) -> Callable[..., Any]:
+    """Turn a rewritten graph into something that runs.
+
+    Args:
+        executor: ``"eager"`` runs the graph op by op, ``"aot_eager"`` runs AOTAutograd's forward
+            and backward graphs op by op, ``"inductor"`` compiles them.
+        graph_module: The graph; owned by the callee from here on.
+        inputs: Example inputs in placeholder order.
+    """
+    if executor == "eager":
+        _restore_checkpointing(graph_module)
+        graph_module.recompile()
+        forward: Callable[..., Any] = graph_module.forward
+        return forward
+    graph_module.recompile()
+    if executor == "aot_eager":
+        compiled: Callable[..., Any] = aot_autograd(fw_compiler=_run_eagerly)(graph_module, inputs)
+        return compiled
+    # Imported here: Inductor takes a second to load and most runs never need it.
+    from torch._inductor.compile_fx import compile_fx
+
+    inductor: Callable[..., Any] = compile_fx(graph_module, list(inputs))  # type: ignore[arg-type]
+    return inductor
+
+
+def graph_breaks_since(count: int) -> list[str]:
+    """Reasons of the graph breaks that Dynamo met after ``count`` of them were seen."""
+    return [
+        f"{reason.reason} at {reason.user_stack[-1].filename}:{reason.user_stack[-1].lineno}"
+        if reason.user_stack
+        else str(reason.reason)
+        for reason in graph_break_reasons[count:]
+    ]
+
+
+def num_graph_breaks() -> int:
+    """How many graph breaks Dynamo has met in this process."""
+    return len(graph_break_reasons)
+
+
+def original_error(error: BaseException) -> BaseException:
+    """The error that a backend raised, without Dynamo's wrapping."""
+    inner = getattr(error, "inner_exception", None)
+    return inner if isinstance(inner, BaseException) else error
+
+
+def is_checkpoint(node: fx.Node) -> bool:
+    """Whether the node is a region of ``torch.utils.checkpoint``."""
+    return (
+        node.op == "call_function" and node.target is torch.ops.higher_order.tag_activation_checkpoint
+    )
+
+
+def _first(graph: fx.Graph) -> fx.Node:
+    return next(iter(graph.nodes))
+
+
+def _run_eagerly(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    forward: Callable[..., Any] = graph_module.forward
+    return forward
+
+
+def _restore_checkpointing(graph_module: fx.GraphModule) -> None:
+    """Dynamo's checkpoint operator only tags nodes; run eagerly it would save everything."""
+    for node in graph_module.graph.nodes:
+        if is_checkpoint(node):
+            node.target = _checkpoint
+
+
+def _checkpoint(body: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+    kwargs.pop("use_reentrant", None)
+    return torch.utils.checkpoint.checkpoint(body.forward, *args, use_reentrant=False, **kwargs)
+
+
+def concrete_size(size: int | torch.SymInt) -> int:
+    """The number behind a symbolic size, without adding a guard on it."""
+    return size if isinstance(size, int) else int(size.node.hint)
+
+
+def autocast_dtypes(graph: fx.Graph) -> dict[fx.Node, torch.dtype]:
+    """For each node that runs under autocast, the type that autocast casts to.
+
+    The surroundings of the graph count as well as the regions inside it.
+    """
+    states: dict[fx.Node, torch.dtype] = {}
+    entered: dict[fx.Node, tuple[str, torch.dtype, bool]] = {}
+    for node in graph.nodes:
+        if node.target is torch.amp.autocast_mode._enter_autocast:
+            device, dtype, enabled = (*node.args, None, None, True)[:3]
+            dtype = dtype or torch.get_autocast_dtype(str(device))
+            entered[node] = (str(device), dtype, bool(enabled))
+        elif node.target is torch.amp.autocast_mode._exit_autocast:
+            entered.pop(node.args[0], None)
+        else:
+            example = node.meta.get("example_value")
+            device_type = example.device.type if isinstance(example, Tensor) else "cpu"
+            inner = [one for one in entered.values() if one[0] == device_type]
+            if inner:
+                enabled, dtype = inner[-1][2], inner[-1][1]
+            else:
+                enabled = torch.is_autocast_enabled(device_type)
+                dtype = torch.get_autocast_dtype(device_type)
+            if enabled:
+                states[node] = dtype
+    return states

@@ -1,0 +1,162 @@
+"""What a node of a captured graph is called, and which kind of tensor it makes."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from lightning_unitscale.graph.capture import CapturedGraph
+
+NAME = "tensor_name"
+MODULE = "module_path"
+
+_ROOT = re.compile(r"^(L\[['\"]\w+['\"]\]|G\[['\"]\w+['\"]\]|self)\.?")
+_INDEX = re.compile(r"\[['\"]?([\w.\- ]+?)['\"]?\]")
+
+
+def module_path(node: fx.Node) -> str:
+    """Path of the module whose ``forward`` made the node; empty for the root module."""
+    stack = node.meta.get("nn_module_stack")
+    if not stack:
+        return ""
+    path = str(next(reversed(stack.values()))[0])
+    path = _INDEX.sub(r".\1", _ROOT.sub("", path))
+    return ".".join(
+        part for part in path.split(".") if part not in {"", "_modules", "self", "L", "G"}
+    )
+
+
+def op_name(node: fx.Node) -> str:
+    """Short name of the operation, the same for a function, a method and an operator."""
+    if node.op == "call_method":
+        name = str(node.target)
+    elif node.op == "get_attr":
+        name = "constant"
+    else:
+        name = getattr(node.target, "__name__", str(node.target))
+    return name.split(".")[0].strip("_") or name
+
+
+def example_tensor(value: object) -> Tensor | None:
+    """The example tensor of a node, or ``None`` for anything that is not a node making a tensor."""
+    if not isinstance(value, fx.Node):
+        return None
+    example = value.meta.get("example_value")
+    return example if isinstance(example, Tensor) else None
+
+
+def is_float_tensor(value: object) -> bool:
+    """Whether ``value`` is a node that makes a real floating-point tensor."""
+    tensor = example_tensor(value)
+    return tensor is not None and tensor.is_floating_point()
+
+
+def requires_grad(value: object) -> bool:
+    """Whether ``value`` is a node whose tensor takes part in the backward pass."""
+    tensor = example_tensor(value)
+    return tensor is not None and tensor.requires_grad
+
+
+def tensor_name(node: fx.Node) -> str:
+    """The name that people see; stable across runs, recompilations and passes."""
+    return str(node.meta.get(NAME, node.name))
+
+
+class Names:
+    """Gives every node a name that is unique within a step and the same in every recompilation.
+
+    A step may hold several graphs. Names are ``module path.op``, then an ordinal within the graph;
+    when another frame has taken a name already, the frame's ordinal is added.
+    """
+
+    def __init__(self) -> None:
+        self._frames: dict[int, int] = {}
+        self._owner: dict[str, int] = {}
+
+    def assign(self, captured: CapturedGraph, graph_module: fx.GraphModule) -> None:
+        """Write names into ``node.meta`` of ``graph_module``, a copy of ``captured``'s graph."""
+        frame = self._frames.setdefault(captured.frame_id, len(self._frames))
+        fqns = {item.node_name: item.fqn for item in captured.inputs if item.fqn}
+        self._assign(graph_module, frame, fqns, Counter())
+
+    def _assign(
+        self,
+        graph_module: fx.GraphModule,
+        frame: int,
+        fqns: dict[str, str],
+        seen: Counter[str],
+    ) -> None:
+        for node in graph_module.graph.nodes:
+            if node.op == "output":
+                continue
+            if node.op == "placeholder":
+                fqn = fqns.get(node.name)
+                # A parameter is one tensor however many graphs read it: no ordinal.
+                node.meta[NAME] = fqn or self._own(f"input.{_input_name(node)}", frame, seen)
+                node.meta[MODULE] = fqn.rpartition(".")[0] if fqn else ""
+                continue
+            path = module_path(node)
+            node.meta[MODULE] = path
+            base = f"{path}.{op_name(node)}" if path else op_name(node)
+            node.meta[NAME] = self._own(base, frame, seen)
+            nested = getattr(graph_module, str(node.target), None) if node.op == "get_attr" else None
+            if isinstance(nested, fx.GraphModule):
+                self._assign(nested, frame, {}, seen)
+
+    def _own(self, base: str, frame: int, seen: Counter[str]) -> str:
+        seen[base] += 1
+        name = base if seen[base] == 1 else f"{base}_{seen[base] - 1}"
+        if self._owner.setdefault(name, frame) != frame:
+            name = f"{name}@{frame}"
+        return name
+
+
+def argument_at(node: fx.Node, path: tuple[Any, ...]) -> Any:
+    """The argument of a node at a path: ``(0,)``, ``("weight",)``, ``(0, 1)``."""
+    value: Any = node.args if isinstance(path[0], int) else node.kwargs
+    for part in path:
+        value = value[part]
+    return value
+
+
+def map_arguments(node: fx.Node, replacements: dict[tuple[Any, ...], fx.Node]) -> None:
+    """Replace single arguments of a node, by their path as in :func:`argument_at`.
+
+    Unlike ``replace_input_with`` this changes one use of a node that is passed several times.
+    """
+    args = list(node.args)
+    kwargs = dict(node.kwargs)
+    for path, new in replacements.items():
+        head, rest = path[0], path[1:]
+        if isinstance(head, int):
+            args[head] = _replaced(args[head], rest, new)
+        else:
+            kwargs[head] = _replaced(kwargs[head], rest, new)
+    node.args = tuple(args)
+    node.kwargs = kwargs
+
+
+def _replaced(value: Any, path: tuple[Any, ...], new: fx.Node) -> Any:
+    if not path:
+        return new
+    items = list(value)
+    items[path[0]] = _replaced(items[path[0]], path[1:], new)
+    return type(value)(items) if isinstance(value, (list, tuple)) else items
+
+
+def _input_name(node: fx.Node) -> str:
+    name = re.sub(r"^[lLgG]_+|_+$", "", str(node.target))
+    return re.sub(r"_+", "_", name) or "tensor"
+
+
+def device_of(graph: fx.Graph) -> torch.device:
+    """Device on which the graph's floating-point tensors live."""
+    for node in graph.nodes:
+        tensor = example_tensor(node)
+        if tensor is not None and tensor.is_floating_point():
+            return tensor.device
+    return torch.device("cpu")

@@ -1,0 +1,208 @@
+"""Turn in-place operations into out-of-place ones where nobody can tell the difference.
+
+A probe or a gauge gives a tensor a new identity. An in-place operation on the old one would then be
+lost or refused by autograd, so it is rewritten first: only for a tensor that the graph itself made,
+that owns its memory, and that no view looks into.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+
+from lightning_unitscale.graph.capture import fake_mode_of
+from lightning_unitscale.graph.nodes import example_tensor, tensor_name
+
+_OPERATORS = {
+    operator.iadd: operator.add,
+    operator.isub: operator.sub,
+    operator.imul: operator.mul,
+    operator.itruediv: operator.truediv,
+    operator.ipow: operator.pow,
+    operator.imatmul: operator.matmul,
+    operator.iand: operator.and_,
+    operator.ior: operator.or_,
+}
+
+# Functions with an ``inplace`` flag, and the position of that flag.
+_INPLACE_FLAG = {
+    F.relu: 1,
+    F.relu6: 1,
+    F.elu: 2,
+    F.selu: 1,
+    F.celu: 2,
+    F.leaky_relu: 2,
+    F.silu: 1,
+    F.mish: 1,
+    F.hardswish: 1,
+    F.hardsigmoid: 1,
+    F.hardtanh: 3,
+    F.threshold: 3,
+    F.rrelu: 4,
+    F.dropout: 3,
+    F.alpha_dropout: 3,
+    F.feature_alpha_dropout: 3,
+    F.dropout1d: 3,
+    F.dropout2d: 3,
+    F.dropout3d: 3,
+}
+
+_VIEWS = {
+    "view", "reshape", "transpose", "permute", "expand", "expand_as", "squeeze", "unsqueeze",
+    "narrow", "select", "split", "chunk", "unbind", "flatten", "unflatten", "view_as", "t", "mT",
+    "T", "movedim", "swapaxes", "diagonal", "unfold", "getitem", "getattr", "contiguous", "to",
+    "detach", "real", "imag", "as_strided", "tensor_split", "hsplit", "vsplit", "type", "float",
+    "half", "bfloat16", "double", "alias", "swapdims", "reshape_as", "broadcast_to", "H", "conj",
+    "dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout",
+    "feature_dropout", "positive", "view_as_real", "view_as_complex", "resolve_conj", "ravel",
+    "atleast_1d", "atleast_2d", "atleast_3d", "unsafe_chunk", "unsafe_split", "adjoint", "mH",
+    "requires_grad_", "moveaxis", "swapaxes", "split_with_sizes", "cpu", "cuda", "nan_to_num_",
+}  # fmt: skip
+
+
+def mutated_argument(node: fx.Node) -> fx.Node | None:
+    """The tensor that the node writes into, or ``None`` for an operation without that effect."""
+    first = node.args[0] if node.args else node.kwargs.get("input")
+    if isinstance(node.kwargs.get("out"), fx.Node):
+        out = node.kwargs["out"]
+        return out if isinstance(out, fx.Node) else None
+    if not isinstance(first, fx.Node):
+        return None
+    if node.op == "call_method":
+        name = str(node.target)
+        if name.endswith("_") and not name.endswith("__") or name == "__setitem__":
+            return first
+        return None
+    if node.op != "call_function":
+        return None
+    if node.target in _OPERATORS or node.target is operator.setitem:
+        return first
+    if _has_inplace_flag(node):
+        return first
+    name = getattr(node.target, "__name__", "")
+    is_torch = getattr(node.target, "__module__", None) in {"torch", "torch._C._nn", None}
+    return first if is_torch and name.endswith("_") and not name.endswith("__") else None
+
+
+def shares_memory(node: fx.Node) -> bool:
+    """Whether the node's result may be a view of its first argument."""
+    if node.op == "call_method":
+        return str(node.target) in _VIEWS
+    if node.op != "call_function":
+        return False
+    return getattr(node.target, "__name__", "") in _VIEWS
+
+
+def aliased_by_mutation(graph: fx.Graph) -> set[fx.Node]:
+    """Nodes that share memory with a tensor that the graph still writes into.
+
+    Giving such a tensor a new identity would cut the tie, so a pass leaves them alone.
+    """
+    roots: dict[fx.Node, fx.Node] = {}
+    mutated: set[fx.Node] = set()
+    for node in graph.nodes:
+        target = mutated_argument(node)
+        source = target
+        if source is None and shares_memory(node) and node.args:
+            source = node.args[0] if isinstance(node.args[0], fx.Node) else None
+        roots[node] = roots[source] if source is not None else node
+        if target is not None:
+            mutated.add(roots[target])
+    return {node for node, root in roots.items() if root in mutated}
+
+
+def make_out_of_place(graph: fx.Graph) -> tuple[str, ...]:
+    """Rewrite in place every in-place operation that can be; returns what was changed and left."""
+    order = {node: index for index, node in enumerate(graph.nodes)}
+    changed, kept = 0, []
+    for node in list(graph.nodes):
+        target = mutated_argument(node)
+        if target is None:
+            continue
+        replacement = _functional(node) if _owns_memory(target) else None
+        if replacement is None or not _same_result(graph, node, target, replacement):
+            kept.append(tensor_name(node))
+            continue
+        function, args, kwargs = replacement
+        node.op = "call_function" if callable(function) else "call_method"
+        node.target = function
+        node.args, node.kwargs = args, kwargs
+        # The old tensor and the result were one object: later readers must see the new value.
+        for user in list(target.users):
+            if user is not node and order.get(user, len(order)) > order[node]:
+                user.replace_input_with(target, node)
+        changed += 1
+    lines = [f"{changed} in-place operations made out of place"] if changed else []
+    if kept:
+        lines.append(f"{len(kept)} in-place operations kept: {', '.join(kept[:4])}")
+    return tuple(lines)
+
+
+def _owns_memory(node: fx.Node) -> bool:
+    """Whether the graph made this tensor, fresh, and nothing else looks into its memory."""
+    if node.op not in {"call_function", "call_method"} or shares_memory(node):
+        return False
+    if mutated_argument(node) is not None:
+        return False
+    return not any(
+        shares_memory(user) and user.args and user.args[0] is node for user in node.users
+    )
+
+
+def _functional(node: fx.Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]] | None:
+    if node.op == "call_function" and node.target in _OPERATORS:
+        return _OPERATORS[node.target], node.args, dict(node.kwargs)  # type: ignore[index]
+    if _has_inplace_flag(node):
+        position = _INPLACE_FLAG[node.target]  # type: ignore[index]
+        args = tuple(False if i == position else arg for i, arg in enumerate(node.args))
+        kwargs = {key: value for key, value in node.kwargs.items() if key != "inplace"}
+        return node.target, args, kwargs
+    name = str(node.target) if node.op == "call_method" else ""
+    if name.endswith("_") and not name.endswith("__") and hasattr(Tensor, name[:-1]):
+        return name[:-1], node.args, dict(node.kwargs)
+    name = getattr(node.target, "__name__", "")
+    if name.endswith("_") and not name.endswith("__") and hasattr(torch, name[:-1]):
+        return getattr(torch, name[:-1]), node.args, dict(node.kwargs)
+    return None
+
+
+def _same_result(
+    graph: fx.Graph, node: fx.Node, target: fx.Node, replacement: tuple[Any, tuple[Any, ...], Any]
+) -> bool:
+    """Whether the out-of-place form makes a tensor of the same type, shape and layout.
+
+    An in-place operation keeps the type of its target where the other one promotes.
+    """
+    before, after = example_tensor(target), example_tensor(node)
+    if before is None or after is None:
+        return False
+    function, args, kwargs = replacement
+    values = fx.map_arg(args, lambda arg: arg.meta.get("example_value"))
+    options = fx.map_arg(kwargs, lambda arg: arg.meta.get("example_value"))
+    try:
+        with fake_mode_of(graph), torch.no_grad():
+            result = (
+                function(*values, **options)
+                if callable(function)
+                else getattr(values[0], function)(*values[1:], **options)
+            )
+    except Exception:
+        return False
+    return (
+        isinstance(result, Tensor)
+        and result.dtype == before.dtype
+        and result.shape == before.shape
+        and result.stride() == before.stride()
+    )
+
+
+def _has_inplace_flag(node: fx.Node) -> bool:
+    position = _INPLACE_FLAG.get(node.target)  # type: ignore[arg-type]
+    if node.op != "call_function" or position is None:
+        return False
+    by_position = len(node.args) > position and node.args[position] is True
+    return by_position or node.kwargs.get("inplace") is True

@@ -1,0 +1,200 @@
+"""Ordered passes over a captured graph, and the graph they rewrite.
+
+A pass states its stage and the stages run in their declared order, so callbacks and transforms may
+be given in any order. A pass never sees Dynamo's own graph: it rewrites a copy.
+"""
+
+from __future__ import annotations
+
+import abc
+import enum
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from lightning_unitscale.graph.capture import add_placeholder, fake_like, is_checkpoint
+from lightning_unitscale.graph.nodes import device_of
+from lightning_unitscale.graph.out_of_place import make_out_of_place
+
+
+class Stage(enum.IntEnum):
+    """When a pass runs: a later stage sees what the earlier ones made."""
+
+    REWRITE = 1
+    QUANTIZE = 2
+    OBSERVE = 3
+
+
+@dataclass(frozen=True)
+class PassRecord:
+    """What one pass did to one graph.
+
+    Attributes:
+        step: Name of the captured callable, such as ``training_step``.
+        graph_index: Which graph of the step, in the order of capture.
+        pass_name: The pass.
+        observed: Whether this is the variant that carries probes.
+        nodes_before: Number of nodes it was given.
+        nodes_after: Number of nodes it left.
+        seconds: Wall-clock time of the pass.
+        changes: What it changed, one line each.
+    """
+
+    step: str
+    graph_index: int
+    pass_name: str
+    observed: bool
+    nodes_before: int
+    nodes_after: int
+    seconds: float
+    changes: tuple[str, ...]
+
+
+@dataclass
+class Region:
+    """A graph, or the body of an activation checkpoint inside it."""
+
+    graph_module: fx.GraphModule
+    parent: Region | None = None
+    call: fx.Node | None = None
+    _threaded: dict[fx.Node, fx.Node] = field(default_factory=dict)
+
+    @property
+    def graph(self) -> fx.Graph:
+        """The nodes of this region."""
+        return self.graph_module.graph
+
+    def thread(self, node: fx.Node) -> fx.Node:
+        """``node`` of the outermost graph as a node of this region, passed down as an argument."""
+        if self.parent is None or self.call is None:
+            return node
+        if node not in self._threaded:
+            outer = self.parent.thread(node)
+            self.call.args = (*self.call.args, outer)
+            self._threaded[node] = add_placeholder(
+                self.graph, f"{node.name}_inner", node.meta["example_value"], nested=True
+            )
+        return self._threaded[node]
+
+
+class StepGraph:
+    """A graph under rewrite, with inputs and outputs of its own beside the user's.
+
+    Attributes:
+        graph_module: The copy that passes rewrite.
+        observed: Whether this variant carries probes; it runs on sampled steps only.
+        device: Device of the graph's floating-point tensors.
+    """
+
+    def __init__(self, graph_module: fx.GraphModule, *, observed: bool) -> None:
+        self.graph_module = graph_module
+        self.observed = observed
+        self.device = device_of(graph_module.graph)
+        self.states: list[tuple[fx.Node, Callable[[], Tensor]]] = []
+        self.results: list[tuple[fx.Node, Callable[[Tensor], None]]] = []
+
+    @property
+    def graph(self) -> fx.Graph:
+        """The nodes of the outermost graph."""
+        return self.graph_module.graph
+
+    def regions(self) -> Iterator[Region]:
+        """The graph and, after it, the bodies of its activation checkpoints at any depth."""
+        pending = [Region(self.graph_module)]
+        while pending:
+            region = pending.pop()
+            yield region
+            for node in region.graph.find_nodes(
+                op="call_function", target=torch.ops.higher_order.tag_activation_checkpoint
+            ):
+                body = node.args[0]
+                if is_checkpoint(node) and isinstance(body, fx.Node) and body.op == "get_attr":
+                    nested = getattr(region.graph_module, str(body.target))
+                    pending.append(Region(nested, region, node))
+
+    def add_state(self, name: str, supply: Callable[[], Tensor], example: Tensor) -> fx.Node:
+        """Add an input whose value ``supply()`` gives at every call; a new value never recompiles.
+
+        Args:
+            name: Readable name of the input.
+            supply: Called once per call of the graph.
+            example: A tensor of the shape, type and device of every later value.
+        """
+        node = add_placeholder(
+            self.graph, f"unitscale_{name}_{len(self.states)}", fake_like(self.graph, example)
+        )
+        self.states.append((node, supply))
+        return node
+
+    def add_result(self, node: fx.Node, sink: Callable[[Tensor], None]) -> None:
+        """Make ``node`` an output; ``sink`` gets its value after every call of the graph."""
+        self.results.append((node, sink))
+
+    def finish(self) -> None:
+        """Append the results to the graph's outputs and check the graph."""
+        output = self.graph.output_node()
+        returned = output.args[0]
+        outputs = list(returned) if isinstance(returned, (tuple, list)) else [returned]
+        output.args = ((*outputs, *(node for node, _ in self.results)),)
+        for region in self.regions():
+            region.graph.lint()
+            region.graph_module.recompile()
+
+    def example_inputs(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
+        """``inputs`` of the captured graph followed by examples of the states."""
+        return (*inputs, *(node.meta["example_value"] for node, _ in self.states))
+
+
+class GraphPass(abc.ABC):
+    """Rewrites one graph in place. Instances may keep state across the graphs of a step.
+
+    Attributes:
+        name: Shown in ``explain()``.
+        stage: When it runs.
+        out_of_place: Whether it needs in-place operations made out of place first.
+        observes: Whether it makes the observed variant differ from the plain one.
+    """
+
+    name: str
+    stage: Stage
+    out_of_place: bool = False
+    observes: bool = False
+
+    @abc.abstractmethod
+    def run(self, graph: StepGraph) -> tuple[str, ...]:
+        """Rewrite ``graph`` and say what changed, one line per kind of change."""
+
+
+def run_passes(
+    graph: StepGraph, passes: Sequence[GraphPass], *, step: str, graph_index: int
+) -> list[PassRecord]:
+    """Run the passes in the order of their stages; equal stages keep the order they were given.
+
+    Passes of stage ``OBSERVE`` run on the observed variant only.
+    """
+    due = sorted(
+        (one for one in passes if graph.observed or one.stage is not Stage.OBSERVE),
+        key=lambda one: one.stage,
+    )
+    records = []
+
+    def record(name: str, run: Callable[[], tuple[str, ...]]) -> None:
+        before, start = len(graph.graph.nodes), time.perf_counter()
+        changes = run()
+        seconds = time.perf_counter() - start
+        after = len(graph.graph.nodes)
+        records.append(
+            PassRecord(step, graph_index, name, graph.observed, before, after, seconds, changes)
+        )
+
+    if any(one.out_of_place for one in due):
+        record("out of place", lambda: make_out_of_place(graph.graph))
+    for one in due:
+        record(one.name, lambda one=one: one.run(graph))  # type: ignore[misc]
+    graph.finish()
+    return records
+

@@ -1,0 +1,355 @@
+"""A module's steps, captured, rewritten by passes and run by an executor.
+
+``steps_of(module)`` is the one place where callbacks and transforms meet: each adds its passes, and
+whoever comes first puts the captured steps on the module, whoever leaves last takes them off.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from tabulate import tabulate
+from torch import fx, nn
+
+from lightning_unitscale.graph import capture
+from lightning_unitscale.graph.capture import CapturedGraph, Executor
+from lightning_unitscale.graph.deferred import DeferredCalls
+from lightning_unitscale.graph.expand import expand_composites
+from lightning_unitscale.graph.nodes import Names
+from lightning_unitscale.graph.passes import GraphPass, PassRecord, StepGraph, run_passes
+
+LIGHTNING_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+_ATTRIBUTE = "_captured_steps"
+
+Interpreter = Callable[["CompiledGraph", tuple[Any, ...]], Any]
+
+
+def steps_of(module: nn.Module) -> ModuleSteps | None:
+    """The captured steps of a module, or ``None`` when nothing was attached to it."""
+    return module.__dict__.get(_ATTRIBUTE)
+
+
+class ModuleSteps:
+    """The captured steps of one module with the passes that all of them share.
+
+    Args:
+        module: Module whose methods are captured; it is changed by :meth:`attach` only.
+        step_names: Methods to capture; those the module does not have are left out.
+        defer: Methods of the module whose calls are made after the step (``log``, ``log_dict``).
+
+    Attributes:
+        passes: Passes over every graph, in the order they were given.
+        records: What the passes did, graph by graph.
+        graph_breaks: Reasons of the graph breaks met while capturing.
+    """
+
+    def __init__(
+        self, module: nn.Module, step_names: Sequence[str], *, defer: Sequence[str] = ()
+    ) -> None:
+        self.module = module
+        self.defer = tuple(defer)
+        self.executor: Executor = "eager"
+        self.passes: list[GraphPass] = []
+        self.records: list[PassRecord] = []
+        self.graph_breaks: list[str] = []
+        self.names = Names()
+        self._observers: set[str] = set()
+        self._always_observed = False
+        self._shadowed = {name: module.__dict__[name] for name in step_names if name in module.__dict__}
+        self.steps = {name: CapturedStep(self, name) for name in step_names}
+        self._owners: list[str] = []
+
+    def attach(self, owner: str) -> None:
+        """Put the captured steps on the module; safe to call again for another owner."""
+        if owner not in self._owners:
+            self._owners.append(owner)
+        self.module.__dict__[_ATTRIBUTE] = self
+        for name, step in self.steps.items():
+            self.module.__dict__[name] = step
+
+    def detach(self, owner: str) -> None:
+        """Take the owner's interest away; the last one restores the module. Idempotent."""
+        if owner in self._owners:
+            self._owners.remove(owner)
+        self._observers.discard(owner)
+        if self._owners or steps_of(self.module) is not self:
+            return
+        attributes = self.module.__dict__
+        for name in (*self.steps, _ATTRIBUTE):
+            attributes.pop(name, None)
+        attributes.update(self._shadowed)
+        self.reset()
+
+    def add_pass(self, one: GraphPass) -> None:
+        """Add a pass; every graph is captured anew before its next run."""
+        self.passes.append(one)
+        self.reset()
+
+    def remove_pass(self, one: GraphPass) -> None:
+        """Remove a pass if it is there; every graph is captured anew before its next run."""
+        if one in self.passes:
+            self.passes.remove(one)
+            self.reset()
+
+    def use_executor(self, executor: Executor) -> None:
+        """Run the graphs by another executor from now on."""
+        if executor != self.executor:
+            self.executor = executor
+            self.reset()
+
+    def reset(self) -> None:
+        """Forget every captured graph."""
+        self.names = Names()
+        self.records.clear()
+        self.graph_breaks.clear()
+        for step in self.steps.values():
+            step.reset()
+
+    def observe(self, owner: str, wanted: bool, *, always: bool = False) -> None:
+        """Say whether ``owner`` wants the next steps to run the variant that carries probes.
+
+        With ``always`` every step will, and the plain variant is never compiled.
+        """
+        self._always_observed |= always
+        if wanted or always:
+            self._observers.add(owner)
+        else:
+            self._observers.discard(owner)
+
+    def variants(self) -> tuple[bool, ...]:
+        """Which variants a compiled graph needs: plain, observed, or both."""
+        if self._always_observed:
+            return (True,)
+        return (False, True) if any(one.observes for one in self.passes) else (False,)
+
+    @property
+    def observed(self) -> bool:
+        """Whether anybody wants the next step to carry probes."""
+        return bool(self._observers)
+
+    def original(self, name: str) -> Callable[..., Any]:
+        """The user's own method, unwrapped."""
+        if name in self._shadowed:
+            shadowed: Callable[..., Any] = self._shadowed[name]
+            return shadowed
+        method: Callable[..., Any] = getattr(type(self.module), name).__get__(self.module)
+        return method
+
+    def explain(self) -> str:
+        """A table of every pass over every graph, and the graph breaks with their reasons."""
+        rows = [
+            (
+                record.step,
+                record.graph_index,
+                "observed" if record.observed else "plain",
+                record.pass_name,
+                f"{record.nodes_before} -> {record.nodes_after}",
+                f"{1e3 * record.seconds:.1f}",
+                "\n".join(record.changes),
+            )
+            for record in self.records
+        ]
+        headers = ("step", "graph", "variant", "pass", "nodes", "ms", "changes")
+        parts = [tabulate(rows, headers=headers) if rows else "No graph has been captured yet."]
+        if self.graph_breaks:
+            breaks = list(dict.fromkeys(self.graph_breaks))
+            parts.append(f"{len(breaks)} graph breaks:\n" + "\n".join(f"  {one}" for one in breaks))
+        else:
+            parts.append("No graph breaks.")
+        return "\n\n".join(parts)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModuleSteps:
+        """A copy for the copied module: the same passes, nothing captured yet."""
+        new = object.__new__(type(self))
+        memo[id(self)] = new
+        new.module = copy.deepcopy(self.module, memo)
+        new.defer = self.defer
+        new.executor = self.executor
+        new.passes = copy.deepcopy(self.passes, memo)
+        new.records, new.graph_breaks = [], []
+        new.names = Names()
+        new._observers = set(self._observers)
+        new._always_observed = self._always_observed
+        new._shadowed = copy.deepcopy(self._shadowed, memo)
+        new.steps = {name: CapturedStep(new, name) for name in self.steps}
+        for name, step in self.steps.items():
+            memo[id(step)] = new.steps[name]
+        new._owners = list(self._owners)
+        return new
+
+
+class CapturedStep:
+    """Stands in for one method of a module: the same call, run as rewritten graphs."""
+
+    def __init__(self, owner: ModuleSteps, name: str) -> None:
+        self.owner = owner
+        self.name = name
+        self.__wrapped__ = owner.original(name)
+        self.__name__ = name
+        self.__doc__ = self.__wrapped__.__doc__
+        self.interpreter: Interpreter | None = None
+        self.before_call: Callable[[CapturedStep], None] | None = None
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget what was captured."""
+        self.graphs: list[CompiledGraph] = []
+        self.num_graph_calls = 0
+        self._warned = False
+        self._compiled: dict[Executor, Callable[..., Any]] = {}
+        self._deferred: DeferredCalls | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the step and then make the calls that it deferred."""
+        if self.before_call is not None:
+            self.before_call(self)
+        # An interpreter needs the graph as captured; only the eager executor keeps it that way.
+        executor = self.owner.executor if self.interpreter is None else "eager"
+        result = self._run(executor, args, kwargs)
+        if self._deferred is not None:
+            self._deferred.replay()
+        return result
+
+    def rehearse(self, interpreter: Interpreter, *args: Any, **kwargs: Any) -> Any:
+        """Run the step with ``interpreter`` running its graphs, eagerly; log nothing."""
+        previous, self.interpreter = self.interpreter, interpreter
+        try:
+            return self._run("eager", args, kwargs)
+        finally:
+            self.interpreter = previous
+            if self._deferred is not None:
+                self._deferred.discard()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CapturedStep:
+        """The step of the same name of the copied owner."""
+        owner = copy.deepcopy(self.owner, memo)
+        return owner.steps[self.name]
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            f"{type(self.owner.module).__name__}.{self.name} is captured and cannot be pickled; "
+            "expected a module without captured steps; save its state_dict() instead, or pickle "
+            "the module before the callbacks or transforms are attached."
+        )
+
+    def _run(self, executor: Executor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if torch.compiler.is_compiling():
+            return self.__wrapped__(*args, **kwargs)
+        if self._deferred is None:
+            self._deferred = DeferredCalls(self.owner.module, self.owner.defer)
+        if executor not in self._compiled:
+            backend = _Backend(weakref.ref(self), executor)
+            self._compiled[executor] = capture.compile_function(self.__wrapped__, backend)
+        self.num_graph_calls = 0
+        num_breaks = capture.num_graph_breaks()
+        try:
+            with capture.capture_settings(), self._deferred.recording():
+                result = self._compiled[executor](*args, **kwargs)
+        except Exception as error:
+            self._deferred.discard()
+            inner = capture.original_error(error)
+            if inner is error:
+                raise
+            raise inner from None
+        self.owner.graph_breaks += capture.graph_breaks_since(num_breaks)
+        self._warn_if_nothing_ran()
+        return result
+
+    def _warn_if_nothing_ran(self) -> None:
+        if self.num_graph_calls or self._warned:
+            return
+        self._warned = True
+        reasons = "; ".join(dict.fromkeys(self.owner.graph_breaks)) or "no tensor operation in it"
+        warnings.warn(
+            f"{type(self.owner.module).__name__}.{self.name}: no graph could be captured, so it "
+            f"runs as it is, neither rewritten nor observed ({reasons}). Expected at least one "
+            "traceable operation; keep printing, .item() and third-party calls out of the step.",
+            stacklevel=4,
+        )
+
+
+class _Backend:
+    """What Dynamo calls with each graph; it must not keep the module alive by itself."""
+
+    def __init__(self, step: weakref.ref[CapturedStep], executor: Executor) -> None:
+        self.step = step
+        self.executor = executor
+
+    def __call__(
+        self, graph_module: fx.GraphModule, example_inputs: Sequence[Any]
+    ) -> Callable[..., Any]:
+        step = self.step()
+        if step is None:
+            return graph_module.forward  # type: ignore[no-any-return]
+        captured = capture.describe(graph_module, example_inputs, step.owner.module)
+        compiled = CompiledGraph(step, captured, self.executor)
+        step.graphs.append(compiled)
+        return compiled.__call__
+
+
+class CompiledGraph:
+    """One captured graph and its variants, with and without probes.
+
+    Attributes:
+        base: The captured graph with composites expanded and names assigned; passes copy it.
+        index: Which graph of the step, in the order of capture.
+    """
+
+    def __init__(self, step: CapturedStep, captured: CapturedGraph, executor: Executor) -> None:
+        self._step = weakref.ref(step)
+        self.executor = executor
+        self.index = len(step.graphs)
+        self.base = capture.copy_graph_module(captured.graph_module)
+        step.owner.names.assign(captured, self.base)
+        expand_composites(self.base)
+        self.inputs = captured.inputs
+        self._example_inputs = captured.example_inputs
+        self._variants: dict[bool, _Variant] = {}
+        if executor != "eager":
+            # Compiling may specialise on shapes, and only while Dynamo is still collecting its
+            # guards do those become part of them. The eager executor specialises on nothing.
+            for observed in step.owner.variants():
+                self._variants[observed] = self._build(step, observed)
+
+    def __call__(self, *inputs: Any) -> Any:
+        step = self._step()
+        if step is None:
+            raise RuntimeError("a captured graph was called after its module was restored")
+        step.num_graph_calls += 1
+        if step.interpreter is not None:
+            return step.interpreter(self, inputs)
+        observed = step.owner.observed
+        if observed not in self._variants:
+            self._variants[observed] = self._build(step, observed)
+        return self._variants[observed](*inputs)
+
+    def _build(self, step: CapturedStep, observed: bool) -> _Variant:
+        graph = StepGraph(capture.copy_graph_module(self.base), observed=observed)
+        step.owner.records += run_passes(
+            graph, step.owner.passes, step=step.name, graph_index=self.index
+        )
+        inputs = graph.example_inputs(self._example_inputs)
+        return _Variant(graph, capture.execute_with(self.executor, graph.graph_module, inputs))
+
+
+class _Variant:
+    """A rewritten graph that runs: gives it its states and takes its results."""
+
+    def __init__(self, graph: StepGraph, run: Callable[..., Any]) -> None:
+        self._run = run
+        self._supplies = [supply for _, supply in graph.states]
+        self._sinks = [sink for _, sink in graph.results]
+
+    def __call__(self, *inputs: Any) -> Any:
+        outputs = self._run(*inputs, *[supply() for supply in self._supplies])
+        if not self._sinks:
+            return outputs
+        count = len(outputs) - len(self._sinks)
+        for sink, value in zip(self._sinks, outputs[count:], strict=True):
+            sink(value)
+        return tuple(outputs[:count])

@@ -1,0 +1,375 @@
+"""What was measured at one step, on the host: the statistics of every tensor and its gradient."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from lightning_unitscale.exponents import FloatArray, fraction_from_counts
+from lightning_unitscale.formats import NumberFormat, get_format
+from lightning_unitscale.row_layout import FORMAT_KINDS, MOMENT_COLUMNS, Kind, RowLayout
+from lightning_unitscale.row_reduction import merge_rows
+
+Direction = Literal["forward", "backward"]
+
+
+@dataclass(frozen=True, eq=False)
+class TensorStatistics:
+    """Statistics of one tensor, read from its row.
+
+    Everything but the counts is about the finite elements only; it is NaN when there are none.
+
+    Attributes:
+        row: The measured columns, shape ``(layout.num_columns,)``, float64.
+        layout: What the columns are.
+        log2_factor: These are the statistics of ``2**log2_factor`` times the measured tensor.
+        log2_factor_of_counts: The factor at which the row's format counts were taken (the
+            ``factor`` of ``statistics_row``); fractions at that scale are exact.
+    """
+
+    row: FloatArray
+    layout: RowLayout
+    log2_factor: int = 0
+    log2_factor_of_counts: int = 0
+
+    @property
+    def numel(self) -> int:
+        """Number of elements, of all micro-batches and ranks that were merged."""
+        return int(self._value("numel"))
+
+    @property
+    def zeros(self) -> int:
+        """Number of elements that are exactly zero."""
+        return int(self._value("zeros"))
+
+    @property
+    def nans(self) -> int:
+        """Number of NaN elements."""
+        return int(self._value("nans"))
+
+    @property
+    def infs(self) -> int:
+        """Number of infinite elements."""
+        return int(self._value("infs"))
+
+    @property
+    def num_finite(self) -> int:
+        """Number of finite elements."""
+        return self.numel - self.nans - self.infs
+
+    @property
+    def mean(self) -> float:
+        """Mean."""
+        return self._shifted(self._mean("sum"))
+
+    @property
+    def mean_abs(self) -> float:
+        """Mean magnitude."""
+        return self._shifted(self._mean("abs_sum"))
+
+    @property
+    def rms(self) -> float:
+        """Root mean square."""
+        return self._shifted(math.sqrt(self._mean("square_sum")))
+
+    @property
+    def std(self) -> float:
+        """Standard deviation as ``torch.std`` takes it (Bessel's correction), NaN for one element.
+
+        It is the deviation from the mean of all that was merged.
+        """
+        number = self.num_finite
+        if number < 2:
+            return math.nan
+        mean = self._mean("sum")
+        variance = max(self._mean("square_sum") - mean * mean, 0.0) * number / (number - 1)
+        return self._shifted(math.sqrt(variance))
+
+    @property
+    def abs_max(self) -> float:
+        """Largest magnitude."""
+        return self._shifted(self._value("abs_max")) if self.num_finite else math.nan
+
+    @property
+    def abs_min(self) -> float:
+        """Smallest magnitude above zero; NaN when every element is zero."""
+        smallest = self._value("abs_min")
+        return self._shifted(smallest) if 0 < smallest < math.inf else math.nan
+
+    @property
+    def log2_rms(self) -> float:
+        """``log2`` of the RMS, the number that scale plots show: ``-inf`` for a tensor of zeros."""
+        mean_square = self._mean("square_sum")
+        if mean_square == 0:
+            return -math.inf
+        return 0.5 * math.log2(mean_square) + self.log2_factor
+
+    @property
+    def exponent_counts(self) -> FloatArray | None:
+        """Finite non-zero elements per binary exponent -150 to 128 of the measured tensor.
+
+        Shape ``(279,)``; ``None`` when none were taken. They are not moved by ``log2_factor``.
+        """
+        return self.row[self.layout.exponents] if self.layout.histogram else None
+
+    @property
+    def num_sampled(self) -> int:
+        """Number of elements that the exponent counts looked at."""
+        return int(self._value("sampled")) if self.layout.histogram else 0
+
+    def fraction(self, format: str | NumberFormat, kind: Kind) -> float:
+        """Fraction of the elements that a cast to ``format`` overflows, denormalizes or flushes.
+
+        Exact for a format of the layout at the scale at which its elements were counted; otherwise
+        from the exponent counts, see ``exponents.fraction_from_counts``.
+
+        Args:
+            format: Any format, or its name.
+            kind: ``"overflow"``, ``"subnormal"`` or ``"flushed"`` (true zeros excluded).
+
+        Returns:
+            A number between 0 and 1; NaN for a tensor without elements.
+
+        Raises:
+            ValueError: If the format or kind is unknown, or only exponent counts could tell and
+                none were taken.
+        """
+        found = get_format(format)
+        if kind not in FORMAT_KINDS:
+            raise ValueError(
+                f"kind={kind!r}: unknown; expected one of {', '.join(FORMAT_KINDS)}; correct it"
+            )
+        counted = found in self.layout.formats
+        if counted and self.log2_factor == self.log2_factor_of_counts:
+            return self._value(f"{found.name}.{kind}") / self.numel if self.numel else math.nan
+        counts = self.exponent_counts
+        if counts is None:
+            raise ValueError(
+                f"format={found.name!r}: not counted at the scale 2**{self.log2_factor} and there "
+                "are no exponent counts to tell from; expected a monitored format or a layout with "
+                "histogram=True; turn histograms on"
+            )
+        return float(fraction_from_counts(counts, self.num_sampled, found, kind, self.log2_factor))
+
+    def scaled(self, log2_factor: int) -> TensorStatistics:
+        """Statistics of ``2**log2_factor`` times this tensor."""
+        return replace(self, log2_factor=self.log2_factor + log2_factor)
+
+    def _value(self, column: str) -> float:
+        return float(self.row[self.layout.index(column)])
+
+    def _mean(self, column: str) -> float:
+        return self._value(column) / self.num_finite if self.num_finite else math.nan
+
+    def _shifted(self, value: float) -> float:
+        return value * 2.0**self.log2_factor
+
+
+@dataclass(frozen=True, eq=False)
+class ScaleSnapshot:
+    """The statistics of all tensors of one step, in graph order.
+
+    Tensors may be held in units of their own (a gauge): what is stored is the value that the model
+    means divided by ``2**log2_sigma``, for a gradient by ``2**log2_gamma``. Rows are always of the
+    value as the model means it.
+
+    Attributes:
+        step: The optimizer step at which it was taken.
+        names: Name of every tensor.
+        forward: Rows of the values, shape ``(len(names), layout.num_columns)``, float64.
+        backward: Rows of their gradients, the same shape; a row of NaN where none arrived.
+        layout: What the columns are.
+        modules: Path of the module that makes each tensor; by default the name up to its last dot.
+        log2_sigma: Units of the stored values, shape ``(len(names),)``, integers; 0 by default.
+        log2_gamma: Units of the stored gradients.
+        counted_as_stored: Whether the format counts of the rows are those of the stored tensors
+            (``statistics_row`` with a factor) and not of the meant ones.
+
+    Raises:
+        ValueError: If the shapes do not fit together, or a name is given twice.
+    """
+
+    step: int
+    names: tuple[str, ...]
+    forward: FloatArray
+    backward: FloatArray
+    layout: RowLayout
+    modules: tuple[str, ...] = ()
+    log2_sigma: npt.NDArray[Any] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    log2_gamma: npt.NDArray[Any] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    counted_as_stored: bool = False
+
+    def __post_init__(self) -> None:
+        number = len(self.names)
+        if len(set(self.names)) != number:
+            twice = next(name for name in self.names if self.names.count(name) > 1)
+            raise ValueError(
+                f"names: {twice!r} is given twice; expected distinct names; add an ordinal"
+            )
+        if not self.modules and number:
+            object.__setattr__(self, "modules", tuple(n.rpartition(".")[0] for n in self.names))
+        for attribute in ("log2_sigma", "log2_gamma"):
+            units = np.asarray(getattr(self, attribute))
+            units = np.zeros(number, dtype=np.int64) if units.size == 0 else units
+            object.__setattr__(self, attribute, units.astype(np.int64))
+        expected = {
+            "forward": (number, self.layout.num_columns),
+            "backward": (number, self.layout.num_columns),
+            "modules": (number,),
+            "log2_sigma": (number,),
+            "log2_gamma": (number,),
+        }
+        for attribute, shape in expected.items():
+            given = np.shape(getattr(self, attribute))
+            if given != shape:
+                raise ValueError(
+                    f"{attribute} of shape {given}: does not fit {number} names and "
+                    f"{self.layout.num_columns} columns; expected {shape}; use the same tensors "
+                    "and layout throughout"
+                )
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def rows(self, direction: Direction) -> FloatArray:
+        """The rows of one direction, shape ``(len(self), layout.num_columns)``.
+
+        Raises:
+            ValueError: If the direction is neither ``"forward"`` nor ``"backward"``.
+        """
+        if direction not in ("forward", "backward"):
+            raise ValueError(
+                f"direction={direction!r}: unknown; expected 'forward' or 'backward'; correct it"
+            )
+        return self.forward if direction == "forward" else self.backward
+
+    def statistics(
+        self, tensor: int | str, direction: Direction = "forward", *, stored: bool = False
+    ) -> TensorStatistics | None:
+        """Statistics of one tensor.
+
+        Args:
+            tensor: Its name or its position in ``names``.
+            direction: Of the value or of its gradient.
+            stored: As it is stored, and not as the model means it.
+
+        Returns:
+            ``None`` where there was nothing to measure.
+
+        Raises:
+            KeyError: If there is no tensor of that name.
+        """
+        position = self._position(tensor)
+        row = self.rows(direction)[position]
+        if np.isnan(row[0]):
+            return None
+        unit = int(self._units(direction)[position])
+        return TensorStatistics(
+            row,
+            self.layout,
+            log2_factor=-unit if stored else 0,
+            log2_factor_of_counts=-unit if self.counted_as_stored else 0,
+        )
+
+    def column(self, column: str, direction: Direction = "forward") -> FloatArray:
+        """One column for all tensors, as measured, shape ``(len(self),)``."""
+        return self.rows(direction)[:, self.layout.index(column)]
+
+    def log2_rms(self, direction: Direction = "forward", *, stored: bool = False) -> FloatArray:
+        """``log2`` of the RMS of all tensors, shape ``(len(self),)``.
+
+        ``-inf`` for a tensor of zeros, NaN where there was nothing to measure.
+        """
+        finite = self.column("numel", direction) - self.column("nans", direction)
+        finite = finite - self.column("infs", direction)
+        squares = self.column("square_sum", direction)
+        mean = np.full(len(self), np.nan)
+        np.divide(squares, finite, out=mean, where=finite > 0)
+        with np.errstate(divide="ignore"):
+            result: FloatArray = 0.5 * np.log2(mean)
+        return result - self._units(direction) if stored else result
+
+    def fractions(self, direction: Direction = "forward", *, stored: bool = False) -> FloatArray:
+        """Out-of-range fractions for the layout's formats, as ``TensorStatistics.fraction``.
+
+        Returns:
+            Shape ``(len(self), len(layout.formats), 3)``, the last dimension in the order overflow,
+            subnormal, flushed; NaN where there was nothing to measure, and where the scale is
+            another than the counted one and there are no exponent counts.
+        """
+        units = self._units(direction)
+        shape = (len(self), len(self.layout.formats), len(FORMAT_KINDS))
+        first = len(MOMENT_COLUMNS)
+        numel = self.column("numel", direction)[:, None]
+        fractions = np.full((len(self), shape[1] * shape[2]), np.nan)
+        counts = self.rows(direction)[:, first : first + fractions.shape[1]]
+        np.divide(counts, numel, out=fractions, where=numel > 0)
+        fractions = fractions.reshape(shape)
+        if stored == self.counted_as_stored:
+            return fractions
+        for position in np.flatnonzero(units):
+            statistics = self.statistics(int(position), direction, stored=stored)
+            fractions[position] = np.nan
+            if statistics is None or not self.layout.histogram:
+                continue
+            for place, item in enumerate(self.layout.formats):
+                for kind_place, kind in enumerate(FORMAT_KINDS):
+                    fractions[position, place, kind_place] = statistics.fraction(item, kind)
+        return fractions
+
+    def exponent_counts(self, direction: Direction = "forward") -> FloatArray | None:
+        """Exponent counts of all tensors, as measured, shape ``(len(self), 279)``, or ``None``."""
+        if not self.layout.histogram:
+            return None
+        return self.rows(direction)[:, self.layout.exponents]
+
+    def merge(self, other: ScaleSnapshot) -> ScaleSnapshot:
+        """Statistics of the same tensors on more data: another micro-batch or rank.
+
+        Sums and counts add up, extremes stay extremes; the step is that of ``self``.
+
+        Raises:
+            ValueError: If the two hold other tensors, columns or units.
+        """
+        same = self.names == other.names and self.layout == other.layout
+        same = same and self.counted_as_stored == other.counted_as_stored
+        same = same and np.array_equal(self.log2_sigma, other.log2_sigma)
+        if not (same and np.array_equal(self.log2_gamma, other.log2_gamma)):
+            raise ValueError(
+                f"other: a snapshot of {len(other)} tensors that does not fit one of {len(self)}; "
+                "expected the same names, layout and units; merge snapshots of one monitor only"
+            )
+        return replace(
+            self,
+            forward=self._merged(self.forward, other.forward),
+            backward=self._merged(self.backward, other.backward),
+        )
+
+    def _merged(self, first: FloatArray, second: FloatArray) -> FloatArray:
+        merged = merge_rows(torch.from_numpy(first), torch.from_numpy(second), self.layout)
+        result: FloatArray = merged.numpy()
+        return result
+
+    def _units(self, direction: Direction) -> npt.NDArray[np.int64]:
+        return self.log2_sigma if direction == "forward" else self.log2_gamma
+
+    def _position(self, tensor: int | str) -> int:
+        if isinstance(tensor, int):
+            return tensor
+        try:
+            return self._positions[tensor]
+        except KeyError:
+            raise KeyError(
+                f"tensor={tensor!r}: not in this snapshot; expected one of its {len(self)} names; "
+                "see names"
+            ) from None
+
+    @cached_property
+    def _positions(self) -> dict[str, int]:
+        return {name: position for position, name in enumerate(self.names)}

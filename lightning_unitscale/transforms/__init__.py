@@ -1,0 +1,6 @@
+"""Transforms of plain modules, and the passes that the callbacks share with them."""
+
+from lightning_unitscale.transforms.gauge import Gauge, GaugePair
+from lightning_unitscale.transforms.lossless_unit_scale import lossless_unit_scale
+
+__all__ = ["Gauge", "GaugePair", "lossless_unit_scale"]

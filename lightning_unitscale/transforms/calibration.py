@@ -1,0 +1,203 @@
+"""Measure what every product reads and the gradient that arrives at it, in one eager step."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from lightning_unitscale.graph.capture import is_checkpoint
+from lightning_unitscale.graph.steps import CompiledGraph
+
+Measured = Mapping[str, float]
+
+
+def root_mean_square(tensor: Tensor) -> Tensor:
+    """RMS of a tensor as a 0-d tensor; it neither overflows nor underflows for FP32 values.
+
+    A gradient of 1e-25 is ordinary and its square is 0 in FP32, so squares are summed in FP64.
+    """
+    dtype = torch.float32 if tensor.device.type == "mps" else torch.float64
+    if tensor.numel() == 0:
+        return torch.zeros((), dtype=dtype, device=tensor.device)
+    norm = torch.linalg.vector_norm(tensor.detach(), dtype=dtype)
+    return norm / math.sqrt(tensor.numel())
+
+
+class Calibrator:
+    """Runs captured graphs as they are and measures named tensors on the way.
+
+    Plain tensor hooks see the gradients, so views and in-place operations do not matter.
+
+    Args:
+        arguments_of: Names to measure for a node about to run: ``(name, argument)`` pairs.
+        gradient_of: Name under which the gradient of the node's result is measured, or ``None``.
+        result_of: Name under which the node's result is measured, or ``None``.
+    """
+
+    def __init__(
+        self,
+        arguments_of: Callable[[fx.Node], list[tuple[str, fx.Node]]],
+        gradient_of: Callable[[fx.Node], str | None],
+        result_of: Callable[[fx.Node], str | None],
+    ) -> None:
+        self.arguments_of = arguments_of
+        self.gradient_of = gradient_of
+        self.result_of = result_of
+        self._forward: dict[str, list[Tensor]] = defaultdict(list)
+        self._backward: dict[str, list[Tensor]] = defaultdict(list)
+
+    def __call__(self, graph: CompiledGraph, inputs: tuple[Any, ...]) -> Any:
+        """Run one graph of the step; the interpreter that ``CapturedStep`` expects."""
+        return _MeasuringInterpreter(graph.base, self).run(*inputs)
+
+    @property
+    def saw_gradients(self) -> bool:
+        """Whether a backward pass has reached any measured tensor."""
+        return bool(self._backward)
+
+    def results(self) -> tuple[Measured, Measured]:
+        """RMS of every tensor, forward and backward, with one transfer from the device.
+
+        A tensor measured several times (several calls in a step) gets the RMS of all.
+        """
+        return _fetch(self._forward), _fetch(self._backward)
+
+    def clear(self) -> None:
+        """Forget what was measured."""
+        self._forward.clear()
+        self._backward.clear()
+
+    def measure(self, name: str, value: object) -> None:
+        """Measure a forward value."""
+        if isinstance(value, Tensor) and value.is_floating_point():
+            self._forward[name].append(root_mean_square(value))
+
+    def watch(self, name: str, value: object) -> None:
+        """Measure the gradient of ``value`` when the backward pass gets there."""
+        if isinstance(value, Tensor) and value.requires_grad:
+            value.register_hook(lambda grad: self._backward[name].append(root_mean_square(grad)))
+
+
+class _MeasuringInterpreter(fx.Interpreter):
+    def __init__(self, graph_module: fx.GraphModule, calibrator: Calibrator) -> None:
+        super().__init__(graph_module)
+        self.calibrator = calibrator
+
+    def run_node(self, n: fx.Node) -> Any:
+        if is_checkpoint(n):
+            # Running the body here saves what checkpointing would recompute, for this one step,
+            # but measures the products inside.
+            body, *args = self.fetch_args_kwargs_from_env(n)[0]
+            return _MeasuringInterpreter(body, self.calibrator).run(*args)
+        calibrator = self.calibrator
+        for name, argument in calibrator.arguments_of(n):
+            calibrator.measure(name, self.env[argument])
+        result = super().run_node(n)
+        result_name, gradient_name = calibrator.result_of(n), calibrator.gradient_of(n)
+        if result_name is not None:
+            calibrator.measure(result_name, result)
+        if gradient_name is not None:
+            calibrator.watch(gradient_name, result)
+        return result
+
+
+def _fetch(measured: Mapping[str, list[Tensor]]) -> Measured:
+    names = [name for name, values in measured.items() for _ in values]
+    scalars = [one for values in measured.values() for one in values]
+    if not scalars:
+        return {}
+    device = scalars[0].device
+    numbers = torch.stack([one.to(device) for one in scalars]).tolist()
+    collected: dict[str, list[float]] = defaultdict(list)
+    for name, number in zip(names, numbers, strict=True):
+        collected[name].append(number)
+    return {name: _combine(values) for name, values in collected.items()}
+
+
+def _combine(values: list[float]) -> float:
+    """RMS of equal-sized parts, scaled by the largest so that squares stay in range."""
+    largest = max(values)
+    if not math.isfinite(largest) or largest == 0.0:
+        return largest
+    return largest * math.sqrt(sum((one / largest) ** 2 for one in values) / len(values))
+
+
+def find_loss(output: object) -> Tensor | None:
+    """The scalar that a step returned for its backward pass, if there is one."""
+    candidates: list[object] = [output, getattr(output, "loss", None)]
+    if isinstance(output, Mapping):
+        candidates.append(output.get("loss"))
+    if isinstance(output, (tuple, list)) and output:
+        candidates.append(output[0])
+    for one in candidates:
+        if isinstance(one, Tensor) and one.numel() == 1 and one.requires_grad:
+            return one
+    return None
+
+
+@contextlib.contextmanager
+def restoring(module: nn.Module) -> Iterator[None]:
+    """Undo, on leaving, what a rehearsal of a step does to the module and to random numbers.
+
+    Covered: random states of torch on every device, buffers in place, gradients, and the plain
+    Python attributes of every submodule (a list that a step appends to, a counter, metric states).
+    """
+    devices = {one.device for one in (*module.parameters(), *module.buffers())}
+    accelerators = [one for one in devices if one.type == "cuda"]
+    buffers = [(one, one.detach().clone()) for one in module.buffers()]
+    gradients = [(one, one.grad) for one in module.parameters()]
+    attributes = [(one, _copied_attributes(one)) for one in module.modules()]
+    with torch.random.fork_rng(devices=accelerators):
+        try:
+            yield
+        finally:
+            for one, saved in attributes:
+                _restore_attributes(one, saved)
+            with torch.no_grad():
+                for buffer, value in buffers:
+                    buffer.copy_(value)
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+
+
+_MODULE_INTERNALS = frozenset(nn.Module().__dict__) - {"training"}
+
+
+def _copied_attributes(module: nn.Module) -> dict[str, Any]:
+    saved = {}
+    for name, value in module.__dict__.items():
+        if name in _MODULE_INTERNALS:
+            continue
+        if isinstance(value, (list, dict, set)):
+            saved[name] = copy.copy(value)
+        elif isinstance(value, Tensor):
+            saved[name] = value.detach().clone()
+        else:
+            saved[name] = value
+    return saved
+
+
+def _restore_attributes(module: nn.Module, saved: Mapping[str, Any]) -> None:
+    """Containers and tensors get their old contents in place: others may hold them too."""
+    attributes = module.__dict__
+    for name in [one for one in attributes if one not in saved and one not in _MODULE_INTERNALS]:
+        del attributes[name]
+    for name, value in saved.items():
+        current = attributes.get(name)
+        if isinstance(value, list) and isinstance(current, list):
+            current[:] = value
+        elif isinstance(value, (dict, set)) and type(current) is type(value):
+            current.clear()
+            current.update(value)
+        elif isinstance(value, Tensor) and isinstance(current, Tensor):
+            if not torch.equal(current.detach(), value):
+                attributes[name] = value
+        else:
+            attributes[name] = value

@@ -1,0 +1,194 @@
+"""The gauge: a pair of powers of two per tensor, and the factors that a graph needs of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from tabulate import tabulate
+from torch import Tensor
+
+# A factor of a graph combines up to two sigmas and a gamma; within these bounds every factor and
+# its inverse is a normal FP32 number, so that multiplying by it is exact.
+MAX_LOG2_SIGMA = 30
+MAX_LOG2_GAMMA = 60
+
+
+@dataclass(frozen=True)
+class GaugePair:
+    """Units of one tensor, as exponents of two.
+
+    Attributes:
+        log2_sigma: The forward value is stored as ``x * 2**-log2_sigma``.
+        log2_gamma: The gradient is stored as ``g * 2**-log2_gamma``.
+    """
+
+    log2_sigma: int = 0
+    log2_gamma: int = 0
+
+
+_UNIT = GaugePair()
+
+
+@dataclass(frozen=True, eq=True)
+class Gauge(Mapping[str, GaugePair]):
+    """A frozen mapping from tensor names to their :class:`GaugePair`; unknown names have units 1.
+
+    Operands of a product are named ``product:role``, such as ``blocks.0.mlp.linear:weight``.
+
+    Example:
+        >>> gauge = Gauge({"head.linear:input": GaugePair(log2_sigma=-3)})
+        >>> gauge["head.linear:input"].log2_sigma
+        -3
+    """
+
+    pairs: Mapping[str, GaugePair] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "pairs", MappingProxyType(dict(self.pairs)))
+
+    def __getitem__(self, name: str) -> GaugePair:
+        return self.pairs[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.pairs)
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def __hash__(self) -> int:
+        return hash(tuple(sorted((name, pair) for name, pair in self._tuples())))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Gauge:
+        return self
+
+    def __reduce__(self) -> Any:
+        return Gauge.from_state, (self.state(),)
+
+    def pair(self, name: str) -> GaugePair:
+        """Units of a tensor, 1 when the gauge does not know it."""
+        return self.pairs.get(name, _UNIT)
+
+    def updated(self, other: Mapping[str, GaugePair]) -> Gauge:
+        """This gauge with the pairs of ``other`` in place of its own."""
+        return Gauge({**self.pairs, **other})
+
+    def state(self) -> dict[str, tuple[int, int]]:
+        """Plain numbers for a checkpoint: name to ``(log2_sigma, log2_gamma)``."""
+        return dict(self._tuples())
+
+    @staticmethod
+    def from_state(state: Mapping[str, tuple[int, int]]) -> Gauge:
+        """The gauge that :meth:`state` described."""
+        return Gauge({name: GaugePair(int(s), int(g)) for name, (s, g) in state.items()})
+
+    def _tuples(self) -> Iterator[tuple[str, tuple[int, int]]]:
+        for name, pair in self.pairs.items():
+            yield name, (pair.log2_sigma, pair.log2_gamma)
+
+    def __str__(self) -> str:
+        rows = [(name, sigma, gamma) for name, (sigma, gamma) in self._tuples()]
+        return tabulate(rows, headers=("tensor", "log2 sigma", "log2 gamma"))
+
+
+def nearest_exponent(rms: float, limit: int) -> int:
+    """Exponent of the power of two nearest to ``rms``; 0 for zero, NaN, inf and empty tensors."""
+    if not math.isfinite(rms) or rms <= 0.0:
+        return 0
+    return max(-limit, min(limit, round(math.log2(rms))))
+
+
+@dataclass(frozen=True)
+class Factor:
+    """A power of two as an integer combination of exponents of the gauge.
+
+    Attributes:
+        sigmas: ``(name, coefficient)`` of forward units.
+        gammas: ``(name, coefficient)`` of gradient units.
+        constant: Exponent added to the combination.
+    """
+
+    sigmas: tuple[tuple[str, int], ...] = ()
+    gammas: tuple[tuple[str, int], ...] = ()
+    constant: int = 0
+
+    def exponent(self, gauge: Gauge) -> int:
+        """Exponent of the factor under ``gauge``."""
+        return (
+            self.constant
+            + sum(c * gauge.pair(name).log2_sigma for name, c in self.sigmas)
+            + sum(c * gauge.pair(name).log2_gamma for name, c in self.gammas)
+        )
+
+    def __mul__(self, other: Factor) -> Factor:
+        return Factor(
+            _merged(self.sigmas + other.sigmas),
+            _merged(self.gammas + other.gammas),
+            self.constant + other.constant,
+        )
+
+    def __truediv__(self, other: Factor) -> Factor:
+        return self * other.inverse()
+
+    def inverse(self) -> Factor:
+        """The factor that undoes this one."""
+        return Factor(
+            tuple((name, -c) for name, c in self.sigmas),
+            tuple((name, -c) for name, c in self.gammas),
+            -self.constant,
+        )
+
+
+def _merged(terms: tuple[tuple[str, int], ...]) -> tuple[tuple[str, int], ...]:
+    """One term a name, none with coefficient 0: equal factors compare equal, and 1 is seen as 1."""
+    total: dict[str, int] = {}
+    for name, coefficient in terms:
+        total[name] = total.get(name, 0) + coefficient
+    return tuple(sorted((name, c) for name, c in total.items() if c))
+
+
+def sigma(name: str) -> Factor:
+    """The forward unit of a tensor."""
+    return Factor(sigmas=((name, 1),))
+
+
+def gamma(name: str) -> Factor:
+    """The gradient unit of a tensor."""
+    return Factor(gammas=((name, 1),))
+
+
+ONE = Factor()
+
+
+class FactorTable:
+    """The factors of one graph, as one small device tensor that the graph takes as input.
+
+    Rows are added while the graph is rewritten; :meth:`set` then makes the tensor of a gauge. It is
+    a new tensor each time: a backward pass still under way keeps the old factors.
+    """
+
+    def __init__(self) -> None:
+        self._rows: dict[Factor, int] = {}
+        self._tensor: Tensor | None = None
+
+    def row(self, factor: Factor) -> int:
+        """Row of a factor; equal factors share one."""
+        return self._rows.setdefault(factor, len(self._rows))
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @property
+    def current(self) -> Tensor:
+        """The factors under the gauge last set, FP32 of shape ``(number of factors,)``."""
+        assert self._tensor is not None
+        return self._tensor
+
+    def set(self, gauge: Gauge, device: torch.device) -> None:
+        """Compute every factor under ``gauge``."""
+        powers = [math.ldexp(1.0, factor.exponent(gauge)) for factor in self._rows]
+        self._tensor = torch.tensor(powers, dtype=torch.float32, device=device)

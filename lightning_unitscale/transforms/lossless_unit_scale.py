@@ -1,0 +1,133 @@
+"""``lossless_unit_scale``: the pass on a plain module, calibrated on example inputs."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_unitscale.graph.steps import CapturedStep
+from lightning_unitscale.transforms.attach import captured_forward
+from lightning_unitscale.transforms.calibration import Calibrator, find_loss, restoring
+from lightning_unitscale.transforms.gauge import Gauge
+from lightning_unitscale.transforms.lossless import Depth, LosslessUnitScale
+
+Reduce = Callable[[Calibrator], tuple[Mapping[str, float], Mapping[str, float]]]
+
+
+def lossless_unit_scale(
+    module: nn.Module, *example_args: Any, depth: Depth = "products", **example_kwargs: Any
+) -> nn.Module:
+    """A copy of ``module`` that computes the same bits with matrix products at RMS 1.
+
+    Every operand of a matrix product, and the gradient that arrives at it, is stored in units of a
+    power of two near its RMS, measured on the example inputs. Powers of two are exact, so values
+    and gradients are those of ``module``. Its parameters keep their names and values.
+
+    Args:
+        module: Any module that Dynamo can capture; it is left as it is.
+        *example_args: Arguments of one representative call, on the module's device.
+        depth: ``"products"``, or ``"all"`` to store every tensor between them in units too (FP16).
+        **example_kwargs: Keyword arguments of that call.
+
+    Returns:
+        A new module with ``gauge()``, the units in force, and ``explain()``, what was rewritten.
+        Gradient units are measured on the example when the module returns a loss (a scalar, or
+        ``loss`` in a mapping, an attribute or the first of a tuple), else in its first real
+        backward pass.
+
+    Raises:
+        ValueError: If ``depth`` is unknown or the module is already compiled.
+    """
+    rewrite = LosslessUnitScale(depth)
+    new, step = captured_forward(module, "lossless_unit_scale", rewrite)
+    saw_gradients = calibrate(step, rewrite, example_args, example_kwargs)
+    if not saw_gradients:
+        _measure_gradients_live(step, rewrite)
+    new.__dict__["gauge"] = _GaugeOf(rewrite)
+    return new
+
+
+def calibrate(
+    step: CapturedStep,
+    rewrite: LosslessUnitScale,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    seed_gradient: float = 1.0,
+    results: Reduce = Calibrator.results,
+) -> bool:
+    """Rehearse a step forward and backward, put the measured gauge into force, undo the rest.
+
+    Args:
+        step: The captured step.
+        rewrite: The pass that gets the gauge.
+        args: Positional arguments; the step gets a copy.
+        kwargs: Keyword arguments; the step gets a copy.
+        seed_gradient: Gradient of the loss (a loss scale, one over the accumulated batches).
+        results: Reads the calibrator; a place to agree across ranks.
+
+    Returns:
+        Whether gradients were measured.
+    """
+    module = step.owner.module
+    calibrator = rewrite.calibrator()
+    with restoring(module), torch.enable_grad():
+        args, kwargs = copy.deepcopy((args, dict(kwargs)))
+        loss = find_loss(step.rehearse(calibrator, *args, **kwargs))
+        if loss is not None:
+            _backward(loss, module, (args, kwargs), seed_gradient)
+    forward, backward = results(calibrator)
+    rewrite.set_gauge(rewrite.gauge.updated(rewrite.gauge_from(forward, backward)))
+    return bool(backward)
+
+
+def _backward(loss: Tensor, module: nn.Module, inputs: Any, seed_gradient: float) -> None:
+    """Gradients without touching ``.grad``: hooks of DDP or of an optimizer must not run."""
+    leaves = [one for one in module.parameters() if one.requires_grad]
+    leaves += [
+        one
+        for one in torch.utils._pytree.tree_leaves(inputs)
+        if isinstance(one, Tensor) and one.requires_grad
+    ]
+    if leaves:
+        seed = torch.full_like(loss, seed_gradient)
+        torch.autograd.grad(loss, leaves, seed, allow_unused=True)
+
+
+def _measure_gradients_live(step: CapturedStep, rewrite: LosslessUnitScale) -> None:
+    """Let real calls run measured until a backward pass was seen; then use what it showed."""
+    calibrator = rewrite.calibrator()
+    step.interpreter = calibrator
+
+    def adopt(step: CapturedStep) -> None:
+        if not calibrator.saw_gradients:
+            calibrator.clear()
+            return
+        _, backward = calibrator.results()
+        measured = rewrite.gauge_from({}, backward)
+        merged = {
+            name: rewrite.gauge.pair(name).__class__(
+                rewrite.gauge.pair(name).log2_sigma, pair.log2_gamma
+            )
+            for name, pair in measured.items()
+        }
+        rewrite.set_gauge(rewrite.gauge.updated(merged))
+        step.interpreter = None
+        step.before_call = None
+
+    step.before_call = adopt
+
+
+class _GaugeOf:
+    """``module.gauge()``: an object rather than a closure, so that a copied module has its own."""
+
+    def __init__(self, rewrite: LosslessUnitScale) -> None:
+        self.rewrite = rewrite
+
+    def __call__(self) -> Gauge:
+        """The units in force."""
+        return self.rewrite.gauge

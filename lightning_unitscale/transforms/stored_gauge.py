@@ -1,0 +1,200 @@
+"""Lossless unit scaling at depth "all": every tensor that the step keeps has units of its own.
+
+For an operation ``y = f(a, ...)`` with ``a = sigma_a a'`` and ``y = sigma_y y'``, and gradients in
+units gamma, the backward pass is linear in what arrives, so no gradient is ever made in true units:
+
+========================= ================== ============================ ===================
+kind of operation         argument, forward  argument, backward           result, forward
+========================= ================== ============================ ===================
+keeps units (view, relu)  1                  1                            1
+linear (sum, cat)         sigma_a / sigma_y  gamma_y / gamma_a            1
+product, gated product    1                  gamma_y c/(sigma_a gamma_a)  c / sigma_y
+any other                 sigma_a            gamma_y / gamma_a            1 / sigma_y
+opaque (several results)  sigma_a            1 / gamma_a                  1
+========================= ================== ============================ ===================
+
+with ``c`` the product of the sigmas. An operation that keeps units hands on those of its argument,
+so a chain of them has one gauge.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+from torch import fx
+
+from lightning_unitscale.graph.nodes import (
+    is_float_tensor,
+    op_name,
+    requires_grad,
+    tensor_name,
+)
+from lightning_unitscale.graph.out_of_place import (
+    aliased_by_mutation,
+    shares_memory,
+)
+from lightning_unitscale.graph.passes import Region
+from lightning_unitscale.graph.products import product_of
+from lightning_unitscale.transforms.gauge import ONE, Factor, Gauge, gamma, sigma
+from lightning_unitscale.transforms.product_gauge import plan_product
+from lightning_unitscale.transforms.units import Edit, NodePlan, Path, Units
+
+# Positively homogeneous in their first argument, which is the only one that matters.
+_KEEPS_UNITS = {"relu", "leaky_relu", "neg", "clone", "abs", "dropout", "contiguous", "identity"}
+_LINEAR = {"add", "sub", "cat", "concat", "stack", "hstack", "vstack", "iadd", "isub"}
+_GATED = {"mul", "imul", "multiply"}
+
+
+class StoredUnits(Units):
+    """Units of every tensor of one graph at depth "all".
+
+    Args:
+        graph: The nodes, with in-place operations made out of place where that is safe.
+    """
+
+    def __init__(self, graph: fx.Graph) -> None:
+        # A tensor that is still written into in place, or seen through such a one, is left as the
+        # model means it: the write would be in its units, not in ours.
+        excluded = aliased_by_mutation(graph)
+        self._names: dict[fx.Node, str | None] = {}
+        for node in graph.nodes:
+            self._names[node] = None if node in excluded else self._name_of(node)
+
+    def owner(self, node: fx.Node) -> str | None:
+        """Name in the gauge that holds the node's units, ``None`` for units 1."""
+        return self._names.get(node)
+
+    def is_owner(self, node: fx.Node) -> bool:
+        """Whether the units are the node's own, not handed on from another."""
+        return self._names.get(node) == tensor_name(node)
+
+    def sigma(self, node: fx.Node) -> Factor:
+        """Forward unit of the node's tensor."""
+        name = self._names.get(node)
+        return ONE if name is None else sigma(name)
+
+    def gamma(self, node: fx.Node) -> Factor:
+        """Gradient unit of the node's tensor."""
+        name = self._names.get(node)
+        return ONE if name is None or not requires_grad(node) else gamma(name)
+
+    def _name_of(self, node: fx.Node) -> str | None:
+        if node.op not in {"call_function", "call_method"}:
+            return None
+        source = kept_argument(node)
+        if source is not None:
+            return self._names.get(source)
+        if not is_float_tensor(node) or not requires_grad(node):
+            return None
+        return tensor_name(node)
+
+
+def kept_argument(node: fx.Node) -> fx.Node | None:
+    """The argument whose units the node hands on, or ``None`` when it has units of its own."""
+    first = node.args[0] if node.args else None
+    if not isinstance(first, fx.Node) or not (shares_memory(node) or op_name(node) in _KEEPS_UNITS):
+        return None
+    if node.op == "call_function" and node.target is operator.getitem and not _is_view(first):
+        return None
+    if op_name(node) in {"to", "type", "float", "half", "bfloat16", "double"}:
+        # Between float types only: an index that is cast to float has no units to hand on.
+        return first if is_float_tensor(first) and is_float_tensor(node) else None
+    return first
+
+
+def plan_stored(region: Region, gauge: Gauge) -> Iterator[NodePlan]:
+    """Plans for every node of a graph that reads or makes a tensor with units."""
+    units = StoredUnits(region.graph)
+    for node in list(region.graph.nodes):
+        if node.op == "output":
+            yield NodePlan(node, region, tuple(_true_arguments(node, units)))
+        elif node.op in {"call_function", "call_method"} and not _hands_on(node, units):
+            product = product_of(node)
+            if product is not None:
+                yield plan_product(product, region, gauge, units)
+            else:
+                yield NodePlan(node, region, tuple(_edits(node, units)))
+
+
+def _hands_on(node: fx.Node, units: StoredUnits) -> bool:
+    source = kept_argument(node)
+    return source is not None and units.owner(source) == units.owner(node)
+
+
+def _edits(node: fx.Node, units: StoredUnits) -> Iterator[Edit]:
+    if units.owner(node) is None:
+        # Opaque: several results, no gradient, or written into. It sees true units on both sides.
+        yield from _true_arguments(node, units)
+        return
+    arguments = list(float_arguments(node))
+    if not arguments:
+        # One result of an opaque operation, whose gradient must arrive there in true units.
+        yield Edit(None, node, tensor_name(node), units.sigma(node).inverse(), units.gamma(node))
+        return
+    tensors = [one for _, one in arguments]
+    name, kind = tensor_name(node), op_name(node)
+    own_sigma, own_gamma = units.sigma(node), units.gamma(node)
+    alone = len(tensors) == len(_values(node))
+    if kind in _LINEAR and alone and "alpha" not in node.kwargs:
+        for path, one in arguments:
+            forward = units.sigma(one) / own_sigma
+            yield _argument(node, path, one, forward, own_gamma / units.gamma(one))
+        return
+    if kind in _GATED and alone and len(tensors) == 2:
+        common = units.sigma(tensors[0]) * units.sigma(tensors[1])
+        for path, one in arguments:
+            backward = own_gamma * common / units.sigma(one) / units.gamma(one)
+            yield _argument(node, path, one, ONE, backward)
+        yield Edit(None, node, name, common / own_sigma, ONE)
+        return
+    for path, one in arguments:
+        yield _argument(node, path, one, units.sigma(one), own_gamma / units.gamma(one))
+    yield Edit(None, node, name, own_sigma.inverse(), ONE)
+
+
+def _true_arguments(node: fx.Node, units: StoredUnits) -> Iterator[Edit]:
+    for path, one in float_arguments(node):
+        yield _argument(node, path, one, units.sigma(one), units.gamma(one).inverse())
+
+
+def _argument(node: fx.Node, path: Path, source: fx.Node, forward: Factor, backward: Factor) -> Edit:
+    if not requires_grad(source):
+        backward = ONE
+    return Edit(path, source, f"{tensor_name(node)}:{'.'.join(map(str, path))}", forward, backward)
+
+
+def float_arguments(node: fx.Node) -> Iterator[tuple[Path, fx.Node]]:
+    """Every floating-point tensor argument of a node, with its path."""
+    for path, value in _leaves(node):
+        if is_float_tensor(value):
+            yield path, value
+
+
+def _values(node: fx.Node) -> list[Any]:
+    """Positional leaves that are tensors or numbers; a ``dim`` after a list of tensors is none."""
+    lists = any(isinstance(one, (list, tuple)) for one in node.args)
+    return [
+        value
+        for path, value in _leaves(node)
+        if isinstance(value, fx.Node)
+        or (not lists and isinstance(value, (int, float)) and isinstance(path[0], int))
+    ]
+
+
+def _leaves(node: fx.Node) -> Iterator[tuple[Path, Any]]:
+    pending: list[tuple[Path, Any]] = [((i,), one) for i, one in enumerate(node.args)]
+    pending += [((key,), one) for key, one in node.kwargs.items()]
+    while pending:
+        path, value = pending.pop(0)
+        if isinstance(value, (list, tuple)):
+            pending += [((*path, i), one) for i, one in enumerate(value)]
+        else:
+            yield path, value
+
+
+def _is_view(node: fx.Node) -> bool:
+    """Whether items of this node are views: of a tensor, or of a split of one."""
+    return is_float_tensor(node) or shares_memory(node)
+

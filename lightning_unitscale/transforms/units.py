@@ -1,0 +1,149 @@
+"""Changes of units at the arguments and the result of a node, planned first and applied after.
+
+Every tensor of a graph has units: what its stored value must be multiplied by to get the value that
+the model means, forward and backward. A node's edits convert between the units of its neighbours.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from lightning_unitscale.functional.scale import scale, scale_bwd
+from lightning_unitscale.graph.nodes import MODULE, NAME, argument_at, map_arguments
+from lightning_unitscale.graph.passes import Region
+from lightning_unitscale.transforms.gauge import ONE, Factor
+
+Path = tuple[int | str, ...]
+FactorNode = Callable[[Region, Factor], fx.Node]
+
+
+class Units:
+    """Units of the tensors of a graph. This one: every tensor is stored as the model means it."""
+
+    def sigma(self, node: fx.Node) -> Factor:
+        """Forward unit of the node's tensor."""
+        return ONE
+
+    def gamma(self, node: fx.Node) -> Factor:
+        """Gradient unit of the node's tensor."""
+        return ONE
+
+
+@dataclass(frozen=True)
+class Edit:
+    """A change of units at one argument or at the result of a node.
+
+    Attributes:
+        path: Which argument; ``None`` for the result.
+        source: The node whose value is scaled.
+        name: Name of the scaled tensor.
+        forward: Factor on the value.
+        backward: Factor on the gradient.
+        forward_unit: Name in the gauge whose sigma the scaled value is stored in, if it has one.
+        backward_unit: Name in the gauge whose gamma the scaled gradient is stored in.
+    """
+
+    path: Path | None
+    source: fx.Node
+    name: str
+    forward: Factor
+    backward: Factor
+    forward_unit: str | None = None
+    backward_unit: str | None = None
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether the edit changes anything under any gauge."""
+        return self.forward != ONE or self.backward != ONE
+
+
+@dataclass(frozen=True)
+class NodePlan:
+    """All edits around one node.
+
+    Attributes:
+        node: The node.
+        region: The graph it stands in.
+        edits: Changes of units at its arguments and its result.
+        kwargs: Keyword arguments to set (a fused attention's temperature).
+    """
+
+    node: fx.Node
+    region: Region
+    edits: tuple[Edit, ...]
+    kwargs: tuple[tuple[str, Any], ...] = ()
+
+    def factors(self) -> Iterator[Factor]:
+        """Every factor that the edits need."""
+        for edit in self.edits:
+            if edit.forward != ONE:
+                yield edit.forward
+            if edit.is_needed:
+                yield edit.backward
+
+
+def apply_plan(plan: NodePlan, factor_node: FactorNode) -> None:
+    """Insert the scales of a plan; ``factor_node`` gives the 0-d tensor of a factor in a region."""
+    graph, node = plan.region.graph, plan.node
+    replacements: dict[tuple[Any, ...], fx.Node] = {}
+    for edit in plan.edits:
+        if not edit.is_needed:
+            continue
+        with graph.inserting_before(node) if edit.path else graph.inserting_after(node):
+            # An earlier plan may have put the source's result into units of its own.
+            source = argument_at(node, edit.path) if edit.path else node
+            backward = factor_node(plan.region, edit.backward)
+            if edit.forward == ONE:
+                scaled = graph.call_function(scale_bwd, (source, backward))
+            else:
+                forward = factor_node(plan.region, edit.forward)
+                scaled = graph.call_function(scale, (source, forward, backward))
+        scaled.meta["example_value"] = edit.source.meta["example_value"]
+        scaled.meta[NAME] = edit.name
+        scaled.meta[MODULE] = node.meta.get(MODULE, "")
+        if edit.path is None:
+            node.replace_all_uses_with(scaled, delete_user_cb=lambda user, new=scaled: user is not new)
+            node.meta[NAME] = f"{edit.name}:stored"
+        else:
+            replacements[edit.path] = scaled
+    map_arguments(node, replacements)
+    if plan.kwargs:
+        node.kwargs = {**node.kwargs, **dict(plan.kwargs)}
+
+
+class FactorNodes:
+    """Hands out the factors of a graph as 0-d tensors, unbound once in each region.
+
+    Args:
+        vector: The node of the factor vector in the outermost graph.
+        row: Row of a factor in that vector.
+    """
+
+    def __init__(self, vector: fx.Node, row: Callable[[Factor], int]) -> None:
+        self._vector = vector
+        self._row = row
+        self._unbound: dict[int, fx.Node] = {}
+        self._items: dict[tuple[int, int], fx.Node] = {}
+
+    def __call__(self, region: Region, factor: Factor) -> fx.Node:
+        """The 0-d tensor of ``factor`` in ``region``."""
+        graph, row = region.graph, self._row(factor)
+        key = (id(graph), row)
+        if key not in self._items:
+            unbound = self._unbound.get(id(graph))
+            if unbound is None:
+                inside = region.thread(self._vector)
+                *_, last = graph.find_nodes(op="placeholder")
+                with graph.inserting_after(last):
+                    unbound = graph.call_function(torch.unbind, (inside,))
+                self._unbound[id(graph)] = unbound
+            with graph.inserting_after(unbound):
+                self._items[key] = graph.call_function(operator.getitem, (unbound, row))
+        return self._items[key]
+

@@ -1,0 +1,43 @@
+"""The package's own import is light: TensorBoard runs it each time it starts."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import lightning_unitscale
+
+ROOT = Path(__file__).parents[1]
+
+
+def _run(code: str) -> str:
+    return subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True
+    ).stdout
+
+
+def test_the_package_loads_neither_torch_nor_lightning() -> None:
+    code = "import sys, lightning_unitscale; print(*{name.split('.')[0] for name in sys.modules})"
+    loaded = set(_run(code).split())
+    assert not loaded & {"torch", "lightning", "pytorch_lightning", "numpy", "tensorboard", "scipy"}
+
+
+def test_a_listed_name_is_there_when_it_is_asked_for() -> None:
+    code = (
+        "import lightning_unitscale as lus\n"
+        "for name in sorted({*lus.__all__, *dir(lus)}): getattr(lus, name)\n"
+        "print(lus.__version__)"
+    )
+    assert _run(code).strip() == lightning_unitscale.__version__
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'unit_skale'"):
+        _ = lightning_unitscale.unit_skale
+    assert not hasattr(lightning_unitscale, "pipelines")
+
+
+def test_every_export_is_listed() -> None:
+    assert {"ScaleMonitor", "UnitScaleCallback", "transforms"} <= set(dir(lightning_unitscale))
+    assert set(lightning_unitscale.__all__) <= set(dir(lightning_unitscale))
