@@ -109,11 +109,14 @@ class UnitScaleCLI(LightningCLI):
         trainer, record = self.trainer, self._record
         table = self._scale_table()  # as it was in training: a validation is a run of its own
         is_stale = record.validation_step != trainer.global_step
-        if is_stale and trainer.limit_val_batches and self._unigram_entropy_nats() is not None:
+        # Only for text: for other data a validation may be long, and was not asked for.
+        if is_stale and trainer.enable_validation and self._unigram_entropy_nats() is not None:
             trainer.validate(self.model, datamodule=self.datamodule, verbose=False)
         self._print_report(table)
 
     def _scale_table(self) -> str:
+        if not self.trainer.is_global_zero:
+            return ""
         for callback in self.trainer.callbacks:  # type: ignore[attr-defined]  # set by a connector
             if isinstance(callback, ScaleMonitor):
                 return callback.table()

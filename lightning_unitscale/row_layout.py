@@ -7,11 +7,11 @@ transfer to the host, one collective across ranks. Standard library only; the to
 
 from __future__ import annotations
 
+import functools
+import json
 import math
 import struct
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Final, Literal
 
 from lightning_unitscale.formats import E4M3FN, E5M2, FP16, NumberFormat
@@ -51,10 +51,13 @@ class RowLayout:
         formats: The formats whose out-of-range elements are counted.
         histogram: Whether exponents are counted.
         sample_size: Of how many elements at most; ``None`` counts all of them.
-        fp32_cuts: For every format the FP32 numbers ``cut`` such that ``|x| < cut`` says of an FP32
-            ``x``, without any rounding, that it is flushed (or zero), that it is subnormal or
-            flushed, that it is in range; in this order.
+        edges: Three FP64 numbers per format, such that a magnitude that does not exceed one is
+            flushed (or zero); subnormal or flushed; in range.
+        fp32_cuts: The first FP32 number above every edge: ``|x| < cut`` then tells the same of an
+            FP32 ``x`` without any rounding.
         fp64_cuts: The same for FP64 ``x``.
+        columns: Name of every column: ``numel``, ..., ``FP16.overflow``, ..., ``2^-150``, ....
+        key: The layout as text (JSON), for what takes no objects: an operator, an event file.
 
     Raises:
         ValueError: If a format is given twice, or ``sample_size`` is below 1.
@@ -63,8 +66,11 @@ class RowLayout:
     formats: tuple[NumberFormat, ...] = (FP16, E4M3FN, E5M2)
     histogram: bool = True
     sample_size: int | None = 16_384
+    edges: tuple[float, ...] = field(init=False, repr=False, compare=False)
     fp32_cuts: tuple[float, ...] = field(init=False, repr=False, compare=False)
     fp64_cuts: tuple[float, ...] = field(init=False, repr=False, compare=False)
+    columns: tuple[str, ...] = field(init=False, repr=False, compare=False)
+    key: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         names = [item.name for item in self.formats]
@@ -77,28 +83,35 @@ class RowLayout:
                 f"sample_size={self.sample_size}: out of range; expected at least 1, or None to "
                 "count all elements; change the number"
             )
-        limits = list(zip(*self.limits(), strict=True))
-        fp32 = tuple(_cut(limit, below, _next_fp32) for limit, below in limits)
-        fp64 = tuple(_cut(limit, below, _next_fp64) for limit, below in limits)
-        object.__setattr__(self, "fp32_cuts", fp32)
-        object.__setattr__(self, "fp64_cuts", fp64)
-
-    def limits(self) -> tuple[tuple[float, ...], tuple[bool, ...]]:
-        """Thresholds of the formats, three each as in ``fp32_cuts``, before any rounding.
-
-        Returns:
-            The thresholds, and for each whether a value equal to it counts as below the cut.
-        """
-        limits: list[float] = []
-        below: list[bool] = []
+        formats = [(f.name, f.exponent_bits, f.mantissa_bits, f.finite_only) for f in self.formats]
+        edges: list[float] = []
         for item in self.formats:
-            limits += [item.flush_threshold, item.subnormal_threshold, item.overflow_threshold]
-            below += [True, False, item.finite_only]
-        return tuple(limits), tuple(below)
+            overflow = item.overflow_threshold
+            edges += [
+                item.flush_threshold,
+                math.nextafter(item.subnormal_threshold, 0.0),
+                overflow if item.finite_only else math.nextafter(overflow, 0.0),
+            ]
+        derived = {
+            "edges": tuple(edges),
+            "fp32_cuts": tuple(map(_next_fp32, edges)),
+            "fp64_cuts": tuple(math.nextafter(edge, math.inf) for edge in edges),
+            "key": json.dumps([formats, self.histogram, self.sample_size]),
+            "columns": self._columns(),
+        }
+        for name, value in derived.items():
+            object.__setattr__(self, name, value)
 
-    @cached_property
-    def columns(self) -> tuple[str, ...]:
-        """Name of every column: ``numel``, ..., ``FP16.overflow``, ..., ``2^-150``, ...."""
+    @classmethod
+    def from_key(cls, key: str) -> RowLayout:
+        """The layout whose ``key`` this is."""
+        return _from_key(key)
+
+    def scaled_fp32_cuts(self, factor: float) -> tuple[float, ...]:
+        """``fp32_cuts`` for ``x * factor``, where ``factor`` is a power of two."""
+        return tuple(_next_fp32(edge / factor) for edge in self.edges)
+
+    def _columns(self) -> tuple[str, ...]:
         names = list(MOMENT_COLUMNS)
         names += [f"{item.name}.{kind}" for item in self.formats for kind in FORMAT_KINDS]
         if self.histogram:
@@ -118,8 +131,8 @@ class RowLayout:
             KeyError: If there is no such column.
         """
         try:
-            return self._positions[column]
-        except KeyError:
+            return self.columns.index(column)
+        except ValueError:
             raise KeyError(
                 f"column={column!r}: not in this layout; expected one of "
                 f"{', '.join(self.columns[: self.num_head])}"
@@ -136,19 +149,6 @@ class RowLayout:
         start = self.num_head + 1
         return slice(start, start + NUM_EXPONENTS) if self.histogram else slice(0, 0)
 
-    @cached_property
-    def _positions(self) -> dict[str, int]:
-        return {name: position for position, name in enumerate(self.columns)}
-
-
-def _cut(limit: float, limit_is_below: bool, following: Callable[[float], float]) -> float:
-    """Smallest number of a type that is above ``limit``, or at least ``limit`` if that is out."""
-    return following(limit if limit_is_below else math.nextafter(limit, 0.0))
-
-
-def _next_fp64(value: float) -> float:
-    return math.nextafter(value, math.inf)
-
 
 def _next_fp32(value: float) -> float:
     """Smallest FP32 number above ``value``, which is not negative; infinite beyond the range."""
@@ -162,3 +162,9 @@ def _next_fp32(value: float) -> float:
     # The codes of positive FP32 numbers are in the order of the numbers; the last one is infinity.
     (above,) = struct.unpack("<f", struct.pack("<I", code + 1))
     return float(above)
+
+
+@functools.lru_cache(maxsize=64)
+def _from_key(key: str) -> RowLayout:
+    formats, histogram, sample_size = json.loads(key)
+    return RowLayout(tuple(NumberFormat(*item) for item in formats), histogram, sample_size)

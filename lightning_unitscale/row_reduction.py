@@ -112,3 +112,29 @@ def unpack_rows(packed: Tensor, layout: RowLayout, world_size: int) -> Tensor:
 
 def _extremes(layout: RowLayout) -> list[int]:
     return [layout.index("abs_max"), layout.index("abs_min")]
+
+
+def shift_rows(rows: Tensor, exponents: Tensor, layout: RowLayout) -> Tensor:
+    """Rows of the same tensors multiplied by powers of two; format counts stay as they are.
+
+    Args:
+        rows: Shape ``(num_tensors, layout.num_columns)``.
+        exponents: Shape ``(num_tensors,)``, integers: tensor ``i`` was multiplied by
+            ``2**exponents[i]``.
+        layout: The columns.
+
+    Returns:
+        The same shape. Exponents that leave the counted range are added to the end bins.
+    """
+    shifted = rows.clone()
+    powers = torch.exp2(exponents.to(rows.dtype))
+    for column in ("sum", "abs_sum", "abs_max", "abs_min"):
+        shifted[:, layout.index(column)] *= powers
+    shifted[:, layout.index("square_sum")] *= powers.square()
+    if layout.histogram:
+        counts = rows[:, layout.exponents]
+        last = counts.shape[1] - 1
+        bins = torch.arange(last + 1, device=rows.device) + exponents[:, None]
+        moved = torch.zeros_like(counts).scatter_add(1, bins.clamp(0, last).long(), counts)
+        shifted[:, layout.exponents] = moved
+    return shifted

@@ -1,30 +1,31 @@
 """On-device statistics of a tensor, as one row of fixed columns.
 
-``statistics_row`` is purely functional (no mutation, no synchronisation, no control flow on data),
-so it runs unchanged in eager, under AOTAutograd with fake tensors and under Inductor, where it
-fuses with the kernel that makes the tensor. ``eager_statistics_row`` gives the same row with the
-fewest passes over memory that separate kernels allow.
+``statistics_row`` runs anywhere: eagerly, under AOTAutograd with fake tensors, under Inductor. On
+an accelerator it is made of torch operations that are purely functional (no mutation, no
+synchronisation, no control flow on data), which Inductor fuses with the kernel that makes the
+tensor. On the CPU it is one operator, since there a kernel written for the purpose is faster than
+what Inductor makes of them, fused or not.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from lightning_unitscale.row_layout import (
-    MAX_EXPONENT,
-    MIN_EXPONENT,
-    NUM_EXPONENTS,
-    RowLayout,
-)
+from lightning_unitscale import cpu_kernel, cpu_rows
+from lightning_unitscale.row_layout import MAX_EXPONENT, MIN_EXPONENT, NUM_EXPONENTS, RowLayout
 from lightning_unitscale.row_reduction import empty_rows, row_dtype
+
+# Counts are summed in 32 bits as long as they fit: 64-bit sums take twice the time.
+_INT32_ELEMENTS = 2**31
 
 
 def statistics_row(tensor: Tensor, layout: RowLayout, *, factor: Tensor | None = None) -> Tensor:
-    """Statistics of one tensor, in a form that every compiler can trace.
+    """Statistics of one tensor.
 
     Args:
         tensor: Real floating-point tensor of any shape, type and strides; it may be empty, and may
@@ -41,58 +42,64 @@ def statistics_row(tensor: Tensor, layout: RowLayout, *, factor: Tensor | None =
         ValueError: If the tensor is not a real floating-point one.
     """
     _check(tensor)
+    tensor = tensor.detach()
+    if tensor.device.type == "cpu":
+        row: Tensor = torch.ops.lightning_unitscale.statistics_row(tensor, factor, layout.key)
+        return row
+    return functional_row(tensor, layout, factor=factor)
+
+
+def functional_row(tensor: Tensor, layout: RowLayout, *, factor: Tensor | None = None) -> Tensor:
+    """``statistics_row`` from torch operations alone; the reference for every other way to it.
+
+    Args:
+        tensor: As there.
+        layout: As there.
+        factor: As there.
+
+    Returns:
+        As there; sums may differ in their last digits, nothing else.
+
+    Raises:
+        ValueError: As there.
+    """
+    _check(tensor)
     dtype = row_dtype(tensor.device)
     if tensor.numel() == 0:
-        return empty_rows(1, layout, tensor.device)[0]
+        return empty_rows(1, layout, tensor.device)[0].clone()
     wide = _widen(tensor.detach())
     magnitude = wide.abs()
     finite = magnitude < math.inf
-    clean = torch.where(finite, wide, 0.0)
-    magnitude = clean.abs()
     # Squares of gradients of 1e-25 vanish in FP32 and those of 1e25 overflow; not so in FP64.
-    exact = clean.to(dtype)
+    exact = torch.where(finite, wide, 0.0).to(dtype)
+    num_finite = _count(finite)
+    infs = _count(magnitude == math.inf)
+    zeros = _count(magnitude == 0)
     values = [
         torch.full((), tensor.numel(), dtype=dtype, device=tensor.device),
-        (wide == 0).sum(),
-        wide.isnan().sum(),
-        wide.isinf().sum(),
+        zeros,
+        tensor.numel() - num_finite - infs,
+        infs,
         exact.sum(),
         exact.abs().sum(),
         exact.square().sum(),
-        magnitude.amax(),
+        torch.where(finite, magnitude, 0.0).amax(),
         torch.where(magnitude > 0, magnitude, math.inf).amin(),
     ]
     cuts = _cuts(layout, wide, factor)
-    zeros = values[1]
-    nonfinite = values[2] + values[3]
-    for position in range(len(layout.formats)):
-        # ``clean`` turned NaN and infinities into zeros, which lie below every cut.
-        below = [(magnitude < cuts[3 * position + k]).sum() for k in range(3)]
-        values += [tensor.numel() - below[2], below[1] - below[0], below[0] - zeros - nonfinite]
+    for position in range(0, len(cuts), 3):
+        # NaN and infinities are not below any cut.
+        flushed, denormal, in_range = (_count(magnitude < cut) for cut in cuts[position:][:3])
+        values += [num_finite - in_range, denormal - flushed, flushed - zeros]
     row = torch.stack([value.to(dtype) for value in values])
     if not layout.histogram:
         return row
     return torch.cat([row, _exponent_counts(wide, layout.sample_size, dtype)])
 
 
-def eager_statistics_row(
-    tensor: Tensor, layout: RowLayout, *, factor: Tensor | None = None
-) -> Tensor:
-    """The same as ``statistics_row``, as fast as separate kernels can be.
-
-    Args:
-        tensor: As for ``statistics_row``.
-        layout: The columns.
-        factor: As for ``statistics_row``.
-
-    Returns:
-        As ``statistics_row``: equal counts and extremes, and sums equal but for rounding.
-
-    Raises:
-        ValueError: If the tensor is not a real floating-point one.
-    """
-    with torch.no_grad():
-        return statistics_row(tensor, layout, factor=factor)
+def _count(condition: Tensor) -> Tensor:
+    few = condition.numel() < _INT32_ELEMENTS
+    return condition.sum(dtype=torch.int32 if few else torch.int64)
 
 
 def _check(tensor: Tensor) -> None:
@@ -101,10 +108,10 @@ def _check(tensor: Tensor) -> None:
             f"tensor.dtype={tensor.dtype}: no statistics of this type; expected a real "
             "floating-point tensor; leave integer, boolean and complex tensors out"
         )
-    if tensor.layout != torch.strided:
+    if tensor.is_sparse:
         raise ValueError(
-            f"tensor.layout={tensor.layout}: no statistics of this layout; expected a dense "
-            "(strided) tensor; leave it out or call to_dense()"
+            f"tensor of shape {tuple(tensor.shape)}: no statistics of a sparse tensor; expected a "
+            "dense one; leave it out or call to_dense()"
         )
 
 
@@ -114,21 +121,19 @@ def _widen(tensor: Tensor) -> Tensor:
 
 
 def _cuts(layout: RowLayout, wide: Tensor, factor: Tensor | None) -> Sequence[float | Tensor]:
-    """The numbers ``cut`` of ``RowLayout.fp32_cuts`` or ``fp64_cuts``, for ``x * factor``.
+    """``RowLayout.fp32_cuts`` or ``fp64_cuts``, for ``x * factor``.
 
-    Thresholds are divided by the factor instead, and moved to the next number of the type of
-    ``wide``, so that no rounding can move an element across one.
+    The edges are divided by the factor, not the elements multiplied: nothing then leaves the range,
+    and no rounding can move an element across an edge.
     """
     if factor is None:
         return layout.fp64_cuts if wide.dtype == torch.float64 else layout.fp32_cuts
-    dtype = row_dtype(wide.device)
-    limits, limit_is_below = layout.limits()
-    scaled = torch.tensor(limits, dtype=dtype, device=wide.device) / factor.to(dtype)
-    below = torch.tensor(limit_is_below, device=wide.device)
-    cuts = scaled.to(wide.dtype)
-    following = torch.nextafter(cuts, torch.full_like(cuts, math.inf))
-    rounded = cuts.to(dtype)
-    return torch.where((rounded < scaled) | (below & (rounded == scaled)), following, cuts).unbind()
+    # No constant tensor: a copy of it to the device would wait for the device.
+    inverse = factor.to(row_dtype(wide.device)).reciprocal()
+    edges = torch.stack([inverse * edge for edge in layout.edges])
+    nearest = edges.to(wide.dtype)
+    following = torch.nextafter(nearest, torch.full_like(nearest, math.inf))
+    return torch.where(nearest.to(edges.dtype) <= edges, following, nearest).unbind()
 
 
 def _exponent_counts(wide: Tensor, sample_size: int | None, dtype: torch.dtype) -> Tensor:
@@ -156,8 +161,9 @@ def _sample_index(numel: int, sample_size: int, device: torch.device) -> Tensor:
     """
     stride = numel // sample_size
     position = torch.arange(sample_size, device=device)
-    # Knuth's multiplicative hash, 2**32 / golden ratio.
-    return position * stride + ((position * 2_654_435_761) >> 15) % stride
+    # Multiples of the golden ratio (in units of 2**-32, modulo 1) spread most evenly.
+    place = (position * 2_654_435_769) & 0xFFFF_FFFF
+    return position * stride + ((place * stride) >> 32)
 
 
 def _exponent_bins(sample: Tensor) -> Tensor:
@@ -173,3 +179,41 @@ def _exponent_bins(sample: Tensor) -> Tensor:
     bins = exponent.clamp(MIN_EXPONENT, MAX_EXPONENT) - MIN_EXPONENT
     counted = (magnitude > 0) & (magnitude < math.inf)
     return torch.where(counted, bins, NUM_EXPONENTS).to(torch.int64)
+
+
+_LIBRARY = torch.library.Library("lightning_unitscale", "FRAGMENT")
+_LIBRARY.define("statistics_row(Tensor tensor, Tensor? factor, str layout) -> Tensor")
+
+
+@torch.library.impl(_LIBRARY, "statistics_row", "CPU")
+def _cpu_row(tensor: Tensor, factor: Tensor | None, key: str) -> Tensor:
+    layout = RowLayout.from_key(key)
+    if tensor.dtype == torch.float64 or tensor.numel() == 0:
+        return functional_row(tensor, layout, factor=factor)
+    cuts = layout.fp32_cuts if factor is None else _scaled_cuts(key, float(factor))
+    wide = _in_a_row(_widen(tensor))
+    if cpu_kernel.is_available():
+        return cpu_kernel.kernel_row(wide, layout, cuts)
+    row = cpu_rows.moments_and_counts(wide.detach(), cuts)
+    if not layout.histogram:
+        return row
+    return torch.cat([row, _exponent_counts(wide, layout.sample_size, row.dtype)])
+
+
+@torch.library.register_fake("lightning_unitscale::statistics_row", lib=_LIBRARY)
+def _fake_row(tensor: Tensor, factor: Tensor | None, key: str) -> Tensor:
+    return tensor.new_empty(RowLayout.from_key(key).num_columns, dtype=torch.float64)
+
+
+@functools.lru_cache(maxsize=4096)
+def _scaled_cuts(key: str, factor: float) -> tuple[float, ...]:
+    return RowLayout.from_key(key).scaled_fp32_cuts(factor)
+
+
+def _in_a_row(tensor: Tensor) -> Tensor:
+    """The elements as a contiguous vector, in any order; no copy for a transposed tensor."""
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    return tensor.permute(order).reshape(-1)
+
+
+eager_statistics_row = statistics_row  # until its callers use the one name

@@ -8,6 +8,8 @@ from pathlib import Path
 
 # Before torch is imported, and for the processes that a test starts.
 os.environ["OMP_NUM_THREADS"] = "1"
+# Lightning 2.6 calls names that jsonargparse 4.53 deprecates.
+os.environ["JSONARGPARSE_DEPRECATION_WARNINGS"] = "off"
 
 import numpy as np
 import pytest

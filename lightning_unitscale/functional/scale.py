@@ -53,17 +53,18 @@ def multiply(tensor: Tensor, factor: Factor) -> Tensor:
     is multiplied in FP32. An expanded dimension stays expanded: a dense copy would let the product
     that follows take another kernel, with another order of summation.
     """
-    if isinstance(factor, Tensor) and tensor.dtype == torch.float16:
-        return multiply(tensor.float(), factor).to(torch.float16)
-    expanded = [
-        dim for dim in range(tensor.dim()) if tensor.stride(dim) == 0 and tensor.size(dim) != 1
-    ]
-    if not expanded or tensor.numel() == 0:
-        return tensor * factor
     core = tensor
-    for dim in expanded:
-        core = core.narrow(dim, 0, 1)
-    return (core * factor).expand(tensor.shape)
+    if tensor.numel() > 0:
+        for dim in range(tensor.dim()):
+            if tensor.stride(dim) == 0 and tensor.size(dim) != 1:
+                core = core.narrow(dim, 0, 1)
+    if isinstance(factor, Tensor):
+        # A 0-d tensor counts as much as a 0-d factor in torch's promotion of types.
+        wide = core.float() if tensor.dtype == torch.float16 else core
+        product = (wide * factor).to(tensor.dtype)
+    else:
+        product = core * factor
+    return product if core is tensor else product.expand(tensor.shape)
 
 
 class _Scale(torch.autograd.Function):

@@ -8,6 +8,8 @@ checked on torch 2.13 and 2.11: ``node.meta["grapharg"]``, ``node._dynamo_source
 from __future__ import annotations
 
 import contextlib
+import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -15,9 +17,12 @@ from typing import Any, Literal
 import torch
 import torch._dynamo.config
 from torch import Tensor, fx, nn
+from torch._dynamo import exc
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.source import GlobalSource
 from torch._dynamo.utils import graph_break_reasons
+from torch._dynamo.variables import torch as torch_variables
+from torch._functorch.aot_autograd import make_boxed_func
 from torch._guards import CompileContext
 
 Executor = Literal["eager", "aot_eager", "inductor"]
@@ -82,14 +87,89 @@ def capture_settings() -> Iterator[None]:
     """Dynamo's settings under which a step is captured and looked up.
 
     ``optimize_ddp`` would cut the graph at DDP's buckets before the backend sees it, and the same
-    tensor would then have another name with and without DDP.
+    tensor would then have another name with and without DDP. ``use_numpy_random_stream`` keeps
+    NumPy's random numbers (masks of speech models): traced, they would be drawn from torch's.
     """
-    with torch._dynamo.config.patch(
-        optimize_ddp=False,
-        recompile_limit=_RECOMPILE_LIMIT,
-        accumulated_recompile_limit=4 * _RECOMPILE_LIMIT,
-    ):
-        yield
+    plain = torch_variables.tracing_state_functions
+    # Functions rather than a context of mock: this runs once a step.
+    torch_variables.tracing_state_functions = lambda: _Answers(plain())  # type: ignore[assignment]
+    try:
+        with torch._dynamo.config.patch(
+            optimize_ddp=False,
+            use_numpy_random_stream=True,
+            recompile_limit=_RECOMPILE_LIMIT,
+            accumulated_recompile_limit=4 * _RECOMPILE_LIMIT,
+        ):
+            yield
+    finally:
+        torch_variables.tracing_state_functions = plain
+
+
+# Code of functions, as (file, function), that asked while they were traced whether they are being
+# compiled; and of those among them that then took an algorithm which is not the plain step's.
+_asked: set[tuple[str, str]] = set()
+_told_no: set[tuple[str, str]] = set()
+_IS_COMPILING = frozenset({torch.compiler.is_compiling})
+_RESUMED = re.compile(r"^torch_dynamo_resume_in_(.*)_at_\d+$")
+_FRAME = re.compile(r'File "([^"]+)", line \d+, in (\S+)')
+_TORCH = torch.__path__[0]
+
+
+class _Answers(dict[Any, bool]):
+    """What Dynamo tells traced code about the state of tracing.
+
+    Some models take another algorithm when ``torch.compiler.is_compiling()``, with other rounding: a
+    parallel scan instead of a loop. A function that was seen to do so is told that it is not.
+    """
+
+    def __getitem__(self, function: Any) -> bool:
+        answer = super().__getitem__(function)
+        if function not in _IS_COMPILING:
+            return answer
+        callers = _traced_callers(sys._getframe(1))
+        # The question is often asked through a helper or two.
+        _asked.update(callers[:3])
+        return answer and not any(one in _told_no for one in callers)
+
+
+def _traced_callers(frame: Any) -> list[tuple[str, str]]:
+    """Functions that Dynamo is inlining, innermost first; ``frame`` is in Dynamo's handler."""
+    translator = frame.f_locals.get("tx")
+    callers = []
+    while translator is not None:
+        code = translator.f_code
+        callers.append((code.co_filename, _RESUMED.sub(r"\1", code.co_name)))
+        translator = getattr(translator, "parent", None)
+    return callers
+
+
+class _TraceAgain(exc.TensorifyScalarRestartAnalysis, exc.UnspecializeRestartAnalysis):
+    """Dynamo's way to trace a frame anew. Nothing of the frame has run by then.
+
+    A backend may raise the first class; the second makes Dynamo forget the course of its last try.
+    """
+
+
+def refuse_other_algorithms(graph_module: fx.GraphModule) -> None:
+    """Have Dynamo trace the frame again where code took an algorithm for compilers only.
+
+    The sign is a higher-order operator or a ``vmap`` (torch's parallel scan comes as either) over
+    tensors with a gradient, made by a function that had asked whether it is being compiled.
+    """
+    found = set()
+    for node in graph_module.graph.nodes:
+        is_higher_order = isinstance(node.target, torch._ops.HigherOrderOperator)
+        if not (is_higher_order or getattr(node.target, "__name__", "") == "_add_batch_dim"):
+            continue
+        read = [one.meta.get("example_value") for one in node.all_input_nodes]
+        if any(isinstance(one, Tensor) and one.requires_grad for one in read):
+            frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+            users = [one for one in frames if not one[0].startswith(_TORCH)]
+            if users and users[-1] in _asked:
+                found.add(users[-1])
+    if found - _told_no:
+        _told_no.update(found)
+        raise _TraceAgain(restart_reason="another algorithm under a compiler")
 
 
 def describe(
@@ -229,7 +309,8 @@ def _first(graph: fx.Graph) -> fx.Node:
 
 
 def _run_eagerly(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-    forward: Callable[..., Any] = graph_module.forward
+    # AOTAutograd hands its inputs over in a list, and warns about a compiler that takes them apart.
+    forward: Callable[..., Any] = make_boxed_func(graph_module.forward)
     return forward
 
 

@@ -13,6 +13,8 @@ from lightning_unitscale.graph.capture import CapturedGraph
 
 NAME = "tensor_name"
 MODULE = "module_path"
+# Set on nodes that a pass inserted and that are no tensor of the user's step.
+INTERNAL = "internal"
 
 _ROOT = re.compile(r"^(L\[['\"]\w+['\"]\]|G\[['\"]\w+['\"]\]|self)\.?")
 _INDEX = re.compile(r"\[['\"]?([\w.\- ]+?)['\"]?\]")
@@ -26,7 +28,7 @@ def module_path(node: fx.Node) -> str:
     path = str(next(reversed(stack.values()))[0])
     path = _INDEX.sub(r".\1", _ROOT.sub("", path))
     return ".".join(
-        part for part in path.split(".") if part not in {"", "_modules", "self", "L", "G"}
+        part for part in path.split(".") if part not in {"", "_modules", "__self__"}
     )
 
 
@@ -160,3 +162,8 @@ def device_of(graph: fx.Graph) -> torch.device:
         if tensor is not None and tensor.is_floating_point():
             return tensor.device
     return torch.device("cpu")
+
+
+def first_operation(graph: fx.Graph) -> fx.Node:
+    """The first node that is no input."""
+    return next(node for node in graph.nodes if node.op != "placeholder")

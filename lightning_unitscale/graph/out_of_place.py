@@ -23,10 +23,14 @@ _OPERATORS = {
     operator.imul: operator.mul,
     operator.itruediv: operator.truediv,
     operator.ipow: operator.pow,
-    operator.imatmul: operator.matmul,
+    operator.ifloordiv: operator.floordiv,
+    operator.imod: operator.mod,
     operator.iand: operator.and_,
     operator.ior: operator.or_,
-}
+    operator.ixor: operator.xor,
+    operator.ilshift: operator.lshift,
+    operator.irshift: operator.rshift,
+}  # Not ``imatmul``: tensors have no in-place form of it, so ``x @= w`` makes a new tensor.
 
 # Functions with an ``inplace`` flag, and the position of that flag.
 _INPLACE_FLAG = {
@@ -60,17 +64,21 @@ _VIEWS = {
     "dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout",
     "feature_dropout", "positive", "view_as_real", "view_as_complex", "resolve_conj", "ravel",
     "atleast_1d", "atleast_2d", "atleast_3d", "unsafe_chunk", "unsafe_split", "adjoint", "mH",
-    "requires_grad_", "moveaxis", "swapaxes", "split_with_sizes", "cpu", "cuda", "nan_to_num_",
+    "requires_grad_", "moveaxis", "split_with_sizes", "cpu", "cuda", "type_as", "dsplit",
 }  # fmt: skip
+
+# Methods whose form without the underscore means something else: ``Tensor.bernoulli`` reads its
+# probabilities from the very values that ``bernoulli_`` overwrites.
+_NO_COUNTERPART = {"bernoulli_"}
 
 
 def mutated_argument(node: fx.Node) -> fx.Node | None:
     """The tensor that the node writes into, or ``None`` for an operation without that effect."""
-    first = node.args[0] if node.args else node.kwargs.get("input")
-    if isinstance(node.kwargs.get("out"), fx.Node):
-        out = node.kwargs["out"]
-        return out if isinstance(out, fx.Node) else None
-    if not isinstance(first, fx.Node):
+    out = node.kwargs.get("out")
+    if isinstance(out, fx.Node):
+        return out
+    first = _first_argument(node)
+    if first is None:
         return None
     if node.op == "call_method":
         name = str(node.target)
@@ -107,8 +115,8 @@ def aliased_by_mutation(graph: fx.Graph) -> set[fx.Node]:
     for node in graph.nodes:
         target = mutated_argument(node)
         source = target
-        if source is None and shares_memory(node) and node.args:
-            source = node.args[0] if isinstance(node.args[0], fx.Node) else None
+        if source is None and shares_memory(node):
+            source = _first_argument(node)
         roots[node] = roots[source] if source is not None else node
         if target is not None:
             mutated.add(roots[target])
@@ -148,9 +156,12 @@ def _owns_memory(node: fx.Node) -> bool:
         return False
     if mutated_argument(node) is not None:
         return False
-    return not any(
-        shares_memory(user) and user.args and user.args[0] is node for user in node.users
-    )
+    return not any(shares_memory(user) and _first_argument(user) is node for user in node.users)
+
+
+def _first_argument(node: fx.Node) -> fx.Node | None:
+    first = node.args[0] if node.args else node.kwargs.get("input")
+    return first if isinstance(first, fx.Node) else None
 
 
 def _functional(node: fx.Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]] | None:
@@ -162,6 +173,8 @@ def _functional(node: fx.Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]] | 
         kwargs = {key: value for key, value in node.kwargs.items() if key != "inplace"}
         return node.target, args, kwargs
     name = str(node.target) if node.op == "call_method" else ""
+    if name in _NO_COUNTERPART:
+        return None
     if name.endswith("_") and not name.endswith("__") and hasattr(Tensor, name[:-1]):
         return name[:-1], node.args, dict(node.kwargs)
     name = getattr(node.target, "__name__", "")

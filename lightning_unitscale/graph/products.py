@@ -88,6 +88,7 @@ _FUNCTIONS: dict[Any, ProductRule] = {
     F.scaled_dot_product_attention: _ATTENTION,
     attention_product: _MATMUL,
     operator.matmul: _MATMUL,
+    operator.imatmul: _MATMUL,
     torch.matmul: _MATMUL,
     torch.linalg.matmul: _MATMUL,
     torch.mm: _MM,
@@ -116,6 +117,7 @@ for _name in ("conv1d", "conv2d", "conv3d"):
         _FUNCTIONS[getattr(_scope, _name)] = _CONVOLUTION
         _FUNCTIONS[getattr(_scope, _name.replace("conv", "conv_transpose"))] = _CONVOLUTION
 _FUNCTIONS[torch.convolution] = _CONVOLUTION
+_FUNCTIONS[torch.conv_tbc] = _CONVOLUTION
 for _scope, _name in ((F, "grouped_mm"), (torch, "_grouped_mm")):
     if hasattr(_scope, _name):
         _FUNCTIONS[getattr(_scope, _name)] = _GROUPED

@@ -7,6 +7,7 @@ whoever comes first puts the captured steps on the module, whoever leaves last t
 from __future__ import annotations
 
 import copy
+import types
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ from lightning_unitscale.graph.capture import CapturedGraph, Executor
 from lightning_unitscale.graph.deferred import DeferredCalls
 from lightning_unitscale.graph.expand import expand_composites
 from lightning_unitscale.graph.nodes import Names
+from lightning_unitscale.graph.out_of_place import make_out_of_place
 from lightning_unitscale.graph.passes import GraphPass, PassRecord, StepGraph, run_passes
 
 LIGHTNING_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -179,6 +181,12 @@ class ModuleSteps:
         new.steps = {name: CapturedStep(new, name) for name in self.steps}
         for name, step in self.steps.items():
             memo[id(step)] = new.steps[name]
+        for name, step in self.steps.items():
+            # A transform's own object goes with the copy; a callback's method would take the
+            # callback, and its Trainer, along.
+            if not isinstance(step.before_call, (types.FunctionType, types.MethodType)):
+                new.steps[name].interpreter = copy.deepcopy(step.interpreter, memo)
+                new.steps[name].before_call = copy.deepcopy(step.before_call, memo)
         new._owners = list(self._owners)
         return new
 
@@ -286,6 +294,7 @@ class _Backend:
         step = self.step()
         if step is None:
             return graph_module.forward  # type: ignore[no-any-return]
+        capture.refuse_other_algorithms(graph_module)
         captured = capture.describe(graph_module, example_inputs, step.owner.module)
         compiled = CompiledGraph(step, captured, self.executor)
         step.graphs.append(compiled)
@@ -310,6 +319,7 @@ class CompiledGraph:
         self.inputs = captured.inputs
         self._example_inputs = captured.example_inputs
         self._variants: dict[bool, _Variant] = {}
+        self._out_of_place: fx.GraphModule | None = None
         if executor != "eager":
             # Compiling may specialise on shapes, and only while Dynamo is still collecting its
             # guards do those become part of them. The eager executor specialises on nothing.
@@ -328,8 +338,18 @@ class CompiledGraph:
             self._variants[observed] = self._build(step, observed)
         return self._variants[observed](*inputs)
 
+    def out_of_place_base(self) -> fx.GraphModule:
+        """The base with its in-place operations made out of place, for an interpreter."""
+        if self._out_of_place is None:
+            self._out_of_place = capture.copy_graph_module(self.base)
+            make_out_of_place(self._out_of_place.graph)
+            self._out_of_place.recompile()
+        return self._out_of_place
+
     def _build(self, step: CapturedStep, observed: bool) -> _Variant:
-        graph = StepGraph(capture.copy_graph_module(self.base), observed=observed)
+        graph = StepGraph(
+            capture.copy_graph_module(self.base), observed=observed, executor=self.executor
+        )
         step.owner.records += run_passes(
             graph, step.owner.passes, step=step.name, graph_index=self.index
         )

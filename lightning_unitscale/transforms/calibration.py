@@ -33,7 +33,8 @@ def root_mean_square(tensor: Tensor) -> Tensor:
 class Calibrator:
     """Runs captured graphs as they are and measures named tensors on the way.
 
-    Plain tensor hooks see the gradients, so views and in-place operations do not matter.
+    Plain tensor hooks see the gradients, so views do not matter. In-place operations do: the result
+    of a linear map is a view of its product, and writing into a view cuts off the hooks on it.
 
     Args:
         arguments_of: Names to measure for a node about to run: ``(name, argument)`` pairs.
@@ -55,7 +56,7 @@ class Calibrator:
 
     def __call__(self, graph: CompiledGraph, inputs: tuple[Any, ...]) -> Any:
         """Run one graph of the step; the interpreter that ``CapturedStep`` expects."""
-        return _MeasuringInterpreter(graph.base, self).run(*inputs)
+        return _MeasuringInterpreter(graph.out_of_place_base(), self).run(*inputs)
 
     @property
     def saw_gradients(self) -> bool:
@@ -118,10 +119,10 @@ def _fetch(measured: Mapping[str, list[Tensor]]) -> Measured:
     collected: dict[str, list[float]] = defaultdict(list)
     for name, number in zip(names, numbers, strict=True):
         collected[name].append(number)
-    return {name: _combine(values) for name, values in collected.items()}
+    return {name: combined_rms(values) for name, values in collected.items()}
 
 
-def _combine(values: list[float]) -> float:
+def combined_rms(values: list[float]) -> float:
     """RMS of equal-sized parts, scaled by the largest so that squares stay in range."""
     largest = max(values)
     if not math.isfinite(largest) or largest == 0.0:

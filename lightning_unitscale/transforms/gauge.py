@@ -167,13 +167,17 @@ ONE = Factor()
 class FactorTable:
     """The factors of one graph, as one small device tensor that the graph takes as input.
 
-    Rows are added while the graph is rewritten; :meth:`set` then makes the tensor of a gauge. It is
-    a new tensor each time: a backward pass still under way keeps the old factors.
+    Rows are added while the graph is rewritten; :meth:`tensor` then makes the vector of a gauge. It
+    is a new tensor for each gauge: a backward pass still under way keeps its old factors.
+
+    Args:
+        device: Where the vector lives.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._rows: dict[Factor, int] = {}
-        self._tensor: Tensor | None = None
+        self._last: tuple[Gauge, Tensor] | None = None
 
     def row(self, factor: Factor) -> int:
         """Row of a factor; equal factors share one."""
@@ -182,13 +186,10 @@ class FactorTable:
     def __len__(self) -> int:
         return len(self._rows)
 
-    @property
-    def current(self) -> Tensor:
-        """The factors under the gauge last set, FP32 of shape ``(number of factors,)``."""
-        assert self._tensor is not None
-        return self._tensor
-
-    def set(self, gauge: Gauge, device: torch.device) -> None:
-        """Compute every factor under ``gauge``."""
-        powers = [math.ldexp(1.0, factor.exponent(gauge)) for factor in self._rows]
-        self._tensor = torch.tensor(powers, dtype=torch.float32, device=device)
+    def tensor(self, gauge: Gauge) -> Tensor:
+        """The factors under ``gauge``, FP32 of shape ``(number of factors,)``."""
+        if self._last is None or self._last[0] is not gauge:
+            powers = [math.ldexp(1.0, factor.exponent(gauge)) for factor in self._rows]
+            vector = torch.tensor(powers, dtype=torch.float32, device=self._device)
+            self._last = (gauge, vector)
+        return self._last[1]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Literal, get_args
 
-import torch
 from torch import fx
 
 from lightning_unitscale.graph.nodes import is_float_tensor, requires_grad, tensor_name
@@ -15,16 +15,33 @@ from lightning_unitscale.transforms.calibration import Calibrator, Measured
 from lightning_unitscale.transforms.gauge import (
     MAX_LOG2_GAMMA,
     MAX_LOG2_SIGMA,
+    ONE,
     FactorTable,
     Gauge,
     GaugePair,
+    gamma,
     nearest_exponent,
+    sigma,
 )
-from lightning_unitscale.transforms.product_gauge import operands_to_measure, plan_product
-from lightning_unitscale.transforms.stored_gauge import kept_argument, plan_stored
-from lightning_unitscale.transforms.units import FactorNodes, NodePlan, Units, apply_plan
+from lightning_unitscale.transforms.drift import DriftProbes
+from lightning_unitscale.transforms.product_gauge import (
+    operand_name,
+    operands_to_measure,
+    plan_product,
+)
+from lightning_unitscale.transforms.stored_gauge import StoredUnits, kept_argument, plan_stored
+from lightning_unitscale.transforms.units import (
+    GAUGE,
+    HELD,
+    FactorNodes,
+    Held,
+    NodePlan,
+    Units,
+    apply_plan,
+)
 
 Depth = Literal["products", "all"]
+_TRUE = Held()
 
 
 class LosslessUnitScale(GraphPass):
@@ -40,6 +57,7 @@ class LosslessUnitScale(GraphPass):
 
     name = "lossless unit scale"
     stage = Stage.REWRITE
+    observes = True
 
     def __init__(self, depth: Depth = "products") -> None:
         if depth not in get_args(Depth):
@@ -50,32 +68,32 @@ class LosslessUnitScale(GraphPass):
         self.depth = depth
         self.out_of_place = depth == "all"
         self.gauge = Gauge()
-        self._tables: list[tuple[FactorTable, torch.device]] = []
+        self.drift = DriftProbes(lambda: self.gauge)
 
     def run(self, graph: StepGraph) -> tuple[str, ...]:
         """Rewrite one graph."""
         plans = [plan for region in graph.regions() for plan in self._plans(region)]
-        table = FactorTable()
+        table = FactorTable(graph.device)
         for plan in plans:
             for factor in plan.factors():
                 table.row(factor)
         if not len(table):
             return ("no matrix product of floating-point tensors",)
-        table.set(self.gauge, graph.device)
-        self._tables.append((table, graph.device))
-        vector = graph.add_state("factors", lambda: table.current, table.current)
+        vector = graph.add_state(
+            "factors", lambda: table.tensor(self.gauge), table.tensor(self.gauge)
+        )
         factor_nodes = FactorNodes(vector, table.row)
-        num_scales = 0
-        for plan in plans:
-            apply_plan(plan, factor_nodes)
-            num_scales += sum(edit.is_needed for edit in plan.edits)
-        return tuple(self._changes(graph, plans, num_scales))
+        held = self._held(graph)
+        applied = [one for plan in plans for one in apply_plan(plan, factor_nodes)]
+        graph.notes[GAUGE] = lambda: self.gauge
+        graph.notes[HELD] = held
+        if graph.observed:
+            self.drift.insert(graph, applied)
+        return tuple(self._changes(graph, plans, len(applied)))
 
     def set_gauge(self, gauge: Gauge) -> None:
         """Put a new gauge into force from the next call on; nothing is captured or compiled anew."""
         self.gauge = gauge
-        for table, device in self._tables:
-            table.set(gauge, device)
 
     def calibrator(self) -> Calibrator:
         """A fresh calibrator for what this pass needs to know."""
@@ -112,6 +130,29 @@ class LosslessUnitScale(GraphPass):
             product = product_of(node)
             if product is not None:
                 yield plan_product(product, region, self.gauge, units)
+
+    def _held(self, graph: StepGraph) -> dict[str, Held]:
+        """In which units each tensor is stored, by its name; read before the graph is rewritten."""
+        if self.depth == "all":
+            units = StoredUnits(graph.graph)
+            return {
+                tensor_name(node): Held(units.sigma(node), units.gamma(node), in_graph=True)
+                for node in graph.graph.nodes
+                if units.owner(node) is not None
+            }
+        held: dict[str, Held] = {}
+        for node in graph.graph.nodes:
+            product = product_of(node)
+            if product is None:
+                continue
+            for one in product.operands:
+                read, name = tensor_name(one.node), operand_name(product, one)
+                # A tensor that several products read is shown in the units of the first.
+                if held.get(read, _TRUE).sigma == ONE:
+                    held[read] = replace(held.get(read, _TRUE), sigma=sigma(name))
+            made = tensor_name(node)
+            held[made] = replace(held.get(made, _TRUE), gamma=gamma(made))
+        return held
 
     def _changes(
         self, graph: StepGraph, plans: list[NodePlan], num_scales: int

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lightning_unitscale.graph.steps import CapturedStep
 from lightning_unitscale.transforms.attach import captured_forward
 from lightning_unitscale.transforms.calibration import Calibrator, find_loss, restoring
-from lightning_unitscale.transforms.gauge import Gauge
+from lightning_unitscale.transforms.gauge import Gauge, GaugePair
 from lightning_unitscale.transforms.lossless import Depth, LosslessUnitScale
 
 Reduce = Callable[[Calibrator], tuple[Mapping[str, float], Mapping[str, float]]]
@@ -44,9 +44,10 @@ def lossless_unit_scale(
     """
     rewrite = LosslessUnitScale(depth)
     new, step = captured_forward(module, "lossless_unit_scale", rewrite)
-    saw_gradients = calibrate(step, rewrite, example_args, example_kwargs)
-    if not saw_gradients:
-        _measure_gradients_live(step, rewrite)
+    measured_gradients = calibrate(step, rewrite, example_args, example_kwargs)
+    if not measured_gradients:
+        live = _LiveGradients(rewrite)
+        step.interpreter, step.before_call = live.calibrator, live
     new.__dict__["gauge"] = _GaugeOf(rewrite)
     return new
 
@@ -71,7 +72,7 @@ def calibrate(
         results: Reads the calibrator; a place to agree across ranks.
 
     Returns:
-        Whether gradients were measured.
+        Whether the gradients were measured, as far as there is anything to measure.
     """
     module = step.owner.module
     calibrator = rewrite.calibrator()
@@ -82,7 +83,7 @@ def calibrate(
             _backward(loss, module, (args, kwargs), seed_gradient)
     forward, backward = results(calibrator)
     rewrite.set_gauge(rewrite.gauge.updated(rewrite.gauge_from(forward, backward)))
-    return bool(backward)
+    return loss is not None or not forward
 
 
 def _backward(loss: Tensor, module: nn.Module, inputs: Any, seed_gradient: float) -> None:
@@ -98,28 +99,34 @@ def _backward(loss: Tensor, module: nn.Module, inputs: Any, seed_gradient: float
         torch.autograd.grad(loss, leaves, seed, allow_unused=True)
 
 
-def _measure_gradients_live(step: CapturedStep, rewrite: LosslessUnitScale) -> None:
-    """Let real calls run measured until a backward pass was seen; then use what it showed."""
-    calibrator = rewrite.calibrator()
-    step.interpreter = calibrator
+class _LiveGradients:
+    """Lets real calls run measured until a backward pass was seen; then uses what it showed.
 
-    def adopt(step: CapturedStep) -> None:
-        if not calibrator.saw_gradients:
-            calibrator.clear()
+    An object rather than a closure, so that a copied module measures its own gradients.
+    """
+
+    def __init__(self, rewrite: LosslessUnitScale) -> None:
+        self.rewrite = rewrite
+        self.calibrator = rewrite.calibrator()
+
+    def __call__(self, step: CapturedStep) -> None:
+        """Called before each call of the step."""
+        if not self.calibrator.saw_gradients:
+            self.calibrator.clear()
             return
-        _, backward = calibrator.results()
-        measured = rewrite.gauge_from({}, backward)
-        merged = {
-            name: rewrite.gauge.pair(name).__class__(
-                rewrite.gauge.pair(name).log2_sigma, pair.log2_gamma
+        _, backward = self.calibrator.results()
+        measured = self.rewrite.gauge_from({}, backward)
+        gauge = self.rewrite.gauge
+        self.rewrite.set_gauge(
+            gauge.updated(
+                {
+                    name: GaugePair(gauge.pair(name).log2_sigma, pair.log2_gamma)
+                    for name, pair in measured.items()
+                }
             )
-            for name, pair in measured.items()
-        }
-        rewrite.set_gauge(rewrite.gauge.updated(merged))
+        )
         step.interpreter = None
         step.before_call = None
-
-    step.before_call = adopt
 
 
 class _GaugeOf:

@@ -74,7 +74,8 @@ def plan_product(product: Product, region: Region, gauge: Gauge, units: Units) -
             name=operand_name(product, one),
             forward=units.sigma(one.node) / own[one.role],
             backward=arriving * common / own[one.role] / units.gamma(one.node),
-            forward_unit=operand_name(product, one),
+            forward_name=operand_name(product, one),
+            forward_unit=own[one.role],
         )
         for one in product.operands
     ]
@@ -96,7 +97,7 @@ def plan_product(product: Product, region: Region, gauge: Gauge, units: Units) -
         name=name,
         forward=common / units.sigma(node),
         backward=units.gamma(node) / arriving,
-        backward_unit=name,
+        backward_name=name,
     )
     return NodePlan(node, region, (*edits, result), kwargs)
 

@@ -26,6 +26,7 @@ from typing import Any
 from torch import fx
 
 from lightning_unitscale.graph.nodes import (
+    example_tensor,
     is_float_tensor,
     op_name,
     requires_grad,
@@ -43,6 +44,8 @@ from lightning_unitscale.transforms.units import Edit, NodePlan, Path, Units
 
 # Positively homogeneous in their first argument, which is the only one that matters.
 _KEEPS_UNITS = {"relu", "leaky_relu", "neg", "clone", "abs", "dropout", "contiguous", "identity"}
+# They return their argument in evaluation, and add a constant to it in training.
+_NOT_HOMOGENEOUS = {"alpha_dropout", "feature_alpha_dropout"}
 _LINEAR = {"add", "sub", "cat", "concat", "stack", "hstack", "vstack", "iadd", "isub"}
 _GATED = {"mul", "imul", "multiply"}
 
@@ -98,9 +101,15 @@ def kept_argument(node: fx.Node) -> fx.Node | None:
         return None
     if node.op == "call_function" and node.target is operator.getitem and not _is_view(first):
         return None
-    if op_name(node) in {"to", "type", "float", "half", "bfloat16", "double"}:
-        # Between float types only: an index that is cast to float has no units to hand on.
-        return first if is_float_tensor(first) and is_float_tensor(node) else None
+    read, made = example_tensor(first), example_tensor(node)
+    if any(one is not None and not one.is_floating_point() for one in (read, made)):
+        # An index that is cast to float has no units to hand on, a complex tensor takes none.
+        return None
+    if op_name(node) in _NOT_HOMOGENEOUS:
+        return None
+    if op_name(node) == "view" and read is not None and made is not None:
+        # ``view(dtype)`` reads the same bits as other numbers.
+        return first if read.dtype == made.dtype else None
     return first
 
 
@@ -134,7 +143,7 @@ def _edits(node: fx.Node, units: StoredUnits) -> Iterator[Edit]:
         yield Edit(None, node, tensor_name(node), units.sigma(node).inverse(), units.gamma(node))
         return
     tensors = [one for _, one in arguments]
-    name, kind = tensor_name(node), op_name(node)
+    kind = op_name(node)
     own_sigma, own_gamma = units.sigma(node), units.gamma(node)
     alone = len(tensors) == len(_values(node))
     if kind in _LINEAR and alone and "alpha" not in node.kwargs:
@@ -147,11 +156,11 @@ def _edits(node: fx.Node, units: StoredUnits) -> Iterator[Edit]:
         for path, one in arguments:
             backward = own_gamma * common / units.sigma(one) / units.gamma(one)
             yield _argument(node, path, one, ONE, backward)
-        yield Edit(None, node, name, common / own_sigma, ONE)
+        yield _result(node, common / own_sigma, units)
         return
     for path, one in arguments:
         yield _argument(node, path, one, units.sigma(one), own_gamma / units.gamma(one))
-    yield Edit(None, node, name, own_sigma.inverse(), ONE)
+    yield _result(node, own_sigma.inverse(), units)
 
 
 def _true_arguments(node: fx.Node, units: StoredUnits) -> Iterator[Edit]:
@@ -163,6 +172,11 @@ def _argument(node: fx.Node, path: Path, source: fx.Node, forward: Factor, backw
     if not requires_grad(source):
         backward = ONE
     return Edit(path, source, f"{tensor_name(node)}:{'.'.join(map(str, path))}", forward, backward)
+
+
+def _result(node: fx.Node, forward: Factor, units: StoredUnits) -> Edit:
+    name = tensor_name(node)
+    return Edit(None, node, name, forward, ONE, name, units.sigma(node), name)
 
 
 def float_arguments(node: fx.Node) -> Iterator[tuple[Path, fx.Node]]:

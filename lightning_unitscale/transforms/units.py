@@ -15,12 +15,32 @@ import torch
 from torch import fx
 
 from lightning_unitscale.functional.scale import scale, scale_bwd
-from lightning_unitscale.graph.nodes import MODULE, NAME, argument_at, map_arguments
+from lightning_unitscale.graph.nodes import INTERNAL, MODULE, NAME, argument_at, map_arguments
 from lightning_unitscale.graph.passes import Region
 from lightning_unitscale.transforms.gauge import ONE, Factor
 
 Path = tuple[int | str, ...]
 FactorNode = Callable[[Region, Factor], fx.Node]
+
+
+# Keys of ``StepGraph.notes`` by which the rewrite tells later passes about units.
+GAUGE = "gauge"
+HELD = "held"
+
+
+@dataclass(frozen=True)
+class Held:
+    """How a tensor is stored where it matters: at the products that read it, or everywhere.
+
+    Attributes:
+        sigma: Forward unit of the stored value.
+        gamma: Unit of the stored gradient.
+        in_graph: Whether the graph's own tensor is in these units, rather than a copy of it.
+    """
+
+    sigma: Factor = ONE
+    gamma: Factor = ONE
+    in_graph: bool = False
 
 
 class Units:
@@ -45,8 +65,9 @@ class Edit:
         name: Name of the scaled tensor.
         forward: Factor on the value.
         backward: Factor on the gradient.
-        forward_unit: Name in the gauge whose sigma the scaled value is stored in, if it has one.
-        backward_unit: Name in the gauge whose gamma the scaled gradient is stored in.
+        forward_name: Name in the gauge that holds the unit of the scaled value, if it has one.
+        forward_unit: That unit.
+        backward_name: Name in the gauge that holds the unit of the gradient at the unscaled value.
     """
 
     path: Path | None
@@ -54,8 +75,9 @@ class Edit:
     name: str
     forward: Factor
     backward: Factor
-    forward_unit: str | None = None
-    backward_unit: str | None = None
+    forward_name: str | None = None
+    forward_unit: Factor = ONE
+    backward_name: str | None = None
 
     @property
     def is_needed(self) -> bool:
@@ -88,8 +110,17 @@ class NodePlan:
                 yield edit.backward
 
 
-def apply_plan(plan: NodePlan, factor_node: FactorNode) -> None:
-    """Insert the scales of a plan; ``factor_node`` gives the 0-d tensor of a factor in a region."""
+def apply_plan(plan: NodePlan, factor_node: FactorNode) -> list[tuple[Edit, fx.Node]]:
+    """Insert the scales of a plan.
+
+    Args:
+        plan: What to do.
+        factor_node: Gives the 0-d tensor of a factor in a region.
+
+    Returns:
+        Every edit that was needed, with the node of its scale.
+    """
+    applied = []
     graph, node = plan.region.graph, plan.node
     replacements: dict[tuple[Any, ...], fx.Node] = {}
     for edit in plan.edits:
@@ -110,11 +141,15 @@ def apply_plan(plan: NodePlan, factor_node: FactorNode) -> None:
         if edit.path is None:
             node.replace_all_uses_with(scaled, delete_user_cb=lambda user, new=scaled: user is not new)
             node.meta[NAME] = f"{edit.name}:stored"
+            node.meta[INTERNAL] = True
         else:
             replacements[edit.path] = scaled
+            scaled.meta[INTERNAL] = True
+        applied.append((edit, scaled))
     map_arguments(node, replacements)
     if plan.kwargs:
         node.kwargs = {**node.kwargs, **dict(plan.kwargs)}
+    return applied
 
 
 class FactorNodes:

@@ -1,0 +1,380 @@
+"""What lossless unit scaling does to published architectures, measured from outside.
+
+For every architecture of ``model_zoo.py`` and for both depths: whether it runs, whether loss and
+gradients are the plain model's bit for bit, and how near to RMS 1 the operands of the matrix
+products are. Operands are read off the operators that torch executes, forward and backward, by a
+dispatch mode that knows nothing of the package.
+
+    python benchmarks/architectures.py                # all of them, one table, one JSON file
+    python benchmarks/architectures.py GPT-2 T5       # some
+    python benchmarks/architectures.py --core         # the twenty
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import os
+import platform
+import random
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import numpy as np
+import torch
+import transformers
+from tabulate import tabulate
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks.model_zoo import CORE, ZOO
+from lightning_unitscale.graph.steps import steps_of
+from lightning_unitscale.transforms import lossless_unit_scale
+
+RESULTS = Path(__file__).parent / "results" / "architectures.json"
+DEPTHS = ("products", "all")
+SEED = 1234
+WITHIN = 1.5
+
+# Positions of the operands of every operator that multiplies matrices. In the backward pass the
+# first group of the second table is the arriving gradient.
+_OPERANDS = {
+    "mm": (0, 1),
+    "bmm": (0, 1),
+    "addmm": (1, 2),
+    "baddbmm": (1, 2),
+    "addbmm": (1, 2),
+    "mv": (0, 1),
+    "addmv": (1, 2),
+    "dot": (0, 1),
+    "convolution": (0, 1),
+    "convolution_overrideable": (0, 1),
+    "_trilinear": (0, 1, 2),
+    "_grouped_mm": (0, 1),
+    "_scaled_dot_product_flash_attention_for_cpu": (0, 1, 2),
+    "_scaled_dot_product_flash_attention": (0, 1, 2),
+    "_scaled_dot_product_efficient_attention": (0, 1, 2),
+    "_scaled_dot_product_cudnn_attention": (0, 1, 2),
+}
+_BACKWARD_OPERANDS = {
+    "convolution_backward": (0, 1, 2),
+    "convolution_backward_overrideable": (0, 1, 2),
+    "_scaled_dot_product_flash_attention_for_cpu_backward": (0, 1, 2, 3),
+    "_scaled_dot_product_flash_attention_backward": (0, 1, 2, 3),
+    "_scaled_dot_product_efficient_attention_backward": (0, 1, 2, 3),
+    "_scaled_dot_product_cudnn_attention_backward": (0, 1, 2, 3),
+}
+
+
+@dataclass
+class Operands:
+    """RMS of operands of executed products, with the operator that read each one."""
+
+    forward: list[tuple[str, float]] = field(default_factory=list)
+    stored: list[tuple[str, float]] = field(default_factory=list)
+    gradients: list[tuple[str, float]] = field(default_factory=list)
+
+
+class ProductObserver(TorchDispatchMode):
+    """Reads the operands of all matrix products that run under it.
+
+    A backward product reads stored operands and a gradient. A stored operand is known by its
+    memory, which is kept alive so that it cannot be given to another tensor.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operands = Operands()
+        self.in_backward = False
+        self._memory: dict[int, Tensor] = {}
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Captured graphs run under this mode as they do without it."""
+        return True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        name = func._schema.name.removeprefix("aten::")
+        if name in _OPERANDS:
+            for position in _OPERANDS[name]:
+                self._see(name, args[position])
+        elif name in _BACKWARD_OPERANDS:
+            first, *rest = _BACKWARD_OPERANDS[name]
+            self.operands.gradients.append((name, root_mean_square(args[first])))
+            for position in rest:
+                self.operands.stored.append((name, root_mean_square(args[position])))
+        return func(*args, **(kwargs or {}))
+
+    def _see(self, name: str, operand: Tensor) -> None:
+        if not (operand.is_floating_point() or operand.is_complex()):
+            return
+        address = operand.untyped_storage().data_ptr()
+        if not self.in_backward:
+            self._memory[address] = operand
+            group = self.operands.forward
+        else:
+            group = self.operands.stored if address in self._memory else self.operands.gradients
+        group.append((name, root_mean_square(operand)))
+
+
+def root_mean_square(tensor: Tensor) -> float:
+    if tensor.numel() == 0:
+        return 0.0
+    wide = tensor.detach().to(torch.complex128 if tensor.is_complex() else torch.float64)
+    return float(wide.abs().square().mean().sqrt())
+
+
+def share_near_one(rms: Iterable[tuple[str, float]]) -> tuple[float, int]:
+    """Share of the tensors with an RMS within a factor 1.5 of 1, and their number.
+
+    A tensor that is zero everywhere, or empty, has no scale and is not counted.
+    """
+    values = [value for _, value in rms if value != 0.0]
+    good = sum(1 / WITHIN <= value <= WITHIN for value in values)
+    return (good / len(values) if values else 1.0), len(values)
+
+
+@dataclass
+class Step:
+    """What one training step made."""
+
+    loss: Tensor
+    gradients: dict[str, Tensor | None]
+
+
+def seed_everything() -> None:
+    random.seed(SEED)
+    np.random.seed(SEED)
+    torch.manual_seed(SEED)
+
+
+def loss_of(output: Any) -> Tensor:
+    loss = output if isinstance(output, Tensor) else output["loss"]
+    assert isinstance(loss, Tensor)
+    return loss
+
+
+def run_step(model: nn.Module, inputs: Mapping[str, Any]) -> Step:
+    """One forward and backward pass; the model keeps its buffers, so it can be run again."""
+    buffers = {name: value.clone() for name, value in model.named_buffers()}
+    model.zero_grad()
+    seed_everything()
+    loss = loss_of(model(**inputs))
+    loss.backward()
+    gradients = {name: one.grad for name, one in model.named_parameters()}
+    with torch.no_grad():
+        for name, value in model.named_buffers():
+            value.copy_(buffers[name])
+    return Step(loss.detach(), gradients)
+
+
+def observe_step(model: nn.Module, inputs: Mapping[str, Any]) -> Operands:
+    """Operands of every product of one forward and backward pass."""
+    model.zero_grad()
+    seed_everything()
+    with ProductObserver() as observer:
+        loss = loss_of(model(**inputs))
+        observer.in_backward = True
+        loss.backward()
+    return observer.operands
+
+
+def differing_gradients(plain: Step, ours: Step) -> tuple[list[str], float]:
+    """Parameters whose gradient is not the plain model's, and the largest relative difference."""
+    names, largest = [], 0.0
+    for name, expected in plain.gradients.items():
+        given = ours.gradients[name]
+        if (expected is None) != (given is None):
+            names.append(name)
+            largest = float("inf")
+        elif expected is not None and given is not None and not equal_bits(expected, given):
+            names.append(name)
+            size = expected.double().abs().max()
+            largest = max(largest, float((expected.double() - given.double()).abs().max() / size))
+    return names, largest
+
+
+def equal_bits(first: Tensor, second: Tensor) -> bool:
+    """Equal values, NaN included."""
+    return torch.equal(first.nan_to_num(), second.nan_to_num()) and torch.equal(
+        first.isnan(), second.isnan()
+    )
+
+
+@dataclass
+class Shares:
+    """Shares of operands near RMS 1, and how many operands there were."""
+
+    forward: float
+    num_forward: int
+    stored: float
+    gradients: float
+    num_gradients: int
+
+    @staticmethod
+    def of(operands: Operands) -> Shares:
+        forward, num_forward = share_near_one(operands.forward)
+        stored, _ = share_near_one(operands.stored)
+        gradients, num_gradients = share_near_one(operands.gradients)
+        return Shares(forward, num_forward, stored, gradients, num_gradients)
+
+
+@dataclass
+class Result:
+    """One architecture at one depth; ``error`` is set when it did not run."""
+
+    architecture: str
+    depth: str
+    plain: Shares | None = None
+    ours: Shares | None = None
+    loss_equal: bool = False
+    num_gradients: int = 0
+    differing: list[str] = field(default_factory=list)
+    largest_difference: float = 0.0
+    num_graphs: int = 0
+    graph_breaks: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    far: list[tuple[str, str, float]] = field(default_factory=list)
+    seconds: float = 0.0
+    error: str = ""
+
+
+def examine(name: str, depth: str, *, verbose: bool = False) -> Result:
+    """Compare the plain model with its unit-scaled copy."""
+    torch._dynamo.reset()
+    result = Result(name, depth)
+    start = time.perf_counter()
+    model, inputs = ZOO[name]()
+    plain_step = run_step(model, inputs)
+    plain = observe_step(copy.deepcopy(model), inputs)
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model.zero_grad()
+            seed_everything()
+            scaled = lossless_unit_scale(model, depth=depth, **inputs)  # type: ignore[arg-type]
+            our_step = run_step(scaled, inputs)
+            ours = observe_step(scaled, inputs)
+    except Exception as error:
+        result.error = f"{type(error).__name__}: {error}"[:300]
+        if verbose:
+            traceback.print_exc()
+        return result
+    steps = steps_of(scaled)
+    assert steps is not None
+    result.plain, result.ours = Shares.of(plain), Shares.of(ours)
+    result.loss_equal = equal_bits(plain_step.loss, our_step.loss)
+    result.num_gradients = len(plain_step.gradients)
+    result.differing, result.largest_difference = differing_gradients(plain_step, our_step)
+    result.num_graphs = len(steps.steps["forward"].graphs)
+    result.graph_breaks = list(dict.fromkeys(steps.graph_breaks))
+    result.warnings = sorted({f"{one.category.__name__}: {one.message}" for one in caught})
+    result.far = [
+        (group, operator, rms)
+        for group, values in asdict(ours).items()
+        for operator, rms in values
+        if rms != 0.0 and not 1 / WITHIN <= rms <= WITHIN
+    ]
+    result.seconds = time.perf_counter() - start
+    return result
+
+
+def table(results: list[Result]) -> str:
+    """One row per architecture and depth."""
+    rows = []
+    for one in results:
+        if one.error or one.plain is None or one.ours is None:
+            rows.append([one.architecture, one.depth, f"FAILED {one.error[:60]}"])
+            continue
+        equal = one.num_gradients - len(one.differing)
+        rows.append(
+            [
+                one.architecture,
+                one.depth,
+                "equal" if one.loss_equal else "DIFFERS",
+                f"{equal}/{one.num_gradients}",
+                f"{one.largest_difference:.0e}" if one.differing else "0",
+                one.ours.num_forward,
+                f"{one.plain.forward:.0%}",
+                f"{one.ours.forward:.1%}",
+                f"{one.ours.stored:.1%}",
+                one.ours.num_gradients,
+                f"{one.plain.gradients:.0%}",
+                f"{one.ours.gradients:.1%}",
+                one.num_graphs,
+                len(one.graph_breaks),
+            ]
+        )
+    headers = [
+        "architecture", "depth", "loss", "equal gradients", "largest difference", "operands",
+        "plain", "ours", "ours, stored", "gradients", "plain", "ours", "graphs", "breaks",
+    ]  # fmt: skip
+    return tabulate(rows, headers=headers, disable_numparse=True)
+
+
+def summary(results: list[Result]) -> str:
+    """One line per depth."""
+    lines = []
+    for depth in dict.fromkeys(one.depth for one in results):
+        group = [one for one in results if one.depth == depth]
+        ran = [one for one in group if not one.error]
+        lines.append(
+            f"{depth}: {len(ran)} of {len(group)} ran, loss equal on "
+            f"{sum(one.loss_equal for one in ran)}, every gradient equal on "
+            f"{sum(not one.differing for one in ran)}"
+        )
+    return "\n".join(lines)
+
+
+def machine() -> dict[str, str]:
+    return {
+        "machine": f"{os.cpu_count()}-core {platform.machine()} CPU, one thread",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", help="architectures; all by default")
+    parser.add_argument("--core", action="store_true", help="the twenty that are promised")
+    parser.add_argument("--depth", choices=DEPTHS, help="both by default")
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--verbose", action="store_true")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    names = arguments.names or list(CORE if arguments.core else ZOO)
+    depths = (arguments.depth,) if arguments.depth else DEPTHS
+    results = []
+    for name in names:
+        for depth in depths:
+            results.append(examine(name, depth, verbose=arguments.verbose))
+            if arguments.verbose:
+                print(table(results[-1:]).splitlines()[-1], flush=True)
+                for one in (*results[-1].far[:8], *results[-1].differing[:4]):
+                    print("   ", one)
+                for line in (*results[-1].graph_breaks, *results[-1].warnings):
+                    print("   ", line[:300])
+    print(table(results))
+    print(summary(results))
+    document = {**machine(), "results": [asdict(one) for one in results]}
+    arguments.output.parent.mkdir(parents=True, exist_ok=True)
+    arguments.output.write_text(json.dumps(document, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

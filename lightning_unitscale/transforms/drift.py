@@ -1,0 +1,134 @@
+"""How far operands and gradients have drifted from the gauge, measured in the observed variant."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from lightning_unitscale.graph.nodes import INTERNAL
+from lightning_unitscale.graph.passes import StepGraph
+from lightning_unitscale.graph.recording import CallRecord, CallRecorder
+from lightning_unitscale.transforms.calibration import combined_rms, root_mean_square
+from lightning_unitscale.transforms.gauge import Gauge
+from lightning_unitscale.transforms.units import Edit
+
+# What lossless unit scaling promises of an operand: a stored RMS outside of this is drift.
+LOW, HIGH = 0.25, 4.0
+
+
+@dataclass(frozen=True)
+class Drift:
+    """RMS of every tensor with units of its own, by name in the gauge.
+
+    Attributes:
+        forward: RMS as the model means it.
+        backward: RMS of the gradient as the model means it.
+        outside: Tensors whose stored RMS has left [1/4, 4], with that RMS.
+    """
+
+    forward: Mapping[str, float]
+    backward: Mapping[str, float]
+    outside: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class _Call:
+    forward: tuple[tuple[str, int], ...]
+    backward: tuple[tuple[str, int], ...]
+    record: CallRecord
+
+
+class DriftProbes:
+    """Measures stored operands, and the gradients arriving at products, at a graph's own scales.
+
+    Args:
+        gauge: Gives the gauge in force.
+    """
+
+    def __init__(self, gauge: Callable[[], Gauge]) -> None:
+        self._gauge = gauge
+        self._calls: list[_Call] = []
+
+    def insert(self, graph: StepGraph, applied: Sequence[tuple[Edit, fx.Node]]) -> None:
+        """Add the measurements to a rewritten graph; those inside checkpoints are left out."""
+        inside = set(graph.graph.nodes)
+        forward = [one for one in applied if one[0].forward_name and one[1] in inside]
+        backward = [one for one in applied if one[0].backward_name and one[1] in inside]
+        count = max(len(forward), len(backward))
+        if not count:
+            return
+
+        def on_record(record: CallRecord) -> None:
+            gauge = self._gauge()
+            units = tuple((str(e.forward_name), e.forward_unit.exponent(gauge)) for e, _ in forward)
+            arriving = (str(edit.backward_name) for edit, _ in backward)
+            gammas = tuple((name, gauge.pair(name).log2_gamma) for name in arriving)
+            self._calls.append(_Call(units, gammas, record))
+
+        recorder = CallRecorder(graph, count, 1, on_record)
+        for row, (_, node) in enumerate(backward):
+            # Between the product and its scale: there the gradient is as it is stored.
+            slot, product = recorder.slot(row), node.args[0]
+            with graph.graph.inserting_before(node):
+                probe = graph.graph.call_function(probe_gradient_rms, (product, slot))
+            probe.meta.update(node.meta)
+            probe.meta[INTERNAL] = True
+            node.args = (probe, *node.args[1:])
+        rows = []
+        for index in range(count):
+            source = forward[index % len(forward)][1]
+            with graph.graph.inserting_after(source):
+                rows.append(graph.graph.call_function(_rms_row, (source,)))
+        recorder.finish(rows)
+
+    def clear(self) -> None:
+        """Forget what was measured."""
+        self._calls.clear()
+
+    def take(self) -> Drift | None:
+        """What was measured since the last call, or ``None``; one transfer from the device."""
+        calls, self._calls = self._calls, []
+        if not calls:
+            return None
+        rows = [part for call in calls for part in (call.record.forward, call.record.backward)]
+        numbers = torch.cat([one.flatten().to(rows[0].device) for one in rows]).tolist()
+        true: tuple[dict[str, list[float]], ...] = ({}, {})
+        outside: dict[str, float] = {}
+        for call in calls:
+            count = len(call.record.forward)
+            for values, units in zip(true, (call.forward, call.backward), strict=True):
+                for (name, exponent), rms in zip(units, numbers[:count], strict=False):
+                    if math.isfinite(rms) and rms > 0.0:
+                        values.setdefault(name, []).append(math.ldexp(rms, exponent))
+                        if not LOW <= rms <= HIGH:
+                            outside[name] = rms
+                del numbers[:count]
+        forward, backward = (
+            {name: combined_rms(values) for name, values in one.items()} for one in true
+        )
+        return Drift(forward, backward, outside)
+
+
+def probe_gradient_rms(tensor: Tensor, slot: Tensor) -> Tensor:
+    """``tensor`` itself; the RMS of its gradient becomes the gradient of ``slot``."""
+    result: Tensor = _GradientRms.apply(tensor, slot)
+    return result
+
+
+class _GradientRms(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, slot: Tensor) -> Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return grad_output, _rms_row(grad_output)
+
+
+def _rms_row(tensor: Tensor) -> Tensor:
+    return root_mean_square(tensor).reshape(1)

@@ -1,0 +1,313 @@
+"""Probes: a pass that takes the statistics of tensors and of their gradients, and nothing else."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, fx
+
+from lightning_unitscale.graph.capture import Executor
+from lightning_unitscale.graph.nodes import (
+    INTERNAL,
+    MODULE,
+    example_tensor,
+    first_operation,
+    is_float_tensor,
+    op_name,
+    requires_grad,
+    tensor_name,
+)
+from lightning_unitscale.graph.out_of_place import aliased_by_mutation
+from lightning_unitscale.graph.passes import GraphPass, Stage, StepGraph
+from lightning_unitscale.graph.recording import CallRecord, CallRecorder
+from lightning_unitscale.row_layout import RowLayout
+from lightning_unitscale.row_reduction import merge_rows, shift_rows
+from lightning_unitscale.snapshot import ScaleSnapshot
+from lightning_unitscale.statistics import eager_statistics_row, statistics_row
+from lightning_unitscale.transforms.gauge import ONE, Factor, FactorTable, Gauge
+from lightning_unitscale.transforms.units import GAUGE, HELD, FactorNodes, Held
+
+Select = Callable[[fx.Node], bool]
+RowOf = Callable[..., Tensor]
+_UNIT_GAUGE = Gauge()
+
+
+@dataclass(frozen=True)
+class ProbedTensor:
+    """One tensor under observation.
+
+    Attributes:
+        name: Its name, stable across runs.
+        module: Path of the module that makes it.
+        held: Units in which it is stored.
+    """
+
+    name: str
+    module: str
+    held: Held
+
+
+@dataclass
+class _ProbedCall:
+    tensors: tuple[ProbedTensor, ...]
+    record: CallRecord
+    gauge: Gauge
+
+    def exponents(self, which: Literal["sigma", "gamma"]) -> list[int]:
+        """Units of the tensors, forward or backward, under the gauge of the call."""
+        return [getattr(one.held, which).exponent(self.gauge) for one in self.tensors]
+
+
+class ScaleProbes(GraphPass):
+    """Records one row of statistics per tensor and direction in the observed variant of a step.
+
+    Args:
+        layout: Columns of a row.
+        select: Which nodes to probe; every floating-point tensor by default.
+    """
+
+    name = "scale probes"
+    stage = Stage.OBSERVE
+    out_of_place = True
+    observes = True
+
+    def __init__(self, layout: RowLayout, select: Select = lambda _: True) -> None:
+        self.layout = layout
+        self.select = select
+        self._calls: list[_ProbedCall] = []
+
+    def run(self, graph: StepGraph) -> tuple[str, ...]:
+        """Insert the probes."""
+        nodes = [node for node in probeable_nodes(graph.graph) if self.select(node)]
+        if not nodes:
+            return ("no tensor to probe",)
+        # Probes of inputs go before it and after the states, which are inputs themselves.
+        anchor = first_operation(graph.graph)
+        held: dict[str, Held] = graph.notes.get(HELD, {})
+        gauge_in_force: Callable[[], Gauge] = graph.notes.get(GAUGE, lambda: _UNIT_GAUGE)
+        tensors = tuple(
+            ProbedTensor(
+                tensor_name(node), str(node.meta.get(MODULE, "")), held.get(tensor_name(node), Held())
+            )
+            for node in nodes
+        )
+        counted = _CountFactors(graph, tensors, gauge_in_force)
+        recorder = CallRecorder(
+            graph,
+            len(nodes),
+            self.layout.num_columns,
+            lambda record: self._calls.append(_ProbedCall(tensors, record, gauge_in_force())),
+        )
+        functions = _ProbeFunctions(self.layout, graph.executor)
+        mutated = aliased_by_mutation(graph.graph)
+        rows = []
+        for index, node in enumerate(nodes):
+            differentiable = requires_grad(node) and node not in mutated
+            factors = counted.of(index)
+            slot = recorder.slot(index) if differentiable else None
+            rows.append(_insert_probe(graph.graph, node, anchor, slot, functions, factors))
+        recorder.finish(rows)
+        backward = sum(requires_grad(node) and node not in mutated for node in nodes)
+        return (f"{len(nodes)} tensors probed, {backward} of them in both directions",)
+
+    def clear(self) -> None:
+        """Forget what was recorded and not taken."""
+        self._calls.clear()
+
+    def take(self, step: int, *, grad_scale: float = 1.0) -> ScaleSnapshot | None:
+        """What was recorded since the last call, with one transfer from the device.
+
+        Args:
+            step: Optimizer step of the snapshot.
+            grad_scale: Factor that the loss carried (a loss scale); gradients are divided by it.
+
+        Returns:
+            The snapshot, or ``None`` when nothing was recorded. Rows of a tensor recorded several
+            times (micro-batches, repeated calls) are merged.
+        """
+        calls, self._calls = self._calls, []
+        if not calls:
+            return None
+        device = calls[0].record.forward.device
+        rows = [call.record.forward.to(device) for call in calls]
+        rows += [call.record.backward.to(device) for call in calls]
+        return _snapshot(step, calls, torch.cat(rows).cpu(), self.layout, grad_scale)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ScaleProbes:
+        new = type(self)(self.layout, self.select)
+        memo[id(self)] = new
+        return new
+
+
+def probeable_nodes(graph: fx.Graph) -> list[fx.Node]:
+    """Nodes that make a plain floating-point tensor of the user's step, in graph order.
+
+    Left out: what passes inserted, and what is made inside a ``vmap`` or ``grad`` transform, where
+    a tensor is not yet what it seems.
+    """
+    nodes, depth = [], 0
+    for node in graph.nodes:
+        name = op_name(node)
+        depth += ("increment_nesting" in name) - ("decrement_nesting" in name)
+        if depth or node.op not in {"placeholder", "call_function", "call_method", "get_attr"}:
+            continue
+        if node.meta.get(INTERNAL) or not is_float_tensor(node):
+            continue
+        example = example_tensor(node)
+        if example is not None and example.layout == torch.strided and not example.is_nested:
+            nodes.append(node)
+    return nodes
+
+
+class _ProbeFunctions:
+    """What the graph calls; a node's arguments cannot hold a layout, so functions close over it."""
+
+    def __init__(self, layout: RowLayout, executor: Executor) -> None:
+        reduce = eager_statistics_row if executor == "eager" else statistics_row
+
+        def row_of(tensor: Tensor, factor: Tensor | None = None) -> Tensor:
+            return reduce(tensor, layout, factor=factor)
+
+        def probe(
+            tensor: Tensor, slot: Tensor, forward: Tensor | None, backward: Tensor | None
+        ) -> tuple[Tensor, Tensor]:
+            result: tuple[Tensor, Tensor] = _Probe.apply(tensor, slot, row_of, forward, backward)
+            return result
+
+        self.row_of = row_of
+        self.probe = probe
+
+
+class _CountFactors:
+    """Powers of two that turn each tensor into what is stored, as a state of the graph.
+
+    Formats are a question about what is stored; a tensor that the graph itself holds in its units
+    is counted as it is.
+    """
+
+    def __init__(
+        self, graph: StepGraph, tensors: Sequence[ProbedTensor], gauge: Callable[[], Gauge]
+    ) -> None:
+        self._pairs = [
+            (ONE, ONE) if held.in_graph else (held.sigma.inverse(), held.gamma.inverse())
+            for held in (tensor.held for tensor in tensors)
+        ]
+        table = FactorTable(graph.device)
+        for factor in (one for pair in self._pairs for one in pair if one != ONE):
+            table.row(factor)
+        self._nodes: FactorNodes | None = None
+        if len(table):
+            vector = graph.add_state(
+                "count_factors", lambda: table.tensor(gauge()), table.tensor(gauge())
+            )
+            self._nodes = FactorNodes(vector, table.row)
+        self._region = next(graph.regions())
+
+    def of(self, index: int) -> tuple[fx.Node | None, fx.Node | None]:
+        """Forward and backward factor of a tensor; ``None`` for 1."""
+        forward, backward = self._pairs[index]
+        return self._node(forward), self._node(backward)
+
+    def _node(self, factor: Factor) -> fx.Node | None:
+        if factor == ONE or self._nodes is None:
+            return None
+        return self._nodes(self._region, factor)
+
+
+def _insert_probe(
+    graph: fx.Graph,
+    node: fx.Node,
+    anchor: fx.Node,
+    slot: fx.Node | None,
+    functions: _ProbeFunctions,
+    factors: tuple[fx.Node | None, fx.Node | None],
+) -> fx.Node:
+    """Probe the node's tensor, in both directions where there is a slot; returns the row's node."""
+    forward, backward = factors
+    is_input = node.op == "placeholder"
+    point = graph.inserting_before(anchor) if is_input else graph.inserting_after(node)
+    if slot is None:
+        with point:
+            return graph.call_function(functions.row_of, (node, forward))
+    with point:
+        probed = graph.call_function(functions.probe, (node, slot, forward, backward))
+    with graph.inserting_after(probed):
+        value = graph.call_function(operator.getitem, (probed, 0))
+        row = graph.call_function(operator.getitem, (probed, 1))
+    value.meta.update(node.meta)
+    node.replace_all_uses_with(value, delete_user_cb=lambda user: user is not probed)
+    return row
+
+
+class _Probe(torch.autograd.Function):
+    """The tensor itself and its row; the row of its gradient becomes the gradient of the slot."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        tensor: Tensor,
+        slot: Tensor,
+        row_of: RowOf,
+        forward_factor: Tensor | None,
+        backward_factor: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        ctx.row_of = row_of
+        ctx.save_for_backward(backward_factor)
+        row = row_of(tensor, factor=forward_factor)
+        ctx.mark_non_differentiable(row)
+        return tensor.view_as(tensor), row
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        (factor,) = ctx.saved_tensors
+        dense = grad_output if grad_output.layout == torch.strided else grad_output.coalesce().values()
+        return grad_output, ctx.row_of(dense, factor=factor), None, None, None
+
+
+def _snapshot(
+    step: int, calls: list[_ProbedCall], table: Tensor, layout: RowLayout, grad_scale: float
+) -> ScaleSnapshot:
+    forward, backward = table.split(len(table) // 2)
+    # A slot that no gradient reached holds zeros, and a real row has elements.
+    arrived = backward[:, :1] > 0
+    backward = torch.where(arrived, backward, torch.nan)
+    sigmas, gammas = (
+        torch.tensor([unit for call in calls for unit in call.exponents(which)])
+        for which in ("sigma", "gamma")
+    )
+    in_graph = torch.tensor([one.held.in_graph for call in calls for one in call.tensors])
+    zero = torch.zeros_like(sigmas)
+    forward = shift_rows(forward, torch.where(in_graph, sigmas, zero), layout)
+    # A loss scaler moves by factors of two, so taking it off again is a shift as well.
+    loss_exponent = round(math.log2(grad_scale))
+    backward = shift_rows(backward, torch.where(in_graph, gammas, zero) - loss_exponent, layout)
+    names: dict[str, int] = {}
+    tensors = [one for call in calls for one in call.tensors]
+    first: list[int] = []
+    merged: list[list[Tensor]] = [[], []]
+    for index, one in enumerate(tensors):
+        if one.name not in names:
+            names[one.name] = len(names)
+            first.append(index)
+            merged[0].append(forward[index])
+            merged[1].append(backward[index])
+        else:
+            position = names[one.name]
+            for rows, new in zip(merged, (forward, backward), strict=True):
+                rows[position] = merge_rows(rows[position], new[index], layout)
+    return ScaleSnapshot(
+        step=step,
+        names=tuple(names),
+        forward=torch.stack(merged[0]).double().numpy(),
+        backward=torch.stack(merged[1]).double().numpy(),
+        layout=layout,
+        modules=tuple(tensors[index].module for index in first),
+        log2_sigma=sigmas[first].numpy(),
+        log2_gamma=gammas[first].numpy(),
+        counted_as_stored=True,
+    )

@@ -1,0 +1,159 @@
+"""Oracles that several test files share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map
+
+from lightning_unitscale.graph import capture, steps
+from lightning_unitscale.graph.nodes import Names
+
+
+def same_bits(first: Tensor, second: Tensor) -> bool:
+    """Equality of shape, type and every bit: of signs of zero and of NaN too."""
+    if first.shape != second.shape or first.dtype != second.dtype:
+        return False
+    first, second = (one.detach().contiguous().reshape(-1) for one in (first, second))
+    if first.is_complex():
+        first, second = torch.view_as_real(first), torch.view_as_real(second)
+    return torch.equal(first.view(torch.uint8), second.view(torch.uint8))
+
+
+def assert_same_bits(first: Any, second: Any) -> None:
+    """All tensors of two structures have the same bits, and the structures are the same."""
+    (leaves, spec), (others, other_spec) = tree_flatten(first), tree_flatten(second)
+    assert spec == other_spec
+    for one, other in zip(leaves, others, strict=True):
+        if isinstance(one, Tensor):
+            assert same_bits(one, other), f"{one}\n{other}"
+        else:
+            assert one == other
+
+
+def run(
+    module: Callable[..., Any],
+    *inputs: Any,
+    seed: int = 3,
+    around_backward: AbstractContextManager[Any] | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """Output, gradients of inputs and parameters, and buffers after one seeded step.
+
+    A result that is no scalar gets a fixed, uneven gradient. The buffers are put back.
+    """
+    inputs, options = tree_map(
+        lambda one: (
+            one.detach().clone().requires_grad_(one.requires_grad)
+            if isinstance(one, Tensor)
+            else one
+        ),
+        (inputs, options),
+    )
+    parameters = dict(module.named_parameters()) if isinstance(module, nn.Module) else {}
+    buffers = dict(module.named_buffers()) if isinstance(module, nn.Module) else {}
+    before = {name: one.clone() for name, one in buffers.items()}
+    for one in parameters.values():
+        one.grad = None
+    torch.manual_seed(seed)
+    output = module(*inputs, **options)
+    leaves = [
+        one for one in tree_flatten(output)[0] if isinstance(one, Tensor) and one.requires_grad
+    ]
+    seeds = [
+        torch.linspace(-1.0, 2.0, one.numel()).to(one.dtype).view(one.shape)
+        if one.dim()
+        else torch.ones_like(one)
+        for one in leaves
+    ]
+    with around_backward or nullcontext():
+        if leaves:
+            torch.autograd.backward(leaves, seeds)
+    after = {name: one.clone() for name, one in buffers.items()}
+    with torch.no_grad():
+        for name, one in buffers.items():
+            one.copy_(before[name])
+    tensors = [one for one in tree_flatten((inputs, options))[0] if isinstance(one, Tensor)]
+    return {
+        "output": output,
+        "inputs": [one.grad for one in tensors],
+        "parameters": {name: one.grad for name, one in parameters.items()},
+        "buffers": after,
+    }
+
+
+def captured(function: Callable[..., Any], *inputs: Any) -> fx.GraphModule:
+    """A named copy of the one graph that Dynamo makes of ``function`` on ``inputs``."""
+    graphs: list[fx.GraphModule] = []
+
+    def backend(graph_module: fx.GraphModule, example_inputs: Any) -> Any:
+        module = function if isinstance(function, nn.Module) else nn.Module()
+        description = capture.describe(graph_module, example_inputs, module)
+        copied = capture.copy_graph_module(graph_module)
+        Names().assign(description, copied)
+        graphs.append(copied)
+        return graph_module.forward
+
+    capture.compile_function(function, backend)(*inputs)
+    assert len(graphs) == 1
+    return graphs[0]
+
+
+# Where the matrix operands of ATen's products stand.
+_OPERANDS = {
+    "aten::mm": (0, 1),
+    "aten::bmm": (0, 1),
+    "aten::mv": (0, 1),
+    "aten::dot": (0, 1),
+    "aten::addmm": (1, 2),
+    "aten::baddbmm": (1, 2),
+    "aten::addbmm": (1, 2),
+    "aten::addmv": (1, 2),
+    "aten::conv_tbc": (0, 1),
+    "aten::conv_tbc_backward": (0, 1, 2),
+    "aten::_trilinear": (0, 1, 2),
+    "aten::convolution": (0, 1),
+    "aten::convolution_backward": (0, 1, 2),
+    "aten::_scaled_dot_product_flash_attention_for_cpu": (0, 1, 2),
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": (0, 1, 2, 3),
+}
+
+
+class OperandMeter(TorchDispatchMode):
+    """Notes the RMS of whatever ATen's matrix products really read, forward and backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.readings: list[tuple[str, float]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        for position in _OPERANDS.get(func._schema.name, ()):
+            rms = float(args[position].detach().double().square().mean().sqrt())
+            if math.isfinite(rms) and rms > 0:
+                self.readings.append((f"{func._schema.name}[{position}]", rms))
+        return func(*args, **(kwargs or {}))
+
+
+def operand_scales(module: Callable[..., Any], *inputs: Any) -> list[tuple[str, float]]:
+    """RMS of every operand of every matrix product of one seeded step, forward and backward."""
+    readings = OperandMeter()
+    run_variant = steps._Variant.__call__
+
+    # Dynamo captures nothing below a dispatch mode, so the mode starts where a graph runs.
+    def measured(variant: steps._Variant, *args: Any) -> Any:
+        with readings:
+            return run_variant(variant, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(steps._Variant, "__call__", measured)
+        run(module, *inputs, around_backward=readings)
+    return readings.readings

@@ -1,0 +1,269 @@
+"""The command line, in this process, on runs of a few steps."""
+
+import re
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import yaml
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+
+from lightning_unitscale import cli
+from lightning_unitscale.cli import main, tensorboard_command
+
+ROOT = Path(__file__).parents[1]
+UNIT_SCALED = ROOT / "configs/gpt_unit_scaled.yaml"
+BASELINE = ROOT / "configs/gpt_baseline.yaml"
+
+
+class Interrupt(pl.Callback):
+    """Presses Ctrl-C after the third step, or fails there for another reason."""
+
+    def __init__(self, fail: bool = False) -> None:
+        self.fail = fail
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        if trainer.global_step == 3:
+            raise RuntimeError("out of luck") if self.fail else KeyboardInterrupt
+
+
+@pytest.fixture(autouse=True)
+def _keep_process_state() -> Iterator[None]:
+    """Lightning ignores Ctrl-C for good once it has seen one; `main` extends the path."""
+    handler, path = signal.getsignal(signal.SIGINT), list(sys.path)
+    yield
+    signal.signal(signal.SIGINT, handler)
+    sys.path[:] = path
+
+
+@pytest.fixture
+def tiny(text_file: Path) -> list[str]:
+    """Overrides that turn a configuration of the demo into a run of four steps on four batches."""
+    options = {
+        "model.width": 16,
+        "model.depth": 1,
+        "model.num_heads": 2,
+        "model.context": 16,
+        "model.warmup_steps": 1,
+        "data.context": 16,
+        "data.batch_size": 2,
+        "data.val_samples": 4,
+        "data.path": text_file,
+        "trainer.max_steps": 4,
+        "trainer.val_check_interval": 2,
+        "trainer.log_every_n_steps": 1,
+        "trainer.enable_progress_bar": "false",
+        "trainer.enable_model_summary": "false",
+    }
+    return [f"--{name}={value}" for name, value in options.items()]
+
+
+def _fit(config: Path, *overrides: str) -> None:
+    main(["fit", f"--config={config}", *overrides])
+
+
+def _saved_config(run: str) -> dict[str, Any]:
+    return yaml.safe_load(Path(run, "config.yaml").read_text())
+
+
+@pytest.mark.parametrize("config", [UNIT_SCALED, BASELINE], ids=["unit_scaled", "baseline"])
+def test_fit_ends_with_a_report(
+    config: Path, tiny: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    _fit(config, *tiny, "--trainer.callbacks.every_n_steps=1")
+    report = capsys.readouterr().out
+    assert "blocks.0.mlp.up" in report  # the scale table
+    assert re.search(r"Validation loss: \d\.\d{4} after step 4 .*\d\.\d{4}, the unigram", report)
+    assert report.rstrip().endswith("--logdir logs")
+    assert list(Path("logs", config.stem, "version_0").glob("events.out.tfevents.*"))
+
+
+def test_both_configurations_reach_the_same_loss(
+    tiny: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    losses = []
+    for config in (UNIT_SCALED, BASELINE):
+        _fit(config, *tiny)
+        losses += re.findall(r"Validation loss: (\S+)", capsys.readouterr().out)
+    assert len(losses) == 2
+    assert losses[0] == losses[1]
+
+
+def test_overrides_reach_the_model_and_the_trainer(tiny: list[str]) -> None:
+    _fit(BASELINE, *tiny, "--model.width=32", "--trainer.max_steps=1", "--seed_everything=5")
+    (run,) = Path("logs/gpt_baseline").iterdir()
+    config = _saved_config(str(run))
+    assert config["model"]["init_args"]["width"] == 32
+    assert config["trainer"]["max_steps"] == 1
+    assert config["seed_everything"] == 5
+    checkpoint = torch.load(run / "checkpoints/epoch=0-step=1.ckpt", weights_only=True)
+    assert checkpoint["state_dict"]["norm.weight"].shape == (32,)
+
+
+def test_callbacks_can_be_left_out_and_added(
+    tiny: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    added = "--trainer.callbacks+=lightning.pytorch.callbacks.LearningRateMonitor"
+    _fit(UNIT_SCALED, *tiny, "--trainer.callbacks=null", added)
+    (callback,) = _saved_config("logs/gpt_unit_scaled/version_0")["trainer"]["callbacks"]
+    assert callback["class_path"].endswith("LearningRateMonitor")
+    report = capsys.readouterr().out
+    assert "blocks.0" not in report
+    assert "Validation loss" in report
+
+
+def test_the_last_weights_are_validated_if_the_run_did_not(
+    tiny: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    _fit(BASELINE, *tiny, "--trainer.max_steps=3")
+    assert "after step 3 " in capsys.readouterr().out
+    _fit(BASELINE, *tiny, "--trainer.max_steps=3", "--trainer.limit_val_batches=0")
+    assert "Validation loss" not in capsys.readouterr().out
+
+
+def test_runs_repeat_exactly(tiny: list[str]) -> None:
+    for _ in range(2):
+        _fit(BASELINE, *tiny)
+    first, second = (
+        torch.load(f"logs/gpt_baseline/version_{i}/checkpoints/epoch=0-step=4.ckpt")["state_dict"]
+        for i in range(2)
+    )
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+# It says so when the folder of the checkpoints has some already, which is the point here.
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
+def test_a_second_run_may_use_the_folder_of_the_first(tiny: list[str]) -> None:
+    fixed = "--trainer.logger.version=mine"
+    _fit(BASELINE, *tiny, fixed)
+    _fit(BASELINE, *tiny, fixed, "--model.width=32")
+    assert _saved_config("logs/gpt_baseline/mine")["model"]["init_args"]["width"] == 32
+
+
+# A run from a checkpoint has a folder of its own, which Lightning remarks on.
+@pytest.mark.filterwarnings("ignore:The dirpath has changed")
+def test_a_run_is_resumed_from_a_checkpoint(tiny: list[str]) -> None:
+    _fit(UNIT_SCALED, *tiny)
+    _fit(UNIT_SCALED, *tiny, "--trainer.max_steps=2", "--model.decay_steps=4")
+    checkpoint = "logs/gpt_unit_scaled/version_1/checkpoints/epoch=0-step=2.ckpt"
+    _fit(UNIT_SCALED, *tiny, f"--ckpt_path={checkpoint}")
+    whole, resumed = (
+        torch.load(f"logs/gpt_unit_scaled/version_{i}/checkpoints/epoch=0-step=4.ckpt")
+        for i in (0, 2)
+    )
+    for name, value in whole["state_dict"].items():
+        assert torch.equal(value, resumed["state_dict"][name]), name
+
+
+@pytest.mark.filterwarnings("ignore:The dirpath has changed")
+@pytest.mark.parametrize("subcommand", ["validate", "test", "predict"])
+def test_the_other_subcommands(
+    subcommand: str, tiny: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    _fit(UNIT_SCALED, *tiny)
+    capsys.readouterr()
+    checkpoint = "logs/gpt_unit_scaled/version_0/checkpoints/epoch=0-step=4.ckpt"
+    main([subcommand, f"--config={UNIT_SCALED}", *tiny, f"--ckpt_path={checkpoint}"])
+    output = capsys.readouterr().out
+    if subcommand != "predict":
+        assert f"{'val' if subcommand == 'validate' else 'test'}_loss" in output
+    assert "Validation loss" not in output  # the report is about training
+
+
+def test_an_interrupted_run_reports_and_exits_cleanly(
+    tiny: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        _fit(BASELINE, *tiny, f"--trainer.callbacks+={__name__}.Interrupt")
+    assert stopped.value.code == 130
+    report = capsys.readouterr().out
+    assert "after step 2 " in report
+    assert "--logdir logs" in report
+    assert Path("logs/gpt_baseline/version_0/checkpoints/epoch=0-step=3.ckpt").exists()
+
+
+def test_a_failed_run_has_no_report(tiny: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    callback = [f"--trainer.callbacks+={__name__}.Interrupt", "--trainer.callbacks.fail=true"]
+    with pytest.raises(RuntimeError, match="out of luck"):
+        _fit(BASELINE, *tiny, *callback)
+    assert "--logdir" not in capsys.readouterr().out
+
+
+def test_a_path_that_does_not_exist_is_one_clear_error(tiny: list[str]) -> None:
+    with pytest.raises(ValueError, match=r"^`path=nowhere`: there is no such file or folder"):
+        _fit(BASELINE, *tiny, "--data.path=nowhere")
+
+
+def test_an_unknown_option_is_named(tiny: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        _fit(BASELINE, *tiny, "--trainer.max_stepps=3")
+    assert "max_stepps" in capsys.readouterr().err
+
+
+def test_without_the_extra_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match=r"jsonargparse.*pip install 'lightning-unitscale\[cli\]'"):
+        main(["fit"])
+
+
+def test_classes_beside_the_configuration_are_found(
+    tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As from a console script, whose own folder is first on the path, not the current one."""
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if p not in ("", str(tmp_path))])
+    Path("my_callbacks.py").write_text(
+        "import lightning.pytorch as pl\n"
+        "class Touch(pl.Callback):\n"
+        "    def on_fit_end(self, trainer, pl_module): open('touched', 'w').close()\n"
+    )
+    _fit(BASELINE, *tiny, "--trainer.callbacks+=my_callbacks.Touch")
+    assert Path("touched").exists()
+
+
+class TestTensorboardCommand:
+    def _command(
+        self, monkeypatch: pytest.MonkeyPatch, *loggers: Any, path: str = ""
+    ) -> str | None:
+        monkeypatch.setenv("PATH", path)
+        return tensorboard_command(SimpleNamespace(loggers=list(loggers)))
+
+    def test_the_folder_is_the_loggers(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        command = self._command(monkeypatch, CSVLogger("csv"), TensorBoardLogger("my logs", "run"))
+        assert command is not None
+        assert command.endswith("--logdir 'my logs'")
+        command = self._command(monkeypatch, TensorBoardLogger(str(tmp_path.parent), "run"))
+        assert command is not None
+        assert command.endswith(f"--logdir {tmp_path.parent}")
+
+    def test_the_whole_current_folder_is_never_searched(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        command = self._command(monkeypatch, TensorBoardLogger(str(tmp_path), "lightning_logs"))
+        assert command is not None
+        assert command.endswith("--logdir lightning_logs")
+
+    def test_the_program_is_the_one_of_this_environment(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        environment = tmp_path / ".venv/bin"
+        environment.mkdir(parents=True)
+        program = environment / "tensorboard"
+        monkeypatch.setattr(sys, "executable", str(environment / "python"))
+        logger = TensorBoardLogger("logs")
+        command = self._command(monkeypatch, logger)
+        assert command == f"{environment}/python -m tensorboard.main --logdir logs"
+        program.touch(mode=0o755)
+        assert self._command(monkeypatch, logger) == ".venv/bin/tensorboard --logdir logs"
+        command = self._command(monkeypatch, logger, path=str(environment))
+        assert command == "tensorboard --logdir logs"
+
+    def test_there_is_none_without_tensorboard(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert self._command(monkeypatch, CSVLogger("csv")) is None
