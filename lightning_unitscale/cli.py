@@ -12,12 +12,10 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 
-try:
-    from lightning_unitscale.callbacks import ScaleMonitor
-except ImportError:
-    ScaleMonitor = ()
 from lightning.pytorch.loggers import TensorBoardLogger
 from typing_extensions import override
+
+from lightning_unitscale.callbacks import ScaleMonitor
 
 # What a shell reports for a program that Ctrl-C ended.
 _EXIT_INTERRUPTED = 130

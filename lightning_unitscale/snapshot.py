@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -269,13 +270,17 @@ class ScaleSnapshot:
         row = self.rows(direction)[position]
         if np.isnan(row[0]):
             return None
-        unit = int(self._units(direction)[position])
+        unit = int(self.log2_units(direction)[position])
         return TensorStatistics(
             row,
             self.layout,
             log2_factor=-unit if stored else 0,
             log2_factor_of_counts=-unit if self.counted_as_stored else 0,
         )
+
+    def log2_units(self, direction: Direction) -> npt.NDArray[np.int64]:
+        """log2 of the units that the tensors are stored in, shape ``(len(self),)``."""
+        return self.log2_sigma if direction == "forward" else self.log2_gamma
 
     def column(self, column: str, direction: Direction = "forward") -> FloatArray:
         """One column for all tensors, as measured, shape ``(len(self),)``."""
@@ -293,7 +298,7 @@ class ScaleSnapshot:
         np.divide(squares, finite, out=mean, where=finite > 0)
         with np.errstate(divide="ignore"):
             result: FloatArray = 0.5 * np.log2(mean)
-        return result - self._units(direction) if stored else result
+        return result - self.log2_units(direction) if stored else result
 
     def fractions(self, direction: Direction = "forward", *, stored: bool = False) -> FloatArray:
         """Out-of-range fractions for the layout's formats, as ``TensorStatistics.fraction``.
@@ -303,7 +308,7 @@ class ScaleSnapshot:
             subnormal, flushed; NaN where there was nothing to measure, and where the scale is
             another than the counted one and there are no exponent counts.
         """
-        units = self._units(direction)
+        units = self.log2_units(direction)
         shape = (len(self), len(self.layout.formats), len(FORMAT_KINDS))
         first = len(MOMENT_COLUMNS)
         numel = self.column("numel", direction)[:, None]
@@ -328,6 +333,23 @@ class ScaleSnapshot:
         if not self.layout.histogram:
             return None
         return self.rows(direction)[:, self.layout.exponents]
+
+    def select(self, names: Sequence[str]) -> ScaleSnapshot:
+        """Only the tensors of these names, in this order.
+
+        Raises:
+            KeyError: If there is no tensor of a name.
+        """
+        places = [self._position(name) for name in names]
+        return replace(
+            self,
+            names=tuple(names),
+            forward=self.forward[places],
+            backward=self.backward[places],
+            modules=tuple(self.modules[place] for place in places),
+            log2_sigma=self.log2_sigma[places],
+            log2_gamma=self.log2_gamma[places],
+        )
 
     def merge(self, other: ScaleSnapshot) -> ScaleSnapshot:
         """Statistics of the same tensors on more data: another micro-batch or rank.
@@ -355,9 +377,6 @@ class ScaleSnapshot:
         merged = merge_rows(torch.from_numpy(first), torch.from_numpy(second), self.layout)
         result: FloatArray = merged.numpy()
         return result
-
-    def _units(self, direction: Direction) -> npt.NDArray[np.int64]:
-        return self.log2_sigma if direction == "forward" else self.log2_gamma
 
     def _position(self, tensor: int | str) -> int:
         if isinstance(tensor, int):

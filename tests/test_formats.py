@@ -74,7 +74,13 @@ def test_own_format_from_bits():
 
 @pytest.mark.parametrize(
     "name, format",
-    [*FORMATS.items(), ("fp16", FP16), ("e4m3", E4M3FN), ("torch.float8_e5m2", E5M2), ("half", FP16)],
+    [
+        *FORMATS.items(),
+        ("fp16", FP16),
+        ("e4m3", E4M3FN),
+        ("torch.float8_e5m2", E5M2),
+        ("half", FP16),
+    ],
 )
 def test_lookup_by_name(name, format):
     assert get_format(name) is format

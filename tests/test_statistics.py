@@ -21,6 +21,7 @@ DTYPES = {
     E5M2: torch.float8_e5m2,
 }
 LAYOUT = RowLayout(formats=(*DTYPES, FP32), sample_size=None)
+COMPILED = RowLayout(formats=(FP16, E4M3FN), sample_size=4096)
 
 
 @pytest.fixture(params=["kernel", "separate", "functional"])
@@ -233,7 +234,9 @@ def test_sampled_exponents(row_of):
 
 def test_a_small_tensor_is_counted_whole(row_of):
     tensor = torch.randn(16_384)
-    assert torch.equal(row_of(tensor, RowLayout())[18:], row_of(tensor, RowLayout(sample_size=None))[18:])
+    assert torch.equal(
+        row_of(tensor, RowLayout())[18:], row_of(tensor, RowLayout(sample_size=None))[18:]
+    )
 
 
 def test_columns_follow_the_layout(row_of):
@@ -285,11 +288,11 @@ class _Probe(torch.autograd.Function):
     @staticmethod
     def forward(ctx, tensor, slot, row_of):
         ctx.row_of = row_of
-        return tensor.view_as(tensor), row_of(tensor, LAYOUT)
+        return tensor.view_as(tensor), row_of(tensor, COMPILED)
 
     @staticmethod
     def backward(ctx, grad, _):
-        return grad, ctx.row_of(grad, LAYOUT), None
+        return grad, ctx.row_of(grad, COMPILED), None
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
@@ -298,19 +301,19 @@ def test_inside_a_compiled_step(backend, row_of):
     def step(tensor, factor, slot):
         tensor, row = _Probe.apply(torch.nn.functional.gelu(tensor * 3), slot, row_of)
         loss = tensor.square().sum() * 2.0**-30
-        return loss, tensor, row, row_of(tensor, LAYOUT, factor=factor)
+        return loss, tensor, row, row_of(tensor, COMPILED, factor=factor)
 
     compiled = torch.compile(step, backend=backend, fullgraph=True, dynamic=True)
     factor = torch.tensor(2.0**-9)
     for shape in ((70, 300), (40, 30)):
         tensor = torch.randn(shape, requires_grad=True)
-        slot = torch.zeros(LAYOUT.num_columns, dtype=torch.float64, requires_grad=True)
+        slot = torch.zeros(COMPILED.num_columns, dtype=torch.float64, requires_grad=True)
         loss, value, row, stored = compiled(tensor, factor, slot)
         loss.backward()
         value = value.detach()
-        assert_row(row.detach(), functional_row(value, LAYOUT), LAYOUT)
-        assert_row(stored, functional_row(value, LAYOUT, factor=factor), LAYOUT)
-        assert_row(slot.grad, functional_row(value * 2.0**-29, LAYOUT), LAYOUT)
+        assert_row(row.detach(), functional_row(value, COMPILED), COMPILED)
+        assert_row(stored, functional_row(value, COMPILED, factor=factor), COMPILED)
+        assert_row(slot.grad, functional_row(value * 2.0**-29, COMPILED), COMPILED)
 
 
 def test_without_a_compiler(monkeypatch, tmp_path):

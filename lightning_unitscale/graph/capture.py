@@ -8,6 +8,7 @@ checked on torch 2.13 and 2.11: ``node.meta["grapharg"]``, ``node._dynamo_source
 from __future__ import annotations
 
 import contextlib
+import operator
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +19,9 @@ import torch
 import torch._dynamo.config
 from torch import Tensor, fx, nn
 from torch._dynamo import exc
+from torch._dynamo import convert_frame
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
 from torch._dynamo.source import GlobalSource
 from torch._dynamo.utils import graph_break_reasons
 from torch._dynamo.variables import torch as torch_variables
@@ -71,6 +74,19 @@ def compile_function(function: Callable[..., Any], backend: Backend) -> Callable
     """``function`` run through Dynamo with ``backend`` called once per captured graph."""
     compiled: Callable[..., Any] = torch.compile(function, backend=backend)  # type: ignore[call-overload]
     return compiled
+
+
+def forget(function: Callable[..., Any]) -> None:
+    """Make Dynamo look anew at a function that it may have given up on, and at what follows it."""
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return
+    resumed = f"{TORCH_DYNAMO_RESUME_IN_PREFIX}_{code.co_name}_"
+    torch._dynamo.eval_frame.reset_code(code)
+    for weak_code in [*convert_frame.input_codes.seen, *convert_frame.output_codes.seen]:
+        one = weak_code()
+        if one is not None and one.co_name.startswith(resumed):
+            torch._dynamo.eval_frame.reset_code(one)
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -202,6 +218,10 @@ def copy_graph_module(graph_module: fx.GraphModule) -> fx.GraphModule:
     copies: dict[fx.Node, fx.Node] = {}
     for node in graph_module.graph.nodes:
         copies[node] = graph.node_copy(node, lambda old: copies[old])
+        if node.target is operator.imatmul:
+            # Tensors have no in-place product: ``x @= w`` makes a new tensor. FX 2.13 writes it out
+            # as a statement that rebinds ``x`` for its other readers too.
+            copies[node].target = operator.matmul
         if hasattr(node, "_dynamo_source"):
             copies[node]._dynamo_source = node._dynamo_source
     copy = fx.GraphModule(graph_module, graph)

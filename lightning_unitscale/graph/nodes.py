@@ -167,3 +167,16 @@ def device_of(graph: fx.Graph) -> torch.device:
 def first_operation(graph: fx.Graph) -> fx.Node:
     """The first node that is no input."""
     return next(node for node in graph.nodes if node.op != "placeholder")
+
+
+# Operations whose result has the elements of their argument, all of them and no others.
+_WHOLE_VIEWS = frozenset(
+    {"view", "reshape", "transpose", "permute", "contiguous", "flatten", "unflatten", "unsqueeze",
+     "squeeze", "t", "mT", "T", "view_as", "reshape_as", "clone", "detach", "swapaxes", "swapdims",
+     "movedim", "moveaxis", "ravel", "adjoint", "alias"}
+)  # fmt: skip
+
+
+def is_whole_view(node: fx.Node) -> bool:
+    """Whether the node only rearranges one tensor, so that it has the statistics of that."""
+    return node.op in {"call_function", "call_method"} and op_name(node) in _WHOLE_VIEWS

@@ -30,7 +30,7 @@ _OPERATORS = {
     operator.ixor: operator.xor,
     operator.ilshift: operator.lshift,
     operator.irshift: operator.rshift,
-}  # Not ``imatmul``: tensors have no in-place form of it, so ``x @= w`` makes a new tensor.
+}
 
 # Functions with an ``inplace`` flag, and the position of that flag.
 _INPLACE_FLAG = {
@@ -131,7 +131,7 @@ def make_out_of_place(graph: fx.Graph) -> tuple[str, ...]:
         target = mutated_argument(node)
         if target is None:
             continue
-        replacement = _functional(node) if _owns_memory(target) else None
+        replacement = _functional(node) if _owns_memory(target, node) else None
         if replacement is None or not _same_result(graph, node, target, replacement):
             kept.append(tensor_name(node))
             continue
@@ -150,13 +150,17 @@ def make_out_of_place(graph: fx.Graph) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def _owns_memory(node: fx.Node) -> bool:
-    """Whether the graph made this tensor, fresh, and nothing else looks into its memory."""
+def _owns_memory(node: fx.Node, writer: fx.Node) -> bool:
+    """Whether the graph made this tensor, fresh, and only ``writer`` looks into its memory."""
     if node.op not in {"call_function", "call_method"} or shares_memory(node):
         return False
     if mutated_argument(node) is not None:
         return False
-    return not any(shares_memory(user) and _first_argument(user) is node for user in node.users)
+    return not any(
+        shares_memory(user) and _first_argument(user) is node
+        for user in node.users
+        if user is not writer
+    )
 
 
 def _first_argument(node: fx.Node) -> fx.Node | None:

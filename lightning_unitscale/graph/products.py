@@ -88,7 +88,6 @@ _FUNCTIONS: dict[Any, ProductRule] = {
     F.scaled_dot_product_attention: _ATTENTION,
     attention_product: _MATMUL,
     operator.matmul: _MATMUL,
-    operator.imatmul: _MATMUL,
     torch.matmul: _MATMUL,
     torch.linalg.matmul: _MATMUL,
     torch.mm: _MM,

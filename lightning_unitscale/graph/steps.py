@@ -59,7 +59,6 @@ class ModuleSteps:
         self.passes: list[GraphPass] = []
         self.records: list[PassRecord] = []
         self.graph_breaks: list[str] = []
-        self.names = Names()
         self._observers: set[str] = set()
         self._always_observed = False
         self._shadowed = {name: module.__dict__[name] for name in step_names if name in module.__dict__}
@@ -74,10 +73,14 @@ class ModuleSteps:
         for name, step in self.steps.items():
             self.module.__dict__[name] = step
 
-    def detach(self, owner: str) -> None:
-        """Take the owner's interest away; the last one restores the module. Idempotent."""
+    def detach(self, owner: str, *passes: GraphPass) -> None:
+        """Take the owner's interest and passes away; the last one restores the module. Idempotent.
+
+        Graphs captured so far stay until then, and with them what ``explain()`` says of them.
+        """
         if owner in self._owners:
             self._owners.remove(owner)
+        self.passes = [one for one in self.passes if one not in passes]
         self._observers.discard(owner)
         if self._owners or steps_of(self.module) is not self:
             return
@@ -92,12 +95,6 @@ class ModuleSteps:
         self.passes.append(one)
         self.reset()
 
-    def remove_pass(self, one: GraphPass) -> None:
-        """Remove a pass if it is there; every graph is captured anew before its next run."""
-        if one in self.passes:
-            self.passes.remove(one)
-            self.reset()
-
     def use_executor(self, executor: Executor) -> None:
         """Run the graphs by another executor from now on."""
         if executor != self.executor:
@@ -106,7 +103,6 @@ class ModuleSteps:
 
     def reset(self) -> None:
         """Forget every captured graph."""
-        self.names = Names()
         self.records.clear()
         self.graph_breaks.clear()
         for step in self.steps.values():
@@ -174,7 +170,6 @@ class ModuleSteps:
         new.executor = self.executor
         new.passes = copy.deepcopy(self.passes, memo)
         new.records, new.graph_breaks = [], []
-        new.names = Names()
         new._observers = set(self._observers)
         new._always_observed = self._always_observed
         new._shadowed = copy.deepcopy(self._shadowed, memo)
@@ -206,6 +201,8 @@ class CapturedStep:
 
     def reset(self) -> None:
         """Forget what was captured."""
+        # Names are a step's own: whether a validation ran before the training must not change them.
+        self.names = Names()
         self.graphs: list[CompiledGraph] = []
         self.num_graph_calls = 0
         self._warned = False
@@ -260,6 +257,9 @@ class CapturedStep:
                 result = self._compiled[executor](*args, **kwargs)
         except Exception as error:
             self._deferred.discard()
+            # Dynamo never looks again at a frame in which an error was raised; the next call may.
+            capture.forget(self.__wrapped__)
+            self.reset()
             inner = capture.original_error(error)
             if inner is error:
                 raise
@@ -314,7 +314,7 @@ class CompiledGraph:
         self.executor = executor
         self.index = len(step.graphs)
         self.base = capture.copy_graph_module(captured.graph_module)
-        step.owner.names.assign(captured, self.base)
+        step.names.assign(captured, self.base)
         expand_composites(self.base)
         self.inputs = captured.inputs
         self._example_inputs = captured.example_inputs

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-from collections import defaultdict
+import random
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, fx, nn
 
@@ -83,6 +85,11 @@ class Calibrator:
     def watch(self, name: str, value: object) -> None:
         """Measure the gradient of ``value`` when the backward pass gets there."""
         if isinstance(value, Tensor) and value.requires_grad:
+            base = value._base
+            if base is not None and base.requires_grad and base.numel() == value.numel():
+                # A product may end in a view. When another view is written into, autograd makes this
+                # one's history anew without its hooks; the base keeps them.
+                value = base
             value.register_hook(lambda grad: self._backward[name].append(root_mean_square(grad)))
 
 
@@ -147,58 +154,76 @@ def find_loss(output: object) -> Tensor | None:
 def restoring(module: nn.Module) -> Iterator[None]:
     """Undo, on leaving, what a rehearsal of a step does to the module and to random numbers.
 
-    Covered: random states of torch on every device, buffers in place, gradients, and the plain
-    Python attributes of every submodule (a list that a step appends to, a counter, metric states).
+    Covered: random states of torch on every device, of Python and of NumPy; buffers; gradients; and
+    the Python attributes of every submodule, with the containers and tensors in them (a list that a
+    step appends to, a counter, metric states). Objects of other classes are left alone.
     """
     devices = {one.device for one in (*module.parameters(), *module.buffers())}
     accelerators = [one for one in devices if one.type == "cuda"]
-    buffers = [(one, one.detach().clone()) for one in module.buffers()]
     gradients = [(one, one.grad) for one in module.parameters()]
-    attributes = [(one, _copied_attributes(one)) for one in module.modules()]
+    attributes = [(one.__dict__, _attributes(one)) for one in module.modules()]
+    contents = _Contents()
+    for one in module.modules():
+        contents.add(one._buffers)
+        contents.add(_attributes(one))
+    python_state, numpy_state = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=accelerators):
         try:
+            # A backward pass in the step would add to a gradient in place.
+            for parameter, _ in gradients:
+                parameter.grad = None
             yield
         finally:
-            for one, saved in attributes:
-                _restore_attributes(one, saved)
-            with torch.no_grad():
-                for buffer, value in buffers:
-                    buffer.copy_(value)
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)
+            for current, saved in attributes:
+                for name in [one for one in current if one not in _MODULE_INTERNALS]:
+                    del current[name]
+                current.update(saved)
+            contents.restore()
             for parameter, gradient in gradients:
                 parameter.grad = gradient
 
 
-_MODULE_INTERNALS = frozenset(nn.Module().__dict__) - {"training"}
+# Restored by other means. Hooks are not among them: a step may install some in its first call.
+_MODULE_INTERNALS = frozenset(
+    {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_compiled_call_impl"}
+)
 
 
-def _copied_attributes(module: nn.Module) -> dict[str, Any]:
-    saved = {}
-    for name, value in module.__dict__.items():
-        if name in _MODULE_INTERNALS:
-            continue
-        if isinstance(value, (list, dict, set)):
-            saved[name] = copy.copy(value)
-        elif isinstance(value, Tensor):
-            saved[name] = value.detach().clone()
-        else:
-            saved[name] = value
-    return saved
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    return {name: one for name, one in module.__dict__.items() if name not in _MODULE_INTERNALS}
 
 
-def _restore_attributes(module: nn.Module, saved: Mapping[str, Any]) -> None:
-    """Containers and tensors get their old contents in place: others may hold them too."""
-    attributes = module.__dict__
-    for name in [one for one in attributes if one not in saved and one not in _MODULE_INTERNALS]:
-        del attributes[name]
-    for name, value in saved.items():
-        current = attributes.get(name)
-        if isinstance(value, list) and isinstance(current, list):
-            current[:] = value
-        elif isinstance(value, (dict, set)) and type(current) is type(value):
-            current.clear()
-            current.update(value)
-        elif isinstance(value, Tensor) and isinstance(current, Tensor):
-            if not torch.equal(current.detach(), value):
-                attributes[name] = value
-        else:
-            attributes[name] = value
+class _Contents:
+    """What is in containers and tensors, put back in place: others may hold the same objects."""
+
+    def __init__(self) -> None:
+        # The objects are kept as well: an identity is worth something only while its object lives.
+        self._saved: dict[int, tuple[Any, Any]] = {}
+
+    def add(self, value: object) -> None:
+        """Remember a container and everything in it, or a tensor."""
+        if id(value) in self._saved:
+            return
+        if isinstance(value, Tensor):
+            self._saved[id(value)] = (value, value.detach().clone())
+        elif isinstance(value, (list, dict, set, deque)):
+            self._saved[id(value)] = (value, copy.copy(value))
+        if isinstance(value, (list, tuple, deque)):
+            for one in value:
+                self.add(one)
+        elif isinstance(value, dict):
+            for one in value.values():
+                self.add(one)
+
+    def restore(self) -> None:
+        """Give every container and every tensor its old contents."""
+        for current, saved in self._saved.values():
+            if isinstance(current, Tensor):
+                if not torch.equal(current.detach(), saved):
+                    with torch.inference_mode(current.is_inference()):
+                        current.data.copy_(saved)
+            else:
+                current.clear()
+                (current.extend if isinstance(current, (list, deque)) else current.update)(saved)

@@ -12,10 +12,11 @@ import torch
 from tabulate import tabulate
 from torch import Tensor
 
-# A factor of a graph combines up to two sigmas and a gamma; within these bounds every factor and
-# its inverse is a normal FP32 number, so that multiplying by it is exact.
-MAX_LOG2_SIGMA = 30
+# A factor of a product combines two sigmas, or a sigma and a gamma; within these bounds every such
+# factor and its inverse is a normal FP32 number, so that multiplying by it is exact.
+MAX_LOG2_SIGMA = 60
 MAX_LOG2_GAMMA = 60
+_MAX_LOG2_FACTOR = 126
 
 
 @dataclass(frozen=True)
@@ -189,7 +190,11 @@ class FactorTable:
     def tensor(self, gauge: Gauge) -> Tensor:
         """The factors under ``gauge``, FP32 of shape ``(number of factors,)``."""
         if self._last is None or self._last[0] is not gauge:
-            powers = [math.ldexp(1.0, factor.exponent(gauge)) for factor in self._rows]
+            # At depth "all" a factor has up to four terms. Beyond the bound it would join tensors so
+            # far apart that FP32 loses one of them in any units.
+            limit = _MAX_LOG2_FACTOR
+            exponents = (factor.exponent(gauge) for factor in self._rows)
+            powers = [math.ldexp(1.0, max(-limit, min(limit, one))) for one in exponents]
             vector = torch.tensor(powers, dtype=torch.float32, device=self._device)
             self._last = (gauge, vector)
         return self._last[1]

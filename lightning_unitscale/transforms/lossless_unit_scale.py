@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -60,6 +61,7 @@ def calibrate(
     *,
     seed_gradient: float = 1.0,
     results: Reduce = Calibrator.results,
+    backward: bool = True,
 ) -> bool:
     """Rehearse a step forward and backward, put the measured gauge into force, undo the rest.
 
@@ -70,19 +72,21 @@ def calibrate(
         kwargs: Keyword arguments; the step gets a copy.
         seed_gradient: Gradient of the loss (a loss scale, one over the accumulated batches).
         results: Reads the calibrator; a place to agree across ranks.
+        backward: Whether to run a backward pass, if the step returns a loss.
 
     Returns:
         Whether the gradients were measured, as far as there is anything to measure.
     """
     module = step.owner.module
     calibrator = rewrite.calibrator()
-    with restoring(module), torch.enable_grad():
+    with restoring(module), torch.enable_grad() if backward else contextlib.nullcontext():
         args, kwargs = copy.deepcopy((args, dict(kwargs)))
-        loss = find_loss(step.rehearse(calibrator, *args, **kwargs))
+        output = step.rehearse(calibrator, *args, **kwargs)
+        loss = find_loss(output) if backward else None
         if loss is not None:
             _backward(loss, module, (args, kwargs), seed_gradient)
-    forward, backward = results(calibrator)
-    rewrite.set_gauge(rewrite.gauge.updated(rewrite.gauge_from(forward, backward)))
+    forward, gradients = results(calibrator)
+    rewrite.set_gauge(rewrite.gauge.updated(rewrite.gauge_from(forward, gradients)))
     return loss is not None or not forward
 
 

@@ -1,0 +1,6 @@
+"""Lightning callbacks: ``Trainer(callbacks=[UnitScaleCallback(), ScaleMonitor()])``."""
+
+from lightning_unitscale.callbacks.scale_monitor import ScaleMonitor
+from lightning_unitscale.callbacks.unit_scale import UnitScaleCallback
+
+__all__ = ["ScaleMonitor", "UnitScaleCallback"]

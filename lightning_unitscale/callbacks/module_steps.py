@@ -1,0 +1,86 @@
+"""What the callbacks share: the captured steps of a LightningModule, and where a step stands."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+
+from lightning_unitscale.graph.capture import is_compiled
+from lightning_unitscale.graph.steps import LIGHTNING_STEPS, ModuleSteps, steps_of
+
+
+def attach_steps(trainer: pl.Trainer, module: pl.LightningModule, owner: pl.Callback) -> ModuleSteps:
+    """The captured steps of ``module``, put in place of its own by the first callback that asks.
+
+    Raises:
+        MisconfigurationException: If the module is compiled already, or ``owner``'s class is in the
+            Trainer twice.
+    """
+    name = type(owner).__name__
+    twins = [one for one in _callbacks(trainer) if type(one) is type(owner)]
+    if len(twins) > 1:
+        raise MisconfigurationException(
+            f"callbacks: {name} is given {len(twins)} times; expected it once; remove the others."
+        )
+    if is_compiled(module):
+        raise MisconfigurationException(
+            f"{name}: the LightningModule {type(module).__name__} is compiled already, so its steps "
+            "cannot be captured; expected a plain module; leave out torch.compile and pass "
+            "UnitScaleCallback(compile=True) instead."
+        )
+    steps = steps_of(module)
+    if steps is None:
+        steps = ModuleSteps(module, _existing_steps(module), defer=("log", "log_dict"))
+    steps.attach(name)
+    return steps
+
+
+def step_arguments(
+    module: pl.LightningModule, step: str, batch: Any, batch_idx: int, dataloader_idx: int = 0
+) -> tuple[Any, ...]:
+    """Positional arguments with which Lightning calls a step."""
+    hook = getattr(module, step)
+    arguments: list[Any] = [batch]
+    if step == "training_step":
+        if is_param_in_hook_signature(hook, "batch_idx", min_args=2):
+            arguments.append(batch_idx)
+        return tuple(arguments)
+    arguments.append(batch_idx)
+    if is_param_in_hook_signature(hook, "dataloader_idx", min_args=3):
+        arguments.append(dataloader_idx)
+    return tuple(arguments)
+
+
+def takes_iterator(module: pl.LightningModule) -> bool:
+    """Whether ``training_step`` pulls its own batches, so that it cannot be rehearsed."""
+    return is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True)
+
+
+def optimizer_step_index(trainer: pl.Trainer) -> int:
+    """The step axis of Lightning's own callbacks, so that charts line up with the loss."""
+    return trainer.fit_loop.epoch_loop._batches_that_stepped
+
+
+def loss_scale(trainer: pl.Trainer) -> float:
+    """Factor that the precision plugin puts on the loss, 1 without a gradient scaler."""
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    return float(scaler.get_scale()) if scaler is not None else 1.0
+
+
+def _existing_steps(module: pl.LightningModule) -> list[str]:
+    # The default predict_step calls forward, which is worth capturing as well.
+    return [
+        name
+        for name in LIGHTNING_STEPS
+        if is_overridden(name, module)
+        or (name == "predict_step" and is_overridden("forward", module))
+    ]
+
+
+def _callbacks(trainer: pl.Trainer) -> list[pl.Callback]:
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    return callbacks

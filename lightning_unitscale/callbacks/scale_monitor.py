@@ -1,0 +1,220 @@
+"""The callback that shows the scale of every tensor while a LightningModule trains."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import fx
+from typing_extensions import override
+
+from lightning_unitscale.callbacks.module_steps import (
+    attach_steps,
+    loss_scale,
+    optimizer_step_index,
+)
+from lightning_unitscale.callbacks.ranks import joint_snapshot
+from lightning_unitscale.callbacks.summary import summary_scalars
+from lightning_unitscale.formats import NumberFormat, get_format
+from lightning_unitscale.graph.nodes import MODULE, is_whole_view, requires_grad, tensor_name
+from lightning_unitscale.graph.products import product_of
+from lightning_unitscale.graph.steps import ModuleSteps
+from lightning_unitscale.row_layout import RowLayout
+from lightning_unitscale.scale_table import scale_table
+from lightning_unitscale.snapshot import ScaleSnapshot
+from lightning_unitscale.tensorboard.writer import ScaleWriter
+from lightning_unitscale.transforms.probes import ScaleProbes
+
+
+class ScaleMonitor(pl.Callback):
+    """Measures the scale of every tensor and gradient of ``training_step`` and shows it.
+
+    Every ``every_n_steps`` optimizer steps the training step runs in a variant that carries probes;
+    all other steps run the plain variant and cost nothing. Forward and backward statistics become
+    available with ``on_after_backward`` and are logged when the optimizer has stepped: to
+    TensorBoard as scalars, exponent histograms and a table, to any other logger as summary scalars.
+
+    Args:
+        every_n_steps: Optimizer steps from one sample to the next; the first step is sampled.
+        include: Globs of module paths or tensor names to watch, such as ``"blocks.0.*"``; all by
+            default.
+        exclude: Globs to leave out, stronger than ``include``.
+        formats: Number formats whose out-of-range elements are counted, by name.
+        histograms: Whether to count binary exponents, for histograms in TensorBoard.
+        on_violation: Not available yet.
+
+    Raises:
+        ValueError: If an argument is out of its range.
+        NotImplementedError: If ``on_violation`` is given.
+        MisconfigurationException: At ``setup``, if the module is compiled already or the callback
+            is given twice.
+
+    Attributes:
+        snapshots: The last snapshots, at most 100, newest last.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> from lightning_unitscale import ScaleMonitor
+        >>> monitor = ScaleMonitor(every_n_steps=10)
+        >>> trainer = Trainer(callbacks=[monitor])  # after fit: print(monitor.table())
+    """
+
+    _KEPT = 100
+
+    def __init__(
+        self,
+        every_n_steps: int = 50,
+        *,
+        include: str | Sequence[str] | None = None,
+        exclude: str | Sequence[str] | None = None,
+        formats: Sequence[str | NumberFormat] = ("FP16", "E4M3FN", "E5M2"),
+        histograms: bool = True,
+        on_violation: Literal["warn", "raise", "stop"] | None = None,
+    ) -> None:
+        super().__init__()
+        if isinstance(every_n_steps, bool) or not isinstance(every_n_steps, int) or every_n_steps < 1:
+            raise ValueError(
+                f"every_n_steps={every_n_steps!r}: not a number of steps; expected an integer of at "
+                "least 1; pass every_n_steps=50."
+            )
+        if on_violation is not None:
+            raise NotImplementedError(
+                f"on_violation={on_violation!r}: alerts are not available yet; expected None; leave "
+                "the argument out."
+            )
+        self.every_n_steps = every_n_steps
+        self.include = _patterns("include", include)
+        self.exclude = _patterns("exclude", exclude)
+        layout = RowLayout(tuple(get_format(one) for one in formats), histogram=histograms)
+        self.snapshots: list[ScaleSnapshot] = []
+        self._probes = ScaleProbes(layout, self._watches)
+        self._steps: ModuleSteps | None = None
+        self._writers: dict[int, ScaleWriter] = {}
+        self._sampled_step = 0
+        self._is_sampling = False
+        self._global_step_before = 0
+        self._loss_scale = 1.0
+
+    def table(self) -> str:
+        """The last snapshot as a text table: scales as the model means them and as stored."""
+        if not self.snapshots:
+            return "No step has been sampled yet."
+        return scale_table(self.snapshots[-1])
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if stage != "fit":
+            return  # an evaluation has no backward pass to show
+        self._steps = attach_steps(trainer, pl_module, self)
+        if self._probes not in self._steps.passes:
+            self._steps.add_pass(self._probes)
+        quiet = trainer.fast_dev_run or trainer.barebones
+        if not trainer.loggers and not quiet:
+            rank_zero_warn(
+                "ScaleMonitor: the Trainer has no logger, so nothing is written; expected one such as "
+                "TensorBoardLogger; table() and snapshots work without."
+            )
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        assert self._steps is not None
+        step = optimizer_step_index(trainer)
+        if not self._is_sampling or step != self._sampled_step:
+            self._probes.clear()  # of a step that only somebody else wanted to observe
+        self._sampled_step = step
+        self._global_step_before = trainer.global_step
+        self._is_sampling = step % self.every_n_steps == 0
+        self._steps.observe(type(self).__name__, self._is_sampling)
+
+    @override
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._is_sampling:
+            # The scaler changes its scale in the optimizer's step; the gradients have this one.
+            self._loss_scale = loss_scale(trainer)
+
+    @override
+    def on_train_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        # Accumulated batches are one sample: it is complete when the optimizer has stepped.
+        if self._is_sampling and trainer.global_step != self._global_step_before:
+            self._is_sampling = False
+            self._take(trainer, pl_module)
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self.snapshots and trainer.is_global_zero:
+            for writer in self._writers.values():
+                writer.write_table(self.snapshots[-1])
+
+    @override
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._restore()
+
+    @override
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        self._restore()
+
+    def _take(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        snapshot = self._probes.take(self._sampled_step, grad_scale=self._loss_scale)
+        if snapshot is None:
+            return
+        snapshot = joint_snapshot(snapshot, module.device)
+        self.snapshots = [*self.snapshots[-self._KEPT + 1 :], snapshot]
+        if not trainer.is_global_zero:
+            return
+        scalars = summary_scalars(snapshot)
+        for logger in trainer.loggers:
+            logger.log_metrics(scalars, step=snapshot.step)
+            if isinstance(logger, TensorBoardLogger):
+                self._writer(logger).write(snapshot)
+
+    def _writer(self, logger: TensorBoardLogger) -> ScaleWriter:
+        key = id(logger.experiment)
+        if key not in self._writers:
+            self._writers[key] = ScaleWriter(logger.experiment)
+        return self._writers[key]
+
+    def _watches(self, node: fx.Node) -> bool:
+        """Left out: views, which have their tensor's scale, and masks and tables of constants."""
+        is_constant = node.op != "placeholder" and not requires_grad(node)
+        if is_whole_view(node) or (is_constant and not any(map(product_of, node.users))):
+            return False
+        names = (tensor_name(node), str(node.meta.get(MODULE, "")))
+        if any(fnmatch.fnmatchcase(name, one) for one in self.exclude for name in names):
+            return False
+        if not self.include:
+            return True
+        return any(fnmatch.fnmatchcase(name, one) for one in self.include for name in names)
+
+    def _restore(self) -> None:
+        if self._steps is None:
+            return
+        self._probes.clear()
+        self._writers.clear()
+        self._steps.detach(type(self).__name__, self._probes)
+        self._steps = None
+
+
+def _patterns(name: str, value: str | Sequence[str] | None) -> tuple[str, ...]:
+    patterns = (value,) if isinstance(value, str) else tuple(value or ())
+    for one in patterns:
+        if not isinstance(one, str) or not one:
+            raise ValueError(
+                f"{name}={value!r}: {one!r} is no pattern; expected globs of module paths or tensor "
+                "names; pass for example include=['blocks.0.*']."
+            )
+    return patterns

@@ -1,0 +1,350 @@
+"""The callback that unit-scales a LightningModule without changing what it computes."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from typing_extensions import override
+
+from lightning_unitscale.callbacks.module_steps import (
+    attach_steps,
+    loss_scale,
+    optimizer_step_index,
+    step_arguments,
+    takes_iterator,
+)
+from lightning_unitscale.callbacks.ranks import joint_rms
+from lightning_unitscale.graph.steps import ModuleSteps
+from lightning_unitscale.transforms.calibration import Calibrator, Measured
+from lightning_unitscale.transforms.gauge import Gauge
+from lightning_unitscale.transforms.lossless import Depth, LosslessUnitScale
+from lightning_unitscale.transforms.lossless_unit_scale import calibrate
+
+# Steps at which recalibrate="auto" looks: often while the scales of a fresh model move, then rarely.
+_EARLY_LOOKS = frozenset({8, 16, 32, 64})
+_LOOK_EVERY = 128
+
+
+class UnitScaleCallback(pl.Callback):
+    """Unit-scales a LightningModule: same losses, same weights, every matrix product at RMS 1.
+
+    The module's steps are captured at ``setup`` and run with the operands of every matrix product,
+    and the gradients that arrive there, stored in units of a power of two near their RMS, measured
+    on the first batch. Powers of two are exact, so FP32 training stays bit-identical; FP8 and FP16
+    products see numbers near 1. Parameters, optimizer, schedulers and checkpoints stay the user's.
+
+    Args:
+        method: ``"lossless"`` changes no result. ``"unit-scaling"`` and ``"u-mup"`` scale by rules
+            and change the model; they are not available yet.
+        depth: With ``"lossless"``: ``"products"`` gives units to what matrix products read,
+            ``"all"`` to every tensor that the step keeps (for FP16).
+        recalibrate: ``"auto"`` takes new units when an operand's RMS has left [1/4, 4], looking at
+            steps 8, 16, 32, 64 and every 128th; a number looks and takes them every so many steps;
+            ``None`` never. A new gauge changes no result and compiles nothing anew.
+        replace: For the rule-based methods: functions to put in place of others.
+        residual: For the rule-based methods: weights of residual branches.
+        lr_scaling: For the rule-based methods: how learning rates follow.
+        init_weights: For the rule-based methods: whether weights are set to unit scale.
+        on_unknown: For the rule-based methods: what to do with an operation without a rule.
+        simulate: Format in which matrix products are simulated; not available yet.
+        precision: ``"fp8"`` runs eligible linears in FP8; not available yet.
+        remat: Budget for rematerialization; not available yet.
+        compile: Run the captured graphs by Inductor. FP32 results then are those of
+            ``torch.compile`` up to its rounding.
+
+    Raises:
+        ValueError: If an argument is out of its range.
+        NotImplementedError: If a feature is asked for that is not available yet.
+        MisconfigurationException: At ``setup``, if the module is compiled already or the callback
+            is given twice.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> from lightning_unitscale import ScaleMonitor, UnitScaleCallback
+        >>> trainer = Trainer(callbacks=[UnitScaleCallback(), ScaleMonitor()])
+    """
+
+    def __init__(
+        self,
+        method: Literal["lossless", "unit-scaling", "u-mup"] = "lossless",
+        *,
+        depth: Depth = "products",
+        recalibrate: Literal["auto"] | int | None = "auto",
+        replace: dict[Callable[..., Any], Callable[..., Any]] | None = None,
+        residual: tuple[float, float] | None = None,
+        lr_scaling: Literal["match", "u-mup"] | None = None,
+        init_weights: bool = True,
+        on_unknown: Literal["calibrate", "keep", "error"] = "calibrate",
+        simulate: str | None = None,
+        precision: Literal["fp8"] | None = None,
+        remat: str | int | float | None = None,
+        compile: bool = False,
+    ) -> None:
+        super().__init__()
+        _require_lossless(method, replace, residual, lr_scaling)
+        _require_none(simulate=simulate, precision=precision, remat=remat)
+        valid_number = isinstance(recalibrate, int) and not isinstance(recalibrate, bool)
+        if not (recalibrate in ("auto", None) or (valid_number and recalibrate > 0)):  # type: ignore[operator]
+            raise ValueError(
+                f"recalibrate={recalibrate!r}: no such interval; expected 'auto', None or a positive "
+                "number of optimizer steps; pass recalibrate='auto'."
+            )
+        self.method = method
+        self.recalibrate = recalibrate
+        self.compile = compile
+        self._rewrite = LosslessUnitScale(depth)
+        self._steps: ModuleSteps | None = None
+        self._module: weakref.ref[pl.LightningModule] | None = None
+        self._is_calibrated = False
+        self._live: Calibrator | None = None
+        self._global_step_before = 0
+        self._step_index = 0
+        self._events: list[str] = []
+        self._last_explanation = "Nothing has been captured yet: run fit, validate, test or predict."
+
+    @property
+    def gauge(self) -> Gauge:
+        """The units in force; empty before the first batch."""
+        return self._rewrite.gauge
+
+    def explain(self) -> str:
+        """What was captured and rewritten, pass by pass, and when the gauge was taken anew."""
+        if self._steps is None:
+            return self._last_explanation
+        return "\n\n".join([self._steps.explain(), *self._events])
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if self._module is not None and self._module() is not pl_module:
+            # Units are those of one module's tensors; another one is measured anew.
+            self._rewrite.set_gauge(Gauge())
+            self._is_calibrated = False
+        self._module = weakref.ref(pl_module)
+        self._steps = attach_steps(trainer, pl_module, self)
+        if self._rewrite not in self._steps.passes:
+            self._steps.add_pass(self._rewrite)
+        if self.compile:
+            self._steps.use_executor("inductor")
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        assert self._steps is not None
+        self._global_step_before = trainer.global_step
+        self._step_index = optimizer_step_index(trainer)
+        if not self._is_calibrated:
+            self._calibrate(trainer, pl_module, "training_step", batch, batch_idx)
+        self._steps.observe(type(self).__name__, self._looks_at(self._step_index))
+
+    @override
+    def on_train_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        assert self._steps is not None
+        if self._live is not None:
+            self._adopt_live(self._live)
+        if trainer.global_step == self._global_step_before:
+            return  # the accumulated batches share one gauge
+        drift = self._rewrite.drift.take()
+        if drift is not None and self._looks_at(self._step_index):
+            forward, backward = joint_rms(drift.forward, drift.backward)
+            (outside,) = joint_rms(drift.outside)
+            if self.recalibrate != "auto" or outside:
+                self._take_gauge(forward, backward, f"step {self._step_index}", outside)
+
+    @override
+    def on_validation_batch_start(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        self._calibrate_forward(trainer, "validation_step", batch, batch_idx, dataloader_idx)
+
+    @override
+    def on_test_batch_start(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        self._calibrate_forward(trainer, "test_step", batch, batch_idx, dataloader_idx)
+
+    @override
+    def on_predict_batch_start(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        self._calibrate_forward(trainer, "predict_step", batch, batch_idx, dataloader_idx)
+
+    @override
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._restore()
+
+    @override
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        self._restore()
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        if not self._is_calibrated:
+            return {}
+        gauge = {name: list(pair) for name, pair in self.gauge.state().items()}
+        return {"gauge": gauge, "depth": self._rewrite.depth}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        # A gauge of the other depth names other tensors; measuring anew changes no result.
+        if state_dict.get("depth") == self._rewrite.depth:
+            self._rewrite.set_gauge(Gauge.from_state(state_dict["gauge"]))
+            self._is_calibrated = True
+
+    def _looks_at(self, step: int) -> bool:
+        if self.recalibrate is None or step <= 0:
+            return False
+        if self.recalibrate == "auto":
+            return step in _EARLY_LOOKS or step % _LOOK_EVERY == 0
+        return step % int(self.recalibrate) == 0
+
+    def _calibrate(
+        self, trainer: pl.Trainer, module: pl.LightningModule, name: str, batch: Any, batch_idx: int
+    ) -> None:
+        assert self._steps is not None
+        if not module.automatic_optimization or takes_iterator(module):
+            # Such a step updates weights or consumes batches by itself: it cannot be rehearsed.
+            self._measure_live(name)
+            return
+        arguments = step_arguments(module, name, batch, batch_idx)
+        accumulated = trainer.accumulate_grad_batches
+        with trainer.precision_plugin.train_step_context():
+            saw_gradients = calibrate(
+                self._steps.steps[name],
+                self._rewrite,
+                arguments,
+                {},
+                seed_gradient=loss_scale(trainer) / accumulated,
+                results=_joint_results,
+            )
+        if saw_gradients:
+            self._is_calibrated = True
+        else:
+            self._measure_live(name)
+
+    def _calibrate_forward(
+        self, trainer: pl.Trainer, name: str, batch: Any, batch_idx: int, dataloader_idx: int
+    ) -> None:
+        """An evaluation on its own measures forward units; within a fit, training has done so."""
+        if self._is_calibrated or trainer.state.fn == "fit" or batch_idx or dataloader_idx:
+            return
+        assert self._steps is not None
+        module = trainer.lightning_module
+        arguments = step_arguments(module, name, batch, batch_idx, dataloader_idx)
+        context = f"{name.removesuffix('_step').replace('validation', 'val')}_step_context"
+        with getattr(trainer.precision_plugin, context)():
+            calibrate(
+                self._steps.steps[name],
+                self._rewrite,
+                arguments,
+                {},
+                results=_joint_results,
+                backward=False,
+            )
+
+    def _measure_live(self, name: str) -> None:
+        assert self._steps is not None
+        self._live = self._rewrite.calibrator()
+        self._steps.steps[name].interpreter = self._live
+
+    def _adopt_live(self, calibrator: Calibrator) -> None:
+        assert self._steps is not None
+        forward, backward = _joint_results(calibrator)
+        if not backward:
+            calibrator.clear()
+            return
+        self._take_gauge(forward, backward, "the first batch", {})
+        self._stop_live()
+        self._is_calibrated = True
+
+    def _stop_live(self) -> None:
+        self._live = None
+        if self._steps is not None:
+            for step in self._steps.steps.values():
+                step.interpreter = None
+
+    def _take_gauge(
+        self, forward: Measured, backward: Measured, when: str, outside: Mapping[str, float]
+    ) -> None:
+        old = self.gauge
+        new = old.updated(self._rewrite.gauge_from(forward, backward))
+        changed = sum(new.pair(name) != old.pair(name) for name in new)
+        self._rewrite.set_gauge(new)
+        worst = sorted(outside.items(), key=lambda item: -abs(math.log2(item[1])))[:3]
+        reason = ", ".join(f"{name} at RMS {rms:.3g}" for name, rms in worst)
+        event = f"New units for {changed} tensors at {when}" + (f": {reason}" if reason else "")
+        self._events.append(event)
+        if outside:
+            rank_zero_info(f"UnitScaleCallback: {event}")
+
+    def _restore(self) -> None:
+        if self._steps is None:
+            return
+        self._last_explanation = self.explain()
+        self._stop_live()
+        self._rewrite.drift.clear()
+        self._steps.detach(type(self).__name__, self._rewrite)
+        self._steps = None
+
+
+def _joint_results(calibrator: Calibrator) -> tuple[Measured, Measured]:
+    forward, backward = joint_rms(*calibrator.results())
+    return forward, backward
+
+
+def _require_lossless(method: str, replace: Any, residual: Any, lr_scaling: Any) -> None:
+    if method in ("unit-scaling", "u-mup"):
+        raise NotImplementedError(
+            f"method={method!r}: scaling by rules is not available yet; expected 'lossless'; leave "
+            "the argument out."
+        )
+    if method != "lossless":
+        raise ValueError(
+            f"method={method!r}: unknown method; expected 'lossless', 'unit-scaling' or 'u-mup'; "
+            "leave the argument out for 'lossless'."
+        )
+    rules = {"replace": replace, "residual": residual, "lr_scaling": lr_scaling}
+    for name, value in rules.items():
+        if value is not None:
+            raise ValueError(
+                f"{name}={value!r}: has no meaning for method='lossless', which changes nothing; "
+                f"expected None; leave {name} out."
+            )
+
+
+def _require_none(**features: Any) -> None:
+    for name, value in features.items():
+        if value is not None:
+            raise NotImplementedError(
+                f"{name}={value!r}: not available yet; expected None; leave {name} out."
+            )

@@ -1,0 +1,167 @@
+"""What the **Scales** plugin's tensors are called, what they hold, and how names travel with them.
+
+A run has four series per direction. Three hold one vector per step with an entry per tensor, so
+that one read gives a whole heat map, its columns aligned:
+
+====================================  ======================  =====================================
+tag                                   shape, type             content
+====================================  ======================  =====================================
+``scales/forward/log2_rms/1c0ffee5``  ``(N,)`` float32        log2 RMS of the stored tensors
+``scales/forward/log2_unit/...``      ``(N,)`` float32        log2 of the units they are stored in
+``scales/forward/fractions/...``      ``(N, F, 3)`` float16   overflow, subnormal, flushed; stored
+``scales/forward/exponents/a.b``      ``(3 + K,)`` float32    exponent counts of the tensor ``a.b``
+====================================  ======================  =====================================
+
+What a tensor means to the model is what is stored times its unit. A vector tag ends in the key of
+its set of tensors: when the observed tensors change (another graph, a second fit), another set
+begins under another key. Names, modules and formats are JSON in the metadata of the set's
+``log2_rms`` tags, which is written once. NaN stands for a tensor that was not there, ``-inf`` for
+one of zeros.
+
+NumPy and the standard library only: TensorBoard has no torch.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import Any, Final, Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_unitscale.formats import NumberFormat
+from lightning_unitscale.row_layout import MIN_EXPONENT, NUM_EXPONENTS
+
+PLUGIN_NAME: Final = "scales"
+VERSION: Final = 1
+
+Direction = Literal["forward", "backward"]
+Quantity = Literal["log2_rms", "log2_unit", "fractions", "exponents"]
+DIRECTIONS: Final[tuple[Direction, ...]] = get_args(Direction)
+QUANTITIES: Final[tuple[Quantity, ...]] = get_args(Quantity)
+
+
+@dataclass(frozen=True)
+class Series:
+    """One tag of the plugin.
+
+    Attributes:
+        direction: Values or gradients.
+        quantity: What it holds.
+        subject: The key of the set of tensors; of exponents, the name of the tensor.
+    """
+
+    direction: Direction
+    quantity: Quantity
+    subject: str
+
+    @property
+    def tag(self) -> str:
+        """The tag in the event file."""
+        return f"{PLUGIN_NAME}/{self.direction}/{self.quantity}/{self.subject}"
+
+    @classmethod
+    def parse(cls, tag: str) -> Series | None:
+        """The series of a tag; ``None`` for a tag of another version or of nobody here."""
+        for direction in DIRECTIONS:
+            for quantity in QUANTITIES:
+                prefix = cls(direction, quantity, "").tag
+                if tag.startswith(prefix) and tag != prefix:
+                    return cls(direction, quantity, tag.removeprefix(prefix))
+        return None
+
+
+@dataclass(frozen=True)
+class TensorSet:
+    """The tensors that the vectors of one set are about.
+
+    Attributes:
+        names: Their names, in graph order.
+        modules: Path of the module that makes each.
+        formats: The formats of the fractions.
+    """
+
+    names: tuple[str, ...]
+    modules: tuple[str, ...]
+    formats: tuple[NumberFormat, ...]
+
+    @functools.cached_property
+    def key(self) -> str:
+        """Eight letters that no other set of tensors has, the same in every process."""
+        return hashlib.sha256(self.to_content()).hexdigest()[:8]
+
+    def to_content(self) -> bytes:
+        """The set as the metadata content of a tag."""
+        formats = [(f.name, f.exponent_bits, f.mantissa_bits, f.finite_only) for f in self.formats]
+        return content(names=self.names, modules=self.modules, formats=formats)
+
+    @classmethod
+    def from_content(cls, data: bytes) -> TensorSet | None:
+        """The set in the metadata content of a tag; ``None`` for content of another kind."""
+        fields = parse_content(data)
+        if fields is None or "names" not in fields:
+            return None
+        formats = tuple(NumberFormat(*item) for item in fields["formats"])
+        return cls(tuple(fields["names"]), tuple(fields["modules"]), formats)
+
+
+def content(**fields: Any) -> bytes:
+    """Metadata content of a tag: JSON with the version of this schema."""
+    return json.dumps({"version": VERSION, **fields}, separators=(",", ":")).encode()
+
+
+def parse_content(data: bytes) -> dict[str, Any] | None:
+    """The fields of metadata content; ``None`` when a later version of the schema wrote it."""
+    try:
+        fields = json.loads(data)
+    except ValueError:
+        return None
+    if not isinstance(fields, dict) or fields.get("version") != VERSION:
+        return None
+    return fields
+
+
+@dataclass(frozen=True, eq=False)
+class ExponentCounts:
+    """How many elements of one tensor have which binary exponent, as the model means the tensor.
+
+    Attributes:
+        counts: Finite non-zero elements per exponent -150 to 128, shape ``(279,)``.
+        num_sampled: How many elements were looked at.
+        log2_unit: log2 of the unit the tensor is stored in; stored exponents are lower by it.
+    """
+
+    counts: npt.NDArray[np.floating[Any]]
+    num_sampled: int
+    log2_unit: int = 0
+
+    def to_vector(self) -> npt.NDArray[np.float32]:
+        """Number sampled, unit, first exponent; then the counts from there to the last non-zero.
+
+        Most tensors live within some thirty exponents, so this is a tenth of all counts.
+        """
+        present = np.flatnonzero(self.counts)
+        first, last = (present[0], present[-1]) if present.size else (0, -1)
+        head = (self.num_sampled, self.log2_unit, MIN_EXPONENT + first)
+        return np.concatenate([head, self.counts[first : last + 1]]).astype(np.float32)
+
+    @classmethod
+    def from_vector(cls, vector: npt.ArrayLike) -> ExponentCounts:
+        """Undo ``to_vector``.
+
+        Raises:
+            ValueError: If the vector is none of its.
+        """
+        values = np.asarray(vector, dtype=np.float32)
+        start = int(values[2]) - MIN_EXPONENT if values.ndim == 1 and values.size >= 3 else -1
+        if start < 0 or start + values.size - 3 > NUM_EXPONENTS:
+            raise ValueError(
+                f"vector of shape {values.shape}: not exponent counts; expected number sampled, "
+                "unit, first exponent and counts; read a tag whose quantity is 'exponents'"
+            )
+        counts = np.zeros(NUM_EXPONENTS, dtype=np.float32)
+        counts[start : start + values.size - 3] = values[3:]
+        return cls(counts, num_sampled=int(values[0]), log2_unit=int(values[1]))

@@ -1,0 +1,242 @@
+"""Writes scale snapshots into a TensorBoard event file.
+
+For the dashboards that TensorBoard has anyway: one log2 RMS scalar and one exponent histogram per
+tensor and direction, a custom-scalars layout that groups the scalars by module, and a text table.
+For the Scales dashboard: the tensors that ``schema.py`` describes.
+
+Charts show tensors as they are stored. In a run without unit scaling that is as they are meant; so
+two runs side by side, with and without, show what unit scaling does.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+from tensorboard.compat.proto.histogram_pb2 import HistogramProto
+from tensorboard.compat.proto.summary_pb2 import (
+    DATA_CLASS_TENSOR,
+    Summary,
+    SummaryMetadata,
+)
+from tensorboard.compat.proto.tensor_pb2 import TensorProto
+from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
+from tensorboard.compat.proto.types_pb2 import DT_FLOAT, DT_HALF
+
+from lightning_unitscale.row_layout import MIN_EXPONENT
+from lightning_unitscale.scale_table import scale_table
+from lightning_unitscale.snapshot import ScaleSnapshot
+from lightning_unitscale.tensorboard.schema import (
+    DIRECTIONS,
+    PLUGIN_NAME,
+    Direction,
+    ExponentCounts,
+    Series,
+    TensorSet,
+    content,
+)
+
+# TensorBoard keeps 1,000 points of a scalar and 500 of a histogram, whatever is in the file. A
+# histogram is thirty times as large as a point, and stays readable with fewer.
+_SCALARS_BEFORE_THINNING = 500
+_HISTOGRAMS_BEFORE_THINNING = 50
+_DTYPES: dict[str, int] = {"float32": DT_FLOAT, "float16": DT_HALF}
+Array = npt.NDArray[np.floating[Any]]
+
+
+class SummaryWriter(Protocol):
+    """What is used of a ``torch.utils.tensorboard.SummaryWriter``."""
+
+    def _get_file_writer(self) -> Any:
+        """The open event file; underscored, but what every ``add_*`` method goes through."""
+
+    def add_text(self, tag: str, text_string: str, global_step: int | None = None) -> None:
+        """Write Markdown."""
+
+    def add_custom_scalars(self, layout: dict[str, Any]) -> None:
+        """Write a layout of charts."""
+
+
+class ScaleWriter:
+    """Writes the snapshots of one run.
+
+    All of a snapshot goes into one event. In long runs scalars and histograms are thinned: after
+    500 points (50 histograms) every second is kept, after twice as many every fourth, and so on.
+
+    Args:
+        experiment: The summary writer of the run (``TensorBoardLogger.experiment``); the stand-in
+            that Lightning gives to other ranks than the first writes nothing.
+        histograms: Whether to write exponent histograms, where snapshots have them.
+
+    Example:
+        >>> writer = ScaleWriter(trainer.logger.experiment)  # doctest: +SKIP
+        >>> writer.write(snapshot)  # doctest: +SKIP
+    """
+
+    def __init__(self, experiment: SummaryWriter, *, histograms: bool = True) -> None:
+        self._experiment = experiment
+        self._histograms = histograms
+        self._sets: set[str] = set()
+        self._described: set[str] = set()
+        self._file_writer: Any = None
+        self._last_step: int | None = None
+        self._num_written = 0
+
+    def write(self, snapshot: ScaleSnapshot) -> None:
+        """Write one snapshot at its step.
+
+        A step that was just written is skipped, since TensorBoard wants steps to increase. A
+        smaller one begins anew (a second fit, a resumed run), as it does for every other chart.
+        """
+        file_writer = self._experiment._get_file_writer()
+        if file_writer is None or not len(snapshot) or snapshot.step == self._last_step:
+            return
+        if file_writer is not self._file_writer:
+            # Tags are described once per file.
+            self._file_writer = file_writer
+            self._described.clear()
+        observed = TensorSet(snapshot.names, snapshot.modules, snapshot.layout.formats)
+        if observed.key not in self._sets:
+            self._sets.add(observed.key)
+            self._experiment.add_custom_scalars(custom_scalars_layout(snapshot))
+        summary = Summary(value=self._values(snapshot, observed))
+        file_writer.add_summary(summary, global_step=snapshot.step)
+        self._last_step = snapshot.step
+        self._num_written += 1
+
+    def write_table(self, snapshot: ScaleSnapshot) -> None:
+        """Write the scales of all tensors as a table, for the Text dashboard."""
+        table = scale_table(snapshot, tablefmt="github")
+        self._experiment.add_text("scales", table, snapshot.step)
+
+    def _values(self, snapshot: ScaleSnapshot, observed: TensorSet) -> Iterator[Summary.Value]:
+        scalars = _is_kept(self._num_written, _SCALARS_BEFORE_THINNING)
+        histograms = self._histograms and _is_kept(self._num_written, _HISTOGRAMS_BEFORE_THINNING)
+        for direction in DIRECTIONS:
+            log2_rms = snapshot.log2_rms(direction, stored=True)
+            if np.isnan(log2_rms).all():
+                continue  # no backward pass, as in validation
+            yield from self._vectors(snapshot, direction, log2_rms, observed)
+            if scalars:
+                for name, value in zip(snapshot.names, log2_rms.tolist(), strict=True):
+                    if math.isfinite(value):
+                        yield Summary.Value(tag=scalar_tag(direction, name), simple_value=value)
+            if histograms:
+                yield from self._exponents(snapshot, direction)
+
+    def _vectors(
+        self, snapshot: ScaleSnapshot, direction: Direction, log2_rms: Array, observed: TensorSet
+    ) -> Iterator[Summary.Value]:
+        series = Series(direction, "log2_rms", observed.key)
+        yield self._tensor(series, log2_rms.astype(np.float32), observed.to_content())
+        units = snapshot.log2_units(direction).astype(np.float32)
+        yield self._tensor(Series(direction, "log2_unit", observed.key), units)
+        fractions = snapshot.fractions(direction, stored=True).astype(np.float16)
+        yield self._tensor(Series(direction, "fractions", observed.key), fractions)
+
+    def _exponents(self, snapshot: ScaleSnapshot, direction: Direction) -> Iterator[Summary.Value]:
+        counts = snapshot.exponent_counts(direction)
+        if counts is None:
+            return
+        units = snapshot.log2_units(direction).tolist()
+        sampled = snapshot.column("sampled", direction).tolist()
+        for name, row, unit, number in zip(snapshot.names, counts, units, sampled, strict=True):
+            if not number > 0:
+                continue
+            measured = ExponentCounts(row, int(number), unit)
+            yield self._tensor(Series(direction, "exponents", name), measured.to_vector())
+            if row.any():
+                histogram = exponent_histogram(row, unit)
+                yield Summary.Value(tag=histogram_tag(direction, name), histo=histogram)
+
+    def _tensor(
+        self, series: Series, array: Array, description: bytes | None = None
+    ) -> Summary.Value:
+        little_endian = array.astype(array.dtype.newbyteorder("<"), copy=False)
+        shape = TensorShapeProto(dim=[TensorShapeProto.Dim(size=size) for size in array.shape])
+        tensor = TensorProto(
+            dtype=_DTYPES[array.dtype.name],
+            tensor_shape=shape,
+            tensor_content=little_endian.tobytes(),
+        )
+        value = Summary.Value(tag=series.tag, tensor=tensor)
+        if series.tag not in self._described:
+            self._described.add(series.tag)
+            value.metadata.CopyFrom(_metadata(description or content()))
+        return value
+
+
+def scalar_tag(direction: Direction, name: str) -> str:
+    """Tag of a log2 RMS scalar; what precedes the slash is a group of its own in TensorBoard."""
+    return f"scales_{direction}/{name}"
+
+
+def histogram_tag(direction: Direction, name: str) -> str:
+    """Tag of an exponent histogram."""
+    return f"exponents_{direction}/{name}"
+
+
+def exponent_histogram(counts: Array, log2_unit: int = 0) -> HistogramProto:
+    """Exponent counts as a histogram over log2 of the magnitude, one bucket per binade.
+
+    Args:
+        counts: Shape ``(279,)``, of the tensor as it is meant, not all zero.
+        log2_unit: Unit that it is stored in; the histogram is of the stored tensor.
+    """
+    present = np.flatnonzero(counts)
+    kept = counts[present[0] : present[-1] + 1]
+    lefts = MIN_EXPONENT + present[0] - log2_unit + np.arange(kept.size, dtype=np.float64)
+    centers = lefts + 0.5
+    return HistogramProto(
+        min=lefts[0],
+        max=lefts[-1] + 1,
+        num=kept.sum(),
+        sum=(kept * centers).sum(),
+        sum_squares=(kept * centers**2).sum(),
+        bucket_limit=(lefts + 1).tolist(),
+        bucket=kept.tolist(),
+    )
+
+
+def custom_scalars_layout(snapshot: ScaleSnapshot) -> dict[str, dict[str, list[Any]]]:
+    """Charts that put the tensors of one block into one picture, for ``add_custom_scalars``.
+
+    Returns:
+        Block -> direction -> a multi-line chart of the tensors' scalars.
+    """
+    blocks: dict[str, list[str]] = {}
+    for name, module in zip(snapshot.names, snapshot.modules, strict=True):
+        blocks.setdefault(_block(module), []).append(name)
+    return {
+        block: {
+            f"{direction}: log2 RMS": [
+                "Multiline",
+                # TensorBoard takes them for regular expressions.
+                [f"^{re.escape(scalar_tag(direction, name))}$" for name in names],
+            ]
+            for direction in DIRECTIONS
+        }
+        for block, names in blocks.items()
+    }
+
+
+def _block(module: str) -> str:
+    """A module's path up to its first index, ``model.blocks.0``, or else its first two parts."""
+    parts = module.split(".")
+    number = next((place for place, part in enumerate(parts) if part.isdecimal()), 1)
+    return ".".join(parts[: number + 1]) or "(top level)"
+
+
+def _is_kept(number: int, before_thinning: int) -> bool:
+    """Whether the ``number``-th of a series is written when there are ever fewer."""
+    stride = 1 << max((number // before_thinning).bit_length() - 1, 0)
+    return number % stride == 0
+
+
+def _metadata(description: bytes) -> SummaryMetadata:
+    plugin_data = SummaryMetadata.PluginData(plugin_name=PLUGIN_NAME, content=description)
+    return SummaryMetadata(data_class=DATA_CLASS_TENSOR, plugin_data=plugin_data)

@@ -1,0 +1,251 @@
+"""What is written into a real event file, read back with TensorBoard's own reader."""
+
+import math
+import re
+
+import numpy as np
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.compat.proto.summary_pb2 import DATA_CLASS_TENSOR
+from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
+from tensorboard.util import tensor_util
+from torch.utils.tensorboard import SummaryWriter
+
+from lightning_unitscale.row_layout import RowLayout
+from lightning_unitscale.row_reduction import absent_rows
+from lightning_unitscale.snapshot import ScaleSnapshot
+from lightning_unitscale.statistics import statistics_row
+from lightning_unitscale.tensorboard.schema import ExponentCounts, Series, TensorSet
+from lightning_unitscale.tensorboard.writer import ScaleWriter, exponent_histogram
+
+LAYOUT = RowLayout()
+NAMES = ("model.blocks.0.attn.linear", "model.blocks.0.mlp.gelu_1@2", "model.head.linear", "loss")
+
+
+def snapshot(step=0, names=NAMES, backward=True, layout=LAYOUT, **kwargs):
+    rows = [statistics_row(torch.randn(500) * 2.0**-i, layout) for i in range(len(names))]
+    gradients = absent_rows(len(names), layout)
+    if backward:
+        gradients[1] = statistics_row(torch.full((40,), 2.0**-20), layout)
+        gradients[2] = statistics_row(torch.zeros(7), layout)
+    return ScaleSnapshot(
+        step, names, torch.stack(rows).numpy(), gradients.numpy(), layout, **kwargs
+    )
+
+
+@pytest.fixture
+def experiment(tmp_path):
+    with SummaryWriter(str(tmp_path / "run")) as experiment:
+        yield experiment
+
+
+def read(experiment):
+    experiment.flush()
+    keep_all = {"tensors": 0, "scalars": 0, "histograms": 0}
+    return EventAccumulator(experiment.log_dir, size_guidance=keep_all).Reload()
+
+
+def arrays(events, tag):
+    return {
+        event.step: tensor_util.make_ndarray(event.tensor_proto) for event in events.Tensors(tag)
+    }
+
+
+def ours(events):
+    """Quantities of the plugin by direction and quantity."""
+    found = {}
+    for tag in events.PluginTagToContent("scales"):
+        series = Series.parse(tag)
+        found[series.direction, series.quantity, series.subject] = tag
+    return found
+
+
+def test_vectors_of_the_plugin(experiment):
+    writer = ScaleWriter(experiment)
+    snapshots = [
+        snapshot(step, log2_sigma=np.array([0, 1, -2, 0]), counted_as_stored=True)
+        for step in (0, 50)
+    ]
+    for one in snapshots:
+        writer.write(one)
+    events = read(experiment)
+    key = TensorSet(NAMES, snapshots[0].modules, LAYOUT.formats).key
+    tags = ours(events)
+    for direction in ("forward", "backward"):
+        rms = arrays(events, tags[direction, "log2_rms", key])
+        units = arrays(events, tags[direction, "log2_unit", key])
+        fractions = arrays(events, tags[direction, "fractions", key])
+        for one in snapshots:
+            expected = one.log2_rms(direction, stored=True).astype(np.float32)
+            np.testing.assert_array_equal(rms[one.step], expected)
+            np.testing.assert_array_equal(units[one.step], one.log2_units(direction))
+            expected = one.fractions(direction, stored=True)
+            np.testing.assert_allclose(fractions[one.step], expected, rtol=1e-3)
+    assert rms[0][2] == -math.inf and np.isnan(rms[0][[0, 3]]).all()
+    described = events.SummaryMetadata(tags["forward", "log2_rms", key])
+    assert described.data_class == DATA_CLASS_TENSOR
+    assert described.plugin_data.plugin_name == "scales"
+    found = TensorSet.from_content(described.plugin_data.content)
+    assert found.names == NAMES and found.formats == LAYOUT.formats and found.key == key
+
+
+def test_exponent_counts_of_the_plugin(experiment):
+    one = snapshot(7, log2_gamma=np.array([0, -20, 0, 0]))
+    ScaleWriter(experiment).write(one)
+    events = read(experiment)
+    for direction, names in (("forward", NAMES), ("backward", NAMES[1:3])):
+        tags = {k[2]: t for k, t in ours(events).items() if k[:2] == (direction, "exponents")}
+        assert tuple(tags) == names
+        for name, tag in tags.items():
+            measured = ExponentCounts.from_vector(arrays(events, tag)[7])
+            place = NAMES.index(name)
+            np.testing.assert_array_equal(measured.counts, one.exponent_counts(direction)[place])
+            assert measured.num_sampled == one.column("sampled", direction)[place]
+            assert measured.log2_unit == one.log2_units(direction)[place]
+
+
+def test_stock_scalars_are_of_the_stored_tensor(experiment):
+    one = snapshot(3, log2_sigma=np.array([4, 0, 0, 0]))
+    ScaleWriter(experiment).write(one)
+    events = read(experiment)
+    scalars = {tag: events.Scalars(tag) for tag in events.Tags()["scalars"]}
+    forward = {f"scales_forward/{name}" for name in NAMES}
+    # A gradient of zeros has no logarithm to draw, and an absent one nothing at all.
+    assert set(scalars) == forward | {f"scales_backward/{NAMES[1]}"}
+    (point,) = scalars[f"scales_forward/{NAMES[0]}"]
+    assert point.step == 3
+    assert point.value == pytest.approx(one.log2_rms()[0] - 4, rel=1e-6)
+    assert scalars[f"scales_backward/{NAMES[1]}"][0].value == -20
+
+
+def test_stock_histograms_are_binned_already(experiment):
+    one = snapshot(3, log2_gamma=np.array([0, -20, 0, 0]))
+    ScaleWriter(experiment).write(one)
+    events = read(experiment)
+    assert set(events.Tags()["histograms"]) == {
+        *(f"exponents_forward/{name}" for name in NAMES),
+        f"exponents_backward/{NAMES[1]}",
+    }
+    (event,) = events.Histograms(f"exponents_forward/{NAMES[0]}")
+    histogram = event.histogram_value
+    counts = one.exponent_counts()[0]
+    assert histogram.num == 500 == sum(histogram.bucket)
+    assert histogram.bucket_limit[-1] == histogram.max
+    for limit, count in zip(histogram.bucket_limit, histogram.bucket, strict=True):
+        assert counts[int(limit) - 1 + 150] == count
+    # 2**-20 in units of 2**-20: all in [0, 1) of log2.
+    (event,) = events.Histograms(f"exponents_backward/{NAMES[1]}")
+    assert (event.histogram_value.min, event.histogram_value.max) == (0, 1)
+    assert list(event.histogram_value.bucket) == [40]
+
+
+def test_moments_of_a_histogram():
+    counts = np.zeros(279)
+    counts[[150, 151]] = 3, 1
+    histogram = exponent_histogram(counts)
+    assert (histogram.num, histogram.sum) == (4, 3 * 0.5 + 1.5)
+    assert histogram.sum_squares == 3 * 0.25 + 2.25
+
+
+def test_custom_scalars_group_by_block(experiment):
+    writer = ScaleWriter(experiment)
+    writer.write(snapshot(0))
+    writer.write(snapshot(1))
+    events = read(experiment)
+    (config,) = arrays(events, "custom_scalars__config__").values()
+    layout = Layout.FromString(config.item())
+    assert [c.title for c in layout.category] == ["model.blocks.0", "model.head", "(top level)"]
+    (forward, _) = layout.category[0].chart
+    patterns = [re.compile(tag) for tag in forward.multiline.tag]
+    drawn = [t for t in events.Tags()["scalars"] if any(p.match(t) for p in patterns)]
+    assert drawn == [f"scales_forward/{name}" for name in NAMES[:2]]
+
+
+def test_table(experiment):
+    ScaleWriter(experiment).write_table(snapshot(12))
+    (text,) = arrays(read(experiment), "scales/text_summary").values()
+    text = text.item().decode()
+    assert "| tensor" in text and f"`{NAMES[1]}`" in text
+
+
+def test_repeated_and_smaller_steps(experiment):
+    writer = ScaleWriter(experiment)
+    for step in (0, 50, 50, 100, 0, 50):
+        writer.write(snapshot(step))
+    experiment.flush()
+    reader = EventAccumulator(experiment.log_dir, purge_orphaned_data=False).Reload()
+    steps = [event.step for event in reader.Scalars(f"scales_forward/{NAMES[0]}")]
+    assert steps == [0, 50, 100, 0, 50]
+
+
+def test_other_tensors_are_another_set(experiment):
+    writer = ScaleWriter(experiment)
+    writer.write(snapshot(0))
+    writer.write(snapshot(1, names=NAMES[:2]))
+    # A second fit makes a writer of its own for the same file.
+    ScaleWriter(experiment).write(snapshot(2, names=NAMES[:3]))
+    events = read(experiment)
+    tags = [tag for key, tag in ours(events).items() if key[:2] == ("forward", "log2_rms")]
+    assert sorted(array.size for tag in tags for array in arrays(events, tag).values()) == [2, 3, 4]
+    for tag in tags:
+        (array,) = arrays(events, tag).values()
+        content = events.SummaryMetadata(tag).plugin_data.content
+        assert len(TensorSet.from_content(content).names) == array.size
+
+
+def test_a_file_that_was_closed_is_described_anew(tmp_path):
+    experiment = SummaryWriter(str(tmp_path))
+    writer = ScaleWriter(experiment)
+    writer.write(snapshot(0))
+    experiment.close()
+    writer.write(snapshot(1))
+    experiment.close()
+    latest = max(tmp_path.iterdir(), key=lambda path: path.stat().st_mtime_ns)
+    events = EventAccumulator(str(latest)).Reload()
+    assert ("forward", "log2_rms") in {key[:2] for key in ours(events)}
+
+
+def test_nothing_to_write(experiment):
+    class Stranger:
+        def __getattr__(self, name):
+            return lambda *args, **kwargs: None
+
+    ScaleWriter(Stranger()).write(snapshot(0))
+    ScaleWriter(Stranger()).write_table(snapshot(0))
+    writer = ScaleWriter(experiment)
+    empty = np.zeros((0, LAYOUT.num_columns))
+    writer.write(ScaleSnapshot(0, (), empty, empty, LAYOUT))
+    events = read(experiment)
+    assert not events.Tags()["scalars"] and not events.Tags()["tensors"]
+
+
+def test_without_histograms_and_without_backward(experiment):
+    ScaleWriter(experiment, histograms=False).write(snapshot(0))
+    ScaleWriter(experiment).write(snapshot(1, backward=False))
+    ScaleWriter(experiment).write(snapshot(2, layout=RowLayout(histogram=False)))
+    events = read(experiment)
+    assert all(
+        event.step == 1 for t in events.Tags()["histograms"] for event in events.Histograms(t)
+    )
+    backward = [tag for key, tag in ours(events).items() if key[0] == "backward"]
+    assert backward and not any(1 in arrays(events, tag) for tag in backward)
+
+
+def test_long_runs_are_thinned(experiment):
+    writer = ScaleWriter(experiment)
+    one = snapshot(0, names=("a",), backward=False)
+    for step in range(1200):
+        object.__setattr__(one, "step", step)
+        writer.write(one)
+    events = read(experiment)
+    assert len(events.Scalars("scales_forward/a")) == 1000 + 100
+    assert len(events.Histograms("exponents_forward/a")) == 50 + 50 + 50 * 3 + 50 * 1 - 0
+    (tag,) = (t for key, t in ours(events).items() if key[1] == "log2_rms")
+    assert len(events.Tensors(tag)) == 1200
+
+
+def test_a_nonfinite_tensor(experiment):
+    rows = statistics_row(torch.tensor([math.nan, math.inf]), LAYOUT).numpy()[None]
+    ScaleWriter(experiment).write(ScaleSnapshot(0, ("a",), rows, rows, LAYOUT))
+    assert not read(experiment).Tags()["scalars"]

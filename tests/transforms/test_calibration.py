@@ -1,0 +1,228 @@
+"""Measuring does not change anything, and what a rehearsal changes is undone."""
+
+import math
+import random
+from collections import Counter, deque
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_unitscale.graph.steps import steps_of
+from lightning_unitscale.transforms import lossless_unit_scale
+from lightning_unitscale.transforms.calibration import (
+    Calibrator,
+    find_loss,
+    restoring,
+    root_mean_square,
+)
+from lightning_unitscale.transforms.lossless import LosslessUnitScale
+from lightning_unitscale.transforms.lossless_unit_scale import calibrate
+from tests.helpers import assert_same_bits
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_root_mean_square_neither_overflows_nor_underflows(dtype: torch.dtype) -> None:
+    for exponent in (-14, 0, 14) if dtype == torch.float16 else (-100, 0, 100):
+        tensor = (torch.randn(50).clamp(-1.5, 1.5) * 2.0**exponent).to(dtype)
+        expected = np.sqrt(np.mean(tensor.double().numpy() ** 2))
+        assert float(root_mean_square(tensor)) == pytest.approx(expected, rel=1e-9)
+    assert float(root_mean_square(torch.empty(0, 3, dtype=dtype))) == 0
+    assert float(root_mean_square(torch.tensor(-3.0, dtype=dtype))) == 3
+    assert math.isnan(root_mean_square(torch.tensor([1.0, math.nan], dtype=dtype)))
+
+
+def test_the_calibrator_measures_values_and_gradients_of_a_product() -> None:
+    module = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4))
+    inputs = torch.randn(5, 6)
+    scaled = lossless_unit_scale(module, inputs)
+    step = steps_of(scaled).steps["forward"]
+    calibrator = LosslessUnitScale().calibrator()
+    assert not calibrator.saw_gradients
+    output = step.rehearse(calibrator, inputs)
+    seed = torch.randn_like(output)
+    output.backward(seed)
+    assert calibrator.saw_gradients
+    forward, backward = calibrator.results()
+    hidden = module[0](inputs)
+    expected_forward = {
+        "0.linear:input": inputs,
+        "0.linear:weight": module[0].weight,
+        "1.linear:input": hidden,
+        "1.linear:weight": module[1].weight,
+    }
+    assert forward == pytest.approx(
+        {name: float(one.detach().double().square().mean().sqrt())
+         for name, one in expected_forward.items()}
+    )  # fmt: skip
+    arriving = {"1.linear": seed, "0.linear": seed @ module[1].weight}
+    assert backward == pytest.approx(
+        {name: float(one.detach().double().square().mean().sqrt()) for name, one in arriving.items()}
+    )
+    calibrator.clear()
+    assert calibrator.results() == ({}, {})
+
+
+def test_a_tensor_measured_twice_gets_the_rms_of_both() -> None:
+    calibrator = Calibrator(lambda _: [], lambda _: None, lambda _: None)
+    calibrator.measure("x", torch.full((4,), 3e100, dtype=torch.float64))
+    calibrator.measure("x", torch.full((4,), 4e100, dtype=torch.float64))
+    for ignored in (torch.ones(2, dtype=torch.int64), torch.ones(2, dtype=torch.complex64), None, 3):
+        calibrator.measure("ignored", ignored)
+    calibrator.watch("constant", torch.ones(3))
+    forward, backward = calibrator.results()
+    assert forward == pytest.approx({"x": math.sqrt(12.5) * 1e100})
+    assert backward == {}
+
+
+def test_find_loss() -> None:
+    loss = torch.ones((), requires_grad=True) * 2
+    for output in (loss, {"loss": loss}, (loss, 1), [loss], {"loss": loss, "x": torch.ones(3)}):
+        assert find_loss(output) is loss
+    for output in (None, 3.0, torch.ones(3, requires_grad=True), torch.ones(()), {}, (), "loss"):
+        assert find_loss(output) is None
+
+
+class Restless(nn.Module):
+    """Changes everything that a step may change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("late", None)
+        self.register_buffer("hidden", torch.zeros(2), persistent=False)
+        self.history = [1]
+        self.table = {"a": [1]}
+        self.seen = {1}
+        self.recent = deque([1], maxlen=3)
+        self.counter = Counter("aa")
+        self.plain = torch.zeros(2)
+        with torch.inference_mode():
+            self.inferred = torch.zeros(2)
+        self.number = 0
+        self.child = nn.Linear(4, 4)
+        self.child.note = "old"
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count = self.count + 1  # a new tensor under the old name
+        self.hidden.add_(1)
+        self.late = torch.ones(3)
+        self.history.append(2)
+        self.table["b"] = 2
+        self.table["a"].append(2)
+        self.seen.add(2)
+        self.recent.append(2)
+        self.counter["a"] += 1
+        self.plain += 1
+        with torch.inference_mode():
+            self.inferred += 1
+        self.number += 1
+        self.child.note = "new"
+        self.extra = "made in the step"
+        self.train(False)
+        random.random(), np.random.rand(), torch.rand(1)
+        return self.child(self.norm(x)).sum()
+
+
+def _state(module: Restless) -> dict[str, object]:
+    return {
+        "buffers": {name: one.clone() for name, one in module.named_buffers()},
+        "history": list(module.history),
+        "table": {key: str(value) for key, value in module.table.items()},
+        "seen": sorted(module.seen),
+        "recent": list(module.recent),
+        "counter": dict(module.counter),
+        "plain": module.plain.clone(),
+        "inferred": module.inferred.tolist(),
+        "number": module.number,
+        "note": module.child.note,
+        "extra": hasattr(module, "extra"),
+        "modes": [one.training for one in module.modules()],
+        "torch": torch.get_rng_state(),
+        "python": str(random.getstate()),
+        "numpy": str(np.random.get_state()),
+        "grads": [None if one.grad is None else one.grad.clone() for one in module.parameters()],
+    }
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_restoring_undoes_what_a_step_does(raises: bool) -> None:
+    module = Restless()
+    kept = {name: getattr(module, name) for name in ("history", "table", "seen", "recent", "plain")}
+    buffers = dict(module.named_buffers())
+    next(module.parameters()).grad = torch.ones(4)
+    before = _state(module)
+    try:
+        with restoring(module):
+            module(torch.randn(5, 4)).backward()  # adds to the gradient that was there
+            if raises:
+                raise KeyError("in the rehearsal")
+    except KeyError:
+        assert raises
+    assert_same_bits(_state(module), before)
+    # The objects themselves are the old ones: others may hold them too.
+    assert all(getattr(module, name) is one for name, one in kept.items())
+    assert all(dict(module.named_buffers())[name] is one for name, one in buffers.items())
+
+
+def test_restoring_lets_parameters_be_what_they_are() -> None:
+    module = nn.Linear(2, 2)
+    with restoring(module), torch.no_grad():
+        assert module.weight.grad is None
+    assert set(dict(module.named_parameters())) == {"weight", "bias"}
+
+
+def test_a_rehearsal_that_raises_leaves_the_module_usable() -> None:
+    class Moody(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.calls = []
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls.append(1)
+            if x.shape[0] == 3:
+                raise ValueError("three rows are too few")
+            return self.linear(x).sum()
+
+    module = Moody()
+    with pytest.raises(ValueError, match="three rows are too few"):
+        lossless_unit_scale(module, torch.ones(3, 4))
+    scaled = lossless_unit_scale(module, torch.ones(5, 4))
+    assert scaled.calls == []
+    assert_same_bits(scaled(torch.ones(5, 4)), module(torch.ones(5, 4)))
+
+
+def test_calibrate_seeds_the_backward_pass_and_touches_no_gradient() -> None:
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, batch: dict[str, Tensor]) -> Tensor:
+            batch["seen"] = True
+            return self.linear(batch["x"]).sum()
+
+    module, batch = Loss(), {"x": torch.randn(3, 4)}
+    scaled = lossless_unit_scale(module, batch)
+    assert batch.keys() == {"x"}
+    scaled.linear.weight.grad = torch.full((4, 4), 7.0)
+    step, (rewrite,) = steps_of(scaled).steps["forward"], steps_of(scaled).passes
+    for exponent in (16, -4):
+        assert calibrate(step, rewrite, (batch,), {}, seed_gradient=2.0**exponent)
+        assert scaled.gauge()["linear.linear"].log2_gamma == exponent
+    assert torch.equal(scaled.linear.weight.grad, torch.full((4, 4), 7.0))
+
+
+def test_calibrate_takes_the_results_that_the_ranks_agreed_on() -> None:
+    scaled = lossless_unit_scale(nn.Linear(4, 4), torch.randn(3, 4))
+    step, (rewrite,) = steps_of(scaled).steps["forward"], steps_of(scaled).passes
+
+    def agreed(calibrator: Calibrator) -> tuple[dict[str, float], dict[str, float]]:
+        forward, _ = calibrator.results()
+        return {name: 1024.0 for name in forward}, {}
+
+    calibrate(step, rewrite, (torch.randn(3, 4),), {}, results=agreed)
+    assert {pair.log2_sigma for pair in scaled.gauge().values()} == {10}
