@@ -43,6 +43,7 @@ _TARGETS = (
     (),
 )
 _ALL_ELEMENTS = 2**62
+MAX_CUTS = 48  # as in the C file: sixteen formats
 _TIMEOUT_SECONDS = 60
 
 _log = logging.getLogger(__name__)
@@ -61,7 +62,7 @@ def kernel_row(tensor: Tensor, layout: RowLayout, cuts: Sequence[float]) -> Tens
         tensor: FP32, on the CPU. Its first ``numel`` numbers from ``data_ptr`` on are read, in the
             order of memory, whatever its strides say.
         layout: The columns.
-        cuts: Thresholds as in ``RowLayout.fp32_cuts``.
+        cuts: Thresholds as in ``RowLayout.fp32_cuts``, at most ``MAX_CUTS``.
 
     Returns:
         Shape ``(layout.num_columns,)``, float64.

@@ -6,7 +6,8 @@ import math
 
 from tabulate import tabulate
 
-from lightning_unitscale.snapshot import Direction, FloatArray, ScaleSnapshot
+from lightning_unitscale.exponents import FloatArray
+from lightning_unitscale.snapshot import Direction, ScaleSnapshot
 
 _DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 _TITLE = (

@@ -44,7 +44,7 @@ def statistics_row(tensor: Tensor, layout: RowLayout, *, factor: Tensor | None =
     _check(tensor)
     tensor = tensor.detach()
     if tensor.device.type == "cpu":
-        row: Tensor = torch.ops.lightning_unitscale.statistics_row(tensor, factor, layout.key)
+        row: Tensor = _OPERATOR(tensor, factor, layout.key)
         return row
     return functional_row(tensor, layout, factor=factor)
 
@@ -183,6 +183,7 @@ def _exponent_bins(sample: Tensor) -> Tensor:
 
 _LIBRARY = torch.library.Library("lightning_unitscale", "FRAGMENT")
 _LIBRARY.define("statistics_row(Tensor tensor, Tensor? factor, str layout) -> Tensor")
+_OPERATOR = torch.ops.lightning_unitscale.statistics_row.default
 
 
 @torch.library.impl(_LIBRARY, "statistics_row", "CPU")
@@ -192,7 +193,7 @@ def _cpu_row(tensor: Tensor, factor: Tensor | None, key: str) -> Tensor:
         return functional_row(tensor, layout, factor=factor)
     cuts = layout.fp32_cuts if factor is None else _scaled_cuts(key, float(factor))
     wide = _in_a_row(_widen(tensor))
-    if cpu_kernel.is_available():
+    if len(cuts) <= cpu_kernel.MAX_CUTS and cpu_kernel.is_available():
         return cpu_kernel.kernel_row(wide, layout, cuts)
     row = cpu_rows.moments_and_counts(wide.detach(), cuts)
     if not layout.histogram:
@@ -214,6 +215,3 @@ def _in_a_row(tensor: Tensor) -> Tensor:
     """The elements as a contiguous vector, in any order; no copy for a transposed tensor."""
     order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
     return tensor.permute(order).reshape(-1)
-
-
-eager_statistics_row = statistics_row  # until its callers use the one name

@@ -20,6 +20,7 @@ LAYERS = {
     "quantize.py": 1,
     "row_layout.py": 1,
     "row_reduction.py": 1,
+    "scale_table.py": 1,
     "snapshot.py": 1,
     "statistics.py": 1,
     "tensorboard/__init__.py": 1,

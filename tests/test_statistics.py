@@ -249,6 +249,13 @@ def test_columns_follow_the_layout(row_of):
     assert row_of(torch.ones(3), bare).tolist() == [3, 0, 0, 0, 3, 3, 3, 1, 1]
 
 
+def test_more_formats_than_the_kernel_takes(row_of):
+    formats = tuple(NumberFormat(f"f{i}", 2 + i % 7, 1 + i % 9) for i in range(20))
+    layout = RowLayout(formats=formats, histogram=False)
+    tensor = torch.randn(500)
+    assert torch.equal(row_of(tensor, layout)[7:], functional_row(tensor, layout)[7:])
+
+
 def test_threads_do_not_change_a_bit():
     tensor = torch.randn(300_000)
     one = statistics_row(tensor, LAYOUT)

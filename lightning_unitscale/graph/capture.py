@@ -12,7 +12,7 @@ import operator
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -46,11 +46,13 @@ class GraphInput:
         node_name: Name of the placeholder in the graph.
         kind: What it is in the module's eyes.
         fqn: Path of the parameter or buffer in the module, else ``None``.
+        source: Where the captured code found it, such as ``L['self']._parameters['weight']``.
     """
 
     node_name: str
     kind: InputKind
     fqn: str | None
+    source: str = ""
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,38 @@ class CapturedGraph:
     example_inputs: tuple[Any, ...]
     frame_id: int
     inputs: tuple[GraphInput, ...]
+
+    def roots(self) -> dict[str, str]:
+        """Path in the whole module of each module that the captured code knows as a variable.
+
+        After a graph break a submodule's ``forward`` is captured by itself, with the submodule as
+        its ``self``; the parameters tell which one it is.
+        """
+        roots = {}
+        for one in self.inputs:
+            keys = _KEY.findall(one.source)
+            local = ".".join(keys[1:])
+            if one.fqn and local and (one.fqn == local or one.fqn.endswith("." + local)):
+                root = one.source[: one.source.index("]") + 1]
+                roots.setdefault(root, one.fqn[: -len(local)].rstrip("."))
+        return roots
+
+    def first_parameter(self) -> int | None:
+        """Position of an input by which to tell one module from another that runs the same code."""
+        found = (i for i, one in enumerate(self.inputs) if one.fqn is not None)
+        return next(found, None)
+
+    def for_module_of(self, inputs: Sequence[Any], module: nn.Module) -> CapturedGraph:
+        """This graph as it is called for other parameters: those among ``inputs``."""
+        fqns = _fqns(module)
+        described = [
+            replace(one, fqn=fqns.get(id(given), (one.kind, None))[1] if one.fqn else None)
+            for one, given in zip(self.inputs, inputs, strict=True)
+        ]
+        return replace(self, inputs=tuple(described))
+
+
+_KEY = re.compile(r"\['([^']+)'\]")
 
 
 def compile_function(function: Callable[..., Any], backend: Backend) -> Callable[..., Any]:
@@ -143,6 +177,9 @@ class _Answers(dict[Any, bool]):
         if function not in _IS_COMPILING:
             return answer
         callers = _traced_callers(sys._getframe(1))
+        if callers and callers[0][0].startswith(_TORCH):
+            # torch's own code (its checkpointing) knows what it needs to be told.
+            return answer
         # The question is often asked through a helper or two.
         _asked.update(callers[:3])
         return answer and not any(one in _told_no for one in callers)
@@ -175,7 +212,7 @@ def refuse_other_algorithms(graph_module: fx.GraphModule) -> None:
     found = set()
     for node in graph_module.graph.nodes:
         is_higher_order = isinstance(node.target, torch._ops.HigherOrderOperator)
-        if not (is_higher_order or getattr(node.target, "__name__", "") == "_add_batch_dim"):
+        if is_checkpoint(node) or not (is_higher_order or getattr(node.target, "__name__", "") == "_add_batch_dim"):
             continue
         read = [one.meta.get("example_value") for one in node.all_input_nodes]
         if any(isinstance(one, Tensor) and one.requires_grad for one in read):
@@ -192,24 +229,33 @@ def describe(
     graph_module: fx.GraphModule, example_inputs: Sequence[Any], module: nn.Module
 ) -> CapturedGraph:
     """Name the inputs of a graph that Dynamo captured from a step of ``module``."""
-    fqns: dict[int, tuple[InputKind, str]] = {}
-    for fqn, buffer in module.named_buffers():
-        fqns[id(buffer)] = ("buffer", fqn)
-    for fqn, parameter in module.named_parameters():
-        fqns[id(parameter)] = ("parameter", fqn)
+    fqns = _fqns(module)
     inputs = []
     for node in graph_module.graph.find_nodes(op="placeholder"):
         kind: InputKind = "input"
         name: str | None = None
+        argument = node.meta.get("grapharg")
+        source = getattr(getattr(argument, "source", None), "name", "")
         if isinstance(node.meta.get("example_value"), Tensor):
-            argument = node.meta.get("grapharg")
             kind, name = fqns.get(id(argument.example) if argument else 0, ("input", None))
         else:
             kind = "symbol"
-        inputs.append(GraphInput(node.name, kind, name))
+        # A method until torch 2.11.
+        inputs.append(GraphInput(node.name, kind, name, source() if callable(source) else source))
     compile_id = CompileContext.current_compile_id()
     frame_id = -1 if compile_id is None or compile_id.frame_id is None else compile_id.frame_id
-    return CapturedGraph(graph_module, tuple(example_inputs), frame_id, tuple(inputs))
+    # A copy, because Dynamo tidies its own up when it is done with it.
+    kept = copy_graph_module(graph_module)
+    return CapturedGraph(kept, tuple(example_inputs), frame_id, tuple(inputs))
+
+
+def _fqns(module: nn.Module) -> dict[int, tuple[InputKind, str | None]]:
+    fqns: dict[int, tuple[InputKind, str | None]] = {}
+    for fqn, buffer in module.named_buffers():
+        fqns[id(buffer)] = ("buffer", fqn)
+    for fqn, parameter in module.named_parameters():
+        fqns[id(parameter)] = ("parameter", fqn)
+    return fqns
 
 
 def copy_graph_module(graph_module: fx.GraphModule) -> fx.GraphModule:
@@ -338,6 +384,9 @@ def _restore_checkpointing(graph_module: fx.GraphModule) -> None:
     """Dynamo's checkpoint operator only tags nodes; run eagerly it would save everything."""
     for node in graph_module.graph.nodes:
         if is_checkpoint(node):
+            body = getattr(graph_module, str(node.args[0].target))
+            _restore_checkpointing(body)
+            body.recompile()
             node.target = _checkpoint
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -20,13 +21,20 @@ _ROOT = re.compile(r"^(L\[['\"]\w+['\"]\]|G\[['\"]\w+['\"]\]|self)\.?")
 _INDEX = re.compile(r"\[['\"]?([\w.\- ]+?)['\"]?\]")
 
 
-def module_path(node: fx.Node) -> str:
-    """Path of the module whose ``forward`` made the node; empty for the root module."""
+def module_path(node: fx.Node, roots: Mapping[str, str] | None = None) -> str:
+    """Path of the module whose ``forward`` made the node; empty for the root module.
+
+    Args:
+        node: The node.
+        roots: Paths of the modules that the captured code knows as variables, ``L['self']`` above
+            all, where they are not the root module.
+    """
     stack = node.meta.get("nn_module_stack")
     if not stack:
-        return ""
+        return (roots or {}).get("L['self']", "")
     path = str(next(reversed(stack.values()))[0])
-    path = _INDEX.sub(r".\1", _ROOT.sub("", path))
+    prefix = next((one for root, one in (roots or {}).items() if path.startswith(root)), "")
+    path = f"{prefix}." + _INDEX.sub(r".\1", _ROOT.sub("", path))
     return ".".join(
         part for part in path.split(".") if part not in {"", "_modules", "__self__"}
     )
@@ -76,20 +84,23 @@ class Names:
     """
 
     def __init__(self) -> None:
-        self._frames: dict[int, int] = {}
+        self._frames: dict[tuple[int, tuple[str, ...]], int] = {}
         self._owner: dict[str, int] = {}
 
     def assign(self, captured: CapturedGraph, graph_module: fx.GraphModule) -> None:
         """Write names into ``node.meta`` of ``graph_module``, a copy of ``captured``'s graph."""
-        frame = self._frames.setdefault(captured.frame_id, len(self._frames))
+        roots = captured.roots()
+        key = (captured.frame_id, tuple(roots.values()))
+        frame = self._frames.setdefault(key, len(self._frames))
         fqns = {item.node_name: item.fqn for item in captured.inputs if item.fqn}
-        self._assign(graph_module, frame, fqns, Counter())
+        self._assign(graph_module, frame, fqns, roots, Counter())
 
     def _assign(
         self,
         graph_module: fx.GraphModule,
         frame: int,
         fqns: dict[str, str],
+        roots: Mapping[str, str],
         seen: Counter[str],
     ) -> None:
         for node in graph_module.graph.nodes:
@@ -101,17 +112,21 @@ class Names:
                 node.meta[NAME] = fqn or self._own(f"input.{_input_name(node)}", frame, seen)
                 node.meta[MODULE] = fqn.rpartition(".")[0] if fqn else ""
                 continue
-            path = module_path(node)
+            path = module_path(node, roots)
             node.meta[MODULE] = path
             base = f"{path}.{op_name(node)}" if path else op_name(node)
             node.meta[NAME] = self._own(base, frame, seen)
             nested = getattr(graph_module, str(node.target), None) if node.op == "get_attr" else None
             if isinstance(nested, fx.GraphModule):
-                self._assign(nested, frame, {}, seen)
+                self._assign(nested, frame, {}, roots, seen)
 
     def _own(self, base: str, frame: int, seen: Counter[str]) -> str:
-        seen[base] += 1
-        name = base if seen[base] == 1 else f"{base}_{seen[base] - 1}"
+        name = base
+        while name in seen:
+            # An input may be called what the second of another name would be.
+            name = f"{base}_{seen[base]}"
+            seen[base] += 1
+        seen[name] += 1
         if self._owner.setdefault(name, frame) != frame:
             name = f"{name}@{frame}"
         return name

@@ -296,9 +296,53 @@ class _Backend:
             return graph_module.forward  # type: ignore[no-any-return]
         capture.refuse_other_algorithms(graph_module)
         captured = capture.describe(graph_module, example_inputs, step.owner.module)
-        compiled = CompiledGraph(step, captured, self.executor)
-        step.graphs.append(compiled)
-        return compiled.__call__
+        return _GraphOfEachModule(step, captured, self.executor).__call__
+
+
+class _GraphOfEachModule:
+    """Gives each module that runs the same captured code a graph, and so names, of its own.
+
+    After a graph break Dynamo captures a layer's ``forward`` once for all layers of the class, with
+    the parameters as inputs; but the scales of the tensors are each layer's own.
+    """
+
+    def __init__(self, step: CapturedStep, captured: CapturedGraph, executor: Executor) -> None:
+        self._step = weakref.ref(step)
+        self._captured = captured
+        self._executor = executor
+        self._position = captured.first_parameter()
+        self._first = self._new_graph(step, captured)
+        self._by_roots = {tuple(captured.roots().values()): self._first}
+        self._by_parameter: dict[int, CompiledGraph] = {}
+
+    def __call__(self, *inputs: Any) -> Any:
+        return self._graph_for(inputs)(*inputs)
+
+    def _graph_for(self, inputs: tuple[Any, ...]) -> CompiledGraph:
+        # A compiled graph cannot be compiled again outside of Dynamo, with its guards.
+        if self._position is None or self._executor != "eager":
+            return self._first
+        parameter = inputs[self._position]
+        if id(parameter) not in self._by_parameter:
+            self._by_parameter[id(parameter)] = self._find(inputs)
+        return self._by_parameter[id(parameter)]
+
+    def _find(self, inputs: tuple[Any, ...]) -> CompiledGraph:
+        step = self._step()
+        if step is None:
+            return self._first
+        captured = self._captured.for_module_of(inputs, step.owner.module)
+        roots = tuple(captured.roots().values())
+        if not roots:
+            return self._first
+        if roots not in self._by_roots:
+            self._by_roots[roots] = self._new_graph(step, captured)
+        return self._by_roots[roots]
+
+    def _new_graph(self, step: CapturedStep, captured: CapturedGraph) -> CompiledGraph:
+        graph = CompiledGraph(step, captured, self._executor)
+        step.graphs.append(graph)
+        return graph
 
 
 class CompiledGraph:

@@ -11,7 +11,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, fx
 
-from lightning_unitscale.graph.capture import Executor
 from lightning_unitscale.graph.nodes import (
     INTERNAL,
     MODULE,
@@ -28,7 +27,7 @@ from lightning_unitscale.graph.recording import CallRecord, CallRecorder
 from lightning_unitscale.row_layout import RowLayout
 from lightning_unitscale.row_reduction import merge_rows, shift_rows
 from lightning_unitscale.snapshot import ScaleSnapshot
-from lightning_unitscale.statistics import eager_statistics_row, statistics_row
+from lightning_unitscale.statistics import statistics_row
 from lightning_unitscale.transforms.gauge import ONE, Factor, FactorTable, Gauge
 from lightning_unitscale.transforms.units import GAUGE, HELD, FactorNodes, Held
 
@@ -103,7 +102,7 @@ class ScaleProbes(GraphPass):
             self.layout.num_columns,
             lambda record: self._calls.append(_ProbedCall(tensors, record, gauge_in_force())),
         )
-        functions = _ProbeFunctions(self.layout, graph.executor)
+        functions = _ProbeFunctions(self.layout)
         mutated = aliased_by_mutation(graph.graph)
         rows = []
         for index, node in enumerate(nodes):
@@ -167,11 +166,9 @@ def probeable_nodes(graph: fx.Graph) -> list[fx.Node]:
 class _ProbeFunctions:
     """What the graph calls; a node's arguments cannot hold a layout, so functions close over it."""
 
-    def __init__(self, layout: RowLayout, executor: Executor) -> None:
-        reduce = eager_statistics_row if executor == "eager" else statistics_row
-
+    def __init__(self, layout: RowLayout) -> None:
         def row_of(tensor: Tensor, factor: Tensor | None = None) -> Tensor:
-            return reduce(tensor, layout, factor=factor)
+            return statistics_row(tensor, layout, factor=factor)
 
         def probe(
             tensor: Tensor, slot: Tensor, forward: Tensor | None, backward: Tensor | None

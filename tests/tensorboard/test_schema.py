@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from lightning_unitscale.tensorboard.schema import (
     parse_content,
 )
 
+ROOT = Path(__file__).parents[2]
 OWN = NumberFormat("own", 3, 2, finite_only=True)
 TENSORS = TensorSet(("a.linear", "b/c d.é@1"), ("a", ""), (E4M3FN, OWN))
 
@@ -31,8 +33,17 @@ def test_tags_are_parsed_back(direction, quantity, subject):
 
 @pytest.mark.parametrize(
     "tag",
-    ["", "scales", "scales/forward", "scales/forward/log2_rms", "scales/forward/log2_rms/", "loss"]
-    + ["scales/sideways/log2_rms/0", "scales/forward/median/0", "other/forward/log2_rms/0"],
+    [
+        "",
+        "loss",
+        "scales",
+        "scales/forward",
+        "scales/forward/log2_rms",
+        "scales/forward/log2_rms/",
+        "scales/sideways/log2_rms/0",
+        "scales/forward/median/0",
+        "other/forward/log2_rms/0",
+    ],
 )
 def test_foreign_tags(tag):
     assert Series.parse(tag) is None
@@ -73,6 +84,7 @@ def test_no_exponent_counts(vector):
 
 
 def test_the_plugin_side_needs_no_torch():
-    code = "import sys; import lightning_unitscale.tensorboard.schema as s; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    code = "import sys; import lightning_unitscale.tensorboard.schema; print(*sys.modules)"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert not {"torch", "lightning", "tensorboard"} & set(done.stdout.split())

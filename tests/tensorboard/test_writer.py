@@ -28,7 +28,7 @@ def snapshot(step=0, names=NAMES, backward=True, layout=LAYOUT, **kwargs):
     gradients = absent_rows(len(names), layout)
     if backward:
         gradients[1] = statistics_row(torch.full((40,), 2.0**-20), layout)
-        gradients[2] = statistics_row(torch.zeros(7), layout)
+        gradients[2:3] = statistics_row(torch.zeros(7), layout)
     return ScaleSnapshot(
         step, names, torch.stack(rows).numpy(), gradients.numpy(), layout, **kwargs
     )
@@ -166,7 +166,7 @@ def test_table(experiment):
     ScaleWriter(experiment).write_table(snapshot(12))
     (text,) = arrays(read(experiment), "scales/text_summary").values()
     text = text.item().decode()
-    assert "| tensor" in text and f"`{NAMES[1]}`" in text
+    assert "| tensor" in text and "gelu_1@2`" in text
 
 
 def test_repeated_and_smaller_steps(experiment):
@@ -240,7 +240,7 @@ def test_long_runs_are_thinned(experiment):
         writer.write(one)
     events = read(experiment)
     assert len(events.Scalars("scales_forward/a")) == 1000 + 100
-    assert len(events.Histograms("exponents_forward/a")) == 50 + 50 + 50 * 3 + 50 * 1 - 0
+    assert len(events.Histograms("exponents_forward/a")) == 100 + 3 * 50 + 25
     (tag,) = (t for key, t in ours(events).items() if key[1] == "log2_rms")
     assert len(events.Tensors(tag)) == 1200
 

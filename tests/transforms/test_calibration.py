@@ -58,7 +58,10 @@ def test_the_calibrator_measures_values_and_gradients_of_a_product() -> None:
     )  # fmt: skip
     arriving = {"1.linear": seed, "0.linear": seed @ module[1].weight}
     assert backward == pytest.approx(
-        {name: float(one.detach().double().square().mean().sqrt()) for name, one in arriving.items()}
+        {
+            name: float(one.detach().double().square().mean().sqrt())
+            for name, one in arriving.items()
+        }
     )
     calibrator.clear()
     assert calibrator.results() == ({}, {})
@@ -68,7 +71,12 @@ def test_a_tensor_measured_twice_gets_the_rms_of_both() -> None:
     calibrator = Calibrator(lambda _: [], lambda _: None, lambda _: None)
     calibrator.measure("x", torch.full((4,), 3e100, dtype=torch.float64))
     calibrator.measure("x", torch.full((4,), 4e100, dtype=torch.float64))
-    for ignored in (torch.ones(2, dtype=torch.int64), torch.ones(2, dtype=torch.complex64), None, 3):
+    for ignored in (
+        torch.ones(2, dtype=torch.int64),
+        torch.ones(2, dtype=torch.complex64),
+        None,
+        3,
+    ):
         calibrator.measure("ignored", ignored)
     calibrator.watch("constant", torch.ones(3))
     forward, backward = calibrator.results()

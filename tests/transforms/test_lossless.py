@@ -5,7 +5,6 @@ import random
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_unitscale.graph.steps import CapturedStep, steps_of
@@ -256,7 +255,7 @@ def test_a_compiled_module_is_refused() -> None:
 
 
 def test_an_unknown_depth_is_refused() -> None:
-    with pytest.raises(ValueError, match="depth='everything'.*expected 'products' or 'all'"):
+    with pytest.raises(ValueError, match=r"depth='everything'.*expected 'products' or 'all'"):
         lossless_unit_scale(nn.Linear(2, 2), torch.ones(1, 2), depth="everything")
 
 

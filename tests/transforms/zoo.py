@@ -114,8 +114,10 @@ PRODUCTS: dict[str, Callable[[], Entry]] = {
         (x(2, 4, 5, 5),),
     ),
     "conv_transpose3d": lambda: (Step(nn.ConvTranspose3d(2, 3, 2)), (x(1, 2, 3, 3, 3),)),
-    "conv_tbc": lambda: (Step(lambda a, b, c: torch.conv_tbc(c, a, b), w(3, 4, 5), w(5)),
-                         (x(7, 2, 4),)),
+    "conv_tbc": lambda: (
+        Step(lambda a, b, c: torch.conv_tbc(c, a, b), w(3, 4, 5), w(5)),
+        (x(7, 2, 4),),
+    ),
     "attention_fused": lambda: (
         Step(lambda q, k, v: F.scaled_dot_product_attention(q, k, v)),
         (x(2, 2, 5, 4, scale=3.0), x(2, 2, 5, 4, scale=0.2), x(2, 2, 5, 4)),
@@ -142,8 +144,10 @@ PRODUCTS: dict[str, Callable[[], Entry]] = {
 }
 # Inputs of the entries whose function takes the input first.
 _linear = PRODUCTS["linear"]
-PRODUCTS["linear"] = lambda: (Step(lambda a, b, c: F.linear(c, a, bias=b), w(6, 8), w(6)),
-                              (x(5, 8),))
+PRODUCTS["linear"] = lambda: (
+    Step(lambda a, b, c: F.linear(c, a, bias=b), w(6, 8), w(6)),
+    (x(5, 8),),
+)
 
 
 def _in_place(linear: nn.Linear, a: Tensor) -> Tensor:
@@ -269,7 +273,9 @@ NETWORKS: dict[str, Callable[[], Entry]] = {
     ),
     "drop_path": lambda: (
         Step(
-            lambda m, a: a + m(a) * a.new_empty(5, 1).bernoulli_(0.7) / 0.7 + a.new_ones(8).bernoulli_(),
+            lambda m, a: (
+                a + m(a) * a.new_empty(5, 1).bernoulli_(0.7) / 0.7 + a.new_ones(8).bernoulli_()
+            ),
             nn.Linear(8, 8),
         ),
         (x(5, 8),),

@@ -1,0 +1,213 @@
+"""Losses, weights, optimizer states, logs and random states are those of the run without."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.plugins.precision import MixedPrecision
+from torch import nn
+
+from lightning_unitscale import UnitScaleCallback
+from tests.callbacks.modules import Evaluated, Regression, adamw, momentum
+from tests.callbacks.runs import (
+    ARRANGEMENTS,
+    Run,
+    assert_same_run,
+    loader,
+    monitor_of,
+    run,
+    unit_scale_of,
+)
+from tests.helpers import assert_same_bits
+
+
+@pytest.fixture(scope="module")
+def plain() -> Callable[..., Run]:
+    """The run without callbacks, made once per kind."""
+    made: dict[str, Run] = {}
+
+    def of(key: str, **options: Any) -> Run:
+        if key not in made:
+            made[key] = run(**options)
+        return made[key]
+
+    return of
+
+
+def _half(init_scale: float) -> dict[str, Any]:
+    # Lightning turns precision="16-mixed" on a CPU into BF16; the plugin itself can do FP16.
+    scaler = torch.amp.GradScaler("cpu", init_scale=init_scale, growth_interval=2)
+    return {"plugins": MixedPrecision("16-mixed", "cpu", scaler)}
+
+
+@pytest.mark.parametrize("how", ARRANGEMENTS)
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed", "64-true"])
+def test_precisions(plain: Callable[..., Run], precision: str, how: str) -> None:
+    options = {
+        "make_module": lambda: Regression(adamw),
+        "precision": precision,
+        "gradient_clip_val": 1.0,
+    }
+    callbacks = ARRANGEMENTS[how]()
+    found = run(callbacks=callbacks, **options)
+    assert_same_bits(found.compared(), plain(precision, **options).compared())
+    assert found.outputs[0]["loss"] != found.outputs[-1]["loss"]
+    for one in callbacks:
+        if isinstance(one, UnitScaleCallback):
+            # The inputs are about 0.01, so they are stored in a unit near that.
+            assert -8 <= one.gauge.pair("first.linear:input").log2_sigma <= -6
+            assert one.gauge.pair("second.linear").log2_gamma < 0
+        else:
+            steps = [snapshot.step for snapshot in one.snapshots]
+            assert steps == list(range(0, 6, one.every_n_steps))
+
+
+@pytest.mark.parametrize("how", ARRANGEMENTS)
+@pytest.mark.parametrize("init_scale", [2.0**10, 2.0**40])
+def test_fp16_with_a_gradient_scaler(plain: Callable[..., Run], init_scale: float, how: str) -> None:
+    options: dict[str, Any] = {"make_module": Regression, "max_steps": 40}
+    found = run(callbacks=ARRANGEMENTS[how](), **options, **_half(init_scale))
+    reference = plain(f"{init_scale}", **options, **_half(init_scale))
+    assert_same_bits(found.compared(), reference.compared())
+    scalers = [one.trainer.precision_plugin.state_dict() for one in (found, reference)]
+    assert scalers[0] == scalers[1]
+    # The larger one overflows at first, so that steps are skipped.
+    assert (scalers[0]["scale"] < init_scale) == (init_scale > 2.0**20)
+
+
+@pytest.mark.parametrize("how", ARRANGEMENTS)
+def test_accumulation_with_an_incomplete_end(plain: Callable[..., Run], how: str) -> None:
+    # Four batches an epoch: three and one.
+    options: dict[str, Any] = {
+        "make_module": Regression,
+        "accumulate_grad_batches": 3,
+        "gradient_clip_val": 0.01,
+        "max_epochs": 3,
+        "max_steps": -1,
+    }
+    callbacks = ARRANGEMENTS[how]()
+    found = run(callbacks=callbacks, **options)
+    assert_same_bits(found.compared(), plain("accumulation", **options).compared())
+    assert found.trainer.global_step == 6
+
+
+@pytest.mark.parametrize("depth", ["products", "all"])
+@pytest.mark.parametrize("algorithm", ["value", "norm"])
+def test_clipping(algorithm: str, depth: str) -> None:
+    assert_same_run(
+        Regression,
+        lambda: [UnitScaleCallback(depth=depth)],
+        gradient_clip_val=1e-3,
+        gradient_clip_algorithm=algorithm,
+    )
+
+
+@pytest.mark.parametrize("how", ARRANGEMENTS)
+def test_a_smaller_last_batch(plain: Callable[..., Run], how: str) -> None:
+    options: dict[str, Any] = {
+        "make_module": lambda: Regression(adamw, norm=False),
+        "data": lambda: loader(10, 4),
+        "max_steps": 9,
+    }
+    callbacks = ARRANGEMENTS[how]()
+    found = run(callbacks=callbacks, **options)
+    assert_same_bits(found.compared(), plain("last", **options).compared())
+
+
+@pytest.mark.parametrize("how", ["both", "both, all"])
+def test_validation_between_and_before(how: str) -> None:
+    found, callbacks = assert_same_run(
+        Evaluated,
+        ARRANGEMENTS[how],
+        entry_options={"val_dataloaders": loader(6)},
+        num_sanity_val_steps=2,
+        val_check_interval=2,
+        max_steps=8,
+    )
+    assert "val_loss" in found.metrics
+    assert unit_scale_of(callbacks).gauge.pair("first.linear").log2_gamma
+    assert [one.step for one in monitor_of(callbacks).snapshots] == [0, 3, 6]
+
+
+@pytest.mark.parametrize("inference_mode", [True, False])
+def test_layers_shared_by_training_and_validation_across_a_graph_break(
+    inference_mode: bool,
+) -> None:
+    class Broken(Evaluated):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden = self.first(x)
+            torch._dynamo.graph_break()
+            return self.second(self.norm(hidden))
+
+    assert_same_run(
+        Broken,
+        entry_options={"val_dataloaders": loader(6)},
+        num_sanity_val_steps=1,
+        val_check_interval=2,
+        inference_mode=inference_mode,
+    )
+
+
+class Deep(Regression):
+    """Attention and a convolution, a tensor used twice and writes in place."""
+
+    def __init__(self) -> None:
+        super().__init__(adamw)
+        self.embedding = nn.Linear(1, 8)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True, dropout=0.1)
+        self.convolution = nn.Conv1d(8, 8, 3, padding=1)
+        self.recurrent = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(x[..., None])
+        hidden = hidden + self.attention(hidden, hidden, hidden, need_weights=False)[0]
+        hidden = self.convolution(hidden.mT).mT
+        for _ in range(2):
+            hidden = hidden + torch.tanh(self.recurrent(hidden))
+        hidden = torch.relu_(hidden)
+        hidden[:, 0] *= 2
+        return self.second(self.dropout(hidden.mean(1)))
+
+
+@pytest.mark.parametrize("how", ARRANGEMENTS)
+def test_a_deeper_module(plain: Callable[..., Run], how: str) -> None:
+    options: dict[str, Any] = {"make_module": Deep, "gradient_clip_val": 1.0}
+    found = run(callbacks=ARRANGEMENTS[how](), **options)
+    assert_same_bits(found.compared(), plain("deep", **options).compared())
+
+
+@pytest.mark.parametrize("optimizer", ["Adam", "RMSprop", "Adagrad", "NAdam", "LBFGS"])
+def test_other_optimizers(optimizer: str) -> None:
+    def configure(module: nn.Module) -> Any:
+        return getattr(torch.optim, optimizer)(module.parameters(), lr=1e-2)
+
+    # L-BFGS calls the step several times a batch.
+    assert_same_run(lambda: Regression(configure), max_steps=4)
+
+
+@pytest.mark.parametrize("depth", ["products", "all"])
+def test_300_steps(depth: str) -> None:
+    for optimizer in (adamw, momentum):
+        found, callbacks = assert_same_run(
+            lambda optimizer=optimizer: Regression(optimizer),
+            lambda: [*ARRANGEMENTS["monitor"](), UnitScaleCallback(depth=depth)],
+            max_steps=300,
+            gradient_clip_val=1.0,
+        )
+        assert len(found.outputs) == 300
+        assert len(monitor_of(callbacks).snapshots) == 100
+
+
+@pytest.mark.parametrize("executor_options", [{"compile": True}])
+def test_inductor_is_close(executor_options: dict[str, Any]) -> None:
+    plain = run(lambda: Regression(adamw, dropout=0.0), max_steps=6)
+    found = run(
+        lambda: Regression(adamw, dropout=0.0),
+        [UnitScaleCallback(**executor_options)],
+        max_steps=6,
+    )
+    for one, other in zip(plain.outputs, found.outputs, strict=True):
+        torch.testing.assert_close(one["loss"], other["loss"], rtol=1e-5, atol=0)
