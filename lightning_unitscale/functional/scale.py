@@ -50,8 +50,9 @@ def multiply(tensor: Tensor, factor: Factor) -> Tensor:
     """``tensor * factor`` in the type and memory layout of ``tensor``, exact for powers of two.
 
     A 16-bit kernel may round a tensor factor to its own type first (2**20 is inf in FP16), so FP16
-    is multiplied in FP32. An expanded dimension stays expanded: a dense copy would let the product
-    that follows take another kernel, with another order of summation.
+    is multiplied in FP32. An expanded dimension stays expanded and a slice keeps its gaps: a dense
+    copy would let what follows take another kernel, with another order of summation or (on a CPU,
+    where vectors and their remainders are computed differently) with other last bits.
     """
     core = tensor
     if tensor.numel() > 0:
@@ -64,7 +65,30 @@ def multiply(tensor: Tensor, factor: Factor) -> Tensor:
         product = (wide * factor).to(tensor.dtype)
     else:
         product = core * factor
+    if not core.is_contiguous() and product.stride() != core.stride():
+        product = _with_gaps_of(core, product)
     return product if core is tensor else product.expand(tensor.shape)
+
+
+def _with_gaps_of(tensor: Tensor, values: Tensor) -> Tensor:
+    """``values`` in memory whose dimensions merge where those of ``tensor`` do, and nowhere else.
+
+    Kernels run over merged dimensions. The gaps themselves may be smaller: a slice of one column out
+    of a thousand does not need a thousand columns.
+    """
+    strides = [1] * tensor.dim()
+    end, true_end = 1, 1
+    # From the innermost dimension outwards; one of size 1 is never stepped over.
+    for dim in sorted(range(tensor.dim()), key=tensor.stride):
+        size, stride = tensor.size(dim), tensor.stride(dim)
+        if isinstance(size, torch.SymInt) or isinstance(stride, torch.SymInt):
+            return values
+        if size == 1:
+            continue
+        strides[dim] = end if stride == true_end else end + 1
+        end, true_end = strides[dim] * size, stride * size
+    spread = torch.empty_strided(tensor.size(), strides, dtype=values.dtype, device=values.device)
+    return spread.copy_(values)
 
 
 class _Scale(torch.autograd.Function):

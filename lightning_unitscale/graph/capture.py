@@ -2,7 +2,8 @@
 
 Everything above works on :class:`CapturedGraph` and on callables. Private names used here were
 checked on torch 2.13 and 2.11: ``node.meta["grapharg"]``, ``node._dynamo_source``,
-``CompileContext.current_compile_id``, ``graph_break_reasons``, ``GlobalSource``, ``compile_fx``.
+``CompileContext.current_compile_id``, ``graph_break_reasons``, ``GlobalSource``, ``compile_fx``,
+``_fused_sdp_choice``.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from typing import Any, Literal
 import torch
 import torch._dynamo.config
 from torch import Tensor, fx, nn
-from torch._dynamo import exc
-from torch._dynamo import convert_frame
+from torch._dynamo import convert_frame, exc
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.eval_frame import reset_code  # type: ignore[attr-defined]
 from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
 from torch._dynamo.source import GlobalSource
 from torch._dynamo.utils import graph_break_reasons
 from torch._dynamo.variables import torch as torch_variables
-from torch._functorch.aot_autograd import make_boxed_func
+from torch._functorch.aot_autograd import make_boxed_func  # type: ignore[attr-defined]
 from torch._guards import CompileContext
 
 Executor = Literal["eager", "aot_eager", "inductor"]
@@ -111,16 +112,19 @@ def compile_function(function: Callable[..., Any], backend: Backend) -> Callable
 
 
 def forget(function: Callable[..., Any]) -> None:
-    """Make Dynamo look anew at a function that it may have given up on, and at what follows it."""
+    """Make Dynamo look anew at a function that it may have given up on, and at what follows it.
+
+    Uses ``reset_code`` and the trackers of seen code (checked on torch 2.13).
+    """
     code = getattr(function, "__code__", None)
     if code is None:
         return
     resumed = f"{TORCH_DYNAMO_RESUME_IN_PREFIX}_{code.co_name}_"
-    torch._dynamo.eval_frame.reset_code(code)
+    reset_code(code)
     for weak_code in [*convert_frame.input_codes.seen, *convert_frame.output_codes.seen]:
         one = weak_code()
         if one is not None and one.co_name.startswith(resumed):
-            torch._dynamo.eval_frame.reset_code(one)
+            reset_code(one)
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -426,3 +430,20 @@ def autocast_dtypes(graph: fx.Graph) -> dict[fx.Node, torch.dtype]:
             if enabled:
                 states[node] = dtype
     return states
+
+
+def attention_is_composite(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> bool:
+    """Whether torch runs this attention as two products and a softmax, not as one kernel."""
+    choice = torch._fused_sdp_choice(
+        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )
+    return int(choice) == 0

@@ -8,6 +8,7 @@ attention that torch runs as one fused kernel stays one node.
 
 from __future__ import annotations
 
+import inspect
 import math
 import operator
 import types
@@ -20,7 +21,12 @@ from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode, wrap_torch_function
 from torch.utils._pytree import tree_flatten, tree_map
 
-from lightning_unitscale.graph.capture import concrete_size, autocast_dtypes, fake_mode_of
+from lightning_unitscale.graph.capture import (
+    attention_is_composite,
+    autocast_dtypes,
+    concrete_size,
+    fake_mode_of,
+)
 from lightning_unitscale.graph.nodes import MODULE, NAME, example_tensor, op_name, tensor_name
 
 
@@ -104,29 +110,21 @@ def _reduces_in_16_bits() -> bool:
 
 def _runs_as_products(node: fx.Node, autocast_dtype: torch.dtype | None) -> bool:
     """Ask torch which implementation it takes for tensors of these shapes, types and devices."""
-    arguments = dict(zip(("query", "key", "value", "attn_mask"), node.args, strict=False))
-    arguments |= {key: value for key, value in node.kwargs.items() if key in arguments or key in {
-        "query", "key", "value", "attn_mask"}}  # fmt: skip
-    positional = dict(enumerate(node.args))
-    dropout_p = node.kwargs.get("dropout_p", positional.get(4, 0.0))
-    is_causal = node.kwargs.get("is_causal", positional.get(5, False))
-    scale = node.kwargs.get("scale", positional.get(6))
-    enable_gqa = node.kwargs.get("enable_gqa", positional.get(7, False))
-    numbers = (dropout_p, 0.0 if scale is None else scale)
+    bound = inspect.signature(_attention_as_products(None)).bind(*node.args, **node.kwargs)
+    bound.apply_defaults()
+    given = bound.arguments
+    numbers = (given["dropout_p"], given["scale"] or 0.0)
+    examples = [example_tensor(given[name]) for name in ("query", "key", "value")]
     if not all(isinstance(one, (int, float)) for one in numbers):
         return False
-    tensors = {name: example_tensor(arguments.get(name)) for name in ("query", "key", "value")}
-    if any(one is None or one.is_nested for one in tensors.values()):
+    if any(one is None or one.is_nested for one in examples):
         return False
+    mask = example_tensor(given["attn_mask"])
     with torch.enable_grad():
-        real = {name: _real_like(one, autocast_dtype) for name, one in tensors.items()}
-        mask = example_tensor(arguments.get("attn_mask"))
-        real_mask = None if mask is None else _real_like(mask, autocast_dtype)
-        choice = torch._fused_sdp_choice(
-            real["query"], real["key"], real["value"], real_mask, dropout_p, is_causal,
-            scale=scale, enable_gqa=enable_gqa,
-        )  # fmt: skip
-    return int(choice) == 0
+        query, key, value = (_real_like(one, autocast_dtype) for one in examples)
+        given["query"], given["key"], given["value"] = query, key, value
+        given["attn_mask"] = None if mask is None else _real_like(mask, autocast_dtype)
+        return attention_is_composite(**given)
 
 
 def _real_like(fake: Tensor | None, autocast_dtype: torch.dtype | None) -> Tensor:

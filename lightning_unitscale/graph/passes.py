@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from lightning_unitscale.graph.capture import Executor, add_placeholder, fake_like, is_checkpoint
+from lightning_unitscale.graph.capture import add_placeholder, fake_like, is_checkpoint
 from lightning_unitscale.graph.nodes import INTERNAL, device_of
 from lightning_unitscale.graph.out_of_place import make_out_of_place
 
@@ -87,17 +87,13 @@ class StepGraph:
     Attributes:
         graph_module: The copy that passes rewrite.
         observed: Whether this variant carries probes; it runs on sampled steps only.
-        executor: What will run it.
         device: Device of the graph's floating-point tensors.
         notes: What an earlier pass tells a later one.
     """
 
-    def __init__(
-        self, graph_module: fx.GraphModule, *, observed: bool, executor: Executor = "eager"
-    ) -> None:
+    def __init__(self, graph_module: fx.GraphModule, *, observed: bool) -> None:
         self.graph_module = graph_module
         self.observed = observed
-        self.executor = executor
         self.notes: dict[str, Any] = {}
         self.device = device_of(graph_module.graph)
         self.states: list[tuple[fx.Node, Callable[[], Tensor]]] = []

@@ -265,7 +265,9 @@ class CapturedStep:
                 raise
             raise inner from None
         self.owner.graph_breaks += capture.graph_breaks_since(num_breaks)
-        self._warn_if_nothing_ran()
+        if result is not None or self._deferred.calls:
+            # Otherwise the step has skipped this batch.
+            self._warn_if_nothing_ran()
         return result
 
     def _warn_if_nothing_ran(self) -> None:
@@ -391,9 +393,7 @@ class CompiledGraph:
         return self._out_of_place
 
     def _build(self, step: CapturedStep, observed: bool) -> _Variant:
-        graph = StepGraph(
-            capture.copy_graph_module(self.base), observed=observed, executor=self.executor
-        )
+        graph = StepGraph(capture.copy_graph_module(self.base), observed=observed)
         step.owner.records += run_passes(
             graph, step.owner.passes, step=step.name, graph_index=self.index
         )

@@ -86,7 +86,11 @@ class Calibrator:
         """Measure the gradient of ``value`` when the backward pass gets there."""
         if isinstance(value, Tensor) and value.requires_grad:
             base = value._base
-            if base is not None and base.requires_grad and base.numel() == value.numel():
+            if (
+                base is not None
+                and base.requires_grad
+                and (base.numel(), base.dtype) == (value.numel(), value.dtype)
+            ):
                 # A product may end in a view. When another view is written into, autograd makes this
                 # one's history anew without its hooks; the base keeps them.
                 value = base

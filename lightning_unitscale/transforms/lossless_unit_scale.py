@@ -46,7 +46,7 @@ def lossless_unit_scale(
     rewrite = LosslessUnitScale(depth)
     new, step = captured_forward(module, "lossless_unit_scale", rewrite)
     measured_gradients = calibrate(step, rewrite, example_args, example_kwargs)
-    if not measured_gradients:
+    if rewrite.gauge and not measured_gradients:
         live = _LiveGradients(rewrite)
         step.interpreter, step.before_call = live.calibrator, live
     new.__dict__["gauge"] = _GaugeOf(rewrite)
@@ -75,7 +75,7 @@ def calibrate(
         backward: Whether to run a backward pass, if the step returns a loss.
 
     Returns:
-        Whether the gradients were measured, as far as there is anything to measure.
+        Whether there was a loss, so that the gradients were measured.
     """
     module = step.owner.module
     calibrator = rewrite.calibrator()
@@ -87,7 +87,7 @@ def calibrate(
             _backward(loss, module, (args, kwargs), seed_gradient)
     forward, gradients = results(calibrator)
     rewrite.set_gauge(rewrite.gauge.updated(rewrite.gauge_from(forward, gradients)))
-    return loss is not None or not forward
+    return loss is not None
 
 
 def _backward(loss: Tensor, module: nn.Module, inputs: Any, seed_gradient: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -120,6 +121,7 @@ class Run:
 
     def compared(self) -> tuple[Any, ...]:
         return (
+            sorted(self.module.__dict__),
             self.outputs,
             self.weights,
             self.optimizers,
@@ -156,16 +158,17 @@ def run(
     data: Any = None,
     entry: str = "fit",
     entry_options: dict[str, Any] | None = None,
-    others: Sequence[pl.Callback] = (),
+    others: Callable[[], list[pl.Callback]] = list,
     **options: Any,
 ) -> Run:
     """One entry point of a seeded Trainer: ``fit``, ``validate``, ``test`` or ``predict``."""
     pl.seed_everything(11, verbose=False)
     module, recorder, memory = make_module(), Recorder(), MemoryLogger()
-    options = {**QUIET, "logger": memory, "max_steps": 6, **options}
+    folder = tempfile.mkdtemp(dir=".")
+    options = {**QUIET, "logger": memory, "max_steps": 6, "default_root_dir": folder, **options}
     if options.get("barebones"):
         options = {k: v for k, v in options.items() if k not in BAREBONES_REFUSES}
-    trainer = pl.Trainer(callbacks=[*callbacks, recorder, *others], **options)
+    trainer = pl.Trainer(callbacks=[*callbacks, recorder, *others()], **options)
     given = loader() if data is None else data()
     returned = getattr(trainer, entry)(module, given, **(entry_options or {}))
     result = Run(trainer, module, recorder.outputs)

@@ -141,14 +141,14 @@ def test_the_exponent_of_a_factor_reads_the_gauge(gauge: Gauge) -> None:
 
 def test_a_table_holds_each_factor_once_as_an_exact_normal_number() -> None:
     gauge = Gauge({"a": GaugePair(MAX_LOG2_SIGMA, MAX_LOG2_GAMMA)})
-    largest = sigma("a") * sigma("a") * gamma("a")
+    largest = sigma("a") * gamma("a")  # as much as a factor of a product joins
     table = FactorTable(torch.device("cpu"))
     rows = [table.row(one) for one in (sigma("a"), largest, sigma("a"), largest.inverse())]
     assert rows == [0, 1, 0, 2]
     assert len(table) == 3
     vector = table.tensor(gauge)
     assert vector.dtype == torch.float32
-    assert vector.tolist() == [2.0**30, 2.0**120, 2.0**-120]
+    assert vector.tolist() == [2.0**MAX_LOG2_SIGMA, 2.0**120, 2.0**-120]
     assert vector.min() >= torch.finfo(torch.float32).tiny
 
 

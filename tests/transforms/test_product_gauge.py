@@ -48,7 +48,7 @@ def _edits(plan: NodePlan) -> dict[str, Edit]:
 def _random(names: set[str]) -> Gauge:
     dice = random.Random(4)
     return Gauge(
-        {one: GaugePair(dice.randint(-9, 9), dice.randint(-9, 9)) for one in sorted(names)}
+        {one: GaugePair(dice.randint(1, 9), dice.randint(-9, -1)) for one in sorted(names)}
     )
 
 

@@ -1,0 +1,51 @@
+"""The demo's GPT as a plain module that returns its loss, and one training step of it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from examples.gpt import GPT  # noqa: E402
+
+VOCABULARY = 256
+
+
+class DemoLoss(nn.Module):
+    """``(tokens, targets) -> loss`` at the sizes of ``configs/gpt_unit_scaled.yaml``."""
+
+    def __init__(self, width: int = 128, depth: int = 4, num_heads: int = 4) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.gpt = GPT(width=width, depth=depth, num_heads=num_heads, context=128)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        logits = self.gpt(tokens)
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def demo_batch(batch_size: int = 16, context: int = 128) -> tuple[Tensor, Tensor]:
+    """Random bytes: the speed of a step does not depend on what the text says."""
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(VOCABULARY, (batch_size, context + 1), generator=generator)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def training_step(module: nn.Module, batch: tuple[Tensor, Tensor]) -> Callable[[], Tensor]:
+    """Forward, backward and AdamW, as one call that returns the loss."""
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4)
+
+    def step() -> Tensor:
+        optimizer.zero_grad()
+        loss: Tensor = module(*batch)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return step

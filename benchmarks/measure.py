@@ -1,0 +1,75 @@
+"""Interleaved timing of step functions, one table with ratios, and a JSON beside it."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from importlib.metadata import version
+from pathlib import Path
+
+from tabulate import tabulate
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def interleaved_medians(
+    steps: Mapping[str, Callable[[], object]], *, rounds: int, warmup: int
+) -> dict[str, float]:
+    """Median seconds of every step function.
+
+    A machine's speed drifts over minutes. Running one step of each variant in turn exposes all of
+    them to the same drift; the median drops the rounds in which something else ran.
+    """
+    samples: dict[str, list[float]] = {name: [] for name in steps}
+    for round_index in range(warmup + rounds):
+        for name, step in steps.items():
+            start = time.perf_counter()
+            step()
+            elapsed = time.perf_counter() - start
+            if round_index >= warmup:
+                samples[name].append(elapsed)
+    return {name: statistics.median(values) for name, values in samples.items()}
+
+
+def machine() -> dict[str, str]:
+    """What the figures were measured on, without anything that names one host."""
+    import torch
+
+    device = f"{os.cpu_count()}-core {platform.machine()} CPU"
+    if torch.cuda.is_available():
+        device = torch.cuda.get_device_name()
+    versions = {name: version(name) for name in ("torch", "lightning", "unit-scaling")}
+    threads = str(torch.get_num_threads())
+    return {"device": device, "threads": threads, "python": platform.python_version(), **versions}
+
+
+def report(
+    title: str, seconds: Mapping[str, float], baseline_of: Mapping[str, str], file_name: str
+) -> None:
+    """Print the table and write it with the machine's description to ``results/file_name``.
+
+    Args:
+        title: First line of the output.
+        seconds: Median seconds per variant.
+        baseline_of: The variant that each is compared with.
+        file_name: Name of the JSON file.
+    """
+    rows = [
+        {
+            "variant": name,
+            "ms per step": round(1e3 * value, 2),
+            "compared with": baseline_of[name],
+            "ratio": round(value / seconds[baseline_of[name]], 3),
+        }
+        for name, value in seconds.items()
+    ]
+    print(f"{title}\n{tabulate(rows, headers='keys')}")
+    about = machine()
+    print(", ".join(f"{key} {value}" for key, value in about.items()))
+    RESULTS.mkdir(exist_ok=True)
+    content = {"title": title, "machine": about, "rows": rows}
+    (RESULTS / file_name).write_text(json.dumps(content, indent=1) + "\n")

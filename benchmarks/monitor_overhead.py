@@ -1,0 +1,84 @@
+"""Step time with the scale monitor, sampled every step and every 50, against the peer's tracking.
+
+A monitored step includes taking the snapshot to the host and writing it to a TensorBoard event
+file. The peer is ``unit_scaling.transforms.track_scales``, which always tracks every step.
+
+Run: ``python benchmarks/monitor_overhead.py``
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Callable
+
+import torch
+from demo_step import DemoLoss, demo_batch, training_step
+from measure import interleaved_medians, report
+from torch import nn
+from torch.utils.tensorboard import SummaryWriter
+from unit_scaling.transforms import track_scales as peer_track_scales
+
+from lightning_unitscale.graph.capture import Executor
+from lightning_unitscale.graph.nodes import is_whole_view
+from lightning_unitscale.row_layout import RowLayout
+from lightning_unitscale.tensorboard.writer import ScaleWriter
+from lightning_unitscale.transforms.attach import captured_forward
+from lightning_unitscale.transforms.probes import ScaleProbes
+
+
+def monitored_step(
+    module: nn.Module, batch: tuple[torch.Tensor, ...], sampled: bool, executor: Executor, folder: str
+) -> Callable[[], object]:
+    """One training step with what ``ScaleMonitor`` does around it when it samples, or does not."""
+    probes = ScaleProbes(RowLayout(), lambda node: not is_whole_view(node))
+    monitored, captured = captured_forward(module, "monitor", probes)
+    captured.owner.use_executor(executor)
+    writer = ScaleWriter(SummaryWriter(folder))
+    step = training_step(monitored, batch)  # type: ignore[arg-type]
+    count = 0
+
+    def run() -> None:
+        nonlocal count
+        captured.owner.observe("monitor", sampled)
+        step()
+        if sampled and (snapshot := probes.take(count)) is not None:
+            writer.write(snapshot)
+        count += 1
+
+    return run
+
+
+def main() -> None:
+    """Measure all variants in one process, interleaved."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=50)
+    parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    batch = demo_batch()
+    plain = DemoLoss()
+    with tempfile.TemporaryDirectory() as folder:
+        steps = {
+            "eager, plain": training_step(plain, batch),
+            "eager, every step": monitored_step(plain, batch, True, "eager", f"{folder}/0"),
+            "eager, not sampled": monitored_step(plain, batch, False, "eager", f"{folder}/1"),
+            "eager, unit-scaling's track_scales": training_step(
+                peer_track_scales(DemoLoss()), batch
+            ),
+            "Inductor, plain": training_step(torch.compile(DemoLoss()), batch),
+            "Inductor, every step": monitored_step(plain, batch, True, "inductor", f"{folder}/2"),
+            "Inductor, not sampled": monitored_step(plain, batch, False, "inductor", f"{folder}/3"),
+        }
+        seconds = interleaved_medians(steps, rounds=options.rounds, warmup=options.warmup)
+    for executor in ("eager", "Inductor"):
+        # A median over 50 steps would not see the one that is sampled.
+        rare = 49 * seconds[f"{executor}, not sampled"] + seconds[f"{executor}, every step"]
+        seconds[f"{executor}, every 50 steps (mean)"] = rare / 50
+    baselines = {name: f"{name.split(',')[0]}, plain" for name in seconds}
+    report("Scale monitor, demo GPT", seconds, baselines, "monitor_overhead.json")
+
+
+if __name__ == "__main__":
+    main()

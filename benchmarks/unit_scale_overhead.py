@@ -1,0 +1,46 @@
+"""Step time of lossless unit scaling over the plain step, eager and compiled.
+
+Run: ``python benchmarks/unit_scale_overhead.py``
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+from demo_step import DemoLoss, demo_batch, training_step
+from measure import interleaved_medians, report
+from torch import nn
+
+from lightning_unitscale.transforms import compile as compile_graphs
+from lightning_unitscale.transforms import lossless_unit_scale
+
+
+def main() -> None:
+    """Measure all variants in one process, interleaved."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--warmup", type=int, default=4)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    batch = demo_batch()
+    plain = DemoLoss()
+    products = lossless_unit_scale(plain, *batch)
+    everything = lossless_unit_scale(plain, *batch, depth="all")
+    modules: dict[str, nn.Module] = {
+        "eager, plain": plain,
+        "eager, lossless products": products,
+        "eager, lossless all": everything,
+        "Inductor, plain": torch.compile(DemoLoss()),
+        "Inductor, lossless products": compile_graphs(products),
+        "Inductor, lossless all": compile_graphs(everything),
+    }
+    steps = {name: training_step(module, batch) for name, module in modules.items()}
+    seconds = interleaved_medians(steps, rounds=options.rounds, warmup=options.warmup)
+    baselines = {name: f"{name.split(',')[0]}, plain" for name in seconds}
+    report("Lossless unit scaling, demo GPT", seconds, baselines, "unit_scale_overhead.json")
+
+
+if __name__ == "__main__":
+    main()
