@@ -32,11 +32,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np
 import torch
 import transformers
-from tabulate import tabulate
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.architecture_tables import Result, Shares, markdown, summary, table
 from benchmarks.model_zoo import CORE, ZOO
+from lightning_unitscale import transforms
 from lightning_unitscale.graph.steps import steps_of
 from lightning_unitscale.transforms import lossless_unit_scale
 
@@ -212,42 +213,11 @@ def equal_bits(first: Tensor, second: Tensor) -> bool:
     )
 
 
-@dataclass
-class Shares:
-    """Shares of operands near RMS 1, and how many operands there were."""
-
-    forward: float
-    num_forward: int
-    stored: float
-    gradients: float
-    num_gradients: int
-
-    @staticmethod
-    def of(operands: Operands) -> Shares:
-        forward, num_forward = share_near_one(operands.forward)
-        stored, _ = share_near_one(operands.stored)
-        gradients, num_gradients = share_near_one(operands.gradients)
-        return Shares(forward, num_forward, stored, gradients, num_gradients)
-
-
-@dataclass
-class Result:
-    """One architecture at one depth; ``error`` is set when it did not run."""
-
-    architecture: str
-    depth: str
-    plain: Shares | None = None
-    ours: Shares | None = None
-    loss_equal: bool = False
-    num_gradients: int = 0
-    differing: list[str] = field(default_factory=list)
-    largest_difference: float = 0.0
-    num_graphs: int = 0
-    graph_breaks: list[str] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
-    far: list[tuple[str, str, float]] = field(default_factory=list)
-    seconds: float = 0.0
-    error: str = ""
+def shares_of(operands: Operands) -> Shares:
+    forward, num_forward = share_near_one(operands.forward)
+    stored, _ = share_near_one(operands.stored)
+    gradients, num_gradients = share_near_one(operands.gradients)
+    return Shares(forward, num_forward, stored, gradients, num_gradients)
 
 
 def examine(name: str, depth: str, *, verbose: bool = False) -> Result:
@@ -259,6 +229,8 @@ def examine(name: str, depth: str, *, verbose: bool = False) -> Result:
     plain_step = run_step(model, inputs)
     # Built anew where it matters: some models keep tensors of their last call.
     plain = observe_step(ZOO[name]()[0], inputs)
+    again = run_step(ZOO[name]()[0], inputs)
+    result.repeatable = not differing_gradients(plain_step, again)[0]
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -274,13 +246,17 @@ def examine(name: str, depth: str, *, verbose: bool = False) -> Result:
         return result
     steps = steps_of(scaled)
     assert steps is not None
-    result.plain, result.ours = Shares.of(plain), Shares.of(ours)
+    result.plain, result.ours = shares_of(plain), shares_of(ours)
     result.loss_equal = equal_bits(plain_step.loss, our_step.loss)
     result.num_gradients = len(plain_step.gradients)
     result.differing, result.largest_difference = differing_gradients(plain_step, our_step)
     result.num_graphs = steps.steps["forward"].num_graph_calls
     result.graph_breaks = list(dict.fromkeys(steps.graph_breaks))
     result.warnings = sorted({f"{one.category.__name__}: {one.message}" for one in caught})
+    if hasattr(transforms, "track_scales"):
+        seed_everything()
+        tracked = transforms.track_scales(ZOO[name]()[0])
+        result.tracking_equal = equal_bits(plain_step.loss, run_step(tracked, inputs).loss)
     result.far = [
         (group, operator, rms)
         for group, values in asdict(ours).items()
@@ -289,53 +265,6 @@ def examine(name: str, depth: str, *, verbose: bool = False) -> Result:
     ]
     result.seconds = time.perf_counter() - start
     return result
-
-
-def table(results: list[Result]) -> str:
-    """One row per architecture and depth."""
-    rows = []
-    for one in results:
-        if one.error or one.plain is None or one.ours is None:
-            rows.append([one.architecture, one.depth, f"FAILED {one.error[:60]}"])
-            continue
-        equal = one.num_gradients - len(one.differing)
-        rows.append(
-            [
-                one.architecture,
-                one.depth,
-                "equal" if one.loss_equal else "DIFFERS",
-                f"{equal}/{one.num_gradients}",
-                f"{one.largest_difference:.0e}" if one.differing else "0",
-                one.ours.num_forward,
-                f"{one.plain.forward:.0%}",
-                f"{one.ours.forward:.1%}",
-                f"{one.ours.stored:.1%}",
-                one.ours.num_gradients,
-                f"{one.plain.gradients:.0%}",
-                f"{one.ours.gradients:.1%}",
-                one.num_graphs,
-                len(one.graph_breaks),
-            ]
-        )
-    headers = [
-        "architecture", "depth", "loss", "equal gradients", "largest difference", "operands",
-        "plain", "ours", "ours, stored", "gradients", "plain", "ours", "graphs", "breaks",
-    ]  # fmt: skip
-    return tabulate(rows, headers=headers, disable_numparse=True)
-
-
-def summary(results: list[Result]) -> str:
-    """One line per depth."""
-    lines = []
-    for depth in dict.fromkeys(one.depth for one in results):
-        group = [one for one in results if one.depth == depth]
-        ran = [one for one in group if not one.error]
-        lines.append(
-            f"{depth}: {len(ran)} of {len(group)} ran, loss equal on "
-            f"{sum(one.loss_equal for one in ran)}, every gradient equal on "
-            f"{sum(not one.differing for one in ran)}"
-        )
-    return "\n".join(lines)
 
 
 def machine() -> dict[str, str]:
@@ -354,6 +283,9 @@ def main() -> None:
     parser.add_argument("--depth", choices=DEPTHS, help="both by default")
     parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument("--verbose", action="store_true")
+    parser.add_argument(
+        "--markdown", action="store_true", help="the table of docs/architectures.md"
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
@@ -369,7 +301,7 @@ def main() -> None:
                     print("   ", one)
                 for line in (*results[-1].graph_breaks, *results[-1].warnings):
                     print("   ", line[:300])
-    print(table(results))
+    print(markdown(results) if arguments.markdown else table(results))
     print(summary(results))
     document = {**machine(), "results": [asdict(one) for one in results]}
     arguments.output.parent.mkdir(parents=True, exist_ok=True)

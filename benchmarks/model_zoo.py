@@ -15,11 +15,7 @@ import transformers as hf
 from torch import nn
 
 Example = tuple[nn.Module, dict[str, Any]]
-
-VOCABULARY = 96
-LENGTH = 16
-BATCH = 2
-IMAGE = 32
+VOCABULARY, LENGTH, BATCH, IMAGE = 96, 16, 2, 32
 
 # Every text configuration takes these names, by its own or through its attribute map.
 _TEXT = {
@@ -58,19 +54,10 @@ _SEQ2SEQ = {
     "dropout": 0.1,
     "attention_dropout": 0.1,
     "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
     "decoder_start_token_id": 2,
 }
-_T5 = {
-    "vocab_size": VOCABULARY,
-    "d_model": 64,
-    "d_kv": 16,
-    "d_ff": 96,
-    "num_layers": 2,
-    "num_heads": 4,
-    "decoder_start_token_id": 0,
-}
+_T5 = {"vocab_size": VOCABULARY, "d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2,
+       "num_heads": 4, "decoder_start_token_id": 0}  # fmt: skip
 _SPEECH = {
     "vocab_size": 32,
     "hidden_size": 64,
@@ -335,7 +322,8 @@ MORE: dict[str, Callable[[], Example]] = {
     "Llama4": _case(_text, "Llama4ForCausalLM", "Llama4TextConfig", **_GQA, **_EXPERTS, head_dim=16,
                     intermediate_size_mlp=96, attention_chunk_size=8),
     "Gemma": _causal("Gemma", **_GQA, head_dim=16),
-    "Gemma3": _case(_text, "Gemma3ForCausalLM", "Gemma3TextConfig", **_GQA, head_dim=16, sliding_window=8),
+    "Gemma3": _case(_text, "Gemma3ForCausalLM", "Gemma3TextConfig", **_GQA, head_dim=16,
+                    sliding_window=8),
     "Cohere": _causal("Cohere", **_GQA),
     "OLMo": _causal("Olmo", **_GQA),
     "OLMo2": _causal("Olmo2", **_GQA),

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 # Thresholds are Python floats (IEEE double), so every one of them must be a normal double.
 _MAX_EXPONENT_BITS = 8
 _MAX_MANTISSA_BITS = 24
+# Of the formats without infinities; every code of a smaller one is a number.
+_FEWEST_BITS_WITH_NAN = 8
 _NAME = re.compile(r"E(\d+)M(\d+)(FN)?", re.IGNORECASE)
 
 
@@ -33,14 +35,15 @@ class NumberFormat:
         exponent_bits: Bits of the exponent, 2 to 8.
         mantissa_bits: Stored bits of the mantissa (without the leading one), 1 to 24.
         finite_only: No infinities: the top exponent holds numbers and only its last code is NaN
-            (the ``fn`` of ``float8_e4m3fn``). The default is the layout of IEEE 754.
+            (the ``fn`` of ``float8_e4m3fn``); a format of fewer than 8 bits has no NaN either (the
+            FP6 and FP4 of OCP MX). The default is the layout of IEEE 754.
 
     Raises:
         ValueError: If the bits are out of the ranges above.
 
     References:
         IEEE 754-2019, section 3.4; Micikevicius et al., "FP8 Formats for Deep Learning"
-        (arXiv 2209.05433), table 1.
+        (arXiv 2209.05433), table 1; OCP Microscaling Formats (MX) v1.0, section 5.3.
     """
 
     name: str
@@ -88,8 +91,8 @@ class NumberFormat:
 
     @property
     def max(self) -> float:
-        """Largest finite number; a finite-only format gives up its very last code to NaN."""
-        lost = 2 if self.finite_only else 1
+        """Largest finite number; E4M3FN and wider ones without infinities lose one code to NaN."""
+        lost = 2 if self.finite_only and self.bits >= _FEWEST_BITS_WITH_NAN else 1
         return (2.0 - lost * 2.0**-self.mantissa_bits) * 2.0**self.max_exponent
 
     @property
@@ -154,13 +157,14 @@ _ALIASES = {
 }
 
 
-def get_format(format: str | NumberFormat) -> NumberFormat:
-    """Find a format by name; a format is returned as it is.
+def get_format(format: str | NumberFormat | tuple[int, int]) -> NumberFormat:
+    """Find a format by name or by bits; a format is returned as it is.
 
     Args:
         format: A format; one of the names ``FP32``, ``BF16``, ``FP16``, ``E4M3FN``, ``E5M2`` or of
             torch's own names for them, in any case; or bits written as ``E3M4`` (with infinities)
-            or ``E2M3FN`` (finite only). ``E4M3`` means ``E4M3FN``, as it does in hardware.
+            or ``E2M3FN`` (finite only), or given as ``(exponent_bits, mantissa_bits)``, which is
+            the same as ``E3M4``. ``E4M3`` means ``E4M3FN``, as it does in hardware.
 
     Raises:
         ValueError: If there is no such format.
@@ -168,6 +172,13 @@ def get_format(format: str | NumberFormat) -> NumberFormat:
     """
     if isinstance(format, NumberFormat):
         return format
+    if isinstance(format, (tuple, list)):
+        if len(format) != 2 or not all(type(one) is int for one in format):
+            raise TypeError(
+                f"format={format!r}: not the bits of a format; expected two integers, "
+                "(exponent_bits, mantissa_bits); pass for example (4, 3)"
+            )
+        return get_format("E{}M{}".format(*format))
     if not isinstance(format, str):
         raise TypeError(
             f"format={format!r}: not a format; expected a name or a NumberFormat, got "

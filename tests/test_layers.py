@@ -51,6 +51,7 @@ MAY_NOT_IMPORT_TORCH = (
 # one place to mend.
 TORCH_ADAPTERS = (
     "graph/capture.py",
+    "graph/plain_algorithm.py",
     "pipeline/runtime.py",
     "profiler/memory.py",
     "remat/partitioner.py",

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+
+from torch import nn
 
 from lightning_unitscale.graph.capture import is_compiled
 from lightning_unitscale.graph.steps import LIGHTNING_STEPS, ModuleSteps, steps_of
@@ -34,7 +37,7 @@ def attach_steps(trainer: pl.Trainer, module: pl.LightningModule, owner: pl.Call
         )
     steps = steps_of(module)
     if steps is None:
-        steps = ModuleSteps(module, _existing_steps(module), defer=("log", "log_dict"))
+        steps = ModuleSteps(module, _existing_steps(module), defer=("log", "log_dict"), untraced=_untraced)
     steps.attach(name)
     return steps
 
@@ -65,10 +68,34 @@ def optimizer_step_index(trainer: pl.Trainer) -> int:
     return trainer.fit_loop.epoch_loop._batches_that_stepped
 
 
+def has_stepped(trainer: pl.Trainer, module: pl.LightningModule, global_step_before: int) -> bool:
+    """Whether the batch that has just run completed an optimizer step.
+
+    Under manual optimization there is no accumulation that Lightning knows of, and it counts only
+    the steps of optimizers in its own wrapping: every batch is one.
+    """
+    return not module.automatic_optimization or trainer.global_step != global_step_before
+
+
 def loss_scale(trainer: pl.Trainer) -> float:
     """Factor that the precision plugin puts on the loss, 1 without a gradient scaler."""
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     return float(scaler.get_scale()) if scaler is not None else 1.0
+
+
+def _untraced(module: nn.Module) -> Iterator[tuple[Any, str]]:
+    """What a step under manual optimization calls beside its model."""
+    assert isinstance(module, pl.LightningModule)
+    trainer = module._trainer
+    if module.automatic_optimization or trainer is None or not trainer.training:
+        return
+    for name in ("manual_backward", "clip_gradients", "toggle_optimizer", "untoggle_optimizer"):
+        yield module, name
+    # The wrapped optimizers as self.optimizers() gives them, and those without their wrapping.
+    optimizers = (*trainer.strategy._lightning_optimizers, *trainer.strategy.optimizers)
+    schedulers = (config.scheduler for config in trainer.strategy.lr_scheduler_configs)
+    for one in (*optimizers, *schedulers):
+        yield one, "step"
 
 
 def _existing_steps(module: pl.LightningModule) -> list[str]:

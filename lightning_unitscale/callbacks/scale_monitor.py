@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -14,13 +13,15 @@ from typing_extensions import override
 
 from lightning_unitscale.callbacks.module_steps import (
     attach_steps,
+    has_stepped,
     loss_scale,
     optimizer_step_index,
 )
 from lightning_unitscale.callbacks.ranks import joint_snapshot
 from lightning_unitscale.callbacks.summary import summary_scalars
 from lightning_unitscale.formats import NumberFormat, get_format
-from lightning_unitscale.graph.nodes import MODULE, is_whole_view, requires_grad, tensor_name
+from lightning_unitscale.graph.nodes import is_whole_view, requires_grad
+from lightning_unitscale.graph.patterns import NamePatterns
 from lightning_unitscale.graph.products import product_of
 from lightning_unitscale.graph.steps import ModuleSteps
 from lightning_unitscale.row_layout import RowLayout
@@ -87,8 +88,7 @@ class ScaleMonitor(pl.Callback):
                 "the argument out."
             )
         self.every_n_steps = every_n_steps
-        self.include = _patterns("include", include)
-        self.exclude = _patterns("exclude", exclude)
+        self._patterns = NamePatterns(include, exclude)
         layout = RowLayout(tuple(get_format(one) for one in formats), histogram=histograms)
         self.snapshots: list[ScaleSnapshot] = []
         self._probes = ScaleProbes(layout, self._watches)
@@ -148,7 +148,7 @@ class ScaleMonitor(pl.Callback):
         batch_idx: int,
     ) -> None:
         # Accumulated batches are one sample: it is complete when the optimizer has stepped.
-        if self._is_sampling and trainer.global_step != self._global_step_before:
+        if self._is_sampling and has_stepped(trainer, pl_module, self._global_step_before):
             self._is_sampling = False
             self._take(trainer, pl_module)
 
@@ -193,12 +193,7 @@ class ScaleMonitor(pl.Callback):
         is_constant = node.op != "placeholder" and not requires_grad(node)
         if is_whole_view(node) or (is_constant and not any(map(product_of, node.users))):
             return False
-        names = (tensor_name(node), str(node.meta.get(MODULE, "")))
-        if any(fnmatch.fnmatchcase(name, one) for one in self.exclude for name in names):
-            return False
-        if not self.include:
-            return True
-        return any(fnmatch.fnmatchcase(name, one) for one in self.include for name in names)
+        return self._patterns.match(node)
 
     def _restore(self) -> None:
         if self._steps is None:
@@ -207,14 +202,3 @@ class ScaleMonitor(pl.Callback):
         self._writers.clear()
         self._steps.detach(type(self).__name__, self._probes)
         self._steps = None
-
-
-def _patterns(name: str, value: str | Sequence[str] | None) -> tuple[str, ...]:
-    patterns = (value,) if isinstance(value, str) else tuple(value or ())
-    for one in patterns:
-        if not isinstance(one, str) or not one:
-            raise ValueError(
-                f"{name}={value!r}: {one!r} is no pattern; expected globs of module paths or tensor "
-                "names; pass for example include=['blocks.0.*']."
-            )
-    return patterns

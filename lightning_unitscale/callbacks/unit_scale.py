@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from lightning_unitscale.callbacks.module_steps import (
     attach_steps,
+    has_stepped,
     loss_scale,
     optimizer_step_index,
     step_arguments,
@@ -155,7 +156,7 @@ class UnitScaleCallback(pl.Callback):
         assert self._steps is not None
         if self._live is not None:
             self._adopt_live(self._live)
-        if trainer.global_step == self._global_step_before:
+        if not has_stepped(trainer, pl_module, self._global_step_before):
             return  # the accumulated batches share one gauge
         drift = self._rewrite.drift.take()
         if drift is not None and self._looks_at(self._step_index):

@@ -65,17 +65,20 @@ def multiply(tensor: Tensor, factor: Factor) -> Tensor:
         product = (wide * factor).to(tensor.dtype)
     else:
         product = core * factor
-    if not core.is_contiguous() and product.stride() != core.stride():
-        product = _with_gaps_of(core, product)
+    has_gaps = not core.is_contiguous() and product.stride() != core.stride()
+    if core.numel() > 0 and (has_gaps or _alignment(core)):
+        product = _placed_like(core, product)
     return product if core is tensor else product.expand(tensor.shape)
 
 
-def _with_gaps_of(tensor: Tensor, values: Tensor) -> Tensor:
+def _placed_like(tensor: Tensor, values: Tensor) -> Tensor:
     """``values`` in memory whose dimensions merge where those of ``tensor`` do, and nowhere else.
 
-    Kernels run over merged dimensions. The gaps themselves may be smaller: a slice of one column out
-    of a thousand does not need a thousand columns.
+    Kernels run over merged dimensions, and in other steps where rows are aligned in another way:
+    every stride and the address are those of ``tensor`` modulo a cache line. The gaps themselves may
+    be smaller: a slice of one column out of a thousand does not need a thousand columns.
     """
+    line = _LINE_BYTES // tensor.element_size()
     strides = [1] * tensor.dim()
     end, true_end = 1, 1
     # From the innermost dimension outwards; one of size 1 is never stepped over.
@@ -85,10 +88,22 @@ def _with_gaps_of(tensor: Tensor, values: Tensor) -> Tensor:
             return values
         if size == 1:
             continue
-        strides[dim] = end if stride == true_end else end + 1
+        strides[dim] = end if stride == true_end else end + 1 + (stride - end - 1) % line
         end, true_end = strides[dim] * size, stride * size
-    spread = torch.empty_strided(tensor.size(), strides, dtype=values.dtype, device=values.device)
-    return spread.copy_(values)
+    offset = _alignment(tensor)
+    spread = torch.empty(offset + end, dtype=values.dtype, device=values.device)
+    return spread.as_strided(tensor.size(), strides, offset).copy_(values)
+
+
+_LINE_BYTES = 64
+
+
+def _alignment(tensor: Tensor) -> int:
+    """Elements from the last cache line's beginning to that of ``tensor``; 0 under a compiler."""
+    if torch.compiler.is_compiling():
+        return 0
+    offset = tensor.storage_offset()
+    return 0 if isinstance(offset, torch.SymInt) else offset % (_LINE_BYTES // tensor.element_size())
 
 
 class _Scale(torch.autograd.Function):

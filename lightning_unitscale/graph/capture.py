@@ -1,4 +1,4 @@
-"""The only file that touches Dynamo's, AOTAutograd's and Inductor's own names.
+"""The file that touches Dynamo's, AOTAutograd's and Inductor's own names, with one helper.
 
 Everything above works on :class:`CapturedGraph` and on callables. Private names used here were
 checked on torch 2.13 and 2.11: ``node.meta["grapharg"]``, ``node._dynamo_source``,
@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import operator
 import re
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -19,15 +18,16 @@ from typing import Any, Literal
 import torch
 import torch._dynamo.config
 from torch import Tensor, fx, nn
-from torch._dynamo import convert_frame, exc
+from torch._dynamo import convert_frame
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.eval_frame import reset_code  # type: ignore[attr-defined]
 from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
 from torch._dynamo.source import GlobalSource
 from torch._dynamo.utils import graph_break_reasons
-from torch._dynamo.variables import torch as torch_variables
 from torch._functorch.aot_autograd import make_boxed_func  # type: ignore[attr-defined]
 from torch._guards import CompileContext
+
+from lightning_unitscale.graph.plain_algorithm import plain_answers
 
 Executor = Literal["eager", "aot_eager", "inductor"]
 Backend = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
@@ -78,7 +78,7 @@ class CapturedGraph:
         After a graph break a submodule's ``forward`` is captured by itself, with the submodule as
         its ``self``; the parameters tell which one it is.
         """
-        roots = {}
+        roots: dict[str, str] = {}
         for one in self.inputs:
             keys = _KEY.findall(one.source)
             local = ".".join(keys[1:])
@@ -144,89 +144,16 @@ def capture_settings() -> Iterator[None]:
     tensor would then have another name with and without DDP. ``use_numpy_random_stream`` keeps
     NumPy's random numbers (masks of speech models): traced, they would be drawn from torch's.
     """
-    plain = torch_variables.tracing_state_functions
-    # Functions rather than a context of mock: this runs once a step.
-    torch_variables.tracing_state_functions = lambda: _Answers(plain())  # type: ignore[assignment]
-    try:
-        with torch._dynamo.config.patch(
+    with (
+        plain_answers(),
+        torch._dynamo.config.patch(
             optimize_ddp=False,
             use_numpy_random_stream=True,
             recompile_limit=_RECOMPILE_LIMIT,
             accumulated_recompile_limit=4 * _RECOMPILE_LIMIT,
-        ):
-            yield
-    finally:
-        torch_variables.tracing_state_functions = plain
-
-
-# Code of functions, as (file, function), that asked while they were traced whether they are being
-# compiled; and of those among them that then took an algorithm which is not the plain step's.
-_asked: set[tuple[str, str]] = set()
-_told_no: set[tuple[str, str]] = set()
-_IS_COMPILING = frozenset({torch.compiler.is_compiling})
-_RESUMED = re.compile(r"^torch_dynamo_resume_in_(.*)_at_\d+$")
-_FRAME = re.compile(r'File "([^"]+)", line \d+, in (\S+)')
-_TORCH = torch.__path__[0]
-
-
-class _Answers(dict[Any, bool]):
-    """What Dynamo tells traced code about the state of tracing.
-
-    Some models take another algorithm when ``torch.compiler.is_compiling()``, with other rounding: a
-    parallel scan instead of a loop. A function that was seen to do so is told that it is not.
-    """
-
-    def __getitem__(self, function: Any) -> bool:
-        answer = super().__getitem__(function)
-        if function not in _IS_COMPILING:
-            return answer
-        callers = _traced_callers(sys._getframe(1))
-        if callers and callers[0][0].startswith(_TORCH):
-            # torch's own code (its checkpointing) knows what it needs to be told.
-            return answer
-        # The question is often asked through a helper or two.
-        _asked.update(callers[:3])
-        return answer and not any(one in _told_no for one in callers)
-
-
-def _traced_callers(frame: Any) -> list[tuple[str, str]]:
-    """Functions that Dynamo is inlining, innermost first; ``frame`` is in Dynamo's handler."""
-    translator = frame.f_locals.get("tx")
-    callers = []
-    while translator is not None:
-        code = translator.f_code
-        callers.append((code.co_filename, _RESUMED.sub(r"\1", code.co_name)))
-        translator = getattr(translator, "parent", None)
-    return callers
-
-
-class _TraceAgain(exc.TensorifyScalarRestartAnalysis, exc.UnspecializeRestartAnalysis):
-    """Dynamo's way to trace a frame anew. Nothing of the frame has run by then.
-
-    A backend may raise the first class; the second makes Dynamo forget the course of its last try.
-    """
-
-
-def refuse_other_algorithms(graph_module: fx.GraphModule) -> None:
-    """Have Dynamo trace the frame again where code took an algorithm for compilers only.
-
-    The sign is a higher-order operator or a ``vmap`` (torch's parallel scan comes as either) over
-    tensors with a gradient, made by a function that had asked whether it is being compiled.
-    """
-    found = set()
-    for node in graph_module.graph.nodes:
-        is_higher_order = isinstance(node.target, torch._ops.HigherOrderOperator)
-        if is_checkpoint(node) or not (is_higher_order or getattr(node.target, "__name__", "") == "_add_batch_dim"):
-            continue
-        read = [one.meta.get("example_value") for one in node.all_input_nodes]
-        if any(isinstance(one, Tensor) and one.requires_grad for one in read):
-            frames = _FRAME.findall(node.meta.get("stack_trace") or "")
-            users = [one for one in frames if not one[0].startswith(_TORCH)]
-            if users and users[-1] in _asked:
-                found.add(users[-1])
-    if found - _told_no:
-        _told_no.update(found)
-        raise _TraceAgain(restart_reason="another algorithm under a compiler")
+        ),
+    ):
+        yield
 
 
 def describe(
@@ -283,7 +210,9 @@ def copy_graph_module(graph_module: fx.GraphModule) -> fx.GraphModule:
     return copy
 
 
-def add_placeholder(graph: fx.Graph, name: str, example: Tensor, *, nested: bool = False) -> fx.Node:
+def add_placeholder(
+    graph: fx.Graph, name: str, example: Tensor, *, nested: bool = False
+) -> fx.Node:
     """Append an input of our own after the graph's inputs.
 
     AOTAutograd refuses an input without a source when the others have one (it builds its aliasing
@@ -370,7 +299,8 @@ def original_error(error: BaseException) -> BaseException:
 def is_checkpoint(node: fx.Node) -> bool:
     """Whether the node is a region of ``torch.utils.checkpoint``."""
     return (
-        node.op == "call_function" and node.target is torch.ops.higher_order.tag_activation_checkpoint
+        node.op == "call_function"
+        and node.target is torch.ops.higher_order.tag_activation_checkpoint
     )
 
 

@@ -16,6 +16,8 @@ NAME = "tensor_name"
 MODULE = "module_path"
 # Set on nodes that a pass inserted and that are no tensor of the user's step.
 INTERNAL = "internal"
+# Set on nodes inside a ``vmap`` or ``grad`` transform, where a tensor is not yet what it seems.
+TRANSFORMED = "transformed"
 
 _ROOT = re.compile(r"^(L\[['\"]\w+['\"]\]|G\[['\"]\w+['\"]\]|self)\.?")
 _INDEX = re.compile(r"\[['\"]?([\w.\- ]+?)['\"]?\]")
@@ -103,9 +105,14 @@ class Names:
         roots: Mapping[str, str],
         seen: Counter[str],
     ) -> None:
+        depth = 0
         for node in graph_module.graph.nodes:
             if node.op == "output":
                 continue
+            kind = op_name(node)
+            depth += ("increment_nesting" in kind) - ("decrement_nesting" in kind)
+            if depth:
+                node.meta[TRANSFORMED] = True
             if node.op == "placeholder":
                 fqn = fqns.get(node.name)
                 # A parameter is one tensor however many graphs read it: no ordinal.
@@ -114,7 +121,7 @@ class Names:
                 continue
             path = module_path(node, roots)
             node.meta[MODULE] = path
-            base = f"{path}.{op_name(node)}" if path else op_name(node)
+            base = f"{path}.{kind}" if path else kind
             node.meta[NAME] = self._own(base, frame, seen)
             nested = getattr(graph_module, str(node.target), None) if node.op == "get_attr" else None
             if isinstance(nested, fx.GraphModule):

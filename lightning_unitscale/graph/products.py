@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from lightning_unitscale.graph.expand import attention_product
-from lightning_unitscale.graph.nodes import is_float_tensor
+from lightning_unitscale.graph.nodes import TRANSFORMED, is_float_tensor
 
 Path = tuple[int | str, ...]
 
@@ -156,10 +156,13 @@ def product_of(node: fx.Node) -> Product | None:
     """Describe a node that is a product of real floating-point tensors.
 
     Returns:
-        ``None`` for any other node, and for a product of integer, complex or symbolic operands.
+        ``None`` for any other node, for a product of integer, complex or symbolic operands, and for
+        one inside a ``vmap``.
     """
     rule = rule_of(node)
-    if rule is None or node.kwargs.get("out") is not None or not is_float_tensor(node):
+    if rule is None or TRANSFORMED in node.meta:
+        return None
+    if node.kwargs.get("out") is not None or not is_float_tensor(node):
         return None
     operands = tuple(one for name in rule.operands for one in _tensors(node, rule, name))
     if len(operands) < 2 or not all(is_float_tensor(one.node) for one in operands):
@@ -176,7 +179,10 @@ def unreachable_products(graph: fx.Graph) -> list[fx.Node]:
         node
         for node in graph.nodes
         if node.op in {"call_function", "call_method"}
-        and getattr(node.target, "__name__", str(node.target)) in _OUT_OF_REACH
+        and (
+            getattr(node.target, "__name__", str(node.target)) in _OUT_OF_REACH
+            or (TRANSFORMED in node.meta and rule_of(node) is not None)
+        )
     ]
 
 

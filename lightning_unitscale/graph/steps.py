@@ -24,6 +24,8 @@ from lightning_unitscale.graph.expand import expand_composites
 from lightning_unitscale.graph.nodes import Names
 from lightning_unitscale.graph.out_of_place import make_out_of_place
 from lightning_unitscale.graph.passes import GraphPass, PassRecord, StepGraph, run_passes
+from lightning_unitscale.graph.plain_algorithm import refuse_other_algorithms
+from lightning_unitscale.graph.untraced import Calls, UntracedCalls
 
 LIGHTNING_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 _ATTRIBUTE = "_captured_steps"
@@ -43,6 +45,8 @@ class ModuleSteps:
         module: Module whose methods are captured; it is changed by :meth:`attach` only.
         step_names: Methods to capture; those the module does not have are left out.
         defer: Methods of the module whose calls are made after the step (``log``, ``log_dict``).
+        untraced: Says which methods of which objects are no part of the model, though the step
+            calls them (``optimizer.step``).
 
     Attributes:
         passes: Passes over every graph, in the order they were given.
@@ -51,10 +55,16 @@ class ModuleSteps:
     """
 
     def __init__(
-        self, module: nn.Module, step_names: Sequence[str], *, defer: Sequence[str] = ()
+        self,
+        module: nn.Module,
+        step_names: Sequence[str],
+        *,
+        defer: Sequence[str] = (),
+        untraced: Callable[[nn.Module], Calls] = lambda _: (),
     ) -> None:
         self.module = module
         self.defer = tuple(defer)
+        self.untraced = untraced
         self.executor: Executor = "eager"
         self.passes: list[GraphPass] = []
         self.records: list[PassRecord] = []
@@ -167,6 +177,7 @@ class ModuleSteps:
         memo[id(self)] = new
         new.module = copy.deepcopy(self.module, memo)
         new.defer = self.defer
+        new.untraced = self.untraced
         new.executor = self.executor
         new.passes = copy.deepcopy(self.passes, memo)
         new.records, new.graph_breaks = [], []
@@ -206,8 +217,11 @@ class CapturedStep:
         self.graphs: list[CompiledGraph] = []
         self.num_graph_calls = 0
         self._warned = False
+        self._running: Executor = "eager"
         self._compiled: dict[Executor, Callable[..., Any]] = {}
+        self._backends: dict[Executor, _Backend] = {}
         self._deferred: DeferredCalls | None = None
+        self._untraced: UntracedCalls | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step and then make the calls that it deferred."""
@@ -247,13 +261,22 @@ class CapturedStep:
             return self.__wrapped__(*args, **kwargs)
         if self._deferred is None:
             self._deferred = DeferredCalls(self.owner.module, self.owner.defer)
+            self._untraced = UntracedCalls(
+                lambda: self.owner.untraced(self.owner.module),
+                lambda function: self._traced(self._running, function),
+            )
+        assert self._untraced is not None
         if executor not in self._compiled:
-            backend = _Backend(weakref.ref(self), executor)
-            self._compiled[executor] = capture.compile_function(self.__wrapped__, backend)
+            self._compiled[executor] = self._traced(executor, self.__wrapped__)
         self.num_graph_calls = 0
+        self._running = executor
         num_breaks = capture.num_graph_breaks()
         try:
-            with capture.capture_settings(), self._deferred.recording():
+            with (
+                capture.capture_settings(),
+                self._deferred.recording(),
+                self._untraced.replaced(),
+            ):
                 result = self._compiled[executor](*args, **kwargs)
         except Exception as error:
             self._deferred.discard()
@@ -269,6 +292,11 @@ class CapturedStep:
             # Otherwise the step has skipped this batch.
             self._warn_if_nothing_ran()
         return result
+
+    def _traced(self, executor: Executor, function: Callable[..., Any]) -> Callable[..., Any]:
+        # One backend for all: Dynamo captures anew when it meets another.
+        backend = self._backends.setdefault(executor, _Backend(weakref.ref(self), executor))
+        return capture.compile_function(function, backend)
 
     def _warn_if_nothing_ran(self) -> None:
         if self.num_graph_calls or self._warned:
@@ -296,7 +324,7 @@ class _Backend:
         step = self.step()
         if step is None:
             return graph_module.forward  # type: ignore[no-any-return]
-        capture.refuse_other_algorithms(graph_module)
+        refuse_other_algorithms(graph_module)
         captured = capture.describe(graph_module, example_inputs, step.owner.module)
         return _GraphOfEachModule(step, captured, self.executor).__call__
 

@@ -190,11 +190,24 @@ class FactorTable:
     def tensor(self, gauge: Gauge) -> Tensor:
         """The factors under ``gauge``, FP32 of shape ``(number of factors,)``."""
         if self._last is None or self._last[0] is not gauge:
-            # At depth "all" a factor has up to four terms. Beyond the bound it would join tensors so
-            # far apart that FP32 loses one of them in any units.
-            limit = _MAX_LOG2_FACTOR
-            exponents = (factor.exponent(gauge) for factor in self._rows)
-            powers = [math.ldexp(1.0, max(-limit, min(limit, one))) for one in exponents]
+            powers = [_exact_power(factor, gauge) for factor in self._rows]
             vector = torch.tensor(powers, dtype=torch.float32, device=self._device)
             self._last = (gauge, vector)
         return self._last[1]
+
+
+def _exact_power(factor: Factor, gauge: Gauge) -> float:
+    """The factor as a normal FP32 number.
+
+    Raises:
+        RuntimeError: If there is none: clamping it would change what the model computes.
+    """
+    exponent = factor.exponent(gauge)
+    if abs(exponent) > _MAX_LOG2_FACTOR:
+        names = ", ".join(name for name, _ in (*factor.sigmas, *factor.gammas))
+        raise RuntimeError(
+            f"factor=2**{exponent} between {names}: beyond FP32, so the units of these tensors "
+            f"cannot be converted exactly; expected an exponent within +-{_MAX_LOG2_FACTOR}; look "
+            "for a tensor that vanishes or explodes, or use depth='products'."
+        )
+    return math.ldexp(1.0, exponent)

@@ -8,10 +8,16 @@ from typing import Literal, get_args
 
 from torch import fx
 
-from lightning_unitscale.graph.nodes import is_float_tensor, requires_grad, tensor_name
+from lightning_unitscale.graph.nodes import (
+    TRANSFORMED,
+    is_float_tensor,
+    requires_grad,
+    tensor_name,
+)
 from lightning_unitscale.graph.passes import GraphPass, Region, Stage, StepGraph
 from lightning_unitscale.graph.products import product_of, unreachable_products
 from lightning_unitscale.transforms.calibration import Calibrator, Measured
+from lightning_unitscale.transforms.drift import DriftProbes
 from lightning_unitscale.transforms.gauge import (
     MAX_LOG2_GAMMA,
     MAX_LOG2_SIGMA,
@@ -23,7 +29,6 @@ from lightning_unitscale.transforms.gauge import (
     nearest_exponent,
     sigma,
 )
-from lightning_unitscale.transforms.drift import DriftProbes
 from lightning_unitscale.transforms.product_gauge import (
     operand_name,
     operands_to_measure,
@@ -172,6 +177,6 @@ def _gradient_of_product(node: fx.Node) -> str | None:
 def _tensor_with_units(node: fx.Node) -> str | None:
     if node.op not in {"call_function", "call_method"} or not is_float_tensor(node):
         return None
-    if not requires_grad(node) or kept_argument(node) is not None:
+    if not requires_grad(node) or TRANSFORMED in node.meta or kept_argument(node) is not None:
         return None
     return tensor_name(node)

@@ -26,6 +26,7 @@ from typing import Any
 from torch import fx
 
 from lightning_unitscale.graph.nodes import (
+    TRANSFORMED,
     example_tensor,
     is_float_tensor,
     op_name,
@@ -60,7 +61,11 @@ class StoredUnits(Units):
     def __init__(self, graph: fx.Graph) -> None:
         # A tensor that is still written into in place, or seen through such a one, is left as the
         # model means it: the write would be in its units, not in ours.
+        # So is what a ``vmap`` reads: no change of units can stand inside it.
         excluded = aliased_by_mutation(graph)
+        for node in graph.nodes:
+            if TRANSFORMED in node.meta:
+                excluded.update((node, *node.all_input_nodes))
         self._names: dict[fx.Node, str | None] = {}
         for node in graph.nodes:
             self._names[node] = None if node in excluded else self._name_of(node)

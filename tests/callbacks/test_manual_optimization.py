@@ -102,8 +102,46 @@ class Scheduled(Manual):
         return loss
 
 
+class Closing(Manual):
+    """The model runs in a closure that the optimizer calls."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer = self.optimizers()
+
+        def closure() -> Any:
+            loss = self.loss(batch)
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            self.log("loss", loss)
+            return loss
+
+        with optimizer.toggle_model(sync_grad=True):
+            optimizer.step(closure=closure)
+
+
+class OnTorch(Manual):
+    """The optimizer without Lightning's wrapping, and ``backward`` called on the loss."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer = self.optimizers(use_pl_optimizer=False)
+        loss = self.loss(batch)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        with torch.no_grad():
+            for one in self.parameters():
+                one.mul_(0.99)
+        return {"loss": loss.detach(), "rate": optimizer.param_groups[0]["lr"]}
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+
+KINDS = [Manual, Accumulating, Adversarial, Scheduled, Closing, OnTorch]
+
+
 @pytest.mark.parametrize("depth", ["products", "all"])
-@pytest.mark.parametrize("kind", [Manual, Accumulating, Adversarial, Scheduled])
+@pytest.mark.parametrize("kind", KINDS)
 def test_manual_optimization(kind: type[Regression], depth: str) -> None:
     _, callbacks = assert_same_run(
         kind,

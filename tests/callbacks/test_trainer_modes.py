@@ -110,7 +110,7 @@ def _fitted(callbacks: list[pl.Callback], *, again: bool, **options: Any) -> Any
     metrics = trainer.validate(second, loader(8), verbose=False)
     predictions = trainer.predict(second, loader(8))
     third = pl.Trainer(callbacks=callbacks, max_epochs=1, **QUIET)
-    third.fit(second, loader(8))
+    third.fit(second, loader(8), loader(4))
     return dict(module.state_dict()), dict(second.state_dict()), metrics, predictions
 
 
@@ -150,7 +150,7 @@ def test_no_loader_for_validation() -> None:
 def test_double_as_the_default_type() -> None:
     torch.set_default_dtype(torch.float64)
     try:
-        assert_same_run(lambda: Evaluated(adamw).double(), data=lambda: loader(collate_fn=_double))
+        assert_same_run(lambda: Regression(adamw).double(), data=lambda: loader(collate_fn=_double))
     finally:
         torch.set_default_dtype(torch.float32)
 

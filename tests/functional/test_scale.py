@@ -170,3 +170,16 @@ def test_compiled_in_fp16_with_a_factor_outside_its_range() -> None:
     )
     assert torch.equal(y, torch.full((8,), 2.0**10, dtype=torch.float16))
     assert torch.equal(gradient, torch.full((8,), 2.0**8, dtype=torch.float16))
+
+
+@pytest.mark.parametrize("slices", [(slice(1, None, 2),), (slice(None), slice(1, 5)), (slice(3, 9),)])
+def test_a_product_of_a_scaled_slice_has_the_bits_of_the_slices_product(
+    slices: tuple[slice, ...],
+) -> None:
+    # Small products take other steps where rows or the first element are aligned in another way.
+    for width in (5, 6, 7, 12):
+        whole = torch.randn(40, width)
+        x = whole[slices]
+        weight = torch.randn(8, x.shape[1])
+        result = torch.nn.functional.linear(multiply(x, torch.tensor(4.0)), weight) / 4
+        assert torch.equal(result, torch.nn.functional.linear(x, weight))

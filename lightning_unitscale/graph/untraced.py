@@ -1,0 +1,85 @@
+"""Run what is no part of a model outside of Dynamo: backward passes, and updates of the weights.
+
+Dynamo would trace an optimizer's step like any other code, and optimizers compute by another
+algorithm when they are traced (``torch.optim`` then keeps its step count in a tensor), so that the
+weights would differ in their last bits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+Calls = Iterable[tuple[Any, str]]
+
+
+class UntracedCalls:
+    """Replaces methods of objects, while a step runs, by ones that Dynamo does not look into.
+
+    Args:
+        find: Says before each step which methods of which objects: ``(object, name)`` pairs.
+        trace: Makes a function traced again; used for a closure that is handed to a method, since
+            the model runs in it.
+    """
+
+    def __init__(
+        self, find: Callable[[], Calls], trace: Callable[[Callable[..., Any]], Callable[..., Any]]
+    ) -> None:
+        self._find = find
+        self._trace = trace
+        # Kept, since Dynamo guards on the identity of what it calls.
+        self._calls: dict[tuple[int, str], _Untraced] = {}
+
+    @contextlib.contextmanager
+    def replaced(self) -> Iterator[None]:
+        """Within this context the methods run untraced; the real ones are back afterwards."""
+        shadowed = []
+        try:
+            for one, name in self._find():
+                call = self._calls.setdefault((id(one), name), _Untraced(one, self._trace))
+                attributes = one.__dict__
+                if attributes.get(name) is call.run:
+                    continue  # a step within a step
+                shadowed.append((attributes, name, attributes.get(name, _MISSING)))
+                call.stand_in_for(getattr(one, name))
+                attributes[name] = call.run
+            yield
+        finally:
+            for attributes, name, before in reversed(shadowed):
+                if before is _MISSING:
+                    del attributes[name]
+                else:
+                    attributes[name] = before
+
+
+_MISSING = object()
+
+
+class _Untraced:
+    """One method of one object, which is kept so that its identity stays its own."""
+
+    def __init__(
+        self, owner: Any, trace: Callable[[Callable[..., Any]], Callable[..., Any]]
+    ) -> None:
+        self.owner = owner
+        self.method: Callable[..., Any] = lambda: None
+        self._trace = trace
+        self.run = torch.compiler.disable(self._run)
+
+    def stand_in_for(self, method: Callable[..., Any]) -> None:
+        """Call ``method`` from now on, and have its marks (of a scheduler, on what it counts)."""
+        self.method = method
+        self.run.__dict__.update(getattr(method, "__dict__", {}))
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        args = tuple(self._traced(one) for one in args)
+        return self.method(*args, **{name: self._traced(one) for name, one in kwargs.items()})
+
+    def _traced(self, value: Any) -> Any:
+        if not hasattr(value, "__code__"):
+            return value
+        return functools.wraps(value)(self._trace(value))

@@ -1,0 +1,263 @@
+"""Rounding of tensors to a number format, in the tensor's own type.
+
+Everything is arithmetic on FP32 and on its codes, and purely functional, so eager, AOTAutograd and
+Inductor give the same bits on every device. Casting to the format's own type and back would not:
+Inductor drops a cast to FP16 or BF16 that is followed by one to FP32, Triton has no FP8 on older
+GPUs, and on a CPU the way back from ``float8_e4m3fn`` takes four times as long as all that is here.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from lightning_unitscale.formats import FP32, NumberFormat, get_format
+
+FormatLike = str | NumberFormat | tuple[int, int]
+Rounding = Literal["nearest", "stochastic"]
+
+# FP32, in which everything is computed.
+_BIAS = 127
+_MANTISSA_BITS = 23
+_EXPONENT_CODES = 0xFF << _MANTISSA_BITS
+
+_LOW_32_BITS = 0xFFFF_FFFF
+_KEY_VALUES = 1 << 32
+
+
+def quantize(
+    tensor: Tensor,
+    format: FormatLike,
+    rounding: Rounding = "nearest",
+    generator: torch.Generator | Tensor | None = None,
+    *,
+    saturate: bool | None = None,
+) -> Tensor:
+    """Round every element of a tensor to a number that the format has.
+
+    With the defaults the result is ``tensor.to(dtype).to(tensor.dtype)`` bit for bit, where
+    ``dtype`` is the format's own type in torch: subnormals are exact, zeros keep their sign, NaN
+    stays NaN, beyond the range is infinity, or the largest number where there is no infinity. The
+    gradient passes as it is (straight through).
+
+    Args:
+        tensor: FP32, BF16, FP16 or FP64, of any shape. FP64 is rounded to FP32 first, as torch's
+            own casts do.
+        format: A name such as ``"E4M3FN"``, a :class:`NumberFormat`, or ``(exponent_bits,
+            mantissa_bits)``.
+        rounding: ``"nearest"``, ties to even; or ``"stochastic"``: up or down with probabilities
+            that make the expected result the value itself (up to 2**-24 of the distance between
+            the two neighbours).
+        generator: What stochastic rounding draws from: a generator; torch's default one for
+            ``None``; or, inside of a compiled graph, where generators cannot go, a row of
+            :func:`rounding_keys`. Equal keys give equal results, whatever runs the graph.
+        saturate: Whether what is beyond the range, infinities included, becomes the largest
+            number. ``None`` does so exactly for formats without infinities, as torch's casts do.
+            ``False`` gives such a format NaN.
+
+    Returns:
+        A new tensor of the type and shape of ``tensor``. Where its type lacks some numbers of the
+        format (BF16 and FP16's 65504), the largest that both have is the largest number.
+
+    Raises:
+        ValueError: If the format is unknown or finer or wider than FP32, or ``rounding`` is
+            unknown.
+        TypeError: If ``tensor`` is not real floating point, or an argument has the wrong type.
+    """
+    resolved = checked_format(format)
+    check_rounding(rounding)
+    if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+        given = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+        raise TypeError(
+            f"tensor of {given}: only floating-point numbers can be rounded to a format; expected a "
+            "tensor of float32, bfloat16, float16 or float64; convert it first."
+        )
+    key = None
+    if rounding == "stochastic":
+        key = _key_from(generator, tensor.device)
+    elif generator is not None:
+        raise ValueError(
+            "generator: rounding='nearest' draws no random numbers; expected None; leave it out or "
+            "pass rounding='stochastic'."
+        )
+    result: Tensor = _StraightThrough.apply(tensor, resolved, saturate, key)
+    return result
+
+
+def rounding_keys(
+    count: int,
+    generator: torch.Generator | None = None,
+    *,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """Keys of independent stochastic roundings, to be passed into a graph as an input.
+
+    Args:
+        count: How many.
+        generator: Where they are drawn; torch's default generator of ``device`` for ``None``.
+        device: Where they are needed.
+
+    Returns:
+        INT64 of shape ``(count, 2)``; a row is a ``generator`` of :func:`quantize`.
+    """
+    where = device if generator is None else generator.device
+    keys = torch.randint(_KEY_VALUES, (count, 2), generator=generator, device=where)
+    return keys if device is None else keys.to(device)
+
+
+def checked_format(format: FormatLike) -> NumberFormat:
+    """The format that is meant, if every number of it is an FP32 number.
+
+    Raises:
+        ValueError: If there is no such format, or it is finer or wider than FP32.
+        TypeError: If ``format`` is not the name, the bits or the description of a format.
+    """
+    resolved = get_format(format)
+    if resolved.mantissa_bits > _MANTISSA_BITS or resolved.max > FP32.max:
+        raise ValueError(
+            f"format={resolved}: FP32, in which values are rounded, does not have all its numbers; "
+            f"expected at most {_MANTISSA_BITS} mantissa bits and a maximum of at most "
+            f"{FP32.max:.3g}; choose a smaller format."
+        )
+    return resolved
+
+
+def check_rounding(rounding: object) -> None:
+    """Refuse an unknown way of rounding.
+
+    Raises:
+        ValueError: If it is not one of ``Rounding``.
+    """
+    if rounding not in get_args(Rounding):
+        raise ValueError(
+            f"rounding={rounding!r}: unknown rounding; expected 'nearest' or 'stochastic'; leave "
+            "the argument out for 'nearest'."
+        )
+
+
+def rounded(
+    tensor: Tensor, format: NumberFormat, saturate: bool | None = None, key: Tensor | None = None
+) -> Tensor:
+    """:func:`quantize` without its checks and without a gradient; ``key`` makes it stochastic."""
+    clips = format.finite_only if saturate is None else saturate
+    wide = tensor.detach().float()
+    if format.exponent_bits == FP32.exponent_bits:
+        result = _round_codes(wide, format, key)
+    else:
+        # Infinity comes for free from FP32's own; neither of the others needs it.
+        result = _round_multiples(wide, format, key, overflows=not clips and format.has_infinity)
+    if clips:
+        largest = _largest_in_both(format, tensor.dtype)
+        result = result.clamp_(-largest, largest)
+    elif format.finite_only:
+        result = torch.where(result.abs() > format.max, math.nan, result)
+    return result.to(tensor.dtype)
+
+
+def _round_multiples(
+    wide: Tensor, format: NumberFormat, key: Tensor | None, *, overflows: bool
+) -> Tensor:
+    """Round to multiples of the spacing that the format has at each value's exponent.
+
+    The spacing is a power of two, so both products with it are exact. Below the smallest normal it
+    stays what it is there, which makes subnormals; at the top it stays too, so what is out of range
+    still is afterwards. Values keep their sign, also where they become zero.
+    """
+    lowest = (format.min_exponent + _BIAS) << _MANTISSA_BITS
+    highest = (format.max_exponent + _BIAS) << _MANTISSA_BITS
+    exponents = (wide.view(torch.int32) & _EXPONENT_CODES).clamp_(lowest, highest)
+    spacing = exponents.sub_(format.mantissa_bits << _MANTISSA_BITS)
+    inverse = ((2 * _BIAS << _MANTISSA_BITS) - spacing).view(torch.float32)
+    multiples = wide * inverse
+    multiples = multiples.round_() if key is None else _round_up_or_down(multiples, key)
+    if not overflows:
+        return multiples.mul_(spacing.view(torch.float32))
+    # With the format's first power of two out of range moved to FP32's, FP32 overflows for it.
+    lift = _BIAS - format.max_exponent
+    lifted = spacing.add_(lift << _MANTISSA_BITS).view(torch.float32)
+    return multiples.mul_(lifted).mul_(2.0**-lift)
+
+
+def _round_up_or_down(multiples: Tensor, key: Tensor) -> Tensor:
+    """Add a uniform number of [0, 1) and cut off, without the rounding of that addition."""
+    below = multiples.floor()
+    # 23 bits and a half: symmetric, never a tie with a normal number's fraction, exact in FP32.
+    uniform = (_random_bits(multiples, key) >> 9).float().add_(0.5).mul_(2.0**-23)
+    # A difference of infinities is NaN, which no number is below.
+    result = below + (uniform < multiples - below)
+    return torch.copysign(result, multiples)
+
+
+def _round_codes(wide: Tensor, format: NumberFormat, key: Tensor | None) -> Tensor:
+    """Round to a format with FP32's exponents: codes are cut off after adding to them.
+
+    Codes are in the order of the numbers, through subnormals and up to infinity, so a carry out of
+    the mantissa does what it should.
+    """
+    num_cut = _MANTISSA_BITS - format.mantissa_bits
+    if num_cut == 0:
+        return wide.clone()
+    codes = wide.view(torch.int32)
+    if key is None:
+        is_odd = (codes >> num_cut) & 1
+        up = is_odd.add_((1 << (num_cut - 1)) - 1)
+    else:
+        up = (_random_bits(wide, key) >> (32 - num_cut)).to(torch.int32)
+    result = up.add_(codes).bitwise_and_(-1 << num_cut).view(torch.float32)
+    # A carry turns some codes of NaN into those of other things.
+    return torch.where(wide.isfinite(), result, wide)
+
+
+def _random_bits(like: Tensor, key: Tensor) -> Tensor:
+    """32 random bits per element, as INT64: a hash of the element's position under a key.
+
+    Counting on a hash instead of a generator's state gives a graph the same bits wherever and
+    however often it runs (a checkpoint's second forward pass), and leaves the random numbers of
+    the user's dropout alone. INT64 holds every product, so nothing depends on wrapping around.
+
+    References:
+        T. Mueller's integer hash, as in H2 and Postgres: two rounds of xorshift and product with
+        0x45D9F3B, here with half of the key before each.
+    """
+    bits = torch.arange(like.numel(), device=like.device).view(like.shape)
+    for half in key.unbind():
+        bits = (bits ^ half).bitwise_and_(_LOW_32_BITS)
+        bits = (bits ^ (bits >> 16)).mul_(0x45D9F3B).bitwise_and_(_LOW_32_BITS)
+    return bits ^ (bits >> 16)
+
+
+def _largest_in_both(format: NumberFormat, dtype: torch.dtype) -> float:
+    """The largest number of a format that a type has too."""
+    info = torch.finfo(dtype)
+    precision = round(-math.log2(info.eps))
+    if format.mantissa_bits <= precision and format.max <= info.max:
+        return format.max
+    exponent = min(format.max_exponent, math.frexp(info.max)[1] - 1)
+    return math.ldexp(2.0 - 2.0 ** -min(format.mantissa_bits, precision), exponent)
+
+
+def _key_from(generator: torch.Generator | Tensor | None, device: torch.device) -> Tensor:
+    if not isinstance(generator, Tensor):
+        return rounding_keys(1, generator, device=device)[0]
+    if generator.shape != (2,) or generator.dtype != torch.int64:
+        raise ValueError(
+            f"generator of shape {tuple(generator.shape)} and {generator.dtype}: no key of a "
+            "stochastic rounding; expected a row of rounding_keys(), 2 numbers of torch.int64; "
+            "pass rounding_keys(1)[0]."
+        )
+    return generator
+
+
+class _StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: Tensor, format: NumberFormat, saturate: bool | None, key: Tensor | None
+    ) -> Tensor:
+        return rounded(tensor, format, saturate, key)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        return grad_output, None, None, None

@@ -1,0 +1,337 @@
+"""Matrix products in a number format, simulated: what they read is rounded, they are computed wide.
+
+An accumulation in FP32 of products of FP8 numbers is what FP8 hardware does, so rounding the three
+tensors that meet in a product and its gradients is all there is to simulate.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from lightning_unitscale.formats import NumberFormat
+from lightning_unitscale.graph.nodes import (
+    INTERNAL,
+    MODULE,
+    argument_at,
+    map_arguments,
+    requires_grad,
+    tensor_name,
+)
+from lightning_unitscale.graph.out_of_place import aliased_by_mutation
+from lightning_unitscale.graph.passes import GraphPass, Region, Stage, StepGraph
+from lightning_unitscale.graph.patterns import NamePatterns
+from lightning_unitscale.graph.products import Product, product_of, unreachable_products
+from lightning_unitscale.quantize import (
+    FormatLike,
+    Rounding,
+    check_rounding,
+    checked_format,
+    rounded,
+    rounding_keys,
+)
+from lightning_unitscale.transforms.attach import captured_forward
+
+# Exponent bits, mantissa bits, finite only: a format as an argument that a graph can hold.
+Bits = tuple[int, int, bool]
+# Adds a function of a node to the graph of a region, at the point where the graph inserts.
+Insert = Callable[[Region, fx.Node], fx.Node]
+
+
+def simulate_format(
+    module: nn.Module,
+    fwd_format: FormatLike,
+    bwd_format: FormatLike,
+    *,
+    rounding: Rounding = "nearest",
+    saturate: bool | None = None,
+    include: str | Sequence[str] | None = None,
+    exclude: str | Sequence[str] | None = None,
+    seed: int = 0,
+) -> nn.Module:
+    """A copy of ``module`` whose matrix products run as if in low-precision formats.
+
+    Every operand of every product (linear, matmul, einsum, convolution, attention, ...) is rounded
+    to one format, and the gradient that arrives at its output to another before the product's own
+    gradients are computed from it. Gradients pass the rounding of operands as they are. What is
+    added to a product, and all that lies between products, keeps its precision.
+
+    Together with :func:`lossless_unit_scale`, in either order, it is the stored operands and
+    gradients that are rounded.
+
+    Args:
+        module: Any module that Dynamo can capture; it is left as it is.
+        fwd_format: Format of the operands: a name, a :class:`NumberFormat`, or ``(exponent_bits,
+            mantissa_bits)``.
+        bwd_format: Format of the gradients.
+        rounding: ``"nearest"`` or ``"stochastic"``, as in :func:`lightning_unitscale.quantize.
+            quantize`.
+        saturate: Whether what is out of range becomes the largest number; by default it does in
+            formats without infinities.
+        include: Globs of module paths or tensor names whose products are simulated; all by
+            default.
+        exclude: Globs to leave out, stronger than ``include``.
+        seed: Of stochastic rounding, which leaves torch's random numbers alone.
+
+    Returns:
+        A new module with ``explain()``, what was rewritten.
+
+    Raises:
+        ValueError: If a format or a pattern makes no sense, or the module is already compiled.
+
+    References:
+        Micikevicius et al., "FP8 Formats for Deep Learning" (arXiv 2209.05433), section 3;
+        Blake, Orr, Luschi, "Unit Scaling" (arXiv 2303.11257), appendix C.
+    """
+    one = SimulateFormat(
+        fwd_format,
+        bwd_format,
+        rounding=rounding,
+        saturate=saturate,
+        include=include,
+        exclude=exclude,
+        seed=seed,
+    )
+    return captured_forward(module, "simulate_format", one)[0]
+
+
+def simulate_fp8(module: nn.Module) -> nn.Module:
+    """:func:`simulate_format` with E4M3FN for operands and E5M2 for gradients."""
+    return simulate_format(module, "E4M3FN", "E5M2")
+
+
+class SimulateFormat(GraphPass):
+    """The pass of :func:`simulate_format`, whose arguments it takes.
+
+    Attributes:
+        fwd_format: Format of the operands.
+        bwd_format: Format of the gradients.
+        rounding: ``"nearest"`` or ``"stochastic"``.
+    """
+
+    name = "simulate format"
+    stage = Stage.QUANTIZE
+
+    def __init__(
+        self,
+        fwd_format: FormatLike,
+        bwd_format: FormatLike,
+        *,
+        rounding: Rounding = "nearest",
+        saturate: bool | None = None,
+        include: str | Sequence[str] | None = None,
+        exclude: str | Sequence[str] | None = None,
+        seed: int = 0,
+    ) -> None:
+        check_rounding(rounding)
+        self.fwd_format = checked_format(fwd_format)
+        self.bwd_format = checked_format(bwd_format)
+        self.rounding = rounding
+        self.saturate = saturate
+        self.patterns = NamePatterns(include, exclude)
+        # Keys come from the CPU: the same rounding on every device.
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def run(self, graph: StepGraph) -> tuple[str, ...]:
+        """Round what the products of one graph read."""
+        sites = find_sites(graph, self.patterns)
+        num_operands = sum(len(one.product.operands) for one in sites)
+        num_gradients = sum(one.has_gradient for one in sites)
+        self._insert(graph, sites, num_operands + num_gradients)
+        lines = [
+            f"{num_operands} operands of {len(sites)} products rounded to {self.fwd_format}, "
+            f"{num_gradients} gradients to {self.bwd_format} ({self.rounding})"
+        ]
+        simulated = {one.product.node for one in sites}
+        left = [
+            node
+            for region in graph.regions()
+            for node in (*_products(region), *unreachable_products(region.graph))
+            if node not in simulated
+        ]
+        if left:
+            names = ", ".join(tensor_name(one) for one in left[:4])
+            lines.append(f"{len(left)} products left as they are: {names}")
+        return tuple(lines)
+
+    def _insert(self, graph: StepGraph, sites: Sequence[Site], num_roundings: int) -> None:
+        keys: fx.Node | None = None
+        if self.rounding == "stochastic" and num_roundings:
+
+            def supply() -> Tensor:
+                return rounding_keys(num_roundings, self._generator, device=graph.device)
+
+            example = torch.zeros((num_roundings, 2), dtype=torch.int64, device=graph.device)
+            keys = graph.add_state("rounding_keys", supply, example)
+        index = itertools.count()
+        saturate, formats = self.saturate, (_bits(self.fwd_format), _bits(self.bwd_format))
+
+        def inserter(function: Callable[..., Tensor], bits: Bits) -> Insert:
+            def insert(region: Region, source: fx.Node) -> fx.Node:
+                random = () if keys is None else (region.thread(keys), next(index))
+                return region.graph.call_function(function, (source, bits, saturate, *random))
+
+            return insert
+
+        insert_at_sites(sites, inserter(round_operand, formats[0]), inserter(round_gradient, formats[1]))
+
+    def state(self) -> Tensor:
+        """State of the random numbers, to go on from after a restart."""
+        return self._generator.get_state()
+
+    def set_state(self, state: Tensor) -> None:
+        """Go on from :meth:`state`."""
+        self._generator.set_state(state.cpu())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SimulateFormat:
+        new = copy.copy(self)
+        memo[id(self)] = new
+        new._generator = self._generator.clone_state()
+        return new
+
+
+@dataclass(frozen=True)
+class Site:
+    """A product whose operands and gradient are to be changed.
+
+    Attributes:
+        product: The product.
+        region: The graph that it is in.
+        is_mutated: Whether the step writes into its result afterwards.
+    """
+
+    product: Product
+    region: Region
+    is_mutated: bool
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether a gradient arrives at the product."""
+        return requires_grad(self.product.node)
+
+
+def find_sites(graph: StepGraph, patterns: NamePatterns) -> list[Site]:
+    """The products of a graph and of its checkpoints whose names match."""
+    sites = []
+    for region in graph.regions():
+        mutated = aliased_by_mutation(region.graph)
+        for node in _products(region):
+            product = product_of(node)
+            if product is not None and patterns.match(node):
+                sites.append(Site(product, region, node in mutated))
+    return sites
+
+
+def insert_at_sites(sites: Sequence[Site], on_operand: Insert, on_gradient: Insert) -> None:
+    """Put functions between products and what they read, forward and backward.
+
+    Args:
+        sites: The products.
+        on_operand: Adds a function that makes of an operand what the product reads instead.
+        on_gradient: Adds a function that is the identity forward, and backward makes of the
+            gradient that arrives at the product's output what the product reads instead.
+    """
+    for site in sites:
+        graph, node = site.region.graph, site.product.node
+        replacements = {}
+        for one in site.product.operands:
+            with graph.inserting_before(node):
+                # A rewrite may have put the operand in units of its own: read what is there now.
+                changed = on_operand(site.region, argument_at(node, one.path))
+            changed.meta["example_value"] = one.node.meta["example_value"]
+            changed.meta[MODULE] = node.meta.get(MODULE, "")
+            changed.meta[INTERNAL] = True
+            replacements[one.path] = changed
+        map_arguments(node, replacements)
+        if site.has_gradient:
+            _insert_on_gradient(site, on_gradient)
+
+
+def _insert_on_gradient(site: Site, on_gradient: Insert) -> None:
+    graph, node = site.region.graph, site.product.node
+    with graph.inserting_after(node):
+        passed = on_gradient(site.region, node)
+    last = passed
+    if site.is_mutated:
+        # Autograd refuses to write into what may be a view of an autograd function's input.
+        with graph.inserting_after(passed):
+            last = graph.call_function(torch.clone, (passed,))
+        passed.meta["example_value"] = node.meta["example_value"]
+        passed.meta[INTERNAL] = True
+    node.replace_all_uses_with(last, delete_user_cb=lambda user: user not in (passed, last))
+    # The tensor that people know is the one whose gradient has not been changed yet.
+    last.meta.update(node.meta)
+    node.meta[INTERNAL] = True
+
+
+def round_operand(
+    input: Tensor, bits: Bits, saturate: bool | None, keys: Tensor | None = None, index: int = 0
+) -> Tensor:
+    """``input`` rounded to a format; its gradient passes as it is.
+
+    Args:
+        input: Floating-point tensor of any shape.
+        bits: The format.
+        saturate: As in :func:`lightning_unitscale.quantize.quantize`.
+        keys: Keys of the roundings of the step, shape ``(roundings, 2)``; nearest without them.
+        index: Which of them is this one's.
+    """
+    result: Tensor = _RoundOperand.apply(input, bits, saturate, keys, index)
+    return result
+
+
+def round_gradient(
+    input: Tensor, bits: Bits, saturate: bool | None, keys: Tensor | None = None, index: int = 0
+) -> Tensor:
+    """``input`` itself, whose gradient is rounded; for the arguments see :func:`round_operand`."""
+    result: Tensor = _RoundGradient.apply(input, bits, saturate, keys, index)
+    return result
+
+
+class _RoundOperand(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, input: Tensor, bits: Bits, saturate: bool | None, keys: Tensor | None, index: int
+    ) -> Tensor:
+        return rounded(input, _format(bits), saturate, None if keys is None else keys[index])
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return grad_output, None, None, None, None
+
+
+class _RoundGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, input: Tensor, bits: Bits, saturate: bool | None, keys: Tensor | None, index: int
+    ) -> Tensor:
+        ctx.save_for_backward(keys)
+        ctx.bits, ctx.saturate, ctx.index = bits, saturate, index
+        return input.view_as(input)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        (keys,) = ctx.saved_tensors
+        key = None if keys is None else keys[ctx.index]
+        gradient = rounded(grad_output, _format(ctx.bits), ctx.saturate, key)
+        return gradient, None, None, None, None
+
+
+def _products(region: Region) -> Iterator[fx.Node]:
+    return (node for node in region.graph.nodes if product_of(node) is not None)
+
+
+def _bits(format: NumberFormat) -> Bits:
+    return format.exponent_bits, format.mantissa_bits, format.finite_only
+
+
+@cache
+def _format(bits: Bits) -> NumberFormat:
+    return NumberFormat("format", *bits)

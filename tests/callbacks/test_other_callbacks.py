@@ -1,0 +1,124 @@
+"""Beside the callbacks that Lightning has itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    DeviceStatsMonitor,
+    EarlyStopping,
+    EMAWeightAveraging,
+    GradientAccumulationScheduler,
+    LambdaCallback,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    ModelSummary,
+    StochasticWeightAveraging,
+    Timer,
+    TQDMProgressBar,
+    WeightAveraging,
+)
+from torch import nn
+
+from lightning_unitscale import UnitScaleCallback
+from tests.callbacks.modules import Evaluated, Regression, adamw
+from tests.callbacks.runs import ARRANGEMENTS, assert_same_run, loader, unit_scale_of
+
+
+class Prefixed(Regression):
+    """With a backbone, as ``BackboneFinetuning`` wants it."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda one: torch.optim.SGD(filter(_trains, one.parameters()), lr=0.1))
+        self.backbone = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))
+
+    def forward(self, x: Any) -> Any:
+        return super().forward(self.backbone(x))
+
+
+def _trains(parameter: nn.Parameter) -> bool:
+    return parameter.requires_grad
+
+
+def _finetuning() -> pl.Callback:
+    return BackboneFinetuning(unfreeze_backbone_at_epoch=1, lambda_func=lambda epoch: 1.5)
+
+
+OTHERS: dict[str, Any] = {
+    "checkpoint": lambda: [
+        ModelCheckpoint(monitor="val_loss", save_top_k=2, save_last=True),
+        ModelCheckpoint(every_n_train_steps=2, filename="often-{step}", save_top_k=-1),
+    ],
+    "early stopping": lambda: [EarlyStopping("val_loss", patience=1, min_delta=100.0)],
+    "learning rate": lambda: [LearningRateMonitor(log_momentum=True), ModelSummary(2)],
+    "accumulation": lambda: [GradientAccumulationScheduler({0: 1, 1: 2, 3: 3})],
+    "SWA": lambda: [StochasticWeightAveraging(swa_lrs=1e-2, swa_epoch_start=1, annealing_epochs=1)],
+    "EMA": lambda: [EMAWeightAveraging(decay=0.9)],
+    "averaging": lambda: [WeightAveraging(use_buffers=True)],
+    "others": lambda: [
+        Timer(),
+        DeviceStatsMonitor(),
+        TQDMProgressBar(),
+        LambdaCallback(on_train_batch_end=lambda *_: None),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("how", ["both", "both, all"])
+@pytest.mark.filterwarnings("ignore:Checkpoint directory")
+def test_other_callbacks(name: str, how: str) -> None:
+    found, callbacks = assert_same_run(
+        lambda: Evaluated(adamw) if name != "SWA" else Evaluated(),
+        ARRANGEMENTS[how],
+        others=OTHERS[name],
+        max_epochs=4,
+        max_steps=-1,
+        entry_options={"val_dataloaders": loader(6)},
+        enable_checkpointing=True,
+        data=lambda: loader(10),
+    )
+    assert len(unit_scale_of(callbacks).gauge) >= 4
+    if name == "early stopping":
+        assert found.trainer.current_epoch == 2
+
+
+@pytest.mark.parametrize("how", ["both", "both, all"])
+def test_a_backbone_that_is_thawed(how: str) -> None:
+    assert_same_run(
+        Prefixed,
+        ARRANGEMENTS[how],
+        others=lambda: [_finetuning()],
+        max_epochs=3,
+        max_steps=-1,
+        data=lambda: loader(8),
+    )
+
+
+def test_a_callback_that_wraps_training_step() -> None:
+    class Wrapping(pl.Callback):
+        """Counts calls of the step, put on the instance before or after ours."""
+
+        def __init__(self) -> None:
+            self.calls = 0
+
+        def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+            own = pl_module.training_step
+
+            def counted(*args: Any) -> Any:
+                self.calls += 1
+                return own(*args)
+
+            pl_module.training_step = counted
+
+        def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+            del pl_module.training_step
+
+    found, _ = assert_same_run(
+        Regression, lambda: [UnitScaleCallback()], others=lambda: [Wrapping()]
+    )
+    assert "training_step" not in found.module.__dict__

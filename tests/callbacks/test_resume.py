@@ -1,0 +1,195 @@
+"""A run that was killed continues as if it had not been, with and without the callbacks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from tests.callbacks.modules import Evaluated, adamw
+from tests.callbacks.runs import (
+    ARRANGEMENTS,
+    QUIET,
+    Recorder,
+    both,
+    loader,
+    monitor_of,
+    unit_scale_of,
+)
+from tests.helpers import assert_same_bits
+
+ROOT = Path(__file__).parents[2]
+
+
+class Module(Evaluated):
+    def __init__(self) -> None:
+        super().__init__(adamw)
+
+    def train_dataloader(self) -> Any:
+        # Ten batches an epoch, so that step 20 ends one; no shuffling, whose order is not saved.
+        return loader(40)
+
+
+def train(
+    callbacks: list[pl.Callback], max_steps: int, folder: Path, ckpt_path: Any = None
+) -> tuple[list[Any], dict[str, Any], pl.Trainer]:
+    """Train to ``max_steps``, with a checkpoint at step 20."""
+    pl.seed_everything(5, verbose=False)
+    recorder = Recorder()
+    saved = ModelCheckpoint(folder, "{step}", every_n_train_steps=20, save_top_k=-1, save_last=True)
+    options = {**QUIET, "enable_checkpointing": True, "limit_val_batches": 0}
+    trainer = pl.Trainer(
+        callbacks=[*callbacks, recorder, saved],
+        max_steps=max_steps,
+        gradient_clip_val=1.0,
+        **options,
+    )
+    module = Module()
+    module.dropout.p = 0.0  # random states are no part of Lightning's checkpoints
+    trainer.fit(module, ckpt_path=ckpt_path)
+    return recorder.outputs, dict(module.state_dict()), trainer
+
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:ScaleMonitor. the Trainer has no logger"),
+    pytest.mark.filterwarnings("ignore:Checkpoint directory"),
+]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], dict[str, Any], Path]:
+    """40 plain steps, and the folder with their checkpoint of step 20."""
+    folder = tmp_path_factory.mktemp("whole")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        outputs, weights, _ = train([], 40, folder)
+    return outputs, weights, folder
+
+
+_SCRIPT = """
+import os, signal, sys, warnings
+from pathlib import Path
+import lightning.pytorch as pl
+import torch
+warnings.simplefilter("ignore")
+torch.set_num_threads(1)
+from tests.callbacks.runs import ARRANGEMENTS
+from tests.callbacks.test_resume import train
+
+class Killed(pl.Callback):
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        if trainer.global_step == 23:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+train([*ARRANGEMENTS[sys.argv[1]](), Killed()], 40, Path(sys.argv[2]))
+"""
+
+
+@pytest.fixture(scope="module", params=["both", "both, all"])
+def killed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The checkpoint at step 20 of a process that was killed at step 23."""
+    folder = tmp_path_factory.mktemp("killed")
+    done = subprocess.run(
+        [sys.executable, "-c", _SCRIPT, request.param, str(folder)],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        timeout=120,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    return request.param, folder / "step=20.ckpt"
+
+
+def test_a_killed_run_continues(killed: Any, whole: Any, tmp_path: Path) -> None:
+    how, checkpoint = killed
+    callbacks = ARRANGEMENTS[how]()
+    outputs, weights, _ = train(callbacks, 40, tmp_path, checkpoint)
+    assert len(outputs) == 20
+    assert_same_bits((outputs, weights), (whole[0][20:], whole[1]))
+    # The gauge came with the checkpoint: nothing was measured on the first batch.
+    saved = torch.load(checkpoint, weights_only=True)["callbacks"]["UnitScaleCallback"]
+    assert unit_scale_of(callbacks).gauge.state().keys() == saved["gauge"].keys()
+    assert [one.step for one in monitor_of(callbacks).snapshots] == [21, 24, 27, 30, 33, 36, 39]
+
+
+def test_a_killed_run_continues_without_the_callbacks(
+    killed: Any, whole: Any, tmp_path: Path
+) -> None:
+    outputs, weights, _ = train([], 40, tmp_path, killed[1])
+    assert_same_bits((outputs, weights), (whole[0][20:], whole[1]))
+
+
+@pytest.mark.parametrize("how", ["both", "both, all"])
+def test_a_plain_run_continues_with_the_callbacks(how: str, whole: Any, tmp_path: Path) -> None:
+    callbacks = ARRANGEMENTS[how]()
+    outputs, weights, _ = train(callbacks, 40, tmp_path, whole[2] / "step=20.ckpt")
+    assert_same_bits((outputs, weights), (whole[0][20:], whole[1]))
+    assert len(unit_scale_of(callbacks).gauge) >= 4
+
+
+def test_a_run_continues_at_the_other_depth(killed: Any, whole: Any, tmp_path: Path) -> None:
+    other = {"both": "both, all", "both, all": "both"}[killed[0]]
+    outputs, weights, _ = train(ARRANGEMENTS[other](), 40, tmp_path, killed[1])
+    assert_same_bits((outputs, weights), (whole[0][20:], whole[1]))
+
+
+def test_the_last_checkpoint_is_found(whole: Any, tmp_path: Path) -> None:
+    train(both(), 20, tmp_path)
+    # A run that finished 20 steps goes on to 40.
+    outputs, weights, _ = train(both(), 40, tmp_path, "last")
+    assert_same_bits((outputs, weights), (whole[0][20:], whole[1]))
+
+
+def test_the_checkpoint_is_the_users(killed: Any, whole: Any) -> None:
+    how, path = killed
+    found = torch.load(path, weights_only=True)
+    plain = torch.load(whole[2] / "step=20.ckpt", weights_only=True)
+    ours = found["callbacks"].pop("UnitScaleCallback")
+    assert set(ours) == {"gauge", "depth"}
+    assert ours["depth"] == ("all" if how == "both, all" else "products")
+    assert all(
+        type(name) is str and type(pair) is list and all(type(one) is int for one in pair)
+        for name, pair in ours["gauge"].items()
+    )
+    for one in (found, plain):
+        # They name their folder.
+        one.pop("callbacks")
+        one["loops"] = None
+    assert_same_bits(found, plain)
+
+
+def test_load_from_checkpoint(killed: Any, whole: Any) -> None:
+    module = Module.load_from_checkpoint(killed[1])
+    expected = torch.load(whole[2] / "step=20.ckpt", weights_only=True)["state_dict"]
+    assert_same_bits(dict(module.state_dict()), dict(expected))
+
+
+def test_load_from_checkpoint_in_a_process_that_has_not_this_package(killed: Any) -> None:
+    # Loading imports nothing of this package: its state is made of plain types.
+    script = (
+        "import sys, torch; sys.modules['lightning_unitscale'] = None\n"
+        f"print(len(torch.load({str(killed[1])!r}, weights_only=True)['state_dict']))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], timeout=60, capture_output=True, text=True
+    )
+    assert done.stdout.strip().isdecimal(), done.stderr
+
+
+@pytest.mark.parametrize("entry", ["validate", "test"])
+def test_a_checkpoint_is_evaluated(entry: str, killed: Any) -> None:
+    results = []
+    for callbacks in ([], ARRANGEMENTS[killed[0]]()):
+        trainer = pl.Trainer(callbacks=callbacks, **QUIET)
+        options = {"ckpt_path": killed[1], "verbose": False}
+        results.append(getattr(trainer, entry)(Module(), loader(8), **options))
+    assert results[0] == results[1]

@@ -1,0 +1,214 @@
+"""Traits of real models that once made a captured step differ from the plain one, one by one."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_unitscale.functional.scale import multiply
+from lightning_unitscale.transforms import lossless_unit_scale
+
+DEPTHS = pytest.mark.parametrize("depth", ["products", "all"])
+
+
+def assert_same_step(module: nn.Module, *args: Tensor, depth: str) -> nn.Module:
+    """Loss and gradients of the plain and of the unit-scaled module, bit for bit."""
+    scaled = lossless_unit_scale(module, *args, depth=depth)  # type: ignore[arg-type]
+    for _ in range(2):
+        losses = []
+        for one in (module, scaled):
+            one.zero_grad()
+            torch.manual_seed(3)
+            np.random.seed(3)
+            loss = one(*args)
+            loss.backward()
+            losses.append(loss.detach())
+        assert torch.equal(*losses)
+        for (name, plain), ours in zip(module.named_parameters(), scaled.parameters(), strict=True):
+            assert plain.grad is not None and ours.grad is not None
+            assert torch.equal(plain.grad, ours.grad), name
+    return scaled
+
+
+class _ParallelScan(nn.Module):
+    """Takes a parallel algorithm, with other rounding, where a compiler asks for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.decay = nn.Parameter(torch.rand(8))
+        self.out = nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(_scan(self.inner(x), self.decay)).square().sum()
+
+
+def _scan(x: Tensor, decay: Tensor) -> Tensor:
+    if torch.compiler.is_compiling():
+        powers = torch.arange(x.size(1) - 1, -1, -1)
+        return torch.vmap(lambda row: (row * decay ** powers[:, None]).sum(0))(x)
+    state = torch.zeros_like(x[:, 0])
+    for step in x.unbind(1):
+        state = decay * state + step
+    return state
+
+
+@DEPTHS
+def test_an_algorithm_for_compilers_only_is_not_taken(depth: str) -> None:
+    scaled = assert_same_step(_ParallelScan(), torch.randn(3, 7, 8), depth=depth)
+    assert "No graph breaks" in scaled.explain()  # type: ignore[operator]
+
+
+class _ProductInVmap(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+        self.weight = nn.Parameter(torch.randn(6, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.vmap(lambda row: torch.tanh(row * 0.1) @ self.weight)(self.inner(x))
+        return (y * 3).square().mean()
+
+
+@DEPTHS
+def test_a_vmap_is_left_as_it_is(depth: str) -> None:
+    scaled = assert_same_step(_ProductInVmap(), torch.randn(4, 6), depth=depth)
+    assert "1 products left as they are" in scaled.explain()  # type: ignore[operator]
+
+
+class _NumpyMask(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        keep = torch.from_numpy(np.random.random_sample(6) > 0.3)
+        return (self.linear(x) * keep).square().mean()
+
+
+@DEPTHS
+def test_numpy_random_numbers_are_those_of_the_plain_step(depth: str) -> None:
+    assert_same_step(_NumpyMask(), torch.randn(4, 6), depth=depth)
+
+
+def test_calibration_restores_the_random_numbers_of_numpy() -> None:
+    np.random.seed(5)
+    expected = np.random.random_sample()
+    np.random.seed(5)
+    lossless_unit_scale(_NumpyMask(), torch.randn(4, 6))
+    assert np.random.random_sample() == expected
+
+
+class _Slices(nn.Module):
+    """Vectors and their remainders have other last bits: a slice must stay a slice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(4, 4, 5, padding=4)
+        self.out = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv(x)[..., : x.size(-1)]
+        gate, value = self.out(F.silu(y).transpose(1, 2)).chunk(2, -1)
+        return (F.gelu(gate) * value).square().sum()
+
+
+@DEPTHS
+def test_slices_keep_their_layout(depth: str) -> None:
+    assert_same_step(_Slices(), torch.randn(2, 4, 13), depth=depth)
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda x: x[:, :, :7],
+        lambda x: x[..., 3],
+        lambda x: x[:, 1],
+        lambda x: x.transpose(0, 2)[:5],
+        lambda x: x[:, :1].expand(-1, 6, -1)[..., ::2],
+        lambda x: x.permute(2, 0, 1),
+    ],
+)
+def test_multiply_keeps_what_merges(view) -> None:  # type: ignore[no-untyped-def]
+    tensor = view(torch.randn(3, 6, 11))
+    result = multiply(tensor, torch.tensor(4.0))
+    assert torch.equal(result, tensor * 4.0)
+    order = sorted((d for d in range(tensor.dim()) if tensor.size(d) > 1), key=tensor.stride)
+    assert result.stride(order[0]) == 1 or tensor.stride(order[0]) != 1
+    for inner, outer in itertools.pairwise(order):
+        merges = tensor.stride(outer) == tensor.stride(inner) * tensor.size(inner)
+        assert merges == (result.stride(outer) == result.stride(inner) * result.size(inner))
+    assert result.untyped_storage().nbytes() <= 3 * 4 * tensor.numel()
+
+
+class _HooksOnFirstCall(nn.Module):
+    """Puts hooks on its submodules in its first call and remembers that it did."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.installed = False
+        self.seen: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.installed:
+            self.linear.register_forward_hook(lambda _, __, y: self.seen.append(y))
+            self.installed = True
+        self.seen.clear()
+        y = self.linear(x)
+        return (y + torch.stack(self.seen).sum(0)).square().mean()
+
+
+def test_hooks_that_a_step_installs_are_installed_once() -> None:
+    assert_same_step(_HooksOnFirstCall(), torch.randn(3, 4), depth="products")
+
+
+class _Layer(nn.Module):
+    def __init__(self, size: float) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        with torch.no_grad():
+            self.linear.weight.mul_(size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) + x
+
+
+class _BreaksBetweenLayers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_Layer(100.0**i) for i in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            torch._dynamo.graph_break()
+            x = layer(x)
+        return x.square().mean()
+
+
+@DEPTHS
+def test_layers_that_share_captured_code_have_units_of_their_own(depth: str) -> None:
+    scaled = assert_same_step(_BreaksBetweenLayers(), torch.randn(3, 8), depth=depth)
+    gauge = scaled.gauge()  # type: ignore[operator]
+    weights = [gauge[f"layers.{i}.linear.linear:weight"].log2_sigma for i in range(3)]
+    assert weights[2] - weights[1] in {6, 7} and weights[1] - weights[0] in {6, 7}
+
+
+class _WrittenThroughAView(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 3, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.einsum("bi,inh->bnh", x, self.weight)
+        z = y.reshape(y.size(0), -1)[:, 1:]
+        z *= 1e-4
+        return z.square().sum()
+
+
+def test_the_gradient_of_a_product_is_measured_though_a_view_of_it_is_written_into() -> None:
+    scaled = assert_same_step(_WrittenThroughAView(), torch.randn(5, 4), depth="products")
+    assert scaled.gauge()["einsum"].log2_gamma < -10  # type: ignore[operator]
