@@ -214,4 +214,5 @@ def _scaled_cuts(key: str, factor: float) -> tuple[float, ...]:
 def _in_a_row(tensor: Tensor) -> Tensor:
     """The elements as a contiguous vector, in any order; no copy for a transposed tensor."""
     order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
-    return tensor.permute(order).reshape(-1)
+    # reshape() makes a view with strides of a slice, or of an expanded tensor, wherever it can.
+    return tensor.permute(order).reshape(-1).contiguous()

@@ -304,6 +304,18 @@ def is_checkpoint(node: fx.Node) -> bool:
     )
 
 
+def is_higher_order(node: fx.Node) -> bool:
+    """Whether the node is a control-flow operator or the like, which has graphs as arguments."""
+    return isinstance(node.target, torch._ops.HigherOrderOperator)
+
+
+def is_custom_operator(node: fx.Node) -> bool:
+    """Whether the node is an operator of a library other than torch's own."""
+    if not isinstance(node.target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        return False
+    return str(node.target).partition(".")[0] not in {"aten", "prims"}
+
+
 def _first(graph: fx.Graph) -> fx.Node:
     return next(iter(graph.nodes))
 

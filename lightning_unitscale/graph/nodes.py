@@ -16,6 +16,8 @@ NAME = "tensor_name"
 MODULE = "module_path"
 # Set on nodes that a pass inserted and that are no tensor of the user's step.
 INTERNAL = "internal"
+# Set on placeholders of the captured graph: the ``GraphInput`` that says what each one is.
+INPUT = "graph_input"
 # Set on nodes inside a ``vmap`` or ``grad`` transform, where a tensor is not yet what it seems.
 TRANSFORMED = "transformed"
 
@@ -96,6 +98,9 @@ class Names:
         frame = self._frames.setdefault(key, len(self._frames))
         fqns = {item.node_name: item.fqn for item in captured.inputs if item.fqn}
         self._assign(graph_module, frame, fqns, roots, Counter())
+        placeholders = graph_module.graph.find_nodes(op="placeholder")
+        for node, item in zip(placeholders, captured.inputs, strict=True):
+            node.meta[INPUT] = item
 
     def _assign(
         self,

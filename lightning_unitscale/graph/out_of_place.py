@@ -17,6 +17,9 @@ from torch import Tensor, fx
 from lightning_unitscale.graph.capture import fake_mode_of
 from lightning_unitscale.graph.nodes import example_tensor, tensor_name
 
+# Key of ``node.meta`` of an operation that was made out of place: its op and target before.
+WRITTEN_AS = "written_as"
+
 _OPERATORS = {
     operator.iadd: operator.add,
     operator.isub: operator.sub,
@@ -105,21 +108,25 @@ def shares_memory(node: fx.Node) -> bool:
     return getattr(node.target, "__name__", "") in _VIEWS
 
 
+def memory_roots(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """For each node the node that made the memory of its result: itself, if it is no view."""
+    roots: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        source = mutated_argument(node)
+        if source is None and shares_memory(node):
+            source = _first_argument(node)
+        roots[node] = roots[source] if source is not None else node
+    return roots
+
+
 def aliased_by_mutation(graph: fx.Graph) -> set[fx.Node]:
     """Nodes that share memory with a tensor that the graph still writes into.
 
     Giving such a tensor a new identity would cut the tie, so a pass leaves them alone.
     """
-    roots: dict[fx.Node, fx.Node] = {}
-    mutated: set[fx.Node] = set()
-    for node in graph.nodes:
-        target = mutated_argument(node)
-        source = target
-        if source is None and shares_memory(node):
-            source = _first_argument(node)
-        roots[node] = roots[source] if source is not None else node
-        if target is not None:
-            mutated.add(roots[target])
+    roots = memory_roots(graph)
+    targets = (mutated_argument(node) for node in graph.nodes)
+    mutated = {roots[target] for target in targets if target is not None}
     return {node for node, root in roots.items() if root in mutated}
 
 
@@ -136,6 +143,7 @@ def make_out_of_place(graph: fx.Graph) -> tuple[str, ...]:
             kept.append(tensor_name(node))
             continue
         function, args, kwargs = replacement
+        node.meta[WRITTEN_AS] = (node.op, node.target)
         node.op = "call_function" if callable(function) else "call_method"
         node.target = function
         node.args, node.kwargs = args, kwargs

@@ -14,11 +14,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from lightning_unitscale.graph.capture import add_placeholder, fake_like, is_checkpoint
 from lightning_unitscale.graph.nodes import INTERNAL, device_of
 from lightning_unitscale.graph.out_of_place import make_out_of_place
+
+
+# Gets the user's inputs of one call of a graph, and the user's outputs.
+Watcher = Callable[[Sequence[Any], Sequence[Any]], None]
 
 
 class Stage(enum.IntEnum):
@@ -98,6 +102,7 @@ class StepGraph:
         self.device = device_of(graph_module.graph)
         self.states: list[tuple[fx.Node, Callable[[], Tensor]]] = []
         self.results: list[tuple[fx.Node, Callable[[Tensor], None]]] = []
+        self.watchers: list[Watcher] = []
 
     @property
     def graph(self) -> fx.Graph:
@@ -137,6 +142,10 @@ class StepGraph:
         """Make ``node`` an output; ``sink`` gets its value after every call of the graph."""
         self.results.append((node, sink))
 
+    def watch(self, watcher: Watcher) -> None:
+        """Have ``watcher`` called after every call of the graph, and after the sinks of results."""
+        self.watchers.append(watcher)
+
     def finish(self) -> None:
         """Append the results to the graph's outputs and check the graph."""
         output = self.graph.output_node()
@@ -170,6 +179,12 @@ class GraphPass(abc.ABC):
     @abc.abstractmethod
     def run(self, graph: StepGraph) -> tuple[str, ...]:
         """Rewrite ``graph`` and say what changed, one line per kind of change."""
+
+    def before_step(self, module: nn.Module) -> None:  # noqa: B027
+        """Called before each call of a captured step of ``module``."""
+
+    def after_step(self, module: nn.Module) -> None:  # noqa: B027
+        """Called after each call that returned; a rehearsal is no call."""
 
 
 def run_passes(

@@ -60,7 +60,7 @@ class ModuleSteps:
         step_names: Sequence[str],
         *,
         defer: Sequence[str] = (),
-        untraced: Callable[[nn.Module], Calls] = lambda _: (),
+        untraced: Callable[[nn.Module], Calls] | None = None,
     ) -> None:
         self.module = module
         self.defer = tuple(defer)
@@ -95,9 +95,13 @@ class ModuleSteps:
         if self._owners or steps_of(self.module) is not self:
             return
         attributes = self.module.__dict__
-        for name in (*self.steps, _ATTRIBUTE):
-            attributes.pop(name, None)
-        attributes.update(self._shadowed)
+        del attributes[_ATTRIBUTE]
+        for name, step in self.steps.items():
+            # Whoever has put something over it since takes it away himself.
+            if attributes.get(name) is step:
+                del attributes[name]
+                if name in self._shadowed:
+                    attributes[name] = self._shadowed[name]
         self.reset()
 
     def add_pass(self, one: GraphPass) -> None:
@@ -139,6 +143,10 @@ class ModuleSteps:
     def observed(self) -> bool:
         """Whether anybody wants the next step to carry probes."""
         return bool(self._observers)
+
+    def find_untraced(self) -> Calls:
+        """Methods of objects that the next step shall call outside of Dynamo."""
+        return () if self.untraced is None else self.untraced(self.module)
 
     def original(self, name: str) -> Callable[..., Any]:
         """The user's own method, unwrapped."""
@@ -225,11 +233,20 @@ class CapturedStep:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step and then make the calls that it deferred."""
+        if steps_of(self.owner.module) is not self.owner:
+            # Detached, but somebody had wrapped it and still calls it.
+            return self.__wrapped__(*args, **kwargs)
         if self.before_call is not None:
             self.before_call(self)
         # An interpreter needs the graph as captured; only the eager executor keeps it that way.
         executor = self.owner.executor if self.interpreter is None else "eager"
+        # Within somebody else's captured step there is no call of ours.
+        hooked = () if torch.compiler.is_compiling() else tuple(self.owner.passes)
+        for one in hooked:
+            one.before_step(self.owner.module)
         result = self._run(executor, args, kwargs)
+        for one in hooked:
+            one.after_step(self.owner.module)
         if self._deferred is not None:
             self._deferred.replay()
         return result
@@ -262,7 +279,7 @@ class CapturedStep:
         if self._deferred is None:
             self._deferred = DeferredCalls(self.owner.module, self.owner.defer)
             self._untraced = UntracedCalls(
-                lambda: self.owner.untraced(self.owner.module),
+                self.owner.find_untraced,
                 lambda function: self._traced(self._running, function),
             )
         assert self._untraced is not None
@@ -436,12 +453,15 @@ class _Variant:
         self._run = run
         self._supplies = [supply for _, supply in graph.states]
         self._sinks = [sink for _, sink in graph.results]
+        self._watchers = graph.watchers
 
     def __call__(self, *inputs: Any) -> Any:
         outputs = self._run(*inputs, *[supply() for supply in self._supplies])
-        if not self._sinks:
-            return outputs
-        count = len(outputs) - len(self._sinks)
-        for sink, value in zip(self._sinks, outputs[count:], strict=True):
-            sink(value)
-        return tuple(outputs[:count])
+        if self._sinks:
+            count = len(outputs) - len(self._sinks)
+            for sink, value in zip(self._sinks, outputs[count:], strict=True):
+                sink(value)
+            outputs = tuple(outputs[:count])
+        for watcher in self._watchers:
+            watcher(inputs, outputs)
+        return outputs

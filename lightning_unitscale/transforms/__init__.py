@@ -1,7 +1,29 @@
 """Transforms of plain modules, and the passes that the callbacks share with them."""
 
+from lightning_unitscale.transforms.compile import compile
 from lightning_unitscale.transforms.gauge import Gauge, GaugePair
 from lightning_unitscale.transforms.lossless_unit_scale import lossless_unit_scale
+from lightning_unitscale.transforms.metrics import Metrics
+from lightning_unitscale.transforms.prune import (
+    prune_non_float_tensors,
+    prune_same_scale_tensors,
+    prune_selected_nodes,
+)
+from lightning_unitscale.transforms.scales_graph import ScalesGraph
 from lightning_unitscale.transforms.simulate_format import simulate_format, simulate_fp8
+from lightning_unitscale.transforms.track_scales import track_scales
 
-__all__ = ["Gauge", "GaugePair", "lossless_unit_scale", "simulate_format", "simulate_fp8"]
+__all__ = [
+    "Gauge",
+    "GaugePair",
+    "Metrics",
+    "ScalesGraph",
+    "compile",
+    "lossless_unit_scale",
+    "prune_non_float_tensors",
+    "prune_same_scale_tensors",
+    "prune_selected_nodes",
+    "simulate_format",
+    "simulate_fp8",
+    "track_scales",
+]

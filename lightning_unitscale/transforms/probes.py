@@ -102,14 +102,14 @@ class ScaleProbes(GraphPass):
             self.layout.num_columns,
             lambda record: self._calls.append(_ProbedCall(tensors, record, gauge_in_force())),
         )
-        functions = _ProbeFunctions(self.layout)
+        functions = ProbeFunctions(self.layout)
         mutated = aliased_by_mutation(graph.graph)
         rows = []
         for index, node in enumerate(nodes):
             differentiable = requires_grad(node) and node not in mutated
             factors = counted.of(index)
             slot = recorder.slot(index) if differentiable else None
-            rows.append(_insert_probe(graph.graph, node, anchor, slot, functions, factors))
+            rows.append(insert_probe(graph.graph, node, anchor, slot, functions, factors))
         recorder.finish(rows)
         backward = sum(requires_grad(node) and node not in mutated for node in nodes)
         return (f"{len(nodes)} tensors probed, {backward} of them in both directions",)
@@ -143,11 +143,11 @@ class ScaleProbes(GraphPass):
         return new
 
 
-def probeable_nodes(graph: fx.Graph) -> list[fx.Node]:
+def probeable_nodes(graph: fx.Graph, *, internal: bool = False) -> list[fx.Node]:
     """Nodes that make a plain floating-point tensor of the user's step, in graph order.
 
-    Left out: what passes inserted, and what is made inside a ``vmap`` or ``grad`` transform, where
-    a tensor is not yet what it seems.
+    Left out: what passes inserted, unless ``internal``, and what is made inside a ``vmap`` or
+    ``grad`` transform, where a tensor is not yet what it seems.
     """
     nodes, depth = [], 0
     for node in graph.nodes:
@@ -155,7 +155,7 @@ def probeable_nodes(graph: fx.Graph) -> list[fx.Node]:
         depth += ("increment_nesting" in name) - ("decrement_nesting" in name)
         if depth or node.op not in {"placeholder", "call_function", "call_method", "get_attr"}:
             continue
-        if node.meta.get(INTERNAL) or not is_float_tensor(node):
+        if (node.meta.get(INTERNAL) and not internal) or not is_float_tensor(node):
             continue
         example = example_tensor(node)
         if example is not None and example.layout == torch.strided and not example.is_nested:
@@ -163,16 +163,24 @@ def probeable_nodes(graph: fx.Graph) -> list[fx.Node]:
     return nodes
 
 
-class _ProbeFunctions:
-    """What the graph calls; a node's arguments cannot hold a layout, so functions close over it."""
+class ProbeFunctions:
+    """What the graph calls; a node's arguments cannot hold a layout, so functions close over it.
 
-    def __init__(self, layout: RowLayout) -> None:
+    Args:
+        layout: Columns of a row.
+        if_differentiable: Whether a tensor without gradient is left as it is; otherwise its slot
+            makes it require one.
+    """
+
+    def __init__(self, layout: RowLayout, *, if_differentiable: bool = False) -> None:
         def row_of(tensor: Tensor, factor: Tensor | None = None) -> Tensor:
             return statistics_row(tensor, layout, factor=factor)
 
         def probe(
             tensor: Tensor, slot: Tensor, forward: Tensor | None, backward: Tensor | None
         ) -> tuple[Tensor, Tensor]:
+            if if_differentiable and not (tensor.requires_grad and torch.is_grad_enabled()):
+                return tensor, row_of(tensor, forward)
             result: tuple[Tensor, Tensor] = _Probe.apply(tensor, slot, row_of, forward, backward)
             return result
 
@@ -216,13 +224,13 @@ class _CountFactors:
         return self._nodes(self._region, factor)
 
 
-def _insert_probe(
+def insert_probe(
     graph: fx.Graph,
     node: fx.Node,
     anchor: fx.Node,
     slot: fx.Node | None,
-    functions: _ProbeFunctions,
-    factors: tuple[fx.Node | None, fx.Node | None],
+    functions: ProbeFunctions,
+    factors: tuple[fx.Node | None, fx.Node | None] = (None, None),
 ) -> fx.Node:
     """Probe the node's tensor, in both directions where there is a slot; returns the row's node."""
     forward, backward = factors

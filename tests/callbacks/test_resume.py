@@ -37,6 +37,8 @@ class Module(Evaluated):
         # Ten batches an epoch, so that step 20 ends one; no shuffling, whose order is not saved.
         return loader(40)
 
+    val_dataloader = train_dataloader
+
 
 def train(
     callbacks: list[pl.Callback], max_steps: int, folder: Path, ckpt_path: Any = None
@@ -61,6 +63,8 @@ def train(
 pytestmark = [
     pytest.mark.filterwarnings("ignore:ScaleMonitor. the Trainer has no logger"),
     pytest.mark.filterwarnings("ignore:Checkpoint directory"),
+    pytest.mark.filterwarnings("ignore:The dirpath has changed"),
+    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
 ]
 
 

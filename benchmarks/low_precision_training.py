@@ -1,0 +1,347 @@
+"""Train the demo's GPT with its matrix products in ever lower precision, in every way of doing so.
+
+The model, the text and the optimizer are those of ``configs/gpt_unit_scaled.yaml``; formats are
+simulated, so that any machine gives the numbers. What differs is what the products read:
+
+- ``BF16``, ``FP16``, ``E4M3/E5M2``, ... "plain": operands and gradients rounded as they are;
+- "dynamic": as torchao's tensorwise float8 training scales them, each tensor by the format's
+  maximum over its own largest magnitude at every use;
+- "lossless": in units of powers of two measured once, on the first batch, and never updated.
+
+The setting is one in which naive low precision visibly suffers: a loss that is a mean over 2,048
+bytes and weights of standard deviation 0.02 put gradients near 1e-6 and below, which FP8 has no
+numbers for. No loss scaler is used anywhere: doing without it is the point.
+
+    python benchmarks/low_precision_training.py --seeds 3 --steps 400
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
+from tabulate import tabulate  # noqa: E402
+from torch import Tensor, fx, nn  # noqa: E402
+
+from benchmarks.demo_step import VOCABULARY  # noqa: E402
+from benchmarks.measure import RESULTS, machine  # noqa: E402
+from examples.gpt import GPT  # noqa: E402
+from examples.text import TextDataModule  # noqa: E402
+from lightning_unitscale.formats import NumberFormat, get_format  # noqa: E402
+from lightning_unitscale.graph.passes import GraphPass, Region, Stage, StepGraph  # noqa: E402
+from lightning_unitscale.graph.patterns import NamePatterns  # noqa: E402
+from lightning_unitscale.graph.steps import steps_of  # noqa: E402
+from lightning_unitscale.quantize import quantize  # noqa: E402
+from lightning_unitscale.transforms import lossless_unit_scale, simulate_format  # noqa: E402
+from lightning_unitscale.transforms.attach import captured_forward  # noqa: E402
+from lightning_unitscale.transforms.simulate_format import find_sites, insert_at_sites  # noqa: E402
+
+Batch = tuple[Tensor, Tensor]
+PLOT = Path(__file__).parents[1] / "docs" / "images" / "low_precision_training.png"
+
+# configs/gpt_unit_scaled.yaml
+LEARNING_RATE, WEIGHT_DECAY, BETAS = 3e-3, 0.1, (0.9, 0.95)
+WARMUP, CLIP, CONTEXT, BATCH_SIZE = 30, 1.0, 128, 16
+
+
+class Loss(nn.Module):
+    """The demo's GPT with its loss: ``(tokens, targets) -> loss``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gpt = GPT(width=128, depth=4, num_heads=4, context=CONTEXT)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        logits = self.gpt(tokens)
+        return F.cross_entropy(logits.float().view(-1, VOCABULARY), targets.reshape(-1))
+
+
+class DynamicScaling(GraphPass):
+    """Rounds like :class:`SimulateFormat`, but each tensor scaled to the format's full range.
+
+    References:
+        torchao, ``float8`` training, tensorwise recipe: scale = max of the format / amax.
+    """
+
+    name = "dynamic scaling"
+    stage = Stage.QUANTIZE
+
+    def __init__(self, fwd_format: str, bwd_format: str) -> None:
+        self.fwd_format, self.bwd_format = get_format(fwd_format), get_format(bwd_format)
+
+    def run(self, graph: StepGraph) -> tuple[str, ...]:
+        def operand(input: Tensor) -> Tensor:
+            return _DynamicOperand.apply(input, self.fwd_format)
+
+        def gradient(input: Tensor) -> Tensor:
+            return _DynamicGradient.apply(input, self.bwd_format)
+
+        def inserter(function: Callable[[Tensor], Tensor]) -> Any:
+            def insert(region: Region, source: fx.Node) -> fx.Node:
+                return region.graph.call_function(function, (source,))
+
+            return insert
+
+        sites = find_sites(graph, NamePatterns())
+        insert_at_sites(sites, inserter(operand), inserter(gradient))
+        return (f"{len(sites)} products with dynamic scales",)
+
+
+class _DynamicOperand(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, format: NumberFormat) -> Tensor:
+        return _scaled_to_range(input, format)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class _DynamicGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, format: NumberFormat) -> Tensor:
+        ctx.format = format
+        return input.view_as(input)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _scaled_to_range(grad, ctx.format), None
+
+
+def _scaled_to_range(tensor: Tensor, format: NumberFormat) -> Tensor:
+    # torchao takes the quotient in FP64 and bounds amax from below in the same way.
+    amax = tensor.detach().abs().max().double().clamp_min(1e-12)
+    factor = (format.max / amax).float()
+    return quantize(tensor * factor, format, saturate=True) / factor
+
+
+@dataclass(frozen=True)
+class Method:
+    """A row of the table."""
+
+    products: str
+    scaling: str
+    make: Callable[[Loss, Batch], nn.Module]
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def name(self) -> str:
+        return f"{self.products}, {self.scaling}"
+
+
+def _plain(forward: str, backward: str, **options: Any) -> Callable[[Loss, Batch], nn.Module]:
+    return lambda module, batch: simulate_format(module, forward, backward, **options)
+
+
+def _lossless(forward: str, backward: str, **options: Any) -> Callable[[Loss, Batch], nn.Module]:
+    return lambda module, batch: simulate_format(
+        lossless_unit_scale(module, *batch), forward, backward, **options
+    )
+
+
+def _dynamic(forward: str, backward: str) -> Callable[[Loss, Batch], nn.Module]:
+    return lambda module, batch: captured_forward(
+        module, "dynamic", DynamicScaling(forward, backward)
+    )[0]
+
+
+SR: dict[str, Any] = {"rounding": "stochastic"}
+METHODS = [
+    Method("FP32", "none", lambda module, batch: module),
+    Method("BF16 autocast", "none", lambda module, batch: module, torch.bfloat16),
+    Method("FP16", "none", _plain("FP16", "FP16")),
+    Method("FP16", "lossless", _lossless("FP16", "FP16")),
+    Method("E4M3/E5M2", "none", _plain("E4M3FN", "E5M2")),
+    Method("E4M3/E5M2", "dynamic", _dynamic("E4M3FN", "E5M2")),
+    Method("E4M3/E5M2", "lossless", _lossless("E4M3FN", "E5M2")),
+    Method("E4M3/E4M3", "lossless", _lossless("E4M3FN", "E4M3FN")),
+    Method("E3M2", "dynamic", _dynamic("E3M2FN", "E3M2FN")),
+    Method("E3M2", "lossless", _lossless("E3M2FN", "E3M2FN")),
+    Method("E3M2 stochastic", "lossless", _lossless("E3M2FN", "E3M2FN", **SR)),
+    Method("E2M3 stochastic", "lossless", _lossless("E2M3FN", "E2M3FN", **SR)),
+    Method("E2M1 stochastic", "lossless", _lossless("E2M1FN", "E2M1FN", **SR)),
+]  # fmt: skip
+
+
+def train(method: Method, seed: int, args: argparse.Namespace) -> tuple[float, list[float]]:
+    """Train once.
+
+    Returns:
+        The final validation loss, and the training loss of every step.
+    """
+    torch.manual_seed(seed)
+    plain = Loss()
+    data = TextDataModule(
+        context=CONTEXT, batch_size=BATCH_SIZE, val_samples=args.val_samples, seed=seed
+    )
+    data.text = _text(data)
+    batches = _forever(data)
+    first = next(batches)
+    module = method.make(plain, first)
+    if args.executor != "eager" and (steps := steps_of(module)) is not None:
+        steps.use_executor(args.executor)
+    elif args.executor != "eager":
+        module = torch.compile(module, backend=args.executor)
+    optimizer, schedule = _optimizer(module, args.steps)
+    losses = []
+    batch = first
+    for _ in range(args.steps):
+        with torch.autocast("cpu", method.dtype, enabled=method.dtype is not torch.float32):
+            loss = module(*batch)
+        loss.backward()
+        nn.utils.clip_grad_norm_(module.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        losses.append(float(loss.detach()))
+        batch = next(batches)
+    with torch.no_grad(), torch.autocast(
+        "cpu", method.dtype, enabled=method.dtype is not torch.float32
+    ):
+        evaluated = [float(module(*one)) for one in data.val_dataloader()]
+    return statistics.fmean(evaluated), losses
+
+
+_texts: list[Any] = []
+
+
+def _text(data: TextDataModule) -> Any:
+    """The text, read once: it does not depend on the seed."""
+    if not _texts:
+        _texts.append(data.text)
+    return _texts[0]
+
+
+def _forever(data: TextDataModule) -> Iterator[Batch]:
+    while True:
+        for tokens, targets in data.train_dataloader():
+            yield tokens, targets
+
+
+def _optimizer(module: nn.Module, steps: int) -> tuple[Any, Any]:
+    """What ``GPT.configure_optimizers`` makes for a run of this length."""
+    matrices = [one for one in module.parameters() if one.ndim >= 2]
+    vectors = [one for one in module.parameters() if one.ndim < 2]
+    groups = [
+        {"params": matrices, "weight_decay": WEIGHT_DECAY},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, LEARNING_RATE, BETAS)
+
+    def factor(step: int) -> float:
+        if step < WARMUP:
+            return (step + 1) / (WARMUP + 1)
+        progress = min(1.0, (step - WARMUP) / max(1, steps - WARMUP))
+        return 0.1 + 0.9 * (1 + math.cos(math.pi * progress)) / 2
+
+    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+
+
+def table(results: dict[str, dict[int, float]]) -> list[dict[str, Any]]:
+    """One row per method: mean, spread over the seeds, and the mean of the ratios to FP32."""
+    reference = results[METHODS[0].name]
+    rows = []
+    for method in METHODS:
+        losses = results.get(method.name)
+        if not losses:
+            continue
+        ratios = [losses[seed] / reference[seed] for seed in losses]
+        rows.append(
+            {
+                "products in": method.products,
+                "scaling": method.scaling,
+                "validation loss": round(statistics.fmean(losses.values()), 4),
+                "spread": round(max(losses.values()) - min(losses.values()), 4),
+                "to FP32": f"{100 * (statistics.fmean(ratios) - 1):+.2f} %",
+                "worst seed": f"{100 * (max(ratios) - 1):+.2f} %",
+            }
+        )
+    return rows
+
+
+def plot(curves: dict[str, list[float]], setting: str) -> None:
+    """Training losses of the first seed, smoothed."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    shown = {"none": "--", "dynamic": ":", "lossless": "-"}
+    colours: dict[str, Any] = {}
+    figure, axes = plt.subplots(figsize=(7.5, 4.5), constrained_layout=True)
+    for method in METHODS:
+        if method.name not in curves:
+            continue
+        losses = torch.tensor(curves[method.name])
+        width = max(1, len(losses) // 20)
+        smooth = losses.unfold(0, width, 1).mean(1)
+        colour = colours.setdefault(method.products, f"C{len(colours)}")
+        steps = range(width, width + len(smooth))
+        axes.plot(steps, smooth, shown[method.scaling], color=colour, label=method.name, lw=1.3)
+    axes.set_xlabel("step")
+    axes.set_ylabel("training loss, nats per byte")
+    axes.set_title(setting, fontsize=9)
+    axes.legend(fontsize=7, ncols=2)
+    axes.grid(alpha=0.3)
+    PLOT.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(PLOT, dpi=130)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--seeds", type=int, default=3, help="how many, starting from 1")
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--val-samples", type=int, default=512)
+    parser.add_argument("--executor", choices=["eager", "aot_eager", "inductor"], default="eager")
+    parser.add_argument("--only", default="", help="run the methods whose name contains this")
+    parser.add_argument("--resume", action="store_true", help="keep what the result file has")
+    args = parser.parse_args()
+
+    setting = {key: getattr(args, key) for key in ("steps", "val_samples", "executor")}
+    path = RESULTS / "low_precision_training.json"
+    results: dict[str, dict[int, float]] = {}
+    curves: dict[str, list[float]] = {}
+    if args.resume and path.exists():
+        stored = json.loads(path.read_text())
+        if stored["setting"] == setting:
+            results = {
+                name: {int(seed): loss for seed, loss in losses.items()}
+                for name, losses in stored["losses"].items()
+            }
+            curves = stored["curves"]
+    for seed in range(1, args.seeds + 1):
+        for method in METHODS:
+            wanted = args.only in method.name or method is METHODS[0]
+            if not wanted or seed in results.get(method.name, {}):
+                continue
+            start = time.perf_counter()
+            loss, losses = train(method, seed, args)
+            results.setdefault(method.name, {})[seed] = loss
+            if seed == 1:
+                curves[method.name] = [round(one, 4) for one in losses]
+            seconds = time.perf_counter() - start
+            print(f"seed {seed}  {method.name:32} {loss:.4f}  ({seconds:.0f} s)", flush=True)
+            torch._dynamo.reset()
+            RESULTS.mkdir(exist_ok=True)
+            rows = table(results)
+            content = {"setting": setting, "machine": machine(), "rows": rows, "losses": results}
+            path.write_text(json.dumps({**content, "curves": curves}, indent=1) + "\n")
+    title = f"The demo's GPT after {args.steps} steps, {args.seeds} seed(s), {args.val_samples} "
+    print(f"\n{title}validation windows\n{tabulate(table(results), headers='keys')}")
+    plot(curves, f"{args.steps} steps on the standard library's source, seed 1")
+
+
+if __name__ == "__main__":
+    main()

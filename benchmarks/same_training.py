@@ -1,0 +1,126 @@
+"""The demo with and without the callbacks: are losses and final weights the same, bit for bit?
+
+Trains ``configs/gpt_unit_scaled.yaml``'s model on its data with AdamW and with SGD, eagerly with and
+without ``UnitScaleCallback`` and ``ScaleMonitor``, then under Inductor with and without unit scaling.
+
+Run: ``python benchmarks/same_training.py``
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from measure import RESULTS, machine
+from tabulate import tabulate
+from torch import Tensor
+from typing_extensions import override
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from examples.gpt import GPT
+from examples.text import TextDataModule
+from lightning_unitscale import ScaleMonitor, UnitScaleCallback
+from lightning_unitscale.callbacks.module_steps import attach_steps
+
+RATES = {"adamw": 3e-3, "sgd": 0.3}
+
+
+class _PlainInductor(pl.Callback):
+    """The captured step under Inductor, without any pass: what unit scaling is compared with."""
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        attach_steps(trainer, pl_module, self).use_executor("inductor")
+
+
+class _Losses(pl.Callback):
+    def __init__(self) -> None:
+        self.values: list[Tensor] = []
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, *_: Any
+    ) -> None:
+        self.values.append(outputs["loss"].detach())
+
+
+@dataclass(frozen=True)
+class Run:
+    """Losses of every step and the final weights of one training run."""
+
+    losses: Tensor
+    weights: dict[str, Tensor]
+
+
+def train(optimizer: str, steps: int, *callbacks: pl.Callback) -> Run:
+    """One run of the demo, from the same seed."""
+    pl.seed_everything(1, verbose=False)
+    model = GPT(learning_rate=RATES[optimizer], weight_decay=0.1, optimizer=optimizer)  # type: ignore[arg-type]
+    losses = _Losses()
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_steps=steps,
+        gradient_clip_val=1.0,
+        limit_val_batches=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[*callbacks, losses],
+    )
+    trainer.fit(model, TextDataModule(context=128, batch_size=16))
+    weights = {name: one.detach().clone() for name, one in model.named_parameters()}
+    return Run(torch.stack(losses.values), weights)
+
+
+def compared(name: str, plain: Run, ours: Run) -> dict[str, object]:
+    """One row of the table."""
+    gap = ((plain.losses - ours.losses).abs() / plain.losses).max().item()
+    same = all(torch.equal(plain.weights[key], ours.weights[key]) for key in plain.weights)
+    return {
+        "run": name,
+        "steps": len(plain.losses),
+        "losses equal": int((plain.losses == ours.losses).sum()),
+        "largest relative difference": gap,
+        "final weights equal": same,
+        "final loss": round(plain.losses[-1].item(), 4),
+    }
+
+
+def main() -> None:
+    """Train all variants and print one table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=300)
+    options = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    rows = []
+    for optimizer in RATES:
+        plain = train(optimizer, options.steps)
+        ours = train(
+            optimizer, options.steps, UnitScaleCallback(), ScaleMonitor(every_n_steps=10)
+        )
+        rows.append(compared(f"eager, {optimizer}, products", plain, ours))
+        ours = train(optimizer, options.steps, UnitScaleCallback(depth="all"))
+        rows.append(compared(f"eager, {optimizer}, all", plain, ours))
+    plain = train("adamw", options.steps, _PlainInductor())
+    ours = train("adamw", options.steps, UnitScaleCallback(compile=True))
+    rows.append(compared("Inductor, adamw, products", plain, ours))
+    print(tabulate(rows, headers="keys"))
+    RESULTS.mkdir(exist_ok=True)
+    content = {"machine": machine(), "rows": rows}
+    (RESULTS / "same_training.json").write_text(json.dumps(content, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

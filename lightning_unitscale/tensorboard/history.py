@@ -1,0 +1,195 @@
+"""All steps of a run put together again from the series in its event file.
+
+NumPy and the standard library only: the dashboard's server, which has no torch, and the report
+both read through it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_unitscale.formats import NumberFormat
+from lightning_unitscale.row_layout import FORMAT_KINDS
+from lightning_unitscale.tensorboard.schema import (
+    DIRECTIONS,
+    Direction,
+    ExponentCounts,
+    Quantity,
+    Series,
+    TensorSet,
+)
+
+Floats: TypeAlias = npt.NDArray[np.float32]
+# Step and tensor, in the order of the file.
+Points: TypeAlias = Iterable[tuple[int, npt.NDArray[Any]]]
+
+
+@dataclass(frozen=True, eq=False)
+class ScaleHistory:
+    """log2 RMS of all tensors of a run over its steps, in one direction.
+
+    Attributes:
+        names: The tensors, in graph order.
+        modules: Path of the module that makes each.
+        steps: Increasing, shape ``(T,)``.
+        log2_rms: Of the stored tensors, shape ``(T, N)``; ``-inf`` for a tensor of zeros, NaN where
+            one was not there.
+        log2_unit: log2 of the units that they are stored in, shape ``(T, N)``; a tensor means
+            ``log2_rms + log2_unit`` to the model.
+    """
+
+    names: tuple[str, ...]
+    modules: tuple[str, ...]
+    steps: npt.NDArray[np.int64]
+    log2_rms: Floats
+    log2_unit: Floats
+
+    def values(self, *, stored: bool) -> Floats:
+        """log2 RMS of the tensors as they are stored or as they are meant."""
+        return self.log2_rms if stored else self.log2_rms + self.log2_unit
+
+
+@dataclass(frozen=True, eq=False)
+class FractionHistory:
+    """What each format does to the stored tensors over the steps, in one direction.
+
+    Attributes:
+        formats: The monitored formats.
+        steps: Increasing, shape ``(T,)``.
+        fractions: Overflow, subnormal and flushed, shape ``(T, N, F, 3)``, float16.
+    """
+
+    formats: tuple[NumberFormat, ...]
+    steps: npt.NDArray[np.int64]
+    fractions: npt.NDArray[np.float16]
+
+
+@dataclass(frozen=True, eq=False)
+class RunScales:
+    """The scales of one run, read when they are asked for.
+
+    When other tensors were observed in between (another graph, a second fit), the vectors of all
+    sets are laid side by side, with NaN where a tensor was not there.
+
+    Args:
+        tags: The plugin's tags of the run and their metadata content.
+        read: Returns the points of a tag.
+    """
+
+    tags: Mapping[str, bytes]
+    read: Callable[[str], Points]
+    _sets: dict[Direction, dict[str, TensorSet]] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        sets: dict[Direction, dict[str, TensorSet]] = {one: {} for one in DIRECTIONS}
+        for tag, content in self.tags.items():
+            series = Series.parse(tag)
+            if series is None or series.quantity != "log2_rms":
+                continue
+            if (observed := TensorSet.from_content(content)) is not None:
+                sets[series.direction][series.subject] = observed
+        object.__setattr__(self, "_sets", sets)
+
+    @property
+    def directions(self) -> tuple[Direction, ...]:
+        """The directions that were measured."""
+        return tuple(one for one in DIRECTIONS if self._sets[one])
+
+    def names(self, direction: Direction) -> tuple[str, ...]:
+        """The tensors of all sets, in graph order."""
+        return merge_orders(one.names for one in self._sets[direction].values())
+
+    def history(self, direction: Direction) -> ScaleHistory:
+        """log2 RMS and units of all tensors and steps."""
+        names = self.names(direction)
+        sets = self._sets[direction].values()
+        modules = {
+            name: module for one in sets for name, module in zip(one.names, one.modules, strict=True)
+        }
+        steps, log2_rms = self._joined(direction, "log2_rms", names, (), np.dtype(np.float32))
+        unit_steps, units = self._joined(direction, "log2_unit", names, (), np.dtype(np.float32))
+        # A reader that is still busy may have more of the one than of the other.
+        both, ours, theirs = np.intersect1d(steps, unit_steps, return_indices=True)
+        in_order = tuple(modules[name] for name in names)
+        return ScaleHistory(names, in_order, both, log2_rms[ours], units[theirs])
+
+    def fractions(self, direction: Direction) -> FractionHistory:
+        """Out-of-range fractions of all tensors and steps."""
+        formats = tuple(
+            dict.fromkeys(item for one in self._sets[direction].values() for item in one.formats)
+        )
+        tail = (len(formats), len(FORMAT_KINDS))
+        names = self.names(direction)
+        steps, fractions = self._joined(
+            direction, "fractions", names, tail, np.dtype(np.float16), formats
+        )
+        return FractionHistory(formats, steps, fractions)
+
+    def exponents(self, direction: Direction, name: str) -> dict[int, ExponentCounts]:
+        """Exponent counts of one tensor by step, of the tensor as it is meant."""
+        tag = Series(direction, "exponents", name).tag
+        if tag not in self.tags:
+            return {}
+        points = sorted(dict(self.read(tag)).items())
+        return {step: ExponentCounts.from_vector(vector) for step, vector in points}
+
+    def _joined(
+        self,
+        direction: Direction,
+        quantity: Quantity,
+        names: tuple[str, ...],
+        tail: tuple[int, ...],
+        dtype: np.dtype[Any],
+        formats: tuple[NumberFormat, ...] = (),
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[Any]]:
+        """Steps ``(T,)`` and the vectors of all sets as one array ``(T, N, *tail)``."""
+        position = {name: place for place, name in enumerate(names)}
+        rows: dict[int, tuple[TensorSet, npt.NDArray[Any]]] = {}
+        for key, observed in self._sets[direction].items():
+            tag = Series(direction, quantity, key).tag
+            if tag in self.tags:
+                # Of a step that was written twice (a resumed run) the later one is true.
+                rows.update((step, (observed, vector)) for step, vector in self.read(tag))
+        steps = sorted(rows)
+        joined = np.full((len(steps), len(names), *tail), np.nan, dtype)
+        for place, step in enumerate(steps):
+            observed, vector = rows[step]
+            if observed.names == names and (not formats or observed.formats == formats):
+                joined[place] = vector
+                continue
+            columns: Any = np.array([position[name] for name in observed.names])
+            if formats:
+                columns = np.ix_(columns, [formats.index(item) for item in observed.formats])
+            joined[place][columns] = vector
+        return np.array(steps, dtype=np.int64), joined
+
+
+def merge_orders(orders: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
+    """One order of all names that keeps each of the orders, as far as they agree.
+
+    A name that only a later order has follows the name that it follows there.
+    """
+    merged: list[str] = []
+    known: set[str] = set()
+    for order in orders:
+        if not merged:
+            merged, known = list(order), set(order)
+            continue
+        added: dict[str | None, list[str]] = {}
+        previous: str | None = None
+        for name in order:
+            if name in known:
+                previous = name
+            else:
+                added.setdefault(previous, []).append(name)
+        if added:
+            result = added.get(None, [])
+            for name in merged:
+                result += [name, *added.get(name, [])]
+            merged, known = result, set(result)
+    return tuple(merged)

@@ -1,0 +1,209 @@
+"""The server side of the **Scales** dashboard, which TensorBoard finds through an entry point.
+
+Routes below ``/data/plugin/scales/``, the arguments in the query:
+
+====================================  =========================================================
+``runs``                              JSON: runs, last steps, number formats
+``scales?run&direction``              frame: tensors, steps, log2 RMS of all of them
+``exponents?run&direction&tensor``    frame: exponent counts of one tensor over the steps
+``fractions?run&direction&tensor``    frame: its exact out-of-range fractions over the steps
+``static/...``                        the page
+====================================  =========================================================
+
+Frames are described in ``responses.py``. Neither torch nor Lightning is imported here: TensorBoard
+runs this module at its own start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import threading
+from collections.abc import Hashable
+from pathlib import Path
+from typing import Any, Final
+
+from tensorboard import errors, plugin_util
+from tensorboard.backend import http_util
+from tensorboard.data import provider
+from tensorboard.plugins import base_plugin
+from werkzeug import Request, Response
+
+from lightning_unitscale.tensorboard import responses
+from lightning_unitscale.tensorboard.history import FractionHistory, Points, RunScales
+from lightning_unitscale.tensorboard.schema import DIRECTIONS, PLUGIN_NAME, Direction, Series
+
+# TensorBoard keeps 100 points of a series that it does not know, far too few for a heat map.
+SAMPLES: Final = 2000
+# The reader has thinned the series already.
+_NO_DOWNSAMPLING: Final = 1 << 30
+# How many runs' fractions are kept in memory: two runs, forward and backward.
+_RECENT: Final = 4
+_STATIC: Final = Path(__file__).parent / "static"
+_MIME_TYPES: Final = {
+    ".js": "application/javascript",
+    ".css": "text/css",
+}
+ENTRY: Final = "index.js"
+STATIC_FILES: Final = (
+    ENTRY,
+    "app.js",
+    "controls.js",
+    "detail.js",
+    "dom.js",
+    "heatmap.js",
+    "histogram.js",
+    "legend.js",
+    "model.js",
+    "palette.js",
+    "source.js",
+    "style.css",
+    "trend.js",
+)
+
+
+class ScalesPlugin(base_plugin.TBPlugin):  # type: ignore[misc]  # TensorBoard is untyped
+    """Serves the scales of all runs, and the page that shows them."""
+
+    plugin_name = PLUGIN_NAME
+
+    def __init__(self, context: base_plugin.TBContext) -> None:
+        self._provider = context.data_provider
+        self._recent: dict[Hashable, FractionHistory] = {}
+        self._lock = threading.Lock()
+
+    def get_plugin_apps(self) -> dict[str, Any]:
+        """The routes and what answers them."""
+        static = {f"/static/{name}": self._static(name) for name in STATIC_FILES}
+        return {
+            "/runs": Request.application(self._runs),
+            "/scales": Request.application(self._scales),
+            "/exponents": Request.application(self._exponents),
+            "/fractions": Request.application(self._fractions),
+            **static,
+        }
+
+    def is_active(self) -> bool:
+        """Left to TensorBoard, which asks the reader for tensors of this name at every listing."""
+        return False
+
+    def frontend_metadata(self) -> base_plugin.FrontendMetadata:
+        """Where the page is."""
+        return base_plugin.FrontendMetadata(
+            es_module_path=f"/static/{ENTRY}", tab_name="Scales", disable_reload=True
+        )
+
+    def _runs(self, request: Request) -> Response:
+        found: dict[str, dict[Direction, int]] = {}
+        for run, series in sorted(self._series(request).items()):
+            steps: dict[Direction, int] = {}
+            for tag, one in series.items():
+                parsed = Series.parse(tag)
+                if parsed is not None and parsed.quantity == "log2_rms":
+                    last = steps.get(parsed.direction, one.max_step)
+                    steps[parsed.direction] = max(last, one.max_step)
+            if steps:
+                found[run] = steps
+        return http_util.Respond(request, responses.runs_json(found), "application/json")
+
+    def _scales(self, request: Request) -> Response:
+        run, direction = self._run(request), _direction(request)
+        return _frame(request, responses.scales_frame(run.history(direction)))
+
+    def _exponents(self, request: Request) -> Response:
+        run, direction = self._run(request), _direction(request)
+        name, _ = _tensor(request, run, direction)
+        return _frame(request, responses.exponents_frame(run.exponents(direction, name)))
+
+    def _fractions(self, request: Request) -> Response:
+        run, direction = self._run(request), _direction(request)
+        _, place = _tensor(request, run, direction)
+        history = self._fraction_history(request, run, direction)
+        return _frame(request, responses.fractions_frame(history, place))
+
+    def _fraction_history(
+        self, request: Request, run: RunScales, direction: Direction
+    ) -> FractionHistory:
+        """Fractions of all tensors: tens of megabytes in a long run, so the last ones are kept."""
+        experiment = plugin_util.experiment_id(request.environ)
+        name = request.args["run"]
+        steps = tuple(one.max_step for one in self._series(request)[name].values())
+        key: Hashable = (experiment, name, direction, steps)
+        with self._lock:
+            if key not in self._recent:
+                while len(self._recent) >= _RECENT:
+                    self._recent.pop(next(iter(self._recent)))
+                self._recent[key] = run.fractions(direction)
+            return self._recent[key]
+
+    def _series(self, request: Request) -> Any:
+        return self._provider.list_tensors(
+            plugin_util.context(request.environ),
+            experiment_id=plugin_util.experiment_id(request.environ),
+            plugin_name=PLUGIN_NAME,
+        )
+
+    def _run(self, request: Request) -> RunScales:
+        name = request.args.get("run", "")
+        series = self._series(request).get(name)
+        if series is None:
+            raise errors.NotFoundError(
+                f"run={name!r}: no such run with scales; expected one that /runs lists"
+            )
+        tags = {tag: one.plugin_content for tag, one in series.items()}
+        return RunScales(tags, functools.partial(self._read, request, name))
+
+    def _read(self, request: Request, run: str, tag: str) -> Points:
+        read = self._provider.read_tensors(
+            plugin_util.context(request.environ),
+            experiment_id=plugin_util.experiment_id(request.environ),
+            plugin_name=PLUGIN_NAME,
+            downsample=_NO_DOWNSAMPLING,
+            run_tag_filter=provider.RunTagFilter(runs=[run], tags=[tag]),
+        )
+        return [(one.step, one.numpy) for one in read.get(run, {}).get(tag, [])]
+
+    def _static(self, name: str) -> Any:
+        path = _STATIC / name
+
+        def serve(request: Request) -> Response:
+            return http_util.Respond(request, path.read_bytes(), _MIME_TYPES[path.suffix])
+
+        return Request.application(serve)
+
+
+class ScalesLoader(base_plugin.TBLoader):  # type: ignore[misc]  # TensorBoard is untyped
+    """What TensorBoard's entry point names: raises how many steps are kept, and loads the plugin."""
+
+    def fix_flags(self, flags: argparse.Namespace) -> None:
+        """Keep 2,000 steps, unless the user asked for another number."""
+        flags.samples_per_plugin.setdefault(PLUGIN_NAME, SAMPLES)
+
+    def load(self, context: base_plugin.TBContext) -> ScalesPlugin:
+        """The plugin."""
+        return ScalesPlugin(context)
+
+
+def _direction(request: Request) -> Direction:
+    asked = request.args.get("direction")
+    for direction in DIRECTIONS:
+        if asked == direction:
+            return direction
+    raise errors.InvalidArgumentError(
+        f"direction={asked!r}: unknown; expected one of {', '.join(DIRECTIONS)}"
+    )
+
+
+def _tensor(request: Request, run: RunScales, direction: Direction) -> tuple[str, int]:
+    """Name and position of the tensor that a request is about."""
+    name = request.args.get("tensor", "")
+    names = run.names(direction)
+    if name not in names:
+        raise errors.NotFoundError(
+            f"tensor={name!r}: not in the run; expected one that /scales lists"
+        )
+    return name, names.index(name)
+
+
+def _frame(request: Request, data: bytes) -> Response:
+    return http_util.Respond(request, data, "application/octet-stream")

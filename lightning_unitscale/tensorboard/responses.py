@@ -1,0 +1,108 @@
+"""The answers of the Scales dashboard's server, as bytes: the plugin serves them, a report holds them.
+
+Arrays travel in frames, since JSON has neither NaN nor a short form of numbers. A frame is the
+length of its header (uint32), the header (JSON, padded with spaces to a multiple of four bytes),
+and then the arrays that the header's ``arrays`` lists, float32, one after the other. All of it is
+little-endian.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_unitscale.formats import BF16, E4M3FN, E5M2, FP16, NumberFormat
+from lightning_unitscale.row_layout import MIN_EXPONENT
+from lightning_unitscale.tensorboard.history import FractionHistory, ScaleHistory
+from lightning_unitscale.tensorboard.schema import Direction, ExponentCounts
+
+# Of which the dashboard shows the ranges.
+SHOWN_FORMATS = (FP16, BF16, E4M3FN, E5M2)
+
+
+def frame(header: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]]) -> bytes:
+    """A header and arrays in one piece."""
+    shapes = [{"name": name, "shape": array.shape} for name, array in arrays.items()]
+    text = json.dumps({**header, "arrays": shapes}, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 4)
+    parts = [len(text).to_bytes(4, "little"), text]
+    parts += [array.astype("<f4", copy=False).tobytes() for array in arrays.values()]
+    return b"".join(parts)
+
+
+def parse_frame(data: bytes) -> tuple[dict[str, Any], dict[str, npt.NDArray[np.float32]]]:
+    """The header and the arrays of a frame."""
+    length = int.from_bytes(data[:4], "little")
+    header = json.loads(data[4 : 4 + length])
+    values = np.frombuffer(data, "<f4", offset=4 + length)
+    arrays, start = {}, 0
+    for item in header.pop("arrays"):
+        stop = start + int(np.prod(item["shape"]))
+        arrays[item["name"]] = values[start:stop].reshape(item["shape"])
+        start = stop
+    return header, arrays
+
+
+def runs_json(runs: Mapping[str, Mapping[Direction, int]]) -> bytes:
+    """The runs that have scales, with the last step of each direction, and the formats to show."""
+    listed = [{"name": name, "last_steps": steps} for name, steps in runs.items()]
+    formats = [_format_fields(item) for item in SHOWN_FORMATS]
+    return json.dumps({"runs": listed, "formats": formats}, separators=(",", ":")).encode()
+
+
+def scales_frame(history: ScaleHistory) -> bytes:
+    """Steps, tensors and log2 RMS of a run.
+
+    Units change rarely, so only the steps at which they do are kept: array ``log2_unit`` has a row
+    for each, and the header's ``unit_rows`` says for every step which row holds.
+    """
+    units = history.log2_unit
+    changed = np.ones(len(units), dtype=bool)
+    if len(units):
+        changed[1:] = ~((units[1:] == units[:-1]) | np.isnan(units[1:]) & np.isnan(units[:-1])).all(1)
+    header = {
+        "names": history.names,
+        "modules": history.modules,
+        "steps": history.steps.tolist(),
+        "unit_rows": (np.cumsum(changed) - 1).tolist(),
+    }
+    return frame(header, {"log2_rms": history.log2_rms, "log2_unit": units[changed]})
+
+
+def exponents_frame(counts: Mapping[int, ExponentCounts]) -> bytes:
+    """Exponent counts of one tensor over the steps, without exponents that no step has."""
+    rows = np.array([one.counts for one in counts.values()], np.float32).reshape(len(counts), -1)
+    present = np.flatnonzero(rows.any(axis=0))
+    first, stop = (present[0], present[-1] + 1) if present.size else (0, 0)
+    header = {
+        "steps": list(counts),
+        "first_exponent": MIN_EXPONENT + int(first),
+        "num_sampled": [one.num_sampled for one in counts.values()],
+        "log2_unit": [one.log2_unit for one in counts.values()],
+    }
+    return frame(header, {"counts": rows[:, first:stop]})
+
+
+def fractions_frame(history: FractionHistory, tensor: int) -> bytes:
+    """Exact out-of-range fractions of one stored tensor, array ``(T, F, 3)``."""
+    header = {
+        "steps": history.steps.tolist(),
+        "formats": [item.name for item in history.formats],
+    }
+    return frame(header, {"fractions": history.fractions[:, tensor]})
+
+
+def _format_fields(item: NumberFormat) -> dict[str, Any]:
+    return {
+        "name": item.name,
+        "max": item.max,
+        "smallest_normal": item.smallest_normal,
+        "smallest_subnormal": item.smallest_subnormal,
+        "flush_threshold": item.flush_threshold,
+        "subnormal_threshold": item.subnormal_threshold,
+        "overflow_threshold": item.overflow_threshold,
+    }

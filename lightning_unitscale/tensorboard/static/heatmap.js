@@ -1,0 +1,397 @@
+// The heat map: one row per tensor in graph order, one column per step, one panel per run.
+
+import { element, oncePerFrame } from './dom.js';
+import { blockOf, columnAt } from './model.js';
+
+const HEADER = 42;
+const GAP = 18;
+const READABLE_ROW = 16;
+// Rows that all fit into the view are still worth looking at together when they are this high.
+const SMALLEST_FITTING_ROW = 3;
+const LARGEST_ROW = 26;
+const SMALLEST_LABEL = 9;
+const FONT = 'system-ui, -apple-system, "Segoe UI", Roboto, sans-serif';
+
+export class HeatMap {
+  /** `onHover(cell or null, event)` and `onSelect(cell)`; a cell is {panel, row, column}. */
+  constructor({ onHover, onSelect }) {
+    this.base = element('canvas', { class: 'heat-cells' });
+    this.overlay = element('canvas', { class: 'heat-marks' });
+    this.view = element('div', { class: 'heat-view' }, this.base, this.overlay);
+    this.spacer = element('div');
+    this.node = element(
+      'div',
+      {
+        class: 'heat',
+        tabindex: '0',
+        role: 'application',
+        'aria-roledescription': 'heat map',
+        'aria-describedby': 'scales-keys',
+      },
+      this.view,
+      this.spacer,
+    );
+    this.model = null;
+    this.hovered = null;
+    this.draw = oncePerFrame(() => this.#draw());
+    this.drawMarks = oncePerFrame(() => this.#drawMarks());
+    new ResizeObserver(() => this.#resize()).observe(this.node);
+    this.node.addEventListener('scroll', this.draw);
+    this.node.addEventListener('focus', this.drawMarks);
+    this.node.addEventListener('blur', this.drawMarks);
+    this.overlay.addEventListener('pointermove', (event) => {
+      this.#hover(this.cellAt(event.offsetX, event.offsetY));
+      onHover(this.hovered, event);
+    });
+    this.overlay.addEventListener('pointerleave', () => {
+      this.#hover(null);
+      onHover(null, null);
+    });
+    this.overlay.addEventListener('click', (event) => {
+      const cell = this.cellAt(event.offsetX, event.offsetY);
+      if (cell) onSelect(cell);
+    });
+  }
+
+  /**
+   * What to show: `rows` ({name, module}), `panels` ({title, data, places}: the position of every
+   * row's tensor in the run, -1 without), `stored`, `palette`, `rowMode` and `selected` ({row,
+   * step} or null).
+   */
+  set(model) {
+    this.model = model;
+    this.hovered = null;
+    this.#resize();
+  }
+
+  /** Moves the selection without a new layout. */
+  select(selected) {
+    this.model.selected = selected;
+    this.#reveal(selected.row);
+    this.drawMarks();
+  }
+
+  /** The cell under a point of the view, or null. */
+  cellAt(x, y) {
+    if (!this.model || y < HEADER) return null;
+    const row = Math.floor((y - HEADER + this.node.scrollTop) / this.rowHeight);
+    if (row < 0 || row >= this.model.rows.length) return null;
+    for (let panel = 0; panel < this.model.panels.length; panel += 1) {
+      const offset = x - this.#left(panel);
+      const { data } = this.model.panels[panel];
+      if (offset >= 0 && offset < this.panelWidth && data.steps.length) {
+        const column = Math.floor((offset / this.panelWidth) * data.steps.length);
+        return { panel, row, column };
+      }
+    }
+    return null;
+  }
+
+  /** Where a cell is in the view, in CSS pixels: left, top, width, height. */
+  cellRect(panel, row, column) {
+    const width = this.panelWidth / this.model.panels[panel].data.steps.length;
+    return {
+      left: this.#left(panel) + column * width,
+      top: HEADER + row * this.rowHeight - this.node.scrollTop,
+      width,
+      height: this.rowHeight,
+    };
+  }
+
+  /** The value that a cell shows. */
+  value({ panel, row, column }) {
+    const { data, places } = this.model.panels[panel];
+    return places[row] < 0 ? NaN : data.value(column, places[row], this.model.stored);
+  }
+
+  /** How many rows are in view. */
+  get pageRows() {
+    return Math.max(1, Math.floor((this.height - HEADER) / this.rowHeight));
+  }
+
+  #left(panel) {
+    return this.gutter + panel * (this.panelWidth + GAP);
+  }
+
+  #resize() {
+    if (!this.model) return;
+    const { rows, panels, rowMode } = this.model;
+    this.height = this.node.clientHeight;
+    const area = this.height - HEADER - 4;
+    const fitting = Math.min(area / Math.max(rows.length, 1), LARGEST_ROW);
+    const fits = rowMode === 'fit' || (rowMode === 'auto' && fitting >= SMALLEST_FITTING_ROW);
+    this.rowHeight = fits ? fitting : Math.max(fitting, READABLE_ROW);
+    this.isLabelled = this.rowHeight >= SMALLEST_LABEL;
+    this.spacer.style.height = `${Math.max(0, rows.length * this.rowHeight - area - 1)}px`;
+    // Only now is it known whether there is a scroll bar.
+    this.width = this.node.clientWidth;
+    this.labels = rows.map(({ name, module }) => this.#label(name, module));
+    this.gutter = this.#gutterWidth();
+    const gaps = GAP * (panels.length - 1);
+    this.panelWidth = Math.max(40, (this.width - this.gutter - gaps - 12) / panels.length);
+    for (const canvas of [this.base, this.overlay]) {
+      const ratio = window.devicePixelRatio || 1;
+      canvas.width = Math.round(this.width * ratio);
+      canvas.height = Math.round(this.height * ratio);
+      canvas.style.width = `${this.width}px`;
+      canvas.style.height = `${this.height}px`;
+      canvas.getContext('2d').setTransform(ratio, 0, 0, ratio, 0, 0);
+    }
+    // Cleared canvases are drawn at once, or they would flicker.
+    this.#draw();
+  }
+
+  #label(name, module) {
+    const rest = module && name.startsWith(`${module}.`) ? name.slice(module.length + 1) : name;
+    return { path: name.slice(0, name.length - rest.length), rest, block: blockOf(module) };
+  }
+
+  #gutterWidth() {
+    const context = this.base.getContext('2d');
+    context.font = `11px ${FONT}`;
+    const texts = this.labels.map(({ path, rest, block }) => (this.isLabelled ? path + rest : block));
+    const widest = texts.reduce((one, other) => (other.length > one.length ? other : one), '');
+    const share = this.model.panels.length > 1 ? 0.24 : 0.3;
+    const wanted = context.measureText(widest).width * 1.08 + 22;
+    return Math.round(Math.min(Math.max(wanted, 70), Math.max(share * this.width, 110)));
+  }
+
+  #colors() {
+    const style = getComputedStyle(this.node);
+    const color = (name) => style.getPropertyValue(`--${name}`).trim();
+    return {
+      text: color('text'),
+      muted: color('muted'),
+      line: color('line'),
+      hatch: color('hatch'),
+      page: color('page'),
+      accent: color('accent'),
+    };
+  }
+
+  #draw() {
+    if (!this.model) return;
+    const started = performance.now();
+    const context = this.base.getContext('2d');
+    const colors = this.#colors();
+    context.clearRect(0, 0, this.width, this.height);
+    const first = Math.floor(this.node.scrollTop / this.rowHeight);
+    const inView = Math.ceil((this.height - HEADER) / this.rowHeight) + 1;
+    const stop = Math.min(this.model.rows.length, first + inView);
+    context.save();
+    context.beginPath();
+    context.rect(0, HEADER, this.width, this.height - HEADER);
+    context.clip();
+    this.model.panels.forEach((_, panel) => this.#drawPanel(context, colors, panel, first, stop));
+    this.#drawLabels(context, colors, first, stop);
+    context.restore();
+    this.model.panels.forEach((_, panel) => this.#drawAxis(context, colors, panel));
+    this.drawMilliseconds = performance.now() - started;
+    this.#drawMarks();
+  }
+
+  #drawPanel(context, colors, panel, first, stop) {
+    if (stop <= first) return;
+    const left = this.#left(panel);
+    const top = HEADER + first * this.rowHeight - this.node.scrollTop;
+    const height = (stop - first) * this.rowHeight;
+    context.fillStyle = hatched(context, colors);
+    context.fillRect(left, top, this.panelWidth, height);
+    const picture = this.#picture(panel, first, stop);
+    if (!picture) return;
+    context.imageSmoothingEnabled = false;
+    context.drawImage(picture, left, top, this.panelWidth, height);
+    if (this.rowHeight >= SMALLEST_LABEL) {
+      context.fillStyle = colors.page;
+      for (let row = first; row <= stop; row += 1) {
+        context.fillRect(left, top + (row - first) * this.rowHeight - 0.5, this.panelWidth, 1);
+      }
+    }
+  }
+
+  /** Cells of some rows, one pixel per cell, or per screen pixel where cells are smaller. */
+  #picture(panel, first, stop) {
+    const { data, places } = this.model.panels[panel];
+    const { stored, palette } = this.model;
+    const ratio = window.devicePixelRatio || 1;
+    const numColumns = data.steps.length;
+    const width = Math.min(numColumns, Math.round(this.panelWidth * ratio));
+    const height = Math.min(stop - first, Math.ceil((stop - first) * this.rowHeight * ratio));
+    if (!width || !height) return null;
+    const pixels = new Uint32Array(width * height);
+    for (let y = 0; y < height; y += 1) {
+      const top = first + Math.floor((y * (stop - first)) / height);
+      const bottom = Math.max(top + 1, first + Math.floor(((y + 1) * (stop - first)) / height));
+      for (let x = 0; x < width; x += 1) {
+        const start = Math.floor((x * numColumns) / width);
+        const end = Math.max(start + 1, Math.floor(((x + 1) * numColumns) / width));
+        // Of several cells in one pixel the furthest from 1 is shown: no outlier gets lost.
+        let shown = NaN;
+        for (let row = top; row < bottom; row += 1) {
+          if (places[row] < 0) continue;
+          for (let column = start; column < end; column += 1) {
+            const value = data.value(column, places[row], stored);
+            if (value !== value) continue;
+            if (shown !== shown || shown === -Infinity) shown = value;
+            else if (value !== -Infinity && Math.abs(value) > Math.abs(shown)) shown = value;
+          }
+        }
+        pixels[y * width + x] = palette.pixel(shown);
+      }
+    }
+    const canvas = new OffscreenCanvas(width, height);
+    const image = new ImageData(new Uint8ClampedArray(pixels.buffer), width, height);
+    canvas.getContext('2d').putImageData(image, 0, 0);
+    return canvas;
+  }
+
+  #drawLabels(context, colors, first, stop) {
+    context.textBaseline = 'middle';
+    context.textAlign = 'right';
+    if (this.isLabelled) {
+      const size = Math.min(12, Math.max(8, this.rowHeight - 4));
+      context.font = `${size}px ${FONT}`;
+      for (let row = first; row < stop; row += 1) this.#drawName(context, colors, row);
+      return;
+    }
+    // No room for names: the blocks that they belong to.
+    context.font = `11px ${FONT}`;
+    let lowest = -Infinity;
+    for (let row = 0; row < this.labels.length; ) {
+      let end = row + 1;
+      while (end < this.labels.length && this.labels[end].block === this.labels[row].block) end += 1;
+      const top = HEADER + row * this.rowHeight - this.node.scrollTop;
+      const middle = top + ((end - row) * this.rowHeight) / 2;
+      context.fillStyle = colors.line;
+      context.fillRect(this.gutter - 6, top, 6, 1);
+      if (middle - lowest >= 12) {
+        context.fillStyle = colors.muted;
+        const text = shortened(context, this.labels[row].block || '·', this.gutter - 14);
+        context.fillText(text, this.gutter - 10, middle);
+        lowest = middle;
+      }
+      row = end;
+    }
+  }
+
+  #drawName(context, colors, row) {
+    const { path, rest } = this.labels[row];
+    const y = HEADER + (row + 0.5) * this.rowHeight - this.node.scrollTop;
+    const right = this.gutter - 8;
+    const tail = shortened(context, rest, right - 8);
+    context.fillStyle = colors.text;
+    context.fillText(tail, right, y);
+    const room = right - 8 - context.measureText(tail).width;
+    if (!path || tail !== rest || room < 12) return;
+    context.fillStyle = colors.muted;
+    context.fillText(shortened(context, path, room), right - context.measureText(tail).width, y);
+  }
+
+  #drawAxis(context, colors, panel) {
+    const { title, data } = this.model.panels[panel];
+    const left = this.#left(panel);
+    context.textBaseline = 'alphabetic';
+    context.textAlign = 'left';
+    context.fillStyle = colors.text;
+    context.font = `600 12px ${FONT}`;
+    context.fillText(shortened(context, title, this.panelWidth), left, 14);
+    context.font = `11px ${FONT}`;
+    context.fillStyle = colors.muted;
+    const numColumns = data.steps.length;
+    const numTicks = Math.max(1, Math.min(numColumns, Math.floor(this.panelWidth / 80)));
+    const stride = Math.ceil(numColumns / numTicks);
+    for (let column = 0; column < numColumns; column += stride) {
+      const x = left + ((column + 0.5) * this.panelWidth) / numColumns;
+      const text = data.steps[column].toLocaleString('en');
+      context.textAlign = column ? 'center' : 'left';
+      const isInside = x + context.measureText(text).width / 2 < left + this.panelWidth;
+      if (isInside) context.fillText(column ? text : `step ${text}`, column ? x : left, 32);
+      context.fillRect(Math.round(x), HEADER - 5, 1, 4);
+    }
+  }
+
+  #hover(cell) {
+    const before = this.hovered;
+    const isSame =
+      before && cell
+        ? before.panel === cell.panel && before.row === cell.row && before.column === cell.column
+        : before === cell;
+    this.hovered = cell;
+    if (!isSame) this.drawMarks();
+  }
+
+  #drawMarks() {
+    if (!this.model) return;
+    const context = this.overlay.getContext('2d');
+    context.clearRect(0, 0, this.width, this.height);
+    context.save();
+    context.beginPath();
+    context.rect(0, HEADER - 2, this.width, this.height);
+    context.clip();
+    const colors = this.#colors();
+    const { selected, panels } = this.model;
+    if (this.hovered) {
+      const step = panels[this.hovered.panel].data.steps[this.hovered.column];
+      this.#mark(context, this.hovered.row, step, [colors.text], false);
+    }
+    if (selected && selected.row >= 0) {
+      this.#mark(context, selected.row, selected.step, [colors.page, colors.accent], true);
+    }
+    context.restore();
+  }
+
+  #mark(context, row, step, strokes, isSelection) {
+    this.model.panels.forEach(({ data }, panel) => {
+      if (!data.steps.length) return;
+      const cell = this.cellRect(panel, row, columnAt(data.steps, step));
+      // A cell of less than a few pixels gets a frame that one can see.
+      const width = Math.max(cell.width, 5);
+      const height = Math.max(cell.height, 5);
+      const left = cell.left + (cell.width - width) / 2;
+      const top = cell.top + (cell.height - height) / 2;
+      if (isSelection) {
+        context.fillStyle = strokes[1];
+        context.globalAlpha = 0.5;
+        context.fillRect(this.#left(panel), top - 1, this.panelWidth, 1);
+        context.fillRect(this.#left(panel), top + height, this.panelWidth, 1);
+        context.globalAlpha = 1;
+        context.fillRect(this.gutter - 5, top, 4, height);
+      }
+      strokes.forEach((color, place) => {
+        context.strokeStyle = color;
+        context.lineWidth = strokes.length > 1 ? 4 - 2 * place : 1;
+        context.strokeRect(left - 1, top - 1, width + 2, height + 2);
+      });
+    });
+  }
+
+  /** Scrolls as little as brings a row into view. */
+  #reveal(row) {
+    const top = row * this.rowHeight;
+    const area = this.height - HEADER - 6;
+    if (top < this.node.scrollTop) this.node.scrollTop = top;
+    else if (top + this.rowHeight > this.node.scrollTop + area) {
+      this.node.scrollTop = top + this.rowHeight - area;
+    }
+  }
+}
+
+/** Text that ends as it does but begins later where the room is too small. */
+function shortened(context, text, room) {
+  if (context.measureText(text).width <= room) return text;
+  let start = 1;
+  while (start < text.length && context.measureText(`…${text.slice(start)}`).width > room) start += 1;
+  return `…${text.slice(start)}`;
+}
+
+/** Thin diagonal lines: nothing was measured here. */
+function hatched(context, { hatch }) {
+  const tile = new OffscreenCanvas(6, 6);
+  const pen = tile.getContext('2d');
+  pen.strokeStyle = hatch;
+  pen.beginPath();
+  pen.moveTo(-1, 7);
+  pen.lineTo(7, -1);
+  pen.stroke();
+  return context.createPattern(tile, 'repeat');
+}

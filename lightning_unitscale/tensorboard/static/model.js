@@ -1,0 +1,201 @@
+// What the page knows and computes, without any drawing.
+
+/** Kinds of elements for a format, in the order in which the server sends them. */
+export const KINDS = ['overflow', 'subnormal', 'flushed'];
+
+/** log2 RMS of all tensors of one run in one direction over its steps. */
+export class RunScales {
+  constructor(run, direction, header, arrays) {
+    this.run = run;
+    this.direction = direction;
+    this.names = header.names;
+    this.modules = header.modules;
+    this.steps = header.steps;
+    this.position = new Map(this.names.map((name, place) => [name, place]));
+    this.rms = arrays.log2_rms;
+    this.units = arrays.log2_unit;
+    this.unitRows = header.unit_rows;
+  }
+
+  /** log2 of the unit of a tensor at the `column`-th step. */
+  unit(column, tensor) {
+    return this.units[this.unitRows[column] * this.names.length + tensor];
+  }
+
+  /** log2 RMS at the `column`-th step; -Infinity for a tensor of zeros, NaN where it was not. */
+  value(column, tensor, stored) {
+    const value = this.rms[column * this.names.length + tensor];
+    return stored ? value : value + this.unit(column, tensor);
+  }
+}
+
+/** One order of all names that keeps each of the orders, as far as they agree. */
+export function mergeOrders(orders) {
+  let merged = [];
+  for (const order of orders) {
+    const known = new Set(merged);
+    const added = new Map();
+    let previous = null;
+    for (const name of order) {
+      if (known.has(name)) previous = name;
+      else added.set(previous, [...(added.get(previous) ?? []), name]);
+    }
+    merged = [null, ...merged].flatMap((name) => [name, ...(added.get(name) ?? [])]).slice(1);
+  }
+  return merged;
+}
+
+/**
+ * A test of names: every word has to occur, in any case; a word with * or ? is a glob of the whole
+ * name; a word after a ! must not match.
+ */
+export function nameFilter(text) {
+  const words = text.toLowerCase().split(/\s+/).filter((word) => word && word !== '!');
+  const tests = words.map((word) => {
+    const negated = word.startsWith('!');
+    const pattern = negated ? word.slice(1) : word;
+    let matches = (name) => name.includes(pattern);
+    if (/[*?]/.test(pattern)) {
+      const escaped = pattern.replace(/[.+^${}()|[\]\\]/g, '\\$&');
+      const glob = new RegExp(`^${escaped.replaceAll('*', '.*').replaceAll('?', '.')}$`);
+      matches = (name) => glob.test(name);
+    }
+    return (name) => matches(name) !== negated;
+  });
+  return (name) => tests.every((test) => test(name.toLowerCase()));
+}
+
+/** Index of the last step that is not after `step`; 0 when all are. */
+export function columnAt(steps, step) {
+  let low = 0;
+  let high = steps.length;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (steps[middle] <= step) low = middle + 1;
+    else high = middle;
+  }
+  return Math.max(low - 1, 0);
+}
+
+/** A limit of the colours that holds 98 % of the values: 2, 4, 6, 8, then in steps of 4. */
+export function colorLimit(panels, stored) {
+  const magnitudes = [];
+  for (const data of panels) {
+    const { length } = data.rms;
+    const stride = Math.max(1, Math.floor(length / 50000));
+    const width = data.names.length;
+    for (let place = 0; place < length; place += stride) {
+      const value = data.value(Math.floor(place / width), place % width, stored);
+      if (Number.isFinite(value)) magnitudes.push(Math.abs(value));
+    }
+  }
+  if (!magnitudes.length) return 8;
+  magnitudes.sort((one, other) => one - other);
+  const limit = magnitudes[Math.floor(0.98 * (magnitudes.length - 1))];
+  return limit <= 8 ? Math.max(2, 2 * Math.ceil(limit / 2)) : 4 * Math.ceil(limit / 4);
+}
+
+/** Exponent counts of one tensor over the steps. */
+export class ExponentSeries {
+  constructor(header, arrays) {
+    this.steps = header.steps;
+    this.firstExponent = header.first_exponent;
+    this.numSampled = header.num_sampled;
+    this.units = header.log2_unit;
+    this.numExponents = header.steps.length ? arrays.counts.length / header.steps.length : 0;
+    this.counts = arrays.counts;
+  }
+
+  /** The counts at the last sampled step that is not after `step`; null without any. */
+  at(step, stored) {
+    if (!this.steps.length) return null;
+    const row = columnAt(this.steps, step);
+    const start = row * this.numExponents;
+    const unit = this.units[row];
+    return {
+      step: this.steps[row],
+      numSampled: this.numSampled[row],
+      unit,
+      first: this.firstExponent - (stored ? unit : 0),
+      counts: this.counts.subarray(start, start + this.numExponents),
+    };
+  }
+}
+
+/** Share of [2^exponent, 2^(exponent + 1)) that lies below `threshold`, in one dimension. */
+function shareBelow(threshold, exponent) {
+  return Math.min(Math.max(threshold * 2 ** -exponent - 1, 0), 1);
+}
+
+/**
+ * Share of the elements that a cast of 2^shift times the tensor overflows, makes subnormal, flushes
+ * to zero, and leaves normal. Inside one binade the elements count as evenly spread.
+ */
+export function shares(format, { first, counts, numSampled }, shift) {
+  let [overflow, subnormal, flushed, total] = [0, 0, 0, 0];
+  counts.forEach((count, place) => {
+    const exponent = first + place + shift;
+    const gone = shareBelow(format.flush_threshold, exponent);
+    flushed += count * gone;
+    subnormal += count * (shareBelow(format.subnormal_threshold, exponent) - gone);
+    overflow += count * (1 - shareBelow(format.overflow_threshold, exponent));
+    total += count;
+  });
+  const normal = total - overflow - subnormal - flushed;
+  const per = (number) => (numSampled ? number / numSampled : NaN);
+  return {
+    overflow: per(overflow),
+    subnormal: per(subnormal),
+    flushed: per(flushed),
+    normal: per(normal),
+  };
+}
+
+/** Exact out-of-range fractions of one stored tensor. */
+export class ExactFractions {
+  constructor(header, arrays) {
+    this.steps = header.steps;
+    this.formats = header.formats;
+    this.fractions = arrays.fractions;
+  }
+
+  /** The fractions of a format at exactly this step; null when they were not measured. */
+  at(step, format) {
+    const row = columnAt(this.steps, step);
+    const place = this.formats.indexOf(format);
+    if (place < 0 || this.steps[row] !== step) return null;
+    const start = (row * this.formats.length + place) * KINDS.length;
+    const found = Object.fromEntries(KINDS.map((kind, k) => [kind, this.fractions[start + k]]));
+    return Number.isNaN(found.overflow) ? null : found;
+  }
+}
+
+/** A module's path up to its first index, `model.blocks.0`, or else its first two parts. */
+export function blockOf(module) {
+  const parts = module.split('.');
+  const number = parts.findIndex((part) => /^\d+$/.test(part));
+  return parts.slice(0, number < 0 ? 2 : number + 1).join('.');
+}
+
+const MINUS = '\u2212';
+
+/** A number with a typographic minus. */
+export function signed(number, digits = 0) {
+  return number.toFixed(digits).replace('-', MINUS);
+}
+
+/** A log2 RMS for people. */
+export function scaleText(value) {
+  if (Number.isNaN(value)) return 'not measured';
+  return Number.isFinite(value) ? `2^${signed(value, 1)}` : 'all zero';
+}
+
+/** A fraction in percent; small ones are not rounded to nothing. */
+export function percent(fraction) {
+  if (!Number.isFinite(fraction)) return '–';
+  if (fraction <= 0) return '0';
+  if (fraction < 1e-4) return '<0.01 %';
+  if (fraction >= 1) return '100 %';
+  const value = 100 * fraction;
+  return `${value < 10 ? value.toFixed(2) : Math.min(value, 99.9).toFixed(1)} %`;
+}

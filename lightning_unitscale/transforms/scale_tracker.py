@@ -1,0 +1,266 @@
+"""The pass behind ``track_scales``: every floating-point tensor of a step, in both directions."""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from lightning_unitscale.graph.capture import (
+    GraphInput,
+    fake_like,
+    is_checkpoint,
+    is_custom_operator,
+    is_higher_order,
+)
+from lightning_unitscale.graph.nodes import (
+    INPUT,
+    example_tensor,
+    first_operation,
+    is_float_tensor,
+    op_name,
+    requires_grad,
+)
+from lightning_unitscale.graph.out_of_place import (
+    aliased_by_mutation,
+    memory_roots,
+    mutated_argument,
+)
+from lightning_unitscale.graph.passes import GraphPass, Region, Stage, StepGraph
+from lightning_unitscale.graph.recording import CallRecord, CallRecorder
+from lightning_unitscale.transforms.metrics import MOMENTS
+from lightning_unitscale.transforms.probes import ProbeFunctions, insert_probe, probeable_nodes
+from lightning_unitscale.transforms.scales_graph import ScalesGraph
+from lightning_unitscale.transforms.tracked_graph import (
+    TrackedCall,
+    TrackedGraph,
+    assemble,
+    is_passed_through,
+)
+
+# Sources of inputs that are the module's own state, not an argument or an intermediate tensor.
+_STATE_SOURCES = ("L['self']", "G[")
+
+
+class ScaleTracker(GraphPass):
+    """Records metrics of every tensor that the graphs of a step make, and puts them together.
+
+    A floating-point input that asks for no gradient is given one inside the graph, by its slot: the
+    caller's own tensor stays as it is. Where an operation would choose another kernel, and with it
+    other bits, because of that, it reads the tensor detached.
+    """
+
+    name = "track scales"
+    stage = Stage.OBSERVE
+    out_of_place = True
+    observes = True
+
+    def __init__(self) -> None:
+        self._calls: list[TrackedCall] = []
+        self._complete: list[TrackedCall] = []
+        self._made: dict[int, _Made] = {}
+        self._plain_buffers: tuple[str, ...] = ()
+
+    def run(self, graph: StepGraph) -> tuple[str, ...]:
+        """Insert the probes."""
+        regions = list(graph.regions())
+        bodies = {one.call: one for one in regions if one.call is not None}
+        places = [
+            (region, node)
+            for region in regions
+            for node in _tracked_nodes(region)
+            if not is_passed_through(node, bodies)
+        ]
+        tracked = TrackedGraph(
+            regions[0], bodies, {node: row for row, (_, node) in enumerate(places)}
+        )
+        if not places:
+            graph.watch(lambda inputs, outputs: self._watch(tracked, None, inputs, outputs))
+            return ("no tensor to track",)
+        for region in regions:
+            _keep_kernels(region)
+        # Probes of inputs go before them, and after the slots, which are inputs themselves.
+        anchors = {id(region): first_operation(region.graph) for region in regions}
+        records: list[CallRecord] = []
+        recorder = CallRecorder(graph, len(places), MOMENTS.num_columns, records.append)
+        graph.watch(lambda inputs, outputs: self._watch(tracked, records.pop(), inputs, outputs))
+        rows = _insert_probes(graph, regions, places, recorder, anchors)
+        recorder.finish(rows)
+        return (f"{len(places)} tensors tracked",)
+
+    def before_step(self, module: nn.Module) -> None:
+        """Begin a new record; the last complete one stays until this call has returned."""
+        self._calls = []
+        self._made.clear()
+        self._plain_buffers = tuple(
+            name for name, one in module.named_buffers() if not one.requires_grad
+        )
+
+    def after_step(self, module: nn.Module) -> None:
+        """Put the record in force, and take off buffers the gradient that only we gave them."""
+        self._complete, self._calls = self._calls, []
+        self._made.clear()
+        buffers = dict(module.named_buffers())
+        for name in self._plain_buffers:
+            buffer = buffers.get(name)
+            if buffer is not None and buffer.requires_grad:
+                path, _, last = name.rpartition(".")
+                module.get_submodule(path)._buffers[last] = buffer.detach()
+
+    def scales_graph(self) -> ScalesGraph:
+        """All graphs of the last complete call as one, with what is known of its backward pass."""
+        return assemble(self._complete)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ScaleTracker:
+        new = type(self)()
+        memo[id(self)] = new
+        return new
+
+    def _watch(
+        self,
+        graph: TrackedGraph,
+        record: CallRecord | None,
+        inputs: Sequence[Any],
+        outputs: Sequence[Any],
+    ) -> None:
+        links = {}
+        for position, one in enumerate(inputs):
+            made = self._made.get(id(one))
+            if made is not None and made.is_still(one):
+                links[position] = made.place
+        call = TrackedCall(graph, record, links)
+        for position, one in enumerate(outputs):
+            if isinstance(one, Tensor):
+                place = (len(self._calls), position)
+                self._made[id(one)] = _Made(weakref.ref(one), one._version, place)
+        self._calls.append(call)
+
+
+@dataclass(frozen=True)
+class _Made:
+    """A tensor that a graph returned: where a later graph of the step reads it, there is an edge."""
+
+    tensor: weakref.ref[Tensor]
+    version: int
+    place: tuple[int, int]
+
+    def is_still(self, tensor: Any) -> bool:
+        return self.tensor() is tensor and tensor._version == self.version
+
+
+def _tracked_nodes(region: Region) -> list[fx.Node]:
+    """Nodes of a region to track; its own inputs and outputs are tensors of the outer graph."""
+    nodes = probeable_nodes(region.graph, internal=True)
+    if region.parent is not None:
+        return [node for node in nodes if node.op != "placeholder"]
+    # Placeholders that a pass added carry its factors and slots.
+    return [node for node in nodes if node.op != "placeholder" or INPUT in node.meta]
+
+
+def _insert_probes(
+    graph: StepGraph,
+    regions: Sequence[Region],
+    places: Sequence[tuple[Region, fx.Node]],
+    recorder: CallRecorder,
+    anchors: Mapping[int, fx.Node],
+) -> list[fx.Node]:
+    """Probe the nodes; returns their rows, in the same order, as nodes of the outermost graph."""
+    forced = ProbeFunctions(MOMENTS)
+    existing = ProbeFunctions(MOMENTS, if_differentiable=True)
+    mutated = {id(region): aliased_by_mutation(region.graph) for region in regions}
+    example = fake_like(graph.graph, torch.zeros(MOMENTS.num_columns, dtype=torch.float64))
+    rows: list[fx.Node] = []
+    for index, (region, node) in enumerate(places):
+        slot = None
+        if node not in mutated[id(region)]:
+            slot = recorder.slot(index)
+            slot.meta["example_value"] = example
+            slot = region.thread(slot)
+        functions = forced if _is_argument(node) else existing
+        rows.append(
+            insert_probe(region.graph, node, anchors[id(region)], slot, functions)
+        )
+    return _bring_out(regions, [region for region, _ in places], rows)
+
+
+def _bring_out(
+    regions: Sequence[Region], region_of_row: Sequence[Region], rows: list[fx.Node]
+) -> list[fx.Node]:
+    """Hand the rows made in checkpoints through to the outermost graph as further outputs."""
+    place = [id(one) for one in region_of_row]
+    # A region comes after the one around it.
+    for region in reversed(regions):
+        own = [index for index, one in enumerate(place) if one == id(region)]
+        if region.parent is None or region.call is None or not own:
+            continue
+        output = region.graph.output_node()
+        returned = output.args[0]
+        outputs = list(returned) if isinstance(returned, (tuple, list)) else [returned]
+        output.args = ((*outputs, *(rows[index] for index in own)),)
+        around = region.parent.graph
+        for offset, index in enumerate(own, start=len(outputs)):
+            with around.inserting_after(region.call):
+                rows[index] = around.call_function(operator.getitem, (region.call, offset))
+            place[index] = id(region.parent)
+    return rows
+
+
+def _is_argument(node: fx.Node) -> bool:
+    """Whether the node is an input that the caller gave, rather than state of the module."""
+    given: GraphInput | None = node.meta.get(INPUT)
+    if given is None or given.kind != "input":
+        return False
+    return not given.source.startswith(_STATE_SOURCES)
+
+
+def _keep_kernels(region: Region) -> None:
+    """Detach arguments whose gradient would change bits, or make an operation fail.
+
+    Only arguments that have no gradient in the plain module: for the others nothing changes.
+    """
+    graph = region.graph
+    roots = memory_roots(graph)
+    for node in list(graph.nodes):
+        touchy = _touchy_arguments(node)
+        target = mutated_argument(node)
+        if target is not None and roots[target].op in {"placeholder", "get_attr"}:
+            # A write into the caller's or the module's own tensor must not leave a gradient there.
+            touchy += [one for one in node.all_input_nodes if one is not target]
+        for one in dict.fromkeys(touchy):
+            if is_float_tensor(one) and not requires_grad(one):
+                with graph.inserting_before(node):
+                    detached = graph.call_method("detach", (one,))
+                node.replace_input_with(one, detached)
+
+
+def _touchy_arguments(node: fx.Node) -> list[fx.Node]:
+    """Arguments by whose gradient the operation chooses its kernel, or is refused."""
+    if node.op not in {"call_function", "call_method"}:
+        return []
+    tensors = [one for one in node.all_input_nodes if example_tensor(one) is not None]
+    name = op_name(node)
+    if is_higher_order(node) or is_custom_operator(node):
+        # Either may have no derivative.
+        return [] if is_checkpoint(node) else tensors
+    if node.target is F.scaled_dot_product_attention:
+        # A fused kernel gives no gradient to its mask.
+        mask = node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask")
+        return [mask] if isinstance(mask, fx.Node) else []
+    if name in {"matmul", "imatmul", "rmatmul", "linear"}:
+        # torch folds a batch of products into one if the smaller operand requires a gradient.
+        is_batch = any(_num_dims(one) > 2 for one in tensors)
+        return [one for one in tensors if _num_dims(one) <= 2] if is_batch else []
+    if "eigvals" in name or "svdvals" in name or name in {"cond", "matrix_norm"}:
+        return tensors
+    return []
+
+
+def _num_dims(node: fx.Node) -> int:
+    tensor = example_tensor(node)
+    return 0 if tensor is None else tensor.dim()

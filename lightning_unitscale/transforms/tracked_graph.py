@@ -1,0 +1,209 @@
+"""What a tracked graph looks like to people, and how the graphs of a step become one."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from lightning_unitscale.graph.capture import GraphInput
+from lightning_unitscale.graph.nodes import INPUT, INTERNAL, NAME, requires_grad
+from lightning_unitscale.graph.out_of_place import WRITTEN_AS
+from lightning_unitscale.graph.passes import Region
+from lightning_unitscale.graph.recording import CallRecord
+from lightning_unitscale.transforms.drift import probe_gradient_rms
+from lightning_unitscale.transforms.metrics import Metrics
+from lightning_unitscale.transforms.scales_graph import (
+    CLEAN_NAME,
+    FLOAT_TENSOR,
+    METRICS,
+    TRAINED,
+    ScalesGraph,
+)
+
+# Metadata that is of no use outside of the capture, or keeps tensors alive.
+_DROPPED = (INPUT, INTERNAL, WRITTEN_AS, "grapharg", "tensor_dict")
+# What Dynamo puts around the name of an input: ``L_x_``, on old versions ``l__self___weight``.
+_AROUND_NAME = re.compile(r"^_*(?:[lL]_+(?:self___)?)?|_+$")
+
+
+class TrackedGraph:
+    """One captured graph as it ran, without what was inserted to measure it.
+
+    The bodies of activation checkpoints stand in line with the rest.
+
+    Args:
+        region: The graph after all rewrites and before its probes.
+        bodies: Bodies of the checkpoints at any depth, by the node that calls them.
+        rows: Row of every node that is probed.
+    """
+
+    def __init__(
+        self, region: Region, bodies: Mapping[fx.Node, Region], rows: Mapping[fx.Node, int]
+    ) -> None:
+        self.graph = ScalesGraph()
+        self.inputs: list[fx.Node] = []
+        self.rows: dict[fx.Node, int] = {}
+        self.outputs: tuple[Any, ...] = self._copy(region, bodies, rows, None)
+
+    def _copy(
+        self,
+        region: Region,
+        bodies: Mapping[fx.Node, Region],
+        rows: Mapping[fx.Node, int],
+        given: Sequence[Any] | None,
+    ) -> tuple[Any, ...]:
+        copies: dict[fx.Node, Any] = {}
+        num_placeholders = 0
+        for node in region.graph.nodes:
+            if node.op == "output":
+                (returned,) = fx.map_arg(node.args, copies.__getitem__)
+                return tuple(returned) if isinstance(returned, (tuple, list)) else (returned,)
+            if node.op == "placeholder" and given is not None:
+                copies[node] = given[num_placeholders] if num_placeholders < len(given) else None
+                num_placeholders += 1
+            elif node in bodies:
+                args = fx.map_arg(tuple(node.args[1:]), copies.__getitem__)
+                copies[node] = self._copy(bodies[node], bodies, rows, args)  # type: ignore[arg-type]
+            elif is_passed_through(node, bodies):
+                source = copies[node.args[0]]
+                copies[node] = source[node.args[1]] if isinstance(source, tuple) else source
+            elif _is_plumbing(node, bodies):
+                copies[node] = None
+            else:
+                copies[node] = self._copy_node(node, copies)
+                if node in rows:
+                    self.rows[copies[node]] = rows[node]
+        raise AssertionError("a graph without output")
+
+    def _copy_node(self, node: fx.Node, copies: Mapping[fx.Node, Any]) -> fx.Node:
+        op, target = node.meta.get(WRITTEN_AS, (node.op, node.target))
+        args, kwargs = fx.map_arg((node.args, node.kwargs), copies.__getitem__)  # type: ignore[misc]
+        new = self.graph.create_node(op, target, args, kwargs, node.name)  # type: ignore[arg-type]
+        given: GraphInput | None = node.meta.get(INPUT)
+        new.meta.update({key: one for key, one in node.meta.items() if key not in _DROPPED})
+        new.meta.setdefault(NAME, node.name)
+        is_parameter = given is not None and given.kind == "parameter"
+        new.meta[TRAINED] = is_parameter and requires_grad(node)
+        if given is not None:
+            self.inputs.append(new)
+        return new
+
+
+class TrackedCall:
+    """One call of a graph: its rows, and which of its inputs earlier calls of the step made.
+
+    Args:
+        graph: The graph.
+        record: Its rows; ``None`` when nothing in it could be tracked.
+        links: For positions of inputs, which output of which call the tensor is.
+    """
+
+    def __init__(
+        self,
+        graph: TrackedGraph,
+        record: CallRecord | None,
+        links: Mapping[int, tuple[int, int]],
+    ) -> None:
+        self.graph = graph
+        self.links = links
+        self._forward = None if record is None else record.forward
+        # A list, since the hook must not hold the call: the two would keep each other alive.
+        self._arrived: list[Tensor] = []
+        if record is not None and record.slots.requires_grad and not record.slots.is_inference():
+            record.slots.register_hook(_Keep(self._arrived))
+
+    def metrics(self) -> dict[fx.Node, Metrics]:
+        """Metrics of the graph's nodes; one transfer from the device."""
+        if self._forward is None:
+            return {}
+        forward, backward = torch.stack(
+            [self._forward, *(self._arrived or [torch.zeros_like(self._forward)])]
+        ).tolist()
+        return {
+            node: Metrics(
+                Metrics.from_row(forward[row]),
+                Metrics.from_row(backward[row]) if backward[row][0] else None,
+            )
+            for node, row in self.graph.rows.items()
+        }
+
+
+class _Keep:
+    """Keeps the rows of the newest backward pass, and older ones where it did not come by."""
+
+    def __init__(self, arrived: list[Tensor]) -> None:
+        self.arrived = arrived
+
+    def __call__(self, rows: Tensor) -> None:
+        rows = rows.detach()
+        if self.arrived:
+            rows = torch.where(rows[:, :1] > 0, rows, self.arrived[0])
+        # A copy: autograd goes on to accumulate into the very tensor that it shows to its hooks.
+        self.arrived[:] = [rows.clone()]
+
+
+def assemble(calls: Sequence[TrackedCall]) -> ScalesGraph:
+    """The graphs of consecutive calls as one, an edge wherever a graph reads what another made.
+
+    Args:
+        calls: The calls of one step, in the order in which they ran.
+
+    Returns:
+        A graph whose output are the tensors that no later graph has read; an empty graph for no
+        calls.
+    """
+    merged = ScalesGraph()
+    made: list[tuple[Any, ...]] = []
+    read: set[tuple[int, int]] = set()
+    for call in calls:
+        metrics = call.metrics()
+        linked = {call.graph.inputs[position]: place for position, place in call.links.items()}
+        copies: dict[fx.Node, Any] = {}
+        for node in call.graph.graph.nodes:
+            if node in linked:
+                index, position = linked[node]
+                copies[node] = made[index][position]
+                read.add(linked[node])
+                continue
+            copies[node] = merged.node_copy(node, copies.__getitem__)
+            _describe(copies[node], metrics.get(node))
+        made.append(fx.map_arg(call.graph.outputs, copies.__getitem__))  # type: ignore[arg-type]
+    if calls:
+        rest = [
+            one
+            for index, outputs in enumerate(made)
+            for position, one in enumerate(outputs)
+            if (index, position) not in read
+        ]
+        output = merged.output(tuple(rest))
+        output.meta[TRAINED] = False
+        _describe(output, None)
+    return merged
+
+
+def _describe(node: fx.Node, metrics: Metrics | None) -> None:
+    node.meta[METRICS] = metrics
+    node.meta[FLOAT_TENSOR] = metrics is not None
+    node.meta[CLEAN_NAME] = _AROUND_NAME.sub("", node.name) or node.name
+
+
+def is_passed_through(node: fx.Node, checkpoints: Mapping[fx.Node, Any]) -> bool:
+    """Whether the node hands on a tensor of another one: a checkpoint's, or one that is measured."""
+    if node.op != "call_function" or not node.args:
+        return False
+    of_checkpoint = node.target is operator.getitem and node.args[0] in checkpoints
+    return of_checkpoint or node.target is probe_gradient_rms
+
+
+def _is_plumbing(node: fx.Node, checkpoints: Mapping[fx.Node, Any]) -> bool:
+    """Whether the node is no part of the step: factors and slots, measurements, bodies."""
+    if node.op == "placeholder":
+        return INPUT not in node.meta
+    if node.op == "get_attr" and node.users and all(one in checkpoints for one in node.users):
+        return True
+    return NAME not in node.meta and "example_value" not in node.meta

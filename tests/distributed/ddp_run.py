@@ -1,0 +1,99 @@
+"""One DDP training on two CPU processes: ``python -m tests.distributed.ddp_run FOLDER HOW KIND``.
+
+Every rank writes what it computed to ``FOLDER/HOW-RANK.pt``.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from tests.callbacks.modules import Regression, adamw
+from tests.callbacks.runs import ARRANGEMENTS, QUIET, Recorder, loader
+from tests.callbacks.test_manual_optimization import Adversarial
+
+
+class Unused(Regression):
+    """A layer that gets no gradient, and one that gets one on the first rank only at times."""
+
+    def __init__(self) -> None:
+        super().__init__(adamw)
+        self.never = nn.Linear(2, 2)
+        self.sometimes = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result = super().forward(x)
+        if self.global_rank == 0 and self.global_step % 2:
+            result = result + self.sometimes(result)
+        return result
+
+
+class Synchronized(Regression):
+    """Batch statistics over both ranks, and values logged over both."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.log("joint", loss, sync_dist=True, on_epoch=True)
+        return loss
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {"module": lambda: Regression(adamw)},
+    "accumulating": {"module": Regression, "accumulate_grad_batches": 2, "precision": "bf16-mixed"},
+    "unused": {"module": Unused, "strategy": {"find_unused_parameters": True}},
+    "static": {"module": Regression, "strategy": {"static_graph": True}},
+    "synchronized": {"module": Synchronized, "strategy": {"gradient_as_bucket_view": True}},
+    "manual": {"module": Adversarial, "strategy": {"find_unused_parameters": True}, "clip": None},
+}
+
+
+def main(folder: Path, how: str, kind: str) -> None:
+    """Train and write down what came out."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+    pl.seed_everything(4, verbose=False)
+    options = dict(KINDS[kind])
+    module = options.pop("module")()
+    clip = options.pop("clip", 0.5)
+    strategy = DDPStrategy(process_group_backend="gloo", **options.pop("strategy", {}))
+    callbacks = ARRANGEMENTS[how]() if how != "without" else []
+    recorder = Recorder()
+    trainer = pl.Trainer(
+        callbacks=[*callbacks, recorder],
+        max_steps=8,
+        strategy=strategy,
+        gradient_clip_val=clip,
+        **{**QUIET, "devices": 2, "use_distributed_sampler": True, **options},
+    )
+    trainer.fit(module, loader(40))
+    found: dict[str, Any] = {
+        "outputs": recorder.outputs,
+        "weights": module.state_dict(),
+        "metrics": dict(trainer.callback_metrics),
+        "random": torch.get_rng_state(),
+        "attributes": sorted(module.__dict__),
+    }
+    for one in callbacks:
+        if hasattr(one, "gauge"):
+            found["gauge"] = one.gauge.state()
+        else:
+            found["snapshots"] = [
+                (item.step, item.names, torch.from_numpy(item.forward), torch.from_numpy(item.backward))
+                for item in one.snapshots
+            ]
+            place = one.snapshots[0].names.index("first.linear")
+            found["numel"] = float(one.snapshots[0].column("numel", "forward")[place])
+    found = tree_map(lambda v: v.detach().clone() if isinstance(v, Tensor) else v, found)
+    torch.save(found, folder / f"{how}-{trainer.global_rank}.pt")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), *sys.argv[2:])
