@@ -17,6 +17,7 @@ import json
 import os
 import platform
 import random
+import re
 import sys
 import time
 import traceback
@@ -220,6 +221,21 @@ def shares_of(operands: Operands) -> Shares:
     return Shares(forward, num_forward, stored, gradients, num_gradients)
 
 
+def _tracks(name: str, inputs: Mapping[str, Any], plain: Step) -> bool:
+    """Whether ``track_scales`` runs and leaves the loss as it is."""
+    try:
+        tracked = transforms.track_scales(ZOO[name]()[0])
+        return equal_bits(plain.loss, run_step(tracked, inputs).loss)
+    except Exception as error:
+        print(f"{name}: track_scales: {type(error).__name__}: {error}"[:200], file=sys.stderr)
+        return False
+
+
+def _first_line(text: str) -> str:
+    """What was said, without advice and without the folders of this machine."""
+    return re.sub(r"/\S*/site-packages/", "", text.splitlines()[0])
+
+
 def examine(name: str, depth: str, *, verbose: bool = False) -> Result:
     """Compare the plain model with its unit-scaled copy."""
     torch._dynamo.reset()
@@ -240,7 +256,7 @@ def examine(name: str, depth: str, *, verbose: bool = False) -> Result:
             our_step = run_step(scaled, inputs)
             ours = observe_step(scaled, inputs)
     except Exception as error:
-        result.error = f"{type(error).__name__}: {error}"[:300]
+        result.error = f"{type(error).__name__}: {error}".splitlines()[0]
         if verbose:
             traceback.print_exc()
         return result
@@ -251,12 +267,10 @@ def examine(name: str, depth: str, *, verbose: bool = False) -> Result:
     result.num_gradients = len(plain_step.gradients)
     result.differing, result.largest_difference = differing_gradients(plain_step, our_step)
     result.num_graphs = steps.steps["forward"].num_graph_calls
-    result.graph_breaks = list(dict.fromkeys(steps.graph_breaks))
-    result.warnings = sorted({f"{one.category.__name__}: {one.message}" for one in caught})
-    if hasattr(transforms, "track_scales"):
-        seed_everything()
-        tracked = transforms.track_scales(ZOO[name]()[0])
-        result.tracking_equal = equal_bits(plain_step.loss, run_step(tracked, inputs).loss)
+    result.graph_breaks = list(dict.fromkeys(map(_first_line, steps.graph_breaks)))
+    texts = (f"{one.category.__name__}: {one.message}" for one in caught)
+    result.warnings = sorted(set(map(_first_line, texts)))
+    result.tracking_equal = _tracks(name, inputs, plain_step)
     result.far = [
         (group, operator, rms)
         for group, values in asdict(ours).items()

@@ -72,8 +72,8 @@ def quantize(
     if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
         given = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
         raise TypeError(
-            f"tensor of {given}: only floating-point numbers can be rounded to a format; expected a "
-            "tensor of float32, bfloat16, float16 or float64; convert it first."
+            f"tensor of {given}: only floating-point numbers can be rounded to a format; expected "
+            "a tensor of float32, bfloat16, float16 or float64; convert it first."
         )
     key = None
     if rounding == "stochastic":
@@ -224,9 +224,9 @@ def _random_bits(like: Tensor, key: Tensor) -> Tensor:
     """
     bits = torch.arange(like.numel(), device=like.device).view(like.shape)
     for half in key.unbind():
-        bits = (bits ^ half).bitwise_and_(_LOW_32_BITS)
-        bits = (bits ^ (bits >> 16)).mul_(0x45D9F3B).bitwise_and_(_LOW_32_BITS)
-    return bits ^ (bits >> 16)
+        bits.bitwise_xor_(half).bitwise_and_(_LOW_32_BITS)
+        bits.bitwise_xor_(bits >> 16).mul_(0x45D9F3B).bitwise_and_(_LOW_32_BITS)
+    return bits.bitwise_xor_(bits >> 16)
 
 
 def _largest_in_both(format: NumberFormat, dtype: torch.dtype) -> float:

@@ -51,7 +51,7 @@ def _numbers(format: NumberFormat) -> Tensor:
     """Every finite number of a format from zero up, in FP64, and the first one out of its range."""
     normal = 1 + torch.arange(2**format.mantissa_bits).double() * format.eps
     exponents = torch.arange(format.min_exponent, format.max_exponent + 1).double()
-    numbers = (2.0**exponents[:, None] * normal).flatten()
+    numbers = (2.0 ** exponents[:, None] * normal).flatten()
     subnormal = torch.arange(2**format.mantissa_bits).double() * format.smallest_subnormal
     numbers = torch.cat([subnormal, numbers[numbers <= format.max]])
     return torch.cat([numbers, 2 * numbers[-1:] - numbers[-2:-1]])
@@ -67,11 +67,11 @@ def _neighbourhood(points: Tensor) -> Tensor:
 
 
 def _interesting(format: NumberFormat) -> Tensor:
-    """Numbers, midpoints and their neighbours; zeros, NaN, infinities, FP32's smallest and largest."""
+    """Numbers, midpoints and their neighbours; zeros, NaN, infinities, the ends of FP32."""
     numbers = _numbers(format)
     midpoints = (numbers[1:] + numbers[:-1]) / 2
-    special = [0.0, -0.0, math.inf, -math.inf, math.nan, 2.0**-149, -(2.0**-149), FP32.max, -FP32.max]
-    return torch.cat([_neighbourhood(torch.cat([numbers, midpoints])), torch.tensor(special)])
+    special = torch.tensor([0.0, math.inf, math.nan, 2.0**-149, FP32.max])
+    return torch.cat([_neighbourhood(torch.cat([numbers, midpoints])), special, -special])
 
 
 def _round_exactly(value: float, format: NumberFormat) -> float:
@@ -179,7 +179,7 @@ def test_stochastic_rounding_is_unbiased(format: str) -> None:
     n = 10**6
     generator = torch.Generator().manual_seed(7)
     smallest = get_format(format).smallest_subnormal
-    for value in (1.3, -0.7003, 3.999 if format != "E2M1FN" else 2.2, 0.3 * smallest, 2.5 * smallest):
+    for value in (1.3, -0.7003, 2.2, 0.3 * smallest, 2.5 * smallest):
         tensor = torch.full((n,), value)
         error = quantize(tensor, format, "stochastic", generator).double() - tensor.double()
         assert error.mean().abs() < 4 * error.std() / math.sqrt(n) + 1e-30
@@ -319,7 +319,7 @@ def test_what_bad_input_gets() -> None:
         quantize(values, "FP16", "stochastic", values)
     with pytest.raises(TypeError, match=r"tensor of torch.int64: only floating-point numbers"):
         quantize(torch.arange(3), "FP16")
-    with pytest.raises(TypeError, match="tensor of torch.complex64: only floating-point"):
+    with pytest.raises(TypeError, match=r"tensor of torch.complex64: only floating-point"):
         quantize(torch.zeros(2, dtype=torch.complex64), "FP16")
     with pytest.raises(TypeError, match="tensor of float: only"):
         quantize(1.0, "FP16")

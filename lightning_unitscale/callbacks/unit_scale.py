@@ -21,11 +21,14 @@ from lightning_unitscale.callbacks.module_steps import (
     takes_iterator,
 )
 from lightning_unitscale.callbacks.ranks import joint_rms
+from lightning_unitscale.graph.passes import GraphPass
 from lightning_unitscale.graph.steps import ModuleSteps
+from lightning_unitscale.quantize import Rounding, check_rounding
 from lightning_unitscale.transforms.calibration import Calibrator, Measured
 from lightning_unitscale.transforms.gauge import Gauge
 from lightning_unitscale.transforms.lossless import Depth, LosslessUnitScale
 from lightning_unitscale.transforms.lossless_unit_scale import calibrate
+from lightning_unitscale.transforms.simulate_format import SimulateFormat, format_pair
 
 # Steps at which recalibrate="auto" looks: often while the scales of a fresh model move, then rarely.
 _EARLY_LOOKS = frozenset({8, 16, 32, 64})
@@ -53,7 +56,10 @@ class UnitScaleCallback(pl.Callback):
         lr_scaling: For the rule-based methods: how learning rates follow.
         init_weights: For the rule-based methods: whether weights are set to unit scale.
         on_unknown: For the rule-based methods: what to do with an operation without a rule.
-        simulate: Format in which matrix products are simulated; not available yet.
+        simulate: Format in which matrix products are simulated, in training and in evaluation:
+            ``"fp8"`` (E4M3FN for operands, E5M2 for gradients), one format such as ``"E3M2FN"`` for
+            both, or one for each. What is stored at RMS 1 is rounded; units are measured before.
+        simulate_rounding: ``"nearest"``, or ``"stochastic"``, whose random numbers are its own.
         precision: ``"fp8"`` runs eligible linears in FP8; not available yet.
         remat: Budget for rematerialization; not available yet.
         compile: Run the captured graphs by Inductor. FP32 results then are those of
@@ -82,14 +88,15 @@ class UnitScaleCallback(pl.Callback):
         lr_scaling: Literal["match", "u-mup"] | None = None,
         init_weights: bool = True,
         on_unknown: Literal["calibrate", "keep", "error"] = "calibrate",
-        simulate: str | None = None,
+        simulate: tuple[str, str] | str | None = None,
+        simulate_rounding: Rounding = "nearest",
         precision: Literal["fp8"] | None = None,
         remat: str | int | float | None = None,
         compile: bool = False,
     ) -> None:
         super().__init__()
         _require_lossless(method, replace, residual, lr_scaling)
-        _require_none(simulate=simulate, precision=precision, remat=remat)
+        _require_none(precision=precision, remat=remat)
         valid_number = isinstance(recalibrate, int) and not isinstance(recalibrate, bool)
         if not (recalibrate in ("auto", None) or (valid_number and recalibrate > 0)):  # type: ignore[operator]
             raise ValueError(
@@ -100,6 +107,10 @@ class UnitScaleCallback(pl.Callback):
         self.recalibrate = recalibrate
         self.compile = compile
         self._rewrite = LosslessUnitScale(depth)
+        check_rounding(simulate_rounding)
+        self._simulation: SimulateFormat | None = None
+        if simulate is not None:
+            self._simulation = SimulateFormat(*format_pair(simulate), rounding=simulate_rounding)
         self._steps: ModuleSteps | None = None
         self._module: weakref.ref[pl.LightningModule] | None = None
         self._is_calibrated = False
@@ -128,8 +139,9 @@ class UnitScaleCallback(pl.Callback):
             self._is_calibrated = False
         self._module = weakref.ref(pl_module)
         self._steps = attach_steps(trainer, pl_module, self)
-        if self._rewrite not in self._steps.passes:
-            self._steps.add_pass(self._rewrite)
+        for one in self._passes():
+            if one not in self._steps.passes:
+                self._steps.add_pass(one)
         if self.compile:
             self._steps.use_executor("inductor")
 
@@ -213,7 +225,10 @@ class UnitScaleCallback(pl.Callback):
         if not self._is_calibrated:
             return {}
         gauge = {name: list(pair) for name, pair in self.gauge.state().items()}
-        return {"gauge": gauge, "depth": self._rewrite.depth}
+        state: dict[str, Any] = {"gauge": gauge, "depth": self._rewrite.depth}
+        if self._simulation is not None and self._simulation.rounding == "stochastic":
+            state["rounding"] = self._simulation.state()
+        return state
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -221,6 +236,11 @@ class UnitScaleCallback(pl.Callback):
         if state_dict.get("depth") == self._rewrite.depth:
             self._rewrite.set_gauge(Gauge.from_state(state_dict["gauge"]))
             self._is_calibrated = True
+        if self._simulation is not None and "rounding" in state_dict:
+            self._simulation.set_state(state_dict["rounding"])
+
+    def _passes(self) -> list[GraphPass]:
+        return [self._rewrite] if self._simulation is None else [self._rewrite, self._simulation]
 
     def _looks_at(self, step: int) -> bool:
         if self.recalibrate is None or step <= 0:
@@ -314,7 +334,7 @@ class UnitScaleCallback(pl.Callback):
         self._last_explanation = self.explain()
         self._stop_live()
         self._rewrite.drift.clear()
-        self._steps.detach(type(self).__name__, self._rewrite)
+        self._steps.detach(type(self).__name__, *self._passes())
         self._steps = None
 
 

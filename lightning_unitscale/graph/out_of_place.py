@@ -8,6 +8,7 @@ that owns its memory, and that no view looks into.
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from typing import Any
 
 import torch
@@ -128,6 +129,21 @@ def aliased_by_mutation(graph: fx.Graph) -> set[fx.Node]:
     targets = (mutated_argument(node) for node in graph.nodes)
     mutated = {roots[target] for target in targets if target is not None}
     return {node for node, root in roots.items() if root in mutated}
+
+
+def returned_alone(graph: fx.Graph) -> set[fx.Node]:
+    """Returned nodes into whose memory, which the graph made, no other returned node looks.
+
+    After a graph break the step may write into such a tensor, and nobody else can tell.
+    """
+    roots = memory_roots(graph)
+    returned = graph.output_node().all_input_nodes
+    looking = Counter(roots[node] for node in returned)
+    return {
+        node
+        for node in returned
+        if looking[roots[node]] == 1 and roots[node].op not in {"placeholder", "get_attr"}
+    }
 
 
 def make_out_of_place(graph: fx.Graph) -> tuple[str, ...]:

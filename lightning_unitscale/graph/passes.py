@@ -20,7 +20,6 @@ from lightning_unitscale.graph.capture import add_placeholder, fake_like, is_che
 from lightning_unitscale.graph.nodes import INTERNAL, device_of
 from lightning_unitscale.graph.out_of_place import make_out_of_place
 
-
 # Gets the user's inputs of one call of a graph, and the user's outputs.
 Watcher = Callable[[Sequence[Any], Sequence[Any]], None]
 

@@ -46,7 +46,7 @@ def _patterns(name: str, value: str | Sequence[str] | None) -> tuple[str, ...]:
     for one in patterns:
         if not isinstance(one, str) or not one:
             raise ValueError(
-                f"{name}={value!r}: {one!r} is no pattern; expected globs of module paths or tensor "
-                "names; pass for example include=['blocks.0.*']."
+                f"{name}={value!r}: {one!r} is no pattern; expected globs of module paths or "
+                "tensor names; pass for example include=['blocks.0.*']."
             )
     return patterns

@@ -6,11 +6,12 @@ whoever comes first puts the captured steps on the module, whoever leaves last t
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from lightning_unitscale.graph.deferred import DeferredCalls
 from lightning_unitscale.graph.expand import expand_composites
 from lightning_unitscale.graph.nodes import Names
 from lightning_unitscale.graph.out_of_place import make_out_of_place
-from lightning_unitscale.graph.passes import GraphPass, PassRecord, StepGraph, run_passes
+from lightning_unitscale.graph.passes import GraphPass, PassRecord, Stage, StepGraph, run_passes
 from lightning_unitscale.graph.plain_algorithm import refuse_other_algorithms
 from lightning_unitscale.graph.untraced import Calls, UntracedCalls
 
@@ -215,6 +216,7 @@ class CapturedStep:
         self.__name__ = name
         self.__doc__ = self.__wrapped__.__doc__
         self.interpreter: Interpreter | None = None
+        self.is_rehearsing = False
         self.before_call: Callable[[CapturedStep], None] | None = None
         self.reset()
 
@@ -254,10 +256,12 @@ class CapturedStep:
     def rehearse(self, interpreter: Interpreter, *args: Any, **kwargs: Any) -> Any:
         """Run the step with ``interpreter`` running its graphs, eagerly; log nothing."""
         previous, self.interpreter = self.interpreter, interpreter
+        self.is_rehearsing = True
         try:
             return self._run("eager", args, kwargs)
         finally:
             self.interpreter = previous
+            self.is_rehearsing = False
             if self._deferred is not None:
                 self._deferred.discard()
 
@@ -291,6 +295,7 @@ class CapturedStep:
         try:
             with (
                 capture.capture_settings(),
+                _plain_forward(self.owner.module),
                 self._deferred.recording(),
                 self._untraced.replaced(),
             ):
@@ -326,6 +331,27 @@ class CapturedStep:
             "traceable operation; keep printing, .item() and third-party calls out of the step.",
             stacklevel=4,
         )
+
+
+@contextlib.contextmanager
+def _plain_forward(module: nn.Module) -> Iterator[None]:
+    """Within this context ``forward`` is not on the instance, if it is the class's own anyway.
+
+    Lightning leaves it there under DDP. Dynamo would find it, and all that it calls, at another
+    place than in the rehearsal outside of DDP, and the tensors would have other names.
+    """
+    attributes = module.__dict__
+    forward = attributes.get("forward")
+    is_own = getattr(forward, "__self__", None) is module and (
+        getattr(forward, "__func__", None) is getattr(type(module), "forward", None)
+    )
+    if is_own:
+        del attributes["forward"]
+    try:
+        yield
+    finally:
+        if is_own:
+            attributes.setdefault("forward", forward)
 
 
 class _Backend:
@@ -410,7 +436,7 @@ class CompiledGraph:
         self.inputs = captured.inputs
         self._example_inputs = captured.example_inputs
         self._variants: dict[bool, _Variant] = {}
-        self._out_of_place: fx.GraphModule | None = None
+        self._interpreted: dict[bool, StepGraph] = {}
         if executor != "eager":
             # Compiling may specialise on shapes, and only while Dynamo is still collecting its
             # guards do those become part of them. The eager executor specialises on nothing.
@@ -429,13 +455,28 @@ class CompiledGraph:
             self._variants[observed] = self._build(step, observed)
         return self._variants[observed](*inputs)
 
-    def out_of_place_base(self) -> fx.GraphModule:
-        """The base with its in-place operations made out of place, for an interpreter."""
-        if self._out_of_place is None:
-            self._out_of_place = capture.copy_graph_module(self.base)
-            make_out_of_place(self._out_of_place.graph)
-            self._out_of_place.recompile()
-        return self._out_of_place
+    def interpret(
+        self, interpret: Callable[[fx.GraphModule], Callable[..., Any]], inputs: Sequence[Any]
+    ) -> Any:
+        """Run the base, not rewritten but for its in-place operations, through an interpreter.
+
+        It carries the probes that are wanted, unless this is a rehearsal.
+
+        Args:
+            interpret: Makes a callable of the graph.
+            inputs: Inputs of the captured graph.
+        """
+        step = self._step()
+        assert step is not None
+        observed = step.owner.observed and not step.is_rehearsing
+        if observed not in self._interpreted:
+            graph = StepGraph(capture.copy_graph_module(self.base), observed=observed)
+            make_out_of_place(graph.graph)
+            passes = [one for one in step.owner.passes if one.stage is Stage.OBSERVE]
+            run_passes(graph, passes, step=step.name, graph_index=self.index)
+            self._interpreted[observed] = graph
+        graph = self._interpreted[observed]
+        return _Variant(graph, interpret(graph.graph_module)).run(*inputs)
 
     def _build(self, step: CapturedStep, observed: bool) -> _Variant:
         graph = StepGraph(capture.copy_graph_module(self.base), observed=observed)
@@ -456,6 +497,10 @@ class _Variant:
         self._watchers = graph.watchers
 
     def __call__(self, *inputs: Any) -> Any:
+        return self.run(*inputs)
+
+    def run(self, *inputs: Any) -> Any:
+        """The outputs for the user's inputs."""
         outputs = self._run(*inputs, *[supply() for supply in self._supplies])
         if self._sinks:
             count = len(outputs) - len(self._sinks)

@@ -109,7 +109,9 @@ class RunScales:
         names = self.names(direction)
         sets = self._sets[direction].values()
         modules = {
-            name: module for one in sets for name, module in zip(one.names, one.modules, strict=True)
+            name: module
+            for one in sets
+            for name, module in zip(one.names, one.modules, strict=True)
         }
         steps, log2_rms = self._joined(direction, "log2_rms", names, (), np.dtype(np.float32))
         unit_steps, units = self._joined(direction, "log2_unit", names, (), np.dtype(np.float32))

@@ -48,6 +48,7 @@ ENTRY: Final = "index.js"
 STATIC_FILES: Final = (
     ENTRY,
     "app.js",
+    "cells.js",
     "controls.js",
     "detail.js",
     "dom.js",
@@ -58,6 +59,7 @@ STATIC_FILES: Final = (
     "palette.js",
     "source.js",
     "style.css",
+    "theme.js",
     "trend.js",
 )
 
@@ -94,7 +96,12 @@ class ScalesPlugin(base_plugin.TBPlugin):  # type: ignore[misc]  # TensorBoard i
         )
 
     def _runs(self, request: Request) -> Response:
-        found: dict[str, dict[Direction, int]] = {}
+        listed = self._provider.list_runs(
+            plugin_util.context(request.environ),
+            experiment_id=plugin_util.experiment_id(request.environ),
+        )
+        started = {one.run_name: one.start_time or 0.0 for one in listed}
+        found = []
         for run, series in sorted(self._series(request).items()):
             steps: dict[Direction, int] = {}
             for tag, one in series.items():
@@ -103,7 +110,7 @@ class ScalesPlugin(base_plugin.TBPlugin):  # type: ignore[misc]  # TensorBoard i
                     last = steps.get(parsed.direction, one.max_step)
                     steps[parsed.direction] = max(last, one.max_step)
             if steps:
-                found[run] = steps
+                found.append(responses.ListedRun(run, started.get(run, 0.0), steps))
         return http_util.Respond(request, responses.runs_json(found), "application/json")
 
     def _scales(self, request: Request) -> Response:
@@ -173,7 +180,7 @@ class ScalesPlugin(base_plugin.TBPlugin):  # type: ignore[misc]  # TensorBoard i
 
 
 class ScalesLoader(base_plugin.TBLoader):  # type: ignore[misc]  # TensorBoard is untyped
-    """What TensorBoard's entry point names: raises how many steps are kept, and loads the plugin."""
+    """What the entry point names: raises how many steps TensorBoard keeps, loads the plugin."""
 
     def fix_flags(self, flags: argparse.Namespace) -> None:
         """Keep 2,000 steps, unless the user asked for another number."""

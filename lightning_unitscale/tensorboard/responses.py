@@ -1,4 +1,4 @@
-"""The answers of the Scales dashboard's server, as bytes: the plugin serves them, a report holds them.
+"""What the server of the Scales dashboard answers, as bytes; a report holds the same.
 
 Arrays travel in frames, since JSON has neither NaN nor a short form of numbers. A frame is the
 length of its header (uint32), the header (JSON, padded with spaces to a multiple of four bytes),
@@ -8,8 +8,10 @@ little-endian.
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -47,11 +49,28 @@ def parse_frame(data: bytes) -> tuple[dict[str, Any], dict[str, npt.NDArray[np.f
     return header, arrays
 
 
-def runs_json(runs: Mapping[str, Mapping[Direction, int]]) -> bytes:
-    """The runs that have scales, with the last step of each direction, and the formats to show."""
-    listed = [{"name": name, "last_steps": steps} for name, steps in runs.items()]
-    formats = [_format_fields(item) for item in SHOWN_FORMATS]
-    return json.dumps({"runs": listed, "formats": formats}, separators=(",", ":")).encode()
+@dataclass(frozen=True)
+class ListedRun:
+    """A run that has scales.
+
+    Attributes:
+        name: Its name in TensorBoard.
+        started: When it began, in seconds since 1970; the page opens with the newest.
+        last_steps: The last step of each direction that was measured; when it grows, there is news.
+    """
+
+    name: str
+    started: float
+    last_steps: Mapping[Direction, int]
+
+
+def runs_json(runs: Sequence[ListedRun]) -> bytes:
+    """The runs and the number formats to show."""
+    content = {
+        "runs": [dataclasses.asdict(one) for one in runs],
+        "formats": [_format_fields(item) for item in SHOWN_FORMATS],
+    }
+    return json.dumps(content, separators=(",", ":")).encode()
 
 
 def scales_frame(history: ScaleHistory) -> bytes:
@@ -63,7 +82,8 @@ def scales_frame(history: ScaleHistory) -> bytes:
     units = history.log2_unit
     changed = np.ones(len(units), dtype=bool)
     if len(units):
-        changed[1:] = ~((units[1:] == units[:-1]) | np.isnan(units[1:]) & np.isnan(units[:-1])).all(1)
+        same = (units[1:] == units[:-1]) | np.isnan(units[1:]) & np.isnan(units[:-1])
+        changed[1:] = ~same.all(axis=1)
     header = {
         "names": history.names,
         "modules": history.modules,

@@ -58,7 +58,7 @@ class Calibrator:
 
     def __call__(self, graph: CompiledGraph, inputs: tuple[Any, ...]) -> Any:
         """Run one graph of the step; the interpreter that ``CapturedStep`` expects."""
-        return _MeasuringInterpreter(graph.out_of_place_base(), self).run(*inputs)
+        return graph.interpret(lambda base: _MeasuringInterpreter(base, self).run, inputs)
 
     @property
     def saw_gradients(self) -> bool:

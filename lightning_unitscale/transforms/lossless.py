@@ -55,6 +55,7 @@ class LosslessUnitScale(GraphPass):
     Args:
         depth: ``"products"`` gives units to what matrix products read and to the gradients that
             arrive at them; ``"all"`` to every tensor of the step that carries a gradient.
+        measures_drift: Whether the observed variant measures ``drift``, for somebody who takes it.
 
     Attributes:
         gauge: The units in force; replace them by :meth:`set_gauge`.
@@ -62,9 +63,8 @@ class LosslessUnitScale(GraphPass):
 
     name = "lossless unit scale"
     stage = Stage.REWRITE
-    observes = True
 
-    def __init__(self, depth: Depth = "products") -> None:
+    def __init__(self, depth: Depth = "products", *, measures_drift: bool = True) -> None:
         if depth not in get_args(Depth):
             raise ValueError(
                 f"depth={depth!r}: unknown depth; expected 'products' or 'all'; "
@@ -72,6 +72,7 @@ class LosslessUnitScale(GraphPass):
             )
         self.depth = depth
         self.out_of_place = depth == "all"
+        self.observes = measures_drift
         self.gauge = Gauge()
         self.drift = DriftProbes(lambda: self.gauge)
 
@@ -92,7 +93,7 @@ class LosslessUnitScale(GraphPass):
         applied = [one for plan in plans for one in apply_plan(plan, factor_nodes)]
         graph.notes[GAUGE] = lambda: self.gauge
         graph.notes[HELD] = held
-        if graph.observed:
+        if graph.observed and self.observes:
             self.drift.insert(graph, applied)
         return tuple(self._changes(graph, plans, len(applied)))
 
@@ -120,7 +121,7 @@ class LosslessUnitScale(GraphPass):
         )
 
     def __deepcopy__(self, memo: dict[int, object]) -> LosslessUnitScale:
-        new = LosslessUnitScale(self.depth)
+        new = LosslessUnitScale(self.depth, measures_drift=self.observes)
         memo[id(self)] = new
         new.gauge = self.gauge
         return new

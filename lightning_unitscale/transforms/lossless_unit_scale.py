@@ -43,7 +43,7 @@ def lossless_unit_scale(
     Raises:
         ValueError: If ``depth`` is unknown or the module is already compiled.
     """
-    rewrite = LosslessUnitScale(depth)
+    rewrite = LosslessUnitScale(depth, measures_drift=False)
     new, step = captured_forward(module, "lossless_unit_scale", rewrite)
     measured_gradients = calibrate(step, rewrite, example_args, example_kwargs)
     if rewrite.gauge and not measured_gradients:

@@ -21,7 +21,7 @@ from lightning_unitscale.graph.nodes import (
     requires_grad,
     tensor_name,
 )
-from lightning_unitscale.graph.out_of_place import aliased_by_mutation
+from lightning_unitscale.graph.out_of_place import aliased_by_mutation, returned_alone
 from lightning_unitscale.graph.passes import GraphPass, Stage, StepGraph
 from lightning_unitscale.graph.recording import CallRecord, CallRecorder
 from lightning_unitscale.row_layout import RowLayout
@@ -104,12 +104,16 @@ class ScaleProbes(GraphPass):
         )
         functions = ProbeFunctions(self.layout)
         mutated = aliased_by_mutation(graph.graph)
+        alone = returned_alone(graph.graph)
         rows = []
         for index, node in enumerate(nodes):
             differentiable = requires_grad(node) and node not in mutated
             factors = counted.of(index)
             slot = recorder.slot(index) if differentiable else None
-            rows.append(insert_probe(graph.graph, node, anchor, slot, functions, factors))
+            row = insert_probe(
+                graph.graph, node, anchor, slot, functions, factors, alone=node in alone
+            )
+            rows.append(row)
         recorder.finish(rows)
         backward = sum(requires_grad(node) and node not in mutated for node in nodes)
         return (f"{len(nodes)} tensors probed, {backward} of them in both directions",)
@@ -177,11 +181,17 @@ class ProbeFunctions:
             return statistics_row(tensor, layout, factor=factor)
 
         def probe(
-            tensor: Tensor, slot: Tensor, forward: Tensor | None, backward: Tensor | None
+            tensor: Tensor,
+            slot: Tensor,
+            forward: Tensor | None,
+            backward: Tensor | None,
+            alone: bool,
         ) -> tuple[Tensor, Tensor]:
             if if_differentiable and not (tensor.requires_grad and torch.is_grad_enabled()):
                 return tensor, row_of(tensor, forward)
-            result: tuple[Tensor, Tensor] = _Probe.apply(tensor, slot, row_of, forward, backward)
+            result: tuple[Tensor, Tensor] = _Probe.apply(
+                tensor, slot, row_of, forward, backward, alone
+            )
             return result
 
         self.row_of = row_of
@@ -231,8 +241,19 @@ def insert_probe(
     slot: fx.Node | None,
     functions: ProbeFunctions,
     factors: tuple[fx.Node | None, fx.Node | None] = (None, None),
+    alone: bool = False,
 ) -> fx.Node:
-    """Probe the node's tensor, in both directions where there is a slot; returns the row's node."""
+    """Probe the node's tensor, in both directions where there is a slot; returns the row's node.
+
+    Args:
+        graph: Graph or body that the node stands in.
+        node: The node.
+        anchor: The graph's first operation; probes of inputs go before it.
+        slot: Where the row of the gradient goes, if it is to be probed.
+        functions: What is called.
+        factors: Nodes of the powers of two at which formats are counted.
+        alone: Whether the tensor is in ``returned_alone``.
+    """
     forward, backward = factors
     is_input = node.op == "placeholder"
     point = graph.inserting_before(anchor) if is_input else graph.inserting_after(node)
@@ -240,7 +261,7 @@ def insert_probe(
         with point:
             return graph.call_function(functions.row_of, (node, forward))
     with point:
-        probed = graph.call_function(functions.probe, (node, slot, forward, backward))
+        probed = graph.call_function(functions.probe, (node, slot, forward, backward, alone))
     with graph.inserting_after(probed):
         value = graph.call_function(operator.getitem, (probed, 0))
         row = graph.call_function(operator.getitem, (probed, 1))
@@ -260,18 +281,22 @@ class _Probe(torch.autograd.Function):
         row_of: RowOf,
         forward_factor: Tensor | None,
         backward_factor: Tensor | None,
+        alone: bool,
     ) -> tuple[Tensor, Tensor]:
         ctx.row_of = row_of
-        ctx.save_for_backward(backward_factor)
+        # Not saved_tensors, which are gone after one backward pass: two losses may share nothing
+        # but an input, and then each has a backward pass of its own.
+        ctx.factor = backward_factor
         row = row_of(tensor, factor=forward_factor)
         ctx.mark_non_differentiable(row)
-        return tensor.view_as(tensor), row
+        # Autograd lets nobody write into a view that a function made; a detached tensor is none.
+        return tensor.detach() if alone else tensor.view_as(tensor), row
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        (factor,) = ctx.saved_tensors
-        dense = grad_output if grad_output.layout == torch.strided else grad_output.coalesce().values()
-        return grad_output, ctx.row_of(dense, factor=factor), None, None, None
+        is_dense = grad_output.layout == torch.strided
+        dense = grad_output if is_dense else grad_output.coalesce().values()
+        return grad_output, ctx.row_of(dense, factor=ctx.factor), None, None, None, None
 
 
 def _snapshot(

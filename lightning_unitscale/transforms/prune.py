@@ -26,7 +26,7 @@ def prune_non_float_tensors(graph: fx.Graph) -> ScalesGraph:
     went into it, and else ``None``.
 
     Args:
-        graph: A graph from ``scales_graph()`` of a module that ``track_scales`` made, pruned or not.
+        graph: What ``scales_graph()`` of a tracked module returns, pruned before or not.
 
     Raises:
         RuntimeError: If the graph was not tracked: nothing else says which tensors are of floats.
@@ -49,7 +49,7 @@ def prune_same_scale_tensors(graph: fx.Graph, rtol: float = 2**-16) -> ScalesGra
     none, or the other way round.
 
     Args:
-        graph: A graph from ``scales_graph()`` of a module that ``track_scales`` made, pruned or not.
+        graph: What ``scales_graph()`` of a tracked module returns, pruned before or not.
         rtol: Relative difference up to which two scales are the same.
 
     Raises:
@@ -87,7 +87,7 @@ def _without(graph: fx.Graph, decide: _Decide) -> ScalesGraph:
     stands_for: dict[fx.Node, fx.Node | None] = {}
     for node in graph.nodes:
         # Copied first, so that what decides sees the inputs that are left.
-        copied = pruned.node_copy(node, lambda old: stands_for[old])  # type: ignore[arg-type, return-value]
+        copied = pruned.node_copy(node, lambda old: stands_for[old])
         stands_for[node] = copied
         if node.op == "output":
             continue

@@ -31,6 +31,7 @@ from lightning_unitscale.graph.out_of_place import (
     aliased_by_mutation,
     memory_roots,
     mutated_argument,
+    returned_alone,
 )
 from lightning_unitscale.graph.passes import GraphPass, Region, Stage, StepGraph
 from lightning_unitscale.graph.recording import CallRecord, CallRecorder
@@ -132,26 +133,22 @@ class ScaleTracker(GraphPass):
         links = {}
         for position, one in enumerate(inputs):
             made = self._made.get(id(one))
-            if made is not None and made.is_still(one):
+            if made is not None and made.tensor() is one:
                 links[position] = made.place
         call = TrackedCall(graph, record, links)
         for position, one in enumerate(outputs):
             if isinstance(one, Tensor):
                 place = (len(self._calls), position)
-                self._made[id(one)] = _Made(weakref.ref(one), one._version, place)
+                self._made[id(one)] = _Made(weakref.ref(one), place)
         self._calls.append(call)
 
 
 @dataclass(frozen=True)
 class _Made:
-    """A tensor that a graph returned: where a later graph of the step reads it, there is an edge."""
+    """A tensor that a graph returned: if a later graph of the step reads it, there is an edge."""
 
     tensor: weakref.ref[Tensor]
-    version: int
     place: tuple[int, int]
-
-    def is_still(self, tensor: Any) -> bool:
-        return self.tensor() is tensor and tensor._version == self.version
 
 
 def _tracked_nodes(region: Region) -> list[fx.Node]:
@@ -174,6 +171,8 @@ def _insert_probes(
     forced = ProbeFunctions(MOMENTS)
     existing = ProbeFunctions(MOMENTS, if_differentiable=True)
     mutated = {id(region): aliased_by_mutation(region.graph) for region in regions}
+    # What a checkpoint returns, the graph around it may write into: the rule is for that graph.
+    alone = returned_alone(graph.graph)
     example = fake_like(graph.graph, torch.zeros(MOMENTS.num_columns, dtype=torch.float64))
     rows: list[fx.Node] = []
     for index, (region, node) in enumerate(places):
@@ -183,9 +182,8 @@ def _insert_probes(
             slot.meta["example_value"] = example
             slot = region.thread(slot)
         functions = forced if _is_argument(node) else existing
-        rows.append(
-            insert_probe(region.graph, node, anchors[id(region)], slot, functions)
-        )
+        anchor = anchors[id(region)]
+        rows.append(insert_probe(region.graph, node, anchor, slot, functions, alone=node in alone))
     return _bring_out(regions, [region for region, _ in places], rows)
 
 

@@ -41,6 +41,8 @@ from lightning_unitscale.transforms.attach import captured_forward
 
 # Exponent bits, mantissa bits, finite only: a format as an argument that a graph can hold.
 Bits = tuple[int, int, bool]
+# What FP8 means: precision for operands, range for gradients.
+FP8_FORMATS = ("E4M3FN", "E5M2")
 # Adds a function of a node to the graph of a region, at the point where the graph inserts.
 Insert = Callable[[Region, fx.Node], fx.Node]
 
@@ -104,7 +106,25 @@ def simulate_format(
 
 def simulate_fp8(module: nn.Module) -> nn.Module:
     """:func:`simulate_format` with E4M3FN for operands and E5M2 for gradients."""
-    return simulate_format(module, "E4M3FN", "E5M2")
+    return simulate_format(module, *FP8_FORMATS)
+
+
+def format_pair(simulate: FormatLike | tuple[FormatLike, FormatLike]) -> tuple[Any, Any]:
+    """Formats of operands and of gradients from one setting.
+
+    Args:
+        simulate: ``"fp8"``, one format for both, or a pair of them by name or description.
+    """
+    if isinstance(simulate, str) and simulate.strip().lower() == "fp8":
+        return FP8_FORMATS
+    if not isinstance(simulate, (tuple, list)):
+        return simulate, simulate
+    if len(simulate) != 2:
+        raise ValueError(
+            f"simulate={simulate!r}: {len(simulate)} formats; expected 'fp8', a format, or a pair "
+            "of formats, of operands and of gradients; pass for example ('E4M3FN', 'E5M2')."
+        )
+    return simulate[0], simulate[1]
 
 
 class SimulateFormat(GraphPass):
@@ -180,7 +200,9 @@ class SimulateFormat(GraphPass):
 
             return insert
 
-        insert_at_sites(sites, inserter(round_operand, formats[0]), inserter(round_gradient, formats[1]))
+        insert_at_sites(
+            sites, inserter(round_operand, formats[0]), inserter(round_gradient, formats[1])
+        )
 
     def state(self) -> Tensor:
         """State of the random numbers, to go on from after a restart."""
@@ -303,7 +325,7 @@ class _RoundOperand(torch.autograd.Function):
         return rounded(input, _format(bits), saturate, None if keys is None else keys[index])
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         return grad_output, None, None, None, None
 
 
@@ -317,7 +339,7 @@ class _RoundGradient(torch.autograd.Function):
         return input.view_as(input)
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         (keys,) = ctx.saved_tensors
         key = None if keys is None else keys[ctx.index]
         gradient = rounded(grad_output, _format(ctx.bits), ctx.saturate, key)

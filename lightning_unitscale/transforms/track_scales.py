@@ -40,7 +40,7 @@ def track_scales(module: nn.Module) -> nn.Module:
         ValueError: If ``module`` was compiled by the user.
 
     References:
-        Blake, Orr, Luschi, "Unit Scaling" (arXiv 2303.11257), section 5, for what such metrics show.
+        Blake, Orr, Luschi, "Unit Scaling" (arXiv 2303.11257), on what such metrics are for.
     """
     new, step = captured_forward(module, "track_scales")
     tracker = next((one for one in step.owner.passes if isinstance(one, ScaleTracker)), None)

@@ -68,7 +68,7 @@ class TrackedGraph:
                 num_placeholders += 1
             elif node in bodies:
                 args = fx.map_arg(tuple(node.args[1:]), copies.__getitem__)
-                copies[node] = self._copy(bodies[node], bodies, rows, args)  # type: ignore[arg-type]
+                copies[node] = self._copy(bodies[node], bodies, rows, args)
             elif is_passed_through(node, bodies):
                 source = copies[node.args[0]]
                 copies[node] = source[node.args[1]] if isinstance(source, tuple) else source
@@ -82,8 +82,8 @@ class TrackedGraph:
 
     def _copy_node(self, node: fx.Node, copies: Mapping[fx.Node, Any]) -> fx.Node:
         op, target = node.meta.get(WRITTEN_AS, (node.op, node.target))
-        args, kwargs = fx.map_arg((node.args, node.kwargs), copies.__getitem__)  # type: ignore[misc]
-        new = self.graph.create_node(op, target, args, kwargs, node.name)  # type: ignore[arg-type]
+        args, kwargs = fx.map_arg((node.args, node.kwargs), copies.__getitem__)
+        new = self.graph.create_node(op, target, args, kwargs, node.name)
         given: GraphInput | None = node.meta.get(INPUT)
         new.meta.update({key: one for key, one in node.meta.items() if key not in _DROPPED})
         new.meta.setdefault(NAME, node.name)
@@ -172,7 +172,7 @@ def assemble(calls: Sequence[TrackedCall]) -> ScalesGraph:
                 continue
             copies[node] = merged.node_copy(node, copies.__getitem__)
             _describe(copies[node], metrics.get(node))
-        made.append(fx.map_arg(call.graph.outputs, copies.__getitem__))  # type: ignore[arg-type]
+        made.append(fx.map_arg(call.graph.outputs, copies.__getitem__))
     if calls:
         rest = [
             one
@@ -193,7 +193,7 @@ def _describe(node: fx.Node, metrics: Metrics | None) -> None:
 
 
 def is_passed_through(node: fx.Node, checkpoints: Mapping[fx.Node, Any]) -> bool:
-    """Whether the node hands on a tensor of another one: a checkpoint's, or one that is measured."""
+    """Whether the node hands on another one's tensor: a checkpoint's, or one that is measured."""
     if node.op != "call_function" or not node.args:
         return False
     of_checkpoint = node.target is operator.getitem and node.args[0] in checkpoints

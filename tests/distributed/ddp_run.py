@@ -1,12 +1,14 @@
-"""One DDP training on two CPU processes: ``python -m tests.distributed.ddp_run FOLDER HOW KIND``.
+"""DDP trainings on CPU processes: ``python -m tests.distributed.ddp_run FOLDER KIND:HOW ...``.
 
-Every rank writes what it computed to ``FOLDER/HOW-RANK.pt``.
+Run it once per rank, with Lightning's environment variables. Every rank writes what it computed to
+``FOLDER/KIND:HOW-RANK.pt``.
 """
 
 from __future__ import annotations
 
 import logging
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from lightning_unitscale import ScaleMonitor, UnitScaleCallback
 from tests.callbacks.modules import Regression, adamw
 from tests.callbacks.runs import ARRANGEMENTS, QUIET, Recorder, loader
 from tests.callbacks.test_manual_optimization import Adversarial
@@ -55,10 +58,8 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def main(folder: Path, how: str, kind: str) -> None:
+def train(folder: Path, kind: str, how: str) -> None:
     """Train and write down what came out."""
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    torch.set_num_threads(1)
     pl.seed_everything(4, verbose=False)
     options = dict(KINDS[kind])
     module = options.pop("module")()
@@ -82,17 +83,31 @@ def main(folder: Path, how: str, kind: str) -> None:
         "attributes": sorted(module.__dict__),
     }
     for one in callbacks:
-        if hasattr(one, "gauge"):
+        if isinstance(one, UnitScaleCallback):
             found["gauge"] = one.gauge.state()
-        else:
+        elif isinstance(one, ScaleMonitor):
             found["snapshots"] = [
-                (item.step, item.names, torch.from_numpy(item.forward), torch.from_numpy(item.backward))
+                {
+                    "step": item.step,
+                    "names": item.names,
+                    "forward": torch.from_numpy(item.forward),
+                    "backward": torch.from_numpy(item.backward),
+                    "numel": torch.from_numpy(item.column("numel", "forward")),
+                    "stored": torch.from_numpy(item.log2_rms("backward", stored=True)),
+                }
                 for item in one.snapshots
             ]
-            place = one.snapshots[0].names.index("first.linear")
-            found["numel"] = float(one.snapshots[0].column("numel", "forward")[place])
     found = tree_map(lambda v: v.detach().clone() if isinstance(v, Tensor) else v, found)
-    torch.save(found, folder / f"{how}-{trainer.global_rank}.pt")
+    torch.save(found, folder / f"{kind}:{how}-{trainer.global_rank}.pt")
+
+
+def main(folder: Path, *runs: str) -> None:
+    """Train all of the runs, one after the other, in one process group."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    for one in runs:
+        train(folder, *one.split(":"))
 
 
 if __name__ == "__main__":

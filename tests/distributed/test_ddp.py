@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,57 +17,89 @@ from tests.distributed.ddp_run import KINDS
 from tests.helpers import assert_same_bits
 
 ROOT = Path(__file__).parents[2]
+NUM_RANKS = 2
+CASES = [*((kind, "both") for kind in KINDS), ("plain", "both, all"), ("plain", "monitor")]
 pytestmark = pytest.mark.distributed
 
+Ranks = list[dict[str, Any]]
 
-def _launch(folder: Path, how: str, kind: str) -> list[dict[str, Any]]:
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Ranks]:
+    """What every rank computed; two processes run all of the cases."""
+    folder = tmp_path_factory.mktemp("ddp")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    environment = {
-        **{key: value for key, value in os.environ.items() if key not in {"LOCAL_RANK", "NODE_RANK"}},
+    runs = [f"{kind}:without" for kind in KINDS] + [":".join(case) for case in CASES]
+    command = [sys.executable, "-m", "tests.distributed.ddp_run", str(folder), *runs]
+    processes = []
+    try:
+        for rank in range(NUM_RANKS):
+            with (folder / f"{rank}.txt").open("w") as log:
+                processes.append(
+                    subprocess.Popen(
+                        command,
+                        cwd=folder,
+                        env=_environment(rank, port),
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
+                    )
+                )
+        codes = [one.wait(timeout=240) for one in processes]
+    finally:
+        for one in processes:
+            one.kill()
+            one.wait()
+    outputs = [(folder / f"{rank}.txt").read_text()[-3000:] for rank in range(NUM_RANKS)]
+    assert codes == [0] * NUM_RANKS, "\n".join(outputs)
+
+    def of(kind: str, how: str) -> Ranks:
+        paths = [folder / f"{kind}:{how}-{rank}.pt" for rank in range(NUM_RANKS)]
+        return [torch.load(path, weights_only=True) for path in paths]
+
+    return of
+
+
+def _environment(rank: int, port: int) -> dict[str, str]:
+    return {
+        **os.environ,
         "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": "1",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
+        "LOCAL_RANK": str(rank),
+        "NODE_RANK": "0",
+        "WORLD_SIZE": str(NUM_RANKS),
         "GLOO_SOCKET_IFNAME": "lo",
-        "PYTHONWARNINGS": "ignore",
     }
-    # Lightning starts the second process itself, so all of the group is ended with the first.
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tests.distributed.ddp_run", str(folder), how, kind],
-        cwd=folder,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=150)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        output, _ = process.communicate()
-        pytest.fail(f"{how}, {kind}: no end\n{output[-3000:]}")
-    assert process.returncode == 0, output[-3000:]
-    return [torch.load(folder / f"{how}-{rank}.pt", weights_only=True) for rank in range(2)]
 
 
-_OURS = ("gauge", "snapshots", "numel")
-
-
-@pytest.mark.parametrize(("kind", "how"), [*((kind, "both") for kind in KINDS), ("plain", "both, all")])
-def test_the_same_with_and_without(kind: str, how: str, tmp_path: Path) -> None:
-    without = _launch(tmp_path, "without", kind)
-    found = _launch(tmp_path, how, kind)
-    ours = [{name: one.pop(name) for name in _OURS} for one in found]
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("kind", "how"), CASES)
+def test_the_same_with_and_without(
+    kind: str, how: str, results: Callable[[str, str], Ranks]
+) -> None:
+    without, found = results(kind, "without"), results(kind, how)
+    ours = [
+        {name: one.pop(name) for name in ("gauge", "snapshots") if name in one} for one in found
+    ]
     assert_same_bits(found, without)
-    assert_same_bits(found[0]["weights"], found[1]["weights"])
+    # Batch statistics are each rank's own.
+    weights = [
+        {name: value for name, value in one["weights"].items() if "norm.running" not in name}
+        for one in found
+    ]
+    assert_same_bits(*weights)
     if kind != "manual":
         assert found[0]["outputs"][0]["loss"] != found[1]["outputs"][0]["loss"]
     # One gauge, and the statistics of the batches of both.
-    assert ours[0]["gauge"] == ours[1]["gauge"]
-    assert len(ours[0]["gauge"]) >= 4
-    assert_same_bits(ours[0]["snapshots"], ours[1]["snapshots"])
+    assert_same_bits(ours[0], ours[1])
+    if how != "monitor":
+        assert len(ours[0]["gauge"]) >= 4
+    first = ours[0]["snapshots"][0]
     accumulated = KINDS[kind].get("accumulate_grad_batches", 1)
-    assert ours[0]["numel"] == 2 * accumulated * 4 * 8
+    place = first["names"].index("first.linear")
+    assert first["numel"][place] == NUM_RANKS * accumulated * 4 * 8
+    if kind != "manual" and how != "monitor":
+        assert abs(first["stored"][place]) < 1

@@ -1,9 +1,11 @@
 // The heat map: one row per tensor in graph order, one column per step, one panel per run.
 
+import { cellPicture, hatching } from './cells.js';
 import { element, oncePerFrame } from './dom.js';
 import { blockOf, columnAt } from './model.js';
 
-const HEADER = 42;
+const AXIS = 26;
+const TITLE = 20;
 const GAP = 18;
 const READABLE_ROW = 16;
 // Rows that all fit into the view are still worth looking at together when they are this high.
@@ -73,8 +75,8 @@ export class HeatMap {
 
   /** The cell under a point of the view, or null. */
   cellAt(x, y) {
-    if (!this.model || y < HEADER) return null;
-    const row = Math.floor((y - HEADER + this.node.scrollTop) / this.rowHeight);
+    if (!this.model || y < this.header) return null;
+    const row = Math.floor((y - this.header + this.node.scrollTop) / this.rowHeight);
     if (row < 0 || row >= this.model.rows.length) return null;
     for (let panel = 0; panel < this.model.panels.length; panel += 1) {
       const offset = x - this.#left(panel);
@@ -92,7 +94,7 @@ export class HeatMap {
     const width = this.panelWidth / this.model.panels[panel].data.steps.length;
     return {
       left: this.#left(panel) + column * width,
-      top: HEADER + row * this.rowHeight - this.node.scrollTop,
+      top: this.header + row * this.rowHeight - this.node.scrollTop,
       width,
       height: this.rowHeight,
     };
@@ -106,7 +108,7 @@ export class HeatMap {
 
   /** How many rows are in view. */
   get pageRows() {
-    return Math.max(1, Math.floor((this.height - HEADER) / this.rowHeight));
+    return Math.max(1, Math.floor((this.height - this.header) / this.rowHeight));
   }
 
   #left(panel) {
@@ -116,8 +118,9 @@ export class HeatMap {
   #resize() {
     if (!this.model) return;
     const { rows, panels, rowMode } = this.model;
+    this.header = AXIS + (panels.some(({ title }) => title) ? TITLE : 0);
     this.height = this.node.clientHeight;
-    const area = this.height - HEADER - 4;
+    const area = this.height - this.header - 4;
     const fitting = Math.min(area / Math.max(rows.length, 1), LARGEST_ROW);
     const fits = rowMode === 'fit' || (rowMode === 'auto' && fitting >= SMALLEST_FITTING_ROW);
     this.rowHeight = fits ? fitting : Math.max(fitting, READABLE_ROW);
@@ -176,11 +179,11 @@ export class HeatMap {
     const colors = this.#colors();
     context.clearRect(0, 0, this.width, this.height);
     const first = Math.floor(this.node.scrollTop / this.rowHeight);
-    const inView = Math.ceil((this.height - HEADER) / this.rowHeight) + 1;
+    const inView = Math.ceil((this.height - this.header) / this.rowHeight) + 1;
     const stop = Math.min(this.model.rows.length, first + inView);
     context.save();
     context.beginPath();
-    context.rect(0, HEADER, this.width, this.height - HEADER);
+    context.rect(0, this.header, this.width, this.height - this.header);
     context.clip();
     this.model.panels.forEach((_, panel) => this.#drawPanel(context, colors, panel, first, stop));
     this.#drawLabels(context, colors, first, stop);
@@ -193,56 +196,27 @@ export class HeatMap {
   #drawPanel(context, colors, panel, first, stop) {
     if (stop <= first) return;
     const left = this.#left(panel);
-    const top = HEADER + first * this.rowHeight - this.node.scrollTop;
+    const top = this.header + first * this.rowHeight - this.node.scrollTop;
     const height = (stop - first) * this.rowHeight;
-    context.fillStyle = hatched(context, colors);
+    context.fillStyle = hatching(context, colors.hatch);
     context.fillRect(left, top, this.panelWidth, height);
-    const picture = this.#picture(panel, first, stop);
-    if (!picture) return;
-    context.imageSmoothingEnabled = false;
-    context.drawImage(picture, left, top, this.panelWidth, height);
+    const ratio = window.devicePixelRatio || 1;
+    const picture = cellPicture(this.model, panel, {
+      first,
+      stop,
+      width: Math.round(this.panelWidth * ratio),
+      height: Math.ceil(height * ratio),
+    });
+    if (picture) {
+      context.imageSmoothingEnabled = false;
+      context.drawImage(picture, left, top, this.panelWidth, height);
+    }
     if (this.rowHeight >= SMALLEST_LABEL) {
       context.fillStyle = colors.page;
       for (let row = first; row <= stop; row += 1) {
         context.fillRect(left, top + (row - first) * this.rowHeight - 0.5, this.panelWidth, 1);
       }
     }
-  }
-
-  /** Cells of some rows, one pixel per cell, or per screen pixel where cells are smaller. */
-  #picture(panel, first, stop) {
-    const { data, places } = this.model.panels[panel];
-    const { stored, palette } = this.model;
-    const ratio = window.devicePixelRatio || 1;
-    const numColumns = data.steps.length;
-    const width = Math.min(numColumns, Math.round(this.panelWidth * ratio));
-    const height = Math.min(stop - first, Math.ceil((stop - first) * this.rowHeight * ratio));
-    if (!width || !height) return null;
-    const pixels = new Uint32Array(width * height);
-    for (let y = 0; y < height; y += 1) {
-      const top = first + Math.floor((y * (stop - first)) / height);
-      const bottom = Math.max(top + 1, first + Math.floor(((y + 1) * (stop - first)) / height));
-      for (let x = 0; x < width; x += 1) {
-        const start = Math.floor((x * numColumns) / width);
-        const end = Math.max(start + 1, Math.floor(((x + 1) * numColumns) / width));
-        // Of several cells in one pixel the furthest from 1 is shown: no outlier gets lost.
-        let shown = NaN;
-        for (let row = top; row < bottom; row += 1) {
-          if (places[row] < 0) continue;
-          for (let column = start; column < end; column += 1) {
-            const value = data.value(column, places[row], stored);
-            if (value !== value) continue;
-            if (shown !== shown || shown === -Infinity) shown = value;
-            else if (value !== -Infinity && Math.abs(value) > Math.abs(shown)) shown = value;
-          }
-        }
-        pixels[y * width + x] = palette.pixel(shown);
-      }
-    }
-    const canvas = new OffscreenCanvas(width, height);
-    const image = new ImageData(new Uint8ClampedArray(pixels.buffer), width, height);
-    canvas.getContext('2d').putImageData(image, 0, 0);
-    return canvas;
   }
 
   #drawLabels(context, colors, first, stop) {
@@ -260,14 +234,17 @@ export class HeatMap {
     for (let row = 0; row < this.labels.length; ) {
       let end = row + 1;
       while (end < this.labels.length && this.labels[end].block === this.labels[row].block) end += 1;
-      const top = HEADER + row * this.rowHeight - this.node.scrollTop;
+      const top = this.header + row * this.rowHeight - this.node.scrollTop;
       const middle = top + ((end - row) * this.rowHeight) / 2;
       context.fillStyle = colors.line;
       context.fillRect(this.gutter - 6, top, 6, 1);
       if (middle - lowest >= 12) {
         context.fillStyle = colors.muted;
-        const text = shortened(context, this.labels[row].block || '·', this.gutter - 14);
-        context.fillText(text, this.gutter - 10, middle);
+        const { block, rest } = this.labels[row];
+        const text = shortened(context, block || rest, this.gutter - 14);
+        const isInView = middle > this.header - 8 && middle < this.height + 8;
+        const inView = Math.min(Math.max(middle, this.header + 6), this.height - 7);
+        context.fillText(text, this.gutter - 10, isInView ? inView : middle);
         lowest = middle;
       }
       row = end;
@@ -276,7 +253,7 @@ export class HeatMap {
 
   #drawName(context, colors, row) {
     const { path, rest } = this.labels[row];
-    const y = HEADER + (row + 0.5) * this.rowHeight - this.node.scrollTop;
+    const y = this.header + (row + 0.5) * this.rowHeight - this.node.scrollTop;
     const right = this.gutter - 8;
     const tail = shortened(context, rest, right - 8);
     context.fillStyle = colors.text;
@@ -294,7 +271,7 @@ export class HeatMap {
     context.textAlign = 'left';
     context.fillStyle = colors.text;
     context.font = `600 12px ${FONT}`;
-    context.fillText(shortened(context, title, this.panelWidth), left, 14);
+    context.fillText(shortened(context, title, this.panelWidth), left, 15);
     context.font = `11px ${FONT}`;
     context.fillStyle = colors.muted;
     const numColumns = data.steps.length;
@@ -305,8 +282,8 @@ export class HeatMap {
       const text = data.steps[column].toLocaleString('en');
       context.textAlign = column ? 'center' : 'left';
       const isInside = x + context.measureText(text).width / 2 < left + this.panelWidth;
-      if (isInside) context.fillText(column ? text : `step ${text}`, column ? x : left, 32);
-      context.fillRect(Math.round(x), HEADER - 5, 1, 4);
+      if (isInside) context.fillText(column ? text : `step ${text}`, column ? x : left, this.header - 9);
+      context.fillRect(Math.round(x), this.header - 5, 1, 4);
     }
   }
 
@@ -326,7 +303,7 @@ export class HeatMap {
     context.clearRect(0, 0, this.width, this.height);
     context.save();
     context.beginPath();
-    context.rect(0, HEADER - 2, this.width, this.height);
+    context.rect(0, this.header - 2, this.width, this.height);
     context.clip();
     const colors = this.#colors();
     const { selected, panels } = this.model;
@@ -335,7 +312,7 @@ export class HeatMap {
       this.#mark(context, this.hovered.row, step, [colors.text], false);
     }
     if (selected && selected.row >= 0) {
-      this.#mark(context, selected.row, selected.step, [colors.page, colors.accent], true);
+      this.#mark(context, selected.row, selected.step, [colors.page, colors.text], true);
     }
     context.restore();
   }
@@ -351,7 +328,7 @@ export class HeatMap {
       const top = cell.top + (cell.height - height) / 2;
       if (isSelection) {
         context.fillStyle = strokes[1];
-        context.globalAlpha = 0.5;
+        context.globalAlpha = 0.6;
         context.fillRect(this.#left(panel), top - 1, this.panelWidth, 1);
         context.fillRect(this.#left(panel), top + height, this.panelWidth, 1);
         context.globalAlpha = 1;
@@ -368,7 +345,7 @@ export class HeatMap {
   /** Scrolls as little as brings a row into view. */
   #reveal(row) {
     const top = row * this.rowHeight;
-    const area = this.height - HEADER - 6;
+    const area = this.height - this.header - 6;
     if (top < this.node.scrollTop) this.node.scrollTop = top;
     else if (top + this.rowHeight > this.node.scrollTop + area) {
       this.node.scrollTop = top + this.rowHeight - area;
@@ -382,16 +359,4 @@ function shortened(context, text, room) {
   let start = 1;
   while (start < text.length && context.measureText(`…${text.slice(start)}`).width > room) start += 1;
   return `…${text.slice(start)}`;
-}
-
-/** Thin diagonal lines: nothing was measured here. */
-function hatched(context, { hatch }) {
-  const tile = new OffscreenCanvas(6, 6);
-  const pen = tile.getContext('2d');
-  pen.strokeStyle = hatch;
-  pen.beginPath();
-  pen.moveTo(-1, 7);
-  pen.lineTo(7, -1);
-  pen.stroke();
-  return context.createPattern(tile, 'repeat');
 }

@@ -184,10 +184,16 @@ export function signed(number, digits = 0) {
   return number.toFixed(digits).replace('-', MINUS);
 }
 
+/** A power of two as one writes it. */
+export function power(exponent) {
+  const digits = [...String(exponent)].map((one) => (one === '-' ? '⁻' : '⁰¹²³⁴⁵⁶⁷⁸⁹'[one]));
+  return `2${digits.join('')}`;
+}
+
 /** A log2 RMS for people. */
 export function scaleText(value) {
   if (Number.isNaN(value)) return 'not measured';
-  return Number.isFinite(value) ? `2^${signed(value, 1)}` : 'all zero';
+  return Number.isFinite(value) ? `log₂ RMS ${signed(value, 1)}` : 'all zero';
 }
 
 /** A fraction in percent; small ones are not rounded to nothing. */

@@ -1,0 +1,334 @@
+// The page: its state, and what follows when a part of it changes.
+
+import { Controls, keysDescription, keysDialog } from './controls.js';
+import { Detail } from './detail.js';
+import { element } from './dom.js';
+import { HeatMap } from './heatmap.js';
+import { Legend } from './legend.js';
+import { RunScales, colorLimit, columnAt, mergeOrders, nameFilter, power, scaleText } from './model.js';
+import { Palette } from './palette.js';
+
+const REFRESH_MILLISECONDS = 20000;
+const TURN = { forward: 'backward', backward: 'forward' };
+
+export class App {
+  constructor(source, theme) {
+    this.source = source;
+    this.theme = theme;
+    this.state = {
+      run: null,
+      compared: null,
+      direction: 'forward',
+      stored: true,
+      filter: '',
+      limit: 'auto',
+      rowMode: 'auto',
+      selected: null,
+    };
+    this.listing = { runs: [], formats: [] };
+    this.loaded = new Map();
+    this.rows = [];
+    this.panels = [];
+    const change = (fields) => this.change(fields);
+    this.controls = new Controls(this.state, {
+      run: (run) => change({ run, compared: this.state.compared === run ? null : this.state.compared }),
+      compared: (compared) => change({ compared }),
+      direction: (direction) => change({ direction }),
+      stored: (stored) => change({ stored }),
+      rows: (rowMode) => change({ rowMode }),
+      filter: (filter) => change({ filter }),
+      help: () => this.keys.showModal(),
+    });
+    this.legend = new Legend({ onLimit: (limit) => change({ limit }) });
+    this.heatMap = new HeatMap({
+      onHover: (cell, event) => this.#showTip(cell, event),
+      onSelect: ({ panel, row, column }) =>
+        this.select(this.rows[row].name, this.panels[panel].data.steps[column]),
+    });
+    this.detail = new Detail({
+      load: (route, query) => this.source.frame(route, query),
+      onStep: (step) => this.select(this.state.selected.name, Math.round(step)),
+      onClose: () => this.close(),
+    });
+    this.tip = element('div', { class: 'tip', hidden: true });
+    this.spoken = element('p', { class: 'unseen', role: 'status' });
+    this.message = element('div', { class: 'message', hidden: true });
+    this.keys = keysDialog();
+    this.main = element('main', {}, this.message, this.heatMap.node, this.detail.node);
+    this.node = element(
+      'div',
+      { class: 'scales' },
+      this.controls.node,
+      this.legend.node,
+      this.main,
+      this.tip,
+      this.spoken,
+      keysDescription(),
+      this.keys,
+    );
+    document.addEventListener('keydown', (event) => this.#onKey(event));
+    theme.onChange(() => this.update());
+  }
+
+  /** Reads the runs and shows the newest; looks for news from then on. */
+  async start() {
+    await this.refresh();
+    if (!this.source.isLive) return;
+    setInterval(() => {
+      if (!document.hidden) this.refresh();
+    }, REFRESH_MILLISECONDS);
+  }
+
+  /** Reads the list of runs, and again what has grown since. */
+  async refresh() {
+    try {
+      this.listing = await this.source.runs();
+    } catch (error) {
+      if (!this.panels.length) this.#say('The scales cannot be read.', error.message);
+      return;
+    }
+    const { runs, formats } = this.listing;
+    this.detail.formats = formats;
+    const names = runs.map((one) => one.name);
+    if (!names.includes(this.state.run)) this.state.run = newest(runs);
+    if (!names.includes(this.state.compared)) this.state.compared = null;
+    await this.update();
+  }
+
+  /** Sets a part of the state and shows it. */
+  change(fields) {
+    Object.assign(this.state, fields);
+    return this.update();
+  }
+
+  /** Shows the state, after loading what it needs. */
+  async update() {
+    const { run, compared, direction, stored } = this.state;
+    const names = this.listing.runs.map((one) => one.name);
+    this.controls.setRuns(names, run, compared);
+    this.controls.direction.set(direction);
+    this.controls.view.set(stored ? 'stored' : 'meant');
+    if (run === null) {
+      this.#say('No scales yet.', 'empty');
+      return;
+    }
+    const runs = compared === null ? [run] : [run, compared];
+    const asked = (this.asked = {});
+    let found;
+    try {
+      found = await Promise.all(runs.map((name) => this.#load(name, direction)));
+    } catch (error) {
+      if (this.asked === asked) this.#say('The scales cannot be read.', error.message);
+      return;
+    }
+    if (this.asked === asked) this.#show(found);
+  }
+
+  /** Selects a cell, which opens the panel about its tensor. */
+  select(name, step) {
+    const isNew = this.state.selected?.name !== name || this.detail.node.hidden;
+    this.state.selected = { name, step };
+    const wasHidden = this.detail.node.hidden;
+    if (isNew) this.#showDetail();
+    else this.detail.setStep(step);
+    // The panel takes room from the heat map, which lays itself out again.
+    if (wasHidden) this.heatMap.set({ ...this.heatMap.model, selected: this.#selectedCell() });
+    else this.heatMap.select(this.#selectedCell());
+    this.#speak();
+  }
+
+  /** Closes the panel and gives up the selection. */
+  close() {
+    this.state.selected = null;
+    this.detail.hide();
+    this.heatMap.set({ ...this.heatMap.model, selected: null });
+    this.heatMap.node.focus();
+  }
+
+  async #load(run, direction) {
+    const listed = this.listing.runs.find((one) => one.name === run);
+    const last = listed?.last_steps[direction];
+    if (last === undefined) return new RunScales(run, direction, ...EMPTY);
+    const key = `${direction} ${run}`;
+    const known = this.loaded.get(key);
+    if (known?.last === last) return known.data;
+    const { header, arrays } = await this.source.frame('scales', { run, direction });
+    const data = new RunScales(run, direction, header, arrays);
+    this.loaded.set(key, { last, data });
+    if (known) this.detail.forget();
+    return data;
+  }
+
+  #show(found) {
+    const started = performance.now();
+    const { stored, filter, limit, rowMode, direction, run } = this.state;
+    const names = mergeOrders(found.map((data) => data.names));
+    const modules = new Map(found.flatMap((data) => data.names.map((name, k) => [name, data.modules[k]])));
+    const matches = nameFilter(filter);
+    this.rows = names.filter(matches).map((name) => ({ name, module: modules.get(name) }));
+    this.panels = found.map((data) => ({
+      title: found.length > 1 ? data.run : '',
+      data,
+      places: this.rows.map(({ name }) => data.position.get(name) ?? -1),
+    }));
+    this.controls.setCount(this.rows.length, names.length);
+    const range = limit === 'auto' ? colorLimit(found, stored) : limit;
+    this.palette = new Palette(this.theme.name, range);
+    this.legend.set(this.palette);
+    const turn = TURN[direction];
+    if (!names.length) this.#say(`Nothing was measured ${direction}.`, `Try ${turn} (key ${turn[0]}).`);
+    else if (!this.rows.length) this.#say(`No tensor matches “${filter}”.`, 'Escape clears the filter.');
+    else this.#say(null);
+    const label = `log2 RMS of ${this.rows.length} tensors by step, ${direction}, run ${run}`;
+    this.heatMap.node.setAttribute('aria-label', label);
+    const selected = this.#selectedCell();
+    this.heatMap.set({ rows: this.rows, panels: this.panels, stored, palette: this.palette, rowMode, selected });
+    this.controls.rows.set(this.heatMap.isLabelled ? 'named' : 'fit');
+    if (this.state.selected) this.#showDetail();
+    this.showMilliseconds = performance.now() - started;
+  }
+
+  #selectedCell() {
+    const { selected } = this.state;
+    if (!selected) return null;
+    return { row: this.rows.findIndex(({ name }) => name === selected.name), step: selected.step };
+  }
+
+  #showDetail() {
+    const { selected, stored, direction } = this.state;
+    const runs = this.panels.map(({ data }) => data).filter((data) => data.position.has(selected.name));
+    const module = runs.length ? runs[0].modules[runs[0].position.get(selected.name)] : '';
+    this.detail.show({ ...selected, module, stored, direction, runs });
+  }
+
+  #cellText({ panel, row, column }) {
+    const { data, places } = this.panels[panel];
+    const tensor = places[row];
+    if (tensor < 0) return ['not in this run'];
+    const step = data.steps[column].toLocaleString('en');
+    const unit = data.unit(column, tensor);
+    const texts = [`step ${step}`, scaleText(data.value(column, tensor, this.state.stored))];
+    if (unit) texts.push(`stored in units of ${power(unit)}`);
+    return texts;
+  }
+
+  #showTip(cell, event) {
+    this.tip.hidden = !cell;
+    if (!cell) return;
+    const lines = this.#cellText(cell).map((text) => element('span', {}, text));
+    this.tip.replaceChildren(element('b', {}, this.rows[cell.row].name), ...lines);
+    const box = this.tip.getBoundingClientRect();
+    const left = event.clientX + 14 + box.width > innerWidth ? event.clientX - 10 - box.width : event.clientX + 14;
+    const top = Math.min(event.clientY + 14, innerHeight - box.height - 6);
+    this.tip.style.transform = `translate(${Math.max(4, left)}px, ${top}px)`;
+  }
+
+  #speak() {
+    const { row, step } = this.#selectedCell();
+    if (row < 0) return;
+    const panel = this.panels.findIndex(({ places }) => places[row] >= 0);
+    const column = columnAt(this.panels[Math.max(panel, 0)].data.steps, step);
+    const texts = this.#cellText({ panel: Math.max(panel, 0), row, column });
+    this.spoken.textContent = [this.rows[row].name, ...texts].join(', ');
+  }
+
+  #say(title, text) {
+    this.message.hidden = title === null;
+    this.main.classList.toggle('covered', title !== null);
+    if (title === null) return;
+    const parts = text === 'empty' ? firstSteps() : [element('p', {}, text)];
+    this.message.replaceChildren(element('h2', {}, title), ...parts);
+  }
+
+  #onKey(event) {
+    if (event.ctrlKey || event.metaKey || event.altKey || this.keys.open) return;
+    const { target } = event;
+    const isText = target === this.controls.filter || target.tagName === 'SELECT';
+    if (event.key === 'Escape') {
+      if (target === this.controls.filter && this.state.filter) this.#clearFilter();
+      else if (this.state.selected && !isText) this.close();
+      else this.heatMap.node.focus();
+      return;
+    }
+    if (isText) return;
+    const { direction, stored, rowMode } = this.state;
+    const actions = {
+      '/': () => this.controls.filter.focus(),
+      f: () => direction === 'forward' || this.change({ direction: 'forward' }),
+      b: () => direction === 'backward' || this.change({ direction: 'backward' }),
+      s: () => this.change({ stored: !stored }),
+      z: () => this.change({ rowMode: this.heatMap.isLabelled && rowMode !== 'fit' ? 'fit' : 'named' }),
+      l: () => this.detail.toggleLog(),
+      '[': () => this.detail.setShift(this.detail.shift - 1),
+      ']': () => this.detail.setShift(this.detail.shift + 1),
+      '?': () => this.keys.showModal(),
+      ...(target === this.heatMap.node || target === document.body ? this.#moves() : {}),
+    };
+    const action = actions[event.key];
+    if (!action) return;
+    event.preventDefault();
+    action();
+  }
+
+  #moves() {
+    const page = this.heatMap.pageRows;
+    const far = Infinity;
+    return {
+      ArrowUp: () => this.#move(-1, 0),
+      ArrowDown: () => this.#move(1, 0),
+      ArrowLeft: () => this.#move(0, -1),
+      ArrowRight: () => this.#move(0, 1),
+      PageUp: () => this.#move(-page, 0),
+      PageDown: () => this.#move(page, 0),
+      Home: () => this.#move(0, -far),
+      End: () => this.#move(0, far),
+      Enter: () => this.#move(0, 0),
+    };
+  }
+
+  /** Moves the selection; without one, the last step of the first row is selected. */
+  #move(rows, columns) {
+    const { steps } = this.panels[0]?.data ?? { steps: [] };
+    if (!this.rows.length || !steps.length) return;
+    const cell = this.#selectedCell();
+    if (!cell || cell.row < 0) {
+      this.select(this.rows[0].name, steps.at(-1));
+      return;
+    }
+    const clamp = (value, length) => Math.min(Math.max(value, 0), length - 1);
+    const column = clamp(columnAt(steps, cell.step) + columns, steps.length);
+    this.select(this.rows[clamp(cell.row + rows, this.rows.length)].name, steps[column]);
+  }
+
+  #clearFilter() {
+    this.controls.filter.value = '';
+    this.change({ filter: '' });
+  }
+}
+
+const EMPTY = [
+  { names: [], modules: [], steps: [], unit_rows: [] },
+  { log2_rms: new Float32Array(), log2_unit: new Float32Array() },
+];
+
+/** Of the runs the one that began last. */
+function newest(runs) {
+  const latest = runs.reduce((one, other) => (other.started > (one?.started ?? -1) ? other : one), null);
+  return latest?.name ?? null;
+}
+
+/** What to do when there is nothing to see. */
+function firstSteps() {
+  const code = [
+    'from lightning.pytorch import Trainer',
+    'from lightning_unitscale import ScaleMonitor, UnitScaleCallback',
+    '',
+    'trainer = Trainer(callbacks=[UnitScaleCallback(), ScaleMonitor(every_n_steps=50)])',
+    'trainer.fit(model)',
+  ].join('\n');
+  return [
+    element('p', {}, 'No run in this log folder has scales. Add the monitor to a Trainer that logs to TensorBoard:'),
+    element('pre', {}, element('code', {}, code)),
+    element('p', {}, 'The page fills by itself with the first sampled step.'),
+  ];
+}

@@ -1,0 +1,267 @@
+// The panel about one tensor: its scale over the steps, its exponents, what the formats do to it.
+
+import { element } from './dom.js';
+import { exponentDomain, fractionTable, histogram, summaryLine } from './histogram.js';
+import { ExactFractions, ExponentSeries, columnAt, power } from './model.js';
+import { trend } from './trend.js';
+
+const LARGEST_SHIFT = 40;
+
+export class Detail {
+  /** `load(route, query)` resolves to a frame; `onStep(step)` and `onClose()` tell the page. */
+  constructor({ load, onStep, onClose }) {
+    this.load = load;
+    this.onStep = onStep;
+    this.shift = 0;
+    this.chosen = 'E4M3FN';
+    this.isLog = false;
+    this.formats = [];
+    this.series = new Map();
+    this.subject = null;
+    this.title = element('h2', {});
+    this.context = element('p', { class: 'context' });
+    this.trend = element('div');
+    this.charts = element('div');
+    this.stepSlider = element('input', {
+      type: 'range',
+      min: 0,
+      'aria-label': 'Step',
+      oninput: () => onStep(this.subject.runs[0].steps[Number(this.stepSlider.value)]),
+    });
+    this.stepText = element('output', {});
+    this.shiftSlider = element('input', {
+      type: 'range',
+      min: -LARGEST_SHIFT,
+      max: LARGEST_SHIFT,
+      value: 0,
+      'aria-label': 'Power of two that the tensor is multiplied with before the cast',
+      oninput: () => this.setShift(Number(this.shiftSlider.value)),
+    });
+    this.shiftText = element('output', {});
+    this.reset = element(
+      'button',
+      { type: 'button', title: 'Back to no shift', onclick: () => this.setShift(0) },
+      'Reset',
+    );
+    this.logBox = element('input', { type: 'checkbox', onchange: () => this.toggleLog() });
+    const close = element(
+      'button',
+      { type: 'button', class: 'round', 'aria-label': 'Close', title: 'Close (Esc)', onclick: onClose },
+      '✕',
+    );
+    this.node = element(
+      'aside',
+      { class: 'detail', 'aria-label': 'Tensor', hidden: true },
+      element('div', { class: 'detail-head' }, element('div', {}, this.title, this.context), close),
+      element('h3', {}, 'log₂ RMS over the steps'),
+      this.trend,
+      slider('Step', this.stepSlider, this.stepText, null),
+      element(
+        'div',
+        { class: 'detail-bar' },
+        element('h3', {}, 'Exponents and formats'),
+        element('label', { title: 'Key l' }, this.logBox, 'log counts'),
+      ),
+      slider('Shift', this.shiftSlider, this.shiftText, this.reset),
+      this.charts,
+    );
+  }
+
+  /**
+   * Shows a tensor: `name`, `module`, `step`, `stored`, `direction`, and `runs`, the `RunScales` of
+   * the runs that have it.
+   */
+  async show(subject) {
+    this.subject = subject;
+    this.node.hidden = false;
+    this.#drawHead();
+    this.#draw();
+    await Promise.all(subject.runs.map((run) => this.#fetch(run, subject.name)));
+    if (this.subject === subject) this.#draw();
+  }
+
+  /** Shows the same tensor at another step. */
+  setStep(step) {
+    this.subject.step = step;
+    this.#draw();
+  }
+
+  /** Multiplies the tensor by a power of two before the casts. */
+  setShift(shift) {
+    this.shift = Math.min(Math.max(shift, -LARGEST_SHIFT), LARGEST_SHIFT);
+    this.#draw();
+  }
+
+  /** Shows the tensor in the range of a format. */
+  choose(format) {
+    this.chosen = format;
+    this.#draw();
+  }
+
+  toggleLog() {
+    this.isLog = !this.isLog;
+    this.#draw();
+  }
+
+  hide() {
+    this.subject = null;
+    this.node.hidden = true;
+  }
+
+  /** Forgets what was loaded, since there is more of it now. */
+  forget() {
+    this.series.clear();
+  }
+
+  async #fetch(run, name) {
+    const key = [run.run, run.direction, name].join('\n');
+    if (this.series.has(key)) return;
+    const found = { exponents: null, exact: null, error: null };
+    this.series.set(key, found);
+    const query = { run: run.run, direction: run.direction, tensor: name };
+    try {
+      const exponents = await this.load('exponents', query);
+      found.exponents = new ExponentSeries(exponents.header, exponents.arrays);
+      // The server may have to read a lot for these: the histogram does not wait for them.
+      this.load('fractions', query).then(({ header, arrays }) => {
+        found.exact = new ExactFractions(header, arrays);
+        if (this.subject?.name === name) this.#draw();
+      }, () => {});
+    } catch (error) {
+      found.error = error.message;
+      this.series.delete(key);
+    }
+  }
+
+  #drawHead() {
+    const { name, module, direction, runs } = this.subject;
+    const rest = module && name.startsWith(`${module}.`) ? name.slice(module.length + 1) : name;
+    this.title.replaceChildren(
+      element('span', { class: 'path' }, name.slice(0, name.length - rest.length)),
+      rest,
+    );
+    this.title.title = name;
+    const what = direction === 'forward' ? 'values' : 'gradients';
+    this.context.textContent = `${what}${runs.length ? '' : ': not in these runs'}`;
+  }
+
+  #draw() {
+    if (!this.subject) return;
+    const { module, step, stored, runs, direction } = this.subject;
+    const what = direction === 'forward' ? 'values' : 'gradients';
+    this.context.textContent = `${what}, ${stored ? 'as stored' : 'as the model means them'}`;
+    if (module) this.context.title = `made by ${module}`;
+    this.logBox.checked = this.isLog;
+    this.shiftSlider.value = this.shift;
+    this.shiftText.textContent = `× ${power(this.shift)}`;
+    this.reset.disabled = this.shift === 0;
+    if (!runs.length) {
+      this.trend.replaceChildren();
+      this.charts.replaceChildren();
+      return;
+    }
+    const { steps } = runs[0];
+    const column = columnAt(steps, step);
+    this.stepSlider.max = steps.length - 1;
+    this.stepSlider.value = column;
+    this.stepText.textContent = steps[column].toLocaleString('en');
+    this.stepSlider.setAttribute('aria-valuetext', `step ${steps[column]}`);
+    this.trend.replaceChildren(this.#trend());
+    const found = runs.map((run) => this.#atStep(run));
+    const domain = exponentDomain(found.map(({ series }) => series), stored);
+    this.charts.replaceChildren(
+      ...found.map((one, place) => this.#chart(one, domain, place)),
+      ...this.#table(found),
+    );
+  }
+
+  /** What is known of the tensor in one run at the step. */
+  #atStep(run) {
+    const { name, step, stored } = this.subject;
+    const { shift } = this;
+    const known = this.series.get([run.run, run.direction, name].join('\n'));
+    const column = columnAt(run.steps, step);
+    const tensor = run.position.get(name);
+    const unit = run.unit(column, tensor);
+    // What was counted on the device is about the stored tensor, unshifted, at a sampled step.
+    const isCounted = shift === (stored ? 0 : -unit);
+    return {
+      run,
+      unit,
+      step: run.steps[column],
+      value: run.value(column, tensor, stored),
+      series: known?.exponents ?? null,
+      error: known?.error ?? null,
+      counts: known?.exponents?.at(step, stored) ?? null,
+      exact: (format) => (isCounted ? known?.exact?.at(run.steps[column], format) ?? null : null),
+    };
+  }
+
+  #trend() {
+    const { name, step, stored, runs } = this.subject;
+    const lines = runs.map((run) => {
+      const tensor = run.position.get(name);
+      const values = run.steps.map((_, column) => run.value(column, tensor, stored));
+      return { steps: run.steps, values };
+    });
+    const label = `log2 RMS of ${name} over the steps`;
+    return trend({ lines, step, label, onStep: this.onStep });
+  }
+
+  #chart({ run, unit, step, value, series, error, counts }, domain, place) {
+    const { name, runs } = this.subject;
+    const several = runs.length > 1;
+    const parts = [
+      several ? element('h4', { class: `run-${place}` }, run.run) : null,
+      element('p', { class: 'summary' }, summaryLine({ value, unit, counts })),
+    ];
+    if (counts) {
+      const isLast = place === runs.length - 1;
+      const drawing = histogram({
+        counts,
+        domain,
+        shift: this.shift,
+        format: this.#format(),
+        lanes: isLast ? this.formats : [],
+        bars: several ? 84 : 132,
+        isLog: this.isLog,
+        label: `Exponent histogram of ${name} at step ${counts.step}, run ${run.run}`,
+        onChoose: (format) => this.choose(format),
+      });
+      parts.push(drawing);
+      if (counts.step !== step) {
+        parts.push(element('p', { class: 'note' }, `Counted at step ${counts.step.toLocaleString('en')}.`));
+      }
+    } else {
+      const none = 'No exponent counts of this tensor: ScaleMonitor(histograms=False) leaves them out.';
+      parts.push(element('p', { class: 'note' }, series ? none : error ?? 'Loading …'));
+    }
+    return element('section', { class: 'chart', 'data-run': run.run }, ...parts);
+  }
+
+  #table(found) {
+    if (!found.some(({ counts }) => counts)) return [];
+    const { shift, formats } = this;
+    const table = fractionTable({
+      runs: found,
+      shift,
+      formats,
+      chosen: this.#format(),
+      onChoose: (format) => this.choose(format),
+    });
+    const exact = formats.filter(({ name }) => found.every((one) => one.exact(name)));
+    const number = Math.max(...found.map(({ counts }) => counts?.numSampled ?? 0));
+    const names = exact.map(({ name }) => name.replace('FN', '')).join(', ');
+    const sampled = `from the exponents of ${number.toLocaleString('en')} elements`;
+    const note = exact.length ? `${names}: all elements counted. Others: ${sampled}.` : `Shares ${sampled}.`;
+    return [table, element('p', { class: 'note' }, note)];
+  }
+
+  #format() {
+    return this.formats.find(({ name }) => name === this.chosen);
+  }
+}
+
+function slider(text, input, output, extra) {
+  return element('div', { class: 'slider' }, element('span', {}, text), input, output, extra);
+}

@@ -1,0 +1,202 @@
+// The exponent histogram of one tensor at one step, over the ranges of the number formats.
+
+import { element, svg } from './dom.js';
+import { percent, power, scaleText, shares, signed } from './model.js';
+
+const WIDTH = 420;
+const LEFT = 58;
+const RIGHT = 8;
+const BARS_TOP = 8;
+const AXIS = 18;
+const LANE = 17;
+const LOG_FLOOR = 1e-5;
+
+/** First and last exponent of the axis: the data of all steps and the formats around it. */
+export function exponentDomain(series, stored) {
+  let [low, high] = [-20, 10];
+  for (const one of series.filter((each) => each && each.steps.length)) {
+    const units = stored ? one.units : [0];
+    low = Math.min(low, one.firstExponent - Math.max(...units));
+    high = Math.max(high, one.firstExponent + one.numExponents - Math.min(...units));
+  }
+  return [low - 3, high + 3];
+}
+
+/**
+ * Draws a histogram.
+ *
+ * `counts` as of `ExponentSeries.at`, `domain` as of `exponentDomain`, `shift` the power of two
+ * before the cast: it moves the ranges of the formats, since the tensor stays what it is. `lanes`
+ * are the formats whose ranges are drawn below.
+ */
+export function histogram({ counts, domain, shift, format, lanes, bars, isLog, label, onChoose }) {
+  const bottom = BARS_TOP + bars;
+  const height = bottom + AXIS + LANE * lanes.length + 2;
+  const [low, high] = domain;
+  const x = (exponent) => {
+    const inside = Math.min(Math.max(exponent, low), high);
+    return LEFT + ((inside - low) / (high - low)) * (WIDTH - LEFT - RIGHT);
+  };
+  const drawing = svg('svg', {
+    class: 'histogram',
+    viewBox: `0 0 ${WIDTH} ${height}`,
+    role: 'img',
+    'aria-label': label,
+  });
+  drawing.append(background(x, bottom, format, shift), ...axis(x, bottom, domain));
+  drawing.append(barsOf(x, bottom, counts, format, shift, isLog));
+  lanes.forEach((one, place) => {
+    drawing.append(lane(x, one, shift, bottom + AXIS + place * LANE, one === format, onChoose));
+  });
+  return drawing;
+}
+
+/** Exponents where a format begins to be normal, to be anything, and to end. */
+function edges(format, shift) {
+  return {
+    zero: Math.log2(format.flush_threshold) - shift,
+    normal: Math.log2(format.smallest_normal) - shift,
+    end: Math.log2(format.overflow_threshold) - shift,
+  };
+}
+
+function span(x, from, to, attributes) {
+  return svg('rect', { x: x(from), width: Math.max(0, x(to) - x(from)), ...attributes });
+}
+
+function background(x, bottom, format, shift) {
+  const { zero, normal, end } = edges(format, shift);
+  const size = { y: BARS_TOP, height: bottom - BARS_TOP };
+  return svg(
+    'g',
+    { 'aria-hidden': 'true' },
+    span(x, -Infinity, zero, { ...size, class: 'band lost' }),
+    span(x, zero, normal, { ...size, class: 'band subnormal' }),
+    span(x, normal, end, { ...size, class: 'band normal' }),
+    span(x, end, Infinity, { ...size, class: 'band lost' }),
+  );
+}
+
+function axis(x, bottom, [low, high]) {
+  const parts = [svg('line', { class: 'axis', x1: LEFT, x2: WIDTH - RIGHT, y1: bottom, y2: bottom })];
+  const stride = [4, 8, 16, 32].find((one) => (high - low) / one <= 11) ?? 64;
+  for (let exponent = Math.ceil(low / stride) * stride; exponent <= high; exponent += stride) {
+    const at = x(exponent);
+    parts.push(svg('line', { class: 'axis', x1: at, x2: at, y1: bottom, y2: bottom + 3 }));
+    parts.push(svg('text', { x: at, y: bottom + 14, class: 'tick' }, signed(exponent)));
+  }
+  parts.push(svg('text', { x: LEFT - 6, y: bottom + 14, class: 'caption' }, 'log₂|x|'));
+  return parts;
+}
+
+function barsOf(x, bottom, { first, counts, numSampled }, format, shift, isLog) {
+  const largest = Math.max(...counts, 1);
+  const heightOf = (count) => {
+    if (!isLog) return count / largest;
+    return Math.max(0, 1 - Math.log(count / largest) / Math.log(LOG_FLOOR));
+  };
+  const group = svg('g', { class: 'bars' });
+  counts.forEach((count, place) => {
+    if (!count) return;
+    const exponent = first + place;
+    const height = Math.max(1, heightOf(count) * (bottom - BARS_TOP - 6));
+    const kind = fate(format, exponent + shift);
+    const share = numSampled ? count / numSampled : NaN;
+    const title = `${power(exponent)} to ${power(exponent + 1)}: ${percent(share)}, ${kind}`;
+    group.append(
+      span(x, exponent + 0.06, exponent + 0.94, {
+        y: bottom - height,
+        height,
+        class: `bar ${kind}`,
+        'data-exponent': exponent,
+        'data-count': count,
+      }),
+    );
+    group.lastChild.append(svg('title', {}, title));
+  });
+  return group;
+}
+
+/** What becomes of most of a binade. */
+function fate(format, exponent) {
+  const binade = { first: exponent, counts: [1], numSampled: 1 };
+  const parts = shares(format, binade, 0);
+  return Object.keys(parts).reduce((one, other) => (parts[other] > parts[one] ? other : one));
+}
+
+function lane(x, format, shift, top, isChosen, onChoose) {
+  const { zero, normal, end } = edges(format, shift);
+  const size = { y: top + 4, height: LANE - 8 };
+  const choose = () => onChoose(format.name);
+  return svg(
+    'g',
+    { class: isChosen ? 'lane chosen' : 'lane', 'data-format': format.name, onclick: choose },
+    svg('rect', { x: 0, y: top, width: WIDTH, height: LANE, class: 'hit' }),
+    svg('text', { x: LEFT - 6, y: top + 12.5, class: 'caption' }, shortName(format)),
+    span(x, zero, normal, { ...size, class: 'range subnormal' }),
+    span(x, normal, end, { ...size, class: 'range normal' }),
+    svg('title', {}, `${format.name}: subnormal from ${power(zero + 1)}, normal from ${power(normal)}`),
+  );
+}
+
+/**
+ * The fractions of one tensor for all formats as a table; a row is a choice of the format.
+ *
+ * `runs` are {counts, exact}: counts as of `ExponentSeries.at` or null, and a function that returns
+ * what was counted of a format on the device, or null.
+ */
+export function fractionTable({ runs, shift, formats, chosen, onChoose }) {
+  const kinds = [
+    ['overflow', 'overflows'],
+    ['subnormal', 'subnormal'],
+    ['flushed', 'to zero'],
+  ];
+  const several = runs.length > 1;
+  const dot = (place) => (several ? element('i', { class: `key run-${place}` }) : null);
+  const rows = formats.map((format) => {
+    const found = runs.map(({ counts, exact }) => ({
+      ...(counts ? shares(format, counts, shift) : {}),
+      ...exact(format.name),
+    }));
+    const cells = kinds.flatMap(([kind]) =>
+      found.map((one, place) => {
+        const value = one[kind] ?? NaN;
+        const lost = kind === 'subnormal' ? 0 : value;
+        const grade = lost >= 0.01 ? 'bad' : lost >= 1e-4 ? 'some' : '';
+        const data = { 'data-kind': kind, 'data-run': place, 'data-value': value };
+        return element('td', { class: grade, ...data }, percent(value));
+      }),
+    );
+    const radio = element('input', {
+      type: 'radio',
+      name: 'format',
+      checked: format === chosen,
+      onchange: () => onChoose(format.name),
+    });
+    const label = element('label', {}, radio, shortName(format));
+    const row = { 'data-format': format.name, class: format === chosen ? 'chosen' : '' };
+    return element('tr', row, element('th', { scope: 'row' }, label), ...cells);
+  });
+  const titles = kinds.map(([, title]) =>
+    element('th', { scope: 'colgroup', colspan: runs.length }, ...runs.map((_, k) => dot(k)), title),
+  );
+  const head = element('tr', {}, element('th', { scope: 'col' }, 'format'), ...titles);
+  const body = element('tbody', {}, ...rows);
+  return element('table', { class: 'fractions' }, element('thead', {}, head), body);
+}
+
+function shortName(format) {
+  return format.name.replace('FN', '');
+}
+
+/** One line about a tensor: its scale, its unit, its zeros. */
+export function summaryLine({ value, unit, counts }) {
+  const parts = [scaleText(value)];
+  if (unit) parts.push(`stored in units of ${power(unit)}`);
+  if (counts && counts.numSampled) {
+    const present = counts.counts.reduce((sum, one) => sum + one, 0);
+    const rest = 1 - present / counts.numSampled;
+    if (rest > 1e-6) parts.push(`${percent(rest)} zero or not finite`);
+  }
+  return parts.join(' · ');
+}

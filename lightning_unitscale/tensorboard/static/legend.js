@@ -1,0 +1,45 @@
+// What the colours mean.
+
+import { element } from './dom.js';
+import { signed } from './model.js';
+
+const LIMITS = [2, 4, 8, 12, 16, 24, 32];
+
+/** A legend; `onLimit` is told 'auto' or a number. */
+export class Legend {
+  constructor({ onLimit }) {
+    this.bar = element('div', { class: 'legend-bar', 'aria-hidden': 'true' });
+    this.ticks = element('div', { class: 'legend-ticks' });
+    this.zero = element('i', { class: 'swatch' });
+    this.select = element(
+      'select',
+      {
+        'aria-label': 'Range of the colours',
+        title: 'Range of the colours',
+        onchange: () => onLimit(this.select.value === 'auto' ? 'auto' : Number(this.select.value)),
+      },
+      element('option', { value: 'auto' }, 'auto'),
+      ...LIMITS.map((limit) => element('option', { value: limit }, `2^±${limit}`)),
+    );
+    this.node = element(
+      'div',
+      { class: 'legend' },
+      element('span', { class: 'legend-title' }, 'RMS'),
+      element('div', { class: 'legend-scale' }, this.bar, this.ticks),
+      this.select,
+      element('span', { class: 'legend-item' }, this.zero, 'all zero'),
+      element('span', { class: 'legend-item' }, element('i', { class: 'swatch missing' }), 'none'),
+    );
+  }
+
+  set(palette) {
+    const { limit } = palette;
+    this.bar.style.background = palette.gradient();
+    this.zero.style.background = palette.zero;
+    const labels = [-1, -0.5, 0, 0.5, 1].map((share) => {
+      const exponent = share * limit;
+      return element('span', {}, ...(exponent ? ['2', element('sup', {}, signed(exponent))] : ['1']));
+    });
+    this.ticks.replaceChildren(...labels);
+  }
+}

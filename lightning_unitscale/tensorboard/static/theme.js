@@ -1,0 +1,31 @@
+// Light or dark, as TensorBoard is, or else as the reader's system is.
+
+/** The theme now (`name`), and a word when it changes. */
+export function watchTheme() {
+  const listeners = [];
+  const system = matchMedia('(prefers-color-scheme: dark)');
+  const host = hostBody();
+  const isDark = () => (host ? host.classList.contains('dark-mode') : system.matches);
+  const theme = { name: '', onChange: (listener) => listeners.push(listener) };
+  const apply = () => {
+    const name = isDark() ? 'dark' : 'light';
+    if (name === theme.name) return;
+    theme.name = name;
+    document.documentElement.dataset.theme = name;
+    listeners.forEach((listener) => listener());
+  };
+  apply();
+  system.addEventListener('change', apply);
+  if (host) new MutationObserver(apply).observe(host, { attributeFilter: ['class'] });
+  return theme;
+}
+
+/** The body of the TensorBoard page around this frame; null without, or if it is out of reach. */
+function hostBody() {
+  if (window.parent === window) return null;
+  try {
+    return window.parent.document.body;
+  } catch {
+    return null;
+  }
+}

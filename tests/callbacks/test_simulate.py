@@ -1,0 +1,151 @@
+"""``UnitScaleCallback(simulate=...)``: products in the format, calibration and state around it."""
+
+from importlib import import_module
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
+
+from lightning_unitscale import ScaleMonitor, UnitScaleCallback
+from lightning_unitscale.formats import get_format
+from tests.callbacks.modules import Evaluated, Regression
+from tests.callbacks.runs import loader, run
+from tests.helpers import assert_same_bits
+
+
+def _module() -> Regression:
+    return Regression(dropout=0.0)
+
+
+class _Roundings(pl.Callback):
+    """What was rounded to which format, and in which step."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.seen: set[tuple[str, str, int]] = set()
+        self.stage = ""
+        # The package has a function of the same name.
+        module = import_module("lightning_unitscale.transforms.simulate_format")
+        plain = module.rounded
+
+        def recorded(tensor: Tensor, format: Any, saturate: Any, key: Any) -> Tensor:
+            how = "nearest" if key is None else "stochastic"
+            self.seen.add((self.stage, how, format.mantissa_bits))
+            return plain(tensor, format, saturate, key)
+
+        patch.setattr(module, "rounded", recorded)
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.stage = "train"
+
+    def on_validation_batch_start(self, *_: Any) -> None:
+        self.stage = "validate"
+
+
+@pytest.mark.parametrize(
+    ("simulate", "bits"),
+    [("fp8", (3, 2)), ("E3M4", (4, 4)), (("FP16", "E5M2"), (10, 2)), (["e4m3", "bf16"], (3, 7))],
+)
+def test_training_and_evaluation(
+    simulate: Any, bits: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    roundings = _Roundings(monkeypatch)
+    callback = UnitScaleCallback(simulate=simulate)
+    data = {"val_dataloaders": loader()}
+    run(Evaluated, [callback, roundings], entry_options=data, max_steps=4)
+    assert roundings.seen == {
+        ("train", "nearest", bits[0]),
+        ("train", "nearest", bits[1]),
+        ("validate", "nearest", bits[0]),
+    }
+    assert "4 operands of 2 products rounded" in callback.explain()
+
+
+def test_units_are_measured_on_values_that_are_not_rounded() -> None:
+    plain, simulated = UnitScaleCallback(), UnitScaleCallback(simulate="E2M1FN")
+    for one in (plain, simulated):
+        run(_module, [one], max_steps=1)
+    assert plain.gauge and simulated.gauge == plain.gauge
+
+
+def test_training_differs_a_little_and_repeats() -> None:
+    plain = run(_module, max_steps=4)
+    first, again = (run(_module, [UnitScaleCallback(simulate="fp8")], max_steps=4) for _ in "12")
+    assert_same_bits(first.weights, again.weights)
+    assert not torch.equal(plain.weights["first.weight"], first.weights["first.weight"])
+    losses = [torch.stack([step["loss"] for step in one.outputs]) for one in (plain, first)]
+    torch.testing.assert_close(*losses, rtol=0.1, atol=0.0)
+
+
+def test_fp32_is_no_change_at_all() -> None:
+    plain = run(_module)
+    assert_same_bits(run(_module, [UnitScaleCallback(simulate="FP32")]).weights, plain.weights)
+
+
+def test_the_monitor_sees_values_before_they_are_rounded() -> None:
+    monitors = [ScaleMonitor(every_n_steps=1) for _ in range(2)]
+    for monitor, simulate in zip(monitors, (None, "E2M1FN"), strict=True):
+        run(_module, [UnitScaleCallback(simulate=simulate), monitor], max_steps=1)
+    plain, simulated = (one.snapshots[0] for one in monitors)
+    assert plain.names == simulated.names
+    (last,) = (i for i, name in enumerate(plain.names) if name == "second.linear")
+    columns = plain.forward.shape[1]
+    assert columns == simulated.forward.shape[1]
+    # E2M1 has 7 magnitudes; a gradient seen after the rounding would have many more zeros.
+    assert plain.backward[last, 1] == simulated.backward[last, 1] == 0
+
+
+def test_stochastic_rounding_goes_on_where_a_checkpoint_stopped() -> None:
+    def callbacks() -> list[pl.Callback]:
+        return [UnitScaleCallback(simulate="E3M2FN", simulate_rounding="stochastic")]
+
+    whole = run(_module, callbacks(), max_steps=8)
+    run(
+        _module,
+        callbacks(),
+        others=lambda: [ModelCheckpoint("half", filename="last", every_n_train_steps=4)],
+        enable_checkpointing=True,
+        max_steps=4,
+    )
+    resumed = run(
+        _module,
+        callbacks(),
+        others=lambda: [ModelCheckpoint(every_n_train_steps=4)],
+        enable_checkpointing=True,
+        max_steps=8,
+        entry_options={"ckpt_path": "half/last.ckpt"},
+    )
+    assert_same_bits(resumed.weights, whole.weights)
+
+
+def test_the_module_is_restored() -> None:
+    done = run(_module, [UnitScaleCallback(simulate="fp8")], max_steps=1)
+    assert "training_step" not in done.module.__dict__
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("fp8", ("E4M3FN", "E5M2")),
+        ("[E4M3FN, E3M2FN]", ("E4M3FN", "E3M2FN")),
+        ("bf16", ("BF16", "BF16")),
+    ],
+)
+def test_from_a_command_line(given: str, expected: tuple[str, str]) -> None:
+    jsonargparse = pytest.importorskip("jsonargparse")
+    parser = jsonargparse.ArgumentParser()
+    parser.add_class_arguments(UnitScaleCallback, "callback")
+    callback = parser.instantiate(parser.parse_args([f"--callback.simulate={given}"])).callback
+    formats = (callback._simulation.fwd_format, callback._simulation.bwd_format)
+    assert formats == tuple(map(get_format, expected))
+
+
+def test_wrong_settings() -> None:
+    with pytest.raises(ValueError, match=r"format='fp7': unknown number format"):
+        UnitScaleCallback(simulate="fp7")
+    with pytest.raises(ValueError, match=r"3 formats; expected 'fp8', a format, or a pair"):
+        UnitScaleCallback(simulate=("FP16", "FP16", "FP16"))
+    with pytest.raises(ValueError, match=r"rounding='down': unknown rounding"):
+        UnitScaleCallback(simulate="fp8", simulate_rounding="down")
