@@ -227,8 +227,7 @@ def _text(data: TextDataModule) -> Any:
 
 def _forever(data: TextDataModule) -> Iterator[Batch]:
     while True:
-        for tokens, targets in data.train_dataloader():
-            yield tokens, targets
+        yield from data.train_dataloader()
 
 
 def _optimizer(module: nn.Module, steps: int) -> tuple[Any, Any]:

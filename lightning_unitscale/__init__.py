@@ -24,6 +24,7 @@ _SUBMODULES = frozenset(
         "formats",
         "functional",
         "graph",
+        "quantize",
         "statistics",
         "tensorboard",
         "transforms",

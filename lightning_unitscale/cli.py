@@ -16,13 +16,14 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from typing_extensions import override
 
 from lightning_unitscale.callbacks import ScaleMonitor
+from lightning_unitscale.report.command import main as report_command
 
 # What a shell reports for a program that Ctrl-C ended.
 _EXIT_INTERRUPTED = 130
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Runs `fit`, `validate`, `test` or `predict` as the command line says.
+    """Runs `fit`, `validate`, `test`, `predict` or `report` as the command line says.
 
     Args:
         args: The command line without the program's name; by default the process's own.
@@ -31,6 +32,10 @@ def main(args: Sequence[str] | None = None) -> None:
         SystemExit: If the command line cannot be understood, the extra `cli` is not installed, or
             the run was interrupted.
     """
+    given = list(sys.argv[1:] if args is None else args)
+    if given[:1] == ["report"]:
+        report_command(given[1:])
+        return
     # All of jsonargparse[signatures]: without one of them Lightning fails late or obscurely.
     needed = ("jsonargparse", "docstring_parser", "typeshed_client")
     if missing := [name for name in needed if find_spec(name) is None]:
@@ -64,7 +69,10 @@ class UnitScaleCLI(LightningCLI):
         super().__init__(
             trainer_defaults={"callbacks": self._record},
             seed_everything_default=1,
-            parser_kwargs={"prog": "lightning-unitscale"},
+            parser_kwargs={
+                "prog": "lightning-unitscale",
+                "epilog": "lightning-unitscale report RUN_DIR shows the scales of a finished run.",
+            },
             # Loggers make a new folder for each run; who names one and the same folder twice, or
             # resumes, means it.
             save_config_kwargs={"overwrite": True},

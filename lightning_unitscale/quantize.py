@@ -259,5 +259,5 @@ class _StraightThrough(torch.autograd.Function):
         return rounded(tensor, format, saturate, key)
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None, None]:
         return grad_output, None, None, None

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
 from tabulate import tabulate
 
-from lightning_unitscale.exponents import FloatArray
-from lightning_unitscale.snapshot import Direction, ScaleSnapshot
+from lightning_unitscale.row_layout import RowLayout
+from lightning_unitscale.tensorboard.schema import DIRECTIONS, Direction
 
-_DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
+Array = npt.NDArray[np.floating[Any]]
 _TITLE = (
     "Scales at step {step}: log2 of the RMS of values (forward) and gradients (backward), as the "
     "model means\nthem and as they are stored; percentage of the stored elements that a format "
@@ -17,7 +20,33 @@ _TITLE = (
 )
 
 
-def scale_table(snapshot: ScaleSnapshot, tablefmt: str = "simple") -> str:
+class Scales(Protocol):
+    """The scales of one step: a ``ScaleSnapshot``, or what an event file has of one."""
+
+    @property
+    def step(self) -> int:
+        """The step."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The tensors."""
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """The module that makes each."""
+
+    @property
+    def layout(self) -> RowLayout:
+        """Says which formats there are fractions of."""
+
+    def log2_rms(self, direction: Direction, *, stored: bool) -> Array:
+        """log2 RMS, shape ``(tensors,)``."""
+
+    def fractions(self, direction: Direction, *, stored: bool) -> Array:
+        """Overflow, subnormal and flushed, shape ``(tensors, formats, 3)``."""
+
+
+def scale_table(snapshot: Scales, tablefmt: str = "simple") -> str:
     """Scales of all tensors of a snapshot, in graph order.
 
     Args:
@@ -27,7 +56,7 @@ def scale_table(snapshot: ScaleSnapshot, tablefmt: str = "simple") -> str:
     Returns:
         The table under a line that explains its columns; one line when no tensor was observed.
     """
-    if not len(snapshot):
+    if not snapshot.names:
         return "No tensor was observed."
     modules = snapshot.modules
     short = [
@@ -36,12 +65,12 @@ def scale_table(snapshot: ScaleSnapshot, tablefmt: str = "simple") -> str:
     ]
     columns = [[_code(one, tablefmt) for one in modules], [_code(one, tablefmt) for one in short]]
     headers = ["module", "tensor"]
-    for direction in _DIRECTIONS:
+    for direction in DIRECTIONS:
         for stored in (False, True):
             headers.append("stored" if stored else direction)
             values = snapshot.log2_rms(direction, stored=stored)
             columns.append([_number(value) for value in values.tolist()])
-    lost = [out_of_range(snapshot, direction) for direction in _DIRECTIONS]
+    lost = [out_of_range(snapshot, direction) for direction in DIRECTIONS]
     for place, item in enumerate(snapshot.layout.formats):
         headers.append(f"{item.name} out %")
         pairs = zip(*(one[:, place].tolist() for one in lost), strict=True)
@@ -56,13 +85,13 @@ def scale_table(snapshot: ScaleSnapshot, tablefmt: str = "simple") -> str:
     return f"{_TITLE.format(step=snapshot.step)}\n\n{table}"
 
 
-def out_of_range(snapshot: ScaleSnapshot, direction: Direction) -> FloatArray:
+def out_of_range(snapshot: Scales, direction: Direction) -> Array:
     """Share of the stored elements that each format would overflow or flush to zero.
 
     Returns:
-        Shape ``(len(snapshot), len(layout.formats))``; NaN where nothing was measured.
+        Shape ``(tensors, len(layout.formats))``; NaN where nothing was measured.
     """
-    shares: FloatArray = snapshot.fractions(direction, stored=True)[..., [0, 2]].sum(axis=-1)
+    shares: Array = snapshot.fractions(direction, stored=True)[..., [0, 2]].sum(axis=-1)
     return shares
 
 

@@ -141,7 +141,8 @@ def test_multiply_keeps_what_merges(view) -> None:  # type: ignore[no-untyped-de
     for inner, outer in itertools.pairwise(order):
         merges = tensor.stride(outer) == tensor.stride(inner) * tensor.size(inner)
         assert merges == (result.stride(outer) == result.stride(inner) * result.size(inner))
-    assert result.untyped_storage().nbytes() <= 3 * 4 * tensor.numel()
+    # A cache line for each gap at most.
+    assert result.untyped_storage().nbytes() <= (4 + 64) * tensor.numel() + 64
 
 
 class _HooksOnFirstCall(nn.Module):

@@ -15,6 +15,7 @@ LAYERS = {
     "formats.py": 0,
     "cpu_kernel.py": 1,
     "cpu_rows.py": 1,
+    "export.py": 1,
     "exponents.py": 1,
     "functional": 1,
     "quantize.py": 1,
@@ -25,8 +26,12 @@ LAYERS = {
     "statistics.py": 1,
     "tensorboard/__init__.py": 1,
     "tensorboard/schema.py": 1,
+    "tensorboard/history.py": 1,
+    "tensorboard/responses.py": 1,
     "graph": 2,
+    "tensorboard/event_files.py": 2,
     "tensorboard/plugin.py": 2,
+    "report": 3,
     "profiler": 3,
     "transforms": 3,
     "pipeline": 4,
@@ -43,8 +48,16 @@ STDLIB_ONLY = ("formats.py",)
 # Read by TensorBoard, which has no torch and must not wait for it.
 MAY_NOT_IMPORT_TORCH = (
     "__init__.py",
+    "report/__init__.py",
+    "report/command.py",
+    "report/figure.py",
+    "report/page.py",
+    "scale_table.py",
     "tensorboard/__init__.py",
+    "tensorboard/event_files.py",
+    "tensorboard/history.py",
     "tensorboard/plugin.py",
+    "tensorboard/responses.py",
     "tensorboard/schema.py",
 )
 # The only files that may use names of torch that start with an underscore: when one moves, there is

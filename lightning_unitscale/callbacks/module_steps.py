@@ -6,17 +6,20 @@ from collections.abc import Iterator
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.exceptions import (
+    MisconfigurationException,  # type: ignore[attr-defined]
+)
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-
 from torch import nn
 
 from lightning_unitscale.graph.capture import is_compiled
 from lightning_unitscale.graph.steps import LIGHTNING_STEPS, ModuleSteps, steps_of
 
 
-def attach_steps(trainer: pl.Trainer, module: pl.LightningModule, owner: pl.Callback) -> ModuleSteps:
+def attach_steps(
+    trainer: pl.Trainer, module: pl.LightningModule, owner: pl.Callback
+) -> ModuleSteps:
     """The captured steps of ``module``, put in place of its own by the first callback that asks.
 
     Raises:
@@ -31,13 +34,15 @@ def attach_steps(trainer: pl.Trainer, module: pl.LightningModule, owner: pl.Call
         )
     if is_compiled(module):
         raise MisconfigurationException(
-            f"{name}: the LightningModule {type(module).__name__} is compiled already, so its steps "
-            "cannot be captured; expected a plain module; leave out torch.compile and pass "
+            f"{name}: the LightningModule {type(module).__name__} is compiled already, so its "
+            "steps cannot be captured; expected a plain module; leave out torch.compile and pass "
             "UnitScaleCallback(compile=True) instead."
         )
     steps = steps_of(module)
     if steps is None:
-        steps = ModuleSteps(module, _existing_steps(module), defer=("log", "log_dict"), untraced=_untraced)
+        steps = ModuleSteps(
+            module, _existing_steps(module), defer=("log", "log_dict"), untraced=_untraced
+        )
     steps.attach(name)
     return steps
 

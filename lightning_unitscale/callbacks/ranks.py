@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_unitscale.row_reduction import pack_rows, unpack_rows
-from lightning_unitscale.snapshot import ScaleSnapshot
+from lightning_unitscale.snapshot import FloatArray, ScaleSnapshot
 from lightning_unitscale.transforms.calibration import combined_rms
 
 
@@ -60,11 +60,12 @@ def _same_everywhere(names: tuple[str, ...], device: torch.device) -> bool:
     return bool(highest == -lowest)
 
 
-def _reduced(rows: object, snapshot: ScaleSnapshot, device: torch.device) -> object:
+def _reduced(rows: FloatArray, snapshot: ScaleSnapshot, device: torch.device) -> FloatArray:
     table: Tensor = torch.as_tensor(rows).to(device)
     packed = pack_rows(table, snapshot.layout, dist.get_rank(), dist.get_world_size())
     dist.all_reduce(packed)
-    return unpack_rows(packed, snapshot.layout, dist.get_world_size()).cpu().numpy()
+    joint: FloatArray = unpack_rows(packed, snapshot.layout, dist.get_world_size()).cpu().numpy()
+    return joint
 
 
 def _merged_by_name(snapshot: ScaleSnapshot) -> ScaleSnapshot:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
 from lightning.pytorch.loggers import TensorBoardLogger
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn  # type: ignore[attr-defined]
 from torch import fx
 from typing_extensions import override
 
@@ -19,6 +20,7 @@ from lightning_unitscale.callbacks.module_steps import (
 )
 from lightning_unitscale.callbacks.ranks import joint_snapshot
 from lightning_unitscale.callbacks.summary import summary_scalars
+from lightning_unitscale.export import write_csv, write_json_lines
 from lightning_unitscale.formats import NumberFormat, get_format
 from lightning_unitscale.graph.nodes import is_whole_view, requires_grad
 from lightning_unitscale.graph.patterns import NamePatterns
@@ -77,15 +79,19 @@ class ScaleMonitor(pl.Callback):
         on_violation: Literal["warn", "raise", "stop"] | None = None,
     ) -> None:
         super().__init__()
-        if isinstance(every_n_steps, bool) or not isinstance(every_n_steps, int) or every_n_steps < 1:
+        if (
+            isinstance(every_n_steps, bool)
+            or not isinstance(every_n_steps, int)
+            or every_n_steps < 1
+        ):
             raise ValueError(
-                f"every_n_steps={every_n_steps!r}: not a number of steps; expected an integer of at "
-                "least 1; pass every_n_steps=50."
+                f"every_n_steps={every_n_steps!r}: not a number of steps; expected an integer of "
+                "at least 1; pass every_n_steps=50."
             )
         if on_violation is not None:
             raise NotImplementedError(
-                f"on_violation={on_violation!r}: alerts are not available yet; expected None; leave "
-                "the argument out."
+                f"on_violation={on_violation!r}: alerts are not available yet; expected None; "
+                "leave the argument out."
             )
         self.every_n_steps = every_n_steps
         self._patterns = NamePatterns(include, exclude)
@@ -105,6 +111,14 @@ class ScaleMonitor(pl.Callback):
             return "No step has been sampled yet."
         return scale_table(self.snapshots[-1])
 
+    def to_csv(self, path: str | Path) -> None:
+        """Write the snapshots as CSV: one row per step, tensor and direction."""
+        write_csv(self.snapshots, path)
+
+    def to_json_lines(self, path: str | Path) -> None:
+        """Write the snapshots as JSON lines: one row per step, tensor and direction."""
+        write_json_lines(self.snapshots, path)
+
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage != "fit":
@@ -112,11 +126,11 @@ class ScaleMonitor(pl.Callback):
         self._steps = attach_steps(trainer, pl_module, self)
         if self._probes not in self._steps.passes:
             self._steps.add_pass(self._probes)
-        quiet = trainer.fast_dev_run or trainer.barebones
+        quiet = trainer.fast_dev_run or trainer.barebones  # type: ignore[attr-defined]
         if not trainer.loggers and not quiet:
             rank_zero_warn(
-                "ScaleMonitor: the Trainer has no logger, so nothing is written; expected one such as "
-                "TensorBoardLogger; table() and snapshots work without."
+                "ScaleMonitor: the Trainer has no logger, so nothing is written; expected one such "
+                "as TensorBoardLogger; table() and snapshots work without."
             )
 
     @override

@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import lightning.pytorch as pl
-import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info  # type: ignore[attr-defined]
 from typing_extensions import override
 
 from lightning_unitscale.callbacks.module_steps import (
@@ -30,7 +29,8 @@ from lightning_unitscale.transforms.lossless import Depth, LosslessUnitScale
 from lightning_unitscale.transforms.lossless_unit_scale import calibrate
 from lightning_unitscale.transforms.simulate_format import SimulateFormat, format_pair
 
-# Steps at which recalibrate="auto" looks: often while the scales of a fresh model move, then rarely.
+# Steps at which recalibrate="auto" looks: often while the scales of a fresh model move, then
+# rarely.
 _EARLY_LOOKS = frozenset({8, 16, 32, 64})
 _LOOK_EVERY = 128
 
@@ -100,8 +100,8 @@ class UnitScaleCallback(pl.Callback):
         valid_number = isinstance(recalibrate, int) and not isinstance(recalibrate, bool)
         if not (recalibrate in ("auto", None) or (valid_number and recalibrate > 0)):  # type: ignore[operator]
             raise ValueError(
-                f"recalibrate={recalibrate!r}: no such interval; expected 'auto', None or a positive "
-                "number of optimizer steps; pass recalibrate='auto'."
+                f"recalibrate={recalibrate!r}: no such interval; expected 'auto', None or a "
+                "positive number of optimizer steps; pass recalibrate='auto'."
             )
         self.method = method
         self.recalibrate = recalibrate
@@ -118,7 +118,9 @@ class UnitScaleCallback(pl.Callback):
         self._global_step_before = 0
         self._step_index = 0
         self._events: list[str] = []
-        self._last_explanation = "Nothing has been captured yet: run fit, validate, test or predict."
+        self._last_explanation = (
+            "Nothing has been captured yet: run fit, validate, test or predict."
+        )
 
     @property
     def gauge(self) -> Gauge:

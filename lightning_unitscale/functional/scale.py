@@ -75,8 +75,8 @@ def _placed_like(tensor: Tensor, values: Tensor) -> Tensor:
     """``values`` in memory whose dimensions merge where those of ``tensor`` do, and nowhere else.
 
     Kernels run over merged dimensions, and in other steps where rows are aligned in another way:
-    every stride and the address are those of ``tensor`` modulo a cache line. The gaps themselves may
-    be smaller: a slice of one column out of a thousand does not need a thousand columns.
+    every stride and the address are those of ``tensor`` modulo a cache line. The gaps themselves
+    may be smaller: a slice of one column out of a thousand does not need a thousand columns.
     """
     line = _LINE_BYTES // tensor.element_size()
     strides = [1] * tensor.dim()
@@ -103,7 +103,9 @@ def _alignment(tensor: Tensor) -> int:
     if torch.compiler.is_compiling():
         return 0
     offset = tensor.storage_offset()
-    return 0 if isinstance(offset, torch.SymInt) else offset % (_LINE_BYTES // tensor.element_size())
+    return (
+        0 if isinstance(offset, torch.SymInt) else offset % (_LINE_BYTES // tensor.element_size())
+    )
 
 
 class _Scale(torch.autograd.Function):

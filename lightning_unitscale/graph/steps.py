@@ -6,12 +6,11 @@ whoever comes first puts the captured steps on the module, whoever leaves last t
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from lightning_unitscale.graph.nodes import Names
 from lightning_unitscale.graph.out_of_place import make_out_of_place
 from lightning_unitscale.graph.passes import GraphPass, PassRecord, Stage, StepGraph, run_passes
 from lightning_unitscale.graph.plain_algorithm import refuse_other_algorithms
-from lightning_unitscale.graph.untraced import Calls, UntracedCalls
+from lightning_unitscale.graph.untraced import Calls, UntracedCalls, plain_forward
 
 LIGHTNING_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 _ATTRIBUTE = "_captured_steps"
@@ -72,7 +71,9 @@ class ModuleSteps:
         self.graph_breaks: list[str] = []
         self._observers: set[str] = set()
         self._always_observed = False
-        self._shadowed = {name: module.__dict__[name] for name in step_names if name in module.__dict__}
+        self._shadowed = {
+            name: module.__dict__[name] for name in step_names if name in module.__dict__
+        }
         self.steps = {name: CapturedStep(self, name) for name in step_names}
         self._owners: list[str] = []
 
@@ -295,7 +296,7 @@ class CapturedStep:
         try:
             with (
                 capture.capture_settings(),
-                _plain_forward(self.owner.module),
+                plain_forward(self.owner.module),
                 self._deferred.recording(),
                 self._untraced.replaced(),
             ):
@@ -331,27 +332,6 @@ class CapturedStep:
             "traceable operation; keep printing, .item() and third-party calls out of the step.",
             stacklevel=4,
         )
-
-
-@contextlib.contextmanager
-def _plain_forward(module: nn.Module) -> Iterator[None]:
-    """Within this context ``forward`` is not on the instance, if it is the class's own anyway.
-
-    Lightning leaves it there under DDP. Dynamo would find it, and all that it calls, at another
-    place than in the rehearsal outside of DDP, and the tensors would have other names.
-    """
-    attributes = module.__dict__
-    forward = attributes.get("forward")
-    is_own = getattr(forward, "__self__", None) is module and (
-        getattr(forward, "__func__", None) is getattr(type(module), "forward", None)
-    )
-    if is_own:
-        del attributes["forward"]
-    try:
-        yield
-    finally:
-        if is_own:
-            attributes.setdefault("forward", forward)
 
 
 class _Backend:

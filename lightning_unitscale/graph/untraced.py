@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+from torch import nn
 
 Calls = Iterable[tuple[Any, str]]
 
@@ -54,6 +55,27 @@ class UntracedCalls:
                     del attributes[name]
                 else:
                     attributes[name] = before
+
+
+@contextlib.contextmanager
+def plain_forward(module: nn.Module) -> Iterator[None]:
+    """Within this context ``forward`` is not on the instance, if it is the class's own anyway.
+
+    Lightning leaves it there under DDP. Dynamo would find it, and all that it calls, at another
+    place than in the rehearsal outside of DDP, and the tensors would have other names.
+    """
+    attributes = module.__dict__
+    forward = attributes.get("forward")
+    is_own = getattr(forward, "__self__", None) is module and (
+        getattr(forward, "__func__", None) is getattr(type(module), "forward", None)
+    )
+    if is_own:
+        del attributes["forward"]
+    try:
+        yield
+    finally:
+        if is_own:
+            attributes.setdefault("forward", forward)
 
 
 _MISSING = object()

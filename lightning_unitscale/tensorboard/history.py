@@ -7,7 +7,7 @@ both read through it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -50,8 +50,18 @@ class ScaleHistory:
     log2_unit: Floats
 
     def values(self, *, stored: bool) -> Floats:
-        """log2 RMS of the tensors as they are stored or as they are meant."""
+        """log2 RMS of the tensors as they are stored or as they are meant, shape ``(T, N)``."""
         return self.log2_rms if stored else self.log2_rms + self.log2_unit
+
+    def thinned(self, number: int) -> ScaleHistory:
+        """The same with at most ``number`` steps, the last among them."""
+        kept = kept_steps(len(self.steps), number)
+        return replace(
+            self,
+            steps=self.steps[kept],
+            log2_rms=self.log2_rms[kept],
+            log2_unit=self.log2_unit[kept],
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,6 +77,11 @@ class FractionHistory:
     formats: tuple[NumberFormat, ...]
     steps: npt.NDArray[np.int64]
     fractions: npt.NDArray[np.float16]
+
+    def thinned(self, number: int) -> FractionHistory:
+        """The same with at most ``number`` steps, the last among them."""
+        kept = kept_steps(len(self.steps), number)
+        return replace(self, steps=self.steps[kept], fractions=self.fractions[kept])
 
 
 @dataclass(frozen=True, eq=False)
@@ -171,6 +186,11 @@ class RunScales:
         return np.array(steps, dtype=np.int64), joined
 
 
+def kept_steps(number: int, most: int) -> npt.NDArray[np.int64]:
+    """Positions of at most ``most`` of ``number`` steps, evenly spread, the last among them."""
+    return np.unique(np.linspace(number - 1, 0, min(number, most)).round().astype(np.int64))
+
+
 def merge_orders(orders: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
     """One order of all names that keeps each of the orders, as far as they agree.
 
@@ -195,3 +215,10 @@ def merge_orders(orders: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
                 result += [name, *added.get(name, [])]
             merged, known = result, set(result)
     return tuple(merged)
+
+
+def block_of(module: str) -> str:
+    """A module's path up to its first index, ``model.blocks.0``, or else its first two parts."""
+    parts = module.split(".")
+    number = next((place for place, part in enumerate(parts) if part.isdecimal()), 1)
+    return ".".join(parts[: number + 1])

@@ -64,7 +64,7 @@ STATIC_FILES: Final = (
 )
 
 
-class ScalesPlugin(base_plugin.TBPlugin):  # type: ignore[misc]  # TensorBoard is untyped
+class ScalesPlugin(base_plugin.TBPlugin):
     """Serves the scales of all runs, and the page that shows them."""
 
     plugin_name = PLUGIN_NAME
@@ -179,7 +179,7 @@ class ScalesPlugin(base_plugin.TBPlugin):  # type: ignore[misc]  # TensorBoard i
         return Request.application(serve)
 
 
-class ScalesLoader(base_plugin.TBLoader):  # type: ignore[misc]  # TensorBoard is untyped
+class ScalesLoader(base_plugin.TBLoader):
     """What the entry point names: raises how many steps TensorBoard keeps, loads the plugin."""
 
     def fix_flags(self, flags: argparse.Namespace) -> None:

@@ -30,6 +30,7 @@ from tensorboard.compat.proto.types_pb2 import DT_FLOAT, DT_HALF
 from lightning_unitscale.row_layout import MIN_EXPONENT, NUM_EXPONENTS
 from lightning_unitscale.scale_table import scale_table
 from lightning_unitscale.snapshot import ScaleSnapshot
+from lightning_unitscale.tensorboard.history import block_of
 from lightning_unitscale.tensorboard.schema import (
     DIRECTIONS,
     PLUGIN_NAME,
@@ -212,7 +213,7 @@ def custom_scalars_layout(snapshot: ScaleSnapshot) -> dict[str, dict[str, list[A
     """
     blocks: dict[str, list[str]] = {}
     for name, module in zip(snapshot.names, snapshot.modules, strict=True):
-        blocks.setdefault(_block(module), []).append(name)
+        blocks.setdefault(block_of(module) or "(top level)", []).append(name)
     return {
         block: {
             f"{direction}: log2 RMS": [
@@ -224,13 +225,6 @@ def custom_scalars_layout(snapshot: ScaleSnapshot) -> dict[str, dict[str, list[A
         }
         for block, names in blocks.items()
     }
-
-
-def _block(module: str) -> str:
-    """A module's path up to its first index, ``model.blocks.0``, or else its first two parts."""
-    parts = module.split(".")
-    number = next((place for place, part in enumerate(parts) if part.isdecimal()), 1)
-    return ".".join(parts[: number + 1]) or "(top level)"
 
 
 def _is_kept(number: int, before_thinning: int) -> bool:

@@ -181,7 +181,7 @@ def assemble(calls: Sequence[TrackedCall]) -> ScalesGraph:
             if (index, position) not in read
         ]
         output = merged.output(tuple(rest))
-        output.meta[TRAINED] = False
+        output.meta.update({TRAINED: False, NAME: "output"})
         _describe(output, None)
     return merged
 

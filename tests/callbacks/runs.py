@@ -176,7 +176,11 @@ def run(
     result.optimizers = [_copied(one.state_dict()) for one in trainer.optimizers]
     result.metrics = dict(trainer.callback_metrics)
     result.logged = _without_clock(memory.of_the_user)
-    result.random_states = [torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()]
+    result.random_states = [
+        torch.get_rng_state(),
+        random.getstate(),
+        np.random.get_state()[1].tolist(),
+    ]
     result.returned = returned
     return result
 
@@ -212,4 +216,8 @@ def _copied(value: Any) -> Any:
 
 
 def _without_clock(rows: list[Any]) -> list[Any]:
-    return [(step, {k: v for k, v in row.items() if "time" not in k}) for step, row in rows]
+    """Logged rows as tensors, whose bits can be compared even where they are NaN."""
+    return [
+        (step, {k: torch.tensor(v, dtype=torch.float64) for k, v in row.items() if "time" not in k})
+        for step, row in rows
+    ]

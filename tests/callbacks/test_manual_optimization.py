@@ -141,7 +141,8 @@ KINDS = [Manual, Accumulating, Adversarial, Scheduled, Closing, OnTorch]
 
 
 @pytest.mark.parametrize(
-    ("kind", "depth"), [*((one, "products") for one in KINDS), (Manual, "all"), (Adversarial, "all")]
+    ("kind", "depth"),
+    [*((one, "products") for one in KINDS), (Manual, "all"), (Adversarial, "all")],
 )
 def test_manual_optimization(kind: type[Regression], depth: str) -> None:
     _, callbacks = assert_same_run(

@@ -155,6 +155,7 @@ def test_a_rate_that_a_step_reads_is_no_compilation(captures: list[str]) -> None
 
 def test_operands_are_at_unit_scale() -> None:
     """What the callback is for, as the monitor sees it."""
+
     def tiny(generator: Any) -> Any:
         x = torch.randn(6, generator=generator)
         return x * 1e-6, x[:2]

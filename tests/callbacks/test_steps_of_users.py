@@ -20,7 +20,6 @@ from lightning_unitscale import UnitScaleCallback
 from tests.callbacks.modules import Evaluated, Regression, adamw, regression_with
 from tests.callbacks.runs import assert_same_run, both, loader, monitor_of, pair, unit_scale_of
 
-
 # What a step may return.
 
 
@@ -306,7 +305,7 @@ def test_layers_made_in_configure_model() -> None:
 
 
 class Nested(Regression):
-    """A LightningModule with its loss in a child, some weights frozen, a buffer cast by the step."""
+    """A LightningModule with another in it, some weights frozen, a buffer that is not saved."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -82,9 +82,7 @@ def test_evaluation_without_a_predict_step_or_with_several_loaders() -> None:
         def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
             self.log(f"val_{dataloader_idx}", self.loss(batch), add_dataloader_idx=False)
 
-    found, _ = assert_same_run(
-        Several, entry="validate", data=lambda: [loader(8), loader(6)]
-    )
+    found, _ = assert_same_run(Several, entry="validate", data=lambda: [loader(8), loader(6)])
     assert {"val_0", "val_1"} <= set(found.metrics)
 
 

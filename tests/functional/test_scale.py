@@ -172,7 +172,9 @@ def test_compiled_in_fp16_with_a_factor_outside_its_range() -> None:
     assert torch.equal(gradient, torch.full((8,), 2.0**8, dtype=torch.float16))
 
 
-@pytest.mark.parametrize("slices", [(slice(1, None, 2),), (slice(None), slice(1, 5)), (slice(3, 9),)])
+@pytest.mark.parametrize(
+    "slices", [(slice(1, None, 2),), (slice(None), slice(1, 5)), (slice(3, 9),)]
+)
 def test_a_product_of_a_scaled_slice_has_the_bits_of_the_slices_product(
     slices: tuple[slice, ...],
 ) -> None:

@@ -29,7 +29,7 @@ def assert_close(found: Metrics.Data | None, wanted: Metrics.Data) -> None:
     for name in Metrics.names():
         value, other = getattr(found, name), getattr(wanted, name)
         # The mean may cancel to nothing, relative to what was added up.
-        tolerance = {"rel": 1e-6, "abs": 1e-9 * (wanted.mean_abs or 1.0), "nan_ok": True}
+        tolerance = {"rel": 1e-6, "abs": 1e-6 * (wanted.mean_abs or 1.0), "nan_ok": True}
         assert value == pytest.approx(other, **tolerance), name
 
 

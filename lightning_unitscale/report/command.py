@@ -1,0 +1,142 @@
+"""`lightning-unitscale report RUN_DIR`: picture, page and table from the event files of runs."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from lightning_unitscale.formats import NumberFormat
+from lightning_unitscale.report.figure import write_figure
+from lightning_unitscale.report.page import report_page
+from lightning_unitscale.row_layout import RowLayout
+from lightning_unitscale.scale_table import Array, scale_table
+from lightning_unitscale.tensorboard.event_files import read_run
+from lightning_unitscale.tensorboard.history import RunScales, merge_orders
+from lightning_unitscale.tensorboard.schema import Direction
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was written.
+
+    Attributes:
+        page: The HTML file.
+        pictures: A PNG per run.
+        tables: The scales of the last step of every run, by its name.
+    """
+
+    page: Path
+    pictures: tuple[Path, ...]
+    tables: dict[str, str]
+
+
+def write_report(run_directories: Sequence[str | Path], output: str | Path) -> Report:
+    """Write a report of one run, or of several to compare.
+
+    Args:
+        run_directories: Folders with event files, one per run.
+        output: The folder to write to; it is made when it is not there.
+
+    Raises:
+        FileNotFoundError: If a folder is not there or has no event files.
+        ValueError: If a run has no scales.
+        ModuleNotFoundError: If matplotlib is not installed.
+    """
+    runs = {name: read_run(path) for name, path in _names(run_directories).items()}
+    folder = Path(output)
+    folder.mkdir(parents=True, exist_ok=True)
+    tables = {name: scale_table(LastStep(run)) for name, run in runs.items()}
+    pictures = []
+    for place, (name, run) in enumerate(runs.items(), start=1):
+        path = folder / ("scales.png" if len(runs) == 1 else f"scales_{place}.png")
+        write_figure(run, path, name)
+        pictures.append(path)
+    page = folder / "scales.html"
+    text = report_page(runs, tables, title=f"Scales: {', '.join(runs)}")
+    page.write_text(text, encoding="utf-8")
+    return Report(page, tuple(pictures), tables)
+
+
+def main(args: Sequence[str]) -> None:
+    """Run the command.
+
+    Raises:
+        SystemExit: If the report cannot be made; the message says why.
+    """
+    parser = argparse.ArgumentParser(
+        prog="lightning-unitscale report",
+        description="Writes the scales of runs, which a ScaleMonitor logged to TensorBoard, as "
+        "pictures and as one HTML file that needs no server, and prints the last step's table.",
+    )
+    parser.add_argument(
+        "run_directory", nargs="+", metavar="RUN_DIR", help="folder of a run, with its event files"
+    )
+    parser.add_argument(
+        "--output", default="scale_report", metavar="DIR", help="folder to write to (%(default)s)"
+    )
+    options = parser.parse_args(args)
+    try:
+        report = write_report(options.run_directory, options.output)
+    except (OSError, ValueError, ModuleNotFoundError) as error:
+        sys.exit(f"lightning-unitscale report: {error}")
+    for name, table in report.tables.items():
+        print(f"{name}\n{table}\n" if len(report.tables) > 1 else f"{table}\n")
+    print("\n".join(f"Written: {path}" for path in (*report.pictures, report.page)))
+
+
+class LastStep:
+    """What the event file has of the last step, as a table wants it.
+
+    Args:
+        run: The run.
+    """
+
+    def __init__(self, run: RunScales) -> None:
+        self._histories = {direction: run.history(direction) for direction in run.directions}
+        self._fractions = {direction: run.fractions(direction) for direction in run.directions}
+        self.step = max(int(one.steps[-1]) for one in self._histories.values())
+        self.names = merge_orders(one.names for one in self._histories.values())
+        modules: dict[str, str] = {}
+        for one in self._histories.values():
+            modules.update(zip(one.names, one.modules, strict=True))
+        self.modules = tuple(modules[name] for name in self.names)
+        formats: dict[NumberFormat, None] = {}
+        for fractions in self._fractions.values():
+            formats.update(dict.fromkeys(fractions.formats))
+        self.layout = RowLayout(tuple(formats), histogram=False)
+
+    def log2_rms(self, direction: Direction, *, stored: bool) -> Array:
+        """log2 RMS, shape ``(tensors,)``."""
+        result = np.full(len(self.names), np.nan)
+        history = self._histories.get(direction)
+        if history is not None:
+            result[self._places(direction)] = history.values(stored=stored)[-1]
+        return result
+
+    def fractions(self, direction: Direction, *, stored: bool) -> Array:
+        """Overflow, subnormal and flushed of the stored tensors; of meant ones none are written."""
+        result = np.full((len(self.names), len(self.layout.formats), 3), np.nan)
+        found = self._fractions.get(direction)
+        if found is not None and stored:
+            formats = [self.layout.formats.index(item) for item in found.formats]
+            result[np.ix_(self._places(direction), formats)] = found.fractions[-1]
+        return result
+
+    def _places(self, direction: Direction) -> list[int]:
+        position = {name: place for place, name in enumerate(self.names)}
+        return [position[name] for name in self._histories[direction].names]
+
+
+def _names(directories: Sequence[str | Path]) -> dict[str, Path]:
+    """Runs by what tells their folders apart, as TensorBoard on the folder above names them."""
+    paths = list(dict.fromkeys(Path(os.path.abspath(one)) for one in directories))
+    if len(paths) == 1:
+        return {"/".join(paths[0].parts[-2:]).lstrip("/"): paths[0]}
+    common = os.path.commonpath(paths)
+    return {os.path.relpath(path, common): path for path in paths}

@@ -1,0 +1,137 @@
+"""The Scales dashboard as one file: its modules, its style and the server's answers in one page."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import html
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Final
+
+from lightning_unitscale.tensorboard import responses
+from lightning_unitscale.tensorboard.history import RunScales, kept_steps
+
+STATIC: Final = Path(responses.__file__).parent / "static"
+# More columns than a screen has pixels for two runs are of no use; histograms are larger.
+_MOST_STEPS: Final = 600
+_MOST_HISTOGRAMS: Final = 40
+
+_IMPORT = re.compile(r"^import \{([^}]*)\} from '\./([\w.]+)';\n", re.MULTILINE)
+_EXPORT = re.compile(r"^export (?=(?:class|function|const) (\w+))", re.MULTILINE)
+
+_PAGE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width">
+<meta http-equiv="Content-Security-Policy"
+  content="default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'">
+<title>{title}</title>
+<style>
+{style}
+.report-table {{ padding: 16px; overflow-x: auto; border-top: 1px solid var(--line); }}
+.report-table pre {{ margin: 0; font: 12px/1.5 ui-monospace, Menlo, Consolas, monospace; }}
+</style>
+</head>
+<body>
+<script type="application/json" id="answers">{answers}</script>
+<script type="module">
+{script}
+</script>
+<section class="report-table">
+{tables}
+</section>
+</body>
+</html>
+"""
+
+_START = """
+const answers = JSON.parse(document.getElementById('answers').textContent);
+const app = new App(new EmbeddedSource(answers), watchTheme());
+window.scalesDashboard = app;
+document.body.prepend(app.node);
+app.start();
+"""
+
+
+def report_page(runs: Mapping[str, RunScales], tables: Mapping[str, str], title: str) -> str:
+    """The page.
+
+    Args:
+        runs: The runs by the names that the page shows.
+        tables: A table in plain text for each.
+        title: Of the page.
+    """
+    answers: dict[str, str] = {}
+    for route, data in _answers(runs):
+        packed = gzip.compress(data, compresslevel=6, mtime=0)
+        answers[route] = base64.b64encode(packed).decode()
+    sections = [
+        f"<h2>{html.escape(name)}</h2>\n<pre>{html.escape(table)}</pre>"
+        for name, table in tables.items()
+    ]
+    return _PAGE.format(
+        title=html.escape(title),
+        style=(STATIC / "style.css").read_text(encoding="utf-8"),
+        # Nothing in a name can end the script element.
+        answers=json.dumps(answers, separators=(",", ":")).replace("<", "\\u003c"),
+        script=bundle("app.js", "source.js", "theme.js") + _START,
+        tables="\n".join(sections),
+    )
+
+
+def bundle(*entries: str) -> str:
+    """Modules of the dashboard, and what they import, as the text of one module.
+
+    A module becomes a function that returns its exports; those of the entries are in scope after.
+    """
+    texts: dict[str, str] = {}
+
+    def add(name: str) -> None:
+        if name in texts:
+            return
+        source = (STATIC / name).read_text(encoding="utf-8")
+        for imported in _IMPORT.finditer(source):
+            add(imported[2])
+        exported = ", ".join(match[1] for match in _EXPORT.finditer(source))
+        body = _IMPORT.sub(lambda found: f"const {{{found[1]}}} = modules['{found[2]}'];\n", source)
+        body = _EXPORT.sub("", body)
+        texts[name] = (
+            f"modules['{name}'] = (() => {{\n{body}\nreturn {{ {exported} }};\n}})();\n"
+            + (f"const {{ {exported} }} = modules['{name}'];\n" if name in entries else "")
+        )
+
+    for entry in entries:
+        add(entry)
+    return "const modules = {};\n" + "".join(texts.values())
+
+
+def _answers(runs: Mapping[str, RunScales]) -> Iterator[tuple[str, bytes]]:
+    """What the page will ask for, under the keys of source.js: the route and what follows it."""
+    listed = []
+    for place, (name, run) in enumerate(runs.items()):
+        last_steps = {}
+        for direction in run.directions:
+            history = run.history(direction).thinned(_MOST_STEPS)
+            last_steps[direction] = int(history.steps[-1])
+            yield _key("scales", name, direction), responses.scales_frame(history)
+            fractions = run.fractions(direction).thinned(_MOST_STEPS)
+            for column, tensor in enumerate(history.names):
+                counts = run.exponents(direction, tensor)
+                steps = list(counts)
+                kept = {
+                    steps[k]: counts[steps[k]] for k in kept_steps(len(steps), _MOST_HISTOGRAMS)
+                }
+                key = (name, direction, tensor)
+                yield _key("exponents", *key), responses.exponents_frame(kept)
+                yield _key("fractions", *key), responses.fractions_frame(fractions, column)
+        # The page opens with the newest run: here with the first that was named.
+        listed.append(responses.ListedRun(name, float(-place), last_steps))
+    yield _key("runs"), responses.runs_json(listed)
+
+
+def _key(*parts: str) -> str:
+    return "\n".join(parts)

@@ -1,0 +1,184 @@
+"""One clear error or one clear warning each, and no half-changed module."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+
+from lightning_unitscale import ScaleMonitor, UnitScaleCallback
+from lightning_unitscale.graph.steps import CapturedStep, steps_of
+from tests.callbacks.modules import Regression, regression_with
+from tests.callbacks.runs import QUIET, MemoryLogger, both, loader, monitor_of, unit_scale_of
+
+
+def _fit(module: Any, *callbacks: pl.Callback, **options: Any) -> None:
+    options = {**QUIET, "max_steps": 2, **options}
+    pl.Trainer(callbacks=list(callbacks), **options).fit(module, loader())
+
+
+def _is_in_the_form(message: str) -> bool:
+    """What is wrong; what was expected; what to change."""
+    return re.search(r".+: .+; expected .+; .+\.$", message) is not None
+
+
+@pytest.mark.parametrize("make", [UnitScaleCallback, ScaleMonitor])
+@pytest.mark.parametrize("how", ["torch.compile", "module.compile"])
+def test_a_module_that_is_compiled_already(make: Any, how: str) -> None:
+    module = Regression()
+    given: Any = module
+    if how == "torch.compile":
+        given = torch.compile(module)
+    else:
+        module.compile(backend="eager")
+    with pytest.raises(MisconfigurationException, match="is compiled already") as raised:
+        _fit(given, make())
+    assert _is_in_the_form(str(raised.value))
+    _assert_not_captured(module)
+
+
+def _assert_not_captured(module: pl.LightningModule) -> None:
+    assert steps_of(module) is None
+    assert not isinstance(module.training_step, CapturedStep)
+    assert "log" not in module.__dict__
+
+
+def test_a_callback_given_twice() -> None:
+    module = Regression()
+    # Lightning itself says so of a callback with a state, when the Trainer is made.
+    with pytest.raises(RuntimeError, match="more than one stateful callback of type `UnitScale"):
+        _fit(module, UnitScaleCallback(), UnitScaleCallback())
+    with pytest.raises(MisconfigurationException, match="ScaleMonitor is given 2 times") as raised:
+        _fit(module, ScaleMonitor(), ScaleMonitor())
+    assert _is_in_the_form(str(raised.value))
+    _assert_not_captured(module)
+    _fit(module, UnitScaleCallback(), ScaleMonitor(), logger=MemoryLogger())
+
+
+def test_no_logger_is_one_warning() -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        monitor = ScaleMonitor()
+        _fit(Regression(), monitor)
+    found = [str(one.message) for one in caught if "no logger" in str(one.message)]
+    assert len(found) == 1
+    assert _is_in_the_form(found[0])
+    assert len(monitor.snapshots) == 1
+    assert "linear" in monitor.table()
+
+
+@pytest.mark.parametrize("options", [{"fast_dev_run": True}, {"barebones": True}])
+def test_a_mode_without_loggers_is_no_reason_to_warn(options: dict[str, Any]) -> None:
+    kept = {} if "barebones" not in options else {"accelerator": "cpu", "devices": 1}
+    base = kept or {**QUIET}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", message=".*(barebones|LeafSpec|num_workers|workers)")
+        pl.Trainer(callbacks=[ScaleMonitor()], **{**base, "max_steps": 2, **options}).fit(
+            Regression(), loader()
+        )
+
+
+def _opaque(self: Any, batch: Any, batch_idx: int) -> Any:
+    torch._dynamo.graph_break()
+    return self.opaque(batch)
+
+
+@torch.compiler.disable
+def _out_of_sight(self: Any, batch: Any) -> Any:
+    return self.loss(batch)
+
+
+@pytest.mark.parametrize("depth", ["products", "all"])
+def test_a_step_that_cannot_be_captured_at_all(depth: str) -> None:
+    make = regression_with(_opaque, opaque=_out_of_sight)
+    results = []
+    for callbacks in ([], [UnitScaleCallback(depth=depth), ScaleMonitor(every_n_steps=1)]):
+        pl.seed_everything(1, verbose=False)
+        module = make()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            _fit(module, *callbacks, max_steps=4, logger=MemoryLogger())
+        found = [
+            str(one.message) for one in caught if "no graph could be captured" in str(one.message)
+        ]
+        assert len(found) == (1 if callbacks else 0)
+        results.append({name: one.clone() for name, one in module.state_dict().items()})
+    assert "Stepping.training_step" in found[0]
+    assert all(torch.equal(one, results[1][name]) for name, one in results[0].items())
+    assert not monitor_of(callbacks).snapshots
+    assert not unit_scale_of(callbacks).gauge
+    assert "No step has been sampled" in monitor_of(callbacks).table()
+
+
+@pytest.mark.parametrize(
+    ("make", "error"),
+    [
+        (lambda: UnitScaleCallback("magic"), ValueError),
+        (lambda: UnitScaleCallback(depth="some"), ValueError),
+        (lambda: UnitScaleCallback(recalibrate=0), ValueError),
+        (lambda: UnitScaleCallback(recalibrate=-3), ValueError),
+        (lambda: UnitScaleCallback(recalibrate=True), ValueError),
+        (lambda: UnitScaleCallback(recalibrate=1.5), ValueError),
+        (lambda: UnitScaleCallback(recalibrate="often"), ValueError),
+        (lambda: UnitScaleCallback(replace={}), ValueError),
+        (lambda: UnitScaleCallback(residual=(1.0, 1.0)), ValueError),
+        (lambda: UnitScaleCallback(lr_scaling="match"), ValueError),
+        (lambda: UnitScaleCallback("unit-scaling"), NotImplementedError),
+        (lambda: UnitScaleCallback("u-mup"), NotImplementedError),
+        (lambda: UnitScaleCallback(precision="fp8"), NotImplementedError),
+        (lambda: UnitScaleCallback(remat="600MiB"), NotImplementedError),
+        (lambda: ScaleMonitor(0), ValueError),
+        (lambda: ScaleMonitor(-1), ValueError),
+        (lambda: ScaleMonitor(True), ValueError),
+        (lambda: ScaleMonitor(2.0), ValueError),
+        (lambda: ScaleMonitor(include=[1]), ValueError),
+        (lambda: ScaleMonitor(exclude=""), ValueError),
+        (lambda: ScaleMonitor(formats=("FP17",)), ValueError),
+        (lambda: ScaleMonitor(on_violation="warn"), NotImplementedError),
+    ],
+)
+def test_arguments(make: Any, error: type[Exception]) -> None:
+    with pytest.raises(error) as raised:
+        make()
+    assert re.search(r"^\w+=.+: .+; expected .+", str(raised.value)), raised.value
+
+
+def test_before_any_step() -> None:
+    assert "Nothing has been captured" in UnitScaleCallback().explain()
+    assert UnitScaleCallback().state_dict() == {}
+    assert "No step" in ScaleMonitor().table()
+
+
+def test_no_optimizer_and_no_parameter() -> None:
+    class Empty(pl.LightningModule):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            batch[0] @ batch[0].T
+
+        def configure_optimizers(self) -> None:
+            return None
+
+    with pytest.warns(UserWarning):
+        _fit(Empty(), *both(), logger=MemoryLogger())
+
+
+def test_a_module_that_uses_torch_compile_inside() -> None:
+    class Inside(Regression):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = torch.compile(self.first, backend="eager")
+
+    results = []
+    for callbacks in ([], both()):
+        pl.seed_everything(1, verbose=False)
+        module = Inside()
+        _fit(module, *callbacks, max_steps=4, logger=MemoryLogger())
+        results.append([one.clone() for one in module.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+    assert isinstance(module.first, nn.Module)

@@ -1,0 +1,138 @@
+"""Where the monitor writes, at which step, and what it leaves out."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.util import tensor_util
+
+from lightning_unitscale import ScaleMonitor, UnitScaleCallback
+from tests.callbacks.modules import Evaluated, Regression
+from tests.callbacks.runs import MemoryLogger, loader, run
+
+SUMMARY = {
+    f"scales/{name}/{kind}_{direction}"
+    for name in ("FP16", "E4M3FN", "E5M2")
+    for kind in ("overflow", "underflow")
+    for direction in ("forward", "backward")
+}
+
+
+def _events(folder: Path) -> EventAccumulator:
+    accumulator = EventAccumulator(str(folder), {"tensors": 0, "scalars": 0, "histograms": 0})
+    accumulator.Reload()
+    return accumulator
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_every_logger_on_the_step_axis_of_the_loss(accumulate: int, tmp_path: Path) -> None:
+    board, table = TensorBoardLogger(tmp_path, "board"), CSVLogger(tmp_path, "csv")
+    memory = MemoryLogger()
+    monitor = ScaleMonitor(every_n_steps=3)
+    run(
+        Evaluated,
+        [UnitScaleCallback(), monitor],
+        logger=[board, table, memory],
+        max_steps=8,
+        accumulate_grad_batches=accumulate,
+        entry_options={"val_dataloaders": loader(4)},
+    )
+    expected = [0, 3, 6]
+    assert [one.step for one in monitor.snapshots] == expected
+    ours = [row for row in memory.rows if set(row[1]) >= SUMMARY]
+    assert [step for step, _ in ours] == expected
+    losses = [step for step, row in memory.rows if "train_loss_step" in row]
+    assert losses == list(range(8))
+    with open(Path(table.log_dir) / "metrics.csv") as lines:
+        rows = list(csv.DictReader(lines))
+    assert set(rows[0]) >= SUMMARY
+    name = "scales/E5M2/underflow_backward"
+    assert [int(row["step"]) for row in rows if row[name]] == expected
+    events = _events(Path(board.log_dir))
+    tags = events.Tags()
+    assert [one.step for one in events.Scalars("train_loss_step")] == losses
+    for direction in ("forward", "backward"):
+        tag = f"scales_{direction}/first.linear"
+        assert tag in tags["scalars"]
+        assert [one.step for one in events.Scalars(tag)] == expected
+        assert [
+            one.step for one in events.Histograms(f"exponents_{direction}/first.linear")
+        ] == expected
+    assert [one.step for one in events.Scalars(name)] == expected
+    text = tensor_util.make_ndarray(events.Tensors("scales/text_summary")[-1].tensor_proto)
+    assert "linear" in str(text.ravel()[0])
+
+
+def test_no_histograms(tmp_path: Path) -> None:
+    board = TensorBoardLogger(tmp_path, "board")
+    monitor = ScaleMonitor(every_n_steps=1, histograms=False, formats=["FP16"])
+    run(Regression, [monitor], logger=board, max_steps=2)
+    assert monitor.snapshots[0].exponent_counts() is None
+    tags = _events(Path(board.log_dir)).Tags()
+    assert not tags["histograms"]
+    assert "scales/FP16/overflow_forward" in tags["scalars"]
+    assert not any("E4M3" in one for one in tags["scalars"])
+
+
+@pytest.mark.parametrize(
+    ("options", "inside", "outside"),
+    [
+        ({"include": "first*"}, {"first.linear", "first.weight"}, {"second.linear", "gelu"}),
+        ({"include": ["second.*", "gelu"]}, {"gelu", "second.linear"}, {"first.linear"}),
+        ({"exclude": "first*"}, {"second.linear", "gelu"}, {"first.linear", "first.weight"}),
+        ({"include": "*linear", "exclude": "first*"}, {"second.linear"}, {"first.linear", "gelu"}),
+        ({"include": "second"}, {"second.linear"}, {"first.linear"}),
+    ],
+)
+def test_include_and_exclude(options: Any, inside: set[str], outside: set[str]) -> None:
+    monitor = ScaleMonitor(every_n_steps=1, **options)
+    run(Regression, [UnitScaleCallback(), monitor], max_steps=1)
+    names = set(monitor.snapshots[0].names)
+    assert inside <= names
+    assert not outside & names
+
+
+def test_nothing_left_to_watch() -> None:
+    monitor = ScaleMonitor(every_n_steps=1, include="no such tensor")
+    run(Regression, [monitor], max_steps=2)
+    assert not monitor.snapshots
+    assert "No step has been sampled" in monitor.table()
+
+
+def test_statistics_are_those_of_the_tensors() -> None:
+    seen: dict[str, torch.Tensor] = {}
+
+    class Seeing(Regression):
+        def on_after_backward(self) -> None:
+            seen["weight"] = self.first.weight.grad.clone()
+            seen["value"] = self.first.weight.detach().clone()
+
+    for callbacks in ([], [UnitScaleCallback()]):
+        monitor = ScaleMonitor(every_n_steps=1)
+        run(Seeing, [*callbacks, monitor], max_steps=1)
+        (snapshot,) = monitor.snapshots
+        place = snapshot.names.index("first.weight")
+        for direction, tensor in (("forward", seen["value"]), ("backward", seen["weight"])):
+            expected = tensor.double().square().mean().sqrt().log2()
+            found = snapshot.log2_rms(direction)[place]
+            assert found == pytest.approx(float(expected), abs=1e-5)
+
+
+def test_gradients_are_shown_without_the_loss_scale() -> None:
+    from lightning.pytorch.plugins.precision import MixedPrecision
+
+    found = []
+    for scale in (1.0, 2.0**12):
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+        monitor = ScaleMonitor(every_n_steps=1)
+        plugin = MixedPrecision("16-mixed", "cpu", scaler)
+        run(lambda: Regression(norm=False), [monitor], plugins=plugin, max_steps=1)
+        snapshot = monitor.snapshots[0]
+        found.append(snapshot.log2_rms("backward")[snapshot.names.index("second.linear")])
+    assert found[0] == pytest.approx(found[1], abs=0.01)
