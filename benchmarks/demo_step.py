@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from examples.gpt import GPT  # noqa: E402
+from examples.gpt import GPT
 
 VOCABULARY = 256
 

@@ -28,7 +28,11 @@ from lightning_unitscale.transforms.probes import ScaleProbes
 
 
 def monitored_step(
-    module: nn.Module, batch: tuple[torch.Tensor, ...], sampled: bool, executor: Executor, folder: str
+    module: nn.Module,
+    batch: tuple[torch.Tensor, ...],
+    sampled: bool,
+    executor: Executor,
+    folder: str,
 ) -> Callable[[], object]:
     """One training step with what ``ScaleMonitor`` does around it when it samples, or does not."""
     probes = ScaleProbes(RowLayout(), lambda node: not is_whole_view(node))

@@ -1,7 +1,7 @@
 """The demo with and without the callbacks: are losses and final weights the same, bit for bit?
 
-Trains ``configs/gpt_unit_scaled.yaml``'s model on its data with AdamW and with SGD, eagerly with and
-without ``UnitScaleCallback`` and ``ScaleMonitor``, then under Inductor with and without unit scaling.
+Trains the demo's model on its data with AdamW and with SGD, eagerly with and without the two
+callbacks and at depth "all", then under Inductor with and without unit scaling.
 
 Run: ``python benchmarks/same_training.py``
 """
@@ -107,9 +107,7 @@ def main() -> None:
     rows = []
     for optimizer in RATES:
         plain = train(optimizer, options.steps)
-        ours = train(
-            optimizer, options.steps, UnitScaleCallback(), ScaleMonitor(every_n_steps=10)
-        )
+        ours = train(optimizer, options.steps, UnitScaleCallback(), ScaleMonitor(every_n_steps=10))
         rows.append(compared(f"eager, {optimizer}, products", plain, ours))
         ours = train(optimizer, options.steps, UnitScaleCallback(depth="all"))
         rows.append(compared(f"eager, {optimizer}, all", plain, ours))

@@ -11,7 +11,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
-
 from lightning.pytorch.loggers import TensorBoardLogger
 from typing_extensions import override
 

@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-from lightning_unitscale.graph import capture, steps
+from lightning_unitscale.graph import capture, compiled_graph
 from lightning_unitscale.graph.nodes import Names
 
 
@@ -146,14 +146,14 @@ class OperandMeter(TorchDispatchMode):
 def operand_scales(module: Callable[..., Any], *inputs: Any) -> list[tuple[str, float]]:
     """RMS of every operand of every matrix product of one seeded step, forward and backward."""
     readings = OperandMeter()
-    run_variant = steps._Variant.__call__
+    run_variant = compiled_graph.Variant.__call__
 
     # Dynamo captures nothing below a dispatch mode, so the mode starts where a graph runs.
-    def measured(variant: steps._Variant, *args: Any) -> Any:
+    def measured(variant: compiled_graph.Variant, *args: Any) -> Any:
         with readings:
             return run_variant(variant, *args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(steps._Variant, "__call__", measured)
+        patch.setattr(compiled_graph.Variant, "__call__", measured)
         run(module, *inputs, around_backward=readings)
     return readings.readings

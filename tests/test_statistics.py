@@ -174,6 +174,8 @@ def test_fp64_thresholds_are_compared_in_fp64(row_of):
         torch.randn(20, 30, 40).transpose(0, 2),
         torch.randn(20, 30)[::3, 1::2],
         torch.randn(7, 1).expand(7, 500),
+        torch.randn(()).expand(60, 50),
+        torch.randn(90, 40)[:, 7],
         torch.randn(1, 1, 1),
         torch.randn(3, 5, 4, 4).to(memory_format=torch.channels_last),
         torch.randn(8, requires_grad=True),

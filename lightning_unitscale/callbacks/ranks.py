@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_unitscale.exponents import FloatArray
 from lightning_unitscale.row_reduction import pack_rows, unpack_rows
-from lightning_unitscale.snapshot import FloatArray, ScaleSnapshot
+from lightning_unitscale.snapshot import ScaleSnapshot
 from lightning_unitscale.transforms.calibration import combined_rms
 
 

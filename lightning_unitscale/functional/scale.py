@@ -115,7 +115,7 @@ class _Scale(torch.autograd.Function):
         return multiply(input, forward_factor)
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None]:
         return multiply(grad_output, _kept_factor(ctx)), None, None
 
 
@@ -126,7 +126,7 @@ class _ScaleGradient(torch.autograd.Function):
         return input.view_as(input)
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
         return multiply(grad_output, _kept_factor(ctx)), None
 
 

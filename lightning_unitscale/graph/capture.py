@@ -13,18 +13,18 @@ import operator
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch._dynamo.config
+from functorch.compile import make_boxed_func  # type: ignore[import-untyped]
 from torch import Tensor, fx, nn
+from torch._C._dynamo.eval_frame import reset_code
 from torch._dynamo import convert_frame
 from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.eval_frame import reset_code  # type: ignore[attr-defined]
 from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
 from torch._dynamo.source import GlobalSource
 from torch._dynamo.utils import graph_break_reasons
-from torch._functorch.aot_autograd import make_boxed_func  # type: ignore[attr-defined]
 from torch._guards import CompileContext
 
 from lightning_unitscale.graph.plain_algorithm import plain_answers
@@ -107,7 +107,7 @@ _KEY = re.compile(r"\['([^']+)'\]")
 
 def compile_function(function: Callable[..., Any], backend: Backend) -> Callable[..., Any]:
     """``function`` run through Dynamo with ``backend`` called once per captured graph."""
-    compiled: Callable[..., Any] = torch.compile(function, backend=backend)  # type: ignore[call-overload]
+    compiled: Callable[..., Any] = torch.compile(function, backend=backend)
     return compiled
 
 
@@ -223,7 +223,7 @@ def add_placeholder(
     with point:
         node = graph.placeholder(name)
     if not nested:
-        node._dynamo_source = GlobalSource(name)  # type: ignore[attr-defined]
+        node._dynamo_source = GlobalSource(name)
     node.meta["example_value"] = example
     return node
 
@@ -271,8 +271,7 @@ def execute_with(
     # Imported here: Inductor takes a second to load and most runs never need it.
     from torch._inductor.compile_fx import compile_fx
 
-    inductor: Callable[..., Any] = compile_fx(graph_module, list(inputs))  # type: ignore[arg-type]
-    return inductor
+    return cast(Callable[..., Any], compile_fx(graph_module, list(inputs)))
 
 
 def graph_breaks_since(count: int) -> list[str]:

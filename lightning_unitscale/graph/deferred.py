@@ -58,7 +58,9 @@ class DeferredCalls:
 class _Recorder:
     """One object per method: Dynamo traces a plain append, and guards on nothing that changes."""
 
-    def __init__(self, index: int, calls: list[tuple[int, tuple[Any, ...], dict[str, Any]]]) -> None:
+    def __init__(
+        self, index: int, calls: list[tuple[int, tuple[Any, ...], dict[str, Any]]]
+    ) -> None:
         self.index = index
         self.calls = calls
 

@@ -39,9 +39,7 @@ def module_path(node: fx.Node, roots: Mapping[str, str] | None = None) -> str:
     path = str(next(reversed(stack.values()))[0])
     prefix = next((one for root, one in (roots or {}).items() if path.startswith(root)), "")
     path = f"{prefix}." + _INDEX.sub(r".\1", _ROOT.sub("", path))
-    return ".".join(
-        part for part in path.split(".") if part not in {"", "_modules", "__self__"}
-    )
+    return ".".join(part for part in path.split(".") if part not in {"", "_modules", "__self__"})
 
 
 def op_name(node: fx.Node) -> str:
@@ -98,9 +96,10 @@ class Names:
         frame = self._frames.setdefault(key, len(self._frames))
         fqns = {item.node_name: item.fqn for item in captured.inputs if item.fqn}
         self._assign(graph_module, frame, fqns, roots, Counter())
-        placeholders = graph_module.graph.find_nodes(op="placeholder")
-        for node, item in zip(placeholders, captured.inputs, strict=True):
-            node.meta[INPUT] = item
+        inputs = {item.node_name: item for item in captured.inputs}
+        for node in graph_module.graph.find_nodes(op="placeholder"):
+            if node.name in inputs:
+                node.meta[INPUT] = inputs[node.name]
 
     def _assign(
         self,
@@ -128,7 +127,9 @@ class Names:
             node.meta[MODULE] = path
             base = f"{path}.{kind}" if path else kind
             node.meta[NAME] = self._own(base, frame, seen)
-            nested = getattr(graph_module, str(node.target), None) if node.op == "get_attr" else None
+            nested = (
+                getattr(graph_module, str(node.target), None) if node.op == "get_attr" else None
+            )
             if isinstance(nested, fx.GraphModule):
                 self._assign(nested, frame, {}, roots, seen)
 
@@ -142,6 +143,15 @@ class Names:
         if self._owner.setdefault(name, frame) != frame:
             name = f"{name}@{frame}"
         return name
+
+
+def replace_other_uses(node: fx.Node, new: fx.Node) -> None:
+    """Let every reader of ``node`` read ``new`` instead, but for ``new`` itself."""
+
+    def is_other(user: fx.Node) -> bool:
+        return user is not new
+
+    node.replace_all_uses_with(new, delete_user_cb=is_other)
 
 
 def argument_at(node: fx.Node, path: tuple[Any, ...]) -> Any:

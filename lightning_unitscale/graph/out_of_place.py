@@ -86,7 +86,7 @@ def mutated_argument(node: fx.Node) -> fx.Node | None:
         return None
     if node.op == "call_method":
         name = str(node.target)
-        if name.endswith("_") and not name.endswith("__") or name == "__setitem__":
+        if (name.endswith("_") and not name.endswith("__")) or name == "__setitem__":
             return first
         return None
     if node.op != "call_function":
@@ -194,7 +194,7 @@ def _first_argument(node: fx.Node) -> fx.Node | None:
 
 def _functional(node: fx.Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]] | None:
     if node.op == "call_function" and node.target in _OPERATORS:
-        return _OPERATORS[node.target], node.args, dict(node.kwargs)  # type: ignore[index]
+        return _OPERATORS[node.target], node.args, dict(node.kwargs)
     if _has_inplace_flag(node):
         position = _INPLACE_FLAG[node.target]  # type: ignore[index]
         args = tuple(False if i == position else arg for i, arg in enumerate(node.args))

@@ -214,4 +214,3 @@ def run_passes(
         record(one.name, lambda one=one: one.run(graph))  # type: ignore[misc]
     graph.finish()
     return records
-

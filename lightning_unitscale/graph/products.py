@@ -195,7 +195,9 @@ def _tensors(node: fx.Node, rule: ProductRule, name: str) -> Iterator[Operand]:
         if position >= len(node.args):
             return
         path, value = (position,), node.args[position]
-        variadic = name == rule.parameters[-1] == "operands" and not isinstance(value, (list, tuple))
+        variadic = name == rule.parameters[-1] == "operands" and not isinstance(
+            value, (list, tuple)
+        )
         if variadic:
             for index, one in enumerate(node.args[position:]):
                 if isinstance(one, fx.Node):

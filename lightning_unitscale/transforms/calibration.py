@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from lightning_unitscale.graph.capture import is_checkpoint
-from lightning_unitscale.graph.steps import CompiledGraph
+from lightning_unitscale.graph.compiled_graph import CompiledGraph
 
 Measured = Mapping[str, float]
 
@@ -91,8 +91,8 @@ class Calibrator:
                 and base.requires_grad
                 and (base.numel(), base.dtype) == (value.numel(), value.dtype)
             ):
-                # A product may end in a view. When another view is written into, autograd makes this
-                # one's history anew without its hooks; the base keeps them.
+                # A product may end in a view. When another view is written into, autograd makes
+                # this one's history anew without its hooks; the base keeps them.
                 value = base
             value.register_hook(lambda grad: self._backward[name].append(root_mean_square(grad)))
 

@@ -98,7 +98,7 @@ class LosslessUnitScale(GraphPass):
         return tuple(self._changes(graph, plans, len(applied)))
 
     def set_gauge(self, gauge: Gauge) -> None:
-        """Put a new gauge into force from the next call on; nothing is captured or compiled anew."""
+        """Put a gauge into force from the next call on; nothing is captured or compiled anew."""
         self.gauge = gauge
 
     def calibrator(self) -> Calibrator:
@@ -160,9 +160,7 @@ class LosslessUnitScale(GraphPass):
             held[made] = replace(held.get(made, _TRUE), gamma=gamma(made))
         return held
 
-    def _changes(
-        self, graph: StepGraph, plans: list[NodePlan], num_scales: int
-    ) -> Iterator[str]:
+    def _changes(self, graph: StepGraph, plans: list[NodePlan], num_scales: int) -> Iterator[str]:
         products = sum(product_of(plan.node) is not None for plan in plans)
         yield f"{products} products on operands in their own units, {num_scales} scales inserted"
         left = [one for region in graph.regions() for one in unreachable_products(region.graph)]

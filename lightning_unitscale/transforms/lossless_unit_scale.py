@@ -92,7 +92,7 @@ def calibrate(
 
 def _backward(loss: Tensor, module: nn.Module, inputs: Any, seed_gradient: float) -> None:
     """Gradients without touching ``.grad``: hooks of DDP or of an optimizer must not run."""
-    leaves = [one for one in module.parameters() if one.requires_grad]
+    leaves: list[Tensor] = [one for one in module.parameters() if one.requires_grad]
     leaves += [
         one
         for one in torch.utils._pytree.tree_leaves(inputs)

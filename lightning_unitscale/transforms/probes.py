@@ -91,7 +91,9 @@ class ScaleProbes(GraphPass):
         gauge_in_force: Callable[[], Gauge] = graph.notes.get(GAUGE, lambda: _UNIT_GAUGE)
         tensors = tuple(
             ProbedTensor(
-                tensor_name(node), str(node.meta.get(MODULE, "")), held.get(tensor_name(node), Held())
+                tensor_name(node),
+                str(node.meta.get(MODULE, "")),
+                held.get(tensor_name(node), Held()),
             )
             for node in nodes
         )
@@ -293,7 +295,7 @@ class _Probe(torch.autograd.Function):
         return tensor.detach() if alone else tensor.view_as(tensor), row
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_output: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         is_dense = grad_output.layout == torch.strided
         dense = grad_output if is_dense else grad_output.coalesce().values()
         return grad_output, ctx.row_of(dense, factor=ctx.factor), None, None, None, None

@@ -119,9 +119,6 @@ def _mask_edit(product: Product, backward: Factor, units: Units) -> list[Edit]:
     mask = node.kwargs.get("attn_mask") if in_kwargs else (*node.args, None, None, None, None)[3]
     if not isinstance(mask, fx.Node) or not is_float_tensor(mask):
         return []
-    if requires_grad(mask):
-        backward = backward / units.gamma(mask)
-    else:
-        backward = ONE
+    backward = backward / units.gamma(mask) if requires_grad(mask) else ONE
     path: tuple[int | str, ...] = ("attn_mask",) if in_kwargs else (3,)
     return [Edit(path, mask, f"{tensor_name(node)}:attn_mask", units.sigma(mask), backward)]

@@ -173,7 +173,9 @@ def _true_arguments(node: fx.Node, units: StoredUnits) -> Iterator[Edit]:
         yield _argument(node, path, one, units.sigma(one), units.gamma(one).inverse())
 
 
-def _argument(node: fx.Node, path: Path, source: fx.Node, forward: Factor, backward: Factor) -> Edit:
+def _argument(
+    node: fx.Node, path: Path, source: fx.Node, forward: Factor, backward: Factor
+) -> Edit:
     if not requires_grad(source):
         backward = ONE
     return Edit(path, source, f"{tensor_name(node)}:{'.'.join(map(str, path))}", forward, backward)
@@ -216,4 +218,3 @@ def _leaves(node: fx.Node) -> Iterator[tuple[Path, Any]]:
 def _is_view(node: fx.Node) -> bool:
     """Whether items of this node are views: of a tensor, or of a split of one."""
     return is_float_tensor(node) or shares_memory(node)
-

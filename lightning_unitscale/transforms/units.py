@@ -15,7 +15,14 @@ import torch
 from torch import fx
 
 from lightning_unitscale.functional.scale import scale, scale_bwd
-from lightning_unitscale.graph.nodes import INTERNAL, MODULE, NAME, argument_at, map_arguments
+from lightning_unitscale.graph.nodes import (
+    INTERNAL,
+    MODULE,
+    NAME,
+    argument_at,
+    map_arguments,
+    replace_other_uses,
+)
 from lightning_unitscale.graph.passes import Region
 from lightning_unitscale.transforms.gauge import ONE, Factor
 
@@ -139,7 +146,7 @@ def apply_plan(plan: NodePlan, factor_node: FactorNode) -> list[tuple[Edit, fx.N
         scaled.meta[NAME] = edit.name
         scaled.meta[MODULE] = node.meta.get(MODULE, "")
         if edit.path is None:
-            node.replace_all_uses_with(scaled, delete_user_cb=lambda user, new=scaled: user is not new)
+            replace_other_uses(node, scaled)
             node.meta[NAME] = f"{edit.name}:stored"
             node.meta[INTERNAL] = True
         else:
@@ -181,4 +188,3 @@ class FactorNodes:
             with graph.inserting_after(unbound):
                 self._items[key] = graph.call_function(operator.getitem, (unbound, row))
         return self._items[key]
-

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from lightning_unitscale import ScaleMonitor, UnitScaleCallback
 from lightning_unitscale.graph import steps
-from lightning_unitscale.graph.steps import _Backend, _Variant
+from lightning_unitscale.graph.compiled_graph import GraphBackend, Variant
 from tests.callbacks.modules import Evaluated, Regression, regression_with
 from tests.callbacks.runs import (
     assert_same_run,
@@ -26,13 +26,13 @@ from tests.callbacks.runs import (
 def captures(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The step of every graph that Dynamo hands over."""
     seen: list[str] = []
-    plain = _Backend.__call__
+    plain = GraphBackend.__call__
 
     def counted(self: Any, *args: Any) -> Any:
         seen.append(self.step().name)
         return plain(self, *args)
 
-    monkeypatch.setattr(_Backend, "__call__", counted)
+    monkeypatch.setattr(GraphBackend, "__call__", counted)
     return seen
 
 
@@ -40,7 +40,7 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def variants(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Whether each graph that ran carried probes."""
     seen: list[bool] = []
-    build, call = steps.CompiledGraph._build, _Variant.__call__
+    build, call = steps.CompiledGraph._build, Variant.__call__
     observed: dict[int, bool] = {}
 
     def built(self: Any, step: Any, is_observed: bool) -> Any:
@@ -53,7 +53,7 @@ def variants(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         return call(self, *args)
 
     monkeypatch.setattr(steps.CompiledGraph, "_build", built)
-    monkeypatch.setattr(_Variant, "__call__", called)
+    monkeypatch.setattr(Variant, "__call__", called)
     return seen
 
 

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from lightning_unitscale.formats import E4M3FN, E5M2, NumberFormat
-from lightning_unitscale.graph import steps
+from lightning_unitscale.graph import compiled_graph
 from lightning_unitscale.graph.steps import steps_of
 from lightning_unitscale.quantize import quantize
 from lightning_unitscale.transforms import lossless_unit_scale, simulate_format, simulate_fp8
@@ -67,7 +67,7 @@ class _Formats(TorchDispatchMode):
 def _formats(module: nn.Module, *inputs: Any) -> tuple[list[Any], list[Any]]:
     """Formats of the operands in the forward pass, and of those in the backward pass."""
     forward, backward = _Formats(), _Formats()
-    run_variant = steps._Variant.__call__
+    run_variant = compiled_graph.Variant.__call__
 
     # Dynamo captures nothing below a dispatch mode, so the mode starts where a graph runs.
     def watched(variant: Any, *args: Any) -> Any:
@@ -75,7 +75,7 @@ def _formats(module: nn.Module, *inputs: Any) -> tuple[list[Any], list[Any]]:
             return run_variant(variant, *args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(steps._Variant, "__call__", watched)
+        patch.setattr(compiled_graph.Variant, "__call__", watched)
         run(module, *inputs, around_backward=backward)
     return forward.seen, backward.seen
 

@@ -1,0 +1,68 @@
+"""A real Chromium, driven by playwright-core through node."""
+
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+DRIVER = Path(__file__).with_name("driver.mjs")
+PLAYWRIGHT = "playwright-core@1.56.1"
+CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "lightning-unitscale"
+
+
+class Missing(Exception):
+    """Says what the tests lack on this machine."""
+
+
+def chromium() -> str:
+    for name in ("chromium", "chromium-browser", "google-chrome"):
+        if (path := shutil.which(name)) is not None:
+            return path
+    raise Missing("no chromium on the path: install Debian's package `chromium`")
+
+
+def packages() -> Path:
+    """The folder with playwright-core, which npm fetches on the first call."""
+    for name in ("node", "npm"):
+        if shutil.which(name) is None:
+            raise Missing(f"no {name} on the path: install Debian's package `{name}js`")
+    if not (CACHE / "node_modules/playwright-core").is_dir():
+        CACHE.mkdir(parents=True, exist_ok=True)
+        command = ["npm", "install", "--no-audit", "--no-fund", "--prefix", str(CACHE), PLAYWRIGHT]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        if done.returncode:
+            raise Missing(f"npm could not install {PLAYWRIGHT}: {done.stderr.strip()[-200:]}")
+    return CACHE
+
+
+class Browser:
+    """One page at a time; every action is answered before the next."""
+
+    def __init__(self, profile: Path) -> None:
+        command = ["node", str(DRIVER), str(packages()), chromium(), str(profile)]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def __call__(self, action: str, **options: Any) -> Any:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(json.dumps({"action": action, **options}) + "\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        assert line, "the browser ended; its last words are on stderr"
+        answer = json.loads(line)
+        if "error" in answer:
+            raise AssertionError(f"{action} {options}: {answer['error']}")
+        return answer["value"]
+
+    def evaluate(self, script: str) -> Any:
+        return self("evaluate", script=script)
+
+    def wait(self, script: str) -> None:
+        """Until the expression is true on the page."""
+        self("wait", script=script)
+
+    def close(self) -> None:
+        self._process.communicate(timeout=30)

@@ -1,0 +1,72 @@
+// Drives Chromium for the tests: one request in JSON per line on stdin, one answer per line on stdout.
+
+import { createRequire } from 'node:module';
+import { createInterface } from 'node:readline';
+
+const [, , packages, executablePath, profile] = process.argv;
+const { chromium } = createRequire(`${packages}/`)('playwright-core');
+
+const context = await chromium.launchPersistentContext(profile, {
+  executablePath,
+  headless: true,
+  viewport: { width: 1280, height: 800 },
+  args: [
+    '--no-sandbox',
+    '--disable-gpu',
+    '--disable-quic',
+    '--no-first-run',
+    '--disable-background-networking',
+    '--disable-component-update',
+    '--disable-sync',
+  ],
+});
+
+let page;
+let troubles;
+let requests;
+
+const actions = {
+  /** Opens a page of its own; what goes wrong on it is collected. */
+  async open({ url, scheme, host }) {
+    if (page) await page.close();
+    page = await context.newPage();
+    troubles = [];
+    requests = [];
+    await page.emulateMedia({ colorScheme: scheme ?? 'light' });
+    page.on('pageerror', (error) => troubles.push(`page: ${error.stack}`));
+    page.on('console', (message) => {
+      if (message.type() === 'error') troubles.push(`console: ${message.text()}`);
+    });
+    page.on('request', (request) => requests.push(request.url()));
+    if (host) {
+      await page.route(host.url, (route) =>
+        route.fulfill({ contentType: 'text/html', body: host.html }),
+      );
+    }
+    await page.goto(url);
+  },
+  wait: ({ script }) => page.waitForFunction(script, null, { timeout: 20000 }).then(() => null),
+  evaluate: ({ script }) => page.evaluate(script),
+  press: ({ key }) => page.keyboard.press(key),
+  type: ({ text }) => page.keyboard.type(text),
+  move: ({ x, y }) => page.mouse.move(x, y),
+  click: ({ x, y }) => page.mouse.click(x, y),
+  fill: ({ selector, value }) => page.locator(selector).first().fill(value),
+  choose: ({ selector, value }) => page.locator(selector).first().selectOption(value),
+  tap: ({ selector }) => page.locator(selector).first().click(),
+  screenshot: ({ path }) => page.screenshot({ path }).then(() => null),
+  resize: ({ width, height }) => page.setViewportSize({ width, height }),
+  report: () => ({ troubles, requests }),
+};
+
+for await (const line of createInterface({ input: process.stdin })) {
+  const { action, ...options } = JSON.parse(line);
+  let answer;
+  try {
+    answer = { value: (await actions[action](options)) ?? null };
+  } catch (error) {
+    answer = { error: error.message };
+  }
+  process.stdout.write(`${JSON.stringify(answer)}\n`);
+}
+await context.close();
