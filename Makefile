@@ -13,6 +13,7 @@ PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3
 PIP_ARGS ?=
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
+BENCHMARKS ?= unit_scale_overhead monitor_overhead same_training architectures low_precision_training
 
 BIN := $(VENV)/bin
 # A stamp is younger than what it was installed from, so that a second call installs nothing.
@@ -49,7 +50,7 @@ tensorboard: $(INSTALLED_DEMO)
 	$(BIN)/tensorboard --logdir logs
 
 bench: $(INSTALLED_ALL)
-	@for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+	@for name in $(BENCHMARKS); do echo "== $$name"; $(BIN)/python benchmarks/$$name.py || exit 1; done
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ from lightning_unitscale.graph import capture
 from lightning_unitscale.graph.capture import CapturedGraph, Executor
 from lightning_unitscale.graph.expand import expand_composites
 from lightning_unitscale.graph.out_of_place import make_out_of_place
-from lightning_unitscale.graph.passes import Stage, StepGraph, run_passes
+from lightning_unitscale.graph.passes import Run, Stage, StepGraph, run_passes
 from lightning_unitscale.graph.plain_algorithm import refuse_other_algorithms
 
 if TYPE_CHECKING:
@@ -161,7 +162,9 @@ class Variant:
         self._run = run
         self._supplies = [supply for _, supply in graph.states]
         self._sinks = [sink for _, sink in graph.results]
-        self._watchers = graph.watchers
+        self._wrapped: Run = self._run_once
+        for wrapper in graph.wrappers:
+            self._wrapped = functools.partial(wrapper, self._wrapped)
 
     def __call__(self, *inputs: Any) -> Any:
         """Run the graph; the same as :meth:`run`."""
@@ -169,12 +172,13 @@ class Variant:
 
     def run(self, *inputs: Any) -> Any:
         """The outputs for the user's inputs."""
+        return self._wrapped(inputs)
+
+    def _run_once(self, inputs: Sequence[Any]) -> Any:
         outputs = self._run(*inputs, *[supply() for supply in self._supplies])
-        if self._sinks:
-            count = len(outputs) - len(self._sinks)
-            for sink, value in zip(self._sinks, outputs[count:], strict=True):
-                sink(value)
-            outputs = tuple(outputs[:count])
-        for watcher in self._watchers:
-            watcher(inputs, outputs)
-        return outputs
+        if not self._sinks:
+            return outputs
+        count = len(outputs) - len(self._sinks)
+        for sink, value in zip(self._sinks, outputs[count:], strict=True):
+            sink(value)
+        return tuple(outputs[:count])

@@ -18,6 +18,8 @@ from torch import Tensor, fx
 from lightning_unitscale.graph.capture import fake_mode_of
 from lightning_unitscale.graph.nodes import example_tensor, tensor_name
 
+_OWN_PACKAGE = __name__.partition(".")[0]
+
 # Key of ``node.meta`` of an operation that was made out of place: its op and target before.
 WRITTEN_AS = "written_as"
 
@@ -69,6 +71,11 @@ _VIEWS = {
     "feature_dropout", "positive", "view_as_real", "view_as_complex", "resolve_conj", "ravel",
     "atleast_1d", "atleast_2d", "atleast_3d", "unsafe_chunk", "unsafe_split", "adjoint", "mH",
     "requires_grad_", "moveaxis", "split_with_sizes", "cpu", "cuda", "type_as", "dsplit",
+}  # fmt: skip
+
+_DROPOUTS = {
+    "dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout",
+    "feature_dropout",
 }  # fmt: skip
 
 # Methods whose form without the underscore means something else: ``Tensor.bernoulli`` reads its
@@ -131,6 +138,29 @@ def aliased_by_mutation(graph: fx.Graph) -> set[fx.Node]:
     return {node for node, root in roots.items() if root in mutated}
 
 
+def same_tensor(node: fx.Node) -> fx.Node | None:
+    """The argument that the operation hands back as it is, not even as a view: ``x.float()``.
+
+    A probe between the two would have autograd add up the gradient of that one tensor in another
+    order, and so with other bits.
+    """
+    first = _first_argument(node)
+    example = example_tensor(node)
+    if first is None or example is None or node.op not in {"call_function", "call_method"}:
+        return None
+    if getattr(node.target, "__name__", "") in _DROPOUTS:
+        # Fake tensors do not tell: under them a dropout that drops nothing makes a new tensor.
+        rate = node.args[1] if len(node.args) > 1 else node.kwargs.get("p", 0.5)
+        training = node.args[2] if len(node.args) > 2 else node.kwargs.get("training", True)
+        return first if rate == 0 or training is False else None
+    if WRITTEN_AS in node.meta or mutated_argument(node) is not None:
+        return None
+    if (getattr(node.target, "__module__", None) or "").startswith(_OWN_PACKAGE):
+        # A pass gives the scales that it inserts the example of what they scale.
+        return None
+    return first if example is example_tensor(first) else None
+
+
 def returned_alone(graph: fx.Graph) -> set[fx.Node]:
     """Returned nodes into whose memory, which the graph made, no other returned node looks.
 
@@ -139,11 +169,15 @@ def returned_alone(graph: fx.Graph) -> set[fx.Node]:
     roots = memory_roots(graph)
     returned = graph.output_node().all_input_nodes
     looking = Counter(roots[node] for node in returned)
-    return {
-        node
-        for node in returned
-        if looking[roots[node]] == 1 and roots[node].op not in {"placeholder", "get_attr"}
-    }
+    alone: set[fx.Node] = set()
+    for node in returned:
+        if looking[roots[node]] > 1 or roots[node].op in {"placeholder", "get_attr"}:
+            continue
+        one: fx.Node | None = node
+        while one is not None:
+            alone.add(one)
+            one = same_tensor(one)
+    return alone
 
 
 def make_out_of_place(graph: fx.Graph) -> tuple[str, ...]:

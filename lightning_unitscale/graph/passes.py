@@ -20,8 +20,8 @@ from lightning_unitscale.graph.capture import add_placeholder, fake_like, is_che
 from lightning_unitscale.graph.nodes import INTERNAL, device_of
 from lightning_unitscale.graph.out_of_place import make_out_of_place
 
-# Gets the user's inputs of one call of a graph, and the user's outputs.
-Watcher = Callable[[Sequence[Any], Sequence[Any]], None]
+# Runs a graph: the user's outputs for the user's inputs.
+Run = Callable[[Sequence[Any]], Sequence[Any]]
 
 
 class Stage(enum.IntEnum):
@@ -101,7 +101,7 @@ class StepGraph:
         self.device = device_of(graph_module.graph)
         self.states: list[tuple[fx.Node, Callable[[], Tensor]]] = []
         self.results: list[tuple[fx.Node, Callable[[Tensor], None]]] = []
-        self.watchers: list[Watcher] = []
+        self.wrappers: list[Callable[[Run, Sequence[Any]], Sequence[Any]]] = []
 
     @property
     def graph(self) -> fx.Graph:
@@ -141,9 +141,9 @@ class StepGraph:
         """Make ``node`` an output; ``sink`` gets its value after every call of the graph."""
         self.results.append((node, sink))
 
-    def watch(self, watcher: Watcher) -> None:
-        """Have ``watcher`` called after every call of the graph, and after the sinks of results."""
-        self.watchers.append(watcher)
+    def wrap(self, wrapper: Callable[[Run, Sequence[Any]], Sequence[Any]]) -> None:
+        """Have ``wrapper(run, inputs)`` called in place of every ``run(inputs)`` of the graph."""
+        self.wrappers.append(wrapper)
 
     def finish(self) -> None:
         """Append the results to the graph's outputs and check the graph."""
@@ -182,8 +182,8 @@ class GraphPass(abc.ABC):
     def before_step(self, module: nn.Module) -> None:  # noqa: B027
         """Called before each call of a captured step of ``module``."""
 
-    def after_step(self, module: nn.Module) -> None:  # noqa: B027
-        """Called after each call that returned; a rehearsal is no call."""
+    def after_step(self, module: nn.Module, result: Any) -> None:  # noqa: B027
+        """Called after each call that returned ``result``; a rehearsal is no call."""
 
 
 def run_passes(

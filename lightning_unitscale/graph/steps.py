@@ -247,7 +247,7 @@ class CapturedStep:
             one.before_step(self.owner.module)
         result = self._run(executor, args, kwargs)
         for one in hooked:
-            one.after_step(self.owner.module)
+            one.after_step(self.owner.module, result)
         if self._deferred is not None:
             self._deferred.replay()
         return result

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 # As in the dashboard's palette.js.
 STOPS: Final = ("#08306b", "#2166ac", "#6baed6", "#f4f4f2", "#fdae61", "#d95f0e", "#7f2704")
 ZERO: Final = "#b9bcc2"
+BAD: Final = "#c40a8f"
 _MISSING: Final = "#ffffff"
 _LARGEST_NAMED: Final = 60
 
@@ -41,8 +42,7 @@ def write_figure(run: RunScales, path: Path, title: str) -> None:
     figure = Figure(figsize=(13.0, 0.9 + height * len(histories)), layout="constrained")
     figure.suptitle(title, fontsize=13)
     colors = LinearSegmentedColormap.from_list("scales", STOPS, N=512)
-    colors.set_bad(_MISSING)
-    colors.set_under(ZERO)
+    colors = colors.with_extremes(bad=_MISSING, under=ZERO, over=BAD)
     axes = figure.subplots(len(histories), 2, squeeze=False, sharey="row")
     for row, direction, history in zip(axes, run.directions, histories, strict=True):
         limit = color_limit(history)
@@ -52,7 +52,7 @@ def write_figure(run: RunScales, path: Path, title: str) -> None:
             row[place].set_title(f"{direction}, {'as stored' if stored else 'as meant'}")
         _label_rows(row[0], history)
         bar = figure.colorbar(image, ax=row, shrink=0.6, pad=0.01, extend="neither")
-        bar.set_label("log2 RMS; gray: all zero")
+        bar.set_label("log2 RMS; gray: all zero, pink: NaN or inf")
     figure.savefig(path, dpi=110)
 
 
@@ -68,8 +68,10 @@ def color_limit(history: ScaleHistory) -> float:
 def _heat_map(
     axes: Axes, history: ScaleHistory, values: npt.NDArray[Any], colors: Any, limit: float
 ) -> Any:
-    # Of finite values none is below the range, so that what is drawn as such are tensors of zeros.
+    # Of finite values none is out of the range: what is drawn below it are tensors of zeros, what
+    # is drawn above it has elements that are not finite.
     shown = np.where(np.isneginf(values), -2 * limit, np.clip(values, -limit, limit))
+    shown = np.where(history.nonfinite > 0, 2 * limit, shown)
     image = axes.imshow(
         shown.T,
         cmap=colors,

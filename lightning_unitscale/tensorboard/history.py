@@ -41,6 +41,8 @@ class ScaleHistory:
             one was not there.
         log2_unit: log2 of the units that they are stored in, shape ``(T, N)``; a tensor means
             ``log2_rms + log2_unit`` to the model.
+        nonfinite: Number of NaN and infinite elements, which have no part in the RMS, shape
+            ``(T, N)``.
     """
 
     names: tuple[str, ...]
@@ -48,6 +50,7 @@ class ScaleHistory:
     steps: npt.NDArray[np.int64]
     log2_rms: Floats
     log2_unit: Floats
+    nonfinite: Floats
 
     def values(self, *, stored: bool) -> Floats:
         """log2 RMS of the tensors as they are stored or as they are meant, shape ``(T, N)``."""
@@ -61,6 +64,7 @@ class ScaleHistory:
             steps=self.steps[kept],
             log2_rms=self.log2_rms[kept],
             log2_unit=self.log2_unit[kept],
+            nonfinite=self.nonfinite[kept],
         )
 
 
@@ -128,12 +132,17 @@ class RunScales:
             for one in sets
             for name, module in zip(one.names, one.modules, strict=True)
         }
-        steps, log2_rms = self._joined(direction, "log2_rms", names, (), np.dtype(np.float32))
-        unit_steps, units = self._joined(direction, "log2_unit", names, (), np.dtype(np.float32))
+        single = np.dtype(np.float32)
+        steps, log2_rms = self._joined(direction, "log2_rms", names, (), single)
+        unit_steps, units = self._joined(direction, "log2_unit", names, (), single)
         # A reader that is still busy may have more of the one than of the other.
         both, ours, theirs = np.intersect1d(steps, unit_steps, return_indices=True)
         in_order = tuple(modules[name] for name in names)
-        return ScaleHistory(names, in_order, both, log2_rms[ours], units[theirs])
+        nonfinite = np.zeros((len(both), len(names)), single)
+        bad_steps, bad = self._joined(direction, "nonfinite", names, (), single)
+        _, rows, bad_rows = np.intersect1d(both, bad_steps, return_indices=True)
+        nonfinite[rows] = np.nan_to_num(bad[bad_rows])
+        return ScaleHistory(names, in_order, both, log2_rms[ours], units[theirs], nonfinite)
 
     def fractions(self, direction: Direction) -> FractionHistory:
         """Out-of-range fractions of all tensors and steps."""

@@ -77,20 +77,28 @@ def scales_frame(history: ScaleHistory) -> bytes:
     """Steps, tensors and log2 RMS of a run.
 
     Units change rarely, so only the steps at which they do are kept: array ``log2_unit`` has a row
-    for each, and the header's ``unit_rows`` says for every step which row holds.
+    for each, and the header's ``unit_rows`` says for every step which row holds. Array
+    ``nonfinite`` has a row for each of the steps that ``nonfinite_rows`` lists by position.
     """
     units = history.log2_unit
     changed = np.ones(len(units), dtype=bool)
     if len(units):
         same = (units[1:] == units[:-1]) | np.isnan(units[1:]) & np.isnan(units[:-1])
         changed[1:] = ~same.all(axis=1)
+    bad = np.flatnonzero(history.nonfinite.any(axis=1))
     header = {
         "names": history.names,
         "modules": history.modules,
         "steps": history.steps.tolist(),
         "unit_rows": (np.cumsum(changed) - 1).tolist(),
+        "nonfinite_rows": bad.tolist(),
     }
-    return frame(header, {"log2_rms": history.log2_rms, "log2_unit": units[changed]})
+    arrays = {
+        "log2_rms": history.log2_rms,
+        "log2_unit": units[changed],
+        "nonfinite": history.nonfinite[bad],
+    }
+    return frame(header, arrays)
 
 
 def exponents_frame(counts: Mapping[int, ExponentCounts]) -> bytes:

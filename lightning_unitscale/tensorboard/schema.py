@@ -1,6 +1,6 @@
 """What the **Scales** plugin's tensors are called, what they hold, and how names travel with them.
 
-A run has four series per direction. Three hold one vector per step with an entry per tensor, so
+A run has five series per direction. Four hold one vector per step with an entry per tensor, so
 that one read gives a whole heat map, its columns aligned:
 
 ====================================  ======================  =====================================
@@ -9,6 +9,7 @@ tag                                   shape, type             content
 ``scales/forward/log2_rms/1c0ffee5``  ``(N,)`` float32        log2 RMS of the stored tensors
 ``scales/forward/log2_unit/...``      ``(N,)`` float32        log2 of the units they are stored in
 ``scales/forward/fractions/...``      ``(N, F, 3)`` float16   overflow, subnormal, flushed; stored
+``scales/forward/nonfinite/...``      ``(N,)`` float32        number of NaN and infinite elements
 ``scales/forward/exponents/a.b``      ``(3 + K,)`` float32    exponent counts of the tensor ``a.b``
 ====================================  ======================  =====================================
 
@@ -16,7 +17,7 @@ What a tensor means to the model is what is stored times its unit. A vector tag 
 its set of tensors: when the observed tensors change (another graph, a second fit), another set
 begins under another key. Names, modules and formats are JSON in the metadata of the set's
 ``log2_rms`` tags, which is written once. NaN stands for a tensor that was not there, ``-inf`` for
-one of zeros.
+one of zeros. ``nonfinite`` is written only at steps at which there are such elements.
 
 NumPy and the standard library only: TensorBoard has no torch.
 """
@@ -39,7 +40,7 @@ PLUGIN_NAME: Final = "scales"
 VERSION: Final = 1
 
 Direction = Literal["forward", "backward"]
-Quantity = Literal["log2_rms", "log2_unit", "fractions", "exponents"]
+Quantity = Literal["log2_rms", "log2_unit", "fractions", "nonfinite", "exponents"]
 DIRECTIONS: Final[tuple[Direction, ...]] = get_args(Direction)
 QUANTITIES: Final[tuple[Quantity, ...]] = get_args(Quantity)
 

@@ -120,9 +120,9 @@ class ScaleWriter:
         scalars = _is_kept(self._num_written, _SCALARS_BEFORE_THINNING)
         histograms = self._histograms and _is_kept(self._num_written, _HISTOGRAMS_BEFORE_THINNING)
         for direction in DIRECTIONS:
-            log2_rms = snapshot.log2_rms(direction, stored=True)
-            if np.isnan(log2_rms).all():
+            if np.isnan(snapshot.column("numel", direction)).all():
                 continue  # no backward pass, as in validation
+            log2_rms = snapshot.log2_rms(direction, stored=True)
             yield from self._vectors(snapshot, direction, log2_rms, observed)
             if scalars:
                 for name, value in zip(snapshot.names, log2_rms.tolist(), strict=True):
@@ -140,6 +140,10 @@ class ScaleWriter:
         yield self._tensor(Series(direction, "log2_unit", observed.key), units)
         fractions = snapshot.fractions(direction, stored=True).astype(np.float16)
         yield self._tensor(Series(direction, "fractions", observed.key), fractions)
+        nonfinite = snapshot.column("nans", direction) + snapshot.column("infs", direction)
+        if np.any(nonfinite > 0):
+            series = Series(direction, "nonfinite", observed.key)
+            yield self._tensor(series, nonfinite.astype(np.float32))
 
     def _exponents(self, snapshot: ScaleSnapshot, direction: Direction) -> Iterator[Summary.Value]:
         counts = snapshot.exponent_counts(direction)

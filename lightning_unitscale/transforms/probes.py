@@ -21,7 +21,11 @@ from lightning_unitscale.graph.nodes import (
     requires_grad,
     tensor_name,
 )
-from lightning_unitscale.graph.out_of_place import aliased_by_mutation, returned_alone
+from lightning_unitscale.graph.out_of_place import (
+    aliased_by_mutation,
+    returned_alone,
+    same_tensor,
+)
 from lightning_unitscale.graph.passes import GraphPass, Stage, StepGraph
 from lightning_unitscale.graph.recording import CallRecord, CallRecorder
 from lightning_unitscale.row_layout import RowLayout
@@ -152,8 +156,9 @@ class ScaleProbes(GraphPass):
 def probeable_nodes(graph: fx.Graph, *, internal: bool = False) -> list[fx.Node]:
     """Nodes that make a plain floating-point tensor of the user's step, in graph order.
 
-    Left out: what passes inserted, unless ``internal``, and what is made inside a ``vmap`` or
-    ``grad`` transform, where a tensor is not yet what it seems.
+    Left out: what passes inserted, unless ``internal``; what is handed back as it is, which is the
+    tensor of another node; and what is made inside a ``vmap`` or ``grad`` transform, where a tensor
+    is not yet what it seems.
     """
     nodes, depth = [], 0
     for node in graph.nodes:
@@ -162,6 +167,8 @@ def probeable_nodes(graph: fx.Graph, *, internal: bool = False) -> list[fx.Node]
         if depth or node.op not in {"placeholder", "call_function", "call_method", "get_attr"}:
             continue
         if (node.meta.get(INTERNAL) and not internal) or not is_float_tensor(node):
+            continue
+        if same_tensor(node) is not None:
             continue
         example = example_tensor(node)
         if example is not None and example.layout == torch.strided and not example.is_nested:

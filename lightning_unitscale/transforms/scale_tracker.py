@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 import weakref
 from collections.abc import Mapping, Sequence
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_leaves
 
 from lightning_unitscale.graph.capture import (
     GraphInput,
@@ -33,7 +35,7 @@ from lightning_unitscale.graph.out_of_place import (
     mutated_argument,
     returned_alone,
 )
-from lightning_unitscale.graph.passes import GraphPass, Region, Stage, StepGraph
+from lightning_unitscale.graph.passes import GraphPass, Region, Run, Stage, StepGraph
 from lightning_unitscale.graph.recording import CallRecord, CallRecorder
 from lightning_unitscale.transforms.metrics import MOMENTS
 from lightning_unitscale.transforms.probes import ProbeFunctions, insert_probe, probeable_nodes
@@ -66,7 +68,6 @@ class ScaleTracker(GraphPass):
         self._calls: list[TrackedCall] = []
         self._complete: list[TrackedCall] = []
         self._made: dict[int, _Made] = {}
-        self._plain_buffers: tuple[str, ...] = ()
 
     def run(self, graph: StepGraph) -> tuple[str, ...]:
         """Insert the probes."""
@@ -81,16 +82,15 @@ class ScaleTracker(GraphPass):
         tracked = TrackedGraph(
             regions[0], bodies, {node: row for row, (_, node) in enumerate(places)}
         )
+        records: list[CallRecord] = []
+        graph.wrap(functools.partial(self._around, tracked, records))
         if not places:
-            graph.watch(lambda inputs, outputs: self._watch(tracked, None, inputs, outputs))
             return ("no tensor to track",)
         for region in regions:
             _keep_kernels(region)
         # Probes of inputs go before them, and after the slots, which are inputs themselves.
         anchors = {id(region): first_operation(region.graph) for region in regions}
-        records: list[CallRecord] = []
         recorder = CallRecorder(graph, len(places), MOMENTS.num_columns, records.append)
-        graph.watch(lambda inputs, outputs: self._watch(tracked, records.pop(), inputs, outputs))
         rows = _insert_probes(graph, regions, places, recorder, anchors)
         recorder.finish(rows)
         return (f"{len(places)} tensors tracked",)
@@ -99,20 +99,23 @@ class ScaleTracker(GraphPass):
         """Begin a new record; the last complete one stays until this call has returned."""
         self._calls = []
         self._made.clear()
-        self._plain_buffers = tuple(
-            name for name, one in module.named_buffers() if not one.requires_grad
-        )
 
-    def after_step(self, module: nn.Module) -> None:
-        """Put the record in force, and take off buffers the gradient that only we gave them."""
+    def after_step(self, module: nn.Module, result: Any) -> None:
+        """Put the record in force, and let the caller's backward pass reach what is tracked.
+
+        The tensors among the results only: what the module keeps, a running mean of its inputs,
+        stays without gradient as in the plain module.
+        """
+        kept = {id(one) for one in module.buffers()}
+        for one in tree_leaves(result):
+            made = self._made.get(id(one))
+            if made is None or made.tensor() is not one or id(one) in kept:
+                continue
+            if made.attached is not None:
+                with torch.enable_grad():
+                    _Attach.apply(one, made.attached)
         self._complete, self._calls = self._calls, []
         self._made.clear()
-        buffers = dict(module.named_buffers())
-        for name in self._plain_buffers:
-            buffer = buffers.get(name)
-            if buffer is not None and buffer.requires_grad:
-                path, _, last = name.rpartition(".")
-                module.get_submodule(path)._buffers[last] = buffer.detach()
 
     def scales_graph(self) -> ScalesGraph:
         """All graphs of the last complete call as one, with what is known of its backward pass."""
@@ -123,32 +126,67 @@ class ScaleTracker(GraphPass):
         memo[id(self)] = new
         return new
 
-    def _watch(
+    def _around(
         self,
         graph: TrackedGraph,
-        record: CallRecord | None,
+        records: list[CallRecord],
+        run: Run,
         inputs: Sequence[Any],
-        outputs: Sequence[Any],
-    ) -> None:
-        links = {}
+    ) -> Sequence[Any]:
+        """Run a graph and note where its inputs come from and its outputs go."""
+        links, given = {}, list(inputs)
         for position, one in enumerate(inputs):
             made = self._made.get(id(one))
             if made is not None and made.tensor() is one:
                 links[position] = made.place
-        call = TrackedCall(graph, record, links)
-        for position, one in enumerate(outputs):
-            if isinstance(one, Tensor):
-                place = (len(self._calls), position)
-                self._made[id(one)] = _Made(weakref.ref(one), place)
-        self._calls.append(call)
+                if made.attached is not None and position not in graph.written:
+                    given[position] = made.attached
+        outputs = run(given)
+        place = len(self._calls)
+        self._calls.append(TrackedCall(graph, records.pop() if records else None, links))
+        return tuple(
+            self._hand_out(one, (place, position), graph.output_gradients[position])
+            if isinstance(one, Tensor) and not any(one is other for other in given)
+            else one
+            for position, one in enumerate(outputs)
+        )
+
+    def _hand_out(self, tensor: Tensor, place: tuple[int, int], has_gradient: bool) -> Tensor:
+        """The tensor as the plain module would make it: without gradient if only we gave it one."""
+        attached = None
+        if tensor.requires_grad and not has_gradient:
+            # Not detach(), which would count writes into it as writes into what autograd saved.
+            attached, tensor = tensor, tensor.data
+        self._made[id(tensor)] = _Made(weakref.ref(tensor), place, attached)
+        return tensor
 
 
 @dataclass(frozen=True)
 class _Made:
-    """A tensor that a graph returned: if a later graph of the step reads it, there is an edge."""
+    """A tensor that a graph returned: if a later graph of the step reads it, there is an edge.
+
+    Attributes:
+        tensor: The tensor.
+        place: Which output of which call of the step it is.
+        attached: The same with a gradient, if the plain module gives it none.
+    """
 
     tensor: weakref.ref[Tensor]
     place: tuple[int, int]
+    attached: Tensor | None
+
+
+class _Attach(torch.autograd.Function):
+    """Makes the very tensor ``result`` take part in the backward pass, as ``attached`` does."""
+
+    @staticmethod
+    def forward(ctx: Any, result: Tensor, attached: Tensor) -> Tensor:
+        ctx.mark_dirty(result)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[None, Tensor]:  # type: ignore[override]
+        return None, grad_output
 
 
 def _tracked_nodes(region: Region) -> list[fx.Node]:

@@ -12,7 +12,11 @@ from torch import Tensor, fx
 
 from lightning_unitscale.graph.capture import GraphInput
 from lightning_unitscale.graph.nodes import INPUT, INTERNAL, NAME, requires_grad
-from lightning_unitscale.graph.out_of_place import WRITTEN_AS
+from lightning_unitscale.graph.out_of_place import (
+    WRITTEN_AS,
+    aliased_by_mutation,
+    same_tensor,
+)
 from lightning_unitscale.graph.passes import Region
 from lightning_unitscale.graph.recording import CallRecord
 from lightning_unitscale.transforms.drift import probe_gradient_rms
@@ -40,6 +44,14 @@ class TrackedGraph:
         region: The graph after all rewrites and before its probes.
         bodies: Bodies of the checkpoints at any depth, by the node that calls them.
         rows: Row of every node that is probed.
+
+    Attributes:
+        graph: What is shown, without metrics.
+        inputs: Its placeholders, in the order of the captured graph's inputs.
+        rows: Row of each of its nodes that has one.
+        outputs: Its nodes that are returned.
+        output_gradients: For each output whether it takes part in the plain module's backward pass.
+        written: Positions of inputs that the graph writes into.
     """
 
     def __init__(
@@ -49,6 +61,13 @@ class TrackedGraph:
         self.inputs: list[fx.Node] = []
         self.rows: dict[fx.Node, int] = {}
         self.outputs: tuple[Any, ...] = self._copy(region, bodies, rows, None)
+        (returned,) = region.graph.output_node().args
+        outputs = returned if isinstance(returned, (tuple, list)) else (returned,)
+        self.output_gradients = tuple(map(requires_grad, outputs))
+        aliased = aliased_by_mutation(region.graph)
+        placeholders = region.graph.find_nodes(op="placeholder")
+        given = [node for node in placeholders if INPUT in node.meta]
+        self.written = {position for position, node in enumerate(given) if node in aliased}
 
     def _copy(
         self,
@@ -76,8 +95,10 @@ class TrackedGraph:
                 copies[node] = None
             else:
                 copies[node] = self._copy_node(node, copies)
-                if node in rows:
-                    self.rows[copies[node]] = rows[node]
+                source = same_tensor(node)
+                row = rows.get(node) if source is None else self.rows.get(copies[source])
+                if row is not None:
+                    self.rows[copies[node]] = row
         raise AssertionError("a graph without output")
 
     def _copy_node(self, node: fx.Node, copies: Mapping[fx.Node, Any]) -> fx.Node:

@@ -63,7 +63,9 @@ class Page:
         self.browser.wait("window.scalesDashboard?.shown > 0")
 
     def app(self, script: str) -> object:
-        return self.browser.evaluate(f"(() => {{ const app = scalesDashboard; return {script}; }})()")
+        return self.browser.evaluate(
+            f"(() => {{ const app = scalesDashboard; return {script}; }})()"
+        )
 
     def settle(self, script: str) -> None:
         self.browser.wait(f"(() => {{ const app = scalesDashboard; return {script}; }})()")

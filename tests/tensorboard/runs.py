@@ -1,6 +1,7 @@
 """Small runs with known scales, written by the writer, for the plugin, the report and the page."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -40,6 +41,14 @@ def snapshot(
     return ScaleSnapshot(
         step, tuple(names), torch.stack(forward).numpy(), gradients.numpy(), LAYOUT
     )
+
+
+def with_nan(snapshot: ScaleSnapshot, *tensors: int) -> ScaleSnapshot:
+    """The snapshot with two NaN and an infinity in some tensors, values and gradients."""
+    row = statistics_row(torch.tensor([1.0, torch.nan, torch.nan, torch.inf]), LAYOUT).numpy()
+    forward, backward = snapshot.forward.copy(), snapshot.backward.copy()
+    forward[list(tensors)] = backward[list(tensors)] = row
+    return replace(snapshot, forward=forward, backward=backward)
 
 
 def unit_scaled(meant: ScaleSnapshot) -> ScaleSnapshot:

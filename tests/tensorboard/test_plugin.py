@@ -19,7 +19,7 @@ from lightning_unitscale.tensorboard.event_files import read_run
 from lightning_unitscale.tensorboard.history import merge_orders
 from lightning_unitscale.tensorboard.plugin import SAMPLES, STATIC_FILES, ScalesLoader
 from lightning_unitscale.tensorboard.responses import parse_frame
-from tests.tensorboard.runs import LAYOUT, NAMES, snapshot, unit_scaled, write
+from tests.tensorboard.runs import LAYOUT, NAMES, snapshot, unit_scaled, with_nan, write
 
 PREFIX = "/data/plugin/scales"
 STATIC = Path(plugin_module.__file__).parent / "static"
@@ -89,6 +89,21 @@ def test_scales(client, direction):
         np.testing.assert_array_equal(arrays["log2_rms"][row], stored)
         units = arrays["log2_unit"][header["unit_rows"][row]]
         np.testing.assert_array_equal(units, expected.log2_units(direction))
+
+
+def test_nan_and_infinities_are_counted(tmp_path):
+    steps = [snapshot(0), with_nan(snapshot(10), 1, 3), snapshot(20)]
+    write(tmp_path / "logs/run", steps)
+    client = Client(wsgi_app(tmp_path / "logs"))
+    header, arrays = frame(client, "scales", run="run", direction="backward")
+    assert header["nonfinite_rows"] == [1]
+    assert arrays["nonfinite"].tolist() == [[0, 3, 0, 3, 0, 0]]
+
+
+def test_a_step_of_nothing_but_nan_is_written(tmp_path):
+    write(tmp_path, [with_nan(snapshot(0), *range(len(NAMES)))])
+    history = read_run(tmp_path).history("backward")
+    assert (history.nonfinite == 3).all()
 
 
 def test_units_are_sent_once_while_they_hold(client):

@@ -536,3 +536,46 @@ def test_the_peer_finds_the_same() -> None:
                 for name in Metrics.names() if wanted else ():
                     value = pytest.approx(getattr(wanted, name), rel=1e-4, abs=1e-6, nan_ok=True)
                     assert getattr(found, name) == value, name
+
+
+def test_a_tensor_handed_on_as_it_is_has_one_gradient() -> None:
+    """Autograd adds up the gradient of ``x.float()`` and of ``x`` in one go: they are one tensor."""
+
+    def function(a: nn.Linear, x: Tensor) -> Tensor:
+        h = a(x)
+        same = F.dropout(h.float().contiguous(), 0.0)
+        return (h + same * same.pow(2).mean(-1, keepdim=True).rsqrt() + same.exp()).sum()
+
+    plain = Call(function, nn.Linear(64, 64))
+    model, x = track_scales(plain), torch.randn(32, 64)
+    assert_same_bits(run(plain, x), run(model, x))
+    found = metrics(model)
+    assert found["parts.0.linear"] == found["float"] == found["contiguous"] == found["dropout"]
+    assert found["dropout"] is not None and found["dropout"].bwd is not None
+
+
+def test_results_between_graph_breaks_are_those_of_the_plain_module() -> None:
+    class Asking(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 3)
+            self.seen: list[bool] = []
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            h = x.exp()
+            graph_break()
+            self.seen.append(h.requires_grad)
+            h.requires_grad = True  # as models do for their checkpoints
+            graph_break()
+            return self.linear(h).sum(), x.cos()
+
+    plain, x = Asking(), torch.randn(5, 4)
+    model = track_scales(plain)
+    loss, other = model(x)
+    plain(x)[0].backward()
+    loss.backward()
+    assert model.seen == [False]
+    assert_same_bits(model.linear.weight.grad, plain.linear.weight.grad)
+    # The caller's backward pass reaches the result that has no parameter in it.
+    other.sum().backward()
+    assert directions(model)["cos"] == "both"

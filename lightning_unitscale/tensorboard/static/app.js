@@ -29,6 +29,8 @@ export class App {
     this.loaded = new Map();
     this.rows = [];
     this.panels = [];
+    // How often something new was shown; for those who look at the page from outside.
+    this.shown = 0;
     const change = (fields) => this.change(fields);
     this.controls = new Controls(this.state, {
       run: (run) => change({ run, compared: this.state.compared === run ? null : this.state.compared }),
@@ -110,6 +112,7 @@ export class App {
     this.controls.view.set(stored ? 'stored' : 'meant');
     if (run === null) {
       this.#say('No scales yet.', 'empty');
+      this.shown += 1;
       return;
     }
     const runs = compared === null ? [run] : [run, compared];
@@ -160,7 +163,6 @@ export class App {
   }
 
   #show(found) {
-    const started = performance.now();
     const { stored, filter, limit, rowMode, direction, run } = this.state;
     const names = mergeOrders(found.map((data) => data.names));
     const modules = new Map(found.flatMap((data) => data.names.map((name, k) => [name, data.modules[k]])));
@@ -174,7 +176,8 @@ export class App {
     this.controls.setCount(this.rows.length, names.length);
     const range = limit === 'auto' ? colorLimit(found, stored) : limit;
     this.palette = new Palette(this.theme.name, range);
-    this.legend.set(this.palette);
+    const bad = found.map((data) => data.firstBad()).find((one) => one !== null) ?? null;
+    this.legend.set(this.palette, bad, () => this.select(bad.name, bad.step));
     const turn = TURN[direction];
     if (!names.length) this.#say(`Nothing was measured ${direction}.`, `Try ${turn} (key ${turn[0]}).`);
     else if (!this.rows.length) this.#say(`No tensor matches “${filter}”.`, 'Escape clears the filter.');
@@ -185,7 +188,7 @@ export class App {
     this.heatMap.set({ rows: this.rows, panels: this.panels, stored, palette: this.palette, rowMode, selected });
     this.controls.rows.set(this.heatMap.isLabelled ? 'named' : 'fit');
     if (this.state.selected) this.#showDetail();
-    this.showMilliseconds = performance.now() - started;
+    this.shown += 1;
   }
 
   #selectedCell() {
@@ -209,6 +212,8 @@ export class App {
     const unit = data.unit(column, tensor);
     const texts = [`step ${step}`, scaleText(data.value(column, tensor, this.state.stored))];
     if (unit) texts.push(`stored in units of ${power(unit)}`);
+    const bad = data.bad(column, tensor);
+    if (bad) texts.push(`${bad.toLocaleString('en')} NaN or infinite`);
     return texts;
   }
 
@@ -307,8 +312,8 @@ export class App {
 }
 
 const EMPTY = [
-  { names: [], modules: [], steps: [], unit_rows: [] },
-  { log2_rms: new Float32Array(), log2_unit: new Float32Array() },
+  { names: [], modules: [], steps: [], unit_rows: [], nonfinite_rows: [] },
+  { log2_rms: new Float32Array(), log2_unit: new Float32Array(), nonfinite: new Float32Array() },
 ];
 
 /** Of the runs the one that began last. */

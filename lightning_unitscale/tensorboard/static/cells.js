@@ -7,6 +7,7 @@
 export function cellPicture({ panels, stored, palette }, panel, { first, stop, width, height }) {
   const { data, places } = panels[panel];
   const numColumns = data.steps.length;
+  const hasBad = data.nonfiniteRows.size > 0;
   const numRows = stop - first;
   const columns = Math.min(numColumns, width);
   const rows = Math.min(numRows, height);
@@ -20,16 +21,18 @@ export function cellPicture({ panels, stored, palette }, panel, { first, stop, w
       const end = Math.max(start + 1, Math.floor(((x + 1) * numColumns) / columns));
       // Of several cells in one pixel the furthest from 1 is shown: no outlier gets lost.
       let shown = NaN;
+      let isBad = false;
       for (let row = top; row < bottom; row += 1) {
         if (places[row] < 0) continue;
         for (let column = start; column < end; column += 1) {
+          isBad ||= hasBad && data.bad(column, places[row]) > 0;
           const value = data.value(column, places[row], stored);
           if (value !== value) continue;
           if (shown !== shown || shown === -Infinity) shown = value;
           else if (value !== -Infinity && Math.abs(value) > Math.abs(shown)) shown = value;
         }
       }
-      pixels[y * columns + x] = palette.pixel(shown);
+      pixels[y * columns + x] = isBad ? palette.badPixel : palette.pixel(shown);
     }
   }
   const canvas = new OffscreenCanvas(columns, rows);

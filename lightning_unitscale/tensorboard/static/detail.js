@@ -190,6 +190,7 @@ export class Detail {
       unit,
       step: run.steps[column],
       value: run.value(column, tensor, stored),
+      bad: run.bad(column, tensor),
       series: known?.exponents ?? null,
       error: known?.error ?? null,
       counts: known?.exponents?.at(step, stored) ?? null,
@@ -208,12 +209,12 @@ export class Detail {
     return trend({ lines, step, label, onStep: this.onStep });
   }
 
-  #chart({ run, unit, step, value, series, error, counts }, domain, place) {
+  #chart({ run, unit, step, value, bad, series, error, counts }, domain, place) {
     const { name, runs } = this.subject;
     const several = runs.length > 1;
     const parts = [
       several ? element('h4', { class: `run-${place}` }, run.run) : null,
-      element('p', { class: 'summary' }, summaryLine({ value, unit, counts })),
+      element('p', { class: 'summary' }, summaryLine({ value, unit, bad, counts })),
     ];
     if (counts) {
       const isLast = place === runs.length - 1;

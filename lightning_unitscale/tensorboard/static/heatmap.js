@@ -174,7 +174,6 @@ export class HeatMap {
 
   #draw() {
     if (!this.model) return;
-    const started = performance.now();
     const context = this.base.getContext('2d');
     const colors = this.#colors();
     context.clearRect(0, 0, this.width, this.height);
@@ -189,7 +188,6 @@ export class HeatMap {
     this.#drawLabels(context, colors, first, stop);
     context.restore();
     this.model.panels.forEach((_, panel) => this.#drawAxis(context, colors, panel));
-    this.drawMilliseconds = performance.now() - started;
     this.#drawMarks();
   }
 
@@ -276,13 +274,14 @@ export class HeatMap {
     context.fillStyle = colors.muted;
     const numColumns = data.steps.length;
     const numTicks = Math.max(1, Math.min(numColumns, Math.floor(this.panelWidth / 80)));
-    const stride = Math.ceil(numColumns / numTicks);
+    const stride = roundStride(numColumns / numTicks);
     for (let column = 0; column < numColumns; column += stride) {
       const x = left + ((column + 0.5) * this.panelWidth) / numColumns;
-      const text = data.steps[column].toLocaleString('en');
-      context.textAlign = column ? 'center' : 'left';
-      const isInside = x + context.measureText(text).width / 2 < left + this.panelWidth;
-      if (isInside) context.fillText(column ? text : `step ${text}`, column ? x : left, this.header - 9);
+      const number = data.steps[column].toLocaleString('en');
+      const text = column ? number : `step ${number}`;
+      const { width } = context.measureText(text);
+      const start = Math.max(x - width / 2, left);
+      if (start + width < left + this.panelWidth) context.fillText(text, start, this.header - 9);
       context.fillRect(Math.round(x), this.header - 5, 1, 4);
     }
   }
@@ -351,6 +350,12 @@ export class HeatMap {
       this.node.scrollTop = top + this.rowHeight - area;
     }
   }
+}
+
+/** The smallest of 1, 2, 5, 10, 20, 50, ... that is not below `least`. */
+function roundStride(least) {
+  const decade = 10 ** Math.floor(Math.log10(Math.max(least, 1)));
+  return [1, 2, 5, 10].map((factor) => factor * decade).find((stride) => stride >= least);
 }
 
 /** Text that ends as it does but begins later where the room is too small. */

@@ -83,6 +83,8 @@ function axis(x, bottom, [low, high]) {
   for (let exponent = Math.ceil(low / stride) * stride; exponent <= high; exponent += stride) {
     const at = x(exponent);
     parts.push(svg('line', { class: 'axis', x1: at, x2: at, y1: bottom, y2: bottom + 3 }));
+    // The first one would run into the caption.
+    if (at - LEFT < 12) continue;
     parts.push(svg('text', { x: at, y: bottom + 14, class: 'tick' }, signed(exponent)));
   }
   parts.push(svg('text', { x: LEFT - 6, y: bottom + 14, class: 'caption' }, 'log₂|x|'));
@@ -190,8 +192,9 @@ function shortName(format) {
 }
 
 /** One line about a tensor: its scale, its unit, its zeros. */
-export function summaryLine({ value, unit, counts }) {
+export function summaryLine({ value, unit, bad, counts }) {
   const parts = [scaleText(value)];
+  if (bad) parts.push(`${bad.toLocaleString('en')} NaN or infinite`);
   if (unit) parts.push(`stored in units of ${power(unit)}`);
   if (counts && counts.numSampled) {
     const present = counts.counts.reduce((sum, one) => sum + one, 0);

@@ -11,6 +11,8 @@ export class Legend {
     this.bar = element('div', { class: 'legend-bar', 'aria-hidden': 'true' });
     this.ticks = element('div', { class: 'legend-ticks' });
     this.zero = element('i', { class: 'swatch' });
+    this.bad = element('i', { class: 'swatch' });
+    this.notice = element('button', { type: 'button', class: 'notice', hidden: true });
     this.select = element(
       'select',
       {
@@ -28,11 +30,21 @@ export class Legend {
       element('div', { class: 'legend-scale' }, this.bar, this.ticks),
       this.select,
       element('span', { class: 'legend-item' }, this.zero, 'all zero'),
+      element('span', { class: 'legend-item' }, this.bad, 'NaN or inf'),
       element('span', { class: 'legend-item' }, element('i', { class: 'swatch missing' }), 'none'),
+      this.notice,
     );
   }
 
-  set(palette) {
+  /** The colours, and the first NaN ({name, step} or null), which `onBad` leads to. */
+  set(palette, bad, onBad) {
+    this.notice.hidden = !bad;
+    if (bad) {
+      const step = bad.step.toLocaleString('en');
+      this.notice.textContent = `NaN or inf since step ${step}: ${bad.name}`;
+      this.notice.onclick = onBad;
+    }
+    this.bad.style.background = palette.bad;
     const { limit } = palette;
     this.bar.style.background = palette.gradient();
     this.zero.style.background = palette.zero;

@@ -15,6 +15,27 @@ export class RunScales {
     this.rms = arrays.log2_rms;
     this.units = arrays.log2_unit;
     this.unitRows = header.unit_rows;
+    this.nonfinite = arrays.nonfinite;
+    this.nonfiniteRows = new Map(header.nonfinite_rows.map((column, row) => [column, row]));
+  }
+
+  /** How many elements are NaN or infinite; they have no part in the RMS. */
+  bad(column, tensor) {
+    const row = this.nonfiniteRows.get(column);
+    return row === undefined ? 0 : this.nonfinite[row * this.names.length + tensor];
+  }
+
+  /**
+   * The first tensor with a NaN or an infinity, as {name, step}, or null: of the earliest step, and
+   * of its tensors the one that was computed first.
+   */
+  firstBad() {
+    const columns = [...this.nonfiniteRows.keys()];
+    if (!columns.length) return null;
+    const column = Math.min(...columns);
+    const isBad = (_, tensor) => this.bad(column, tensor) > 0;
+    const find = this.direction === 'forward' ? 'find' : 'findLast';
+    return { name: this.names[find](isBad), step: this.steps[column] };
   }
 
   /** log2 of the unit of a tensor at the `column`-th step. */

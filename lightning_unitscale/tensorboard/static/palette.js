@@ -6,6 +6,8 @@ const STOPS = {
   dark: ['#d6ecff', '#6db4f2', '#2a6aa8', '#24272c', '#a8560f', '#f59a45', '#ffe9cf'],
 };
 const ZERO = { light: '#b9bcc2', dark: '#565b64' };
+// In neither of the two colours, nor near them.
+const BAD = { light: '#c40a8f', dark: '#ff6ad5' };
 const STEPS = 512;
 
 /** The colours of a theme between -limit and limit. */
@@ -26,6 +28,8 @@ export class Palette {
       );
     }
     this.zeroPixel = packed(channels(this.zero));
+    this.bad = BAD[theme];
+    this.badPixel = packed(channels(this.bad));
   }
 
   /** Colour of a value as a pixel of an ImageData seen as Uint32; transparent for NaN. */

@@ -1,0 +1,91 @@
+"""The report of a run without TensorBoard, and the command that makes it."""
+
+import numpy as np
+import pytest
+from matplotlib.image import imread
+
+from lightning_unitscale.cli import main
+from lightning_unitscale.report import write_report
+from lightning_unitscale.report.command import LastStep
+from lightning_unitscale.report.page import STATIC, bundle
+from lightning_unitscale.scale_table import scale_table
+from lightning_unitscale.tensorboard.event_files import read_run
+from tests.tensorboard.runs import NAMES, snapshot, unit_scaled, write
+
+
+@pytest.fixture
+def run(tmp_path):
+    return write(tmp_path / "logs/gpt/version_0", [unit_scaled(snapshot(s)) for s in (0, 10)])
+
+
+def test_command_writes_a_picture_a_page_and_the_table(run, tmp_path, capsys):
+    main(["report", str(run), "--output", "out"])
+    printed = capsys.readouterr().out
+    assert "Scales at step 10" in printed
+    assert all(name.rpartition(".")[2] in printed for name in NAMES)
+    assert "out/scales.png" in printed and "out/scales.html" in printed
+    picture = imread(tmp_path / "out/scales.png")
+    assert min(picture.shape[:2]) > 400
+    assert len(np.unique(picture.reshape(-1, picture.shape[-1]), axis=0)) > 50
+    page = (tmp_path / "out/scales.html").read_text()
+    assert "gpt/version_0" in page
+    assert "default-src 'none'" in page
+    for foreign in ("src=", "href=", "@import", "url("):
+        assert foreign not in page
+
+
+def test_the_table_is_that_of_the_snapshot(run):
+    printed = scale_table(LastStep(read_run(run)))
+    # The event file has fractions in half precision: three digits of them are shown.
+    fields = [line.split() for line in printed.splitlines()]
+    expected = [line.split() for line in scale_table(unit_scaled(snapshot(10))).splitlines()]
+    assert [line[:6] for line in fields] == [line[:6] for line in expected]
+
+
+def test_a_run_without_gradients(tmp_path, capsys):
+    write(tmp_path / "run", [snapshot(0, backward=False)])
+    main(["report", "run"])
+    assert "Scales at step 0" in capsys.readouterr().out
+    assert (tmp_path / "scale_report/scales.html").exists()
+
+
+def test_several_runs_are_named_as_tensorboard_names_them(run, tmp_path):
+    other = write(tmp_path / "logs/base/version_3", [snapshot(0)])
+    report = write_report([run, other], tmp_path / "out")
+    assert list(report.tables) == ["gpt/version_0", "base/version_3"]
+    assert [path.name for path in report.pictures] == ["scales_1.png", "scales_2.png"]
+
+
+def test_what_is_wrong_is_said(run, tmp_path):
+    for arguments, message in (
+        (["nowhere"], "no such folder"),
+        (
+            [str(tmp_path / "logs")],
+            "expected the folder of one run; there are event files in .*gpt",
+        ),
+    ):
+        with pytest.raises(SystemExit, match=message):
+            main(["report", *arguments])
+    (tmp_path / "void").mkdir()
+    with pytest.raises(SystemExit, match="no event files here; expected the folder that"):
+        main(["report", "void"])
+    write(tmp_path / "plain", [])
+    with pytest.raises(SystemExit, match="no scales; expected a run whose Trainer had a ScaleMon"):
+        main(["report", "plain"])
+
+
+def test_names_cannot_end_the_script(tmp_path):
+    hostile = ("</script><b>", *NAMES[1:])
+    write(tmp_path / "run", [snapshot(0, names=hostile)])
+    page = write_report([tmp_path / "run"], tmp_path / "out").page.read_text()
+    assert page.count("</script>") == 2
+    assert "<b>" not in page
+
+
+def test_a_bundle_has_every_module_once_after_those_it_needs():
+    text = bundle("app.js", "source.js", "theme.js")
+    modules = sorted(path.name for path in STATIC.glob("*.js") if path.name != "index.js")
+    order = [line.split("'")[1] for line in text.splitlines() if line.startswith("modules[")]
+    assert sorted(order) == modules
+    assert order.index("dom.js") < order.index("heatmap.js") < order.index("app.js")
+    assert "\nimport " not in text and "\nexport " not in text
