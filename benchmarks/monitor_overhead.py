@@ -38,7 +38,8 @@ def monitored_step(
     probes = ScaleProbes(RowLayout(), lambda node: not is_whole_view(node))
     monitored, captured = captured_forward(module, "monitor", probes)
     captured.owner.use_executor(executor)
-    writer = ScaleWriter(SummaryWriter(folder))
+    experiment = SummaryWriter(folder)
+    writer = ScaleWriter(experiment)
     step = training_step(monitored, batch)  # type: ignore[arg-type]
     count = 0
 
@@ -48,6 +49,8 @@ def monitored_step(
         step()
         if sampled and (snapshot := probes.take(count)) is not None:
             writer.write(snapshot)
+            # Events are written by a thread: without this, during the next variant's step.
+            experiment.flush()
         count += 1
 
     return run
