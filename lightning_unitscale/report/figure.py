@@ -41,8 +41,8 @@ def write_figure(run: RunScales, path: Path, title: str) -> None:
     height = min(max(0.055 * most, 2.8), 11.0)
     figure = Figure(figsize=(13.0, 0.9 + height * len(histories)), layout="constrained")
     figure.suptitle(title, fontsize=13)
-    colors = LinearSegmentedColormap.from_list("scales", STOPS, N=512)
-    colors = colors.with_extremes(bad=_MISSING, under=ZERO, over=BAD)
+    smooth = LinearSegmentedColormap.from_list("scales", STOPS, N=512)
+    colors = smooth.with_extremes(bad=_MISSING, under=ZERO, over=BAD)
     axes = figure.subplots(len(histories), 2, squeeze=False, sharey="row")
     for row, direction, history in zip(axes, run.directions, histories, strict=True):
         limit = color_limit(history)

@@ -185,7 +185,7 @@ class _Attach(torch.autograd.Function):
         return result
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[None, Tensor]:  # type: ignore[override]
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[None, Tensor]:
         return None, grad_output
 
 
