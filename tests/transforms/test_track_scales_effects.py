@@ -1,4 +1,4 @@
-"""Tracking changes nothing else: bits, the caller's tensors, the module's state, other transforms."""
+"""Tracking changes nothing else: bits, the caller's tensors, module state, other transforms."""
 
 import copy
 import gc
@@ -111,7 +111,7 @@ def test_kernels_that_depend_on_gradients_stay_the_same() -> None:
 
 
 def test_a_tensor_handed_on_as_it_is_has_one_gradient() -> None:
-    """Autograd adds up the gradient of ``x.float()`` and of ``x`` in one go: they are one tensor."""
+    """Autograd sums the gradients of ``x.float()`` and of ``x`` in one go: they are one tensor."""
 
     def function(a: nn.Linear, x: Tensor) -> Tensor:
         h = a(x)
