@@ -7,7 +7,15 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from benchmarks.architectures import examine
+from benchmarks.architectures import (
+    differing_gradients,
+    equal_bits,
+    examine,
+    run_step,
+    seed_everything,
+)
+from benchmarks.model_zoo import ZOO
+from lightning_unitscale.transforms import prune_non_float_tensors, track_scales
 
 # What third parties say while a model is traced.
 _EXPECTED = ("Dynamo detected a call to a `functools.lru_cache`", "To copy construct from a tensor")
@@ -34,3 +42,27 @@ def test_same_bits_with_operands_near_one(name: str, depth: str) -> None:
     assert result.plain is not None and result.ours is not None
     assert result.plain.forward < 0.6
     assert min(result.ours.forward, result.ours.stored, result.ours.gradients) >= 0.99
+
+
+@pytest.mark.filterwarnings(*(f"ignore:{text}" for text in _EXPECTED))
+@pytest.mark.parametrize(
+    "name",
+    [
+        "Llama",  # tensors that ``to`` hands back as they are
+        "Mamba",  # one graph of hundreds of nodes
+        "Wav2Vec2",  # changes requires_grad and writes in place between its graphs
+    ],
+)
+def test_same_bits_with_scales_tracked(name: str) -> None:
+    seed_everything()
+    model, inputs = ZOO[name]()
+    tracked = track_scales(model)
+    plain, ours = run_step(model, inputs), run_step(tracked, inputs)
+    assert equal_bits(plain.loss, ours.loss)
+    assert differing_gradients(plain, ours) == ([], 0.0)
+    graph = tracked.scales_graph()
+    graph.lint()
+    metrics = [node.meta["metrics"] for node in prune_non_float_tensors(graph).nodes]
+    measured = [one for one in metrics if one is not None]
+    assert len(measured) > 100
+    assert sum(one.bwd is not None for one in measured) > 0.8 * len(measured)

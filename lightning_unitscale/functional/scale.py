@@ -15,6 +15,8 @@ from torch import Tensor
 Factor = float | Tensor
 
 
+# One node to Dynamo: torch 2.11 loses gradients when it traces two such functions in a row.
+@torch.compiler.allow_in_graph
 def scale(input: Tensor, forward_factor: Factor, backward_factor: Factor) -> Tensor:
     """Return ``input * forward_factor``, whose gradient is multiplied by ``backward_factor``.
 
@@ -40,6 +42,7 @@ def scale_fwd(input: Tensor, factor: Factor) -> Tensor:
     return scale(input, factor, 1.0)
 
 
+@torch.compiler.allow_in_graph
 def scale_bwd(input: Tensor, factor: Factor) -> Tensor:
     """Multiply the gradient by ``factor``; the forward value passes as it is."""
     result: Tensor = _ScaleGradient.apply(input, factor)

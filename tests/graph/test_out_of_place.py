@@ -14,6 +14,8 @@ from lightning_unitscale.graph.out_of_place import (
     aliased_by_mutation,
     make_out_of_place,
     mutated_argument,
+    returned_alone,
+    same_tensor,
 )
 from tests.helpers import assert_same_bits, captured, run
 
@@ -225,3 +227,45 @@ def test_who_shares_memory_with_a_mutated_tensor() -> None:
     assert by_target["flatten"].name in aliased
     assert by_target["sin"].name not in aliased
     assert by_target["view"].name not in aliased
+
+
+def test_which_operations_hand_their_argument_back() -> None:
+    def function(x: Tensor) -> Tensor:
+        y = x.exp()
+        y = F.dropout(y.float().contiguous().type_as(x), 0.0)
+        y = F.dropout(y, 0.5, training=False)
+        y = F.dropout(y, 0.5).double().view(4, 4)
+        return F.relu(y.t().contiguous(), inplace=True).add_(1)
+
+    graph_module = captured(function, torch.randn(4, 4))
+    make_out_of_place(graph_module.graph)
+    # What torch itself does, node by node.
+    handed_back: dict[fx.Node, bool] = {}
+
+    class Identities(fx.Interpreter):
+        def run_node(self, n: fx.Node) -> Any:
+            result = super().run_node(n)
+            arguments = [self.env[one] for one in n.all_input_nodes]
+            writes = mutated_argument(n) is not None
+            handed_back[n] = not writes and any(result is one for one in arguments)
+            return result
+
+    Identities(graph_module).run(torch.randn(4, 4))
+    found = {node: same_tensor(node) is not None for node in graph_module.graph.nodes}
+    assert found == {**dict.fromkeys(found, False), **handed_back}
+    assert sum(found.values()) == 5
+
+
+def test_which_results_nobody_else_looks_into() -> None:
+    def function(x: Tensor) -> tuple[Tensor, ...]:
+        own = x * 2
+        whole = (x + 1).sin()
+        part = whole[:2]
+        return own.view(-1), x.view(-1), whole, part, (x - 1).float()
+
+    graph = captured(function, torch.randn(4, 4)).graph
+    returned = graph.output_node().args[0]
+    alone = returned_alone(graph)
+    assert [one in alone for one in returned] == [True, False, False, False, True]
+    # The tensor that ``float`` hands back is the one that is returned.
+    assert returned[-1].all_input_nodes[0] in alone
