@@ -107,7 +107,7 @@ def captured(function: Callable[..., Any], *inputs: Any) -> fx.GraphModule:
 
 
 # Where the matrix operands of ATen's products stand.
-_OPERANDS = {
+PRODUCT_OPERANDS = {
     "aten::mm": (0, 1),
     "aten::bmm": (0, 1),
     "aten::mv": (0, 1),
@@ -136,7 +136,7 @@ class OperandMeter(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        for position in _OPERANDS.get(func._schema.name, ()):
+        for position in PRODUCT_OPERANDS.get(func._schema.name, ()):
             rms = float(args[position].detach().double().square().mean().sqrt())
             if math.isfinite(rms) and rms > 0:
                 self.readings.append((f"{func._schema.name}[{position}]", rms))

@@ -16,30 +16,12 @@ from lightning_unitscale.graph.steps import steps_of
 from lightning_unitscale.quantize import quantize
 from lightning_unitscale.transforms import lossless_unit_scale, simulate_format, simulate_fp8
 from lightning_unitscale.transforms.simulate_format import SimulateFormat
-from tests.helpers import assert_same_bits, run
+from tests.helpers import PRODUCT_OPERANDS, assert_same_bits, run
 from tests.transforms.zoo import NETWORKS, PRODUCTS, Step, w, x
 
 ZOO = {**PRODUCTS, **NETWORKS}
 # torch multiplies the product of two operands with a third, and that one nobody can round.
 _INTERMEDIATE = {"multi_dot"}
-# Positions of the operands of ATen's products, and of those of the gradient among them.
-_PRODUCTS = {
-    "aten::mm": (0, 1),
-    "aten::bmm": (0, 1),
-    "aten::mv": (0, 1),
-    "aten::dot": (0, 1),
-    "aten::addmm": (1, 2),
-    "aten::baddbmm": (1, 2),
-    "aten::addbmm": (1, 2),
-    "aten::addmv": (1, 2),
-    "aten::conv_tbc": (0, 1),
-    "aten::conv_tbc_backward": (0, 1, 2),
-    "aten::_trilinear": (0, 1, 2),
-    "aten::convolution": (0, 1),
-    "aten::convolution_backward": (0, 1, 2),
-    "aten::_scaled_dot_product_flash_attention_for_cpu": (0, 1, 2),
-    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": (0, 1, 2, 3),
-}
 
 
 def _is_in(tensor: Tensor, format: NumberFormat) -> bool:
@@ -58,7 +40,7 @@ class _Formats(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name = func._schema.name
-        for position in _PRODUCTS.get(name, ()):
+        for position in PRODUCT_OPERANDS.get(name, ()):
             tensor = args[position].detach()
             self.seen.append((f"{name}[{position}]", _is_in(tensor, E4M3FN), _is_in(tensor, E5M2)))
         return func(*args, **(kwargs or {}))
