@@ -262,7 +262,7 @@ class UnitScaleCallback(pl.Callback):
         arguments = step_arguments(module, name, batch, batch_idx)
         accumulated = trainer.accumulate_grad_batches
         with trainer.precision_plugin.train_step_context():
-            saw_gradients = calibrate(
+            measured = calibrate(
                 self._steps.steps[name],
                 self._rewrite,
                 arguments,
@@ -270,7 +270,7 @@ class UnitScaleCallback(pl.Callback):
                 seed_gradient=loss_scale(trainer) / accumulated,
                 results=_joint_results,
             )
-        if saw_gradients:
+        if measured is not None:
             self._is_calibrated = True
         else:
             self._measure_live(name)

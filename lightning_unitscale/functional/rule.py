@@ -25,11 +25,23 @@ class Factors:
         output: Factor on the output, for inputs at RMS 1.
         gradients: For each tensor argument the factor on its gradient, as the operation itself
             computes it from a gradient at RMS 1 of its own (unscaled) output. Arguments that are
-            absent get no gradient. A list of tensors has one factor for all.
+            absent get no gradient. A list of tensors has one factor for all, or where they differ
+            (the operands of an ``einsum``) one for each, under ``operands.0``, ``operands.1``, ...
     """
 
     output: float
     gradients: Mapping[str, float] = field(default_factory=dict)
+
+    def gradient(self, name: str, index: int | None = None) -> float | None:
+        """Factor on the gradient of an argument, or ``None`` where it gets none.
+
+        Args:
+            name: The parameter.
+            index: Place in the list where the parameter is a list of tensors.
+        """
+        if index is not None and f"{name}.{index}" in self.gradients:
+            return self.gradients[f"{name}.{index}"]
+        return self.gradients.get(name)
 
 
 @dataclass(frozen=True)
@@ -40,12 +52,15 @@ class ScaleRule:
         name: Name of the operation, as in ``torch.nn.functional`` where it is there.
         parameters: Names of its parameters in positional order.
         factors: From the arguments by name (tensors for their shapes only) to the factors.
-            ``mult`` among them is the RMS of the first argument where it is not 1: gradients are
-            those of the first argument divided by it.
+            ``mult`` among them is the RMS of the first argument where it is not 1: the operation
+            is then seen as one of that argument divided by ``mult``, whose gradient (``mult``
+            times the argument's own) is what the first argument's factor is for.
         kind: ``"linear"`` maps are homogeneous in each tensor argument; a ``"loss"`` keeps its
             forward value and has the factor of its gradient only.
         reference: Paper section or equation, or how it was derived.
-        weights: Parameters whose gradient is summed over the batch.
+        weights: Parameters whose gradient is summed over the batch. The second operand of a
+            product may be a weight too: only the caller knows.
+        is_variadic: Whether the last parameter takes all further positional arguments, as a list.
     """
 
     name: str
@@ -54,6 +69,7 @@ class ScaleRule:
     kind: Kind
     reference: str
     weights: tuple[str, ...] = ()
+    is_variadic: bool = False
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Arguments of a call by name.
@@ -61,6 +77,11 @@ class ScaleRule:
         Raises:
             TypeError: If the call does not fit the parameters.
         """
+        if self.is_variadic and len(args) >= len(self.parameters):
+            fixed = len(self.parameters) - 1
+            rest = args[fixed:]
+            is_list = len(rest) == 1 and isinstance(rest[0], (list, tuple))
+            args = (*args[:fixed], list(rest[0]) if is_list else list(rest))
         if len(args) > len(self.parameters):
             raise TypeError(
                 f"{self.name}: {len(args)} positional arguments; expected at most "
@@ -71,6 +92,12 @@ class ScaleRule:
         if twice:
             raise TypeError(f"{self.name}: {twice[0]!r} is given by position and by name.")
         return {**bound, **kwargs}
+
+
+def unit_factor(mean_square: float) -> float:
+    """What brings a tensor of this mean square to RMS 1; 1 for a tensor of zeros."""
+    factor: float = mean_square**-0.5 if mean_square > 0 else 1.0
+    return factor
 
 
 _BY_FUNCTION: dict[Any, ScaleRule] = {}

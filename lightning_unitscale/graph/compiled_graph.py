@@ -123,10 +123,17 @@ class CompiledGraph:
             self._variants[observed] = self._build(step, observed)
         return self._variants[observed](*inputs)
 
+    def forget_variants(self) -> None:
+        """Rewrite the base again at the next run, for passes that have changed their minds."""
+        self._variants.clear()
+        self._interpreted.clear()
+
     def interpret(
         self, interpret: Callable[[fx.GraphModule], Callable[..., Any]], inputs: Sequence[Any]
     ) -> Any:
         """Run the base, not rewritten but for its in-place operations, through an interpreter.
+
+        What a reparametrization changed is part of what the step computes, so it is there.
 
         It carries the probes that are wanted, unless this is a rehearsal.
 
@@ -138,16 +145,19 @@ class CompiledGraph:
         assert step is not None
         observed = step.owner.observed and not step.is_rehearsing
         if observed not in self._interpreted:
-            graph = StepGraph(capture.copy_graph_module(self.base), observed=observed)
+            base = capture.copy_graph_module(self.base)
+            graph = StepGraph(base, observed=observed, step=step.name)
             make_out_of_place(graph.graph)
-            passes = [one for one in step.owner.passes if one.stage is Stage.OBSERVE]
+            stages = (Stage.REPARAMETRIZE, Stage.OBSERVE)
+            passes = [one for one in step.owner.passes if one.stage in stages]
             run_passes(graph, passes, step=step.name, graph_index=self.index)
             self._interpreted[observed] = graph
         graph = self._interpreted[observed]
         return Variant(graph, interpret(graph.graph_module)).run(*inputs)
 
     def _build(self, step: CapturedStep, observed: bool) -> Variant:
-        graph = StepGraph(capture.copy_graph_module(self.base), observed=observed)
+        base = capture.copy_graph_module(self.base)
+        graph = StepGraph(base, observed=observed, step=step.name)
         step.owner.records += run_passes(
             graph, step.owner.passes, step=step.name, graph_index=self.index
         )

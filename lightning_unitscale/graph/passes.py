@@ -25,8 +25,13 @@ Run = Callable[[Sequence[Any]], Sequence[Any]]
 
 
 class Stage(enum.IntEnum):
-    """When a pass runs: a later stage sees what the earlier ones made."""
+    """When a pass runs: a later stage sees what the earlier ones made.
 
+    ``REPARAMETRIZE`` changes the function that the step computes; every later stage, and whoever
+    measures the step, takes what it made for the user's own graph.
+    """
+
+    REPARAMETRIZE = 0
     REWRITE = 1
     QUANTIZE = 2
     OBSERVE = 3
@@ -89,13 +94,15 @@ class StepGraph:
 
     Attributes:
         graph_module: The copy that passes rewrite.
+        step: Name of the captured callable.
         observed: Whether this variant carries probes; it runs on sampled steps only.
         device: Device of the graph's floating-point tensors.
         notes: What an earlier pass tells a later one.
     """
 
-    def __init__(self, graph_module: fx.GraphModule, *, observed: bool) -> None:
+    def __init__(self, graph_module: fx.GraphModule, *, observed: bool, step: str = "") -> None:
         self.graph_module = graph_module
+        self.step = step
         self.observed = observed
         self.notes: dict[str, Any] = {}
         self.device = device_of(graph_module.graph)

@@ -29,6 +29,8 @@ LIGHTNING_STEPS = ("training_step", "validation_step", "test_step", "predict_ste
 _ATTRIBUTE = "_captured_steps"
 
 Interpreter = Callable[["CompiledGraph", tuple[Any, ...]], Any]
+# Called with the step and the arguments of the call that is about to be made.
+BeforeCall = Callable[["CapturedStep", tuple[Any, ...], dict[str, Any]], None]
 
 
 def steps_of(module: nn.Module) -> ModuleSteps | None:
@@ -216,7 +218,7 @@ class CapturedStep:
         self.__doc__ = self.__wrapped__.__doc__
         self.interpreter: Interpreter | None = None
         self.is_rehearsing = False
-        self.before_call: Callable[[CapturedStep], None] | None = None
+        self.before_call: BeforeCall | None = None
         self.reset()
 
     def reset(self) -> None:
@@ -238,7 +240,7 @@ class CapturedStep:
             # Detached, but somebody had wrapped it and still calls it.
             return self.__wrapped__(*args, **kwargs)
         if self.before_call is not None:
-            self.before_call(self)
+            self.before_call(self, args, kwargs)
         # An interpreter needs the graph as captured; only the eager executor keeps it that way.
         executor = self.owner.executor if self.interpreter is None else "eager"
         # Within somebody else's captured step there is no call of ours.
@@ -263,6 +265,16 @@ class CapturedStep:
             self.is_rehearsing = False
             if self._deferred is not None:
                 self._deferred.discard()
+
+    def rewrite_anew(self) -> None:
+        """Have the passes rewrite what is captured once more, before the next run of a graph.
+
+        Compiled graphs are captured anew: they can be compiled only while Dynamo looks on.
+        """
+        if any(one.executor != "eager" for one in self.graphs):
+            self.reset()
+        for one in self.graphs:
+            one.forget_variants()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CapturedStep:
         """The step of the same name of the copied owner."""

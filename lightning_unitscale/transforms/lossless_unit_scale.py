@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,10 +12,17 @@ from torch import Tensor, nn
 
 from lightning_unitscale.graph.steps import CapturedStep
 from lightning_unitscale.transforms.attach import captured_forward
-from lightning_unitscale.transforms.calibration import Calibrator, find_loss, restoring
+from lightning_unitscale.transforms.calibration import (
+    Calibrator,
+    find_loss,
+    restoring,
+    root_mean_square,
+)
 from lightning_unitscale.transforms.gauge import Gauge, GaugePair
 from lightning_unitscale.transforms.lossless import Depth, LosslessUnitScale
 
+# Pairs of an output and a gradient for it.
+Seeds = Callable[[Any], Sequence[tuple[Tensor, Tensor]]]
 Reduce = Callable[[Calibrator], tuple[Mapping[str, float], Mapping[str, float]]]
 
 
@@ -45,8 +52,8 @@ def lossless_unit_scale(
     """
     rewrite = LosslessUnitScale(depth, measures_drift=False)
     new, step = captured_forward(module, "lossless_unit_scale", rewrite)
-    measured_gradients = calibrate(step, rewrite, example_args, example_kwargs)
-    if rewrite.gauge and not measured_gradients:
+    measured = calibrate(step, rewrite, example_args, example_kwargs)
+    if rewrite.gauge and measured is None:
         live = _LiveGradients(rewrite)
         step.interpreter, step.before_call = live.calibrator, live
     new.__dict__["gauge"] = _GaugeOf(rewrite)
@@ -62,7 +69,8 @@ def calibrate(
     seed_gradient: float = 1.0,
     results: Reduce = Calibrator.results,
     backward: bool = True,
-) -> bool:
+    seeds: Seeds | None = None,
+) -> Mapping[str, float] | None:
     """Rehearse a step forward and backward, put the measured gauge into force, undo the rest.
 
     Args:
@@ -73,9 +81,11 @@ def calibrate(
         seed_gradient: Gradient of the loss (a loss scale, one over the accumulated batches).
         results: Reads the calibrator; a place to agree across ranks.
         backward: Whether to run a backward pass, if the step returns a loss.
+        seeds: Makes gradients for what a step without a loss returns.
 
     Returns:
-        Whether there was a loss, so that the gradients were measured.
+        RMS of the gradient of each parameter; ``None`` where there was nothing to start a backward
+        pass from.
     """
     module = step.owner.module
     calibrator = rewrite.calibrator()
@@ -83,24 +93,39 @@ def calibrate(
         args, kwargs = copy.deepcopy((args, dict(kwargs)))
         output = step.rehearse(calibrator, *args, **kwargs)
         loss = find_loss(output) if backward else None
+        measured: Mapping[str, float] | None = None
         if loss is not None:
-            _backward(loss, module, (args, kwargs), seed_gradient)
+            seeded = [(loss, torch.full_like(loss, seed_gradient))]
+            measured = _backward(seeded, module, (args, kwargs))
+        elif backward and seeds is not None:
+            measured = _backward(seeds(output), module, (args, kwargs))
     forward, gradients = results(calibrator)
     rewrite.set_gauge(rewrite.gauge.updated(rewrite.gauge_from(forward, gradients)))
-    return loss is not None
+    return measured
 
 
-def _backward(loss: Tensor, module: nn.Module, inputs: Any, seed_gradient: float) -> None:
+def _backward(
+    seeded: Sequence[tuple[Tensor, Tensor]], module: nn.Module, inputs: Any
+) -> Mapping[str, float]:
     """Gradients without touching ``.grad``: hooks of DDP or of an optimizer must not run."""
-    leaves: list[Tensor] = [one for one in module.parameters() if one.requires_grad]
+    named = [(name, one) for name, one in module.named_parameters() if one.requires_grad]
+    leaves: list[Tensor] = [one for _, one in named]
     leaves += [
         one
         for one in torch.utils._pytree.tree_leaves(inputs)
         if isinstance(one, Tensor) and one.requires_grad
     ]
-    if leaves:
-        seed = torch.full_like(loss, seed_gradient)
-        torch.autograd.grad(loss, leaves, seed, allow_unused=True)
+    if not leaves or not seeded:
+        return {}
+    roots, gradients = zip(*seeded, strict=True)
+    found = torch.autograd.grad(roots, leaves, gradients, allow_unused=True)
+    rms = {
+        name: root_mean_square(one)
+        for (name, _), one in zip(named, found, strict=False)
+        if one is not None
+    }
+    values = torch.stack([one.cpu() for one in rms.values()]).tolist() if rms else []
+    return dict(zip(rms, values, strict=True))
 
 
 class _LiveGradients:
@@ -113,7 +138,9 @@ class _LiveGradients:
         self.rewrite = rewrite
         self.calibrator = rewrite.calibrator()
 
-    def __call__(self, step: CapturedStep) -> None:
+    def __call__(
+        self, step: CapturedStep, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
         """Called before each call of the step."""
         if not self.calibrator.saw_gradients:
             self.calibrator.clear()

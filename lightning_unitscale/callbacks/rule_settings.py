@@ -1,0 +1,186 @@
+"""What Lightning's own settings have to be while a module is trained by scale rules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.utilities import GradClipAlgorithmType
+from lightning.pytorch.utilities.rank_zero import rank_zero_info  # type: ignore[attr-defined]
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_unitscale.transforms.learning_rates import Method
+from lightning_unitscale.transforms.parameter_info import ParameterInfo
+from lightning_unitscale.transforms.scaled_step import ScaledStep, scale_learning_rates
+
+# torch.amp.GradScaler's own default: one that starts elsewhere was chosen by the user.
+_DEFAULT_LOSS_SCALE = 2.0**16
+_MISSING = object()
+
+
+class RuleSettings:
+    """The settings that follow the scale rules during one fit: rates, clipping, loss scale.
+
+    ``start`` belongs into ``on_fit_start``: the optimizers exist, and no checkpoint has been
+    restored into them yet. ``restore`` belongs into ``teardown`` and ``on_exception``; it may be
+    called at any time, and more than once.
+
+    Args:
+        infos: What is known of the parameters.
+        lr_scaling: How learning rates follow; ``None`` leaves them to the user.
+    """
+
+    def __init__(
+        self, infos: Mapping[Tensor, ParameterInfo], lr_scaling: Method | None = "match"
+    ) -> None:
+        self._infos = infos
+        self._lr_scaling = lr_scaling
+        self._undo: list[Callable[[], None]] = []
+
+    def start(self, trainer: pl.Trainer) -> None:
+        """Put the settings in force; those of an earlier start are undone first.
+
+        Raises:
+            ValueError: If an optimizer's rates cannot follow the rules.
+        """
+        self.restore()
+        if self._lr_scaling is not None:
+            steps = scale_optimizers(trainer, self._infos, self._lr_scaling)
+            self._undo += [one.remove for one in steps]
+        clipping = UnitClipping(trainer)
+        clipping.attach()
+        self._undo += [clipping.remove, start_loss_scale_at_one(trainer)]
+
+    def restore(self) -> None:
+        """Put everything back to what it was."""
+        undo, self._undo = self._undo, []
+        for one in reversed(undo):
+            one()
+
+
+def scale_optimizers(
+    trainer: pl.Trainer, infos: Mapping[Tensor, ParameterInfo], lr_scaling: Method
+) -> list[ScaledStep]:
+    """Let all optimizers of a Trainer step with each parameter's own rate, and say what is odd.
+
+    Args:
+        trainer: A Trainer whose optimizers are set up.
+        infos: What is known of the parameters.
+        lr_scaling: How learning rates follow.
+
+    Returns:
+        One handle for each optimizer, whose ``remove()`` ends it.
+
+    Raises:
+        ValueError: If an optimizer's rates cannot follow the rules; none is changed then.
+    """
+    steps: list[ScaledStep] = []
+    try:
+        for optimizer in trainer.optimizers:
+            steps.append(scale_learning_rates(_unwrapped(optimizer), infos, lr_scaling))
+    except ValueError:
+        for one in steps:
+            one.remove()
+        raise
+    for one in steps:
+        for note in one.notes:
+            rank_zero_info(f"UnitScaleCallback: {note}")
+    return steps
+
+
+class UnitClipping:
+    """Gradient clipping with thresholds in units of a unit-scaled gradient.
+
+    Thresholds are chosen for plain models, whose gradients have a global norm about 1. Gradients at
+    unit scale have RMS about 1 each, hence a norm about ``sqrt(N)`` for ``N`` elements, which a
+    threshold of 1 would clip in every step. A threshold ``c`` is taken as ``c * sqrt(N)``, for the
+    norm as for single values, with ``N`` the elements of the optimizer that have a gradient.
+
+    ``LightningModule.clip_gradients`` refuses a value that is not the Trainer's, so the factor is
+    put where it leads to: ``clip_gradients`` of the precision plugin (Lightning 2.6).
+
+    Args:
+        trainer: The Trainer, whose precision plugin clips.
+    """
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        self._plugin = trainer.precision_plugin
+        self._shadowed: Any = _MISSING
+        self._is_attached = False
+        self._is_reported = False
+
+    def attach(self) -> None:
+        """Scale thresholds from now on."""
+        if not self._is_attached:
+            self._shadowed = vars(self._plugin).get("clip_gradients", _MISSING)
+            self._clip_gradients = self._plugin.clip_gradients
+            vars(self._plugin)["clip_gradients"] = self._clip
+            self._is_attached = True
+
+    def remove(self) -> None:
+        """Take thresholds as they are again."""
+        if not self._is_attached:
+            return
+        if self._shadowed is _MISSING:
+            del vars(self._plugin)["clip_gradients"]
+        else:
+            vars(self._plugin)["clip_gradients"] = self._shadowed
+        self._is_attached = False
+
+    def _clip(
+        self,
+        optimizer: Optimizer,
+        clip_val: int | float = 0.0,
+        gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
+    ) -> None:
+        factor = 1.0
+        if clip_val > 0:
+            parameters = self._plugin.main_params(optimizer)
+            factor = sum(one.numel() for one in parameters if one.grad is not None) ** 0.5
+            if not self._is_reported:
+                self._is_reported = True
+                rank_zero_info(
+                    f"UnitScaleCallback: gradient_clip_val={clip_val} is taken as "
+                    f"{clip_val * factor:.4g}, since unit-scaled gradients have RMS near 1 and "
+                    "their norm is near the root of their number."
+                )
+        self._clip_gradients(optimizer, clip_val * factor, gradient_clip_algorithm)
+
+
+def start_loss_scale_at_one(trainer: pl.Trainer) -> Callable[[], None]:
+    """Let the gradient scaler of ``16-mixed`` start at 1 instead of 65,536.
+
+    Gradients at unit scale need no loss scale, and the default one overflows them for many steps. A
+    scaler that was used already, or that the user made with another scale, stays as it is; one that
+    is restored from a checkpoint later goes on from there.
+
+    Args:
+        trainer: The Trainer, before its first step and before a checkpoint is restored.
+
+    Returns:
+        A function that puts back the start that was, unless the scaler was used in between: then
+        its scale is a result of the training.
+    """
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    before = dict(scaler.state_dict()) if scaler is not None else {}
+    # Empty if the scaler is disabled.
+    if scaler is None or before.get("scale") != _DEFAULT_LOSS_SCALE or before["_growth_tracker"]:
+        return lambda: None
+    scaler.load_state_dict({**before, "scale": 1.0})
+    started = dict(scaler.state_dict())
+
+    def restore() -> None:
+        if scaler.state_dict() == started:
+            scaler.load_state_dict(before)
+
+    return restore
+
+
+def _unwrapped(optimizer: Any) -> Optimizer:
+    inner: Optimizer = optimizer
+    if isinstance(optimizer, LightningOptimizer):
+        inner = optimizer.optimizer
+    return inner

@@ -1,0 +1,257 @@
+"""The graphs of one step as one flow of tensors, across graph breaks and into checkpoints."""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from lightning_unitscale.graph.capture import is_checkpoint
+from lightning_unitscale.graph.nodes import INPUT, example_tensor, is_float_tensor, op_name
+
+Path = tuple[int | str, ...]
+
+# Operations that hand on the elements of one tensor, or some of them, or several times over. None
+# changes what a factor on the tensor means.
+_HANDED_ON = frozenset(
+    {"view", "reshape", "transpose", "permute", "contiguous", "flatten", "unflatten", "unsqueeze",
+     "squeeze", "t", "mT", "T", "view_as", "reshape_as", "clone", "swapaxes", "swapdims", "movedim",
+     "moveaxis", "ravel", "adjoint", "alias", "expand", "expand_as", "broadcast_to", "repeat",
+     "repeat_interleave", "tile", "getitem", "chunk", "split", "tensor_split", "unsafe_chunk",
+     "unsafe_split", "split_with_sizes", "unbind", "narrow", "select", "index_select", "to",
+     "type_as", "type", "float", "half", "bfloat16", "double", "roll", "flip", "unfold", "cuda",
+     "cpu", "identity", "dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout",
+     "feature_dropout", "feature_alpha_dropout", "native_dropout", "positive", "rot90", "hsplit",
+     "vsplit", "gather", "take_along_dim", "pixel_shuffle", "pixel_unshuffle", "diagonal"}
+)  # fmt: skip
+
+
+def is_operation(node: fx.Node) -> bool:
+    """Whether the node computes something."""
+    return node.op in {"call_function", "call_method"}
+
+
+def handed_on(node: fx.Node) -> fx.Node | None:
+    """The tensor that the node only rearranges, selects from, drops from or casts."""
+    if not is_operation(node) or op_name(node) not in _HANDED_ON:
+        return None
+    first = node.args[0] if node.args else node.kwargs.get("input")
+    return first if isinstance(first, fx.Node) else None
+
+
+@dataclass
+class Flow:
+    """Every operation of a step in the order in which they run, and who reads whom.
+
+    A placeholder that another graph of the step, or the graph around a checkpoint, has made is that
+    other node: readers and sources go across.
+
+    Attributes:
+        nodes: Operations and inputs, in the order of execution.
+        outputs: Float tensors that leave the step.
+    """
+
+    nodes: list[fx.Node] = field(default_factory=list)
+    outputs: list[fx.Node] = field(default_factory=list)
+    _same: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    _order: dict[fx.Node, int] = field(default_factory=dict)
+    _readers: dict[fx.Node, list[fx.Node]] = field(default_factory=lambda: defaultdict(list))
+    _parameters: dict[fx.Node, str] = field(default_factory=dict)
+    _by_fqn: dict[str, fx.Node] = field(default_factory=dict)
+
+    def resolve(self, node: fx.Node) -> fx.Node:
+        """The node that really made a tensor."""
+        while node in self._same:
+            node = self._same[node]
+        return node
+
+    def order(self, node: fx.Node) -> int:
+        """Position of a node in the order of execution."""
+        return self._order[self.resolve(node)]
+
+    def sources(self, node: fx.Node) -> list[fx.Node]:
+        """The nodes that made a node's arguments."""
+        return [self.resolve(one) for one in node.all_input_nodes]
+
+    def readers(self, node: fx.Node) -> list[fx.Node]:
+        """The operations that read a node's result, in any graph."""
+        return self._readers[self.resolve(node)]
+
+    def parameter(self, node: fx.Node) -> str | None:
+        """Path in the module of the parameter that the node is, if it is one."""
+        return self._parameters.get(self.resolve(node))
+
+    def parameters(self) -> dict[str, fx.Node]:
+        """The node of every parameter."""
+        return dict(self._by_fqn)
+
+    def root(self, node: fx.Node) -> fx.Node:
+        """Where a tensor comes from, seen through what only hands it on."""
+        node = self.resolve(node)
+        while (source := handed_on(node)) is not None:
+            node = self.resolve(source)
+        return node
+
+    def parameter_of(self, node: fx.Node) -> str | None:
+        """Path of the parameter whose elements the tensor has."""
+        return self.parameter(self.root(node))
+
+    def add_graph(self, graph_module: fx.GraphModule, made: Sequence[tuple[int, fx.Node]]) -> None:
+        """Append a graph.
+
+        Args:
+            graph_module: The graph.
+            made: Placeholder positions that nodes of earlier graphs made.
+        """
+        links = dict(made)
+        for position, node in enumerate(graph_module.graph.find_nodes(op="placeholder")):
+            if position in links:
+                self._same[node] = links[position]
+        self._add_nodes(graph_module)
+
+    def finish(self, outputs: Sequence[fx.Node]) -> None:
+        """Say what leaves the step, once every graph is there."""
+        self.outputs = [self.resolve(one) for one in outputs]
+
+    def _add_nodes(self, graph_module: fx.GraphModule) -> None:
+        for node in graph_module.graph.nodes:
+            if node.op == "output" or node in self._same:
+                continue
+            if node.op == "placeholder" and self._is_known_parameter(node):
+                continue
+            if is_checkpoint(node):
+                self._add_checkpoint(graph_module, node)
+                continue
+            self._order[node] = len(self.nodes)
+            self.nodes.append(node)
+            if is_operation(node):
+                for source in dict.fromkeys(self.sources(node)):
+                    self._readers[source].append(node)
+
+    def _is_known_parameter(self, node: fx.Node) -> bool:
+        given = node.meta.get(INPUT)
+        if given is None or given.kind != "parameter" or given.fqn is None:
+            return False
+        if given.fqn in self._by_fqn:
+            self._same[node] = self._by_fqn[given.fqn]
+            return True
+        self._by_fqn[given.fqn] = node
+        self._parameters[node] = given.fqn
+        return False
+
+    def _add_checkpoint(self, graph_module: fx.GraphModule, call: fx.Node) -> None:
+        body_node, *arguments = call.args
+        assert isinstance(body_node, fx.Node)
+        body = getattr(graph_module, str(body_node.target))
+        placeholders = body.graph.find_nodes(op="placeholder")
+        for inner, outer in zip(placeholders, arguments, strict=False):
+            if isinstance(outer, fx.Node):
+                self._same[inner] = outer
+        self._add_nodes(body)
+        returned = body.graph.output_node().args[0]
+        if isinstance(returned, fx.Node):
+            self._same[call] = returned
+            return
+        for reader in call.users:
+            if reader.target is operator.getitem and isinstance(reader.args[1], int):
+                made = returned[reader.args[1]]
+                if isinstance(made, fx.Node):
+                    self._same[reader] = made
+
+
+class Recorder:
+    """Runs the graphs of a step as they are and records how they hang together."""
+
+    def __init__(self) -> None:
+        self.flow = Flow()
+        self._known: set[fx.Graph] = set()
+        self._made: dict[int, tuple[Tensor, fx.Node]] = {}
+        self._read: set[fx.Node] = set()
+
+    def __call__(self, graph: Any, inputs: tuple[Any, ...]) -> Any:
+        """Run one graph; the interpreter that ``CapturedStep`` expects."""
+
+        def run_with(graph_module: fx.GraphModule) -> Any:
+            def run(*values: Any) -> Any:
+                outputs = fx.Interpreter(graph_module).run(*values)
+                self._record(graph_module, values, outputs)
+                return outputs
+
+            return run
+
+        return graph.interpret(run_with, inputs)
+
+    def result(self) -> Flow:
+        """The flow of everything that ran."""
+        outputs = [node for _, node in self._made.values() if node not in self._read]
+        self.flow.finish(outputs)
+        return self.flow
+
+    def _record(
+        self, graph_module: fx.GraphModule, inputs: Sequence[Any], outputs: Sequence[Any]
+    ) -> None:
+        linked = [
+            (position, self._made[id(value)][1])
+            for position, value in enumerate(inputs)
+            if id(value) in self._made
+        ]
+        self._read.update(node for _, node in linked)
+        if graph_module.graph not in self._known:
+            self._known.add(graph_module.graph)
+            self.flow.add_graph(graph_module, linked)
+        returned = graph_module.graph.output_node().args[0]
+        for node, value in zip(returned, outputs, strict=False):
+            # The tensor is kept: its identity says something only as long as it lives.
+            if isinstance(value, Tensor) and isinstance(node, fx.Node) and is_float_tensor(node):
+                self._made[id(value)] = (value, node)
+
+
+def float_arguments(node: fx.Node) -> Iterator[tuple[Path, fx.Node]]:
+    """The float tensors among a node's arguments, with where they stand."""
+    for position, value in enumerate(node.args):
+        yield from _floats((position,), value)
+    for name, value in node.kwargs.items():
+        yield from _floats((name,), value)
+
+
+def _floats(path: Path, value: Any) -> Iterator[tuple[Path, fx.Node]]:
+    if isinstance(value, fx.Node):
+        if is_float_tensor(value):
+            yield path, value
+    elif isinstance(value, (list, tuple)):
+        for index, one in enumerate(value):
+            yield from _floats((*path, index), one)
+
+
+def carries_gradient(node: fx.Node) -> bool:
+    """Whether a real float tensor of the node depends on a parameter or on a tracked input."""
+    tensor = example_tensor(node)
+    return tensor is not None and tensor.is_floating_point() and tensor.requires_grad
+
+
+def numel(node: fx.Node) -> int:
+    """Number of elements of a node's example, 0 for what is no tensor."""
+    tensor = example_tensor(node)
+    return 0 if tensor is None else _concrete(tensor)
+
+
+def _concrete(tensor: Tensor) -> int:
+    total = 1
+    for size in tensor.shape:
+        total *= size if isinstance(size, int) else int(size.node.hint)
+    return total
+
+
+def is_softmax(node: fx.Node) -> bool:
+    """Whether the node is a softmax in any form."""
+    return is_operation(node) and op_name(node) in {"softmax", "_softmax"}
+
+
+def is_attention(node: fx.Node) -> bool:
+    """Whether the node is a fused attention."""
+    return is_operation(node) and node.target is torch.nn.functional.scaled_dot_product_attention

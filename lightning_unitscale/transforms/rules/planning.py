@@ -1,0 +1,109 @@
+"""From a step and one batch to a plan: record, find the structure, decide, measure."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from lightning_unitscale.graph.steps import CapturedStep
+from lightning_unitscale.transforms.calibration import restoring
+from lightning_unitscale.transforms.rules.decide import Decider
+from lightning_unitscale.transforms.rules.flow import Recorder
+from lightning_unitscale.transforms.rules.plan import Decision, RulePlan, RuleSettings, key
+from lightning_unitscale.transforms.rules.rehearsal import Rehearsal, prepared_like
+from lightning_unitscale.transforms.rules.residuals import branch_weights, find_residuals
+from lightning_unitscale.transforms.rules.roles import Structure, find_structure, plan_parameters
+
+
+def plan_step(
+    step: CapturedStep,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    settings: RuleSettings,
+    known: RulePlan,
+    *,
+    init_weights: bool = True,
+    backward: bool = True,
+) -> RulePlan:
+    """Decide on every operation of a step, on one batch.
+
+    The step runs twice, eagerly and without a trace: once as it is, to see its graphs and how they
+    hang together; once with the factors in place as they are decided, to measure what no rule knows.
+
+    Args:
+        step: The captured step; its graphs must not be reparametrized yet.
+        args: Positional arguments; the step gets a copy.
+        kwargs: Keyword arguments; the step gets a copy.
+        settings: The user's choices.
+        known: What is decided already: operations of other steps keep their factors, and
+            parameters are scaled once.
+        init_weights: Whether parameters are set to unit scale.
+        backward: Whether the step will be run with gradients.
+
+    Returns:
+        ``known`` and what is new. Parameters are not touched yet.
+    """
+    recorder = Recorder()
+    with _rehearsing(step, backward):
+        step.rehearse(recorder, *copy.deepcopy(args), **copy.deepcopy(dict(kwargs)))
+    flow = recorder.result()
+    residuals = find_residuals(flow)
+    structure = find_structure(flow, residuals)
+    parameters = {**plan_parameters(structure, init_weights=init_weights), **known.parameters}
+    _check_known_parameters(structure, known)
+    fresh = {fqn: one for fqn, one in parameters.items() if fqn not in known.parameters}
+    rehearsal = Rehearsal(flow, prepared_like(fresh))
+    decider = Decider(
+        structure,
+        parameters,
+        _branch_weights(residuals, settings),
+        settings,
+        rehearsal.measure,
+        prior=_by_name(known),
+    )
+    rehearsal.decider = decider
+    with _rehearsing(step, backward):
+        step.rehearse(rehearsal, *copy.deepcopy(args), **copy.deepcopy(dict(kwargs)))
+    decisions = {key(step.name, name): one for name, one in decider.decisions.items()}
+    return known.updated(RulePlan(decisions, parameters))
+
+
+def _branch_weights(residuals: Any, settings: RuleSettings) -> dict[fx.Node, float]:
+    return branch_weights(
+        residuals,
+        fixed=settings.residual,
+        residual_mult=settings.residual_mult,
+        residual_attn_ratio=settings.residual_attn_ratio,
+    )
+
+
+@contextlib.contextmanager
+def _rehearsing(step: CapturedStep, backward: bool) -> Any:
+    with restoring(step.owner.module), torch.enable_grad() if backward else _as_it_is():
+        yield
+
+
+def _as_it_is() -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext()
+
+
+def _by_name(known: RulePlan) -> dict[str, Decision]:
+    return {name.partition(":")[2]: one for name, one in known.items()}
+
+
+def _check_known_parameters(structure: Structure, known: RulePlan) -> None:
+    """A parameter that is at unit scale already must not be read by what no rule rewrites."""
+    for fqn, uses in structure.uses.items():
+        plan = known.parameters.get(fqn)
+        other = [one.node for one in uses if one.kind == "other"]
+        if plan is not None and plan.action != "left" and other:
+            raise RuntimeError(
+                f"{fqn}: it was set to unit scale for an earlier step, but {other[0].name} of this "
+                "one reads it, which no rule rewrites; expected every step to use it alike; "
+                "register a rule for that operation, or name its function in replace=."
+            )

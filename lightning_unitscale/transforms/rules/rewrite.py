@@ -1,0 +1,109 @@
+"""The graph pass that puts the decided factors into a graph."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from lightning_unitscale.graph.nodes import (
+    INTERNAL,
+    MODULE,
+    NAME,
+    argument_at,
+    map_arguments,
+    op_name,
+    replace_other_uses,
+    tensor_name,
+)
+from lightning_unitscale.graph.out_of_place import aliased_by_mutation
+from lightning_unitscale.graph.passes import GraphPass, Region, Stage, StepGraph
+from lightning_unitscale.transforms.rules.plan import Decision, RulePlan, key
+
+
+class RuleRewrite(GraphPass):
+    """Multiplies arguments and results by the factors of a plan; gradients follow by themselves.
+
+    Attributes:
+        plan: The decisions in force; graphs are captured anew when it changes.
+    """
+
+    name = "unit scale by rules"
+    stage = Stage.REPARAMETRIZE
+    out_of_place = True
+
+    def __init__(
+        self, replace: Mapping[Callable[..., Any], Callable[..., Any]] | None = None
+    ) -> None:
+        self.replace = dict(replace or {})
+        self.plan = RulePlan()
+
+    def set_plan(self, plan: RulePlan) -> None:
+        """Put a plan into force; graphs that were rewritten before must be rewritten anew."""
+        self.plan = plan
+
+    def run(self, graph: StepGraph) -> tuple[str, ...]:
+        """Rewrite one graph."""
+        counts: Counter[str] = Counter()
+        for region in graph.regions():
+            mutated = aliased_by_mutation(region.graph)
+            scaled: dict[tuple[fx.Node, float], fx.Node] = {}
+            for node in list(region.graph.nodes):
+                decision = self.plan.get(key(graph.step, tensor_name(node)))
+                if decision is None or decision.op != op_name(node) or not decision.changes:
+                    continue
+                counts[decision.how] += 1
+                _apply(region, node, decision, mutated, scaled)
+        if not counts:
+            return ("nothing to scale",)
+        what = ", ".join(f"{count} by {how}" for how, count in counts.items())
+        return (f"factors on {counts.total()} operations: {what}",)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RuleRewrite:
+        new = copy.copy(self)
+        memo[id(self)] = new
+        return new
+
+
+def _apply(
+    region: Region,
+    node: fx.Node,
+    decision: Decision,
+    mutated: set[fx.Node],
+    scaled: dict[tuple[fx.Node, float], fx.Node],
+) -> None:
+    graph = region.graph
+    replacements: dict[tuple[Any, ...], fx.Node] = {}
+    for one in decision.arguments:
+        source = argument_at(node, one.path)
+        known = scaled.get((source, one.factor))
+        if known is None:
+            with graph.inserting_before(node):
+                known = graph.call_function(torch.mul, (source, one.factor))
+            _describe(known, source, node, f"{tensor_name(source)}:unit")
+            known.meta[INTERNAL] = True
+            if source not in mutated:
+                scaled[source, one.factor] = known
+        replacements[one.path] = known
+    map_arguments(node, replacements)
+    if decision.kwargs:
+        node.kwargs = {**node.kwargs, **dict(decision.kwargs)}
+    if decision.output != 1.0:
+        with graph.inserting_after(node):
+            result = graph.call_function(torch.mul, (node, decision.output))
+        # The tensor that people know is the one that the rest of the model reads.
+        _describe(result, node, node, tensor_name(node))
+        replace_other_uses(node, result)
+        node.meta[NAME] = f"{tensor_name(node)}:unscaled"
+        node.meta[INTERNAL] = True
+
+
+def _describe(new: fx.Node, like: fx.Node, at: fx.Node, name: str) -> None:
+    new.meta["example_value"] = like.meta["example_value"]
+    new.meta[MODULE] = at.meta.get(MODULE, "")
+    new.meta[NAME] = name
+

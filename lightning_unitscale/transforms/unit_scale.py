@@ -1,0 +1,204 @@
+"""``unit_scale``: unit scaling by rules on a plain module."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from lightning_unitscale.graph.steps import CapturedStep
+from lightning_unitscale.transforms.attach import captured_forward
+from lightning_unitscale.transforms.lossless import LosslessUnitScale
+from lightning_unitscale.transforms.lossless_unit_scale import calibrate
+from lightning_unitscale.transforms.rules.coverage import coverage_report
+from lightning_unitscale.transforms.rules.plan import RuleSettings
+from lightning_unitscale.transforms.rules.planning import plan_step
+from lightning_unitscale.transforms.rules.rewrite import RuleRewrite
+from lightning_unitscale.transforms.rules.weights import ParameterGradients, set_to_unit_scale
+
+Replace = Mapping[Callable[..., Any], Callable[..., Any]]
+
+
+def unit_scale(
+    module: nn.Module,
+    replace: Replace | None = None,
+    *,
+    residual: tuple[float, float] | None = None,
+    init_weights: bool = True,
+    on_unknown: Literal["calibrate", "keep", "error"] = "calibrate",
+    residual_mult: float = 1.0,
+    residual_attn_ratio: float = 1.0,
+    attention_mult: float = 1.0,
+    activation_mult: float = 1.0,
+    loss_mult: float = 1.0,
+) -> nn.Module:
+    """A copy of ``module`` that is unit-scaled by rules: another model, with the same parts.
+
+    Weights are set to RMS 1 and biases to 0; every matrix product gets the factor that brings its
+    result to RMS 1 (``1 / fan_in`` where a loss reads it directly), attention's logits become
+    ``(m / d) q.k``, and the branches of residual adds get weights. Whatever lies between is left as
+    it was written and only followed: the operands of the next product are brought to RMS 1.
+    Gradients are those of the new function; they are stored in powers of two that bring them to
+    RMS 1 at every product and every parameter.
+
+    The module is captured, and everything is decided, in its first call.
+
+    Args:
+        module: Any module that Dynamo can capture; it is left as it is.
+        replace: Functions to put in place of others, which are then not looked into.
+        residual: Weights of residual branches with attention and of the others; by default
+            u-muP's rule for depth.
+        init_weights: Whether to set weights to RMS 1 and biases to 0.
+        on_unknown: What to do where the scale of a tensor follows from no rule: measure it on the
+            first batch (``"calibrate"``), take it for 1 (``"keep"``), or raise (``"error"``).
+        residual_mult: u-muP's share of all branches in the last sum.
+        residual_attn_ratio: u-muP's share of attention branches relative to the others.
+        attention_mult: Factor on attention's logits.
+        activation_mult: Factor on the input of activations that follow a weight.
+        loss_mult: Factor on the logits of a cross-entropy.
+
+    Returns:
+        A new module with ``explain()``: what was rewritten and why, operation by operation.
+
+    Raises:
+        ValueError: If an argument is out of its range or the module is compiled already.
+        RuntimeError: In the first call, if ``on_unknown="error"`` and a scale is not known.
+
+    References:
+        Blake, Orr, Luschi, "Unit Scaling" (arXiv 2303.11257); Blake et al., "u-muP"
+        (arXiv 2407.17465).
+    """
+    settings = RuleSettings(
+        residual=residual,
+        on_unknown=on_unknown,
+        residual_mult=residual_mult,
+        residual_attn_ratio=residual_attn_ratio,
+        attention_mult=attention_mult,
+        activation_mult=activation_mult,
+        loss_mult=loss_mult,
+    )
+    check_settings(settings)
+    rules = RuleRewrite(replace)
+    gradients = ParameterGradients()
+    lossless = LosslessUnitScale("products", measures_drift=False)
+    new, step = captured_forward(module, "unit_scale", rules, gradients, lossless)
+    step.before_call = _FirstCall(rules, gradients, lossless, settings, init_weights)
+    new.__dict__["explain"] = _ExplainRules(new.__dict__["explain"], rules)
+    return new
+
+
+def check_settings(settings: RuleSettings) -> None:
+    """Refuse settings that are out of their ranges.
+
+    Raises:
+        ValueError: Naming the argument, its value and what was expected.
+    """
+    if settings.on_unknown not in ("calibrate", "keep", "error"):
+        raise ValueError(
+            f"on_unknown={settings.on_unknown!r}: unknown choice; expected 'calibrate', 'keep' or "
+            "'error'; pass on_unknown='calibrate' to measure what no rule knows."
+        )
+    for name in (
+        "residual_mult",
+        "residual_attn_ratio",
+        "attention_mult",
+        "activation_mult",
+        "loss_mult",
+    ):
+        value = getattr(settings, name)
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0:
+            raise ValueError(
+                f"{name}={value!r}: no such factor; expected a positive number; pass {name}=1.0."
+            )
+    residual = settings.residual
+    if residual is not None and not (
+        isinstance(residual, (tuple, list))
+        and len(residual) == 2
+        and all(isinstance(one, (int, float)) and one > 0 for one in residual)
+    ):
+        raise ValueError(
+            f"residual={residual!r}: no such weights; expected two positive numbers, for branches "
+            "with attention and for the others; pass for example residual=(0.1, 0.7)."
+        )
+
+
+class _FirstCall:
+    """Decides everything on the arguments of the first call.
+
+    A module that returns no loss gets a random gradient at RMS 1 for each of its outputs; if the
+    first real one is of another size, units follow it in the next call. An object rather than a
+    closure, so that a copied module decides for itself.
+    """
+
+    def __init__(
+        self,
+        rules: RuleRewrite,
+        gradients: ParameterGradients,
+        lossless: LosslessUnitScale,
+        settings: RuleSettings,
+        init_weights: bool,
+    ) -> None:
+        self.rules = rules
+        self.gradients = gradients
+        self.lossless = lossless
+        self.settings = settings
+        self.init_weights = init_weights
+        self.is_planned = False
+
+    def __call__(
+        self, step: CapturedStep, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
+        """Called before each call of the step."""
+        module = step.owner.module
+        if not self.is_planned:
+            plan = plan_step(
+                step,
+                args,
+                kwargs,
+                self.settings,
+                self.rules.plan,
+                init_weights=self.init_weights,
+            )
+            self.rules.set_plan(plan.with_parameters(set_to_unit_scale(module, plan.parameters)))
+            step.rewrite_anew()
+            self.is_planned = True
+        measured = calibrate(step, self.lossless, args, kwargs, seeds=_random_seeds)
+        if measured is not None:
+            self.gradients.set_measured(measured)
+        step.before_call = None
+
+
+def _random_seeds(output: Any) -> Sequence[tuple[Tensor, Tensor]]:
+    """A gradient at RMS 1 for each float tensor that a module returned."""
+    tensors = [
+        one
+        for one in tree_leaves(_plain(output))
+        if isinstance(one, Tensor) and one.is_floating_point() and one.requires_grad
+    ]
+    return [(one, torch.randn_like(one)) for one in tensors]
+
+
+def _plain(output: Any) -> Any:
+    """Outputs that look like mappings but are none to pytree (those of transformers)."""
+    if isinstance(output, Mapping):
+        return dict(output)
+    values = getattr(output, "__dict__", None)
+    if values and not isinstance(output, (Tensor, nn.Module)):
+        return copy.copy(values)
+    return output
+
+
+class _ExplainRules:
+    """``module.explain()``: passes, and then the coverage of the rules."""
+
+    def __init__(self, passes: Callable[[], str], rules: RuleRewrite) -> None:
+        self.passes = passes
+        self.rules = rules
+
+    def __call__(self) -> str:
+        """What was captured, what each pass did, and what the rules decided."""
+        return "\n\n".join([self.passes(), coverage_report(self.rules.plan)])
