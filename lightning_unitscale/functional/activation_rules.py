@@ -104,7 +104,7 @@ for _name, _function, _options in _ELEMENTWISE:
     register_rule(
         ScaleRule(
             _name,
-            ("input", *_options),
+            ("input", *_options, "inplace"),
             _elementwise(_function, _options),
             "activation",
             _REFERENCE,
@@ -115,7 +115,7 @@ for _name, _function, _options in _ELEMENTWISE:
 RRELU = register_rule(
     ScaleRule(
         "rrelu",
-        ("input", "lower", "upper", "training"),
+        ("input", "lower", "upper", "training", "inplace"),
         _rrelu,
         "activation",
         "(1 + E slope^2) / 2 on both sides; the slope is uniform, or its mean outside of training",

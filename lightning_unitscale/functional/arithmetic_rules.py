@@ -88,19 +88,19 @@ def _join(arguments: Mapping[str, Any]) -> Factors:
     return Factors(factor, {"tensors": factor})
 
 
-def _kept(arguments: Mapping[str, Any]) -> float:
-    training = arguments.get("training", arguments.get("train", True))
+def _kept(arguments: Mapping[str, Any], default: bool) -> float:
+    training = arguments.get("training", arguments.get("train", default))
     return 1 - arguments.get("p", 0.5) if training else 1.0
 
 
 def _dropout(arguments: Mapping[str, Any]) -> Factors:
-    kept, mult = _kept(arguments), arguments.get("mult", 1.0)
+    kept, mult = _kept(arguments, default=True), arguments.get("mult", 1.0)
     factor = unit_factor(mult**2 / kept) if kept > 0 else 1.0
     return Factors(factor, {"input": factor})
 
 
 def _alpha_dropout(arguments: Mapping[str, Any]) -> Factors:
-    kept, mult = _kept(arguments), arguments.get("mult", 1.0)
+    kept, mult = _kept(arguments, default=False), arguments.get("mult", 1.0)
     dropped = 1 - kept
     # a (x or the floor) + b, with a and b such that mean 0 and variance 1 stay so.
     square = 1 / (kept * (1 + dropped * _SELU_FLOOR**2)) if kept > 0 else 0.0

@@ -25,12 +25,7 @@ from lightning_unitscale.functional.softmax_moments import (
 
 
 def _softmax(arguments: Mapping[str, Any]) -> Factors:
-    shape = shape_of(arguments["input"])
-    dim = arguments.get("dim")
-    mult = arguments.get("mult", 1.0)
-    if dim is None:  # F.softmax's old default
-        dim = 0 if len(shape) in (0, 1, 3) else 1
-    n = shape[dim] if shape else 1
+    n, mult = _num_logits(arguments), arguments.get("mult", 1.0)
     moments = softmax_moments(n, mult)
     return Factors(
         unit_factor(moments.output / max(n, 1)),
@@ -39,7 +34,18 @@ def _softmax(arguments: Mapping[str, Any]) -> Factors:
 
 
 def _log_softmax(arguments: Mapping[str, Any]) -> Factors:
-    return Factors(1.0, {"input": unit_factor(arguments.get("mult", 1.0) ** 2)})
+    n, mult = _num_logits(arguments), arguments.get("mult", 1.0)
+    # The mean square of g - p sum(g).
+    square = 1 - 2 / max(n, 1) + softmax_moments(n, mult).output
+    return Factors(1.0, {"input": unit_factor(mult**2 * square)})
+
+
+def _num_logits(arguments: Mapping[str, Any]) -> int:
+    shape = shape_of(arguments["input"])
+    dim = arguments.get("dim")
+    if dim is None:  # what torch guesses, with a warning
+        dim = 0 if len(shape) in (0, 1, 3) else 1
+    return shape[dim] if shape else 1
 
 
 def _attention(arguments: Mapping[str, Any]) -> Factors:
@@ -99,7 +105,7 @@ LOG_SOFTMAX = register_rule(
         _log_softmax,
         "normalization",
         "left as it is: it is half of a loss, whose value stays the plain one; its gradient "
-        "g - p sum(g) has the mean square 1 + sum p^2 / n",
+        "g - p sum(g) has the mean square 1 - 2 / n + sum p^2",
     ),
     names=("log_softmax",),
 )

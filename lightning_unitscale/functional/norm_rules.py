@@ -6,7 +6,7 @@ References:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -76,37 +76,30 @@ GROUP_NORM = register_rule(
     names=("group_norm",),
 )
 # The functions of torch.nn.functional and of torch have their parameters in different orders.
-_RUNNING = ("running_mean", "running_var")
-_WEIGHTS = ("weight", "bias")
-for _name, _orders in {
-    "batch_norm": {
-        F.batch_norm: (*_RUNNING, *_WEIGHTS, "training", "momentum", "eps"),
-        torch.batch_norm: (*_WEIGHTS, *_RUNNING, "training", "momentum", "eps", "cudnn_enabled"),
-    },
-    "instance_norm": {
-        F.instance_norm: (*_RUNNING, *_WEIGHTS, "use_input_stats", "momentum", "eps"),
-        torch.instance_norm: (
-            *_WEIGHTS,
-            *_RUNNING,
-            "use_input_stats",
-            "momentum",
-            "eps",
-            "cudnn_enabled",
-        ),
-    },
-}.items():
-    for _function, _parameters in _orders.items():
-        register_rule(
-            ScaleRule(
-                _name,
-                ("input", *_parameters),
-                _over_channels,
-                "normalization",
-                _REFERENCE + "; one weight per channel, running statistics like the batch's",
-                weights=_WEIGHTS,
-            ),
-            _function,
-        )
+_RUNNING_FIRST = "input running_mean running_var weight bias"
+_WEIGHTS_FIRST = "input weight bias running_mean running_var"
+
+
+def _register(name: str, function: Callable[..., Any], parameters: str) -> None:
+    rule = ScaleRule(
+        name,
+        tuple(parameters.split()),
+        _over_channels,
+        "normalization",
+        _REFERENCE + "; one weight per channel, running statistics like the batch's",
+        weights=("weight", "bias"),
+    )
+    register_rule(rule, function)
+
+
+_register("batch_norm", F.batch_norm, f"{_RUNNING_FIRST} training momentum eps")
+_register("batch_norm", torch.batch_norm, f"{_WEIGHTS_FIRST} training momentum eps cudnn_enabled")
+_register("instance_norm", F.instance_norm, f"{_RUNNING_FIRST} use_input_stats momentum eps")
+_register(
+    "instance_norm",
+    torch.instance_norm,
+    f"{_WEIGHTS_FIRST} use_input_stats momentum eps cudnn_enabled",
+)
 LOCAL_RESPONSE_NORM = register_rule(
     ScaleRule(
         "local_response_norm",

@@ -7,13 +7,13 @@ The largest of k normal numbers has a mean square found by quadrature, and takes
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from lightning_unitscale.functional.convolution_rules import convolved_size
 from lightning_unitscale.functional.quadrature import elementwise_moments, largest_of_normals
-from lightning_unitscale.functional.rule import Factors, ScaleRule, register_rule, unit_factor
+from lightning_unitscale.functional.rule import Factors, Kind, ScaleRule, register_rule, unit_factor
 from lightning_unitscale.functional.sizes import product, shape_of, tuple_of
 
 Windows = tuple[float, float]
@@ -72,47 +72,66 @@ def _absolute_power(input: torch.Tensor, exponent: float) -> torch.Tensor:
     return input.abs().pow(exponent)
 
 
-def _pool(
+class _Reduction(NamedTuple):
+    """What a pool makes of the inputs in one window."""
+
+    kind: Kind
+    factors: Callable[[float, float, Mapping[str, Any]], Factors]
+    reference: str
+
+
+_AVERAGE = _Reduction("linear", _average, "a mean of k independent numbers has variance 1 / k")
+_MAXIMUM = _Reduction(
+    "activation", _maximum, "second moment of the largest of k normal numbers, by quadrature"
+)
+_POWER = _Reduction(
+    "activation", _power, "k^(1/p) times the p-th absolute moment: the mean field of a norm"
+)
+
+
+def _register(
     name: str,
     dims: int,
-    parameters: tuple[str, ...],
+    parameters: str,
     windows: Callable[[Mapping[str, Any], int], Windows],
-    factors: Callable[[float, float, Mapping[str, Any]], Factors],
-) -> ScaleRule:
-    def of_arguments(arguments: Mapping[str, Any]) -> Factors:
-        return factors(*windows(arguments, dims), arguments)
+    reduction: _Reduction,
+) -> None:
+    def factors(arguments: Mapping[str, Any]) -> Factors:
+        return reduction.factors(*windows(arguments, dims), arguments)
 
-    kind = "linear" if factors is _average else "activation"
-    reference = {
-        _average: "a mean of k independent numbers has variance 1 / k",
-        _maximum: "second moment of the largest of k normal numbers, by quadrature",
-        _power: "k^(1/p) times the p-th absolute moment; the mean field of a norm",
-    }[factors]
-    return ScaleRule(name, ("input", *parameters), of_arguments, kind, reference)
+    names = tuple(parameters.split())
+    rule = ScaleRule(name, names, factors, reduction.kind, reduction.reference)
+    register_rule(rule, names=(name,))
 
 
-_AVERAGE = (
-    "kernel_size",
-    "stride",
-    "padding",
-    "ceil_mode",
-    "count_include_pad",
-    "divisor_override",
-)
-_MAXIMUM = ("kernel_size", "stride", "padding", "dilation", "ceil_mode", "return_indices")
-_POWER = ("norm_type", "kernel_size", "stride", "ceil_mode")
+_WINDOW = "input kernel_size stride padding"
 for _dims in (1, 2, 3):
-    for _rule in (
-        _pool(f"avg_pool{_dims}d", _dims, _AVERAGE, _sliding, _average),
-        _pool(f"max_pool{_dims}d", _dims, _MAXIMUM, _sliding, _maximum),
-        _pool(f"lp_pool{_dims}d", _dims, _POWER, _sliding, _power),
-        _pool(f"adaptive_avg_pool{_dims}d", _dims, ("output_size",), _adaptive, _average),
-        _pool(
-            f"adaptive_max_pool{_dims}d",
-            _dims,
-            ("output_size", "return_indices"),
-            _adaptive,
-            _maximum,
-        ),
-    ):
-        register_rule(_rule, names=(_rule.name,))
+    _register(
+        f"avg_pool{_dims}d",
+        _dims,
+        f"{_WINDOW} ceil_mode count_include_pad divisor_override",
+        _sliding,
+        _AVERAGE,
+    )
+    _register(
+        f"max_pool{_dims}d",
+        _dims,
+        f"{_WINDOW} dilation ceil_mode return_indices",
+        _sliding,
+        _MAXIMUM,
+    )
+    _register(
+        f"lp_pool{_dims}d",
+        _dims,
+        "input norm_type kernel_size stride ceil_mode",
+        _sliding,
+        _POWER,
+    )
+    _register(f"adaptive_avg_pool{_dims}d", _dims, "input output_size", _adaptive, _AVERAGE)
+    _register(
+        f"adaptive_max_pool{_dims}d",
+        _dims,
+        "input output_size return_indices",
+        _adaptive,
+        _MAXIMUM,
+    )

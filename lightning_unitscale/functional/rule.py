@@ -125,9 +125,9 @@ def register_rule(
     for name in names:
         for form in (name, f"{name}_"):
             for namespace in _NAMESPACES:
-                function = getattr(namespace, form, None)
-                if callable(function):
-                    _BY_FUNCTION[function] = rule
+                found = getattr(namespace, form, None)
+                if callable(found):
+                    _BY_FUNCTION[found] = rule
             if hasattr(torch.Tensor, form):
                 _BY_METHOD[form] = rule
     return rule

@@ -136,6 +136,12 @@ _METHODS: dict[str, ProductRule] = {
     "addmv": _ADDMV,
 }
 
+# Operators of other libraries, known by name because those libraries may not be there.
+_CUSTOM_OPERATORS: dict[str, ProductRule] = {
+    # What transformers 5 runs a mixture of experts with where torch has no grouped product.
+    "transformers.grouped_mm_fallback": _rule("input weight", "input weight"),
+}
+
 # Products that write into a tensor of the user's, or whose operands no factor can reach.
 _OUT_OF_REACH = {"addmm_", "baddbmm_", "addbmm_", "addmv_", "cdist", "lstm", "gru", "rnn_tanh"}
 
@@ -144,9 +150,10 @@ def rule_of(node: fx.Node) -> ProductRule | None:
     """The product rule of a node, or ``None`` when it is no matrix product."""
     if node.op == "call_function":
         try:
-            return _FUNCTIONS.get(node.target)
+            known = _FUNCTIONS.get(node.target)
         except TypeError:  # an unhashable callable is none of ours
             return None
+        return known or _CUSTOM_OPERATORS.get(str(node.target).removesuffix(".default"))
     if node.op == "call_method":
         return _METHODS.get(str(node.target))
     return None

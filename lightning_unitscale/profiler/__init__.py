@@ -1,0 +1,20 @@
+"""Memory and operations of a training step, known before it runs."""
+
+from lightning_unitscale.profiler.graph_profile import GraphProfile, Peak
+from lightning_unitscale.profiler.liveness import Timeline
+from lightning_unitscale.profiler.meta_info_prop import MetaInfoProp
+from lightning_unitscale.profiler.node_costs import ModuleCosts, NodeCosts
+from lightning_unitscale.profiler.operator_costs import OperatorCosts, aten_node_costs
+from lightning_unitscale.profiler.profiling import profile_graph
+
+__all__ = [
+    "GraphProfile",
+    "MetaInfoProp",
+    "ModuleCosts",
+    "NodeCosts",
+    "OperatorCosts",
+    "Peak",
+    "Timeline",
+    "aten_node_costs",
+    "profile_graph",
+]

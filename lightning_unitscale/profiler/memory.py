@@ -8,7 +8,7 @@ tensor for its device through the operator ``prim::device``.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
-    FakeTensor,
     FakeTensorMode,
     UnsupportedOperatorException,
 )
@@ -28,9 +27,11 @@ from lightning_unitscale.profiler.step_record import (
     OUTSIDE,
     Event,
     Kind,
+    NodeRecord,
     OperatorCall,
     Phase,
     SavedStorage,
+    StepRecord,
     StorageLife,
 )
 from lightning_unitscale.profiler.workspace import workspace_bytes
@@ -131,7 +132,6 @@ class StorageRecorder(TorchDispatchMode):
         self.operators: list[OperatorCall] = []
         self.events: list[Event] = []
         self.saved: list[SavedStorage] = []
-        self.item: Callable[[], Any] | None = None
         self._sizes: list[int] = []
         self._births: list[tuple[int, int]] = []
         self._tasks: list[int] = []
@@ -148,13 +148,13 @@ class StorageRecorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is torch.ops.prim.device.default:
             return _CPU
-        if func is torch.ops.aten._local_scalar_dense.default and self.item is not None:
-            return self.item()
+        if func is torch.ops.aten._local_scalar_dense.default and self.phase == "optimizer":
+            return FakeScalars.answer(args[0])
         node = self._current_node()
         given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
         for one in given:
             self.place(one)
-        result = func(*args, **kwargs)
+        result = _run(func, args, kwargs)
         made = [one for one in tree_leaves(result) if isinstance(one, Tensor)]
         costs = operator_costs(func, args, kwargs, result)
         workspace = workspace_bytes(func, args, kwargs, result, self.device.type)
@@ -224,10 +224,11 @@ class StorageRecorder(TorchDispatchMode):
     def _accumulated_in_place(self, given: Sequence[Tensor], is_new: bool) -> None:
         """Note a sum that the engine of autograd would have written into its first operand.
 
-        Where gradients meet, the engine adds the new one to the old in place, unless one is of a
-        tensor subclass, as fake tensors are. A sum within one autograd function is its formula's.
+        Where gradients meet, the engine adds the new one to the old in place if nobody else has
+        it and it is no view (whose base would be somebody else), but never into a tensor subclass,
+        as fake tensors are. A sum within one autograd function is its formula's.
         """
-        if not is_new or len(given) < 2 or given[0].shape != given[1].shape:
+        if not is_new or len(given) < 2 or given[0].shape != given[1].shape or given[0]._is_view():
             return
         old, new = self.place(given[0]), len(self._sizes) - 1
         if OUTSIDE not in (old, new) and self._tasks[old] != self._task:
@@ -264,7 +265,22 @@ class StorageRecorder(TorchDispatchMode):
 
     # -- the end
 
-    def ordered_events(self) -> tuple[Event, ...]:
+    def record(self, nodes: Sequence[NodeRecord]) -> StepRecord:
+        """What was seen, as data.
+
+        Args:
+            nodes: The forward graph.
+        """
+        return StepRecord(
+            self.device.type,
+            tuple(nodes),
+            self._storages(),
+            tuple(self.operators),
+            self._ordered_events(),
+            tuple(self.saved),
+        )
+
+    def _ordered_events(self) -> tuple[Event, ...]:
         """Allocations and releases in the order in which they happen on real tensors."""
         events = list(self.events)
         born = {one.storage: place for place, one in enumerate(events) if one.change > 0}
@@ -278,7 +294,7 @@ class StorageRecorder(TorchDispatchMode):
                     break
         return tuple(events)
 
-    def storages(self) -> tuple[StorageLife, ...]:
+    def _storages(self) -> tuple[StorageLife, ...]:
         """Every storage of the device, by its place."""
         kept = {one.storage for one in self.saved}
         return tuple(
@@ -292,6 +308,35 @@ class StorageRecorder(TorchDispatchMode):
         )
 
 
-def is_fake(tensor: Tensor) -> bool:
-    """Whether the tensor has no memory behind it."""
-    return isinstance(tensor, FakeTensor)
+class FakeScalars(TorchDispatchMode):
+    """Answers what a program asks a fake tensor for its value with 1.
+
+    Optimizers look at their step count; what they allocate does not depend on it.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.prim.device.default:
+            return _CPU
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return self.answer(args[0])
+        return func(*args, **(kwargs or {}))
+
+    @staticmethod
+    def answer(tensor: Tensor) -> float | int:
+        """The value of a tensor that has none."""
+        return 1.0 if tensor.is_floating_point() else 1
+
+
+def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """The operator on fake tensors."""
+    packet = getattr(func, "overloadpacket", func)
+    if packet is getattr(torch.ops.aten, "_grouped_mm", None) and args[0].dtype != torch.bfloat16:
+        # Fake tensors know the shapes for BF16 only, the kernels also other types (torch 2.13).
+        in_bf16 = [
+            one.bfloat16() if isinstance(one, Tensor) and one.is_floating_point() else one
+            for one in args
+        ]
+        return func(*in_bf16, **kwargs).to(args[0].dtype)
+    return func(*args, **kwargs)

@@ -1,12 +1,203 @@
-"""What a kernel allocates for itself while it runs, which no fake tensor shows."""
+"""What a kernel allocates for itself while it runs, which no fake tensor shows.
+
+Read off the allocator's events of single operators (torch 2.13, AVX-512). oneDNN blocks channels by
+the width of the machine's vectors, so its reordered copies may differ a little elsewhere. For CUDA
+only the buffers of the attention kernels are known here; the workspace that cuBLAS keeps per stream
+is not a tensor of the step and is left out.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from math import ceil, prod
 from typing import Any
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+_Formula = Callable[[Sequence[Any], Mapping[str, Any], Any], int]
+# oneDNN puts as many channels beside each other as a vector register of AVX-512 has floats.
+_CHANNEL_BLOCK = 16
+# Fewer channels than this are read from the plain layout.
+_PLAIN_CHANNELS = 3
+# Keys that the CPU's attention kernel takes at a time.
+_KEY_BLOCK = 512
 
 
 def workspace_bytes(
     function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, device: str
 ) -> int:
-    return 0
+    """The most bytes alive inside one call of an operator beyond its arguments and results.
+
+    Args:
+        function: The ATen operator.
+        args: Its positional arguments.
+        kwargs: Its other arguments.
+        result: What it returned.
+        device: Type of the device: ``"cpu"`` or ``"cuda"``.
+    """
+    table = _CPU if device == "cpu" else _CUDA if device == "cuda" else {}
+    formula = table.get(getattr(function, "overloadpacket", function))
+    return 0 if formula is None else max(0, int(formula(args, kwargs, result)))
+
+
+def _bytes(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else prod(map(int, tensor.shape)) * tensor.element_size()
+
+
+def _copy_of(tensor: Tensor) -> int:
+    """Bytes of the contiguous copy that the kernel makes; none if the tensor is contiguous."""
+    return 0 if tensor.is_contiguous() else _bytes(tensor)
+
+
+def _first_contiguous(args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
+    return _copy_of(args[0])
+
+
+def _second_contiguous(args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
+    return _copy_of(args[1])
+
+
+def _both_contiguous(args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
+    return _copy_of(args[0]) + _copy_of(args[1])
+
+
+def _layer_norm_backward(args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
+    """Sums of the gradients of gain and bias, one pair per thread."""
+    sums = 2 * prod(args[2]) * args[0].element_size() * torch.get_num_threads()
+    return sums + _copy_of(args[0]) + _copy_of(args[1])
+
+
+def _batch_norm(args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
+    """Two more statistics per channel."""
+    return 2 * int(args[0].shape[1]) * args[0].element_size()
+
+
+def _batch_norm_backward(args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
+    """A second gradient of the input."""
+    return _bytes(result[0]) if args[7] else 0
+
+
+def _safe_softmax(args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
+    """A mask of what is minus infinity, and which rows are nothing else."""
+    (given, dim) = args[:2]
+    count = prod(map(int, given.shape))
+    return count + count // max(1, int(given.shape[dim]))
+
+
+def _upsample_backward(args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
+    return 0 if args[0].is_contiguous() else _bytes(args[0]) + _bytes(result)
+
+
+def _is_channels_last(tensor: Tensor) -> bool:
+    return (
+        tensor.dim() == 4
+        and not tensor.is_contiguous()
+        and tensor.is_contiguous(memory_format=torch.channels_last)
+    )
+
+
+def _blocked(tensor: Tensor) -> int:
+    """Bytes of an image in oneDNN's own layout; 0 for one that it reads as it is."""
+    batch, channels, *positions = map(int, tensor.shape)
+    if channels <= _PLAIN_CHANNELS:
+        return 0
+    if channels > _CHANNEL_BLOCK:
+        channels = ceil(channels / _CHANNEL_BLOCK) * _CHANNEL_BLOCK
+    return batch * channels * prod(positions) * tensor.element_size()
+
+
+def _convolution(args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
+    given, weight, groups = args[0], args[1], args[8]
+    if _is_channels_last(given):
+        return _bytes(weight) * (1 if groups > 1 else 2)
+    inputs = _blocked(given) + _bytes(weight)
+    output = _blocked(result)
+    return max(inputs + output, output + _bytes(result)) - _bytes(result)
+
+
+def _convolution_backward(args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
+    """First the gradient of the input, then those of weight and bias, then their plain copies."""
+    grad, given, weight, mask = args[0], args[1], args[2], args[10]
+    if _is_channels_last(given):
+        return 3 * _bytes(weight)
+    blocked = _blocked(grad) + _blocked(given)
+    first = second = third = returned = 0
+    if mask[0]:
+        returned = _bytes(given)
+        first = max(blocked + _bytes(weight), _blocked(given) + returned)
+    if mask[1]:
+        bias = int(weight.shape[0]) * weight.element_size() if mask[2] else 0
+        second = returned + blocked + _bytes(weight) + bias
+        returned += _bytes(weight) + bias
+        third = returned + _bytes(weight) + bias + _copy_of(grad)
+    return max(first, second, third) - returned
+
+
+def _query_block(length: int) -> int:
+    return 256 if length >= 768 else 64 if length >= 192 else 32
+
+
+def _cpu_attention(args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
+    """Per thread a tile of scores, its maxima and sums, and a tile of the result, in FP32."""
+    query, key = args[0], args[1]
+    length, keys, depth = int(query.shape[2]), int(key.shape[2]), int(query.shape[3])
+    rows, columns = min(_query_block(length), length), min(_KEY_BLOCK, keys)
+    numbers = rows * columns + 2 * rows + rows * depth
+    reduced = rows * columns * query.element_size() if query.element_size() < 4 else 0
+    return (4 * numbers + reduced) * torch.get_num_threads()
+
+
+def _cpu_attention_backward(args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
+    """Per thread two tiles of scores and a row sum."""
+    query, key = args[1], args[2]
+    length, keys = int(query.shape[2]), int(key.shape[2])
+    rows, columns = min(_query_block(length), length), min(_KEY_BLOCK, keys)
+    return 4 * (2 * rows * columns + rows) * torch.get_num_threads()
+
+
+def _flash_backward(args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
+    """The gradient of the query in FP32, a number per row, and what grouped heads share.
+
+    References:
+        Dao (2023), "FlashAttention-2", section 3.1.2; lengths are rounded to the kernel's tiles.
+    """
+    query, key, value = args[1:4]
+    batch, heads, length, depth = map(int, query.shape)
+    length = ceil(length / 128) * 128
+    rounded_depth = ceil(depth / 32) * 32
+    shared = 0
+    if int(key.shape[1]) != heads:
+        per_head = batch * heads * int(key.shape[2]) * query.element_size()
+        shared = per_head * (depth + int(value.shape[3]))
+    return 4 * batch * heads * length * (rounded_depth + 1) + shared
+
+
+def _table(formulas: Mapping[str, _Formula]) -> dict[Any, _Formula]:
+    # Not every version of torch has them all.
+    return {getattr(aten, name): one for name, one in formulas.items() if hasattr(aten, name)}
+
+
+_CPU = _table(
+    {
+        "convolution": _convolution,
+        "convolution_backward": _convolution_backward,
+        "native_batch_norm": _batch_norm,
+        "native_batch_norm_backward": _batch_norm_backward,
+        "native_layer_norm": _first_contiguous,
+        "native_layer_norm_backward": _layer_norm_backward,
+        "_safe_softmax": _safe_softmax,
+        "_softmax": _first_contiguous,
+        "_log_softmax": _first_contiguous,
+        "_softmax_backward_data": _both_contiguous,
+        "_log_softmax_backward_data": _both_contiguous,
+        "embedding": _second_contiguous,
+        "embedding_dense_backward": _both_contiguous,
+        "upsample_bilinear2d_backward": _upsample_backward,
+        "upsample_bicubic2d_backward": _upsample_backward,
+        "_scaled_dot_product_flash_attention_for_cpu": _cpu_attention,
+        "_scaled_dot_product_flash_attention_for_cpu_backward": _cpu_attention_backward,
+    }
+)
+_CUDA = _table({"_scaled_dot_product_flash_attention_backward": _flash_backward})

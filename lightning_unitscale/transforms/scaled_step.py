@@ -3,8 +3,8 @@
 While an optimizer steps, a stand-in takes its place: an object of a subclass of its class that
 shares every attribute with it but ``param_groups``, which are the user's split by equal factor.
 ``Optimizer.step`` runs its hooks and then calls the class's ``step`` with the arguments that the
-hooks return, the optimizer itself among them (``torch.optim.Optimizer.profile_hook_step``, the same
-from torch 2.11 to 2.13): the pre-hook returns the stand-in. Nothing of the user's is ever
+hooks return, the optimizer itself among them (``torch.optim.Optimizer.profile_hook_step``, so since
+torch 2.0 and still in 2.13): the pre-hook returns the stand-in. Nothing of the user's is ever
 exchanged, so there is nothing to put back when a step raises.
 """
 
@@ -198,7 +198,7 @@ class ScaledStep:
             name
             for part, before in zip(split, built, strict=True)
             for name, value in part.items()
-            if before.get(name, _MISSING) is not value
+            if not _is_same(before.get(name, _MISSING), value)
         }
         for name in sorted(written):
             first, *others = (part.get(name, _MISSING) for part in split)
@@ -254,6 +254,8 @@ def _stand_in_for(optimizer: Optimizer, groups: Callable[[], list[Group]]) -> Op
 
 
 def _is_same(first: Any, second: Any) -> bool:
+    if first is second:  # the rule, and the quick way; a compiled step makes numbers anew
+        return True
     if isinstance(first, Tensor) and isinstance(second, Tensor):
         return torch.equal(first, second)
-    return first is second or bool(first == second)
+    return bool(first == second)

@@ -57,6 +57,7 @@ Measure = Callable[[fx.Node], float | None]
 _NEGLIGIBLE = 1.1
 # A measured RMS replaces a predicted one that is off by more.
 _TRUSTED = 1.5
+_LARGEST = 1e30
 _MAX_LOGIT_STEPS = 24
 _MASKING = frozenset({"masked_fill", "where", "add", "iadd", "sub", "clamp", "max", "float", "to"})
 
@@ -254,8 +255,12 @@ class Decider:
         if mult != 1.0:
             path: Path = (0,) if node.args else ("input",)
             arguments = (Argument(path, mult),)
-        derived = rule is not None and rule.kind == "activation"
-        return self._decision(node, "derived" if derived else "kept", reason, arguments=arguments)
+        how: How = "kept"
+        if rule is not None and rule.kind == "activation":
+            how = "derived"
+        elif rule is not None and rule.kind in {"linear", "normalization"}:
+            how = "rule"
+        return self._decision(node, how, reason, arguments=arguments)
 
     def _loss(self, node: fx.Node) -> Decision:
         arguments: tuple[Argument, ...] = ()
@@ -288,7 +293,8 @@ class Decider:
         if self.settings.on_unknown == "keep":
             return None
         measured = self.measure(node)
-        return None if measured is None or not math.isfinite(measured) else measured
+        # Logits that are masked out are no scale.
+        return None if measured is None or not measured < _LARGEST else measured
 
     def _known(self, node: fx.Node) -> float | None:
         """The predicted RMS of a tensor, seen through what hands it on."""

@@ -38,7 +38,10 @@ def is_operation(node: fx.Node) -> bool:
 
 def handed_on(node: fx.Node) -> fx.Node | None:
     """The tensor that the node only rearranges, selects from, drops from or casts."""
-    if not is_operation(node) or op_name(node) not in _HANDED_ON:
+    if not is_operation(node):
+        return None
+    name = str(node.args[1]) if op_name(node) == "getattr" else op_name(node)
+    if name not in _HANDED_ON:
         return None
     first = node.args[0] if node.args else node.kwargs.get("input")
     return first if isinstance(first, fx.Node) else None
@@ -63,6 +66,7 @@ class Flow:
     _readers: dict[fx.Node, list[fx.Node]] = field(default_factory=lambda: defaultdict(list))
     _parameters: dict[fx.Node, str] = field(default_factory=dict)
     _by_fqn: dict[str, fx.Node] = field(default_factory=dict)
+    _graphs: set[fx.Graph] = field(default_factory=set)
 
     def resolve(self, node: fx.Node) -> fx.Node:
         """The node that really made a tensor."""
@@ -101,6 +105,10 @@ class Flow:
         """Path of the parameter whose elements the tensor has."""
         return self.parameter(self.root(node))
 
+    def has_graph(self, graph: fx.Graph) -> bool:
+        """Whether a graph has been added."""
+        return graph in self._graphs
+
     def add_graph(self, graph_module: fx.GraphModule, made: Sequence[tuple[int, fx.Node]]) -> None:
         """Append a graph.
 
@@ -109,6 +117,7 @@ class Flow:
             made: Placeholder positions that nodes of earlier graphs made.
         """
         links = dict(made)
+        self._graphs.add(graph_module.graph)
         for position, node in enumerate(graph_module.graph.find_nodes(op="placeholder")):
             if position in links:
                 self._same[node] = links[position]
@@ -169,7 +178,6 @@ class Recorder:
 
     def __init__(self) -> None:
         self.flow = Flow()
-        self._known: set[fx.Graph] = set()
         self._made: dict[int, tuple[Tensor, fx.Node]] = {}
         self._read: set[fx.Node] = set()
 
@@ -201,8 +209,7 @@ class Recorder:
             if id(value) in self._made
         ]
         self._read.update(node for _, node in linked)
-        if graph_module.graph not in self._known:
-            self._known.add(graph_module.graph)
+        if not self.flow.has_graph(graph_module.graph):
             self.flow.add_graph(graph_module, linked)
         returned = graph_module.graph.output_node().args[0]
         for node, value in zip(returned, outputs, strict=False):
@@ -249,7 +256,7 @@ def _concrete(tensor: Tensor) -> int:
 
 def is_softmax(node: fx.Node) -> bool:
     """Whether the node is a softmax in any form."""
-    return is_operation(node) and op_name(node) in {"softmax", "_softmax"}
+    return is_operation(node) and op_name(node) in {"softmax", "safe_softmax"}
 
 
 def is_attention(node: fx.Node) -> bool:

@@ -19,6 +19,9 @@ from lightning_unitscale.transforms.rules.rehearsal import Rehearsal, prepared_l
 from lightning_unitscale.transforms.rules.residuals import branch_weights, find_residuals
 from lightning_unitscale.transforms.rules.roles import Structure, find_structure, plan_parameters
 
+# The first run of a step may change what the next one runs.
+_MAX_ATTEMPTS = 3
+
 
 def plan_step(
     step: CapturedStep,
@@ -33,7 +36,8 @@ def plan_step(
     """Decide on every operation of a step, on one batch.
 
     The step runs twice, eagerly and without a trace: once as it is, to see its graphs and how they
-    hang together; once with the factors in place as they are decided, to measure what no rule knows.
+    hang together; once with the factors in place as they are decided, to measure what no rule
+    knows.
 
     Args:
         step: The captured step; its graphs must not be reparametrized yet.
@@ -48,6 +52,27 @@ def plan_step(
     Returns:
         ``known`` and what is new. Parameters are not touched yet.
     """
+    for _ in range(_MAX_ATTEMPTS):
+        found = _plan_once(step, args, kwargs, settings, known, init_weights, backward)
+        if found is not None:
+            return known.updated(found)
+    raise RuntimeError(
+        f"{type(step.owner.module).__name__}.{step.name}: it ran other graphs in each of "
+        f"{_MAX_ATTEMPTS} runs on the same batch; expected a step that is captured alike each "
+        "time; keep counters and random Python choices out of it."
+    )
+
+
+def _plan_once(
+    step: CapturedStep,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    settings: RuleSettings,
+    known: RulePlan,
+    init_weights: bool,
+    backward: bool,
+) -> RulePlan | None:
+    """One attempt; ``None`` if the second run was not the recorded one."""
     recorder = Recorder()
     with _rehearsing(step, backward):
         step.rehearse(recorder, *copy.deepcopy(args), **copy.deepcopy(dict(kwargs)))
@@ -69,8 +94,10 @@ def plan_step(
     rehearsal.decider = decider
     with _rehearsing(step, backward):
         step.rehearse(rehearsal, *copy.deepcopy(args), **copy.deepcopy(dict(kwargs)))
+    if rehearsal.saw_new_graph:
+        return None
     decisions = {key(step.name, name): one for name, one in decider.decisions.items()}
-    return known.updated(RulePlan(decisions, parameters))
+    return RulePlan(decisions, parameters)
 
 
 def _branch_weights(residuals: Any, settings: RuleSettings) -> dict[fx.Node, float]:

@@ -25,18 +25,30 @@ class Rehearsal:
     Args:
         flow: The step as recorded.
         prepare: Gives a parameter the value that it will have.
+
+    Attributes:
+        saw_new_graph: Whether a graph ran that was not recorded: the first run of a step may change
+            what the next one runs (a setting that is filled in, a cache).
     """
 
     def __init__(self, flow: Flow, prepare: Prepare) -> None:
         self.flow = flow
         self.prepare = prepare
+        self.saw_new_graph = False
         self.decider: Decider | None = None
         self._values: dict[fx.Node, Any] = {}
         self._measured: dict[fx.Node, float | None] = {}
 
     def __call__(self, graph: Any, inputs: tuple[Any, ...]) -> Any:
         """Run one graph; the interpreter that ``CapturedStep`` expects."""
-        return graph.interpret(lambda base: _Interpreter(base, self).run, inputs)
+
+        def run_with(graph_module: fx.GraphModule) -> Callable[..., Any]:
+            if not self.flow.has_graph(graph_module.graph):
+                self.saw_new_graph = True
+                return fx.Interpreter(graph_module).run
+            return _Interpreter(graph_module, self).run
+
+        return graph.interpret(run_with, inputs)
 
     def measure(self, node: fx.Node) -> float | None:
         """RMS of a node's tensor, once it is there."""

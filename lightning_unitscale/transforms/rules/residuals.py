@@ -16,6 +16,7 @@ from lightning_unitscale.graph.products import product_of
 from lightning_unitscale.transforms.rules.flow import (
     Flow,
     Path,
+    carries_gradient,
     handed_on,
     is_attention,
     is_operation,
@@ -76,8 +77,8 @@ def find_residuals(flow: Flow) -> dict[fx.Node, Residual]:
     predecessors: dict[fx.Node, fx.Node | None] = {}
     for node in flow.nodes:
         operands = added_tensors(node)
-        if operands is None:
-            continue
+        if operands is None or not all(carries_gradient(one) for _, one in operands):
+            continue  # the addend is a mask, or noise
         # The skip was there first.
         first, second = sorted(operands, key=lambda one: flow.order(_stem(flow, one[1])))
         for skip, branch in ((first, second), (second, first)):

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import fx
 
 from lightning_unitscale.functional.rule import ScaleRule, rule_of_function, rule_of_method
@@ -25,8 +26,11 @@ from lightning_unitscale.transforms.rules.flow import (
 from lightning_unitscale.transforms.rules.plan import ParameterPlan
 from lightning_unitscale.transforms.rules.residuals import Residual, added_tensors
 
-UseKind = Literal["weight", "embedding", "sum", "bias", "norm", "other"]
+UseKind = Literal["weight", "embedding", "sum", "bias", "norm", "scale", "other"]
+# What a captured graph calls by another name than people do.
+_ALIASES = {"attention_product": torch.matmul, "safe_softmax": torch.softmax}
 _EMBEDDINGS = frozenset({"embedding", "embedding_bag"})
+_PRODUCTS_BY_ELEMENT = frozenset({"mul", "imul", "multiply"})
 _JOINS = frozenset({"cat", "concat", "stack", "concatenate"})
 
 
@@ -72,7 +76,10 @@ def rule_of(node: fx.Node) -> ScaleRule | None:
     """The scale rule of an operation, in whichever form it is called."""
     if node.op == "call_method":
         return rule_of_method(str(node.target))
-    return rule_of_function(node.target) if node.op == "call_function" else None
+    if node.op != "call_function":
+        return None
+    alias = _ALIASES.get(op_name(node))
+    return rule_of_function(node.target if alias is None else alias)
 
 
 def find_structure(flow: Flow, residuals: Mapping[fx.Node, Residual]) -> Structure:
@@ -224,6 +231,8 @@ def _use(
         return "other" if renormed else "embedding"
     if rule is not None and rule.kind == "normalization":
         return "sum" if path in {(0,), ("input",)} else "norm"
+    if op_name(reader) in _PRODUCTS_BY_ELEMENT:
+        return "scale"
     if is_bias_add(flow, reader):
         return "bias"
     if reader in plain_adds or reader in residuals or op_name(reader) in _JOINS:
@@ -320,6 +329,7 @@ def _role(structure: Structure, use: Use) -> Role:
         "sum": Role.EMBEDDING,
         "bias": Role.BIAS,
         "norm": Role.NORM,
+        "scale": Role.NORM,
         "other": Role.OTHER,
     }[use.kind]
 

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import copy
 import math
-import operator
-from collections.abc import Mapping
+import weakref
+from collections.abc import Mapping, MutableMapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from lightning_unitscale.functional.scale import scale_bwd
-from lightning_unitscale.graph.nodes import (
-    INPUT,
-    INTERNAL,
-    MODULE,
-    is_float_tensor,
-    replace_other_uses,
-    requires_grad,
-)
 from lightning_unitscale.graph.passes import GraphPass, Stage, StepGraph
 from lightning_unitscale.transforms.rules.plan import ParameterPlan
 from lightning_unitscale.transforms.rules.rehearsal import parameter_rms
@@ -58,6 +50,9 @@ class ParameterGradients(GraphPass):
     An optimizer that divides by the size of the gradient does not notice; it keeps 16-bit gradients
     in range, and gives SGD gradients of the size that its rule for learning rates is made for.
 
+    A hook on the parameter does it, not an operation in a graph: it sees the sum of all gradients,
+    also of uses that lie outside of every captured graph.
+
     Attributes:
         log2_factors: Exponent of the factor on the gradient, by path of the parameter.
     """
@@ -67,38 +62,27 @@ class ParameterGradients(GraphPass):
 
     def __init__(self) -> None:
         self.log2_factors: dict[str, int] = {}
+        self._hooks: MutableMapping[Tensor, RemovableHandle] = WeakTensorKeyDictionary()
 
     def run(self, graph: StepGraph) -> tuple[str, ...]:
-        """Rewrite one graph."""
-        nodes = [
-            (node, node.meta[INPUT].fqn)
-            for node in graph.graph.find_nodes(op="placeholder")
-            if INPUT in node.meta
-            and node.meta[INPUT].kind == "parameter"
-            and is_float_tensor(node)
-            and requires_grad(node)
-        ]
-        if not nodes:
-            return ("no parameter",)
-        fqns = [fqn for _, fqn in nodes]
-        factors = _Factors(self, fqns, graph.device)
-        vector = graph.add_state("gradient_factors", factors, factors())
-        with graph.graph.inserting_after(vector):
-            unbound = graph.graph.call_function(torch.unbind, (vector,))
-        last = unbound
-        for index, (node, _) in enumerate(nodes):
-            with graph.graph.inserting_after(last):
-                factor = graph.graph.call_function(operator.getitem, (unbound, index))
-            with graph.graph.inserting_after(factor):
-                scaled = graph.graph.call_function(scale_bwd, (node, factor))
-            scaled.meta.update(
-                {key: node.meta[key] for key in ("example_value", MODULE) if key in node.meta}
-            )
-            scaled.meta[INTERNAL] = True
-            scaled.meta[INPUT] = node.meta[INPUT]
-            replace_other_uses(node, scaled)
-            last = scaled
-        return (f"gradients of {len(nodes)} parameters",)
+        """Leave the graph as it is."""
+        return (f"gradients of {len(self.log2_factors)} parameters",)
+
+    def before_step(self, module: nn.Module) -> None:
+        """Have a hook on every parameter, also on one that was put in another's place."""
+        for fqn, parameter in module.named_parameters():
+            if parameter.requires_grad and parameter not in self._hooks:
+                self._hooks[parameter] = parameter.register_hook(_Factor(self, fqn))
+
+    def remove(self) -> None:
+        """Take the hooks away."""
+        for handle in self._hooks.values():
+            handle.remove()
+        self._hooks.clear()
+
+    def clear(self) -> None:
+        """Leave gradients as they are, until they have been measured."""
+        self.log2_factors.clear()
 
     def set_measured(
         self, measured: Mapping[str, float], *, num_accumulated: int = 1, num_replicas: int = 1
@@ -120,30 +104,20 @@ class ParameterGradients(GraphPass):
             self.log2_factors[fqn] = max(-_MAX_LOG2, min(_MAX_LOG2, exponent))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParameterGradients:
-        new = copy.copy(self)
+        new = type(self)()
         memo[id(self)] = new
         new.log2_factors = dict(self.log2_factors)
         return new
 
 
-class _Factors:
-    """The factors of one graph as a tensor, made anew only when they change."""
+class _Factor:
+    """The hook of one parameter; it must not keep the pass, and so the module, alive."""
 
-    def __init__(self, owner: ParameterGradients, fqns: list[str], device: torch.device) -> None:
-        self._owner = owner
-        self._fqns = fqns
-        self._device = device
-        self._exponents: list[int] = []
-        self._tensor: Tensor | None = None
+    def __init__(self, owner: ParameterGradients, fqn: str) -> None:
+        self._owner = weakref.ref(owner)
+        self._fqn = fqn
 
-    def __call__(self) -> Tensor:
-        exponents = [self._owner.log2_factors.get(fqn, 0) for fqn in self._fqns]
-        if self._tensor is None or exponents != self._exponents:
-            self._exponents = exponents
-            values = [2.0**one for one in exponents]
-            self._tensor = torch.tensor(values, device=self._device)
-        return self._tensor
-
-
-
-
+    def __call__(self, gradient: Tensor) -> Tensor:
+        owner = self._owner()
+        exponent = 0 if owner is None else owner.log2_factors.get(self._fqn, 0)
+        return gradient if exponent == 0 else gradient * 2.0**exponent

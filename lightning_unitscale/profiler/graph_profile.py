@@ -1,0 +1,268 @@
+"""What profiling a step gives: costs of nodes and modules, bytes by what they are for, the peak."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from lightning_unitscale.profiler import json_file, table
+from lightning_unitscale.profiler.batch_size import BatchFit, fit, largest_batch
+from lightning_unitscale.profiler.liveness import Timeline, simulate
+from lightning_unitscale.profiler.node_costs import (
+    ModuleCosts,
+    NodeCosts,
+    module_costs,
+    node_costs,
+)
+from lightning_unitscale.profiler.step_record import OUTSIDE, Kind, Phase, StepRecord
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The moment at which the most bytes are alive.
+
+    Attributes:
+        num_bytes: How many.
+        phase: Part of the step.
+        node: Name of the forward node that is running, in its forward or its backward; empty
+            outside of all nodes.
+        operator: The ATen operator; empty before the first.
+        by_kind: Bytes by what they are for.
+    """
+
+    num_bytes: int
+    phase: Phase
+    node: str
+    operator: str
+    by_kind: dict[Kind, int]
+
+
+@dataclass(frozen=True)
+class GraphProfile:
+    """Memory and operations of one training step.
+
+    All sizes are bytes of whole storages, each counted once. :meth:`summary` shows it, :meth:`plot`
+    draws it, :meth:`save` and :meth:`load` keep it as JSON.
+
+    Attributes:
+        device: Type of the device that was simulated.
+        batch_size: First dimension of most inputs; ``None`` if they have none.
+        nodes: Costs of the forward graph's nodes, in their order.
+        modules: Costs of the modules, each with those in it, in the order of definition.
+        parameter_bytes: Parameters.
+        buffer_bytes: Buffers.
+        input_bytes: Inputs of the step.
+        gradient_bytes: Gradients of parameters.
+        optimizer_bytes: State of the optimizer between steps.
+        saved_bytes: What autograd saves for the backward pass, beyond parameters and buffers.
+        peak: The moment at which the most bytes are alive.
+        timeline: Live bytes over the step.
+        phases: Part of the step that each moment of the timeline belongs to.
+        batch_fit: Live bytes as lines over the batch size, once they have been asked for.
+    """
+
+    device: str
+    batch_size: int | None
+    nodes: tuple[NodeCosts, ...] = field(repr=False)
+    modules: tuple[ModuleCosts, ...] = field(repr=False)
+    parameter_bytes: int
+    buffer_bytes: int
+    input_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    saved_bytes: int
+    peak: Peak
+    timeline: Timeline = field(repr=False)
+    phases: tuple[Phase, ...] = field(repr=False)
+    batch_fit: BatchFit | None = field(default=None, repr=False)
+    _profile_at: Callable[[int], GraphProfile] | None = field(
+        default=None, repr=False, compare=False
+    )
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes that are alive at once."""
+        return self.peak.num_bytes
+
+    @property
+    def fwd_flops(self) -> int:
+        """Floating-point operations of the products of the forward pass."""
+        return sum(one.fwd_flops for one in self.nodes)
+
+    @property
+    def bwd_flops(self) -> int:
+        """Floating-point operations of the products of the backward pass."""
+        return sum(one.bwd_flops for one in self.nodes)
+
+    def node(self, name: str) -> NodeCosts:
+        """Costs of one node.
+
+        Raises:
+            KeyError: If there is no node of this name.
+        """
+        for one in self.nodes:
+            if one.name == name:
+                return one
+        raise KeyError(f"`name={name!r}`: no node has it; expected one of profile.nodes")
+
+    def fit_batch(self) -> GraphProfile:
+        """This profile with its ``batch_fit``: profiles the step at twice the batch size.
+
+        Raises:
+            ValueError: If the inputs have no batch size, or the profile came from a file that was
+                saved without a fit.
+        """
+        if self.batch_fit is not None:
+            return self
+        if self._profile_at is None or not self.batch_size:
+            raise ValueError(
+                "`max_batch_size`: the module or the batch is not there to be profiled again; "
+                "expected a profile that profile_graph returned for inputs with a batch dimension; "
+                "call fit_batch() before you save it."
+            )
+        other = self._profile_at(2 * self.batch_size)
+        sizes = (self.batch_size, 2 * self.batch_size)
+        lines = fit(sizes, self.timeline.live_bytes, other.timeline.live_bytes)
+        return replace(self, batch_fit=lines)
+
+    def max_batch_size(self, budget_bytes: int) -> int:
+        """The largest batch whose peak is within the budget; 0 if none is.
+
+        Every input tensor whose first dimension is the batch size is taken to grow. The answer of
+        the fit is profiled before it is given, where the module is still there.
+
+        Args:
+            budget_bytes: Bytes that may be alive at once.
+
+        Raises:
+            ValueError: If the budget is no positive number, or there is nothing to fit.
+        """
+        if budget_bytes <= 0:
+            raise ValueError(
+                f"`budget_bytes={budget_bytes}`: nothing fits; expected a positive number of bytes."
+            )
+        lines = self.fit_batch().batch_fit
+        assert lines is not None
+        again = self._profile_at
+        return largest_batch(
+            lines,
+            budget_bytes,
+            lines.peak_bytes if again is None else lambda size: again(size).peak_bytes,
+        )
+
+    def table(self, sort_by: str = "saved_bytes", limit: int | None = 20) -> str:
+        """The nodes as a table, the largest first.
+
+        Args:
+            sort_by: A field of :class:`NodeCosts` that is a number, or ``"order"``.
+            limit: How many rows; ``None`` for all.
+
+        Raises:
+            ValueError: If there is no such field.
+        """
+        return table.node_table(self.nodes, sort_by, limit)
+
+    def module_table(self, depth: int | None = None) -> str:
+        """The modules as a table, down to a depth: 0 is the root alone, ``None`` for all."""
+        return table.module_table(self.modules, depth)
+
+    def summary(self, limit: int | None = 20) -> str:
+        """Totals, the peak, and the nodes that matter most to it."""
+        return f"{table.totals(self)}\n\n{self.table(limit=limit)}"
+
+    def plot(self, path: str | Path | None = None) -> Figure:
+        """Live bytes over the step, by what they are for, with the peak marked.
+
+        Args:
+            path: Where to write the picture, if anywhere.
+
+        Raises:
+            ModuleNotFoundError: If matplotlib is not installed.
+        """
+        from lightning_unitscale.profiler.plot import draw
+
+        figure = draw(self)
+        if path is not None:
+            figure.savefig(path, dpi=150)
+        return figure
+
+    def to_json(self) -> str:
+        """The profile as JSON."""
+        return json_file.dump(self)
+
+    @staticmethod
+    def from_json(text: str) -> GraphProfile:
+        """A profile from what :meth:`to_json` gave.
+
+        Raises:
+            ValueError: If the text is no profile.
+        """
+        return json_file.load(text, GraphProfile)
+
+    def save(self, path: str | Path) -> None:
+        """Write the profile as JSON."""
+        Path(path).write_text(self.to_json() + "\n", encoding="utf-8")
+
+    @staticmethod
+    def load(path: str | Path) -> GraphProfile:
+        """Read a profile that :meth:`save` wrote."""
+        return GraphProfile.from_json(Path(path).read_text(encoding="utf-8"))
+
+
+def make_profile(
+    record: StepRecord,
+    module: nn.Module,
+    *,
+    batch_size: int | None = None,
+    profile_at: Callable[[int], GraphProfile] | None = None,
+) -> GraphProfile:
+    """The profile of a recorded step.
+
+    Args:
+        record: What was recorded.
+        module: The module that ran, for its parts' names and classes.
+        batch_size: Of the step.
+        profile_at: Profiles the same step at another batch size.
+    """
+    costs = node_costs(record)
+    timeline = simulate(record)
+    moment = timeline.peak
+    peak = Peak(
+        moment.live_bytes,
+        moment.phase,
+        record.nodes[moment.node].name if moment.node != OUTSIDE else "",
+        record.operators[moment.operator].name if moment.operator != OUTSIDE else "",
+        timeline.peak_by_kind,
+    )
+    kinds = {path: type(one).__name__ for path, one in module.named_modules()}
+    parameters = {
+        path: sum(p.numel() * p.element_size() for p in one.parameters())
+        for path, one in module.named_modules()
+    }
+    return GraphProfile(
+        record.device,
+        batch_size,
+        costs,
+        module_costs(costs, kinds, parameters),
+        parameter_bytes=_bytes_of(record, "parameter"),
+        buffer_bytes=_bytes_of(record, "buffer"),
+        input_bytes=_bytes_of(record, "input"),
+        gradient_bytes=_bytes_of(record, "gradient"),
+        optimizer_bytes=_bytes_of(record, "optimizer"),
+        saved_bytes=sum(one.saved_bytes for one in costs),
+        peak=peak,
+        timeline=timeline,
+        phases=tuple(one.phase for one in record.operators),
+        _profile_at=profile_at,
+    )
+
+
+def _bytes_of(record: StepRecord, kind: Kind) -> int:
+    return sum(one.num_bytes for one in record.storages if one.kind == kind)

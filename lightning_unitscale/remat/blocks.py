@@ -1,0 +1,208 @@
+"""Cuts a joint graph into blocks: where the forward pass has one tensor alive, it can be cut."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from lightning_unitscale.remat.problem import Ints, Mask, Region, RematProblem
+
+# What is alive beside a separator's tensor may be this much of it: statistics, scalars.
+_BESIDE = 1 / 16
+# Alive for more than this part of the forward pass: tables and masks that all blocks share.
+_SHARED = 1 / 4
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """A joint graph as a chain of blocks.
+
+    Attributes:
+        problem: The graph.
+        separators: The tensor (its base) that leads from each block to the next; one fewer than
+            there are blocks.
+        block: Block of each node; -1 for inputs.
+    """
+
+    problem: RematProblem
+    separators: tuple[int, ...]
+    block: Ints
+
+    def __len__(self) -> int:
+        return len(self.separators) + 1
+
+    @cached_property
+    def members(self) -> tuple[tuple[int, ...], ...]:
+        """Nodes of each block: forward and backward, ascending."""
+        found: list[list[int]] = [[] for _ in range(len(self))]
+        for node, block in enumerate(self.block.tolist()):
+            if block >= 0:
+                found[block].append(node)
+        return tuple(tuple(one) for one in found)
+
+    @cached_property
+    def classes(self) -> tuple[int, ...]:
+        """A number for each block, the same for blocks that are the same but for their place."""
+        numbers: dict[object, int] = {}
+        return tuple(
+            numbers.setdefault(self._signature(i), len(numbers)) for i in range(len(self))
+        )
+
+    @cached_property
+    def read_later(self) -> Mask:
+        """Forward values that a later block reads, or the backward pass of another block."""
+        problem, block = self.problem, self.block
+        producers, users = problem.edges
+        crosses = (block[producers] >= 0) & (block[producers] != block[users])
+        found = np.zeros(len(problem), dtype=np.bool_)
+        found[producers[crosses & (problem.region[producers] == Region.FORWARD)]] = True
+        return found
+
+    def gradient_bytes(self) -> Ints:
+        """Bytes of the gradients that the backward pass of each block returns."""
+        found = np.zeros(len(self), dtype=np.int64)
+        for base in {int(self.problem.base[one]) for one in self.problem.backward_outputs}:
+            if self.block[base] >= 0:
+                found[self.block[base]] += self.problem.num_bytes[base]
+        return found
+
+    def _signature(self, index: int) -> object:
+        nodes = self.problem.nodes
+        place = {node: i for i, node in enumerate(self.members[index])}
+        boundary = self.separators[index - 1] if index else -1
+        end = self.separators[index] if index < len(self.separators) else -1
+        returned = set(self.problem.backward_outputs)
+        rows: list[object] = [index == 0, index == len(self) - 1, place.get(end, -1)]
+        for member in self.members[index]:
+            node = nodes[member]
+            reads = tuple(
+                (place[i], 0)
+                if i in place
+                else (-2 if i == boundary else -1, nodes[i].num_bytes, int(nodes[i].region))
+                for i in node.inputs
+            )
+            rows.append(
+                (
+                    node.kind,
+                    node.num_bytes,
+                    node.workspace_bytes,
+                    node.flops,
+                    round(node.seconds, 9),
+                    int(node.region),
+                    node.can_save,
+                    node.can_recompute,
+                    node.in_forward,
+                    member in returned,
+                    bool(self.read_later[member]),
+                    reads,
+                )
+            )
+        return tuple(rows)
+
+
+def find_blocks(problem: RematProblem, max_blocks: int = 256) -> Blocks:
+    """Cut at every tensor that is alone between what comes before and what comes after it.
+
+    Args:
+        problem: The joint graph.
+        max_blocks: Blocks to have at most; the smallest are joined to their successors.
+    """
+    forward = np.flatnonzero((problem.region == Region.FORWARD) & problem.in_forward)
+    time = np.full(len(problem), -1, dtype=np.int64)
+    time[forward] = np.arange(len(forward))
+    separators = _thinned(_separators(problem, forward, time), len(forward), max_blocks)
+    block = np.full(len(problem), -1, dtype=np.int64)
+    ends = [place for place, _ in separators]
+    block[forward] = np.searchsorted(np.array(ends, dtype=np.int64), time[forward], side="left")
+    _place_others(problem, block, len(separators))
+    return Blocks(problem, tuple(base for _, base in separators), block)
+
+
+def _separators(problem: RematProblem, forward: Ints, time: Ints) -> list[tuple[int, int]]:
+    """(last operation before the cut, the tensor alive there) of every place to cut."""
+    count = len(forward)
+    first = np.full(len(problem), -1, dtype=np.int64)
+    last = np.full(len(problem), -1, dtype=np.int64)
+    bases = np.unique(problem.base[forward])
+    bases = bases[(problem.region[bases] == Region.FORWARD) & (problem.num_bytes[bases] > 0)]
+    first[bases] = time[problem.owner[bases]]
+    producers, users = problem.edges
+    runs = (time[users] >= 0) & (time[producers] >= 0)
+    np.maximum.at(last, problem.base[producers[runs]], time[users[runs]])
+    spans = last[bases] - first[bases]
+    alive = bases[(spans > 0) & (spans <= max(8, _SHARED * count))]
+    starting: list[list[int]] = [[] for _ in range(count)]
+    for one in alive.tolist():
+        starting[first[one]].append(one)
+    sizes, ends = problem.num_bytes.tolist(), last.tolist()
+    live: list[int] = []
+    found: list[tuple[int, int]] = []
+    seen: set[int] = set()
+    for now in range(count - 1):
+        live = [one for one in live if ends[one] > now] + starting[now]
+        if not live:
+            continue
+        largest = max(live, key=lambda one: sizes[one])
+        beside = sum(sizes[one] for one in live) - sizes[largest]
+        allowed = problem.nodes[largest].can_save
+        if beside <= _BESIDE * sizes[largest] and allowed and largest not in seen:
+            seen.add(largest)
+            found.append((now, largest))
+    return found
+
+
+def _thinned(
+    separators: list[tuple[int, int]], num_forward: int, max_blocks: int
+) -> list[tuple[int, int]]:
+    kept = list(separators)
+    while len(kept) >= max_blocks:
+        ends = [-1, *(place for place, _ in kept), num_forward - 1]
+        joined = min(range(len(kept)), key=lambda i: ends[i + 2] - ends[i])
+        del kept[joined]
+    return kept
+
+
+def _place_others(problem: RematProblem, block: Ints, last_block: int) -> None:
+    """Blocks of nodes that only the backward pass runs."""
+    nodes, region = problem.nodes, problem.region
+    for i, node in enumerate(nodes):
+        if region[i] == Region.FORWARD and block[i] < 0:
+            # Constants of the backward pass: with what reads them, below.
+            block[i] = max((int(block[j]) for j in node.inputs), default=-1)
+    reads = np.full(len(problem), -1, dtype=np.int64)
+    shared = _shared(problem, block)
+    backward = [i for i, node in enumerate(nodes) if node.region is Region.BACKWARD]
+    for i in backward:
+        reads[i] = max(
+            (int(block[j]) for j in nodes[i].inputs if region[j] == Region.FORWARD and not shared[j]),
+            default=-1,
+        )
+    highest = -1
+    # The backward pass goes through the blocks in reverse: what comes before an operation of a
+    # block belongs to it or to a later one.
+    for i in reversed(backward):
+        highest = max(highest, int(reads[i]))
+        block[i] = max(highest, 0)
+    for i in reversed(range(len(nodes))):
+        if region[i] == Region.FORWARD and block[i] < 0:
+            block[i] = max((int(block[j]) for j in problem.users[i]), default=last_block)
+
+
+def _shared(problem: RematProblem, block: Ints) -> Mask:
+    """Forward values that more than two blocks read."""
+    shared = np.zeros(len(problem), dtype=np.bool_)
+    for i, users in enumerate(problem.users):
+        if problem.region[i] == Region.FORWARD and problem.in_forward[i]:
+            blocks = {int(block[j]) for j in users if block[j] >= 0}
+            shared[i] = len(blocks) > 2
+    return shared
+
+
+def segment_members(blocks: Blocks, start: int, stop: int) -> Sequence[int]:
+    """Nodes of blocks ``start`` to ``stop - 1``, ascending."""
+    if stop - start == 1:
+        return blocks.members[start]
+    return sorted(node for index in range(start, stop) for node in blocks.members[index])

@@ -1,0 +1,342 @@
+"""Reads AOTAutograd's joint graph into a :class:`RematProblem`."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import CheckpointPolicy
+
+from lightning_unitscale.graph.capture import is_higher_order
+from lightning_unitscale.remat.costs import CostModel, hint, node_flops, size_of, tensors_of
+from lightning_unitscale.remat.problem import RematNode, RematProblem, Region
+from lightning_unitscale.remat.workspaces import workspace_bytes
+
+Symbolic = (torch.SymInt, torch.SymFloat, torch.SymBool)
+Recomputable = Collection[Callable[..., Any]]
+
+# The state of a generator that a replayed operation starts from: a CPU's Mersenne twister.
+_RNG_STATE_BYTES = 5056
+# A smaller result is saved rather than its generator's state.
+_REPLAY_FROM_BYTES = 16 * _RNG_STATE_BYTES
+# Namespaces of operators that are known to depend on nothing but their arguments.
+_PURE_NAMESPACES = ("aten", "prims", "prim")
+_COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "c10d")
+# Sums in an order that no two runs share, where threads add to one place atomically.
+_ATOMIC = ("index_add", "scatter_add", "scatter_reduce", "index_put", "cumsum", "histc", "bincount")
+# Read their running statistics but do not use them in training, so a later value changes nothing.
+_BATCH_NORM = ("_native_batch_norm_legit_functional", "_batch_norm_with_update_functional")
+
+
+def read_joint_graph(
+    graph: fx.Graph,
+    num_fwd_outputs: int,
+    cost_model: CostModel,
+    *,
+    mutated_inputs: Collection[fx.Node] = (),
+    recomputable_ops: Recomputable | None = None,
+    replay_random: bool = True,
+) -> tuple[RematProblem, tuple[fx.Node, ...]]:
+    """The planner's view of a joint graph, and its nodes in the same order.
+
+    Args:
+        graph: The joint graph, with fake tensors in ``meta["val"]``.
+        num_fwd_outputs: How many of its outputs belong to the forward pass.
+        cost_model: Gives the seconds.
+        mutated_inputs: Placeholders that the forward pass writes to.
+        recomputable_ops: Operator packets that may run again; all pure ones if left out.
+        replay_random: Whether a random operation may run again from its generator's saved state;
+            else its result is saved.
+    """
+    reader = _Reader(graph, num_fwd_outputs, cost_model, mutated_inputs)
+    reader.recomputable_ops = recomputable_ops
+    reader.replay_random = replay_random
+    return reader.read()
+
+
+def is_tangent(node: fx.Node) -> bool:
+    """Whether a placeholder exists in the backward pass only."""
+    if node.op != "placeholder":
+        return False
+    name = str(node.target)
+    of_backward = any(one in name for one in ("tangents", "bwd_seed", "bwd_base_offset"))
+    return of_backward or type(node.meta.get("val")).__name__ == "BackwardState"
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether a node draws from a generator."""
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
+def is_mutable(node: fx.Node) -> bool:
+    """Whether a node writes to one of its arguments."""
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and bool(schema.is_mutable)
+
+
+def must_recompute(node: fx.Node) -> bool:
+    """Whether the user's checkpoint says that a node runs again."""
+    return node.meta.get("recompute") in (
+        CheckpointPolicy.MUST_RECOMPUTE,
+        CheckpointPolicy.PREFER_RECOMPUTE,
+    )
+
+
+def kind_of(node: fx.Node) -> str:
+    """The operation of a node as it is called in reports."""
+    if node.op != "call_function":
+        return node.op
+    packet = getattr(node.target, "overloadpacket", None)
+    if packet is not None:
+        return str(packet)
+    return getattr(node.target, "__name__", str(node.target))
+
+
+class _Reader:
+    recomputable_ops: Recomputable | None = None
+    replay_random = True
+
+    def __init__(
+        self,
+        graph: fx.Graph,
+        num_fwd_outputs: int,
+        cost_model: CostModel,
+        mutated_inputs: Collection[fx.Node],
+    ) -> None:
+        self.nodes = tuple(node for node in graph.nodes if node.op != "output")
+        self.index = {node: i for i, node in enumerate(self.nodes)}
+        outputs = tree_leaves(graph.output_node().args)
+        self.outputs = [self.index.get(one) for one in outputs]
+        self.num_fwd_outputs = num_fwd_outputs
+        self.cost_model = cost_model
+        self.inputs = [[self.index[i] for i in node.all_input_nodes] for node in self.nodes]
+        self.storages = [_storage(node.meta.get("val")) for node in self.nodes]
+        self.mutated = {self.index[node] for node in mutated_inputs}
+        for node in self.nodes:
+            if is_mutable(node):
+                written = node.args[0] if node.args else None
+                if isinstance(written, fx.Node):
+                    self.mutated.add(self.index[written])
+
+    def read(self) -> tuple[RematProblem, tuple[fx.Node, ...]]:
+        regions = self._regions()
+        forward_outputs = self._output_indices(0, self.num_fwd_outputs)
+        backward_outputs = self._output_indices(self.num_fwd_outputs, len(self.outputs))
+        in_forward = self._in_forward(regions, forward_outputs)
+        bases = self._bases(regions)
+        read: list[RematNode] = []
+        for i, node in enumerate(self.nodes):
+            base, owner = bases[i]
+            flops, seconds = self._cost(node, is_view=base != i)
+            can_save, can_recompute = self._choices(node, bases, regions)
+            read.append(
+                RematNode(
+                    name=node.name,
+                    kind=kind_of(node),
+                    inputs=tuple(sorted(self.inputs[i])),
+                    region=regions[i],
+                    base=base,
+                    owner=owner,
+                    num_bytes=self._bytes(node) if base == i else 0,
+                    workspace_bytes=workspace_bytes(node),
+                    seconds=seconds,
+                    flops=flops,
+                    can_save=can_save,
+                    can_recompute=can_recompute,
+                    in_forward=in_forward[i],
+                    replay_bytes=_RNG_STATE_BYTES if is_random(node) else 0,
+                )
+            )
+        return RematProblem(tuple(read), forward_outputs, backward_outputs), self.nodes
+
+    def _output_indices(self, start: int, stop: int) -> tuple[int, ...]:
+        return tuple(dict.fromkeys(i for i in self.outputs[start:stop] if i is not None))
+
+    def _regions(self) -> list[Region]:
+        regions: list[Region] = []
+        for node, inputs in zip(self.nodes, self.inputs, strict=True):
+            if is_tangent(node):
+                regions.append(Region.BACKWARD)
+            elif node.op in ("placeholder", "get_attr"):
+                regions.append(Region.INPUT)
+            elif _runs_in_backward(node) or any(regions[i] is Region.BACKWARD for i in inputs):
+                regions.append(Region.BACKWARD)
+            else:
+                regions.append(Region.FORWARD)
+        return regions
+
+    def _in_forward(self, regions: Sequence[Region], outputs: Sequence[int]) -> list[bool]:
+        found = [False] * len(self.nodes)
+        pending = list(outputs)
+        pending += [
+            i
+            for i, node in enumerate(self.nodes)
+            if regions[i] is Region.FORWARD and (is_mutable(node) or is_random(node))
+        ]
+        while pending:
+            i = pending.pop()
+            if not found[i]:
+                found[i] = True
+                pending.extend(self.inputs[i])
+        return found
+
+    def _bases(self, regions: Sequence[Region]) -> list[tuple[int, int]]:
+        """(base, owner) of each node: views share their input's."""
+        bases: list[tuple[int, int]] = []
+        first_with: dict[frozenset[int], int] = {}
+        for i, node in enumerate(self.nodes):
+            own: tuple[int, int] = (i, i)
+            if regions[i] is not Region.INPUT and self.inputs[i]:
+                is_item = node.target is operator.getitem
+                viewed = self._viewed(i, bases, through_tuple=is_item)
+                if viewed is not None:
+                    own = bases[viewed]
+                elif is_item:
+                    own = (i, self.inputs[i][0])
+            elif regions[i] is Region.INPUT:
+                first = first_with.setdefault(self.storages[i] or frozenset({-1 - i}), i)
+                own = (first, first)
+            bases.append(own)
+        return bases
+
+    def _viewed(
+        self, i: int, bases: Sequence[tuple[int, int]], *, through_tuple: bool
+    ) -> int | None:
+        mine = self.storages[i]
+        if not mine:
+            return None
+        for j in self.inputs[i]:
+            if self.storages[j] and mine <= self.storages[j] and not through_tuple:
+                return j
+            if through_tuple and bases[j][0] != j:
+                return j  # of a tuple of views
+        schema = getattr(self.nodes[i].target, "_schema", None)
+        if schema is not None and not schema.is_mutable:
+            # Rewritten graphs may hold examples whose storage is nobody's any more.
+            aliased = any(one.alias_info is not None for one in schema.returns)
+            first = self.nodes[i].args[0] if self.nodes[i].args else None
+            if aliased and isinstance(first, fx.Node):
+                return self.index[first]
+        return None
+
+    def _bytes(self, node: fx.Node) -> int:
+        value = node.meta.get("val")
+        if not isinstance(value, Tensor):
+            return 0
+        if self.cost_model.fused and _stays_in_registers(node):
+            return 0
+        try:
+            return hint(value.untyped_storage().nbytes())
+        except (NotImplementedError, RuntimeError):
+            return size_of(value)  # sparse, or a subclass without storage
+
+    def _cost(self, node: fx.Node, *, is_view: bool) -> tuple[float, float]:
+        value = node.meta.get("val")
+        if node.op != "call_function" or is_view or not tensors_of(value):
+            return 0.0, 0.0
+        if node.target is operator.getitem:
+            return 0.0, 0.0
+        moved = sum(size_of(one) for one in tensors_of(value))
+        moved += sum(
+            size_of(one) for i in node.all_input_nodes for one in tensors_of(i.meta.get("val"))
+        )
+        flops = node_flops(node)
+        seconds = self.cost_model.seconds(node.name, flops, moved, fusible=is_fusible(node))
+        if is_random(node):
+            elements = sum(size_of(one) // one.element_size() for one in tensors_of(value))
+            seconds += elements * self.cost_model.random_seconds
+        return flops, seconds
+
+    def _choices(
+        self, node: fx.Node, bases: Sequence[tuple[int, int]], regions: Sequence[Region]
+    ) -> tuple[bool, bool]:
+        """(whether its value can be saved, whether it may run again)."""
+        i = self.index[node]
+        value = node.meta.get("val")
+        if isinstance(value, Symbolic):
+            # Autograd keeps integers; other symbols are computed from them again.
+            return isinstance(value, torch.SymInt), not isinstance(value, torch.SymInt)
+        is_view = bases[i][0] != i
+        single = isinstance(value, Tensor) or not isinstance(value, (tuple, list))
+        can_save = single and not is_view
+        if must_recompute(node) and regions[i] is Region.FORWARD:
+            return False, True
+        if node.meta.get("recompute") == CheckpointPolicy.MUST_SAVE:
+            # Several outputs are saved one by one, and a view by saving what it lies in.
+            return can_save, not can_save and (is_view or node.target is operator.getitem)
+        return can_save, self._may_run_again(node, is_view, bases)
+
+    def _may_run_again(
+        self, node: fx.Node, is_view: bool, bases: Sequence[tuple[int, int]]
+    ) -> bool:
+        if node.target is operator.getitem or is_view:
+            return not is_mutable(node)
+        if not hasattr(node.target, "overloadpacket"):
+            return node.op == "call_function" and _is_plain_python(node)
+        name = node.target.overloadpacket.__name__
+        if node.target.namespace not in _PURE_NAMESPACES or is_mutable(node):
+            return False
+        if self.recomputable_ops is not None:
+            packets = (node.target, node.target.overloadpacket)
+            if not any(one in self.recomputable_ops for one in packets):
+                return False
+        device = next((one.device.type for one in tensors_of(node.meta.get("val"))), "cpu")
+        if device != "cpu" and name.startswith(_ATOMIC):
+            return False
+        if is_random(node):
+            large = sum(size_of(one) for one in tensors_of(node.meta.get("val")))
+            return self.replay_random and large >= _REPLAY_FROM_BYTES
+        if any(bases[j][0] in self.mutated for j in self.inputs[self.index[node]]):
+            # By the time of the backward pass the input holds its new value.
+            return name in _BATCH_NORM
+        return True
+
+
+def is_fusible(node: fx.Node) -> bool:
+    """Whether a compiler computes the node inside a loop with its neighbours."""
+    tags = getattr(node.target, "tags", ())
+    if torch.Tag.pointwise in tags or node.target is operator.getitem:
+        return True
+    name = getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
+    return name in _FUSIBLE
+
+
+_FUSIBLE = frozenset(
+    "_to_copy clone expand full full_like zeros_like ones_like scalar_tensor where var_mean mean "
+    "sum amax any convert_element_type broadcast_in_dim native_layer_norm _softmax _log_softmax "
+    "inductor_random inductor_lookup_seed iota arange embedding gather slice select view permute "
+    "t transpose unsqueeze squeeze reshape alias detach as_strided _unsafe_view".split()
+)
+
+
+def _stays_in_registers(node: fx.Node) -> bool:
+    return is_fusible(node) and bool(node.users) and all(is_fusible(user) for user in node.users)
+
+
+def _storage(value: Any) -> frozenset[int]:
+    """Identities of the storages of a value; by storage and never by an address."""
+    found = set()
+    for one in tensors_of(value):
+        try:
+            found.add(one.untyped_storage()._cdata)
+        except (NotImplementedError, RuntimeError):
+            return frozenset()
+    return frozenset(found)
+
+
+def _runs_in_backward(node: fx.Node) -> bool:
+    tag = node.meta.get("partitioner_tag")
+    if tag == "must_be_in_backward":
+        return True
+    return tag == "is_backward" and (
+        is_mutable(node) or is_random(node) or is_higher_order(node)
+    )
+
+
+def _is_plain_python(node: fx.Node) -> bool:
+    """Arithmetic on symbolic sizes."""
+    return isinstance(node.meta.get("val"), (*Symbolic, int, float, bool))

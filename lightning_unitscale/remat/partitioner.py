@@ -1,0 +1,209 @@
+"""The file that touches functorch's partitioner and AOTAutograd's own names.
+
+Planning is done on :class:`RematProblem`; here a plan becomes a forward and a backward graph.
+Private names used here were checked on torch 2.13: ``_extract_fwd_bwd_modules``,
+``functionalize_rng_ops``, ``cleanup_recompute_tags``, ``force_save_collectives``,
+``force_save_effectful_ops``, ``force_save_bw_mutation_src``, ``thread_graphsafe_rng_from_hops``,
+``TracingContext``. Those that an older torch does not have are left out.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from functorch.compile import make_boxed_func  # type: ignore[import-untyped]
+from torch import fx
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch import partitioners
+from torch._guards import TracingContext
+from torch.fx.graph import _BoxedCodeGen
+from torch.utils.checkpoint import CheckpointPolicy
+
+from lightning_unitscale.remat.joint_graph import Symbolic, is_random, is_tangent, must_recompute
+from lightning_unitscale.remat.problem import Mask, Region, RematProblem, recomputed
+from lightning_unitscale.remat.schedule import lazy_order
+
+PartitionFn = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
+
+
+def prepare(joint_module: fx.GraphModule) -> None:
+    """Mark what a user's checkpoint, a collective, an effect or a mutation fixes. Idempotent."""
+    if any(must_recompute(node) for node in joint_module.graph.nodes):
+        partitioners.cleanup_recompute_tags(joint_module, is_default_partition=False)
+    partitioners.force_save_collectives(joint_module)
+    for name in ("force_save_effectful_ops", "force_save_bw_mutation_src"):
+        mark = getattr(partitioners, name, None)
+        if mark is not None:
+            mark(joint_module)
+
+
+def mutated_inputs(joint_module: fx.GraphModule) -> list[fx.Node]:
+    """Inputs that the forward pass writes to, in the graph or after it."""
+    context = TracingContext.try_get()
+    metadata = None if context is None else context.fw_metadata
+    placeholders = joint_module.graph.find_nodes(op="placeholder")
+    primals = [node for node in placeholders if "primals" in str(node.target)]
+    if metadata is None or len(metadata.input_info) != len(primals):
+        return []
+    return [
+        node
+        for node, info in zip(primals, metadata.input_info, strict=True)
+        if info.mutates_data or info.mutates_metadata
+    ]
+
+
+def split(
+    joint_module: fx.GraphModule,
+    problem: RematProblem,
+    nodes: Sequence[fx.Node],
+    saved: Mask,
+    num_fwd_outputs: int,
+    *,
+    segments: Sequence[int] | None = None,
+    kept: Mask | None = None,
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """The forward and the backward graph of a plan.
+
+    Args:
+        joint_module: The joint graph; its nodes' metadata is marked, and it is used up.
+        problem: What was read from it.
+        nodes: Its nodes in the problem's order.
+        saved: What is kept for the backward pass.
+        num_fwd_outputs: How many outputs belong to the forward pass.
+        segments: Segment of each backward node; see :func:`lazy_order`.
+        kept: What outlives its segment once it has run again.
+    """
+    runs = recomputed(problem, saved)
+    replays = False
+    for index, node in enumerate(nodes):
+        if runs[index] and is_random(node):
+            # functorch replays what is marked so, from the generator's state of the forward pass.
+            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+            replays = True
+    chosen = [node for index, node in enumerate(nodes) if saved[index]]
+    values = [node for node in chosen if not isinstance(node.meta.get("val"), Symbolic)]
+    symbols = [node for node in chosen if isinstance(node.meta.get("val"), Symbolic)]
+    opaque = [node for node in values if _is_opaque(node)]
+    values = [node for node in values if not _is_opaque(node)]
+    options: dict[str, Any] = {"saved_sym_nodes": symbols, "num_fwd_outputs": num_fwd_outputs}
+    accepted = inspect.signature(partitioners._extract_fwd_bwd_modules).parameters
+    if "saved_opaque_nodes" in accepted:
+        options["saved_opaque_nodes"] = opaque
+    elif "saved_opaque_objects" in accepted:
+        options["saved_opaque_objects"] = opaque
+    fwd_module, bwd_module = partitioners._extract_fwd_bwd_modules(
+        joint_module, values, **options
+    )
+    if replays:
+        fwd_module, bwd_module = partitioners.functionalize_rng_ops(
+            joint_module, fwd_module, bwd_module, len(symbols)
+        )
+    region = {node.name: problem.nodes[index].region for index, node in enumerate(nodes)}
+    # FX takes random operations for impure and keeps dead ones: each draws in its own pass only.
+    _drop_dead(fwd_module.graph, lambda node: region.get(node.name) is Region.BACKWARD)
+    _drop_dead(bwd_module.graph, lambda node: region.get(node.name) is Region.FORWARD)
+    number = {node.name: index for index, node in enumerate(nodes)}
+    bwd_module = _reordered(bwd_module, problem, number, segments, kept)
+    fwd_module = partitioners.raise_getitems(fwd_module)
+    bwd_module = partitioners.raise_getitems(bwd_module)
+    thread = getattr(partitioners, "thread_graphsafe_rng_from_hops", None)
+    if thread is not None:
+        fwd_module = thread(fwd_module, is_backward=False)
+        bwd_module = thread(bwd_module, is_backward=True)
+    return fwd_module, bwd_module
+
+
+def _is_opaque(node: fx.Node) -> bool:
+    check = getattr(partitioners, "is_opaque_node", None)
+    return check is not None and bool(check(node))
+
+
+def _drop_dead(graph: fx.Graph, is_foreign: Callable[[fx.Node], bool]) -> None:
+    for node in reversed(graph.nodes):
+        if node.op == "call_function" and not node.users and is_random(node) and is_foreign(node):
+            graph.erase_node(node)
+
+
+def _reordered(
+    module: fx.GraphModule,
+    problem: RematProblem,
+    number: dict[str, int],
+    segments: Sequence[int] | None,
+    kept: Mask | None,
+) -> fx.GraphModule:
+    """The backward graph with what runs again where it is needed, as often as it is needed."""
+    old = list(module.graph.nodes)
+    index = {node: i for i, node in enumerate(old)}
+    of_joint = [number.get(node.name) for node in old]
+    is_placed = [node.op in ("placeholder", "output") for node in old]
+    # What was renamed is a replayed random operation, or hands on a generator: never run twice.
+    anchors = [
+        i
+        for i, j in enumerate(of_joint)
+        if not is_placed[i]
+        and (j is not None and problem.nodes[j].region is Region.BACKWARD or _has_effect(old[i]))
+    ]
+    # Effects keep their place relative to the operations of the backward pass.
+    order = lazy_order(
+        [[index[i] for i in node.all_input_nodes] for node in old],
+        anchors,
+        [not placed for placed in is_placed],
+        wanted_at_end=[index[i] for i in module.graph.output_node().all_input_nodes],
+        segments=None
+        if segments is None
+        else [0 if j is None else segments[j] for j in of_joint],
+        kept=None if kept is None else [True if j is None else bool(kept[j]) for j in of_joint],
+    )
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in old:
+        if node.op == "placeholder":
+            copies[node] = graph.node_copy(node)
+    for i in order.nodes:
+        # A later copy takes over: what comes after it reads it.
+        copies[old[i]] = graph.node_copy(old[i], lambda one: copies[one])
+    output = module.graph.output_node()
+    copies[output] = graph.node_copy(output, lambda one: copies[one])
+    graph.lint()
+    return fx.GraphModule(module, graph)
+
+
+def _has_effect(node: fx.Node) -> bool:
+    return node.op == "call_function" and node.is_impure() and not is_random(node)
+
+
+def run_boxed(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    """Run a graph op by op; its inputs are freed as soon as nothing reads them any more."""
+    graph_module.graph.set_codegen(_BoxedCodeGen())
+    graph_module.recompile()
+    forward = graph_module.forward
+
+    def run(arguments: list[Any]) -> Any:
+        return forward(arguments)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+def aot_backend(partition_fn: PartitionFn) -> Callable[..., Any]:
+    """A backend of ``torch.compile`` that runs AOTAutograd's graphs op by op."""
+    backend: Callable[..., Any] = aot_autograd(
+        fw_compiler=run_boxed, bw_compiler=run_boxed, partition_fn=partition_fn
+    )
+    return backend
+
+
+__all__ = [
+    "PartitionFn",
+    "aot_backend",
+    "is_tangent",
+    "make_boxed_func",
+    "mutated_inputs",
+    "prepare",
+    "run_boxed",
+    "split",
+]
+_ = torch

@@ -1,0 +1,211 @@
+"""What a planner has to know of a joint forward and backward graph: numbers, and no tensors."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+Mask = npt.NDArray[np.bool_]
+
+
+class Region(enum.IntEnum):
+    """Where a node of the joint graph can be computed."""
+
+    INPUT = 0  # there all the time: parameters, buffers, batch, tangents
+    FORWARD = 1  # from the inputs alone, so in the forward and again in the backward pass
+    BACKWARD = 2  # needs a tangent, or has to run in the backward pass
+
+
+@dataclass(frozen=True)
+class RematNode:
+    """One node of the joint graph.
+
+    Attributes:
+        name: Name in the joint graph.
+        kind: Its operation, for reports and for telling equal blocks.
+        inputs: Indices of the nodes it reads, each smaller than its own.
+        region: Where it can be computed.
+        base: The node whose storage this one's tensor lies in: itself unless it is a view.
+        owner: The node whose execution allocates that storage: ``base``, or the operation of which
+            ``base`` is one of several outputs.
+        num_bytes: Size of the storage in bytes if ``base`` is the node itself, else 0.
+        workspace_bytes: What the operation allocates and frees while it runs.
+        seconds: Estimated time of running it once.
+        flops: Floating-point operations of running it once; a multiply-add counts as two.
+        can_save: Whether its value may be kept from the forward for the backward pass.
+        can_recompute: Whether it may run again in the backward pass.
+        in_forward: Whether the forward pass computes it whatever the backward pass needs.
+        replay_bytes: What is kept instead of its value if it runs again: its generator's state.
+    """
+
+    name: str
+    kind: str
+    inputs: tuple[int, ...]
+    region: Region
+    base: int
+    owner: int
+    num_bytes: int = 0
+    workspace_bytes: int = 0
+    seconds: float = 0.0
+    flops: float = 0.0
+    can_save: bool = True
+    can_recompute: bool = True
+    in_forward: bool = True
+    replay_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class RematProblem:
+    """A joint graph in topological order, forward nodes before the backward nodes that need them.
+
+    Attributes:
+        nodes: The nodes.
+        forward_outputs: Indices of what the forward pass returns to the caller.
+        backward_outputs: Indices of what the backward pass returns: the gradients.
+    """
+
+    nodes: tuple[RematNode, ...]
+    forward_outputs: tuple[int, ...] = ()
+    backward_outputs: tuple[int, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.nodes)
+
+    @cached_property
+    def region(self) -> Ints:
+        """Region of each node."""
+        return np.array([int(node.region) for node in self.nodes], dtype=np.int64)
+
+    @cached_property
+    def base(self) -> Ints:
+        """Base of each node."""
+        return np.array([node.base for node in self.nodes], dtype=np.int64)
+
+    @cached_property
+    def owner(self) -> Ints:
+        """Owner of each node's storage."""
+        return np.array([node.owner for node in self.nodes], dtype=np.int64)
+
+    @cached_property
+    def num_bytes(self) -> Ints:
+        """Storage bytes of each node, 0 for views."""
+        return np.array([node.num_bytes for node in self.nodes], dtype=np.int64)
+
+    @cached_property
+    def workspace(self) -> Ints:
+        """Bytes that each node needs only while it runs."""
+        return np.array([node.workspace_bytes for node in self.nodes], dtype=np.int64)
+
+    @cached_property
+    def seconds(self) -> Floats:
+        """Estimated seconds of each node."""
+        return np.array([node.seconds for node in self.nodes], dtype=np.float64)
+
+    @cached_property
+    def flops(self) -> Floats:
+        """Floating-point operations of each node."""
+        return np.array([node.flops for node in self.nodes], dtype=np.float64)
+
+    @cached_property
+    def in_forward(self) -> Mask:
+        """Nodes that the forward pass computes whatever the backward pass needs."""
+        return np.array([node.in_forward for node in self.nodes], dtype=np.bool_)
+
+    @cached_property
+    def edges(self) -> tuple[Ints, Ints]:
+        """(producer, user) of every edge, sorted by user."""
+        producers = [i for node in self.nodes for i in node.inputs]
+        users = [u for u, node in enumerate(self.nodes) for _ in node.inputs]
+        return np.array(producers, dtype=np.int64), np.array(users, dtype=np.int64)
+
+    @cached_property
+    def users(self) -> tuple[tuple[int, ...], ...]:
+        """Users of each node, ascending."""
+        found: list[list[int]] = [[] for _ in self.nodes]
+        for user, node in enumerate(self.nodes):
+            for producer in node.inputs:
+                found[producer].append(user)
+        return tuple(tuple(one) for one in found)
+
+    @cached_property
+    def needed(self) -> Mask:
+        """Nodes that the backward pass needs in some plan: backward nodes and what leads there."""
+        needed = np.zeros(len(self), dtype=np.bool_)
+        for index in self.backward_outputs:
+            needed[index] = True
+        for index in range(len(self) - 1, -1, -1):
+            node = self.nodes[index]
+            if node.region is Region.BACKWARD:
+                # The joint graph holds no dead nodes: what is in the backward pass is needed.
+                needed[index] = True
+            if needed[index]:
+                needed[list(node.inputs)] = True
+        return needed
+
+    @cached_property
+    def wanted(self) -> Mask:
+        """Forward nodes that the backward pass reads itself, in every plan."""
+        wanted = np.zeros(len(self), dtype=np.bool_)
+        for node in self.nodes:
+            if node.region is Region.BACKWARD:
+                wanted[list(node.inputs)] = True
+        wanted[list(self.backward_outputs)] = True
+        return wanted & (self.region == Region.FORWARD)
+
+    def saved_bytes(self, saved: Mask) -> int:
+        """Bytes that a plan keeps for the backward pass beyond what is there anyway."""
+        kept = np.zeros(len(self), dtype=np.bool_)
+        kept[self.base[saved]] = True
+        kept[self.base[list(self.forward_outputs)]] = False
+        kept &= self.region != Region.INPUT
+        return int(self.num_bytes[kept].sum()) + self.replayed_bytes(saved)
+
+    def replayed_bytes(self, saved: Mask) -> int:
+        """Bytes of the generators' states that a plan keeps for random operations to run again."""
+        if not self._random:
+            return 0
+        runs = recomputed(self, saved)
+        return sum(self.nodes[index].replay_bytes for index in self._random if runs[index])
+
+    @cached_property
+    def _random(self) -> tuple[int, ...]:
+        return tuple(i for i, node in enumerate(self.nodes) if node.replay_bytes)
+
+
+def recomputed(problem: RematProblem, saved: Mask) -> Mask:
+    """Forward nodes that run in the backward pass when ``saved`` is kept.
+
+    Raises:
+        ValueError: If a node would run there that must not.
+    """
+    runs = np.zeros(len(problem), dtype=np.bool_)
+    wanted = problem.wanted
+    nodes = problem.nodes
+    for index in range(len(problem) - 1, -1, -1):
+        if wanted[index] and not saved[index] and nodes[index].region is Region.FORWARD:
+            runs[index] = True
+            if not nodes[index].can_recompute:
+                raise ValueError(
+                    f"saved: {nodes[index].name} ({nodes[index].kind}) must not run again in the "
+                    "backward pass and is not saved; expected it, or all that leads from it to "
+                    "the backward pass, among the saved values."
+                )
+            for producer in nodes[index].inputs:
+                if not wanted[producer]:
+                    wanted = wanted.copy() if wanted is problem.wanted else wanted
+                    wanted[producer] = True
+    return runs
+
+
+def mask_of(problem: RematProblem, indices: Sequence[int]) -> Mask:
+    """The mask over the problem's nodes with ``indices`` set."""
+    mask = np.zeros(len(problem), dtype=np.bool_)
+    mask[list(indices)] = True
+    return mask
