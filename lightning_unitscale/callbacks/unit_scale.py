@@ -20,6 +20,7 @@ from lightning_unitscale.callbacks.module_steps import (
     takes_iterator,
 )
 from lightning_unitscale.callbacks.ranks import joint_rms
+from lightning_unitscale.callbacks.rule_scaling import rules_of
 from lightning_unitscale.graph.passes import GraphPass
 from lightning_unitscale.graph.steps import ModuleSteps
 from lightning_unitscale.quantize import Rounding, check_rounding
@@ -27,6 +28,7 @@ from lightning_unitscale.transforms.calibration import Calibrator, Measured
 from lightning_unitscale.transforms.gauge import Gauge
 from lightning_unitscale.transforms.lossless import Depth, LosslessUnitScale
 from lightning_unitscale.transforms.lossless_unit_scale import calibrate
+from lightning_unitscale.transforms.rules.plan import RuleOptions
 from lightning_unitscale.transforms.simulate_format import SimulateFormat, format_pair
 
 # Steps at which recalibrate="auto" looks: often while the scales of a fresh model move, then
@@ -45,17 +47,30 @@ class UnitScaleCallback(pl.Callback):
 
     Args:
         method: ``"lossless"`` changes no result. ``"unit-scaling"`` and ``"u-mup"`` scale by rules
-            and change the model; they are not available yet.
+            and change the model: weights at RMS 1, ``1 / sqrt(fan_in)`` in the graph, residual
+            branches with weights (see ``transforms.unit_scale``); they differ in ``lr_scaling``.
         depth: With ``"lossless"``: ``"products"`` gives units to what matrix products read,
             ``"all"`` to every tensor that the step keeps (for FP16).
         recalibrate: ``"auto"`` takes new units when an operand's RMS has left [1/4, 4], looking at
             steps 8, 16, 32, 64 and every 128th; a number looks and takes them every so many steps;
             ``None`` never. A new gauge changes no result and compiles nothing anew.
-        replace: For the rule-based methods: functions to put in place of others.
-        residual: For the rule-based methods: weights of residual branches.
-        lr_scaling: For the rule-based methods: how learning rates follow.
-        init_weights: For the rule-based methods: whether weights are set to unit scale.
-        on_unknown: For the rule-based methods: what to do with an operation without a rule.
+        replace: For the rule-based methods: functions to put in place of others, which are then not
+            looked into.
+        residual: For the rule-based methods: weights of residual branches with attention and of the
+            others; by default u-muP's rule for depth.
+        lr_scaling: For the rule-based methods: ``"match"`` keeps the relative update of every
+            parameter, ``"u-mup"`` takes u-muP's rates, near 1 and the same for all widths and
+            depths; ``None`` leaves rates alone. By default the one that belongs to the method.
+        init_weights: For the rule-based methods: whether weights are set to RMS 1 and biases to 0,
+            on the first batch, once: a checkpoint knows that it was done.
+        on_unknown: For the rule-based methods, where a tensor's scale follows from no rule:
+            ``"calibrate"`` measures it on the first batch, ``"keep"`` takes it for 1, ``"error"``
+            raises.
+        residual_mult: u-muP's share of all branches in the last sum.
+        residual_attn_ratio: u-muP's share of attention branches relative to the others.
+        attention_mult: u-muP's factor on attention's logits.
+        activation_mult: u-muP's factor on the input of activations that follow a weight.
+        loss_mult: u-muP's factor on the logits of a cross-entropy.
         simulate: Format in which matrix products are simulated, in training and in evaluation:
             ``"fp8"`` (E4M3FN for operands, E5M2 for gradients), one format such as ``"E3M2FN"`` for
             both, or one for each. What is stored at RMS 1 is rounded; units are measured before.
@@ -85,9 +100,14 @@ class UnitScaleCallback(pl.Callback):
         recalibrate: Literal["auto"] | int | None = "auto",
         replace: dict[Callable[..., Any], Callable[..., Any]] | None = None,
         residual: tuple[float, float] | None = None,
-        lr_scaling: Literal["match", "u-mup"] | None = None,
+        lr_scaling: Literal["match", "u-mup", "auto"] | None = "auto",
         init_weights: bool = True,
         on_unknown: Literal["calibrate", "keep", "error"] = "calibrate",
+        residual_mult: float = 1.0,
+        residual_attn_ratio: float = 1.0,
+        attention_mult: float = 1.0,
+        activation_mult: float = 1.0,
+        loss_mult: float = 1.0,
         simulate: tuple[str, str] | str | None = None,
         simulate_rounding: Rounding = "nearest",
         precision: Literal["fp8"] | None = None,
@@ -95,7 +115,16 @@ class UnitScaleCallback(pl.Callback):
         compile: bool = False,
     ) -> None:
         super().__init__()
-        _require_lossless(method, replace, residual, lr_scaling)
+        options = RuleOptions(
+            residual=residual,
+            on_unknown=on_unknown,
+            residual_mult=residual_mult,
+            residual_attn_ratio=residual_attn_ratio,
+            attention_mult=attention_mult,
+            activation_mult=activation_mult,
+            loss_mult=loss_mult,
+        )
+        self._rules = rules_of(method, options, replace, lr_scaling, init_weights)
         _require_none(precision=precision, remat=remat)
         valid_number = isinstance(recalibrate, int) and not isinstance(recalibrate, bool)
         if not (recalibrate in ("auto", None) or (valid_number and recalibrate > 0)):  # type: ignore[operator]
@@ -131,7 +160,8 @@ class UnitScaleCallback(pl.Callback):
         """What was captured and rewritten, pass by pass, and when the gauge was taken anew."""
         if self._steps is None:
             return self._last_explanation
-        return "\n\n".join([self._steps.explain(), *self._events])
+        rules = [] if self._rules is None else [self._rules.explain()]
+        return "\n\n".join([self._steps.explain(), *rules, *self._events])
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -139,6 +169,9 @@ class UnitScaleCallback(pl.Callback):
             # Units are those of one module's tensors; another one is measured anew.
             self._rewrite.set_gauge(Gauge())
             self._is_calibrated = False
+        if self._rules is not None:
+            is_new = self._module is None or self._module() is not pl_module
+            self._rules.attach(pl_module, is_new=is_new)
         self._module = weakref.ref(pl_module)
         self._steps = attach_steps(trainer, pl_module, self)
         for one in self._passes():
@@ -148,12 +181,18 @@ class UnitScaleCallback(pl.Callback):
             self._steps.use_executor("inductor")
 
     @override
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._rules is not None:
+            self._rules.start_fit(trainer)
+
+    @override
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         assert self._steps is not None
         self._global_step_before = trainer.global_step
         self._step_index = optimizer_step_index(trainer)
+        self._plan(trainer, "training_step", batch, batch_idx)
         if not self._is_calibrated:
             self._calibrate(trainer, pl_module, "training_step", batch, batch_idx)
         self._steps.observe(type(self).__name__, self._looks_at(self._step_index))
@@ -228,6 +267,8 @@ class UnitScaleCallback(pl.Callback):
             return {}
         gauge = {name: list(pair) for name, pair in self.gauge.state().items()}
         state: dict[str, Any] = {"gauge": gauge, "depth": self._rewrite.depth}
+        if self._rules is not None:
+            state["rules"] = self._rules.state_dict()
         if self._simulation is not None and self._simulation.rounding == "stochastic":
             state["rounding"] = self._simulation.state()
         return state
@@ -238,11 +279,16 @@ class UnitScaleCallback(pl.Callback):
         if state_dict.get("depth") == self._rewrite.depth:
             self._rewrite.set_gauge(Gauge.from_state(state_dict["gauge"]))
             self._is_calibrated = True
+        if self._rules is not None and "rules" in state_dict:
+            module = None if self._module is None else self._module()
+            self._rules.load_state_dict(state_dict["rules"], module)
         if self._simulation is not None and "rounding" in state_dict:
             self._simulation.set_state(state_dict["rounding"])
 
     def _passes(self) -> list[GraphPass]:
-        return [self._rewrite] if self._simulation is None else [self._rewrite, self._simulation]
+        rules = [] if self._rules is None else [self._rules.rules, self._rules.gradients]
+        simulation = [] if self._simulation is None else [self._simulation]
+        return [*rules, self._rewrite, *simulation]
 
     def _looks_at(self, step: int) -> bool:
         if self.recalibrate is None or step <= 0:
@@ -250,6 +296,13 @@ class UnitScaleCallback(pl.Callback):
         if self.recalibrate == "auto":
             return step in _EARLY_LOOKS or step % _LOOK_EVERY == 0
         return step % int(self.recalibrate) == 0
+
+    def _plan(self, trainer: pl.Trainer, name: str, *batch: Any) -> None:
+        if self._rules is not None:
+            assert self._steps is not None
+            arguments = step_arguments(trainer.lightning_module, name, *batch)
+            train = name == "training_step"
+            self._rules.plan_step(trainer, self._steps.steps[name], arguments, train=train)
 
     def _calibrate(
         self, trainer: pl.Trainer, module: pl.LightningModule, name: str, batch: Any, batch_idx: int
@@ -272,6 +325,8 @@ class UnitScaleCallback(pl.Callback):
             )
         if measured is not None:
             self._is_calibrated = True
+            if self._rules is not None:
+                self._rules.measured(trainer, *joint_rms(measured))
         else:
             self._measure_live(name)
 
@@ -279,6 +334,7 @@ class UnitScaleCallback(pl.Callback):
         self, trainer: pl.Trainer, name: str, batch: Any, batch_idx: int, dataloader_idx: int
     ) -> None:
         """An evaluation on its own measures forward units; within a fit, training has done so."""
+        self._plan(trainer, name, batch, batch_idx, dataloader_idx)
         if self._is_calibrated or trainer.state.fn == "fit" or batch_idx or dataloader_idx:
             return
         assert self._steps is not None
@@ -336,6 +392,8 @@ class UnitScaleCallback(pl.Callback):
         self._last_explanation = self.explain()
         self._stop_live()
         self._rewrite.drift.clear()
+        if self._rules is not None:
+            self._rules.restore()
         self._steps.detach(type(self).__name__, *self._passes())
         self._steps = None
 
@@ -343,26 +401,6 @@ class UnitScaleCallback(pl.Callback):
 def _joint_results(calibrator: Calibrator) -> tuple[Measured, Measured]:
     forward, backward = joint_rms(*calibrator.results())
     return forward, backward
-
-
-def _require_lossless(method: str, replace: Any, residual: Any, lr_scaling: Any) -> None:
-    if method in ("unit-scaling", "u-mup"):
-        raise NotImplementedError(
-            f"method={method!r}: scaling by rules is not available yet; expected 'lossless'; leave "
-            "the argument out."
-        )
-    if method != "lossless":
-        raise ValueError(
-            f"method={method!r}: unknown method; expected 'lossless', 'unit-scaling' or 'u-mup'; "
-            "leave the argument out for 'lossless'."
-        )
-    rules = {"replace": replace, "residual": residual, "lr_scaling": lr_scaling}
-    for name, value in rules.items():
-        if value is not None:
-            raise ValueError(
-                f"{name}={value!r}: has no meaning for method='lossless', which changes nothing; "
-                f"expected None; leave {name} out."
-            )
 
 
 def _require_none(**features: Any) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
-
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_unitscale.functional.scaled_call import rule_for, scaled_call
+from lightning_unitscale.functional.scale import scale_bwd, scale_fwd
+from lightning_unitscale.functional.scaled_call import positive, rule_for, scaled_call
+from lightning_unitscale.functional.sizes import specialized
 
 _ATTENTION = rule_for(F.scaled_dot_product_attention)
 
@@ -44,7 +44,8 @@ def scaled_dot_product_attention(
         output_scale: A fixed factor for the output and all gradients. The derived one grows with
             the number of keys (about ``keys**0.5``), so a step of incremental decoding, which sees
             another number of keys than training did, would scale its output in another way: there
-            pass the factor of training. ``None`` derives it from the shapes.
+            pass the factor of training. ``None`` derives it from the shapes (and a compiled graph
+            is then made for each number of keys).
 
     Returns:
         ``(batch, heads, queries, value_size)``.
@@ -57,19 +58,27 @@ def scaled_dot_product_attention(
         Blake et al., "u-muP" (arXiv 2407.17465), appendix on attention: 1/head_size in the logits.
         Factors are the moments of a softmax of normal logits.
     """
-    for name, number in (("mult", mult), ("output_scale", output_scale)):
-        if number is not None and not 0 < number < math.inf:
-            raise ValueError(
-                f"scaled_dot_product_attention: {name}={number}: not a factor of a unit scale; "
-                "expected a positive number."
-            )
-    logits_scale = mult * (1 / query.shape[-1] if scale is None else scale)
+    mult = positive("scaled_dot_product_attention: mult", mult)
+    if scale is None:
+        scale = 1 / specialized(query.shape[-1])
+    if output_scale is not None:
+        factor = positive("scaled_dot_product_attention: output_scale", output_scale)
+        output = F.scaled_dot_product_attention(
+            scale_bwd(query, factor),
+            scale_bwd(key, factor),
+            scale_bwd(value, factor),
+            attn_mask,
+            dropout_p,
+            is_causal,
+            scale=mult * scale,
+            enable_gqa=enable_gqa,
+        )
+        return scale_fwd(output, factor)
     result: Tensor = scaled_call(
         _ATTENTION,
         F.scaled_dot_product_attention,
         (query, key, value, attn_mask, dropout_p, is_causal),
-        {"scale": logits_scale, "enable_gqa": enable_gqa},
+        {"scale": mult * scale, "enable_gqa": enable_gqa},
         constraint=constraint,
-        fixed=output_scale,
     )
     return result

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning_unitscale.functional.rule import Factors, ScaleRule, register_rule, unit_factor
-from lightning_unitscale.functional.sizes import product, shape_of
+from lightning_unitscale.functional.sizes import product, shape_of, specialized
 from lightning_unitscale.functional.softmax_moments import (
     SoftmaxMoments,
     causal_softmax_moments,
@@ -45,13 +45,13 @@ def _num_logits(arguments: Mapping[str, Any]) -> int:
     dim = arguments.get("dim")
     if dim is None:  # what torch guesses, with a warning
         dim = 0 if len(shape) in (0, 1, 3) else 1
-    return shape[dim] if shape else 1
+    return specialized(shape[dim]) if shape else 1
 
 
 def _attention(arguments: Mapping[str, Any]) -> Factors:
     query, key, value = (shape_of(arguments[name]) for name in ("query", "key", "value"))
-    num_queries, width = query[-2:]
-    num_keys = key[-2]
+    num_queries, num_keys = specialized(query[-2]), specialized(key[-2])
+    width = specialized(query[-1])
     mult = arguments.get("mult", 1.0)
     scale = arguments.get("scale")
     scale = width**-0.5 if scale is None else scale

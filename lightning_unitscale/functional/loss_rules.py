@@ -20,7 +20,7 @@ import torch.nn.functional as F
 
 from lightning_unitscale.functional.quadrature import elementwise_moments
 from lightning_unitscale.functional.rule import Factors, ScaleRule, register_rule, unit_factor
-from lightning_unitscale.functional.sizes import numel_of, shape_of
+from lightning_unitscale.functional.sizes import numel_of, shape_of, specialized
 from lightning_unitscale.functional.softmax_moments import softmax_moments
 
 
@@ -90,7 +90,8 @@ def _bce(arguments: Mapping[str, Any]) -> Factors:
 
 
 def _kl_div(arguments: Mapping[str, Any]) -> Factors:
-    classes = shape_of(arguments["input"])[-1] if shape_of(arguments["input"]) else 1
+    shape = shape_of(arguments["input"])
+    classes = specialized(shape[-1]) if shape else 1
     # The gradient is minus the target, taken as a softmax of unit logits.
     square = softmax_moments(classes, 1.0).output / max(classes, 1)
     count = _count(arguments)

@@ -32,7 +32,6 @@ def scaled_call(
     constraint: str | None = "to_output_scale",
     mult: float = 1.0,
     scale_power: ScalePower = DEFAULT_POWER,
-    fixed: float | None = None,
 ) -> Any:
     """Call ``function`` such that its output and the gradients of its arguments are at RMS 1.
 
@@ -46,7 +45,6 @@ def scaled_call(
         mult: The first argument is multiplied by it.
         scale_power: Powers of the number of terms in the sums that make the output, the gradients
             of inputs, and the gradients of weights.
-        fixed: One factor for the output and for all gradients, instead of the rule's.
 
     Returns:
         What ``function`` returns, scaled; of several results only the first is scaled.
@@ -55,16 +53,13 @@ def scaled_call(
         TypeError: If the first tensor that gets a gradient is not a floating-point one.
         ValueError: If ``constraint``, ``mult`` or ``scale_power`` is not usable.
     """
-    _check_positive(rule, "mult", mult)
+    mult = positive(f"{rule.name}: mult", mult)
     _check_power(rule, scale_power)
     kwargs = dict(kwargs or {})
     arguments = rule.bind(tuple(args), kwargs)
     factors = rule.factors({**arguments, "mult": mult})
     tensors = _differentiable(rule, arguments, factors)
-    if fixed is not None:
-        output, gradients = fixed, {place: fixed for place in tensors}
-    else:
-        output, gradients = _constrained(rule, factors, tensors, constraint, scale_power)
+    output, gradients = _constrained(rule, factors, tensors, constraint, scale_power)
     scaled = {place: _enter(tensors[place], gradients[place]) for place in tensors}
     if mult != 1.0:
         first = _first_place(rule, tensors)
@@ -105,7 +100,7 @@ def scaled_loss(
         TypeError: If the first argument is not a floating-point tensor.
         ValueError: If ``mult`` is not a positive number.
     """
-    _check_positive(rule, "mult", mult)
+    mult = positive(f"{rule.name}: mult", mult)
     kwargs = dict(kwargs or {})
     arguments = rule.bind(tuple(args), kwargs)
     factors = rule.factors({**arguments, "mult": mult})
@@ -228,12 +223,16 @@ def _replaced(name: str, value: Any, scaled: Mapping[str, Tensor]) -> Any:
     return scaled.get(name, value)
 
 
-def _check_positive(rule: ScaleRule, name: str, value: float) -> None:
-    if not 0 < value < math.inf:
+def positive(name: str, factor: float) -> float:
+    """The factor, or an error that names it where it is no positive number."""
+    if factor == 1.0:
+        return 1.0  # a number, where a compiler has made a symbol of it
+    if not 0 < factor < math.inf:
         raise ValueError(
-            f"{rule.name}: {name}={value}: a factor of this size has no unit scale; expected a "
-            "positive number."
+            f"{name}={factor}: what is multiplied by it has no unit scale; expected a positive "
+            "number."
         )
+    return factor
 
 
 def _check_power(rule: ScaleRule, scale_power: ScalePower) -> None:

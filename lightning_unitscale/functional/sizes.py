@@ -25,6 +25,14 @@ def concrete_size(size: int | torch.SymInt) -> int:
     return int(hint)
 
 
+def specialized(size: int) -> int:
+    """The number of a size for a computation that a compiler does not look into.
+
+    A compiled graph is then one of this size, and is made anew for another.
+    """
+    return len(range(size)) if torch.compiler.is_compiling() else size
+
+
 def shape_of(value: Any) -> tuple[int, ...]:
     """Sizes of a tensor; those of a number are none."""
     if not isinstance(value, torch.Tensor):

@@ -298,6 +298,7 @@ class CapturedStep:
                 lambda function: self._traced(self._running, function),
             )
         assert self._untraced is not None
+        self._untraced.is_rehearsing = self.is_rehearsing
         if executor not in self._compiled:
             self._compiled[executor] = self._traced(executor, self.__wrapped__)
         self.num_graph_calls = 0

@@ -25,13 +25,18 @@ class UntracedCalls:
         find: Says before each step which methods of which objects: ``(object, name)`` pairs.
         trace: Makes a function traced again; used for a closure that is handed to a method, since
             the model runs in it.
+
+    Attributes:
+        is_rehearsing: Whether the methods are left out, but for the closures that they are given:
+            a rehearsal must not update weights.
     """
 
     def __init__(
         self, find: Callable[[], Calls], trace: Callable[[Callable[..., Any]], Callable[..., Any]]
     ) -> None:
         self._find = find
-        self._trace = trace
+        self.trace = trace
+        self.is_rehearsing = False
         # Kept, since Dynamo guards on the identity of what it calls.
         self._calls: dict[tuple[int, str], _Untraced] = {}
 
@@ -41,7 +46,7 @@ class UntracedCalls:
         shadowed = []
         try:
             for one, name in self._find():
-                call = self._calls.setdefault((id(one), name), _Untraced(one, self._trace))
+                call = self._calls.setdefault((id(one), name), _Untraced(one, self))
                 attributes = one.__dict__
                 if attributes.get(name) is call.run:
                     continue  # a step within a step
@@ -84,12 +89,10 @@ _MISSING = object()
 class _Untraced:
     """One method of one object, which is kept so that its identity stays its own."""
 
-    def __init__(
-        self, owner: Any, trace: Callable[[Callable[..., Any]], Callable[..., Any]]
-    ) -> None:
+    def __init__(self, owner: Any, calls: UntracedCalls) -> None:
         self.owner = owner
         self.method: Callable[..., Any] = lambda: None
-        self._trace = trace
+        self._calls = calls
         self.run = torch.compiler.disable(self._run)
 
     def stand_in_for(self, method: Callable[..., Any]) -> None:
@@ -98,10 +101,14 @@ class _Untraced:
         self.run.__dict__.update(getattr(method, "__dict__", {}))
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
+        if self._calls.is_rehearsing:
+            closures = [one for one in (*args, *kwargs.values()) if hasattr(one, "__code__")]
+            results = [self._traced(one)() for one in closures]
+            return results[-1] if results else None
         args = tuple(self._traced(one) for one in args)
         return self.method(*args, **{name: self._traced(one) for name, one in kwargs.items()})
 
     def _traced(self, value: Any) -> Any:
         if not hasattr(value, "__code__"):
             return value
-        return functools.wraps(value)(self._trace(value))
+        return functools.wraps(value)(self._calls.trace(value))

@@ -127,9 +127,13 @@ class GraphProfile:
                 "expected a profile that profile_graph returned for inputs with a batch dimension; "
                 "call fit_batch() before you save it."
             )
-        other = self._profile_at(2 * self.batch_size)
-        sizes = (self.batch_size, 2 * self.batch_size)
-        lines = fit(sizes, self.timeline.live_bytes, other.timeline.live_bytes)
+        low, high = self, self._profile_at(2 * self.batch_size)
+        if len(low.phases) != len(high.phases):
+            # Other operators run at this size (one sample needs no copies): look above it.
+            low, high = high, self._profile_at(3 * self.batch_size)
+        assert low.batch_size is not None and high.batch_size is not None
+        sizes = (low.batch_size, high.batch_size)
+        lines = fit(sizes, low.timeline.live_bytes, high.timeline.live_bytes)
         return replace(self, batch_fit=lines)
 
     def max_batch_size(self, budget_bytes: int) -> int:

@@ -54,18 +54,14 @@ def _typed(value: Any, kind: Any) -> Any:
     if origin in (types.UnionType, typing.Union):
         return None if value is None else _typed(value, arguments[0])
     if dataclasses.is_dataclass(kind):
-        hints = typing.get_type_hints(kind, _names(kind))
+        hints = typing.get_type_hints(kind)
         return kind(  # type: ignore[operator]
             **{name: _typed(one, hints[name]) for name, one in value.items()}
         )
+    if origin is dict:
+        return {key: _typed(one, arguments[1]) for key, one in value.items()}
     if origin is tuple:
         if arguments[-1] is Ellipsis:
             return tuple(_typed(one, arguments[0]) for one in value)
         return tuple(_typed(*one) for one in zip(value, arguments, strict=True))
     return value
-
-
-def _names(kind: Any) -> dict[str, Any]:
-    import sys
-
-    return vars(sys.modules[kind.__module__])

@@ -43,8 +43,8 @@ DATA_DEPENDENT = (
 )
 # Keys of what is noted on autograd's functions: the forward node that made it, and when it ran.
 _NODE, _TASK = "lightning_unitscale_node", "lightning_unitscale_task"
-# What C++ is told about every device, see StorageRecorder.
-_CPU = torch.device("cpu")
+# What C++ is told of the simulated device, see StorageRecorder. Python's own is without an index.
+_STAND_IN = torch.device("cpu", 0)
 
 
 def fake_tensor_mode() -> FakeTensorMode:
@@ -116,9 +116,10 @@ class StorageRecorder(TorchDispatchMode):
     recorded is what reference counts did: those of Python, of autograd's graph and of its engine.
 
     C++ looks up a stream and a queue for the device of every tensor that takes part in autograd,
-    and ends the process where the device has no driver. So C++ is told that each is on the CPU;
-    Python code still sees the device that was asked for. A CPU's queue also means that the
-    backward pass runs in the calling thread, where this mode can see it.
+    and ends the process where the device has no driver. So C++ is told that the device is
+    ``cpu:0``, and what it wants to make there is made on the device; Python code sees the device
+    itself. A CPU's queue also means that the backward pass runs in the calling thread, where this
+    mode can see it.
 
     Args:
         device: Storages on devices of another type are not counted.
@@ -145,9 +146,9 @@ class StorageRecorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
         if func is torch.ops.prim.device.default:
-            return _CPU
+            return _device_for_cpp(args[0])
+        kwargs = _on_device(kwargs or {}, self.device)
         if func is torch.ops.aten._local_scalar_dense.default and self.phase == "optimizer":
             return FakeScalars.answer(args[0])
         node = self._current_node()
@@ -312,21 +313,39 @@ class FakeScalars(TorchDispatchMode):
     """Answers what a program asks a fake tensor for its value with 1.
 
     Optimizers look at their step count; what they allocate does not depend on it.
+
+    Args:
+        device: As of :class:`StorageRecorder`.
     """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.device = device
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is torch.ops.prim.device.default:
-            return _CPU
+            return _device_for_cpp(args[0])
         if func is torch.ops.aten._local_scalar_dense.default:
             return self.answer(args[0])
-        return func(*args, **(kwargs or {}))
+        return func(*args, **_on_device(kwargs or {}, self.device))
 
     @staticmethod
     def answer(tensor: Tensor) -> float | int:
         """The value of a tensor that has none."""
         return 1.0 if tensor.is_floating_point() else 1
+
+
+def _device_for_cpp(tensor: Tensor) -> torch.device:
+    return tensor.device if tensor.device.type == "cpu" else _STAND_IN
+
+
+def _on_device(kwargs: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """The arguments with the device in place of what stands for it in C++."""
+    if kwargs.get("device") == _STAND_IN and device.type != "cpu":
+        return {**kwargs, "device": device}
+    return kwargs
 
 
 def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -10,7 +10,6 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
@@ -64,6 +63,10 @@ class NodeTrace(TorchFunctionMode):
         recorder: Notes the operators and storages; told which node is running.
         paths: Knows which module is running.
         call: Calls a function as the device would have it called.
+
+    Attributes:
+        nodes: The nodes so far.
+        running: Name of the last that was begun.
     """
 
     def __init__(
@@ -74,6 +77,7 @@ class NodeTrace(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.nodes: list[NodeRecord] = []
+        self.running = ""
         self._recorder = recorder
         self._paths = paths
         self._call = call
@@ -81,14 +85,15 @@ class NodeTrace(TorchFunctionMode):
         # Names of tensors by identity, which is theirs only as long as they live.
         self._made: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Within this context every torch function becomes a node."""
+        with self._paths.watched(), self:
+            yield
+
     def name_input(self, tensor: Tensor, name: str) -> None:
         """Say what a tensor that the graph starts from is called."""
         self._made[tensor] = name
-
-    @property
-    def running(self) -> str:
-        """Name of the node that is running, or would be the next."""
-        return self._running
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -103,7 +108,7 @@ class NodeTrace(TorchFunctionMode):
         recorder.label(given, len(self.nodes) - 1)
         num_operators = len(recorder.operators)
         recorder.node = len(self.nodes)
-        self._running = f"{self._paths.current}.{op}".lstrip(".")
+        self.running = f"{self._paths.current}.{op}".lstrip(".")
         result = self._call(func, args, kwargs)
         made = [one for one in tree_leaves(result) if isinstance(one, Tensor)]
         if made or len(recorder.operators) > num_operators:
@@ -111,11 +116,9 @@ class NodeTrace(TorchFunctionMode):
         recorder.node = OUTSIDE
         return result
 
-    _running = ""
-
     def _add(self, op: str, given: list[Tensor], made: list[Tensor]) -> None:
         recorder = self._recorder
-        name = self._unique(self._running)
+        name = self._unique(self.running)
         inputs = {self._made.get(one, "constant"): recorder.place(one) for one in given}
         first = made[0] if made else None
         node = NodeRecord(

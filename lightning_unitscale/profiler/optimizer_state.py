@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -52,7 +51,7 @@ def fake_optimizer(
         # temporaries; for fake tensors it would not choose it by itself.
         if device.type == "cuda" and group.get("foreach", True) is None and not group.get("fused"):
             group["foreach"] = True
-    _make_state(optimizer)
+    _make_state(optimizer, device)
     return optimizer
 
 
@@ -88,10 +87,10 @@ def _fake_of(parameter: Tensor, fakes: Mapping[int, Tensor]) -> Tensor:
     return fakes[id(parameter)]
 
 
-def _make_state(optimizer: Optimizer) -> None:
+def _make_state(optimizer: Optimizer, device: torch.device) -> None:
     """Let the optimizer make the state that it has from the first step on."""
     parameters = [one for group in optimizer.param_groups for one in group["params"]]
-    with FakeScalars():
+    with FakeScalars(device):
         for one in parameters:
             if one.requires_grad:
                 one.grad = torch.zeros_like(one)

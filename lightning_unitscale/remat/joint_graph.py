@@ -13,7 +13,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from lightning_unitscale.graph.capture import is_higher_order
 from lightning_unitscale.remat.costs import CostModel, hint, node_flops, size_of, tensors_of
-from lightning_unitscale.remat.problem import RematNode, RematProblem, Region
+from lightning_unitscale.remat.problem import Region, RematNode, RematProblem
 from lightning_unitscale.remat.workspaces import workspace_bytes
 
 Symbolic = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -182,6 +182,10 @@ class _Reader:
             if not found[i]:
                 found[i] = True
                 pending.extend(self.inputs[i])
+        for i, node in enumerate(self.nodes):
+            # An operation makes all of its outputs, whoever takes them.
+            if node.target is operator.getitem and regions[i] is Region.FORWARD:
+                found[i] |= found[self.inputs[i][0]]
         return found
 
     def _bases(self, regions: Sequence[Region]) -> list[tuple[int, int]]:
@@ -306,10 +310,7 @@ def is_fusible(node: fx.Node) -> bool:
 
 
 _FUSIBLE = frozenset(
-    "_to_copy clone expand full full_like zeros_like ones_like scalar_tensor where var_mean mean "
-    "sum amax any convert_element_type broadcast_in_dim native_layer_norm _softmax _log_softmax "
-    "inductor_random inductor_lookup_seed iota arange embedding gather slice select view permute "
-    "t transpose unsqueeze squeeze reshape alias detach as_strided _unsafe_view".split()
+    ["_to_copy", "clone", "expand", "full", "full_like", "zeros_like", "ones_like", "scalar_tensor", "where", "var_mean", "mean", "sum", "amax", "any", "convert_element_type", "broadcast_in_dim", "native_layer_norm", "_softmax", "_log_softmax", "inductor_random", "inductor_lookup_seed", "iota", "arange", "embedding", "gather", "slice", "select", "view", "permute", "t", "transpose", "unsqueeze", "squeeze", "reshape", "alias", "detach", "as_strided", "_unsafe_view"]
 )
 
 

@@ -184,6 +184,7 @@ class CutNetwork:
         allowed = np.array([node.can_recompute for node in problem.nodes], dtype=np.bool_)
         self._seconds = np.where(runs_once | ~allowed, math.inf, again)
         saves = np.array([node.can_save for node in problem.nodes], dtype=np.bool_)
+        saves |= problem.region == Region.INPUT
         free = np.zeros(len(problem), dtype=np.bool_)
         free[list(problem.forward_outputs)] = True
         free |= problem.region == Region.INPUT

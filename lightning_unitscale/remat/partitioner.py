@@ -144,7 +144,7 @@ def _reordered(
         i
         for i, j in enumerate(of_joint)
         if not is_placed[i]
-        and (j is not None and problem.nodes[j].region is Region.BACKWARD or _has_effect(old[i]))
+        and ((j is not None and problem.nodes[j].region is Region.BACKWARD) or _has_effect(old[i]))
     ]
     # Effects keep their place relative to the operations of the backward pass.
     order = lazy_order(

@@ -159,6 +159,28 @@ class RematProblem:
         wanted[list(self.backward_outputs)] = True
         return wanted & (self.region == Region.FORWARD)
 
+    @cached_property
+    def is_tuple(self) -> Mask:
+        """Operations with several outputs; each of these is a node that they own."""
+        indices = np.arange(len(self))
+        items = (self.owner != indices) & (self.base == indices)
+        found = np.zeros(len(self), dtype=np.bool_)
+        found[self.owner[items]] = True
+        return found
+
+    @cached_property
+    def tagged(self) -> Mask:
+        """What a user's checkpoint wants to run again, so that it cannot be saved."""
+        found = np.array(
+            [
+                node.base == i and not node.can_save and node.can_recompute and node.num_bytes > 0
+                for i, node in enumerate(self.nodes)
+            ],
+            dtype=np.bool_,
+        )
+        found[self.owner[found]] = True
+        return found
+
     def saved_bytes(self, saved: Mask) -> int:
         """Bytes that a plan keeps for the backward pass beyond what is there anyway."""
         kept = np.zeros(len(self), dtype=np.bool_)

@@ -271,7 +271,7 @@ def rate_notes(
         notes.append(
             f"lr_scaling='match': the steps of {name} are as large as the gradient, which unit "
             "scaling changes, so no rate makes them what they were; it gets the rates of u-muP, "
-            "and its learning rate wants tuning (start near 0.1)."
+            "and its learning rate wants tuning."
         )
     if isinstance(optimizer, torch.optim.RAdam):
         notes.append(

@@ -134,16 +134,14 @@ class ScaledStep:
         return (self._stand_in, *rest), kwargs
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if optimizer is self._stand_in:
-            return
-        parts, self._parts = self._parts, []
-        for group, split, built in parts:
-            self._write_back(group, split, built)
+        if optimizer is not self._stand_in:
+            self._join()
 
     def _then_split(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """The closure may set rates or add a group, as Lightning's hooks within it may."""
 
         def run() -> Any:
+            self._join()
             result = closure()
             self._split()
             return result
@@ -161,6 +159,12 @@ class ScaledStep:
             self._groups += split
             if split[0] is not group:
                 self._parts.append((group, split, [dict(part) for part in split]))
+
+    def _join(self) -> None:
+        """Give the user's groups what the optimizer wrote into their parts."""
+        parts, self._parts = self._parts, []
+        for group, split, built in parts:
+            self._write_back(group, split, built)
 
     def _split_group(self, group: Group, peak_rate: float) -> list[Group]:
         factors = self._factors.get(is_decay_decoupled(self._stand_in, group), {})
@@ -193,7 +197,7 @@ class ScaledStep:
                 self._factors[is_decoupled][id(one)] = shared.setdefault(made, made)
 
     def _write_back(self, group: Group, split: list[Group], built: list[Group]) -> None:
-        """Give the user's group what the optimizer wrote into its parts, if they agree."""
+        """What was written into the parts of a group, if all have the same."""
         written = {
             name
             for part, before in zip(split, built, strict=True)

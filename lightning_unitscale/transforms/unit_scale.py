@@ -15,7 +15,7 @@ from lightning_unitscale.transforms.attach import captured_forward
 from lightning_unitscale.transforms.lossless import LosslessUnitScale
 from lightning_unitscale.transforms.lossless_unit_scale import calibrate
 from lightning_unitscale.transforms.rules.coverage import coverage_report
-from lightning_unitscale.transforms.rules.plan import RuleSettings
+from lightning_unitscale.transforms.rules.plan import RuleOptions
 from lightning_unitscale.transforms.rules.planning import plan_step
 from lightning_unitscale.transforms.rules.rewrite import RuleRewrite
 from lightning_unitscale.transforms.rules.weights import ParameterGradients, set_to_unit_scale
@@ -72,7 +72,7 @@ def unit_scale(
         Blake, Orr, Luschi, "Unit Scaling" (arXiv 2303.11257); Blake et al., "u-muP"
         (arXiv 2407.17465).
     """
-    settings = RuleSettings(
+    options = RuleOptions(
         residual=residual,
         on_unknown=on_unknown,
         residual_mult=residual_mult,
@@ -81,25 +81,25 @@ def unit_scale(
         activation_mult=activation_mult,
         loss_mult=loss_mult,
     )
-    check_settings(settings)
+    check_options(options)
     rules = RuleRewrite(replace)
     gradients = ParameterGradients()
     lossless = LosslessUnitScale("products", measures_drift=False)
     new, step = captured_forward(module, "unit_scale", rules, gradients, lossless)
-    step.before_call = _FirstCall(rules, gradients, lossless, settings, init_weights)
+    step.before_call = _FirstCall(rules, gradients, lossless, options, init_weights)
     new.__dict__["explain"] = _ExplainRules(new.__dict__["explain"], rules)
     return new
 
 
-def check_settings(settings: RuleSettings) -> None:
-    """Refuse settings that are out of their ranges.
+def check_options(options: RuleOptions) -> None:
+    """Refuse options that are out of their ranges.
 
     Raises:
         ValueError: Naming the argument, its value and what was expected.
     """
-    if settings.on_unknown not in ("calibrate", "keep", "error"):
+    if options.on_unknown not in ("calibrate", "keep", "error"):
         raise ValueError(
-            f"on_unknown={settings.on_unknown!r}: unknown choice; expected 'calibrate', 'keep' or "
+            f"on_unknown={options.on_unknown!r}: unknown choice; expected 'calibrate', 'keep' or "
             "'error'; pass on_unknown='calibrate' to measure what no rule knows."
         )
     for name in (
@@ -109,12 +109,12 @@ def check_settings(settings: RuleSettings) -> None:
         "activation_mult",
         "loss_mult",
     ):
-        value = getattr(settings, name)
+        value = getattr(options, name)
         if not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0:
             raise ValueError(
                 f"{name}={value!r}: no such factor; expected a positive number; pass {name}=1.0."
             )
-    residual = settings.residual
+    residual = options.residual
     if residual is not None and not (
         isinstance(residual, (tuple, list))
         and len(residual) == 2
@@ -139,13 +139,13 @@ class _FirstCall:
         rules: RuleRewrite,
         gradients: ParameterGradients,
         lossless: LosslessUnitScale,
-        settings: RuleSettings,
+        options: RuleOptions,
         init_weights: bool,
     ) -> None:
         self.rules = rules
         self.gradients = gradients
         self.lossless = lossless
-        self.settings = settings
+        self.options = options
         self.init_weights = init_weights
         self.is_planned = False
 
@@ -159,7 +159,7 @@ class _FirstCall:
                 step,
                 args,
                 kwargs,
-                self.settings,
+                self.options,
                 self.rules.plan,
                 init_weights=self.init_weights,
             )

@@ -23,29 +23,7 @@ from lightning_unitscale.transforms.learning_rates import (
     u_mup_rate,
 )
 from lightning_unitscale.transforms.parameter_info import ParameterInfo, Role
-
-TINY = 1e-60  # instead of an eps of 0, for gradients that are zero
-
-
-class Lion(Optimizer):
-    """Sign of an interpolation with the momentum, as published (arXiv 2302.06675)."""
-
-    def __init__(self, params: Any, lr: float = 1e-3, weight_decay: float = 0.0) -> None:
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for one in group["params"]:
-                momentum = self.state[one].setdefault("momentum", torch.zeros_like(one))
-                one.mul_(1 - group["lr"] * group["weight_decay"])
-                one.sub_(momentum.lerp(one.grad, 0.1).sign(), alpha=group["lr"])
-                momentum.lerp_(one.grad, 0.01)
-        return loss
+from tests.transforms.stored import TINY, Lion
 
 
 class MyAdamW(torch.optim.AdamW):

@@ -35,14 +35,15 @@ from lightning_unitscale.transforms.rules.flow import (
     is_operation,
     is_softmax,
 )
+from lightning_unitscale.transforms.rules.logits import logit_factor, number_of, times_number
 from lightning_unitscale.transforms.rules.plan import (
     Argument,
     Decision,
     How,
     ParameterPlan,
-    RuleSettings,
+    RuleOptions,
 )
-from lightning_unitscale.transforms.rules.residuals import added_tensors, times_number
+from lightning_unitscale.transforms.rules.residuals import added_tensors
 from lightning_unitscale.transforms.rules.roles import (
     Structure,
     call_factors,
@@ -58,8 +59,6 @@ _NEGLIGIBLE = 1.1
 # A measured RMS replaces a predicted one that is off by more.
 _TRUSTED = 1.5
 _LARGEST = 1e30
-_MAX_LOGIT_STEPS = 24
-_MASKING = frozenset({"masked_fill", "where", "add", "iadd", "sub", "clamp", "max", "float", "to"})
 
 
 class Decider:
@@ -80,7 +79,7 @@ class Decider:
         structure: Structure,
         parameters: Mapping[str, ParameterPlan],
         weights: Mapping[fx.Node, float],
-        settings: RuleSettings,
+        settings: RuleOptions,
         measure: Measure,
         prior: Mapping[str, Decision] | None = None,
     ) -> None:
@@ -117,7 +116,9 @@ class Decider:
             return decision
         if self._from_prior(node, decision) is not None:
             return decision
-        if self._logits(node) is not None or any(key == "alpha" for key, _ in decision.kwargs):
+        if logit_factor(self.flow, node) is not None or any(
+            key == "alpha" for key, _ in decision.kwargs
+        ):
             return decision
         measured = self._measured(node)
         if measured is None or measured == 0.0:
@@ -149,7 +150,7 @@ class Decider:
             return self._unruled_product(node, arguments)
         output = factors[0]
         how: How = "rule"
-        logits = self._logits(node)
+        logits = logit_factor(self.flow, node)
         if node in self.structure.readouts:
             output, reference = output**2, f"readout: 1/fan_in ({reference})"
             self._rms[node] = output**0.5
@@ -353,9 +354,7 @@ class Decider:
         source = times_number(node)
         assert source is not None
         known = self._known(source)
-        number = next(one for one in node.args if isinstance(one, (int, float)))
-        factor = abs(number) if "div" not in op_name(node) else 1 / abs(number or math.inf)
-        return None if known is None else known * factor, "times a number, left as it is"
+        return None if known is None else known * number_of(node), "times a number, left as it is"
 
     def _times_tensor(
         self, node: fx.Node, first: fx.Node, second: fx.Node
@@ -371,31 +370,6 @@ class Decider:
         return one * other, "a product of two tensors, left as it is"
 
     # What kind of node.
-
-    def _logits(self, node: fx.Node) -> float | None:
-        """For a product that a softmax reads: what the author multiplies it by on the way."""
-        factor = 1.0
-        current = node
-        for _ in range(_MAX_LOGIT_STEPS):
-            readers = [one for one in self.flow.readers(current) if self._makes_floats(one)]
-            if any(is_softmax(one) for one in readers):
-                return factor
-            step = next((one for one in readers if self._leads_on(current, one)), None)
-            if step is None:
-                return None
-            if times_number(step) is not None:
-                number = next(one for one in step.args if isinstance(one, (int, float)))
-                factor *= abs(number) if "div" not in op_name(step) else 1 / abs(number)
-            current = step
-        return None
-
-    def _leads_on(self, node: fx.Node, reader: fx.Node) -> bool:
-        source = handed_on(reader)
-        if source is not None:
-            return self.flow.resolve(source) is self.flow.resolve(node)
-        return times_number(reader) is not None or (
-            op_name(reader) in _MASKING and product_of(reader) is None
-        )
 
     def _adds_data(self, product: Product) -> bool:
         if not any(op in op_name(product.node) for op in ("addmm", "baddbmm", "addbmm", "addmv")):

@@ -67,6 +67,7 @@ class Flow:
     _parameters: dict[fx.Node, str] = field(default_factory=dict)
     _by_fqn: dict[str, fx.Node] = field(default_factory=dict)
     _graphs: set[fx.Graph] = field(default_factory=set)
+    _learned: set[fx.Node] = field(default_factory=set)
 
     def resolve(self, node: fx.Node) -> fx.Node:
         """The node that really made a tensor."""
@@ -93,6 +94,10 @@ class Flow:
     def parameters(self) -> dict[str, fx.Node]:
         """The node of every parameter."""
         return dict(self._by_fqn)
+
+    def is_learned(self, node: fx.Node) -> bool:
+        """Whether a tensor depends on a parameter; it need not require a gradient for that."""
+        return self.resolve(node) in self._learned
 
     def root(self, node: fx.Node) -> fx.Node:
         """Where a tensor comes from, seen through what only hands it on."""
@@ -141,6 +146,8 @@ class Flow:
             if is_operation(node):
                 for source in dict.fromkeys(self.sources(node)):
                     self._readers[source].append(node)
+                    if source in self._learned and _may_be_float(node):
+                        self._learned.add(node)
 
     def _is_known_parameter(self, node: fx.Node) -> bool:
         given = node.meta.get(INPUT)
@@ -151,6 +158,7 @@ class Flow:
             return True
         self._by_fqn[given.fqn] = node
         self._parameters[node] = given.fqn
+        self._learned.add(node)
         return False
 
     def _add_checkpoint(self, graph_module: fx.GraphModule, call: fx.Node) -> None:
@@ -235,10 +243,8 @@ def _floats(path: Path, value: Any) -> Iterator[tuple[Path, fx.Node]]:
             yield from _floats((*path, index), one)
 
 
-def carries_gradient(node: fx.Node) -> bool:
-    """Whether a real float tensor of the node depends on a parameter or on a tracked input."""
-    tensor = example_tensor(node)
-    return tensor is not None and tensor.is_floating_point() and tensor.requires_grad
+def _may_be_float(node: fx.Node) -> bool:
+    return is_float_tensor(node) or example_tensor(node) is None
 
 
 def numel(node: fx.Node) -> int:

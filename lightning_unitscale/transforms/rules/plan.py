@@ -99,6 +99,10 @@ class RulePlan(Mapping[str, Decision]):
             {**other.decisions, **self.decisions}, {**other.parameters, **self.parameters}
         )
 
+    def steps(self) -> set[str]:
+        """Names of the steps that have been decided on."""
+        return {name.partition(":")[0] for name in self.decisions}
+
     def state(self) -> dict[str, Any]:
         """The plan in plain types, for a checkpoint."""
         return {
@@ -145,7 +149,7 @@ class RulePlan(Mapping[str, Decision]):
 
 
 @dataclass(frozen=True)
-class RuleSettings:
+class RuleOptions:
     """The choices that a user has.
 
     Attributes:

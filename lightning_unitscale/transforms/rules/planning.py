@@ -14,7 +14,7 @@ from lightning_unitscale.graph.steps import CapturedStep
 from lightning_unitscale.transforms.calibration import restoring
 from lightning_unitscale.transforms.rules.decide import Decider
 from lightning_unitscale.transforms.rules.flow import Recorder
-from lightning_unitscale.transforms.rules.plan import Decision, RulePlan, RuleSettings, key
+from lightning_unitscale.transforms.rules.plan import Decision, RuleOptions, RulePlan, key
 from lightning_unitscale.transforms.rules.rehearsal import Rehearsal, prepared_like
 from lightning_unitscale.transforms.rules.residuals import branch_weights, find_residuals
 from lightning_unitscale.transforms.rules.roles import Structure, find_structure, plan_parameters
@@ -27,7 +27,7 @@ def plan_step(
     step: CapturedStep,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-    settings: RuleSettings,
+    settings: RuleOptions,
     known: RulePlan,
     *,
     init_weights: bool = True,
@@ -67,7 +67,7 @@ def _plan_once(
     step: CapturedStep,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-    settings: RuleSettings,
+    settings: RuleOptions,
     known: RulePlan,
     init_weights: bool,
     backward: bool,
@@ -100,7 +100,7 @@ def _plan_once(
     return RulePlan(decisions, parameters)
 
 
-def _branch_weights(residuals: Any, settings: RuleSettings) -> dict[fx.Node, float]:
+def _branch_weights(residuals: Any, settings: RuleOptions) -> dict[fx.Node, float]:
     return branch_weights(
         residuals,
         fixed=settings.residual,

@@ -16,12 +16,12 @@ from lightning_unitscale.graph.products import product_of
 from lightning_unitscale.transforms.rules.flow import (
     Flow,
     Path,
-    carries_gradient,
     handed_on,
     is_attention,
     is_operation,
     is_softmax,
 )
+from lightning_unitscale.transforms.rules.logits import logit_factor, times_number
 
 # How many adds on from one skip are still looked at as branches side by side.
 _MAX_PARALLEL = 8
@@ -77,8 +77,10 @@ def find_residuals(flow: Flow) -> dict[fx.Node, Residual]:
     predecessors: dict[fx.Node, fx.Node | None] = {}
     for node in flow.nodes:
         operands = added_tensors(node)
-        if operands is None or not all(carries_gradient(one) for _, one in operands):
-            continue  # the addend is a mask, or noise
+        if operands is None or not flow.is_learned(node):
+            continue
+        if logit_factor(flow, node) is not None:
+            continue  # a bias of attention scores, however deep the layers it has served already
         # The skip was there first.
         first, second = sorted(operands, key=lambda one: flow.order(_stem(flow, one[1])))
         for skip, branch in ((first, second), (second, first)):
@@ -158,19 +160,6 @@ def _stem(flow: Flow, node: fx.Node) -> fx.Node:
     return node
 
 
-def times_number(node: fx.Node) -> fx.Node | None:
-    """The tensor that the node multiplies by, or divides by, a Python number."""
-    if not is_operation(node) or op_name(node) not in {"mul", "truediv", "div", "rmul", "imul"}:
-        return None
-    tensors = [one for one in node.args if isinstance(one, fx.Node) and is_float_tensor(one)]
-    numbers = [one for one in node.args if isinstance(one, (int, float))]
-    if len(tensors) != 1 or len(numbers) != 1 or len(node.args) != 2 or node.kwargs:
-        return None
-    if op_name(node) in {"truediv", "div"} and node.args[0] is not tensors[0]:
-        return None
-    return tensors[0]
-
-
 def _branch_nodes(flow: Flow, branch: fx.Node, root: fx.Node) -> frozenset[fx.Node] | None:
     """The nodes on the ways from ``root`` to ``branch`` if one of them is a product."""
     start = flow.order(root)
@@ -228,8 +217,6 @@ def _with_streams(
     result = {}
     for add, one in found.items():
         stream = streams[add]
-        result[add] = replace(
-            one, stream=stream, index=positions[stream], length=lengths[stream]
-        )
+        result[add] = replace(one, stream=stream, index=positions[stream], length=lengths[stream])
         positions[stream] += 1
     return result

@@ -106,4 +106,3 @@ def _describe(new: fx.Node, like: fx.Node, at: fx.Node, name: str) -> None:
     new.meta["example_value"] = like.meta["example_value"]
     new.meta[MODULE] = at.meta.get(MODULE, "")
     new.meta[NAME] = name
-

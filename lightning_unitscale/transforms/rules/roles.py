@@ -17,12 +17,12 @@ from lightning_unitscale.transforms.parameter_info import ParameterInfo, Role
 from lightning_unitscale.transforms.rules.flow import (
     Flow,
     Path,
-    carries_gradient,
     float_arguments,
     handed_on,
     is_attention,
     numel,
 )
+from lightning_unitscale.transforms.rules.logits import logit_factor
 from lightning_unitscale.transforms.rules.plan import ParameterPlan
 from lightning_unitscale.transforms.rules.residuals import Residual, added_tensors
 
@@ -148,10 +148,10 @@ def _is_bias_of(flow: Flow, bias: fx.Node, product: fx.Node) -> bool:
 def _losses(flow: Flow) -> Iterator[fx.Node]:
     for node in flow.nodes:
         rule = rule_of(node)
-        if rule is not None and rule.kind == "loss" and carries_gradient(node):
+        if rule is not None and rule.kind == "loss" and flow.is_learned(node):
             yield node
     for node in flow.outputs:
-        if numel(node) == 1 and carries_gradient(node):
+        if numel(node) == 1 and flow.is_learned(node):
             yield node
 
 
@@ -176,7 +176,7 @@ def _plain_adds(flow: Flow, residuals: Mapping[fx.Node, Residual]) -> Iterator[f
         elif op_name(node) in _JOINS:
             if all(flow.root(one) in ours for _, one in float_arguments(node)):
                 ours.add(node)
-        elif added_tensors(node) is not None:
+        elif added_tensors(node) is not None and logit_factor(flow, node) is None:
             (_, first), (_, second) = added_tensors(node) or ()
             if flow.root(first) in ours and flow.root(second) in ours:
                 ours.add(node)
@@ -322,7 +322,7 @@ def _role(structure: Structure, use: Use) -> Role:
         product = product_of(use.node)
         assert product is not None
         others = [one for one in product.operands if one.path != use.path]
-        is_input = not any(carries_gradient(structure.flow.resolve(one.node)) for one in others)
+        is_input = not any(structure.flow.is_learned(one.node) for one in others)
         return Role.INPUT if is_input else Role.HIDDEN
     return {
         "embedding": Role.EMBEDDING,

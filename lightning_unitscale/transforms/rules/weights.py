@@ -14,11 +14,13 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_unitscale.graph.passes import GraphPass, Stage, StepGraph
+from lightning_unitscale.transforms.parameter_info import Role
 from lightning_unitscale.transforms.rules.plan import ParameterPlan
 from lightning_unitscale.transforms.rules.rehearsal import parameter_rms
 
 # Beyond this a gradient is taken for zero, or for broken: its unit would be noise.
 _MAX_LOG2 = 100
+_TELLING_FAN_IN = 16
 
 
 def set_to_unit_scale(
@@ -42,6 +44,23 @@ def set_to_unit_scale(
                 parameters[fqn].zero_()
             done[fqn] = replace(plan, info=info)
     return done
+
+
+def already_at_unit_scale(module: nn.Module, plans: Mapping[str, ParameterPlan]) -> bool:
+    """Whether the weights of a module look like ones that have been set to RMS 1 before.
+
+    Weights of a plain model have an RMS of about ``fan_in ** -0.5``. Whichever of that and 1 most
+    of them are nearer to, on a logarithmic scale, decides; narrow ones do not tell the two apart.
+    """
+    parameters = dict(module.named_parameters())
+    votes = []
+    for fqn, plan in plans.items():
+        info = plan.info
+        is_weight = info.role in (Role.HIDDEN, Role.INPUT, Role.READOUT)
+        if plan.action == "scaled" and is_weight and info.fan_in >= _TELLING_FAN_IN:
+            rms = parameter_rms(parameters[fqn].detach())
+            votes.append(rms > info.fan_in**-0.25)
+    return bool(votes) and sum(votes) > len(votes) / 2
 
 
 class ParameterGradients(GraphPass):

@@ -1,0 +1,222 @@
+"""The rule-based methods as the callback uses them: plan each step once, follow with the rates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import Any, cast
+
+import lightning.pytorch as pl
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info  # type: ignore[attr-defined]
+from torch import nn
+
+from lightning_unitscale.callbacks.module_steps import loss_scale, takes_iterator
+from lightning_unitscale.callbacks.rule_settings import (
+    UnitClipping,
+    scale_optimizers,
+    start_loss_scale_at_one,
+)
+from lightning_unitscale.graph.steps import CapturedStep
+from lightning_unitscale.transforms.learning_rates import Method
+from lightning_unitscale.transforms.rules.coverage import coverage_report
+from lightning_unitscale.transforms.rules.plan import RuleOptions, RulePlan
+from lightning_unitscale.transforms.rules.planning import plan_step
+from lightning_unitscale.transforms.rules.rewrite import RuleRewrite
+from lightning_unitscale.transforms.rules.weights import (
+    ParameterGradients,
+    already_at_unit_scale,
+    set_to_unit_scale,
+)
+from lightning_unitscale.transforms.unit_scale import Replace, check_options
+
+# Where a module keeps the plan under which its weights are what they are: a second fit, or a test
+# after it, by another Trainer must not scale them again.
+_ATTRIBUTE = "_unit_scale_plan"
+
+
+class RuleScaling:
+    """Scales one LightningModule by rules over fits, tests and restarts.
+
+    Args:
+        options: What the user chose.
+        replace: Functions to put in place of others.
+        lr_scaling: How learning rates follow; ``None`` leaves them alone.
+        init_weights: Whether weights are set to unit scale.
+    """
+
+    def __init__(
+        self,
+        options: RuleOptions,
+        replace: Replace | None,
+        lr_scaling: Method | None,
+        init_weights: bool,
+    ) -> None:
+        check_options(options)
+        self.options = options
+        self.lr_scaling = lr_scaling
+        self.init_weights = init_weights
+        self.rules = RuleRewrite(replace)
+        self.gradients = ParameterGradients()
+        self._undo: list[Callable[[], None]] = []
+        self._rates_follow = False
+
+    @property
+    def plan(self) -> RulePlan:
+        """What has been decided so far."""
+        return self.rules.plan
+
+    def attach(self, module: pl.LightningModule, *, is_new: bool) -> None:
+        """Take over what is known of a module: its own plan, if it has been scaled before."""
+        if is_new:
+            self.rules.set_plan(vars(module).get(_ATTRIBUTE, RulePlan()))
+            self.gradients.clear()
+
+    def start_fit(self, trainer: pl.Trainer) -> None:
+        """Give clipping and the loss scale their meaning for gradients at unit scale."""
+        clipping = UnitClipping(trainer)
+        clipping.attach()
+        self._undo += [clipping.remove, start_loss_scale_at_one(trainer)]
+
+    def plan_step(
+        self, trainer: pl.Trainer, step: CapturedStep, arguments: tuple[Any, ...], *, train: bool
+    ) -> None:
+        """Decide on a step on its first batch, and set its parameters to unit scale."""
+        module = trainer.lightning_module
+        if step.name not in self.plan.steps():
+            if takes_iterator(module):
+                raise MisconfigurationException(
+                    f"method: {type(module).__name__}.training_step takes dataloader_iter, so it "
+                    "cannot be rehearsed on one batch; expected a step that takes a batch; use "
+                    "method='lossless', or let the step take the batch."
+                )
+            context = getattr(trainer.precision_plugin, _context_of(step.name))
+            with context():
+                found = plan_step(
+                    step,
+                    arguments,
+                    {},
+                    self.options,
+                    self.plan,
+                    init_weights=self.init_weights,
+                    backward=train,
+                )
+            # What was measured differs between ranks; the model must not.
+            plan = RulePlan.from_state(trainer.strategy.broadcast(found.state()))
+            self.rules.set_plan(self._with_weights(module, plan))
+            step.rewrite_anew()
+            vars(module)[_ATTRIBUTE] = self.plan
+        if train and not self._rates_follow:
+            self._follow_rates(trainer, module)
+
+    def measured(self, trainer: pl.Trainer, measured: Mapping[str, float]) -> None:
+        """Take over the size of each parameter's gradient, as it is before the optimizer step."""
+        unscaled = 1 / loss_scale(trainer)
+        # The rehearsal's loss was divided by the number of batches already.
+        self.gradients.set_measured(
+            {fqn: rms * unscaled for fqn, rms in measured.items()},
+            num_accumulated=trainer.accumulate_grad_batches,
+            num_replicas=trainer.world_size,
+        )
+
+    def explain(self) -> str:
+        """What the rules did with every operation and every parameter."""
+        return coverage_report(self.plan)
+
+    def restore(self) -> None:
+        """End what reaches beyond the module's steps; idempotent."""
+        undo, self._undo = self._undo, []
+        for one in reversed(undo):
+            one()
+        self.gradients.remove()
+        self._rates_follow = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """For the checkpoint: with it, nothing is decided, measured or scaled a second time."""
+        return {"plan": self.plan.state(), "log2_gradients": dict(self.gradients.log2_factors)}
+
+    def load_state_dict(self, state: Mapping[str, Any], module: nn.Module | None) -> None:
+        """Go on from :meth:`state_dict`; the weights are those of the checkpoint."""
+        self.rules.set_plan(RulePlan.from_state(state["plan"]))
+        self.gradients.log2_factors = dict(state["log2_gradients"])
+        if module is not None:
+            vars(module)[_ATTRIBUTE] = self.plan
+
+    def _with_weights(self, module: pl.LightningModule, plan: RulePlan) -> RulePlan:
+        known = self.plan.parameters
+        fresh = {fqn: one for fqn, one in plan.parameters.items() if fqn not in known}
+        if not known and already_at_unit_scale(module, fresh):
+            rank_zero_info(
+                f"UnitScaleCallback: the weights of {type(module).__name__} have RMS near 1 "
+                "already, as after training at unit scale, so they are left as they are; pass "
+                "ckpt_path to the Trainer to restore what is known of them as well."
+            )
+            return plan
+        return plan.with_parameters({**known, **set_to_unit_scale(module, fresh)})
+
+    def _follow_rates(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        self._rates_follow = True
+        if self.lr_scaling is None:
+            return
+        infos = {
+            parameter: self.plan.parameters[fqn].info
+            for fqn, parameter in module.named_parameters()
+            if fqn in self.plan.parameters
+        }
+        for one in scale_optimizers(trainer, infos, self.lr_scaling):
+            self._undo.append(one.remove)
+
+
+def rules_of(
+    method: str,
+    options: RuleOptions,
+    replace: Replace | None,
+    lr_scaling: str | None,
+    init_weights: bool,
+) -> RuleScaling | None:
+    """The rules of a method, with its own learning rates unless others are asked for.
+
+    Returns:
+        ``None`` for ``method="lossless"``, which has no rules.
+
+    Raises:
+        ValueError: If an argument is out of its range, or has no meaning for the method.
+    """
+    if method == "lossless":
+        _require_defaults(options, replace, lr_scaling)
+        return None
+    if method not in _RATES:
+        raise ValueError(
+            f"method={method!r}: unknown method; expected 'lossless', 'unit-scaling' or 'u-mup'; "
+            "leave the argument out for 'lossless'."
+        )
+    if lr_scaling not in ("match", "u-mup", "auto", None):
+        raise ValueError(
+            f"lr_scaling={lr_scaling!r}: unknown choice; expected 'match', 'u-mup', 'auto' or "
+            "None; leave it out for the rates that belong to the method."
+        )
+    rates = _RATES[method] if lr_scaling == "auto" else cast(Method | None, lr_scaling)
+    return RuleScaling(options, replace, rates, init_weights)
+
+
+def _require_defaults(
+    options: RuleOptions, replace: Replace | None, lr_scaling: str | None
+) -> None:
+    given = {**asdict(options), "replace": replace, "lr_scaling": lr_scaling}
+    expected = {**asdict(RuleOptions()), "replace": None}
+    for name, value in given.items():
+        if name == "lr_scaling" and value in ("auto", None):
+            continue
+        if value != expected.get(name):
+            raise ValueError(
+                f"{name}={value!r}: has no meaning for method='lossless', which changes nothing; "
+                f"expected {expected.get(name, 'auto')!r}; leave {name} out."
+            )
+
+
+_RATES: dict[str, Method] = {"unit-scaling": "match", "u-mup": "u-mup"}
+
+
+def _context_of(step: str) -> str:
+    name = step.removesuffix("_step").replace("validation", "val").replace("training", "train")
+    return f"{name}_step_context"

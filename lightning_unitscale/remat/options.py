@@ -1,0 +1,220 @@
+"""What can be done with a run of blocks: for each way, bytes kept, time, and what it needs at most.
+
+References:
+    Feng, Huang, "Optimal Gradient Checkpoint Search" (2021), and Beaumont et al., "Rotor" (2019), on
+    chains of blocks; here each block's own ways come from cuts of its graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from lightning_unitscale.remat.blocks import Blocks, segment_members
+from lightning_unitscale.remat.min_cut import CutNetwork
+from lightning_unitscale.remat.problem import Ints, Mask, Region, RematNode, RematProblem
+from lightning_unitscale.remat.schedule import backward_order
+from lightning_unitscale.remat.simulate import simulate
+
+# Cuts of one run of blocks, and blocks in a run.
+_MAX_CUTS = 12
+_MAX_BLOCKS = 16
+
+
+@dataclass(frozen=True)
+class Option:
+    """One way to run a run of blocks; places are those among the run's nodes.
+
+    Attributes:
+        saved: Places of the nodes whose values are kept, the last block's output among them.
+        dropped: Places of what runs again more than once, because it is not kept from one block of
+            the run to the next.
+        seconds: Time of what runs again.
+        saved_bytes: Bytes kept.
+        forward_bytes: The most that is alive during its forward pass, beyond what was before.
+        backward_bytes: The most that is alive during its backward pass, its kept bytes included.
+    """
+
+    saved: tuple[int, ...]
+    dropped: tuple[int, ...]
+    seconds: float
+    saved_bytes: int
+    forward_bytes: int
+    backward_bytes: int
+
+
+class BlockOptions:
+    """The options of all runs of blocks; equal runs share them.
+
+    Args:
+        blocks: The joint graph as a chain.
+    """
+
+    def __init__(self, blocks: Blocks) -> None:
+        self.blocks = blocks
+        self._found: dict[tuple[int, ...], tuple[Option, ...]] = {}
+
+    def lengths(self) -> tuple[int, ...]:
+        """How many blocks a run may have."""
+        count = len(self.blocks)
+        return tuple(n for n in (1, 2, 3, 4, 6, 8, 12, 16) if n <= min(count, _MAX_BLOCKS))
+
+    def of(self, start: int, stop: int) -> tuple[Option, ...]:
+        """The options of blocks ``start`` to ``stop - 1``."""
+        key = self.blocks.classes[start:stop]
+        if key not in self._found:
+            self._found[key] = self._options(start, stop)
+        return self._found[key]
+
+    def _options(self, start: int, stop: int) -> tuple[Option, ...]:
+        local = _local_problem(self.blocks, start, stop)
+        cuts = CutNetwork(local.problem).hull(_MAX_CUTS)
+        found = [_option(local, cut.saved, None) for cut in cuts]
+        if stop - start > 1:
+            found += [_option(local, cut.saved, local.kept) for cut in cuts[-2:]]
+        return _non_dominated(found)
+
+
+@dataclass(frozen=True)
+class _Local:
+    """A run of blocks as a problem of its own.
+
+    Attributes:
+        problem: The run's nodes between what it reads and, for what others read, readers.
+        places: For each node of the problem its place among the run's nodes, -1 for the others.
+        segments: Block of each node.
+        kept: What outlives its block where the rest is dropped.
+    """
+
+    problem: RematProblem
+    places: Ints
+    segments: list[int]
+    kept: Mask
+
+
+def _option(local: _Local, saved: Mask, kept: Mask | None) -> Option:
+    problem = local.problem
+    segments = None if kept is None else local.segments
+    order = backward_order(problem, saved, segments=segments, kept=kept)
+    timeline = simulate(problem, saved, order=order)
+    chosen = saved & (local.places >= 0) & (problem.region == Region.FORWARD)
+    dropped = np.zeros(0, dtype=np.int64) if kept is None else local.places[~kept]
+    return Option(
+        tuple(local.places[chosen].tolist()),
+        tuple(dropped.tolist()),
+        float(problem.seconds[order.again(problem)].sum()),
+        problem.saved_bytes(chosen),
+        int(timeline.live_bytes[: timeline.num_forward].max(initial=0)),
+        int(timeline.live_bytes[timeline.num_forward :].max(initial=0)),
+    )
+
+
+def _local_problem(blocks: Blocks, start: int, stop: int) -> _Local:
+    """Blocks ``start`` to ``stop - 1`` alone.
+
+    Values from before are inputs (and counted where they are made), gradients from after arrive at
+    the start of the backward pass, and the tensor that leads to the next block is kept. What later
+    blocks read of it has been read when the run's own backward pass begins.
+    """
+    problem = blocks.problem
+    members = segment_members(blocks, start, stop)
+    inside = set(members)
+    outside: dict[int, None] = {}
+    for member in members:
+        for i in problem.nodes[member].inputs:
+            if i not in inside:
+                outside[int(problem.base[i])] = None
+                outside[i] = None
+    number: dict[int, int] = {}
+    nodes: list[RematNode] = []
+    places: list[int] = []
+    segments: list[int] = []
+    gradients: list[int] = []
+
+    def add(node: RematNode, place: int, segment: int) -> int:
+        nodes.append(node)
+        places.append(place)
+        segments.append(segment)
+        return len(nodes) - 1
+
+    for index in outside:
+        if index not in inside:
+            number[index] = len(nodes)
+            add(_from_outside(problem, index, number), -1, stop)
+    end = blocks.separators[stop - 1] if stop - 1 < len(blocks.separators) else -1
+    unread: list[int] = []
+    in_backward = False
+    for place, member in enumerate(members):
+        node = problem.nodes[member]
+        is_backward = node.region is Region.BACKWARD
+        read_after = [user for user in problem.users[member] if user not in inside]
+        if is_backward or in_backward:
+            for read in unread:
+                add(_reader(read, len(nodes)), -1, stop)
+            unread.clear()
+        in_backward |= is_backward
+        number[member] = len(nodes)
+        copy = replace(
+            node,
+            inputs=tuple(sorted(number[i] for i in node.inputs)),
+            base=number.get(node.base, len(nodes)),
+            owner=number.get(node.owner, len(nodes)),
+        )
+        if member == end:
+            copy = replace(copy, can_save=True, can_recompute=False)
+        add(copy, place, int(blocks.block[member]))
+        if is_backward and (read_after or member in problem.backward_outputs):
+            gradients.append(number[member])
+        elif not is_backward and (read_after or member == end):
+            unread.append(number[member])
+    for read in unread:
+        add(_reader(read, len(nodes)), -1, stop)
+    inner = {number[one] for one in blocks.separators[start : stop - 1] if one in number}
+    kept = [
+        node.region is not Region.FORWARD or i in inner or bool(node.replay_bytes)
+        for i, node in enumerate(nodes)
+    ]
+    return _Local(
+        RematProblem(tuple(nodes), (), tuple(gradients)),
+        np.array(places, dtype=np.int64),
+        segments,
+        np.array(kept, dtype=np.bool_),
+    )
+
+
+def _from_outside(problem: RematProblem, index: int, number: dict[int, int]) -> RematNode:
+    node = problem.nodes[index]
+    is_gradient = node.region is Region.BACKWARD
+    base = number.get(node.base, number[index])
+    is_base = base == number[index]
+    return replace(
+        node,
+        inputs=() if is_base or not is_gradient else (base,),
+        region=Region.BACKWARD if is_gradient else Region.INPUT,
+        base=base,
+        owner=base,
+        num_bytes=int(problem.num_bytes[node.base]) if is_gradient and is_base else 0,
+        workspace_bytes=0,
+        seconds=0.0,
+        flops=0.0,
+        replay_bytes=0,
+    )
+
+
+def _reader(read: int, index: int) -> RematNode:
+    return RematNode(f"read_{read}", "read", (read,), Region.BACKWARD, index, index)
+
+
+def _non_dominated(options: Sequence[Option]) -> tuple[Option, ...]:
+    kept: list[Option] = []
+    for one in sorted(options, key=lambda o: (o.seconds, o.saved_bytes, o.backward_bytes)):
+        if not any(
+            other.saved_bytes <= one.saved_bytes
+            and other.backward_bytes <= one.backward_bytes
+            and other.forward_bytes <= one.forward_bytes
+            for other in kept
+        ):
+            kept.append(one)
+    return tuple(kept)

@@ -1,0 +1,292 @@
+"""From a joint graph and a budget to a plan: candidates, simulation, and the fastest that fits."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from lightning_unitscale.remat.blocks import Blocks, find_blocks, segment_members
+from lightning_unitscale.remat.budget import (
+    Budget,
+    Choice,
+    check_budget,
+    choose_options,
+    format_bytes,
+)
+from lightning_unitscale.remat.min_cut import Cut, CutNetwork
+from lightning_unitscale.remat.options import BlockOptions
+from lightning_unitscale.remat.problem import Ints, Mask, Region, RematProblem, recomputed
+from lightning_unitscale.remat.schedule import BackwardOrder, backward_order
+from lightning_unitscale.remat.simulate import Timeline, input_bytes, simulate
+
+# Changes whenever the same problem may get another plan.
+PLANNER_VERSION = 1
+# An operation with more operations per byte than this is a product: the classic cut keeps it.
+_PRODUCT_FLOPS_PER_ELEMENT = 4.0
+_TIGHTENINGS = 6
+
+
+@dataclass(frozen=True)
+class RematPlan:
+    """What is kept for the backward pass, what runs again, and what that costs.
+
+    Attributes:
+        problem: The joint graph.
+        name: Where the plan comes from: ``"default"``, ``"min_cut"``, ``"checkpoint_blocks"``,
+            ``"cut"`` or ``"blocks"``.
+        saved: Nodes whose values are kept.
+        kept: Nodes that run at most once again; the others may run once for each block that needs
+            them. ``None`` if that are all.
+        segments: Block of each node, if ``kept`` is given.
+        resident_bytes: Bytes alive throughout beside the graph's inputs.
+        order: The order of the backward pass.
+        timeline: Bytes alive over the step.
+    """
+
+    problem: RematProblem
+    name: str
+    saved: Mask
+    kept: Mask | None
+    segments: tuple[int, ...] | None
+    resident_bytes: int
+    order: BackwardOrder
+    timeline: Timeline
+
+    @cached_property
+    def again(self) -> Ints:
+        """Nodes that run a second time, once for each time."""
+        return self.order.again(self.problem)
+
+    @property
+    def seconds(self) -> float:
+        """Estimated time of what runs again."""
+        return float(self.problem.seconds[self.again].sum())
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations of what runs again."""
+        return float(self.problem.flops[self.again].sum())
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes kept for the backward pass, each storage once."""
+        return self.problem.saved_bytes(self.saved)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Predicted peak of all bytes alive in a step."""
+        return self.timeline.peak_bytes
+
+    @cached_property
+    def hash(self) -> str:
+        """Equal on all ranks that planned the same: over what is saved, kept, and run in order."""
+        digest = hashlib.sha256(f"{PLANNER_VERSION}".encode())
+        for node, keeps in zip(self.problem.nodes, self.saved.tolist(), strict=True):
+            if keeps:
+                digest.update(node.name.encode() + b";")
+        digest.update(np.array(self.order.nodes, dtype=np.int64).tobytes())
+        return digest.hexdigest()[:16]
+
+
+class Planner:
+    """Plans one joint graph for any budget.
+
+    Args:
+        problem: The joint graph.
+        resident_bytes: Bytes alive throughout a step beside the graph's inputs: the optimizer's
+            state, gradients of earlier batches.
+    """
+
+    def __init__(self, problem: RematProblem, *, resident_bytes: int = 0) -> None:
+        self.problem = problem
+        self.resident_bytes = resident_bytes
+        self._chosen: dict[int, RematPlan | None] = {}
+
+    @cached_property
+    def blocks(self) -> Blocks:
+        """The graph as a chain of blocks."""
+        return find_blocks(self.problem)
+
+    @cached_property
+    def options(self) -> BlockOptions:
+        """What can be done with each run of blocks."""
+        return BlockOptions(self.blocks)
+
+    @cached_property
+    def default(self) -> RematPlan:
+        """Keep all that the backward pass reads; run again nothing but views."""
+        problem = self.problem
+        views = (problem.base != np.arange(len(problem))) | (problem.num_bytes == 0)
+        # Tuples are saved item by item; what a user's checkpoint tags cannot be saved.
+        free = views | problem.is_tuple | problem.tagged | ~problem.in_forward
+        seconds = np.where(free, 0.0, math.inf)
+        return self._of_cut("default", CutNetwork(problem, seconds).cut(1e-12))
+
+    @cached_property
+    def min_cut(self) -> RematPlan:
+        """The classic cut: the fewest bytes kept without running a matrix product again."""
+        problem = self.problem
+        elements = np.maximum(problem.num_bytes / 4, 1)
+        product = problem.flops > _PRODUCT_FLOPS_PER_ELEMENT * elements
+        product &= ~problem.tagged
+        seconds = np.where(product, math.inf, problem.seconds)
+        price = float(problem.seconds.sum() + 1e-9) / max(float(problem.num_bytes.sum()), 1.0)
+        return self._of_cut("min_cut", CutNetwork(problem, seconds).cut(1e4 * price))
+
+    @cached_property
+    def candidates(self) -> list[RematPlan]:
+        """Plans that need no budget: the default, cuts of the whole graph, and a checkpoint per block."""
+        cuts = CutNetwork(self.problem).hull()
+        found = [self.default, self.min_cut, *(self._of_cut("cut", one) for one in cuts)]
+        return [*found, *self._checkpoints()]
+
+    def plan(self, budget: Budget) -> RematPlan:
+        """The plan with the least estimated time whose peak is within the budget.
+
+        Args:
+            budget: Bytes (an int or a string such as ``"600MiB"``) or a fraction of the default
+                plan's peak: a limit on all tensor bytes alive at once; or ``"min_cut"``.
+
+        Raises:
+            ValueError: If the budget is malformed, or below the floor.
+        """
+        budget = check_budget(budget)
+        if budget == "min_cut":
+            return self.min_cut
+        if isinstance(budget, float):
+            limit = int(budget * self.default.peak_bytes)
+        else:
+            limit = int(budget)
+        fitting = [one for one in self.candidates if one.peak_bytes <= limit]
+        chosen = self._of_blocks(limit)
+        if chosen is not None:
+            fitting.append(chosen)
+        if not fitting:
+            self._refuse(limit)
+        return min(fitting, key=lambda one: (one.seconds, one.peak_bytes))
+
+    @cached_property
+    def floor(self) -> RematPlan:
+        """The plan with the lowest peak that the planner finds."""
+        best = min(self.candidates, key=lambda one: one.peak_bytes)
+        low, high = self._inputs(), best.peak_bytes
+        for _ in range(12):
+            if high - low < max(high // 200, 1):
+                break
+            middle = (low + high) // 2
+            found = self._chosen_for(middle)
+            if found is None:
+                low = middle
+            else:
+                high = middle
+                best = min(best, found, key=lambda one: one.peak_bytes)
+        return best
+
+    def front(self, num_plans: int = 20) -> list[RematPlan]:
+        """Plans from the fastest to the smallest, none beaten in both time and peak.
+
+        Args:
+            num_plans: Budgets to plan for, evenly between the default plan's peak and the floor.
+        """
+        found = [*self.candidates, self.floor]
+        top, bottom = self.default.peak_bytes, self.floor.peak_bytes
+        for step in range(1, num_plans):
+            chosen = self._of_blocks(top - (top - bottom) * step // num_plans)
+            if chosen is not None:
+                found.append(chosen)
+        kept: list[RematPlan] = []
+        for one in sorted(found, key=lambda plan: (plan.seconds, plan.peak_bytes)):
+            if not kept or one.peak_bytes < kept[-1].peak_bytes:
+                kept.append(one)
+        return kept
+
+    def made(
+        self,
+        name: str,
+        saved: Mask,
+        kept: Mask | None = None,
+        segments: Sequence[int] | None = None,
+    ) -> RematPlan:
+        """A plan from what it keeps, without what nobody would read."""
+        saved = _pruned(self.problem, saved)
+        order = backward_order(self.problem, saved, segments=segments, kept=kept)
+        timeline = simulate(
+            self.problem, saved, resident_bytes=self.resident_bytes, order=order
+        )
+        given = None if segments is None else tuple(segments)
+        return RematPlan(
+            self.problem, name, saved, kept, given, self.resident_bytes, order, timeline
+        )
+
+    def _of_cut(self, name: str, cut: Cut) -> RematPlan:
+        return self.made(name, cut.saved)
+
+    def _inputs(self) -> int:
+        return self.resident_bytes + input_bytes(self.problem)
+
+    def _checkpoints(self) -> list[RematPlan]:
+        """Only what leads from block to block is kept, for blocks of one, two, ... separators."""
+        found = []
+        for stride in (1, 2, 3, 4):
+            again = self.problem.seconds.copy()
+            ends = set(self.blocks.separators[stride - 1 :: stride])
+            again[[i for i in ends if self.problem.nodes[i].can_save]] = math.inf
+            price = float(self.problem.seconds.sum() + 1e-9) / max(self.default.saved_bytes, 1)
+            cut = CutNetwork(self.problem, again).cut(1e4 * price)
+            found.append(self._of_cut("checkpoint_blocks", cut))
+        return found
+
+    def _of_blocks(self, limit: int) -> RematPlan | None:
+        """The fastest choice of options whose simulated peak is within the limit."""
+        aim = limit
+        for _ in range(_TIGHTENINGS):
+            plan = self._chosen_for(aim)
+            if plan is None or plan.peak_bytes <= limit:
+                return plan
+            aim -= max(plan.peak_bytes - limit, limit // 200)
+        return None
+
+    def _chosen_for(self, aim: int) -> RematPlan | None:
+        if aim not in self._chosen:
+            choice = choose_options(self.options, aim - self._inputs())
+            self._chosen[aim] = None if choice is None else self._of_choice(choice)
+        return self._chosen[aim]
+
+    def _of_choice(self, choice: Choice) -> RematPlan:
+        saved = np.zeros(len(self.problem), dtype=np.bool_)
+        kept = np.ones(len(self.problem), dtype=np.bool_)
+        for start, stop, option in choice.runs:
+            members = np.array(segment_members(self.blocks, start, stop), dtype=np.int64)
+            saved[members[list(option.saved)]] = True
+            kept[members[[place for place in option.dropped if place >= 0]]] = False
+        saved |= self.problem.region == Region.INPUT
+        if kept.all():
+            return self.made("blocks", saved)
+        return self.made("blocks", saved, kept, self.blocks.block.tolist())
+
+    def _refuse(self, limit: int) -> None:
+        floor, default = self.floor, self.default
+        where, node = floor.timeline.peak_at
+        raise ValueError(
+            f"budget={format_bytes(limit)} ({limit} bytes): no plan needs so little; expected at "
+            f"least {format_bytes(floor.peak_bytes)} ({floor.peak_bytes} bytes), the floor, which "
+            f"the {where} pass reaches at {self.problem.nodes[node].name}; "
+            f"{format_bytes(self._inputs())} of it are parameters, inputs and optimizer state. "
+            f"Without rematerialization the peak is {format_bytes(default.peak_bytes)}. Raise the "
+            "budget, or make the batch, the sequence or the output layer smaller."
+        )
+
+
+def _pruned(problem: RematProblem, saved: Mask) -> Mask:
+    """``saved`` without what neither the backward pass nor anything that runs again reads."""
+    runs = recomputed(problem, saved)
+    read = problem.wanted.copy()
+    producers, users = problem.edges
+    reads = runs[users] | (problem.region[users] == Region.BACKWARD)
+    read[producers[reads]] = True
+    return saved & read
