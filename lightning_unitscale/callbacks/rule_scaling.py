@@ -9,7 +9,7 @@ from typing import Any, cast
 import lightning.pytorch as pl
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info  # type: ignore[attr-defined]
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_unitscale.callbacks.module_steps import loss_scale, takes_iterator
 from lightning_unitscale.callbacks.rule_settings import (
@@ -19,6 +19,7 @@ from lightning_unitscale.callbacks.rule_settings import (
 )
 from lightning_unitscale.graph.steps import CapturedStep
 from lightning_unitscale.transforms.learning_rates import Method
+from lightning_unitscale.transforms.parameter_info import ParameterInfo
 from lightning_unitscale.transforms.rules.coverage import coverage_report
 from lightning_unitscale.transforms.rules.plan import RuleOptions, RulePlan
 from lightning_unitscale.transforms.rules.planning import plan_step
@@ -158,7 +159,7 @@ class RuleScaling:
         self._rates_follow = True
         if self.lr_scaling is None:
             return
-        infos = {
+        infos: dict[Tensor, ParameterInfo] = {
             parameter: self.plan.parameters[fqn].info
             for fqn, parameter in module.named_parameters()
             if fqn in self.plan.parameters

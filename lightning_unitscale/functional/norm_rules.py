@@ -29,6 +29,12 @@ def _over_last(arguments: Mapping[str, Any]) -> Factors:
     return _normalization(arguments, product(arguments["normalized_shape"]))
 
 
+def _without_bias(arguments: Mapping[str, Any]) -> Factors:
+    factors = _over_last(arguments)
+    gradients = {name: factors.gradients[name] for name in ("input", "weight")}
+    return Factors(factors.output, gradients)
+
+
 def _over_channels(arguments: Mapping[str, Any]) -> Factors:
     shape = shape_of(arguments["input"])
     return _normalization(arguments, shape[1])
@@ -57,7 +63,7 @@ RMS_NORM = register_rule(
     ScaleRule(
         "rms_norm",
         ("input", "normalized_shape", "weight", "eps"),
-        _over_last,
+        _without_bias,
         "normalization",
         _REFERENCE,
         weights=("weight",),

@@ -131,7 +131,7 @@ def _moments(
 ) -> tuple[float, float]:
     nodes, weights = normal_nodes()
 
-    def evaluate() -> tuple[Tensor, Tensor | None]:
+    def evaluate() -> tuple[float, float]:
         x = torch.tensor(mult * nodes, dtype=torch.float64, device="cpu", requires_grad=True)
         y = function(x, **dict(options))
         if not isinstance(y, Tensor) or y.shape != x.shape:
@@ -140,20 +140,20 @@ def _moments(
                 f"function={function!r}: it made {what} of a tensor of shape {tuple(x.shape)}; "
                 "expected a tensor of the same shape, from a function that is elementwise."
             )
-        derivative = torch.autograd.grad(y.sum(), x)[0] if y.requires_grad else None
-        return y.detach(), derivative
+        derivative = torch.autograd.grad(y.sum(), x)[0].numpy() if y.requires_grad else 0 * nodes
+        return (
+            float((weights * y.detach().numpy() ** 2).sum()),
+            float((weights * derivative**2).sum()),
+        )
 
-    y, derivative = _in_a_fresh_thread(evaluate)
-    moments = []
-    for what, values in (("function", y), ("derivative", derivative)):
-        square = 0.0 if values is None else float((weights * values.numpy() ** 2).sum())
+    moments: tuple[float, float] = _in_a_fresh_thread(evaluate)
+    for what, square in zip(("value", "derivative"), moments, strict=True):
         if not math.isfinite(square):
             raise ValueError(
-                f"function={function!r}: the mean square of the {what} on normal numbers is "
-                f"{square}; expected a finite one. Scale this function by measured factors."
+                f"function={function!r}: the mean square of its {what} on normal numbers is "
+                f"{square}; expected a finite one. Measure the factors of this function instead."
             )
-        moments.append(square)
-    return moments[0], moments[1]
+    return moments
 
 
 def _in_a_fresh_thread(evaluate: Callable[[], Any]) -> Any:

@@ -64,6 +64,15 @@ class Case:
     skip: tuple[str, ...] = ()
 
 
+    def call(self) -> tuple[list[Any], dict[str, Any]]:
+        """Its arguments, with new tensors."""
+        return [made(one) for one in self.args], {k: made(v) for k, v in self.kwargs.items()}
+
+    def __str__(self) -> str:
+        kwargs = {k: v for k, v in self.kwargs.items() if not callable(v)}
+        return f"{self.name}{kwargs or ''}"
+
+
 def made(value: Any) -> Any:
     """The argument with its tensors made."""
     if isinstance(value, (list, tuple)) and any(callable(one) for one in value):
@@ -160,6 +169,8 @@ CASES = [
     Case("einsum", torch.einsum, ("bi,oij,bj->bo", n(80, 24), n(40, 24, 32), n(80, 32)), {}, _L),
     Case("einsum", torch.einsum, (n(30, 64), [0, 1], n(64, 70), [1, 2], [0, 2]), {}, _L),
     Case("einsum", torch.einsum, (n(30, 64), [..., 1], n(64, 70), [1, 2]), {}, _L),
+    Case("chain_matmul", lambda *a: torch.linalg.multi_dot(a), (n(40, 50), n(50, 60), n(60, 70)),
+         {}, 0.15),
     Case("multi_dot", torch.linalg.multi_dot, ([n(40, 50), n(50, 60), n(60, 70)],), {}, 0.15),
     # Convolutions: borders make what is padded smaller.
     Case("conv1d", F.conv1d, (n(8, 32, 100), n(48, 32, 5), n(48)), {"padding": (2,)}, _L),
@@ -176,7 +187,8 @@ CASES = [
     Case("conv_transpose3d", F.conv_transpose3d, (n(2, 8, 6, 7, 8), n(8, 12, 2, 2, 2)),
          {"stride": 2}, _L),
     # Softmax and attention.
-    *(Case("softmax", F.softmax, (n(40000 // k, k),), {"dim": -1}, 0.03) for k in (8, 100, 1000)),
+    *(Case("softmax", F.softmax, (n(40000 // k, k),), {"dim": -1}, 0.04) for k in (8, 100)),
+    Case("softmax", F.softmax, (n(400, 1000),), {"dim": -1}, 0.1),
     Case("softmax", torch.softmax, (n(8, 100, 30), 1), {}, 0.03),
     Case("softmin", F.softmin, (n(400, 100),), {"dim": 1}, 0.03),
     Case("log_softmax", F.log_softmax, (n(400, 100),), {"dim": -1}, 0.03, {}, ("output",)),

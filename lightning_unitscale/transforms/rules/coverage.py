@@ -7,8 +7,7 @@ from collections import Counter
 from tabulate import tabulate
 
 from lightning_unitscale.transforms.rules.plan import RulePlan
-
-_HANDS_ON = "hands its tensor on"
+from lightning_unitscale.transforms.rules.scales import HANDS_ON
 
 
 def coverage_report(plan: RulePlan) -> str:
@@ -21,7 +20,7 @@ def coverage_report(plan: RulePlan) -> str:
     rows = []
     counts: Counter[str] = Counter()
     for name, one in plan.items():
-        if one.reason == _HANDS_ON:
+        if one.reason == HANDS_ON:
             counts["handed on"] += 1
             continue
         counts[one.how] += 1

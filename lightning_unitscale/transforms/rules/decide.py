@@ -10,15 +10,13 @@ the tensor itself.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch.nn.functional as F
 from torch import fx
 
 from lightning_unitscale.graph.nodes import (
-    INPUT,
     MODULE,
     example_tensor,
     is_float_tensor,
@@ -26,16 +24,13 @@ from lightning_unitscale.graph.nodes import (
     tensor_name,
 )
 from lightning_unitscale.graph.products import Product, product_of
-from lightning_unitscale.transforms.parameter_info import Role
 from lightning_unitscale.transforms.rules.flow import (
     Path,
     float_arguments,
-    handed_on,
     is_attention,
     is_operation,
-    is_softmax,
 )
-from lightning_unitscale.transforms.rules.logits import logit_factor, number_of, times_number
+from lightning_unitscale.transforms.rules.logits import logit_factor
 from lightning_unitscale.transforms.rules.plan import (
     Argument,
     Decision,
@@ -50,15 +45,10 @@ from lightning_unitscale.transforms.rules.roles import (
     rule_of,
     weight_of,
 )
-
-# The RMS of a tensor as it flows, or None where nobody looks.
-Measure = Callable[[fx.Node], float | None]
+from lightning_unitscale.transforms.rules.scales import RULE_ERRORS, TRUSTED, Measure, Scales
 
 # A factor nearer to 1 than this is not worth an operation.
 _NEGLIGIBLE = 1.1
-# A measured RMS replaces a predicted one that is off by more.
-_TRUSTED = 1.5
-_LARGEST = 1e30
 
 
 class Decider:
@@ -88,13 +78,16 @@ class Decider:
         self.parameters = parameters
         self.weights = weights
         self.settings = settings
-        self.measure = measure
+        self.scales = Scales(
+            structure.flow,
+            parameters,
+            measure,
+            settings.on_unknown,
+            self._fail_if_unknown,
+            self._note_calibrated,
+        )
         self.prior = prior or {}
         self.decisions: dict[str, Decision] = {}
-        self._rms: dict[fx.Node, float] = {}
-        # Tensors whose scale somebody chose (a learned scale per channel): not ours to undo.
-        self._chosen: set[fx.Node] = set()
-        self._unknown: dict[fx.Node, str] = {}
 
     def before(self, node: fx.Node) -> Decision | None:
         """Factors on the arguments of a node that is about to run."""
@@ -120,10 +113,10 @@ class Decider:
             key == "alpha" for key, _ in decision.kwargs
         ):
             return decision
-        measured = self._measured(node)
+        measured = self.scales.measured(node)
         if measured is None or measured == 0.0:
             return decision
-        if 1 / _TRUSTED < measured * decision.output < _TRUSTED:
+        if 1 / TRUSTED < measured * decision.output < TRUSTED:
             return decision
         changed = replace(
             decision,
@@ -139,30 +132,29 @@ class Decider:
         arguments = self._unit_operands(product)
         try:
             factors = call_factors(node)
-        except (TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
-            factors = None
-            self._unknown[node] = f"its rule does not apply: {error}"
+        except RULE_ERRORS as error:
+            return self._unruled_product(node, arguments, f"its rule does not apply: {error}")
         rule = rule_of(node)
         reference = rule.reference if rule is not None else ""
         if is_attention(node):
             return self._attention(node, product, arguments, factors)
         if factors is None:
-            return self._unruled_product(node, arguments)
+            return self._unruled_product(node, arguments, "no rule")
         output = factors[0]
         how: How = "rule"
         logits = logit_factor(self.flow, node)
         if node in self.structure.readouts:
             output, reference = output**2, f"readout: 1/fan_in ({reference})"
-            self._rms[node] = output**0.5
+            self.scales.set(node, output**0.5)
         elif logits is not None and weight_of(self.flow, product) is None:
             # Unit queries and keys of size d: whatever the author's own factor, the logits are
             # (m / d) q.k.
             natural = 1 / output
             output = self.settings.attention_mult * output**2 / logits
             reference = "attention logits: m/d (u-muP, arXiv 2407.17465, section 4.1)"
-            self._rms[node] = natural * output
+            self.scales.set(node, natural * output)
         else:
-            self._rms[node] = 1.0
+            self.scales.set(node, 1.0)
         if self._adds_data(product):
             # The addend is data in its own right (a bias of attention scores): only the product
             # is scaled.
@@ -181,7 +173,7 @@ class Decider:
         query = example_tensor(product.operands[0].node)
         assert query is not None
         temperature = self.settings.attention_mult / int(query.shape[-1])
-        self._rms[node] = 1.0
+        self.scales.set(node, 1.0)
         return self._decision(
             node,
             "rule" if factors is not None else "kept",
@@ -191,18 +183,19 @@ class Decider:
             kwargs=(("scale", temperature),),
         )
 
-    def _unruled_product(self, node: fx.Node, arguments: tuple[Argument, ...]) -> Decision:
-        reason = self._unknown.get(node, "no rule")
+    def _unruled_product(
+        self, node: fx.Node, arguments: tuple[Argument, ...], reason: str
+    ) -> Decision:
         self._fail_if_unknown(node, reason)
         if self.settings.on_unknown == "keep":
             return self._decision(node, "kept", reason, arguments=arguments)
-        self._rms[node] = 1.0
+        self.scales.set(node, 1.0)
         return self._decision(node, "calibrated", reason, arguments=arguments)
 
     def _unit_operands(self, product: Product) -> tuple[Argument, ...]:
         arguments = []
         for one in product.operands:
-            rms = self._rms_of(one.node)
+            rms = self.scales.of(one.node)
             if _matters(rms):
                 arguments.append(Argument(one.path, 1 / rms))
         return tuple(arguments)
@@ -214,13 +207,10 @@ class Decider:
         shares = {one.skip: 1 / math.hypot(1, tau), one.branch: tau / math.hypot(1, tau)}
         arguments = []
         for path, share in shares.items():
-            rms = self._rms_of(operands[path])
+            rms = self.scales.of(operands[path])
             factor = share / rms if rms > 0 else share
             arguments.append(Argument(path, factor))
-        self._rms[node] = 1.0
-        branch = operands[one.branch]
-        if self.flow.resolve(branch) in self._chosen:
-            self._rms[node] = 1.0
+        self.scales.set(node, 1.0)
         kind = "attention" if one.has_attention else "feed-forward"
         return self._decision(
             node,
@@ -233,9 +223,9 @@ class Decider:
         )
 
     def _plain_add(self, node: fx.Node) -> Decision:
-        squares = [self._rms_of(one) ** 2 for _, one in added_tensors(node) or ()]
+        squares = [self.scales.of(one) ** 2 for _, one in added_tensors(node) or ()]
         total = math.sqrt(sum(squares))
-        self._rms[node] = 1.0
+        self.scales.set(node, 1.0)
         output = 1 / total if _matters(total) else 1.0
         reason = "sum of tensors at RMS 1 (arXiv 2303.11257, table A.2)"
         return self._decision(node, "rule", reason, output=output)
@@ -245,14 +235,10 @@ class Decider:
         if rule is not None and rule.kind == "loss":
             return self._loss(node)
         mult = self._activation_mult(node)
-        rms, reason = self._predict(node, mult)
+        rms, reason = self.scales.follow(node, mult)
         if rms is None:
-            self._unknown[node] = reason
             return self._decision(node, "kept", reason)
-        self._rms[node] = rms
-        if any(self._is_chosen(one) for _, one in float_arguments(node)):
-            self._chosen.add(node)
-        arguments = ()
+        arguments: tuple[Argument, ...] = ()
         if mult != 1.0:
             path: Path = (0,) if node.args else ("input",)
             arguments = (Argument(path, mult),)
@@ -268,106 +254,6 @@ class Decider:
         if self.settings.loss_mult != 1.0 and op_name(node) == "cross_entropy":
             arguments = (Argument((0,) if node.args else ("input",), self.settings.loss_mult),)
         return self._decision(node, "loss", "its value is the plain loss", arguments=arguments)
-
-    # Scales.
-
-    def _rms_of(self, node: fx.Node) -> float:
-        """The RMS on which a factor is based, measured where that is called for."""
-        known = self._known(node)
-        root = self.flow.root(node)
-        if self.flow.resolve(node) in self._chosen or root in self._chosen:
-            return known if known is not None else 1.0
-        measured = self._measured(node)
-        if measured is None or measured == 0.0:
-            if known is None:
-                self._fail_if_unknown(root, self._unknown.get(root, "no rule"))
-            return known if known is not None else 1.0
-        if known is not None and 1 / _TRUSTED < measured / known < _TRUSTED:
-            return known
-        if known is None:
-            self._fail_if_unknown(root, self._unknown.get(root, "no rule"))
-        self._rms[self.flow.resolve(node)] = measured
-        self._note_calibrated(root, measured, known)
-        return measured
-
-    def _measured(self, node: fx.Node) -> float | None:
-        if self.settings.on_unknown == "keep":
-            return None
-        measured = self.measure(node)
-        # Logits that are masked out are no scale.
-        return None if measured is None or not measured < _LARGEST else measured
-
-    def _known(self, node: fx.Node) -> float | None:
-        """The predicted RMS of a tensor, seen through what hands it on."""
-        node = self.flow.resolve(node)
-        factor = 1.0
-        while node not in self._rms:
-            fqn = self.flow.parameter(node)
-            if fqn is not None:
-                plan = self.parameters.get(fqn)
-                return factor if plan is not None and plan.action == "scaled" else None
-            source = handed_on(node)
-            if source is None:
-                return None
-            factor /= _kept_by_dropout(node)
-            node = self.flow.resolve(source)
-        return factor * self._rms[node]
-
-    def _is_chosen(self, node: fx.Node) -> bool:
-        return self.flow.resolve(node) in self._chosen or self.flow.root(node) in self._chosen
-
-    def _predict(self, node: fx.Node, mult: float) -> tuple[float | None, str]:
-        """Predicted RMS of an operation's result, and why."""
-        source = handed_on(node)
-        if source is not None:
-            known = self._known(node)
-            return known, "hands its tensor on"
-        if times_number(node) is not None:
-            return self._times_number(node)
-        tensors = [one for _, one in float_arguments(node)]
-        if op_name(node) in {"mul", "imul", "multiply"} and len(tensors) == 2:
-            return self._times_tensor(node, tensors[0], tensors[1])
-        if added_tensors(node) is not None:
-            scales = [self._known(one) for one in tensors]
-            if None in scales:
-                return None, "a sum in which not every scale is known"
-            return math.sqrt(sum(one**2 for one in scales if one is not None)), "a sum, left as is"
-        rule = rule_of(node)
-        if rule is None or not tensors:
-            return None, "no rule"
-        if op_name(node) in {"add", "sub", "iadd", "isub", "rsub", "radd"}:
-            return None, "a sum with something that is no unit-scaled tensor"
-        known = self._known(tensors[0])
-        if rule.kind == "normalization":
-            return 1.0, rule.reference
-        if known is None or known == 0.0:
-            return None, f"{rule.name} of a tensor of unknown scale"
-        is_homogeneous = rule.kind != "activation" and not is_softmax(node)
-        try:
-            factors = call_factors(node, mult=1.0 if is_homogeneous else known * mult)
-        except (TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
-            return None, f"its rule does not apply: {error}"
-        assert factors is not None
-        return (known if is_homogeneous else 1.0) / factors[0], rule.reference
-
-    def _times_number(self, node: fx.Node) -> tuple[float | None, str]:
-        source = times_number(node)
-        assert source is not None
-        known = self._known(source)
-        return None if known is None else known * number_of(node), "times a number, left as it is"
-
-    def _times_tensor(
-        self, node: fx.Node, first: fx.Node, second: fx.Node
-    ) -> tuple[float | None, str]:
-        for scale, data in ((first, second), (second, first)):
-            fqn = self.flow.parameter_of(scale)
-            if fqn is not None and self.flow.parameter_of(data) is None:
-                self._chosen.add(node)
-                return self._known(data), "times a learned scale, left as it is"
-        one, other = self._known(first), self._known(second)
-        if one is None or other is None:
-            return None, "a product in which not every scale is known"
-        return one * other, "a product of two tensors, left as it is"
 
     # What kind of node.
 
@@ -434,27 +320,5 @@ class Decider:
         return prior
 
 
-def is_input(node: fx.Node) -> bool:
-    """Whether the node is an input of the step, neither a parameter nor a buffer."""
-    given = node.meta.get(INPUT)
-    return node.op == "placeholder" and given is not None and given.kind == "input"
-
-
-def role_of(parameters: Mapping[str, ParameterPlan], fqn: str) -> Role:
-    """Role of a parameter."""
-    return parameters[fqn].info.role
-
-
 def _matters(rms: float) -> bool:
     return rms > 0 and not 1 / _NEGLIGIBLE < rms < _NEGLIGIBLE
-
-
-def _kept_by_dropout(node: fx.Node) -> float:
-    """Root of the share that a dropout leaves: its survivors are scaled up by the share itself."""
-    if "dropout" not in op_name(node):
-        return 1.0
-    rate = node.args[1] if len(node.args) > 1 else node.kwargs.get("p", 0.5)
-    training = node.args[2] if len(node.args) > 2 else node.kwargs.get("training", True)
-    if node.target is F.dropout and not training:
-        return 1.0
-    return math.sqrt(1 - float(rate)) if isinstance(rate, float) and rate < 1 else 1.0  # type: ignore[arg-type]

@@ -170,7 +170,7 @@ class Flow:
             if isinstance(outer, fx.Node):
                 self._same[inner] = outer
         self._add_nodes(body)
-        returned = body.graph.output_node().args[0]
+        returned: Any = body.graph.output_node().args[0]
         if isinstance(returned, fx.Node):
             self._same[call] = returned
             return
@@ -219,7 +219,7 @@ class Recorder:
         self._read.update(node for _, node in linked)
         if not self.flow.has_graph(graph_module.graph):
             self.flow.add_graph(graph_module, linked)
-        returned = graph_module.graph.output_node().args[0]
+        returned: Any = graph_module.graph.output_node().args[0]
         for node, value in zip(returned, outputs, strict=False):
             # The tensor is kept: its identity says something only as long as it lives.
             if isinstance(value, Tensor) and isinstance(node, fx.Node) and is_float_tensor(node):

@@ -115,8 +115,8 @@ def changed_arguments(
 def _scaled(value: Any, rest: tuple[int | str, ...], argument: Argument) -> Any:
     if not rest:
         return value * argument.factor
-    items = list(value)
-    items[rest[0]] = _scaled(items[rest[0]], rest[1:], argument)  # type: ignore[call-overload]
+    items: Any = list(value)
+    items[rest[0]] = _scaled(items[rest[0]], rest[1:], argument)
     return type(value)(items) if isinstance(value, (list, tuple)) else items
 
 

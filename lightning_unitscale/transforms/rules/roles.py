@@ -30,7 +30,7 @@ UseKind = Literal["weight", "embedding", "sum", "bias", "norm", "scale", "other"
 # What a captured graph calls by another name than people do.
 _ALIASES = {"attention_product": torch.matmul, "safe_softmax": torch.softmax}
 _EMBEDDINGS = frozenset({"embedding", "embedding_bag"})
-_PRODUCTS_BY_ELEMENT = frozenset({"mul", "imul", "multiply"})
+PRODUCTS_BY_ELEMENT = frozenset({"mul", "imul", "multiply"})
 _JOINS = frozenset({"cat", "concat", "stack", "concatenate"})
 
 
@@ -177,7 +177,9 @@ def _plain_adds(flow: Flow, residuals: Mapping[fx.Node, Residual]) -> Iterator[f
             if all(flow.root(one) in ours for _, one in float_arguments(node)):
                 ours.add(node)
         elif added_tensors(node) is not None and logit_factor(flow, node) is None:
-            (_, first), (_, second) = added_tensors(node) or ()
+            operands = added_tensors(node)
+            assert operands is not None
+            (_, first), (_, second) = operands
             if flow.root(first) in ours and flow.root(second) in ours:
                 ours.add(node)
                 if not is_bias_add(flow, node):
@@ -231,7 +233,7 @@ def _use(
         return "other" if renormed else "embedding"
     if rule is not None and rule.kind == "normalization":
         return "sum" if path in {(0,), ("input",)} else "norm"
-    if op_name(reader) in _PRODUCTS_BY_ELEMENT:
+    if op_name(reader) in PRODUCTS_BY_ELEMENT:
         return "scale"
     if is_bias_add(flow, reader):
         return "bias"

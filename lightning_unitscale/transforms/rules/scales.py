@@ -1,0 +1,196 @@
+"""Follow the RMS of tensors through a step: by rule where there is one, else by measuring."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Literal
+
+import torch.nn.functional as F
+from torch import fx
+
+from lightning_unitscale.graph.nodes import op_name
+from lightning_unitscale.transforms.rules.flow import Flow, float_arguments, handed_on, is_softmax
+from lightning_unitscale.transforms.rules.logits import number_of, times_number
+from lightning_unitscale.transforms.rules.plan import ParameterPlan
+from lightning_unitscale.transforms.rules.residuals import added_tensors
+from lightning_unitscale.transforms.rules.roles import PRODUCTS_BY_ELEMENT, call_factors, rule_of
+
+# The RMS of a tensor as it flows, or None where nobody looks.
+Measure = Callable[[fx.Node], float | None]
+# Why there is no prediction, and which node is to blame.
+Unknown = Callable[[fx.Node, str], None]
+# Told when a measured RMS takes the place of a predicted one, or of none.
+Calibrated = Callable[[fx.Node, float, float | None], None]
+
+# What a rule raises on arguments of a form that it does not know.
+RULE_ERRORS = (TypeError, ValueError, KeyError, IndexError, AttributeError)
+# A measured RMS replaces a predicted one that is off by more.
+TRUSTED = 1.5
+# Logits that are masked out are no scale.
+_LARGEST = 1e30
+_SUMS = frozenset({"add", "sub", "iadd", "isub", "rsub", "radd", "subtract"})
+
+
+class Scales:
+    """Predicted RMS of every tensor of a step, corrected by measurement where that is asked for.
+
+    Args:
+        flow: The step.
+        parameters: What happens to each parameter.
+        measure: RMS of a node's tensor under the decisions taken so far.
+        on_unknown: Whether to measure.
+        fail: Called where a scale is needed and unknown, and nothing is measured.
+        calibrated: Called where a measurement is used.
+    """
+
+    def __init__(
+        self,
+        flow: Flow,
+        parameters: Mapping[str, ParameterPlan],
+        measure: Measure,
+        on_unknown: Literal["calibrate", "keep", "error"],
+        fail: Unknown,
+        calibrated: Calibrated,
+    ) -> None:
+        self.flow = flow
+        self.parameters = parameters
+        self._measure = measure
+        self._on_unknown = on_unknown
+        self._fail = fail
+        self._calibrated = calibrated
+        self._rms: dict[fx.Node, float] = {}
+        # Tensors whose scale somebody chose (a learned scale per channel): not ours to undo.
+        self._chosen: set[fx.Node] = set()
+        self._reasons: dict[fx.Node, str] = {}
+
+    def set(self, node: fx.Node, rms: float) -> None:
+        """Say what the RMS of a node's result will be."""
+        self._rms[node] = rms
+
+    def set_unknown(self, node: fx.Node, reason: str) -> None:
+        """Say why the RMS of a node's result does not follow."""
+        self._reasons[node] = reason
+
+    def of(self, node: fx.Node) -> float:
+        """The RMS on which a factor is based; 1 where nothing is known."""
+        known = self.known(node)
+        if self._is_chosen(node):
+            return known if known is not None else 1.0
+        measured = self.measured(node)
+        if not measured:  # not looked at, or zero everywhere
+            if known is None:
+                root = self.flow.root(node)
+                self._fail(root, self._reasons.get(root, "no rule"))
+            return known if known is not None else 1.0
+        if known is not None and 1 / TRUSTED < measured / known < TRUSTED:
+            return known
+        self._rms[self.flow.resolve(node)] = measured
+        self._calibrated(self.flow.root(node), measured, known)
+        return measured
+
+    def measured(self, node: fx.Node) -> float | None:
+        """RMS of the tensor itself, if measuring is asked for."""
+        if self._on_unknown != "calibrate":
+            return None
+        measured = self._measure(node)
+        return None if measured is None or not measured < _LARGEST else measured
+
+    def known(self, node: fx.Node) -> float | None:
+        """The predicted RMS of a tensor, seen through what hands it on."""
+        node = self.flow.resolve(node)
+        factor = 1.0
+        while node not in self._rms:
+            fqn = self.flow.parameter(node)
+            if fqn is not None:
+                plan = self.parameters.get(fqn)
+                return factor if plan is not None and plan.action == "scaled" else None
+            source = handed_on(node)
+            if source is None:
+                return None
+            factor /= _kept_by_dropout(node)
+            node = self.flow.resolve(source)
+        return factor * self._rms[node]
+
+    def follow(self, node: fx.Node, mult: float) -> tuple[float | None, str]:
+        """Predict the RMS of an operation's result from its arguments, and say how.
+
+        Args:
+            node: The operation.
+            mult: Factor on its first argument.
+        """
+        rms, reason = self._predict(node, mult)
+        if rms is None:
+            self._reasons[node] = reason
+            return None, reason
+        self._rms[node] = rms
+        if any(self._is_chosen(one) for _, one in float_arguments(node)):
+            self._chosen.add(node)
+        return rms, reason
+
+    def _is_chosen(self, node: fx.Node) -> bool:
+        return self.flow.resolve(node) in self._chosen or self.flow.root(node) in self._chosen
+
+    def _predict(self, node: fx.Node, mult: float) -> tuple[float | None, str]:
+        if handed_on(node) is not None:
+            return self.known(node), HANDS_ON
+        source = times_number(node)
+        if source is not None:
+            known = self.known(source)
+            scaled = None if known is None else known * number_of(node)
+            return scaled, "times a number, left as it is"
+        tensors = [one for _, one in float_arguments(node)]
+        if op_name(node) in PRODUCTS_BY_ELEMENT and len(tensors) == 2:
+            return self._product(node, tensors[0], tensors[1])
+        if added_tensors(node) is not None:
+            return self._sum(tensors)
+        rule = rule_of(node)
+        if rule is None or not tensors:
+            return None, "no rule"
+        if op_name(node) in _SUMS:
+            return None, "a sum with something that is no unit-scaled tensor"
+        if rule.kind == "normalization":
+            return 1.0, rule.reference
+        known = self.known(tensors[0])
+        if not known:
+            return None, f"{rule.name} of a tensor of unknown scale"
+        # Of a homogeneous map the scale goes through; of another it is part of the function.
+        is_homogeneous = rule.kind != "activation" and not is_softmax(node)
+        try:
+            factors = call_factors(node, mult=1.0 if is_homogeneous else known * mult)
+        except RULE_ERRORS as error:
+            return None, f"its rule does not apply: {error}"
+        assert factors is not None
+        return (known if is_homogeneous else 1.0) / factors[0], rule.reference
+
+    def _product(self, node: fx.Node, first: fx.Node, second: fx.Node) -> tuple[float | None, str]:
+        for scale, data in ((first, second), (second, first)):
+            is_learned_scale = self.flow.parameter_of(scale) is not None
+            if is_learned_scale and self.flow.parameter_of(data) is None:
+                self._chosen.add(node)
+                return self.known(data), "times a learned scale, left as it is"
+        one, other = self.known(first), self.known(second)
+        if one is None or other is None:
+            return None, "a product in which not every scale is known"
+        return one * other, "a product of two tensors, left as it is"
+
+    def _sum(self, tensors: list[fx.Node]) -> tuple[float | None, str]:
+        scales = [self.known(one) for one in tensors]
+        known = [one for one in scales if one is not None]
+        if len(known) < len(scales):
+            return None, "a sum in which not every scale is known"
+        return math.hypot(*known), "a sum, left as it is"
+
+
+HANDS_ON = "hands its tensor on"
+
+
+def _kept_by_dropout(node: fx.Node) -> float:
+    """Root of the share that a dropout leaves: its survivors are scaled up by the share itself."""
+    if "dropout" not in op_name(node):
+        return 1.0
+    rate = node.args[1] if len(node.args) > 1 else node.kwargs.get("p", 0.5)
+    training = node.args[2] if len(node.args) > 2 else node.kwargs.get("training", True)
+    if node.target is F.dropout and not training:
+        return 1.0
+    return math.sqrt(1 - rate) if isinstance(rate, (int, float)) and rate < 1 else 1.0
