@@ -27,8 +27,8 @@ from torch import Tensor
 from lightning_unitscale.functional.rule import Factors
 
 _LIMIT = 12.0
-_NUM_PANELS = 1200
-_NODES_PER_PANEL = 6
+_NUM_PANELS = 6000
+_NODES_PER_PANEL = 4
 
 Array = NDArray[np.float64]
 

@@ -126,9 +126,17 @@ def scaled_loss(
 
 
 def rule_for(function: Callable[..., Any]) -> ScaleRule:
-    """The rule of a function of torch that has one."""
+    """The rule of a function.
+
+    Raises:
+        ValueError: If it has none.
+    """
     rule = rule_of_function(function)
-    assert rule is not None, f"no rule for {function}"
+    if rule is None:
+        raise ValueError(
+            f"function={function!r}: it has no rule; expected a function that register_rule knows. "
+            "For an elementwise one, elementwise_factors finds its factors."
+        )
     return rule
 
 

@@ -3,7 +3,7 @@
 The CPU and a GPU save different things for the backward pass: of a dropout the CPU keeps the scaled
 mask in the type of the input, a GPU a mask of booleans; attention has other kernels, and a GPU fuses
 the RMS norm. On fake tensors torch decides as for the CPU (see ``memory.StorageRecorder``), so what
-a GPU would take is chosen here.
+a GPU would take is chosen here, and what its autocast does otherwise than the CPU's.
 """
 
 from __future__ import annotations
@@ -34,8 +34,27 @@ def _call_as_is(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def _call_on_gpu(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if torch.is_autocast_enabled("cpu"):
+        args, kwargs = _autocast(function, args, kwargs)
     kernel = _GPU_KERNELS.get(function)
     return function(*args, **kwargs) if kernel is None else kernel(*args, **kwargs)
+
+
+def _autocast(
+    function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments in FP32 where a GPU's autocast computes in it and the CPU's does not.
+
+    References:
+        "Automatic Mixed Precision package", CUDA Ops that can autocast to float32.
+    """
+    if getattr(function, "__name__", "") not in _FP32_ON_GPU:
+        return args, kwargs
+
+    def cast(one: Any) -> Any:
+        return one.float() if isinstance(one, Tensor) and one.dtype in _HALF else one
+
+    return tuple(map(cast, args)), {name: cast(one) for name, one in kwargs.items()}
 
 
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
@@ -127,6 +146,13 @@ def _memory_efficient(
     )[0]
     return result
 
+
+_FP32_ON_GPU = frozenset(
+    {"softmax", "log_softmax", "layer_norm", "group_norm", "cross_entropy", "nll_loss", "mse_loss",
+     "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div", "binary_cross_entropy_with_logits",
+     "cosine_similarity", "logsumexp", "norm", "exp", "expm1", "log", "log2", "log10", "log1p",
+     "pow", "reciprocal", "rsqrt", "softplus", "sum", "prod", "cumsum", "cumprod", "interpolate"}
+)  # fmt: skip
 
 _GPU_KERNELS: dict[Any, Callable[..., Any]] = {
     F.dropout: _dropout,

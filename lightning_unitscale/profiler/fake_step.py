@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks as saving
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map
 
@@ -17,7 +18,9 @@ from lightning_unitscale.profiler.memory import (
     DATA_DEPENDENT,
     FakeCopies,
     StorageRecorder,
+    autocast_for,
     fake_tensor_mode,
+    run_backward,
 )
 from lightning_unitscale.profiler.optimizer_state import (
     OptimizerLike,
@@ -71,6 +74,7 @@ class FakeStep:
         trace: Trace,
         forward: Callable[..., Any],
         loss: Callable[[Any], Tensor] | None = None,
+        context: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
     ) -> StepRecord:
         """Forward, backward and the optimizer's step.
 
@@ -78,23 +82,22 @@ class FakeStep:
             trace: Makes the nodes.
             forward: Called with the fake inputs.
             loss: Makes the loss from what ``forward`` returns.
+            context: Entered around the forward pass.
 
         Raises:
             RuntimeError: If the step cannot be run without data, naming the node.
         """
         recorder = self.recorder
-        with self.mode, recorder, _named_errors(trace):
+        with self.mode, recorder, autocast_for(self.device), _named_errors(trace):
             self._declare(trace)
             args, kwargs = self.inputs
             with trace.watching():
-                with torch.autograd.graph.saved_tensors_hooks(recorder.keep, lambda one: one):
+                with saving(recorder.keep, lambda one: one), context():
                     output = forward(*args, **kwargs)
                     roots = _roots(output, loss)
                 recorder.phase = "backward"
                 if roots:
-                    torch.autograd.backward(
-                        roots, [None if one.numel() == 1 else torch.ones_like(one) for one in roots]
-                    )
+                    run_backward(roots)
             del output, roots
             for parameter in self.module.parameters():
                 if parameter.grad is not None:

@@ -1,14 +1,15 @@
 """Fake tensors on a device that need not exist, and a mode that notes every storage's life.
 
 The file of the profiler that touches torch's own names. Checked on torch 2.13: ``FakeTensorMode``
-and its exceptions, ``_current_autograd_node``, ``_cdata`` of a storage, and that C++ asks a fake
-tensor for its device through the operator ``prim::device``.
+and its exceptions, ``_current_autograd_node``, ``_execution_engine``, ``_IncludeDispatchKeyGuard``,
+``_cdata`` of a storage, and that C++ asks a fake tensor for its device through the operator ``prim::device``.
 """
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -307,6 +308,44 @@ class StorageRecorder(TorchDispatchMode):
             )
             for place, size in enumerate(self._sizes)
         )
+
+
+@contextlib.contextmanager
+def autocast_for(device: torch.device) -> Iterator[None]:
+    """Within this context ``torch.autocast`` of the simulated device works.
+
+    Where there is no GPU, torch switches its autocast off with a warning; and its kernels look for
+    tensors on a GPU, which C++ sees none of. So autocast of the CPU stands in for it, with the
+    type that was asked for; the functions in which the two differ are in ``device_kernels``.
+    """
+    if device.type == "cpu":
+        yield
+        return
+    original = torch.autocast.__init__
+
+    def init(self: Any, device_type: str, dtype: Any = None, *args: Any, **kwargs: Any) -> None:
+        if device_type == device.type:
+            device_type, dtype = "cpu", dtype or torch.get_autocast_dtype(device.type)
+        original(self, device_type, dtype, *args, **kwargs)
+
+    setattr(torch.autocast, "__init__", init)  # noqa: B010 (an assignment mypy would refuse)
+    try:
+        with torch._C._IncludeDispatchKeyGuard(torch.DispatchKey.AutocastCPU):
+            yield
+    finally:
+        setattr(torch.autocast, "__init__", original)  # noqa: B010
+
+
+def run_backward(roots: Sequence[Tensor]) -> None:
+    """``torch.autograd.backward`` with gradients of one.
+
+    The function itself would be seen by torch function modes as one call, within which they are
+    off; but what a checkpoint runs again must be called as in the forward pass.
+    """
+    gradients = tuple(torch.ones_like(one) for one in roots)
+    torch.autograd.Variable._execution_engine.run_backward(
+        tuple(roots), gradients, False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
 
 
 class FakeScalars(TorchDispatchMode):

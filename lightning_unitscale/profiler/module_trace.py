@@ -10,11 +10,13 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
+from lightning_unitscale.graph.expand import _open_function
 from lightning_unitscale.profiler.memory import StorageRecorder
 from lightning_unitscale.profiler.step_record import OUTSIDE, NodeRecord
 
@@ -100,6 +102,10 @@ class NodeTrace(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         recorder = self._recorder
+        if func is F.multi_head_attention_forward:
+            # Opened, as in a captured graph: what is inside depends on the device too.
+            with self:
+                return _open_function(func)(*args, **kwargs)
         if recorder.phase != "forward":
             # What a checkpoint runs again is part of the backward pass.
             return self._call(func, args, kwargs)

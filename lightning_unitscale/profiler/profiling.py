@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -25,6 +26,7 @@ def profile_graph(
     optimizer: OptimizerLike | None = None,
     method: str = "forward",
     loss: Callable[[Any], Tensor] | None = None,
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     **kwargs: Any,
 ) -> GraphProfile:
     """Memory and operations of one training step of ``module``, of which nothing is run for real.
@@ -46,6 +48,7 @@ def profile_graph(
             ``None`` ends the step after the backward pass.
         method: Name of the method to call, such as ``training_step``.
         loss: Makes the loss from what the method returns.
+        context: Entered around the forward pass, such as ``lambda: torch.autocast("cuda")``.
         **kwargs: Keyword arguments of the method.
 
     Raises:
@@ -67,7 +70,7 @@ def profile_graph(
         step = FakeStep(module, given, target, optimizer)
         trace = NodeTrace(step.recorder, ModulePaths(step.module), calls_of(target))
         return make_profile(
-            step.run(trace, getattr(step.module, method), loss),
+            step.run(trace, getattr(step.module, method), loss, context),
             step.module,
             batch_size=batch_size_of(given),
             profile_at=profile_at,

@@ -87,7 +87,9 @@ class _States:
     came_from: list[tuple[int, int, Option | None]]
 
 
-def choose_options(options: BlockOptions, budget_bytes: int) -> Choice | None:
+def choose_options(
+    options: BlockOptions, budget_bytes: int, *, forward_bytes: int = 0
+) -> Choice | None:
     """The fastest choice whose peak, run by run, stays within the budget; ``None`` if none does.
 
     For every run: what was saved before it, what it needs at most, and the gradients of the runs
@@ -96,6 +98,7 @@ def choose_options(options: BlockOptions, budget_bytes: int) -> Choice | None:
     Args:
         options: The options of all runs of blocks.
         budget_bytes: Bytes for activations and gradients: beyond what is resident.
+        forward_bytes: Bytes alive during the forward pass only.
     """
     count = len(options.blocks)
     gradients = options.blocks.gradient_bytes()
@@ -110,7 +113,8 @@ def choose_options(options: BlockOptions, budget_bytes: int) -> Choice | None:
             if start < 0 or not len(states[start].saved):
                 continue
             for option in options.of(start, stop):
-                need = max(option.backward_bytes + int(after[stop]), option.forward_bytes)
+                backward = option.backward_bytes + int(after[stop])
+                need = max(backward, option.forward_bytes + forward_bytes)
                 fits = np.flatnonzero(states[start].saved <= budget_bytes - need)
                 if len(fits):
                     saved.append(states[start].saved[fits] + option.saved_bytes)

@@ -14,15 +14,24 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from functorch.compile import make_boxed_func  # type: ignore[import-untyped]
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch import partitioners
 from torch._guards import TracingContext
+from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.fx.graph import _BoxedCodeGen
 from torch.utils.checkpoint import CheckpointPolicy
 
-from lightning_unitscale.remat.joint_graph import Symbolic, is_random, is_tangent, must_recompute
+from lightning_unitscale.remat.budget import Budget, check_budget
+from lightning_unitscale.remat.costs import CostModel, default_cost_model, hint
+from lightning_unitscale.remat.joint_graph import (
+    Recomputable,
+    Symbolic,
+    is_random,
+    must_recompute,
+    read_joint_graph,
+)
+from lightning_unitscale.remat.planner import PLANNER_VERSION, Planner, RematPlan
 from lightning_unitscale.remat.problem import Mask, Region, RematProblem, recomputed
 from lightning_unitscale.remat.schedule import lazy_order
 
@@ -175,6 +184,176 @@ def _has_effect(node: fx.Node) -> bool:
     return node.op == "call_function" and node.is_impure() and not is_random(node)
 
 
+class RematPartitioner(CustomPartitionerFn):
+    """A ``partition_fn`` that plans every joint graph to a budget.
+
+    Usable with ``aot_autograd(partition_fn=...)``, as Inductor's ``custom_partitioner_fn`` and with
+    :func:`aot_backend`.
+
+    Args:
+        budget: Bytes, a fraction of the default plan's peak, ``"min_cut"``, or ``"default"``.
+        cost_model: What running an operation costs; by default that of the graph's device.
+        recomputable_ops: Operators that may run again; by default all that are pure.
+        resident: Bytes alive throughout a step and those in the forward pass only, beside the
+            graph's inputs, for a graph whose parameters and buffers take the given bytes.
+        on_plan: Called with every plan.
+
+    Raises:
+        ValueError: If the budget is malformed; when a graph is partitioned, if it is below the
+            floor.
+    """
+
+    def __init__(
+        self,
+        budget: Budget = "min_cut",
+        *,
+        cost_model: CostModel | None = None,
+        recomputable_ops: Recomputable | None = None,
+        resident: Callable[[int], tuple[int, int]] | None = None,
+        on_plan: Callable[[RematPlan], None] | None = None,
+    ) -> None:
+        self.budget = budget if budget == "default" else check_budget(budget)
+        self.cost_model = cost_model
+        self.recomputable_ops = recomputable_ops
+        self.resident = resident
+        self.on_plan = on_plan
+
+    def __call__(
+        self,
+        gm: fx.GraphModule,
+        joint_inputs: Sequence[object],
+        compiler: str = "aot_eager",
+        *,
+        num_fwd_outputs: int,
+        static_lifetime_input_indices: list[int] | None = None,
+        **kwargs: Any,
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """The forward and the backward graph of a joint graph."""
+        prepare(gm)
+        is_fused = compiler == "inductor"
+        model = self.cost_model or default_cost_model(_device_type(gm), fused=is_fused)
+        problem, nodes = read_joint_graph(
+            gm.graph,
+            num_fwd_outputs,
+            model,
+            mutated_inputs=mutated_inputs(gm),
+            recomputable_ops=self.recomputable_ops,
+            # Inductor draws by seeds of its own, which are saved.
+            replay_random=not is_fused,
+        )
+        resident, forward = (0, 0)
+        if self.resident is not None:
+            resident, forward = self.resident(_static_bytes(gm, static_lifetime_input_indices))
+        planner = Planner(problem, resident_bytes=resident, forward_bytes=forward)
+        plan = planner.default if self.budget == "default" else planner.plan(self.budget)
+        if self.on_plan is not None:
+            self.on_plan(plan)
+        return split(
+            gm,
+            problem,
+            nodes,
+            plan.saved,
+            num_fwd_outputs,
+            segments=plan.segments,
+            kept=plan.kept,
+        )
+
+    def uuid(self) -> Any:
+        """What Inductor's cache keys compiled graphs by; ``None``, no cache, if sizes can change."""
+        if self.resident is not None or self.on_plan is not None:
+            return None
+        ops = sorted(map(str, self.recomputable_ops)) if self.recomputable_ops is not None else None
+        model = None if self.cost_model is None else self.cost_model.key()
+        return f"remat-{PLANNER_VERSION}-{self.budget!r}-{model}-{ops}"
+
+
+def default_partition(
+    joint_module: fx.GraphModule,
+    joint_inputs: Any,
+    *,
+    num_fwd_outputs: int,
+    static_lifetime_input_indices: list[int] | None = None,
+    **kwargs: Any,
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Save all that the backward pass reads, each storage once; only views run again.
+
+    Args:
+        joint_module: The joint graph of AOTAutograd; it is used up.
+        joint_inputs: Its inputs; not looked at.
+        num_fwd_outputs: How many of its outputs belong to the forward pass.
+        static_lifetime_input_indices: Which inputs are parameters and buffers.
+        **kwargs: What later versions of torch pass; not looked at.
+    """
+    return RematPartitioner("default")(
+        joint_module,
+        joint_inputs,
+        num_fwd_outputs=num_fwd_outputs,
+        static_lifetime_input_indices=static_lifetime_input_indices,
+    )
+
+
+def min_cut_rematerialization_partition(
+    joint_module: fx.GraphModule,
+    joint_inputs: Any,
+    compiler: str = "aot_eager",
+    recomputable_ops: Recomputable | None = None,
+    *,
+    num_fwd_outputs: int,
+    static_lifetime_input_indices: list[int] | None = None,
+    budget: Budget = "min_cut",
+    cost_model: CostModel | None = None,
+    on_plan: Callable[[RematPlan], None] | None = None,
+    **kwargs: Any,
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Save as few bytes as a budget asks for, and run again what costs least.
+
+    Args:
+        joint_module: The joint graph of AOTAutograd; it is used up.
+        joint_inputs: Its inputs; not looked at.
+        compiler: ``"inductor"`` plans for fused kernels, any other for operations run one by one.
+        recomputable_ops: Operators that may run again; by default all that are pure.
+        num_fwd_outputs: How many of its outputs belong to the forward pass.
+        static_lifetime_input_indices: Which inputs are parameters and buffers.
+        budget: Bytes for the peak of a step, a fraction of the peak without rematerialization, or
+            ``"min_cut"``: the fewest bytes saved without running a matrix product again.
+        cost_model: What running an operation costs; by default that of the graph's device.
+        on_plan: Called with the plan.
+        **kwargs: What later versions of torch pass; not looked at.
+
+    Raises:
+        ValueError: If the budget is malformed or below the floor.
+    """
+    partitioner = RematPartitioner(
+        budget, cost_model=cost_model, recomputable_ops=recomputable_ops, on_plan=on_plan
+    )
+    return partitioner(
+        joint_module,
+        joint_inputs,
+        compiler,
+        num_fwd_outputs=num_fwd_outputs,
+        static_lifetime_input_indices=static_lifetime_input_indices,
+    )
+
+
+def _device_type(joint_module: fx.GraphModule) -> str:
+    for node in joint_module.graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and value.device.type not in ("cpu", "meta"):
+            return value.device.type
+    return "cpu"
+
+
+def _static_bytes(joint_module: fx.GraphModule, indices: Sequence[int] | None) -> int:
+    placeholders = joint_module.graph.find_nodes(op="placeholder")
+    storages = {}
+    for index in indices or ():
+        value = placeholders[index].meta.get("val")
+        if isinstance(value, torch.Tensor):
+            storage = value.untyped_storage()
+            storages[storage._cdata] = hint(storage.nbytes())
+    return sum(storages.values())
+
+
 def run_boxed(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
     """Run a graph op by op; its inputs are freed as soon as nothing reads them any more."""
     graph_module.graph.set_codegen(_BoxedCodeGen())
@@ -194,16 +373,3 @@ def aot_backend(partition_fn: PartitionFn) -> Callable[..., Any]:
         fw_compiler=run_boxed, bw_compiler=run_boxed, partition_fn=partition_fn
     )
     return backend
-
-
-__all__ = [
-    "PartitionFn",
-    "aot_backend",
-    "is_tangent",
-    "make_boxed_func",
-    "mutated_inputs",
-    "prepare",
-    "run_boxed",
-    "split",
-]
-_ = torch

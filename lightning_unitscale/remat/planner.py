@@ -43,7 +43,6 @@ class RematPlan:
         kept: Nodes that run at most once again; the others may run once for each block that needs
             them. ``None`` if that are all.
         segments: Block of each node, if ``kept`` is given.
-        resident_bytes: Bytes alive throughout beside the graph's inputs.
         order: The order of the backward pass.
         timeline: Bytes alive over the step.
     """
@@ -53,7 +52,6 @@ class RematPlan:
     saved: Mask
     kept: Mask | None
     segments: tuple[int, ...] | None
-    resident_bytes: int
     order: BackwardOrder
     timeline: Timeline
 
@@ -100,11 +98,15 @@ class Planner:
         problem: The joint graph.
         resident_bytes: Bytes alive throughout a step beside the graph's inputs: the optimizer's
             state, gradients of earlier batches.
+        forward_bytes: Bytes that are alive in the forward pass only: gradients of the last step.
     """
 
-    def __init__(self, problem: RematProblem, *, resident_bytes: int = 0) -> None:
+    def __init__(
+        self, problem: RematProblem, *, resident_bytes: int = 0, forward_bytes: int = 0
+    ) -> None:
         self.problem = problem
         self.resident_bytes = resident_bytes
+        self.forward_bytes = forward_bytes
         self._chosen: dict[int, RematPlan | None] = {}
 
     @cached_property
@@ -131,7 +133,8 @@ class Planner:
     def min_cut(self) -> RematPlan:
         """The classic cut: the fewest bytes kept without running a matrix product again."""
         problem = self.problem
-        elements = np.maximum(problem.num_bytes / 4, 1)
+        own = np.bincount(problem.owner, problem.num_bytes, len(problem))
+        elements = np.maximum(own / 4, 1)
         product = problem.flops > _PRODUCT_FLOPS_PER_ELEMENT * elements
         product &= ~problem.tagged
         seconds = np.where(product, math.inf, problem.seconds)
@@ -216,12 +219,14 @@ class Planner:
         saved = _pruned(self.problem, saved)
         order = backward_order(self.problem, saved, segments=segments, kept=kept)
         timeline = simulate(
-            self.problem, saved, resident_bytes=self.resident_bytes, order=order
+            self.problem,
+            saved,
+            resident_bytes=self.resident_bytes,
+            forward_bytes=self.forward_bytes,
+            order=order,
         )
         given = None if segments is None else tuple(segments)
-        return RematPlan(
-            self.problem, name, saved, kept, given, self.resident_bytes, order, timeline
-        )
+        return RematPlan(self.problem, name, saved, kept, given, order, timeline)
 
     def _of_cut(self, name: str, cut: Cut) -> RematPlan:
         return self.made(name, cut.saved)
@@ -253,7 +258,9 @@ class Planner:
 
     def _chosen_for(self, aim: int) -> RematPlan | None:
         if aim not in self._chosen:
-            choice = choose_options(self.options, aim - self._inputs())
+            choice = choose_options(
+                self.options, aim - self._inputs(), forward_bytes=self.forward_bytes
+            )
             self._chosen[aim] = None if choice is None else self._of_choice(choice)
         return self._chosen[aim]
 

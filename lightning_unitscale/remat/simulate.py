@@ -48,6 +48,7 @@ def simulate(
     saved: Mask,
     *,
     resident_bytes: int = 0,
+    forward_bytes: int = 0,
     order: BackwardOrder | None = None,
 ) -> Timeline:
     """Follow every storage of a plan through the forward and the backward pass.
@@ -60,6 +61,7 @@ def simulate(
         saved: What the plan keeps.
         resident_bytes: Bytes beside the graph's inputs that are alive all the time, such as the
             optimizer's state.
+        forward_bytes: Bytes alive during the forward pass only.
         order: The order of the backward pass; by default the plan's own.
     """
     base_bytes = resident_bytes + input_bytes(problem)
@@ -68,7 +70,7 @@ def simulate(
     backward = _backward(problem, saved, order)
     # States of generators are kept from the moment of drawing; counted from the start.
     base_bytes += problem.replayed_bytes(saved)
-    live = np.concatenate([forward[1], kept_bytes + backward]) + base_bytes
+    live = np.concatenate([forward[1] + forward_bytes, kept_bytes + backward]) + base_bytes
     nodes = np.concatenate([forward[0], np.array(order.nodes, dtype=np.int64)])
     return Timeline(nodes, live, len(forward[0]))
 

@@ -5,16 +5,25 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 
+from lightning_unitscale.graph.nodes import tensor_name
+from lightning_unitscale.graph.products import product_of
 from lightning_unitscale.graph.steps import CapturedStep
 from lightning_unitscale.transforms.calibration import restoring
 from lightning_unitscale.transforms.rules.decide import Decider
 from lightning_unitscale.transforms.rules.flow import Recorder
-from lightning_unitscale.transforms.rules.plan import Decision, RuleOptions, RulePlan, key
+from lightning_unitscale.transforms.rules.plan import (
+    Decision,
+    ParameterPlan,
+    RuleOptions,
+    RulePlan,
+    key,
+)
 from lightning_unitscale.transforms.rules.rehearsal import Rehearsal, prepared_like
 from lightning_unitscale.transforms.rules.residuals import branch_weights, find_residuals
 from lightning_unitscale.transforms.rules.roles import Structure, find_structure, plan_parameters
@@ -97,7 +106,23 @@ def _plan_once(
     if rehearsal.saw_new_graph:
         return None
     decisions = {key(step.name, name): one for name, one in decider.decisions.items()}
-    return RulePlan(decisions, parameters)
+    return RulePlan(decisions, _with_output_scales(structure, parameters, decider.decisions))
+
+
+def _with_output_scales(
+    structure: Structure,
+    parameters: Mapping[str, ParameterPlan],
+    decisions: Mapping[str, Decision],
+) -> dict[str, ParameterPlan]:
+    """Tell each bias by what the product that it is part of is multiplied."""
+    plans = dict(parameters)
+    for fqn, uses in structure.uses.items():
+        inside = [one.node for one in uses if one.kind == "bias" and product_of(one.node)]
+        found = [decisions[name] for one in inside if (name := tensor_name(one)) in decisions]
+        if found:
+            info = replace(plans[fqn].info, output_scale=found[0].output)
+            plans[fqn] = replace(plans[fqn], info=info)
+    return plans
 
 
 def _branch_weights(residuals: Any, settings: RuleOptions) -> dict[fx.Node, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,6 +15,8 @@ from lightning_unitscale.transforms.calibration import root_mean_square
 from lightning_unitscale.transforms.rules.decide import Decider
 from lightning_unitscale.transforms.rules.flow import Flow
 from lightning_unitscale.transforms.rules.plan import Argument, Decision, ParameterPlan
+
+_STEPS_PER_OCTAVE = 32
 
 # Reads the stored value of a parameter as it will be.
 Prepare = Callable[[str, Tensor], Tensor]
@@ -138,7 +141,10 @@ def prepared_like(plans: Mapping[str, ParameterPlan]) -> Prepare:
 
 
 def parameter_rms(value: Tensor) -> float:
-    """RMS of a parameter's entries that are not zero; 1 for one without any.
+    """RMS of a parameter's entries that are not zero, to about 1 %; 1 for one without any.
+
+    Layers of one kind are drawn with RMS values that differ by less, and sharing one lets their
+    learning rates share a parameter group in a step.
 
     The row of a padding token is zero by choice and no part of the distribution.
     """
@@ -147,7 +153,9 @@ def parameter_rms(value: Tensor) -> float:
         if nonzero == 0:
             return 1.0
         rms = float(root_mean_square(value)) * (value.numel() / nonzero) ** 0.5
-    return rms if 0.0 < rms < float("inf") else 1.0
+    if not 0.0 < rms < float("inf"):
+        return 1.0
+    return 2.0 ** (round(math.log2(rms) * _STEPS_PER_OCTAVE) / _STEPS_PER_OCTAVE)
 
 
 def _rms(value: Tensor) -> float | None:
