@@ -1,20 +1,23 @@
 """The command line: `lightning-unitscale fit --config run.yaml`, a LightningCLI with a report."""
 
+import inspect
 import os
 import shlex
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import TensorBoardLogger
 from typing_extensions import override
 
 from lightning_unitscale.callbacks import ScaleMonitor
+from lightning_unitscale.profiler import profile_graph
 from lightning_unitscale.report.command import main as report_command
 
 # What a shell reports for a program that Ctrl-C ended.
@@ -22,7 +25,7 @@ _EXIT_INTERRUPTED = 130
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Runs `fit`, `validate`, `test`, `predict` or `report` as the command line says.
+    """Runs `fit`, `validate`, `test`, `predict`, `profile` or `report`, as the command line says.
 
     Args:
         args: The command line without the program's name; by default the process's own.
@@ -47,7 +50,10 @@ def main(args: Sequence[str] | None = None) -> None:
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        UnitScaleCLI(args=None if args is None else list(args))
+        if given[:1] == ["profile"]:
+            ProfileCLI(given[1:]).profile()
+        else:
+            UnitScaleCLI(args=None if args is None else list(args))
     except KeyboardInterrupt:  # before or after the training, which has an answer of its own
         raise SystemExit(_EXIT_INTERRUPTED) from None
 
@@ -61,16 +67,19 @@ class UnitScaleCLI(LightningCLI):
     Args:
         args: The command line as a list, or the configuration as a dict; by default the process's
             own command line.
+        run: Whether the command line names what to run; else the classes are made and that is all.
     """
 
-    def __init__(self, args: ArgsType = None) -> None:
+    def __init__(self, args: ArgsType = None, run: bool = True) -> None:
         self._record = _FitRecord()
         super().__init__(
+            run=run,
             trainer_defaults={"callbacks": self._record},
             seed_everything_default=1,
             parser_kwargs={
                 "prog": "lightning-unitscale",
-                "epilog": "lightning-unitscale report RUN_DIR shows the scales of a finished run.",
+                "epilog": "lightning-unitscale report RUN_DIR shows the scales of a finished run; "
+                "lightning-unitscale profile --config FILE its memory before it is begun.",
             },
             # Loggers make a new folder for each run; who names one and the same folder twice, or
             # resumes, means it.
@@ -142,6 +151,107 @@ class UnitScaleCLI(LightningCLI):
         if command := tensorboard_command(self.trainer):
             lines.append(f"TensorBoard: {command}")
         print("\n".join(lines), flush=True)
+
+
+class ProfileCLI(UnitScaleCLI):
+    """`profile --config run.yaml`: memory and operations of a training step, before it is run.
+
+    Takes the configuration of `fit`; of the trainer only the precision and the kind of accelerator
+    count, and no accelerator need be there. Nothing is trained, logged or saved.
+
+    Args:
+        args: The command line as a list, without the program and the subcommand.
+    """
+
+    def __init__(self, args: ArgsType = None) -> None:
+        super().__init__(args, run=False)
+
+    @override
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.add_argument(
+            "--device",
+            type=Literal["cpu", "cuda"] | None,
+            help="Whose kernels to simulate; by default that of the trainer's accelerator.",
+        )
+        parser.add_argument("--sort_by", default="saved_bytes", help="Column to sort nodes by.")
+        parser.add_argument("--limit", type=int, default=20, help="How many nodes to show.")
+        parser.add_argument("--json", type=str | None, help="Where to write the profile.")
+        parser.add_argument("--plot", type=str | None, help="Where to draw the live bytes.")
+        parser.add_argument(
+            "--budget_bytes", type=int | None, help="Also find the largest batch within it."
+        )
+        parser.add_argument("--ckpt_path", type=str | None, help="As of `fit`; not read.")
+
+    @override
+    def before_instantiate_classes(self) -> None:
+        trainer = self.config.trainer
+        gpus = ("gpu", "cuda") if not torch.cuda.is_available() else ("gpu", "cuda", "auto")
+        self._device = self.config.device or ("cuda" if trainer.accelerator in gpus else "cpu")
+        # The simulated device need not be there, and nothing of a run is wanted.
+        trainer.accelerator, trainer.devices, trainer.num_nodes = "cpu", 1, 1
+        trainer.strategy, trainer.logger, trainer.callbacks = "auto", False, None
+        trainer.enable_checkpointing = False
+        if trainer.max_epochs is None:  # only `fit` settles it
+            trainer.max_epochs = 1000 if trainer.max_steps == -1 else -1
+
+    def profile(self) -> None:
+        """Profiles the first training batch and prints what it costs."""
+        model, context = self.model, self.trainer.precision_plugin.forward_context
+        batch = self._first_batch()
+        # Outside of a loop of the trainer's there is nowhere to log to.
+        for name in ("log", "log_dict"):
+            model.__dict__[name] = _ignored
+        given = {"batch_idx": 0, "dataloader_idx": 0}
+        wanted = inspect.signature(model.training_step).parameters
+        profile = profile_graph(
+            model,
+            batch,
+            device=self._device,
+            optimizer=self._optimizer(),
+            method="training_step",
+            context=context,
+            **{name: value for name, value in given.items() if name in wanted},
+        )
+        print(f"{profile.module_table(depth=2)}\n")
+        print(profile.table(self.config.sort_by, self.config.limit))
+        print(f"\n{profile.totals()}")
+        if (budget := self.config.budget_bytes) is not None:
+            print(f"Largest batch within {budget} bytes: {profile.max_batch_size(budget)}")
+        if self.config.json is not None:
+            profile.save(self.config.json)
+        if self.config.plot is not None:
+            profile.plot(self.config.plot)
+
+    def _first_batch(self) -> Any:
+        data, model = self.datamodule, self.model
+        model.trainer = self.trainer
+        self.trainer.strategy.connect(model)
+        if data is not None:
+            data.trainer = self.trainer
+        for one in filter(None, (data, model)):
+            one.prepare_data()
+            one.setup("fit")
+        # As `fit` does, so that a schedule can ask the trainer how long the run will be.
+        self.trainer._data_connector.attach_data(model, datamodule=data)
+        model.configure_model()
+        loader = (model if data is None else data).train_dataloader()
+        return next(iter(loader))
+
+    def _optimizer(self) -> torch.optim.Optimizer | None:
+        """The optimizer of the model; its schedule costs nothing."""
+        made = self.model.configure_optimizers()
+        if isinstance(made, Mapping):
+            made = made["optimizer"]
+        while isinstance(made, (list, tuple)):
+            first = next(iter(made), None)
+            if len(made) > 1 and not isinstance(first, (list, tuple)):
+                print(f"Of {len(made)} optimizers, the step is profiled with the first.")
+            made = first["optimizer"] if isinstance(first, Mapping) else first
+        return made
+
+
+def _ignored(*args: Any, **kwargs: Any) -> None:
+    """Stands in for the logging of a model."""
 
 
 class _FitRecord(pl.Callback):

@@ -27,7 +27,6 @@ from lightning_unitscale.functional.attention import (
     scaled_dot_product_attention,
 )
 from lightning_unitscale.functional.constraints import (
-    Constraint,
     apply_constraint,
 )
 from lightning_unitscale.functional.linear_ops import (
@@ -162,7 +161,6 @@ from lightning_unitscale.functional.sizes import (
 )
 
 __all__ = [
-    "Constraint",
     "Factors",
     "ScaleRule",
     "adaptive_avg_pool1d",

@@ -11,17 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Literal
-
-Constraint = Literal[
-    "to_output_scale",
-    "gmean",
-    "hmean",
-    "amean",
-    "to_grad_input_scale",
-    "to_left_grad_scale",
-    "to_right_grad_scale",
-]
 
 
 def _gmean(factors: tuple[float, ...]) -> float:

@@ -3,7 +3,7 @@
 Everything above works on :class:`CapturedGraph` and on callables. Private names used here were
 checked on torch 2.13 and 2.11: ``node.meta["grapharg"]``, ``node._dynamo_source``,
 ``CompileContext.current_compile_id``, ``graph_break_reasons``, ``GlobalSource``, ``compile_fx``,
-``_fused_sdp_choice``.
+``_fused_sdp_choice``, ``_allowed_callable_ids``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from torch._dynamo import convert_frame
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
 from torch._dynamo.source import GlobalSource
+from torch._dynamo.trace_rules import _allowed_callable_ids, lookup_callable
 from torch._dynamo.utils import graph_break_reasons
+from torch._dynamo.variables import TorchInGraphFunctionVariable
 from torch._guards import CompileContext
 
 from lightning_unitscale.graph.plain_algorithm import plain_answers
@@ -109,6 +111,25 @@ def compile_function(function: Callable[..., Any], backend: Backend) -> Callable
     """``function`` run through Dynamo with ``backend`` called once per captured graph."""
     compiled: Callable[..., Any] = torch.compile(function, backend=backend)
     return compiled
+
+
+@contextlib.contextmanager
+def kept_whole(functions: Sequence[Callable[..., Any]]) -> Iterator[None]:
+    """Within this context Dynamo puts calls of these functions into the graph as they are.
+
+    Uses the sets behind ``torch.compiler.allow_in_graph`` (checked on torch 2.13 and 2.11), which
+    has no counterpart that takes it back.
+    """
+    added = []
+    try:
+        for one in functions:
+            if lookup_callable(one) is not TorchInGraphFunctionVariable:
+                _allowed_callable_ids.add(id(one))
+                added.append(one)
+        yield
+    finally:
+        for one in added:
+            _allowed_callable_ids.remove(id(one))
 
 
 def forget(function: Callable[..., Any]) -> None:

@@ -175,12 +175,14 @@ class GraphPass(abc.ABC):
         stage: When it runs.
         out_of_place: Whether it needs in-place operations made out of place first.
         observes: Whether it makes the observed variant differ from the plain one.
+        kept_whole: Functions that the capture must not look into.
     """
 
     name: str
     stage: Stage
     out_of_place: bool = False
     observes: bool = False
+    kept_whole: tuple[Callable[..., Any], ...] = ()
 
     @abc.abstractmethod
     def run(self, graph: StepGraph) -> tuple[str, ...]:

@@ -307,6 +307,7 @@ class CapturedStep:
         try:
             with (
                 capture.capture_settings(),
+                capture.kept_whole([one for each in self.owner.passes for one in each.kept_whole]),
                 plain_forward(self.owner.module),
                 self._deferred.recording(),
                 self._untraced.replaced(),

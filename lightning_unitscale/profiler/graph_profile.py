@@ -177,9 +177,13 @@ class GraphProfile:
         """The modules as a table, down to a depth: 0 is the root alone, ``None`` for all."""
         return table.module_table(self.modules, depth)
 
+    def totals(self) -> str:
+        """Bytes by what they are for, over the step and at its peak, and operations."""
+        return table.totals(self)
+
     def summary(self, limit: int | None = 20) -> str:
         """Totals, the peak, and the nodes that matter most to it."""
-        return f"{table.totals(self)}\n\n{self.table(limit=limit)}"
+        return f"{self.totals()}\n\n{self.table(limit=limit)}"
 
     def plot(self, path: str | Path | None = None) -> Figure:
         """Live bytes over the step, by what they are for, with the peak marked.

@@ -186,7 +186,7 @@ class CutNetwork:
         saves = np.array([node.can_save for node in problem.nodes], dtype=np.bool_)
         saves |= problem.region == Region.INPUT
         free = np.zeros(len(problem), dtype=np.bool_)
-        free[list(problem.forward_outputs)] = True
+        free[problem.base[list(problem.forward_outputs)]] = True
         free |= problem.region == Region.INPUT
         size = problem.num_bytes[problem.base].astype(np.float64)
         self._bytes = np.where(saves, np.where(free, 0.0, size), math.inf)

@@ -45,6 +45,8 @@ from lightning_unitscale.transforms.parameter_info import ParameterInfo, Role
 
 Method = Literal["match", "u-mup"]
 METHODS = ("match", "u-mup")
+# More than this share of a weight in every step is a decay that was meant for AdamW's convention.
+_LARGE_DECAY = 2.0**-8
 
 
 class Family(enum.Enum):
@@ -283,6 +285,13 @@ def rate_notes(
         f"{one.fqn}: tied to a second role; its rate is that of its role {one.role.value!r}."
         for one in tied
     ]
+    decays = [float(group.get("weight_decay") or 0.0) for group in optimizer.param_groups]
+    if method == "u-mup" and max(decays, default=0.0) > _LARGE_DECAY:
+        notes.append(
+            f"lr_scaling='u-mup': weight_decay={max(decays):g} is independent of the learning "
+            f"rate: weights shrink by {max(decays):.1%} in every step at the peak rate; u-muP's "
+            "own choice is 2**-13."
+        )
     unknown = sum(one not in infos and one.requires_grad for one in parameters)
     if unknown:
         notes.append(

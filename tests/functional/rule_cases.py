@@ -63,7 +63,6 @@ class Case:
     own: dict[str, float] = field(default_factory=dict)
     skip: tuple[str, ...] = ()
 
-
     def call(self) -> tuple[list[Any], dict[str, Any]]:
         """Its arguments, with new tensors."""
         return [made(one) for one in self.args], {k: made(v) for k, v in self.kwargs.items()}
@@ -113,14 +112,14 @@ ELEMENTWISE = [
     ]
 ]
 
-BIG = (1000, 1000)
+BIG = (400, 500)
 _L = 0.1  # sums over some hundreds of terms, and borders
 
 CASES = [
     *(Case(name, f, (n(*BIG),), kwargs, 0.01) for name, f, kwargs in ELEMENTWISE),
     Case("rrelu", F.rrelu, (n(*BIG),), {"training": True}, 0.01),
     Case("rrelu", F.rrelu, (n(*BIG),), {"lower": 0.2, "upper": 0.6}, 0.01),
-    Case("prelu", F.prelu, (n(1000, 400), lambda: torch.full((400,), 0.25)), own={"weight": _L}),
+    Case("prelu", F.prelu, (n(500, 400), lambda: torch.full((400,), 0.25)), own={"weight": _L}),
     Case("glu", F.glu, (n(*BIG),), {"dim": -1}, 0.01),
     # Linear maps.
     Case("linear", F.linear, (n(64, 128), n(256, 128)), {}, _L),

@@ -34,7 +34,11 @@ def test_agree_with_the_reference() -> None:
 @pytest.mark.parametrize(
     ("constraint", "num_factors", "message"),
     [
-        ("geometric", 2, "constraint='geometric': unknown; expected None or one of to_output_scale"),
+        (
+            "geometric",
+            2,
+            "constraint='geometric': unknown; expected None or one of to_output_scale",
+        ),
         ("", 2, "constraint='': unknown"),
         ("to_grad_input_scale", 3, "this operation has 2 constrained gradients; expected 1"),
         ("to_left_grad_scale", 2, "this operation has 1 constrained gradients; expected 2"),

@@ -172,7 +172,7 @@ def test_what_has_no_rule(function: object) -> None:
     ("first", "second"), [(F.batch_norm, torch.batch_norm), (F.instance_norm, torch.instance_norm)]
 )
 def test_orders_of_parameters_differ_between_namespaces(first: Any, second: Any) -> None:
-    names = "running_mean running_var weight bias".split()
+    names = ["running_mean", "running_var", "weight", "bias"]
     for function, expected in ((first, names), (second, names[2:] + names[:2])):
         rule = rule_of_function(function)
         assert rule is not None

@@ -43,7 +43,9 @@ def test_output_grows_with_the_spread_and_falls_with_the_number(std: float) -> N
     assert softmax_moments(65, std).output < softmax_moments(64, std).output
 
 
-@pytest.mark.parametrize(("num_queries", "num_keys"), [(1, 1), (30, 30), (200, 200), (40, 10), (9, 40)])
+@pytest.mark.parametrize(
+    ("num_queries", "num_keys"), [(1, 1), (30, 30), (200, 200), (40, 10), (9, 40)]
+)
 def test_causal_is_the_mean_over_its_rows(num_queries: int, num_keys: int) -> None:
     rows = [softmax_moments(min(i + 1, num_keys), 0.7) for i in range(num_queries)]
     moments = causal_softmax_moments(num_queries, num_keys, 0.7)

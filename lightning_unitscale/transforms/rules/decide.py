@@ -40,6 +40,7 @@ from lightning_unitscale.transforms.rules.plan import (
 )
 from lightning_unitscale.transforms.rules.residuals import added_tensors
 from lightning_unitscale.transforms.rules.roles import (
+    EMBEDDINGS,
     Structure,
     call_factors,
     rule_of,
@@ -84,6 +85,7 @@ class Decider:
             measure,
             settings.on_unknown,
             self._fail_if_unknown,
+            self._note_derived,
             self._note_calibrated,
         )
         self.prior = prior or {}
@@ -245,7 +247,7 @@ class Decider:
         how: How = "kept"
         if rule is not None and rule.kind == "activation":
             how = "derived"
-        elif rule is not None and rule.kind in {"linear", "normalization"}:
+        elif rule is not None and (rule.kind == "normalization" or rule.name in EMBEDDINGS):
             how = "rule"
         return self._decision(node, how, reason, arguments=arguments)
 
@@ -284,6 +286,12 @@ class Decider:
             "functional.register_rule, name a function for it in replace=, or pass "
             "on_unknown='calibrate' to measure it."
         )
+
+    def _note_derived(self, node: fx.Node, rms: float) -> None:
+        name = tensor_name(node)
+        if name in self.decisions and not self.decisions[name].changes:
+            reason = f"RMS {rms:.3g} of a hand-written activation, by quadrature"
+            self.decisions[name] = replace(self.decisions[name], how="derived", reason=reason)
 
     def _note_calibrated(self, node: fx.Node, measured: float, known: float | None) -> None:
         name = tensor_name(node)

@@ -39,7 +39,8 @@ class RuleRewrite(GraphPass):
     def __init__(
         self, replace: Mapping[Callable[..., Any], Callable[..., Any]] | None = None
     ) -> None:
-        self.replace = dict(replace or {})
+        self.replace = checked_replace(replace)
+        self.kept_whole = tuple(self.replace)
         self.plan = RulePlan()
 
     def set_plan(self, plan: RulePlan) -> None:
@@ -52,21 +53,56 @@ class RuleRewrite(GraphPass):
         for region in graph.regions():
             mutated = aliased_by_mutation(region.graph)
             scaled: dict[tuple[fx.Node, float], fx.Node] = {}
+            counts["replaced"] += replace_functions(region.graph, self.replace)
             for node in list(region.graph.nodes):
                 decision = self.plan.get(key(graph.step, tensor_name(node)))
                 if decision is None or decision.op != op_name(node) or not decision.changes:
                     continue
                 counts[decision.how] += 1
                 _apply(region, node, decision, mutated, scaled)
-        if not counts:
+        if not counts.total():
             return ("nothing to scale",)
-        what = ", ".join(f"{count} by {how}" for how, count in counts.items())
+        what = ", ".join(f"{count} by {how}" for how, count in counts.items() if count)
         return (f"factors on {counts.total()} operations: {what}",)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RuleRewrite:
         new = copy.copy(self)
         memo[id(self)] = new
         return new
+
+
+def checked_replace(
+    replace: Mapping[Callable[..., Any], Callable[..., Any]] | None,
+) -> dict[Callable[..., Any], Callable[..., Any]]:
+    """A user's ``replace``, if it maps functions to functions.
+
+    Raises:
+        ValueError: If it does not.
+    """
+    if replace is None:
+        return {}
+    if not isinstance(replace, Mapping) or not all(
+        callable(one) for pair in replace.items() for one in pair
+    ):
+        raise ValueError(
+            f"replace={replace!r}: no map of functions; expected {{function: its replacement}}; "
+            "pass for example replace={my_gelu: torch.nn.functional.gelu}."
+        )
+    return dict(replace)
+
+
+def replace_functions(
+    graph: fx.Graph, replace: Mapping[Callable[..., Any], Callable[..., Any]]
+) -> int:
+    """Put the user's replacements in the place of his functions; returns how many calls."""
+    count = 0
+    for node in graph.nodes:
+        # Functions are compared by identity: a target need not be hashable.
+        new = next((new for old, new in replace.items() if node.target is old), None)
+        if node.op == "call_function" and new is not None:
+            node.target = new
+            count += 1
+    return count
 
 
 def _apply(

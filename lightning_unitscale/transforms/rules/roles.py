@@ -29,7 +29,7 @@ from lightning_unitscale.transforms.rules.residuals import Residual, added_tenso
 UseKind = Literal["weight", "embedding", "sum", "bias", "norm", "scale", "other"]
 # What a captured graph calls by another name than people do.
 _ALIASES = {"attention_product": torch.matmul, "safe_softmax": torch.softmax}
-_EMBEDDINGS = frozenset({"embedding", "embedding_bag"})
+EMBEDDINGS = frozenset({"embedding", "embedding_bag"})
 PRODUCTS_BY_ELEMENT = frozenset({"mul", "imul", "multiply"})
 _JOINS = frozenset({"cat", "concat", "stack", "concatenate"})
 
@@ -170,7 +170,7 @@ def _plain_adds(flow: Flow, residuals: Mapping[fx.Node, Residual]) -> Iterator[f
         elif (
             product_of(node) is not None
             or node in residuals
-            or (rule is not None and (rule.kind == "normalization" or rule.name in _EMBEDDINGS))
+            or (rule is not None and (rule.kind == "normalization" or rule.name in EMBEDDINGS))
         ):
             ours.add(node)
         elif op_name(node) in _JOINS:
@@ -228,7 +228,7 @@ def _use(
                 return "sum" if _is_data(flow, product, path) else "weight"
         return "other"
     rule = rule_of(reader)
-    if rule is not None and rule.name in _EMBEDDINGS:
+    if rule is not None and rule.name in EMBEDDINGS:
         renormed = reader.kwargs.get("max_norm") or (len(reader.args) > 3 and reader.args[3])
         return "other" if renormed else "embedding"
     if rule is not None and rule.kind == "normalization":

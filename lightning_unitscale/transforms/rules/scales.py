@@ -11,6 +11,7 @@ from torch import fx
 
 from lightning_unitscale.graph.nodes import op_name
 from lightning_unitscale.transforms.rules.flow import Flow, float_arguments, handed_on, is_softmax
+from lightning_unitscale.transforms.rules.island import derived_rms
 from lightning_unitscale.transforms.rules.logits import number_of, times_number
 from lightning_unitscale.transforms.rules.plan import ParameterPlan
 from lightning_unitscale.transforms.rules.residuals import added_tensors
@@ -20,6 +21,8 @@ from lightning_unitscale.transforms.rules.roles import PRODUCTS_BY_ELEMENT, call
 Measure = Callable[[fx.Node], float | None]
 # Why there is no prediction, and which node is to blame.
 Unknown = Callable[[fx.Node, str], None]
+# Told when an RMS was derived by quadrature.
+Derived = Callable[[fx.Node, float], None]
 # Told when a measured RMS takes the place of a predicted one, or of none.
 Calibrated = Callable[[fx.Node, float, float | None], None]
 
@@ -41,6 +44,7 @@ class Scales:
         measure: RMS of a node's tensor under the decisions taken so far.
         on_unknown: Whether to measure.
         fail: Called where a scale is needed and unknown, and nothing is measured.
+        derived: Called where a hand-written activation was recognized.
         calibrated: Called where a measurement is used.
     """
 
@@ -51,6 +55,7 @@ class Scales:
         measure: Measure,
         on_unknown: Literal["calibrate", "keep", "error"],
         fail: Unknown,
+        derived: Derived,
         calibrated: Calibrated,
     ) -> None:
         self.flow = flow
@@ -58,11 +63,13 @@ class Scales:
         self._measure = measure
         self._on_unknown = on_unknown
         self._fail = fail
+        self._note_derived = derived
         self._calibrated = calibrated
         self._rms: dict[fx.Node, float] = {}
         # Tensors whose scale somebody chose (a learned scale per channel): not ours to undo.
         self._chosen: set[fx.Node] = set()
         self._reasons: dict[fx.Node, str] = {}
+        self._combined: set[fx.Node] = set()
 
     def set(self, node: fx.Node, rms: float) -> None:
         """Say what the RMS of a node's result will be."""
@@ -74,7 +81,7 @@ class Scales:
 
     def of(self, node: fx.Node) -> float:
         """The RMS on which a factor is based; 1 where nothing is known."""
-        known = self.known(node)
+        known = self._derived(node)
         if self._is_chosen(node):
             return known if known is not None else 1.0
         measured = self.measured(node)
@@ -128,6 +135,20 @@ class Scales:
             self._chosen.add(node)
         return rms, reason
 
+    def _derived(self, node: fx.Node) -> float | None:
+        """What is known, or what a hand-written activation makes of what is known."""
+        known, root = self.known(node), self.flow.root(node)
+        reason = self._reasons.get(root)
+        # A sum or a product of what is one tensor has another RMS than that of two.
+        if reason is None and known is not None and root not in self._combined:
+            return known
+        rms = derived_rms(self.flow, root, self.known)
+        if rms is None:
+            return known
+        self._rms[root] = rms
+        self._note_derived(root, rms)
+        return self.known(node)
+
     def _is_chosen(self, node: fx.Node) -> bool:
         return self.flow.resolve(node) in self._chosen or self.flow.root(node) in self._chosen
 
@@ -143,6 +164,7 @@ class Scales:
         if op_name(node) in PRODUCTS_BY_ELEMENT and len(tensors) == 2:
             return self._product(node, tensors[0], tensors[1])
         if added_tensors(node) is not None:
+            self._combined.add(node)
             return self._sum(tensors)
         rule = rule_of(node)
         if rule is None or not tensors:
@@ -172,6 +194,7 @@ class Scales:
         one, other = self.known(first), self.known(second)
         if one is None or other is None:
             return None, "a product in which not every scale is known"
+        self._combined.add(node)
         return one * other, "a product of two tensors, left as it is"
 
     def _sum(self, tensors: list[fx.Node]) -> tuple[float | None, str]:

@@ -1,0 +1,222 @@
+import warnings
+
+import hypothesis.strategies as st
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+
+from lightning_unitscale.remat.partitioner import (
+    RematPartitioner,
+    default_partition,
+    min_cut_rematerialization_partition,
+)
+from lightning_unitscale.remat.planner import Planner, RematPlan
+from tests.remat.programs import PROGRAMS, Checkpointed, compiled, run
+
+
+def assert_same(one, other) -> None:
+    assert len(one[0]) == len(other[0])
+    for a, b in zip(one[0], other[0], strict=True):
+        assert torch.equal(a, b)
+    assert torch.equal(one[1], other[1])  # the generator has drawn as much
+
+
+class EveryPlan(RematPartitioner):
+    """Partitions by one plan of the front after the other."""
+
+    index = 0
+    count = 1
+
+    def __call__(self, *args, **kwargs):
+        original = Planner.plan
+
+        def plan(planner: Planner, budget) -> RematPlan:
+            plans = [*planner.candidates, *planner.front(8)]
+            unique = list({one.hash: one for one in plans}.values())
+            type(self).count = len(unique)
+            return unique[self.index]
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Planner, "plan", plan)
+            assert Planner.plan is not original
+            return super().__call__(*args, **kwargs)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_every_plan_computes_the_same_bits(name: str) -> None:
+    make, inputs = PROGRAMS[name]
+    torch.manual_seed(0)
+    module, x = make(), inputs()
+    start = {key: value.clone() for key, value in module.state_dict().items()}
+    parameters = list(module.parameters())
+    reference = run(compiled(module.forward, default_partition), parameters, x)
+    ends = {key: value.clone() for key, value in module.state_dict().items()}
+    partitioner = EveryPlan(0.5)
+    index = 0
+    while index < EveryPlan.count if index else True:
+        partitioner.index = index
+        module.load_state_dict(start)
+        assert_same(run(compiled(module.forward, partitioner), parameters, x), reference)
+        for key, value in module.state_dict().items():
+            assert torch.equal(value, ends[key])
+        index += 1
+    assert index > 2
+
+
+@pytest.mark.parametrize("name", sorted(set(PROGRAMS) - {"in place"}))
+def test_the_default_partition_computes_what_eager_does(name: str) -> None:
+    make, inputs = PROGRAMS[name]
+    torch.manual_seed(0)
+    module, x = make(), inputs()
+    start = {key: value.clone() for key, value in module.state_dict().items()}
+    eager = run(module.forward, list(module.parameters()), x)
+    module.load_state_dict(start)
+    ours = run(compiled(module.forward, default_partition), list(module.parameters()), x)
+    for a, b in zip(ours[0], eager[0], strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def _planned(function, *inputs, budget="min_cut", **options) -> RematPlan:
+    plans: list[RematPlan] = []
+    torch._dynamo.reset()
+    partitioner = RematPartitioner(budget, on_plan=plans.append, **options)
+    compiled(function, partitioner)(*inputs)
+    return plans[0]
+
+
+def test_what_a_checkpoint_tags_runs_again_and_is_not_saved() -> None:
+    module = Checkpointed()
+    for budget in ("default", "min_cut", 0.9):
+        plan = _planned(module.forward, torch.randn(32, 64), budget=budget)
+        kinds = [plan.problem.nodes[i].kind for i in plan.again]
+        assert kinds.count("aten.gelu") == 3
+        assert plan.problem.tagged.any()
+        assert not (plan.saved & plan.problem.tagged).any()
+
+
+def test_random_values_are_saved_or_replayed() -> None:
+    module = PROGRAMS["dropout"][0]()
+    plan = _planned(module.forward, PROGRAMS["dropout"][1](), budget=0.7)
+    random = [i for i, node in enumerate(plan.problem.nodes) if node.replay_bytes]
+    assert random
+    for i in random:
+        node = plan.problem.nodes[i]
+        assert list(plan.again).count(i) <= 1
+        assert node.can_recompute == (plan.problem.num_bytes[i] > 10_000)
+
+
+def test_only_the_given_operators_run_again() -> None:
+    module = PROGRAMS["views"][0]()
+    x = PROGRAMS["views"][1]()
+    aten = torch.ops.aten
+    plan = _planned(module.forward, x, budget=0.99, recomputable_ops=[aten.sin])
+    for one in Planner(plan.problem).candidates:
+        kinds = {plan.problem.nodes[i].kind for i in one.again if plan.problem.seconds[i] > 0}
+        assert kinds <= {"aten.sin"}
+
+
+def test_what_reads_a_mutated_buffer_is_not_run_again() -> None:
+    module = PROGRAMS["in place"][0]()
+    plan = _planned(module.forward, torch.randn(4, 6, 16))
+    adds = [n for n in plan.problem.nodes if n.kind == "aten.add" and n.in_forward]
+    assert adds and not any(one.can_recompute for one in adds)
+
+
+def test_sizes_may_be_symbols() -> None:
+    layer = torch.nn.Linear(8, 8)
+
+    def function(x):
+        y = F.gelu(layer(x))
+        return (y.view(y.shape[0] * 2, 4) * x.shape[0]).sin()
+
+    dynamic = torch.compile(
+        function,
+        backend=__import__(
+            "lightning_unitscale.remat.partitioner", fromlist=["aot_backend"]
+        ).aot_backend(RematPartitioner(0.9)),
+        dynamic=True,
+    )
+    for rows in (4, 6, 10):
+        x = torch.randn(rows, 8)
+        assert_same(
+            run(dynamic, list(layer.parameters()), x), run(function, list(layer.parameters()), x)
+        )
+
+
+def test_inductor_runs_a_plan() -> None:
+    from torch._inductor import config
+
+    layers = torch.nn.Sequential(*[torch.nn.Linear(32, 32), torch.nn.GELU()] * 3)
+    x = torch.randn(16, 32)
+    results = []
+    for partitioner in (RematPartitioner("default"), RematPartitioner(0.8)):
+        torch._dynamo.reset()
+        with config.patch(custom_partitioner_fn=partitioner), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            step = torch.compile(lambda x: layers(x), backend="inductor")
+            results.append(run(step, list(layers.parameters()), x))
+    for a, b in zip(results[0][0], results[1][0], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+
+
+_STEPS = st.lists(
+    st.tuples(st.integers(0, 9), st.integers(0, 30), st.integers(0, 30)), min_size=3, max_size=14
+)
+
+
+def _program(steps):
+    def function(x, w):
+        values = [x, w]
+        for kind, i, j in steps:
+            a, b = values[i % len(values)], values[j % len(values)]
+            made = (
+                lambda a, b: (a @ b) / 4,
+                lambda a, b: a + b,
+                lambda a, b: a * b.tanh(),
+                lambda a, b: a.t(),
+                lambda a, b: torch.cat(torch.split(a, 2)[::-1]),
+                lambda a, b: F.dropout(a, 0.25) + b,
+                lambda a, b: F.layer_norm(a, (4,)),
+                lambda a, b: (a.clone().mul_(0.5)).add_(b),
+                lambda a, b: torch.var_mean(a, 0, keepdim=True)[0] + b,
+                lambda a, b: a.view(2, 8).sin().view(4, 4),
+            )[kind](a.contiguous(), b)
+            values.append(made)
+        return values[-1] + values[2]
+
+    return function
+
+
+@settings(max_examples=15, deadline=None)
+@given(steps=_STEPS, budget=st.sampled_from(["min_cut", "floor", "front"]))
+def test_random_programs_compute_the_same_bits(steps, budget) -> None:
+    torch.manual_seed(1)
+    x = torch.randn(4, 4, requires_grad=True)
+    w = torch.randn(4, 4, requires_grad=True)
+    function = _program(steps)
+
+    class Chosen(RematPartitioner):
+        def __call__(self, *args, **kwargs):
+            def plan(planner, given):
+                if budget == "min_cut":
+                    return planner.min_cut
+                return planner.floor if budget == "floor" else planner.front(4)[-1]
+
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(Planner, "plan", plan)
+                return super().__call__(*args, **kwargs)
+
+    reference = run(compiled(function, default_partition), [x, w], x, w)
+    assert_same(run(compiled(function, Chosen(0.5)), [x, w], x, w), reference)
+
+
+def test_the_functions_take_what_torch_gives() -> None:
+    module = PROGRAMS["tied"][0]()
+    x = PROGRAMS["tied"][1]()
+    parameters = list(module.parameters())
+    reference = run(compiled(module.forward, default_partition), parameters, x)
+    again = run(
+        compiled(module.forward, min_cut_rematerialization_partition), parameters, x
+    )
+    assert_same(again, reference)

@@ -1,0 +1,124 @@
+"""What several tests of the rules compare with, and how they look inside."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.architectures import Operands, ProductObserver
+from lightning_unitscale.graph.steps import ModuleSteps, steps_of
+from lightning_unitscale.transforms.attach import captured_forward
+from lightning_unitscale.transforms.rules.flow import Flow, Recorder
+from lightning_unitscale.transforms.rules.plan import Decision, ParameterPlan, RuleOptions, RulePlan
+from lightning_unitscale.transforms.rules.residuals import Residual, find_residuals
+from lightning_unitscale.transforms.rules.rewrite import RuleRewrite
+from lightning_unitscale.transforms.rules.roles import Structure, find_structure
+from lightning_unitscale.transforms.rules.weights import ParameterGradients
+from tests.helpers import run, same_bits
+
+
+def pass_of(module: nn.Module, kind: type) -> Any:
+    """The one pass of a kind on a transformed module."""
+    (one,) = (each for each in _steps(module).passes if isinstance(each, kind))
+    return one
+
+
+def plan_of(module: nn.Module) -> RulePlan:
+    """What was decided for a module that has been called."""
+    plan: RulePlan = pass_of(module, RuleRewrite).plan
+    return plan
+
+
+def parameters_of(module: nn.Module) -> dict[str, ParameterPlan]:
+    return dict(plan_of(module).parameters)
+
+
+def decisions_of(module: nn.Module) -> dict[str, Decision]:
+    """Decisions by tensor name."""
+    return {name.partition(":")[2]: one for name, one in plan_of(module).items()}
+
+
+def decided(module: nn.Module, op: str) -> list[Decision]:
+    """Decisions on operations of one name, in the order of execution."""
+    return [one for one in plan_of(module).values() if one.op == op]
+
+
+def rules_alone(module: nn.Module) -> nn.Module:
+    """A copy of a planned module in which the rules rewrite and nothing else does."""
+    alone = copy.deepcopy(module)
+    steps = _steps(alone)
+    steps.passes = [one for one in steps.passes if isinstance(one, RuleRewrite)]
+    steps.reset()
+    return alone
+
+
+def differing_parameters(module: nn.Module, *inputs: Any, **options: Any) -> list[str]:
+    """Parameters whose gradient is not that of the rewritten function times its power of two.
+
+    The losses must have the same bits too; ``"loss"`` stands for them.
+    """
+    exponents = pass_of(module, ParameterGradients).log2_factors
+    given = run(module, *inputs, **options)
+    expected = run(rules_alone(module), *inputs, **options)
+    names = [] if same_bits(given["output"], expected["output"]) else ["loss"]
+    for fqn, gradient in expected["parameters"].items():
+        other = given["parameters"][fqn]
+        if (gradient is None) != (other is None):
+            names.append(fqn)
+        elif gradient is not None and not same_bits(
+            gradient * 2.0 ** exponents.get(fqn, 0), other
+        ):
+            names.append(fqn)
+    return names
+
+
+def operands_of(module: nn.Module, *inputs: Any) -> Operands:
+    """RMS of what matrix products read in one seeded step, seen from outside of the package."""
+    module.zero_grad()
+    torch.manual_seed(3)
+    with ProductObserver() as observer:
+        loss = module(*inputs)
+        observer.in_backward = True
+        loss.backward()
+    return observer.operands
+
+
+def share_within(values: list[tuple[str, float]], factor: float) -> float:
+    """Share of RMS values within a factor of 1; what is zero everywhere has none."""
+    sizes = [one for _, one in values if one != 0.0]
+    assert sizes
+    return sum(1 / factor <= one <= factor for one in sizes) / len(sizes)
+
+
+def flow_of(module: nn.Module, *inputs: Any) -> Flow:
+    """The operations of one call of a module."""
+    recorder = Recorder()
+    _, step = captured_forward(module, "test")
+    step.rehearse(recorder, *inputs)
+    return recorder.result()
+
+
+def residuals_of(module: nn.Module, *inputs: Any) -> list[Residual]:
+    return list(find_residuals(flow_of(module, *inputs)).values())
+
+
+def structure_of(module: nn.Module, *inputs: Any) -> Structure:
+    flow = flow_of(module, *inputs)
+    return find_structure(flow, find_residuals(flow))
+
+
+def options(**changed: Any) -> RuleOptions:
+    return RuleOptions(**changed)
+
+
+def rms(tensor: Tensor) -> float:
+    return float(tensor.detach().double().square().mean().sqrt())
+
+
+def _steps(module: nn.Module) -> ModuleSteps:
+    steps = steps_of(module)
+    assert steps is not None
+    return steps
