@@ -1,7 +1,9 @@
 """The command line, in this process, on runs of a few steps."""
 
+import os
 import re
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +18,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from lightning_unitscale import cli
 from lightning_unitscale.cli import main, tensorboard_command
+from lightning_unitscale.profiler import GraphProfile
 
 ROOT = Path(__file__).parents[1]
 UNIT_SCALED = ROOT / "configs/gpt_unit_scaled.yaml"
@@ -267,3 +270,33 @@ class TestTensorboardCommand:
 
     def test_there_is_none_without_tensorboard(self, monkeypatch: pytest.MonkeyPatch) -> None:
         assert self._command(monkeypatch, CSVLogger("csv")) is None
+
+
+class TestProfile:
+    """`profile` on the configuration of `fit`: a real process, and the rest in this one."""
+
+    def test_a_process_profiles_without_training(self, tiny: list[str]) -> None:
+        command = [sys.executable, "-m", "lightning_unitscale", "profile", f"--config={BASELINE}"]
+        options = ["--json=profile.json", "--plot=plot.png", "--budget_bytes=50000000"]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(
+            [*command, *tiny, *options], capture_output=True, text=True, env=environment
+        )
+        assert done.returncode == 0, done.stderr
+        assert "blocks.0.mlp.up.linear" in done.stdout
+        assert re.search(r"Peak \d\S* MiB on cpu in the backward pass of \S+", done.stdout)
+        assert re.search(r"Largest batch within 50000000 bytes: \d+", done.stdout)
+        profile = GraphProfile.load("profile.json")
+        assert profile.batch_size == 2
+        assert 1.9 < profile.optimizer_bytes / profile.parameter_bytes < 2.1
+        assert Path("plot.png").stat().st_size > 10_000
+        assert not Path("logs").exists()
+
+    def test_a_gpu_need_not_be_there(
+        self, tiny: list[str], capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        options = ["--trainer.accelerator=gpu", "--trainer.precision=bf16-mixed", "--limit=3"]
+        main(["profile", f"--config={UNIT_SCALED}", *tiny, *options])
+        printed = capsys.readouterr().out
+        assert " on cuda in the " in printed
+        assert "more nodes)" in printed

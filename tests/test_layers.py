@@ -64,6 +64,8 @@ MAY_NOT_IMPORT_TORCH = (
 # one place to mend.
 TORCH_ADAPTERS = (
     "graph/capture.py",
+    "graph/exported.py",
+    "graph/kept_whole.py",
     "graph/plain_algorithm.py",
     "pipeline/runtime.py",
     "profiler/memory.py",

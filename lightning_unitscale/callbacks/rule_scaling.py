@@ -18,6 +18,7 @@ from lightning_unitscale.callbacks.rule_settings import (
     start_loss_scale_at_one,
 )
 from lightning_unitscale.graph.steps import CapturedStep
+from lightning_unitscale.transforms.deploy import PLAN_ATTRIBUTE
 from lightning_unitscale.transforms.learning_rates import Method
 from lightning_unitscale.transforms.parameter_info import ParameterInfo
 from lightning_unitscale.transforms.rules.coverage import coverage_report
@@ -30,10 +31,6 @@ from lightning_unitscale.transforms.rules.weights import (
     set_to_unit_scale,
 )
 from lightning_unitscale.transforms.unit_scale import Replace, check_options
-
-# Where a module keeps the plan under which its weights are what they are: a second fit, or a test
-# after it, by another Trainer must not scale them again.
-_ATTRIBUTE = "_unit_scale_plan"
 
 
 class RuleScaling:
@@ -70,7 +67,7 @@ class RuleScaling:
     def attach(self, module: pl.LightningModule, *, is_new: bool) -> None:
         """Take over what is known of a module: its own plan, if it has been scaled before."""
         if is_new:
-            self.rules.set_plan(vars(module).get(_ATTRIBUTE, RulePlan()))
+            self.rules.set_plan(vars(module).get(PLAN_ATTRIBUTE, RulePlan()))
             self.gradients.clear()
 
     def start_fit(self, trainer: pl.Trainer) -> None:
@@ -106,7 +103,7 @@ class RuleScaling:
             plan = RulePlan.from_state(trainer.strategy.broadcast(found.state()))
             self.rules.set_plan(self._with_weights(module, plan))
             step.rewrite_anew()
-            vars(module)[_ATTRIBUTE] = self.plan
+            vars(module)[PLAN_ATTRIBUTE] = self.plan
         if train and not self._rates_follow:
             self._follow_rates(trainer, module)
 
@@ -141,7 +138,7 @@ class RuleScaling:
         self.rules.set_plan(RulePlan.from_state(state["plan"]))
         self.gradients.log2_factors = dict(state["log2_gradients"])
         if module is not None:
-            vars(module)[_ATTRIBUTE] = self.plan
+            vars(module)[PLAN_ATTRIBUTE] = self.plan
 
     def _with_weights(self, module: pl.LightningModule, plan: RulePlan) -> RulePlan:
         known = self.plan.parameters

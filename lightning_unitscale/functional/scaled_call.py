@@ -57,7 +57,7 @@ def scaled_call(
     _check_power(rule, scale_power)
     kwargs = dict(kwargs or {})
     arguments = rule.bind(tuple(args), kwargs)
-    factors = rule.factors({**arguments, "mult": mult})
+    factors = _factors(rule, function, arguments, mult, args, kwargs)
     tensors = _differentiable(rule, arguments, factors)
     output, gradients = _constrained(rule, factors, tensors, constraint, scale_power)
     scaled = {place: _enter(tensors[place], gradients[place]) for place in tensors}
@@ -103,7 +103,7 @@ def scaled_loss(
     mult = positive(f"{rule.name}: mult", mult)
     kwargs = dict(kwargs or {})
     arguments = rule.bind(tuple(args), kwargs)
-    factors = rule.factors({**arguments, "mult": mult})
+    factors = _factors(rule, function, arguments, mult, args, kwargs)
     tensors = _differentiable(rule, arguments, factors)
     first = _first_place(rule, tensors)
     main = factors.gradients[first]
@@ -138,6 +138,22 @@ def rule_for(function: Callable[..., Any]) -> ScaleRule:
             "For an elementwise one, elementwise_factors finds its factors."
         )
     return rule
+
+
+def _factors(
+    rule: ScaleRule,
+    function: Callable[..., Any],
+    arguments: Mapping[str, Any],
+    mult: float,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> Factors:
+    try:
+        return rule.factors({**arguments, "mult": mult})
+    except (IndexError, KeyError, TypeError, ValueError):
+        # Shapes that do not fit: torch says so in the words that its users know.
+        function(*args, **kwargs)
+        raise
 
 
 def _enter(tensor: Tensor, factor: float) -> Tensor:

@@ -88,7 +88,8 @@ def _moments(n: int, std: float) -> tuple[float, float]:
     density = np.exp(-(x**2) / 2)
     density /= density.sum()
     start, stop = -math.log(n) - 9 * std - 20, 9 * std + 6
-    u = np.linspace(start, stop, math.ceil((stop - start) / 0.1) + 1)
+    # Everything is a mean over a stretch of about `std` in u.
+    u = np.linspace(start, stop, math.ceil((stop - start) / (0.1 * max(1, std / 4))) + 1)
     log_w = u[:, None] + std * x[None, :]
     w = np.exp(np.minimum(log_w, 700.0))
     decay = np.exp(-w)

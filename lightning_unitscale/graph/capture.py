@@ -3,7 +3,7 @@
 Everything above works on :class:`CapturedGraph` and on callables. Private names used here were
 checked on torch 2.13 and 2.11: ``node.meta["grapharg"]``, ``node._dynamo_source``,
 ``CompileContext.current_compile_id``, ``graph_break_reasons``, ``GlobalSource``, ``compile_fx``,
-``_fused_sdp_choice``, ``_allowed_callable_ids``.
+``_fused_sdp_choice``.
 """
 
 from __future__ import annotations
@@ -17,17 +17,15 @@ from typing import Any, Literal, cast
 
 import torch
 import torch._dynamo.config
-from functorch.compile import make_boxed_func  # type: ignore[import-untyped]
 from torch import Tensor, fx, nn
 from torch._C._dynamo.eval_frame import reset_code
 from torch._dynamo import convert_frame
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
 from torch._dynamo.source import GlobalSource
-from torch._dynamo.trace_rules import _allowed_callable_ids, lookup_callable
 from torch._dynamo.utils import graph_break_reasons
-from torch._dynamo.variables import TorchInGraphFunctionVariable
 from torch._guards import CompileContext
+from torch.fx.graph import _BoxedCodeGen
 
 from lightning_unitscale.graph.plain_algorithm import plain_answers
 
@@ -111,25 +109,6 @@ def compile_function(function: Callable[..., Any], backend: Backend) -> Callable
     """``function`` run through Dynamo with ``backend`` called once per captured graph."""
     compiled: Callable[..., Any] = torch.compile(function, backend=backend)
     return compiled
-
-
-@contextlib.contextmanager
-def kept_whole(functions: Sequence[Callable[..., Any]]) -> Iterator[None]:
-    """Within this context Dynamo puts calls of these functions into the graph as they are.
-
-    Uses the sets behind ``torch.compiler.allow_in_graph`` (checked on torch 2.13 and 2.11), which
-    has no counterpart that takes it back.
-    """
-    added = []
-    try:
-        for one in functions:
-            if lookup_callable(one) is not TorchInGraphFunctionVariable:
-                _allowed_callable_ids.add(id(one))
-                added.append(one)
-        yield
-    finally:
-        for one in added:
-            _allowed_callable_ids.remove(id(one))
 
 
 def forget(function: Callable[..., Any]) -> None:
@@ -270,7 +249,10 @@ def fake_mode_of(graph: fx.Graph) -> contextlib.AbstractContextManager[Any]:
 
 
 def execute_with(
-    executor: Executor, graph_module: fx.GraphModule, inputs: Sequence[Any]
+    executor: Executor,
+    graph_module: fx.GraphModule,
+    inputs: Sequence[Any],
+    partition_fn: Any = None,
 ) -> Callable[..., Any]:
     """Turn a rewritten graph into something that runs.
 
@@ -279,6 +261,8 @@ def execute_with(
             and backward graphs op by op, ``"inductor"`` compiles them.
         graph_module: The graph; owned by the callee from here on.
         inputs: Example inputs in placeholder order.
+        partition_fn: Splits AOTAutograd's joint graph into forward and backward graph; torch's own
+            does if it is left out. Inductor takes a ``CustomPartitionerFn``.
     """
     if executor == "eager":
         _restore_checkpointing(graph_module)
@@ -287,12 +271,26 @@ def execute_with(
         return forward
     graph_module.recompile()
     if executor == "aot_eager":
-        compiled: Callable[..., Any] = aot_autograd(fw_compiler=_run_eagerly)(graph_module, inputs)
+        options = {} if partition_fn is None else {"partition_fn": partition_fn}
+        backend = aot_autograd(fw_compiler=run_boxed, **options)
+        compiled: Callable[..., Any] = backend(graph_module, inputs)
         return compiled
     # Imported here: Inductor takes a second to load and most runs never need it.
     from torch._inductor.compile_fx import compile_fx
 
-    return cast(Callable[..., Any], compile_fx(graph_module, list(inputs)))
+    with _partitioned_by(partition_fn):
+        return cast(Callable[..., Any], compile_fx(graph_module, list(inputs)))
+
+
+def _partitioned_by(partition_fn: Any) -> contextlib.AbstractContextManager[Any]:
+    if partition_fn is None:
+        return contextlib.nullcontext()
+    from torch._inductor import config
+
+    patched: contextlib.AbstractContextManager[Any] = config.patch(
+        custom_partitioner_fn=partition_fn
+    )
+    return patched
 
 
 def graph_breaks_since(count: int) -> list[str]:
@@ -340,10 +338,19 @@ def _first(graph: fx.Graph) -> fx.Node:
     return next(iter(graph.nodes))
 
 
-def _run_eagerly(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-    # AOTAutograd hands its inputs over in a list, and warns about a compiler that takes them apart.
-    forward: Callable[..., Any] = make_boxed_func(graph_module.forward)
-    return forward
+def run_boxed(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    """A compiler for AOTAutograd that runs a graph op by op."""
+    # AOTAutograd hands its inputs over in a list. Code that empties the list frees each of them
+    # when nothing reads it any more; otherwise all saved tensors live to the end of the backward.
+    graph_module.graph.set_codegen(_BoxedCodeGen())
+    graph_module.recompile()
+    forward = graph_module.forward
+
+    def run(arguments: list[Any]) -> Any:
+        return forward(arguments)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
 
 
 def _restore_checkpointing(graph_module: fx.GraphModule) -> None:

@@ -162,7 +162,10 @@ class CompiledGraph:
             graph, step.owner.passes, step=step.name, graph_index=self.index
         )
         inputs = graph.example_inputs(self._example_inputs)
-        return Variant(graph, capture.execute_with(self.executor, graph.graph_module, inputs))
+        run = capture.execute_with(
+            self.executor, graph.graph_module, inputs, step.owner.partition_fn
+        )
+        return Variant(graph, run)
 
 
 class Variant:

@@ -87,13 +87,23 @@ class Names:
 
     def __init__(self) -> None:
         self._frames: dict[tuple[int, tuple[str, ...]], int] = {}
+        self._contents: dict[tuple[Any, ...], int] = {}
         self._owner: dict[str, int] = {}
 
     def assign(self, captured: CapturedGraph, graph_module: fx.GraphModule) -> None:
         """Write names into ``node.meta`` of ``graph_module``, a copy of ``captured``'s graph."""
         roots = captured.roots()
         key = (captured.frame_id, tuple(roots.values()))
-        frame = self._frames.setdefault(key, len(self._frames))
+        if key not in self._frames:
+            # Dynamo numbers frames anew after a reset, and somebody's export is enough for one: a
+            # frame is known by what is in it as well.
+            content = (
+                tuple(roots.values()),
+                tuple(one.fqn for one in captured.inputs if one.fqn),
+                tuple(op_name(node) for node in graph_module.graph.nodes if node.op != "get_attr"),
+            )
+            self._frames[key] = self._contents.setdefault(content, len(self._contents))
+        frame = self._frames[key]
         fqns = {item.node_name: item.fqn for item in captured.inputs if item.fqn}
         self._assign(graph_module, frame, fqns, roots, Counter())
         inputs = {item.node_name: item for item in captured.inputs}

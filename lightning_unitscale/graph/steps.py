@@ -21,8 +21,9 @@ from lightning_unitscale.graph import capture
 from lightning_unitscale.graph.capture import Executor
 from lightning_unitscale.graph.compiled_graph import CompiledGraph, GraphBackend
 from lightning_unitscale.graph.deferred import DeferredCalls
+from lightning_unitscale.graph.kept_whole import kept_whole
 from lightning_unitscale.graph.nodes import Names
-from lightning_unitscale.graph.passes import GraphPass, PassRecord
+from lightning_unitscale.graph.passes import GraphPass, PassRecord, Stage
 from lightning_unitscale.graph.untraced import Calls, UntracedCalls, plain_forward
 
 LIGHTNING_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -66,6 +67,7 @@ class ModuleSteps:
         self.defer = tuple(defer)
         self.untraced = untraced
         self.executor: Executor = "eager"
+        self.partition_fn: Any = None
         self.passes: list[GraphPass] = []
         self.records: list[PassRecord] = []
         self.graph_breaks: list[str] = []
@@ -76,6 +78,16 @@ class ModuleSteps:
         }
         self.steps = {name: CapturedStep(self, name) for name in step_names}
         self._owners: list[str] = []
+
+    @property
+    def owners(self) -> tuple[str, ...]:
+        """Who has attached the steps."""
+        return tuple(self._owners)
+
+    @property
+    def changes_function(self) -> bool:
+        """Whether a pass makes the steps compute something else than the user's own code."""
+        return any(one.stage is Stage.REPARAMETRIZE for one in self.passes)
 
     def attach(self, owner: str) -> None:
         """Put the captured steps on the module; safe to call again for another owner."""
@@ -116,6 +128,18 @@ class ModuleSteps:
         if executor != self.executor:
             self.executor = executor
             self.reset()
+
+    def partition_by(self, partition_fn: Any) -> None:
+        """Split forward and backward graphs by ``partition_fn`` from now on, or as torch does.
+
+        The eager executor, which leaves that to autograd, gives way to ``"aot_eager"``.
+        """
+        self.partition_fn = partition_fn
+        if partition_fn is not None and self.executor == "eager":
+            self.executor = "aot_eager"
+        elif partition_fn is None and self.executor == "aot_eager":
+            self.executor = "eager"
+        self.reset()
 
     def reset(self) -> None:
         """Forget every captured graph."""
@@ -189,6 +213,7 @@ class ModuleSteps:
         new.defer = self.defer
         new.untraced = self.untraced
         new.executor = self.executor
+        new.partition_fn = copy.deepcopy(self.partition_fn, memo)
         new.passes = copy.deepcopy(self.passes, memo)
         new.records, new.graph_breaks = [], []
         new._observers = set(self._observers)
@@ -290,7 +315,7 @@ class CapturedStep:
 
     def _run(self, executor: Executor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if torch.compiler.is_compiling():
-            return self.__wrapped__(*args, **kwargs)
+            return self._run_within(executor, args, kwargs)
         if self._deferred is None:
             self._deferred = DeferredCalls(self.owner.module, self.owner.defer)
             self._untraced = UntracedCalls(
@@ -307,7 +332,7 @@ class CapturedStep:
         try:
             with (
                 capture.capture_settings(),
-                capture.kept_whole([one for each in self.owner.passes for one in each.kept_whole]),
+                kept_whole([one for each in self.owner.passes for one in each.kept_whole]),
                 plain_forward(self.owner.module),
                 self._deferred.recording(),
                 self._untraced.replaced(),
@@ -327,6 +352,18 @@ class CapturedStep:
             # Otherwise the step has skipped this batch.
             self._warn_if_nothing_ran()
         return result
+
+    def _run_within(self, executor: Executor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run within somebody else's capture, which may look into the user's code if it is that."""
+        if not self.owner.changes_function:
+            return self.__wrapped__(*args, **kwargs)
+        if torch.compiler.is_exporting():
+            raise RuntimeError(
+                f"{type(self.owner.module).__name__}.{self.name} is unit-scaled by rules and "
+                "cannot be exported as it is; expected a plain module; export what "
+                "lightning_unitscale.transforms.deploy(module, *example_args) returns."
+            )
+        return torch.compiler.disable(self._run)(executor, args, kwargs)
 
     def _traced(self, executor: Executor, function: Callable[..., Any]) -> Callable[..., Any]:
         # One backend for all: Dynamo captures anew when it meets another.

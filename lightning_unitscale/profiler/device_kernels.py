@@ -2,7 +2,7 @@
 
 The CPU and a GPU save different things for the backward pass: of a dropout the CPU keeps the scaled
 mask in the type of the input, a GPU a mask of booleans; attention has other kernels, and a GPU fuses
-the RMS norm. On fake tensors torch decides as for the CPU (see ``memory.StorageRecorder``), so what
+the RMS norm. On fake tensors torch decides as for the CPU (see ``memory.SimulatedDevice``), so what
 a GPU would take is chosen here, and what its autocast does otherwise than the CPU's.
 """
 
@@ -110,7 +110,12 @@ def _attention(
 
 
 def _flash(
-    query: Tensor, key: Tensor, value: Tensor, dropout_p: float, is_causal: bool, scale: float | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
 ) -> Tensor:
     depth = value.shape[-1]
     scale = query.shape[-1] ** -0.5 if scale is None else scale

@@ -17,9 +17,9 @@ from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map
 from lightning_unitscale.profiler.memory import (
     DATA_DEPENDENT,
     FakeCopies,
+    SimulatedDevice,
     StorageRecorder,
     autocast_for,
-    fake_tensor_mode,
     run_backward,
 )
 from lightning_unitscale.profiler.optimizer_state import (
@@ -31,6 +31,11 @@ from lightning_unitscale.profiler.step_record import NodeRecord, StepRecord
 
 # What a module may refer to that is neither part of it nor copied with it: Lightning's Trainer.
 _SHARED = ("_trainer", "_fabric")
+# How fake tensors say it in torch 2.11 and 2.13.
+_MIXED_DEVICES = (
+    "Unhandled FakeTensor Device Propagation",
+    "Expected all tensors to be on the same device",
+)
 
 
 class Trace(Protocol):
@@ -56,12 +61,14 @@ class FakeStep:
         device: torch.device,
         optimizer: OptimizerLike | None,
     ) -> None:
-        self.mode = fake_tensor_mode()
+        self.mode = SimulatedDevice(device)
         self.device = device
         self.recorder = StorageRecorder(device)
         copies = FakeCopies(self.mode, device)
         self.module = _fake_copy(module, copies)
-        self.inputs = tree_map(lambda one: copies.of(one) if isinstance(one, Tensor) else one, inputs)
+        self.inputs = tree_map(
+            lambda one: copies.of(one) if isinstance(one, Tensor) else one, inputs
+        )
         self.optimizer: Optimizer | None = None
         if optimizer is not None:
             with self.mode:
@@ -166,7 +173,7 @@ def _named_errors(trace: Trace) -> Iterator[None]:
             ".item(), boolean indexing and branches on tensors out of it to profile it."
         ) from error
     except RuntimeError as error:
-        if "Unhandled FakeTensor Device Propagation" not in str(error):
+        if not any(one in str(error) for one in _MIXED_DEVICES):
             raise
         raise RuntimeError(
             f"node {trace.running}: it mixes devices ({error}); expected all tensors of the step "

@@ -13,6 +13,7 @@ from lightning_unitscale.profiler import json_file, table
 from lightning_unitscale.profiler.batch_size import BatchFit, fit, largest_batch
 from lightning_unitscale.profiler.liveness import Timeline, simulate
 from lightning_unitscale.profiler.node_costs import (
+    ALWAYS_THERE,
     ModuleCosts,
     NodeCosts,
     module_costs,
@@ -264,12 +265,18 @@ def make_profile(
         input_bytes=_bytes_of(record, "input"),
         gradient_bytes=_bytes_of(record, "gradient"),
         optimizer_bytes=_bytes_of(record, "optimizer"),
-        saved_bytes=sum(one.saved_bytes for one in costs),
+        saved_bytes=_saved_bytes(record),
         peak=peak,
         timeline=timeline,
         phases=tuple(one.phase for one in record.operators),
         _profile_at=profile_at,
     )
+
+
+def _saved_bytes(record: StepRecord) -> int:
+    """Of all storages that autograd keeps; a loss outside of the graph keeps some as well."""
+    kept = {one.storage: record.storages[one.storage] for one in record.saved}
+    return sum(one.num_bytes for one in kept.values() if one.kind not in ALWAYS_THERE)
 
 
 def _bytes_of(record: StepRecord, kind: Kind) -> int:

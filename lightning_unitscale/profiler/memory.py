@@ -44,13 +44,39 @@ DATA_DEPENDENT = (
 )
 # Keys of what is noted on autograd's functions: the forward node that made it, and when it ran.
 _NODE, _TASK = "lightning_unitscale_node", "lightning_unitscale_task"
-# What C++ is told of the simulated device, see StorageRecorder. Python's own is without an index.
+# What C++ is told of the simulated device. Python's own is without an index.
 _STAND_IN = torch.device("cpu", 0)
 
 
-def fake_tensor_mode() -> FakeTensorMode:
-    """The mode in which nothing is computed. Constants of the user's become fake by themselves."""
-    return FakeTensorMode(allow_non_fake_inputs=True)
+class SimulatedDevice(FakeTensorMode):
+    """The mode in which nothing is computed; constants of the user's become fake by themselves.
+
+    C++ looks up a stream and a queue for the device of every tensor that takes part in autograd,
+    and ends the process where the device has no driver. So C++ is told that the device is
+    ``cpu:0``, and what it wants to make there is made on the device; Python code sees the device
+    itself. A CPU's queue also means that the backward pass runs in the calling thread, where
+    dispatch modes can see it.
+
+    Args:
+        device: The device, which need not exist.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self.device = device
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.prim.device.default and not self.in_kernel_invocation:
+            given: torch.device = args[0].device
+            return given if given.type == "cpu" else _STAND_IN
+        kwargs = kwargs or {}
+        # ``to`` compares the devices in C++, where both are the stand-in, and calls ``_to_copy``.
+        is_made = kwargs.get("device") == _STAND_IN and func.overloadpacket is not torch.ops.aten.to
+        if is_made and self.device.type != "cpu":
+            kwargs = {**kwargs, "device": self.device}
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 class FakeCopies:
@@ -116,12 +142,6 @@ class StorageRecorder(TorchDispatchMode):
     Storages are told apart by identity and their release is seen by a weak reference, so what is
     recorded is what reference counts did: those of Python, of autograd's graph and of its engine.
 
-    C++ looks up a stream and a queue for the device of every tensor that takes part in autograd,
-    and ends the process where the device has no driver. So C++ is told that the device is
-    ``cpu:0``, and what it wants to make there is made on the device; Python code sees the device
-    itself. A CPU's queue also means that the backward pass runs in the calling thread, where this
-    mode can see it.
-
     Args:
         device: Storages on devices of another type are not counted.
     """
@@ -130,7 +150,7 @@ class StorageRecorder(TorchDispatchMode):
         super().__init__()
         self.device = device
         self.phase: Phase = "forward"
-        self.node = OUTSIDE
+        self.node = self.last_node = OUTSIDE
         self.operators: list[OperatorCall] = []
         self.events: list[Event] = []
         self.saved: list[SavedStorage] = []
@@ -147,9 +167,9 @@ class StorageRecorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        kwargs = kwargs or {}
         if func is torch.ops.prim.device.default:
-            return _device_for_cpp(args[0])
-        kwargs = _on_device(kwargs or {}, self.device)
+            return func(*args)
         if func is torch.ops.aten._local_scalar_dense.default and self.phase == "optimizer":
             return FakeScalars.answer(args[0])
         node = self._current_node()
@@ -161,9 +181,7 @@ class StorageRecorder(TorchDispatchMode):
         costs = operator_costs(func, args, kwargs, result)
         workspace = workspace_bytes(func, args, kwargs, result, self.device.type)
         self.operators.append(
-            OperatorCall(
-                str(func), self.phase, node, costs.flops, costs.bytes_moved, workspace
-            )
+            OperatorCall(str(func), self.phase, node, costs.flops, costs.bytes_moved, workspace)
         )
         num_storages = len(self._sizes)
         for one in made:
@@ -253,7 +271,9 @@ class StorageRecorder(TorchDispatchMode):
         """Hook of autograd: ``tensor`` is saved for the backward pass."""
         place = self.place(tensor)
         if place != OUTSIDE and self.phase == "forward":
-            self.saved.append(SavedStorage(place, self.node))
+            # An autograd function of the user's saves after its last node.
+            node = self.last_node if self.node == OUTSIDE else self.node
+            self.saved.append(SavedStorage(place, node))
         return tensor
 
     def _current_node(self) -> int:
@@ -349,42 +369,22 @@ def run_backward(roots: Sequence[Tensor]) -> None:
 
 
 class FakeScalars(TorchDispatchMode):
-    """Answers what a program asks a fake tensor for its value with 1.
+    """Answers a program that asks a fake tensor for its value.
 
     Optimizers look at their step count; what they allocate does not depend on it.
-
-    Args:
-        device: As of :class:`StorageRecorder`.
     """
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()
-        self.device = device
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is torch.ops.prim.device.default:
-            return _device_for_cpp(args[0])
         if func is torch.ops.aten._local_scalar_dense.default:
             return self.answer(args[0])
-        return func(*args, **_on_device(kwargs or {}, self.device))
+        return func(*args, **(kwargs or {}))
 
     @staticmethod
     def answer(tensor: Tensor) -> float | int:
-        """The value of a tensor that has none."""
-        return 1.0 if tensor.is_floating_point() else 1
-
-
-def _device_for_cpp(tensor: Tensor) -> torch.device:
-    return tensor.device if tensor.device.type == "cpu" else _STAND_IN
-
-
-def _on_device(kwargs: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """The arguments with the device in place of what stands for it in C++."""
-    if kwargs.get("device") == _STAND_IN and device.type != "cpu":
-        return {**kwargs, "device": device}
-    return kwargs
+        """The value of a tensor that has none; neither 0 nor 1, which may be divided by."""
+        return 0.5 if tensor.is_floating_point() else 2
 
 
 def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -397,4 +397,9 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             for one in args
         ]
         return func(*in_bf16, **kwargs).to(args[0].dtype)
+    if packet is torch.ops.aten.native_layer_norm and args[0].device.type == "cpu":
+        result, *statistics = func(*args, **kwargs)
+        # Of 16-bit inputs with FP32 gains the CPU keeps them in FP32, which fake tensors do not.
+        dtype = args[0].dtype if args[2] is None else args[2].dtype
+        return (result, *(one.to(dtype) for one in statistics))
     return func(*args, **kwargs)

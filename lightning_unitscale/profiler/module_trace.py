@@ -138,6 +138,7 @@ class NodeTrace(TorchFunctionMode):
             "" if first is None else str(first.dtype).removeprefix("torch."),
         )
         recorder.label(made, len(self.nodes))
+        recorder.last_node = len(self.nodes)
         self.nodes.append(node)
         for one in made:
             self._made[one] = name

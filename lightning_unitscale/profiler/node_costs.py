@@ -16,7 +16,7 @@ from lightning_unitscale.profiler.step_record import (
 )
 
 # What is there with or without the backward pass.
-_ALWAYS_THERE = ("parameter", "buffer")
+ALWAYS_THERE = ("parameter", "buffer")
 
 
 @dataclass(frozen=True)
@@ -191,7 +191,7 @@ def _costs_of(
     first = {
         one
         for one in saved
-        if life.first_saver[one] == place and life.storages[one].kind not in _ALWAYS_THERE
+        if life.first_saver[one] == place and life.storages[one].kind not in ALWAYS_THERE
     }
     made = set(life.born["forward", place])
     grads = life.born["backward", place]

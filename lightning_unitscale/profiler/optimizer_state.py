@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_unitscale.profiler.memory import FakeScalars
 
@@ -37,7 +37,7 @@ def fake_optimizer(
         TypeError: If ``given`` makes no optimizer.
     """
     if isinstance(given, Optimizer):
-        optimizer = _for_others(given, fakes)
+        optimizer = _for_others(given, fakes, device)
     else:
         made = given([one for one in parameters if one.requires_grad])
         if not isinstance(made, Optimizer):
@@ -51,7 +51,7 @@ def fake_optimizer(
         # temporaries; for fake tensors it would not choose it by itself.
         if device.type == "cuda" and group.get("foreach", True) is None and not group.get("fused"):
             group["foreach"] = True
-    _make_state(optimizer, device)
+    _make_state(optimizer)
     return optimizer
 
 
@@ -61,13 +61,24 @@ def state_tensors(optimizer: Optimizer) -> list[Tensor]:
     return [one for one in tree_leaves(state) if isinstance(one, Tensor)]
 
 
-def _for_others(given: Optimizer, fakes: Mapping[int, Tensor]) -> Optimizer:
+def _for_others(given: Optimizer, fakes: Mapping[int, Tensor], device: torch.device) -> Optimizer:
     """A copy of an optimizer, settings and all, for the fakes of its parameters."""
+
+    def fake(one: Any) -> Any:
+        if not isinstance(one, Tensor):
+            return one
+        # Counts of steps stay on the CPU.
+        where = device if one.dim() else "cpu"
+        return torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device=where)
+
     copy: Optimizer = object.__new__(type(given))
     copy.__dict__.update(given.__dict__)
     # A scheduler leaves its own ``step`` on the object, which would move the schedule.
     copy.__dict__.pop("step", None)
+    # What it holds already: some make their state before the first step.
     copy.state = defaultdict(dict)
+    for parameter, state in given.state.items():
+        copy.state[_fake_of(parameter, fakes)] = tree_map(fake, dict(state))
     for name in [one for one in copy.__dict__ if one.endswith("_hooks")]:
         copy.__dict__[name] = OrderedDict()
     copy.param_groups = [
@@ -87,10 +98,10 @@ def _fake_of(parameter: Tensor, fakes: Mapping[int, Tensor]) -> Tensor:
     return fakes[id(parameter)]
 
 
-def _make_state(optimizer: Optimizer, device: torch.device) -> None:
+def _make_state(optimizer: Optimizer) -> None:
     """Let the optimizer make the state that it has from the first step on."""
     parameters = [one for group in optimizer.param_groups for one in group["params"]]
-    with FakeScalars(device):
+    with FakeScalars():
         for one in parameters:
             if one.requires_grad:
                 one.grad = torch.zeros_like(one)

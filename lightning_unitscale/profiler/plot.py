@@ -58,7 +58,7 @@ def draw(profile: GraphProfile) -> Figure:
     start = 0
     for phase, group in groupby(profile.phases):
         axes.axvline(start, color="black", lw=0.6, ls=":")
-        axes.text(start, 0.01, f" {phase}", transform=axes.get_xaxis_transform(), fontsize=8)
+        axes.text(start, 0.96, f" {phase}", transform=axes.get_xaxis_transform(), fontsize=8)
         start += len(list(group))
     axes.set_xlabel("operator of the step")
     axes.set_ylabel("live MiB")

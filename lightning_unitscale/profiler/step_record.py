@@ -12,9 +12,7 @@ Phase = Literal["forward", "backward", "optimizer"]
 PHASES: tuple[Phase, ...] = ("forward", "backward", "optimizer")
 
 # What a storage is for. An activation is saved for the backward pass; the rest is temporary.
-Kind = Literal[
-    "parameter", "buffer", "input", "gradient", "optimizer", "activation", "temporary"
-]
+Kind = Literal["parameter", "buffer", "input", "gradient", "optimizer", "activation", "temporary"]
 KINDS: tuple[Kind, ...] = (
     "parameter", "buffer", "optimizer", "input", "gradient", "activation", "temporary",
 )  # fmt: skip

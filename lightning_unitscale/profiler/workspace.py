@@ -1,7 +1,8 @@
 """What a kernel allocates for itself while it runs, which no fake tensor shows.
 
 Read off the allocator's events of single operators (torch 2.13, AVX-512). oneDNN blocks channels by
-the width of the machine's vectors, so its reordered copies may differ a little elsewhere. For CUDA
+the width of the machine's vectors and tiles 16-bit products as it sees fit, so its copies may differ
+a little elsewhere. For CUDA
 only the buffers of the attention kernels are known here; the workspace that cuBLAS keeps per stream
 is not a tensor of the step and is left out.
 """
@@ -21,6 +22,7 @@ _Formula = Callable[[Sequence[Any], Mapping[str, Any], Any], int]
 _CHANNEL_BLOCK = 16
 # Fewer channels than this are read from the plain layout.
 _PLAIN_CHANNELS = 3
+_REDUCED_TILES_BYTES = 258 * 1024
 # Keys that the CPU's attention kernel takes at a time.
 _KEY_BLOCK = 512
 
@@ -135,6 +137,14 @@ def _convolution_backward(args: Sequence[Any], kwargs: Mapping[str, Any], result
     return max(first, second, third) - returned
 
 
+def _reduced_product(args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
+    """Tiles of a 16-bit product in oneDNN's own layout; about this size for large operands."""
+    if result.element_size() >= 4:
+        return 0
+    operands = [one for one in args if isinstance(one, Tensor) and one.dim() > 1]
+    return min(sum(map(_bytes, operands)) + 2 * _bytes(result), _REDUCED_TILES_BYTES)
+
+
 def _query_block(length: int) -> int:
     return 256 if length >= 768 else 64 if length >= 192 else 32
 
@@ -181,6 +191,10 @@ def _table(formulas: Mapping[str, _Formula]) -> dict[Any, _Formula]:
 
 _CPU = _table(
     {
+        "mm": _reduced_product,
+        "addmm": _reduced_product,
+        "bmm": _reduced_product,
+        "baddbmm": _reduced_product,
         "convolution": _convolution,
         "convolution_backward": _convolution_backward,
         "native_batch_norm": _batch_norm,

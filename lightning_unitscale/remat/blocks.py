@@ -147,7 +147,10 @@ def _separators(problem: RematProblem, forward: Ints, time: Ints) -> list[tuple[
             continue
         largest = max(live, key=lambda one: sizes[one])
         beside = sum(sizes[one] for one in live) - sizes[largest]
-        allowed = problem.nodes[largest].can_save
+        # An operation with several outputs stays together with these.
+        following = int(forward[now + 1])
+        is_whole = not problem.is_tuple[list(problem.nodes[following].inputs)].any()
+        allowed = problem.nodes[largest].can_save and time[largest] <= now and is_whole
         if beside <= _BESIDE * sizes[largest] and allowed and largest not in seen:
             seen.add(largest)
             found.append((now, largest))

@@ -28,8 +28,6 @@ _PURE_NAMESPACES = ("aten", "prims", "prim")
 _COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "c10d")
 # Sums in an order that no two runs share, where threads add to one place atomically.
 _ATOMIC = ("index_add", "scatter_add", "scatter_reduce", "index_put", "cumsum", "histc", "bincount")
-# Read their running statistics but do not use them in training, so a later value changes nothing.
-_BATCH_NORM = ("_native_batch_norm_legit_functional", "_batch_norm_with_update_functional")
 
 
 def read_joint_graph(
@@ -295,8 +293,7 @@ class _Reader:
             large = sum(size_of(one) for one in tensors_of(node.meta.get("val")))
             return self.replay_random and large >= _REPLAY_FROM_BYTES
         if any(bases[j][0] in self.mutated for j in self.inputs[self.index[node]]):
-            # By the time of the backward pass the input holds its new value.
-            return name in _BATCH_NORM
+            return False  # by the time of the backward pass the input holds its new value
         return True
 
 

@@ -4,7 +4,7 @@ Planning is done on :class:`RematProblem`; here a plan becomes a forward and a b
 Private names used here were checked on torch 2.13: ``_extract_fwd_bwd_modules``,
 ``functionalize_rng_ops``, ``cleanup_recompute_tags``, ``force_save_collectives``,
 ``force_save_effectful_ops``, ``force_save_bw_mutation_src``, ``thread_graphsafe_rng_from_hops``,
-``TracingContext``. Those that an older torch does not have are left out.
+``InputMutationAOTOutput``. Those that an older torch does not have are left out.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ import torch
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch import partitioners
-from torch._guards import TracingContext
+from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
-from torch.fx.graph import _BoxedCodeGen
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy
 
+from lightning_unitscale.graph.capture import run_boxed
 from lightning_unitscale.remat.budget import Budget, check_budget
 from lightning_unitscale.remat.costs import CostModel, default_cost_model, hint
 from lightning_unitscale.remat.joint_graph import (
@@ -50,18 +51,15 @@ def prepare(joint_module: fx.GraphModule) -> None:
 
 
 def mutated_inputs(joint_module: fx.GraphModule) -> list[fx.Node]:
-    """Inputs that the forward pass writes to, in the graph or after it."""
-    context = TracingContext.try_get()
-    metadata = None if context is None else context.fw_metadata
-    placeholders = joint_module.graph.find_nodes(op="placeholder")
-    primals = [node for node in placeholders if "primals" in str(node.target)]
-    if metadata is None or len(metadata.input_info) != len(primals):
-        return []
-    return [
-        node
-        for node, info in zip(primals, metadata.input_info, strict=True)
-        if info.mutates_data or info.mutates_metadata
+    """Inputs that the step writes to after the graph has run, as its outputs' descriptions say."""
+    output = joint_module.graph.output_node()
+    written = [
+        one.mutated_input
+        for one in tree_leaves(list(output.meta.get("desc", ())))
+        if isinstance(one, InputMutationAOTOutput)
     ]
+    placeholders = joint_module.graph.find_nodes(op="placeholder")
+    return [node for node in placeholders if node.meta.get("desc") in written]
 
 
 def split(
@@ -352,19 +350,6 @@ def _static_bytes(joint_module: fx.GraphModule, indices: Sequence[int] | None) -
             storage = value.untyped_storage()
             storages[storage._cdata] = hint(storage.nbytes())
     return sum(storages.values())
-
-
-def run_boxed(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-    """Run a graph op by op; its inputs are freed as soon as nothing reads them any more."""
-    graph_module.graph.set_codegen(_BoxedCodeGen())
-    graph_module.recompile()
-    forward = graph_module.forward
-
-    def run(arguments: list[Any]) -> Any:
-        return forward(arguments)
-
-    run._boxed_call = True  # type: ignore[attr-defined]
-    return run
 
 
 def aot_backend(partition_fn: PartitionFn) -> Callable[..., Any]:

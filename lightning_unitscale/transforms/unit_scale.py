@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -10,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from lightning_unitscale.graph.steps import CapturedStep
+from lightning_unitscale.graph.steps import CapturedStep, steps_of
 from lightning_unitscale.transforms.attach import captured_forward
 from lightning_unitscale.transforms.lossless import LosslessUnitScale
 from lightning_unitscale.transforms.lossless_unit_scale import calibrate
@@ -18,7 +20,11 @@ from lightning_unitscale.transforms.rules.coverage import coverage_report
 from lightning_unitscale.transforms.rules.plan import RuleOptions
 from lightning_unitscale.transforms.rules.planning import plan_step
 from lightning_unitscale.transforms.rules.rewrite import RuleRewrite
-from lightning_unitscale.transforms.rules.weights import ParameterGradients, set_to_unit_scale
+from lightning_unitscale.transforms.rules.weights import (
+    ParameterGradients,
+    already_at_unit_scale,
+    set_to_unit_scale,
+)
 
 Replace = Mapping[Callable[..., Any], Callable[..., Any]]
 
@@ -65,7 +71,8 @@ def unit_scale(
         A new module with ``explain()``: what was rewritten and why, operation by operation.
 
     Raises:
-        ValueError: If an argument is out of its range or the module is compiled already.
+        ValueError: If an argument is out of its range, or the module is compiled or unit-scaled by
+            rules already.
         RuntimeError: In the first call, if ``on_unknown="error"`` and a scale is not known.
 
     References:
@@ -82,6 +89,7 @@ def unit_scale(
         loss_mult=loss_mult,
     )
     check_options(options)
+    _reject_scaled(module)
     rules = RuleRewrite(replace)
     gradients = ParameterGradients()
     lossless = LosslessUnitScale("products", measures_drift=False)
@@ -110,7 +118,7 @@ def check_options(options: RuleOptions) -> None:
         "loss_mult",
     ):
         value = getattr(options, name)
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0:
+        if not _is_factor(value):
             raise ValueError(
                 f"{name}={value!r}: no such factor; expected a positive number; pass {name}=1.0."
             )
@@ -118,12 +126,26 @@ def check_options(options: RuleOptions) -> None:
     if residual is not None and not (
         isinstance(residual, (tuple, list))
         and len(residual) == 2
-        and all(isinstance(one, (int, float)) and one > 0 for one in residual)
+        and all(map(_is_factor, residual))
     ):
         raise ValueError(
             f"residual={residual!r}: no such weights; expected two positive numbers, for branches "
             "with attention and for the others; pass for example residual=(0.1, 0.7)."
         )
+
+
+def _reject_scaled(module: nn.Module) -> None:
+    steps = steps_of(module)
+    if steps is not None and any(isinstance(one, RuleRewrite) for one in steps.passes):
+        raise ValueError(
+            f"module={type(module).__name__}: it is unit-scaled by rules already; expected one "
+            "whose function is its author's; pass the module that it was made of."
+        )
+
+
+def _is_factor(value: object) -> bool:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_number and 0 < value < math.inf  # type: ignore[operator]
 
 
 class _FirstCall:
@@ -163,7 +185,16 @@ class _FirstCall:
                 self.rules.plan,
                 init_weights=self.init_weights,
             )
-            self.rules.set_plan(plan.with_parameters(set_to_unit_scale(module, plan.parameters)))
+            if self.init_weights and already_at_unit_scale(module, plan.parameters):
+                warnings.warn(
+                    f"unit_scale: the weights of {type(module).__name__} have RMS near 1 already, "
+                    "as after training at unit scale, so weights and biases are left as they are; "
+                    "to load a checkpoint, call the module once before load_state_dict.",
+                    stacklevel=4,
+                )
+            else:
+                plan = plan.with_parameters(set_to_unit_scale(module, plan.parameters))
+            self.rules.set_plan(plan)
             step.rewrite_anew()
             self.is_planned = True
         measured = calibrate(step, self.lossless, args, kwargs, seeds=_random_seeds)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import lightning_unitscale.functional as U
 from lightning_unitscale.functional import registered_rules
-from tests.functional.rule_cases import CASES, Case
+from tests.functional.rule_cases import CASES, ELEMENTWISE, Case
 from tests.functional.test_rules import RULES, leaves
 
 # Public by other names, or not at all: F has no function of these names.
@@ -80,7 +80,26 @@ def test_is_the_plain_operation_times_constants(case: Case, constraint: str | No
         torch.testing.assert_close(gradients[place] / scale, expected / scale, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("case", _FIRST_OF_EACH, ids=str)
+def test_activations_compile_into_one_graph_with_the_eager_result() -> None:
+    def all_of_them(x: Tensor) -> list[Tensor]:
+        return [getattr(U, name)(x, **options) for name, _, options in ELEMENTWISE]
+
+    x = torch.randn(30, 40, requires_grad=True)
+    compiled = torch.compile(all_of_them, fullgraph=True, backend="aot_eager")
+    got, want = compiled(x), all_of_them(x)
+    torch.testing.assert_close(got, want)
+    grad_outputs = [torch.randn_like(one) for one in want]
+    torch.testing.assert_close(
+        *(torch.autograd.grad(outputs, x, grad_outputs) for outputs in (got, want))
+    )
+
+
+_ELEMENTWISE_NAMES = {name for name, _, _ in ELEMENTWISE}
+
+
+@pytest.mark.parametrize(
+    "case", [one for one in _FIRST_OF_EACH if one.name not in _ELEMENTWISE_NAMES], ids=str
+)
 def test_compiles_into_one_graph_with_the_eager_result(case: Case) -> None:
     if case.name == "gaussian_nll_loss":
         pytest.skip("torch's own function looks at the values of var")
@@ -235,6 +254,32 @@ def test_integers_beside_the_first_argument_stay_as_they_are() -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "args", "kwargs"),
+    [
+        ("softmax", [(3, 4)], {"dim": 5}),
+        ("linear", [(3, 4), (2, 5)], {}),
+        ("matmul", [(3, 4), ()], {}),
+        ("conv2d", [(3, 4), (3, 4)], {}),
+        ("conv2d", [(1, 2, 8, 8), (3, 2, 3, 3)], {"unknown": 1}),
+        ("cross_entropy", [(), (3,)], {}),
+        ("scaled_dot_product_attention", [(3, 4), (3,), (3, 4)], {}),
+        ("bilinear", [(3, 4), (3, 4), (4, 4)], {}),
+        ("group_norm", [(3,), 1], {}),
+    ],
+)
+def test_shapes_that_do_not_fit_are_torchs_own_error(
+    name: str, args: list[Any], kwargs: dict[str, Any]
+) -> None:
+    tensors = [torch.zeros(one) if isinstance(one, tuple) else one for one in args]
+    with pytest.raises((IndexError, RuntimeError, TypeError, ValueError)) as expected:
+        getattr(F, name, torch.matmul)(*tensors, **kwargs)
+    with pytest.raises(expected.type) as found:
+        getattr(U, name)(*tensors, **kwargs)
+    if "unknown" not in kwargs:  # of which Python speaks in one form or the other
+        assert str(found.value) == str(expected.value)
+
+
+@pytest.mark.parametrize(
     ("call", "error", "message"),
     [
         (lambda x: U.gelu(x, constraint="mean"), ValueError, "constraint='mean': unknown"),
@@ -265,8 +310,7 @@ def test_errors_say_what_is_wrong(
 @pytest.mark.parametrize(
     ("op", "make"),
     [
-        (U.linear, lambda n: (torch.randn(n, 4), torch.randn(3, 4))),
-        (U.relu, lambda n: (torch.randn(n, 4),)),
+        (lambda x, w: U.relu(U.linear(x, w)), lambda n: (torch.randn(n, 4), torch.randn(3, 4))),
         (U.matmul, lambda n: (torch.randn(2, n, 4), torch.randn(4, n))),
         (lambda x: U.softmax(x, -1), lambda n: (torch.randn(n, n),)),
         (U.cross_entropy, lambda n: (torch.randn(n, 4), torch.randint(4, (n,)))),

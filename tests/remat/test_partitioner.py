@@ -8,6 +8,7 @@ from hypothesis import given, settings
 
 from lightning_unitscale.remat.partitioner import (
     RematPartitioner,
+    aot_backend,
     default_partition,
     min_cut_rematerialization_partition,
 )
@@ -34,6 +35,7 @@ class EveryPlan(RematPartitioner):
         def plan(planner: Planner, budget) -> RematPlan:
             plans = [*planner.candidates, *planner.front(8)]
             unique = list({one.hash: one for one in plans}.values())
+            unique = unique[:: max(1, len(unique) // 6)]
             type(self).count = len(unique)
             return unique[self.index]
 
@@ -87,7 +89,7 @@ def _planned(function, *inputs, budget="min_cut", **options) -> RematPlan:
 
 def test_what_a_checkpoint_tags_runs_again_and_is_not_saved() -> None:
     module = Checkpointed()
-    for budget in ("default", "min_cut", 0.9):
+    for budget in ("default", "min_cut", 1.0):
         plan = _planned(module.forward, torch.randn(32, 64), budget=budget)
         kinds = [plan.problem.nodes[i].kind for i in plan.again]
         assert kinds.count("aten.gelu") == 3
@@ -103,14 +105,15 @@ def test_random_values_are_saved_or_replayed() -> None:
     for i in random:
         node = plan.problem.nodes[i]
         assert list(plan.again).count(i) <= 1
-        assert node.can_recompute == (plan.problem.num_bytes[i] > 10_000)
+        made = plan.problem.num_bytes[plan.problem.owner == i].sum()
+        assert node.can_recompute == (made > 80_000)
 
 
 def test_only_the_given_operators_run_again() -> None:
     module = PROGRAMS["views"][0]()
     x = PROGRAMS["views"][1]()
     aten = torch.ops.aten
-    plan = _planned(module.forward, x, budget=0.99, recomputable_ops=[aten.sin])
+    plan = _planned(module.forward, x, recomputable_ops=[aten.sin])
     for one in Planner(plan.problem).candidates:
         kinds = {plan.problem.nodes[i].kind for i in one.again if plan.problem.seconds[i] > 0}
         assert kinds <= {"aten.sin"}
@@ -132,9 +135,7 @@ def test_sizes_may_be_symbols() -> None:
 
     dynamic = torch.compile(
         function,
-        backend=__import__(
-            "lightning_unitscale.remat.partitioner", fromlist=["aot_backend"]
-        ).aot_backend(RematPartitioner(0.9)),
+        backend=aot_backend(RematPartitioner()),
         dynamic=True,
     )
     for rows in (4, 6, 10):

@@ -151,8 +151,13 @@ class Decider:
         elif logits is not None and weight_of(self.flow, product) is None:
             # Unit queries and keys of size d: whatever the author's own factor, the logits are
             # (m / d) q.k.
-            natural = 1 / output
-            output = self.settings.attention_mult * output**2 / logits
+            alpha, natural = 1.0, 1 / output
+            if self._adds_data(product):
+                alpha = abs(float(node.kwargs.get("alpha", 1.0))) or 1.0  # type: ignore[arg-type]
+                query = example_tensor(product.operands[0].node)
+                assert query is not None
+                natural = alpha * math.sqrt(int(query.shape[-1]))
+            output = self.settings.attention_mult * alpha / (natural**2 * logits)
             reference = "attention logits: m/d (u-muP, arXiv 2407.17465, section 4.1)"
             self.scales.set(node, natural * output)
         else:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import fx
 
 from lightning_unitscale.graph.nodes import example_tensor, is_float_tensor, op_name
@@ -19,21 +21,27 @@ def times_number(node: fx.Node) -> fx.Node | None:
     """The tensor that the node multiplies by, or divides by, a Python number."""
     if not is_operation(node) or op_name(node) not in _DIVISIONS | _PRODUCTS:
         return None
-    tensors = [one for one in node.args if isinstance(one, fx.Node) and is_float_tensor(one)]
-    numbers = [one for one in node.args if isinstance(one, (int, float))]
-    if len(tensors) != 1 or len(numbers) != 1 or len(node.args) != 2 or node.kwargs:
+    values = _multiplied(node)
+    tensors = [one for one in values if isinstance(one, fx.Node) and is_float_tensor(one)]
+    numbers = [one for one in values if isinstance(one, (int, float))]
+    if len(tensors) != 1 or len(numbers) != 1 or len(node.args) + len(node.kwargs) != 2:
         return None
-    if op_name(node) in _DIVISIONS and node.args[0] is not tensors[0]:
+    if op_name(node) in _DIVISIONS and values[0] is not tensors[0]:
         return None
     return tensors[0]
 
 
 def number_of(node: fx.Node) -> float:
     """The factor of a node for which :func:`times_number` found a tensor."""
-    number = abs(float(next(one for one in node.args if isinstance(one, (int, float)))))
+    number = abs(float(next(one for one in _multiplied(node) if isinstance(one, (int, float)))))
     if op_name(node) in _DIVISIONS:
         return 1 / number if number else float("inf")
     return number
+
+
+def _multiplied(node: fx.Node) -> tuple[Any, ...]:
+    """Both sides of a product or a quotient, by position or by name."""
+    return (*node.args, *(node.kwargs[one] for one in ("input", "other") if one in node.kwargs))
 
 
 def logit_factor(flow: Flow, node: fx.Node) -> float | None:

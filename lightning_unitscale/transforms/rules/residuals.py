@@ -81,6 +81,8 @@ def find_residuals(flow: Flow) -> dict[fx.Node, Residual]:
             continue
         if logit_factor(flow, node) is not None:
             continue  # a bias of attention scores, however deep the layers it has served already
+        if _is_interpolation(flow, operands):
+            continue
         # The skip was there first.
         first, second = sorted(operands, key=lambda one: flow.order(_stem(flow, one[1])))
         for skip, branch in ((first, second), (second, first)):
@@ -90,6 +92,25 @@ def find_residuals(flow: Flow) -> dict[fx.Node, Residual]:
                 predecessors[node] = _previous(flow, skip[1], found)
                 break
     return _with_streams(found, predecessors)
+
+
+def _is_interpolation(
+    flow: Flow, operands: tuple[tuple[Path, fx.Node], tuple[Path, fx.Node]]
+) -> bool:
+    """Whether a gate moves one tensor towards another: ``h + z * (n - h)``."""
+    (_, first), (_, second) = operands
+    for skip, step in ((first, second), (second, first)):
+        gated = flow.root(step)
+        if not is_operation(gated) or op_name(gated) not in {"mul", "imul", "multiply"}:
+            continue
+        differences = (
+            one
+            for one in map(flow.root, flow.sources(gated))
+            if is_operation(one) and op_name(one) in {"sub", "isub", "subtract"}
+        )
+        if any(flow.root(skip) in map(flow.root, flow.sources(one)) for one in differences):
+            return True
+    return False
 
 
 def branch_weights(

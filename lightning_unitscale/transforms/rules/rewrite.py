@@ -11,10 +11,12 @@ import torch
 from torch import fx
 
 from lightning_unitscale.graph.nodes import (
+    INPUT,
     INTERNAL,
     MODULE,
     NAME,
     argument_at,
+    is_float_tensor,
     map_arguments,
     op_name,
     replace_other_uses,
@@ -23,6 +25,9 @@ from lightning_unitscale.graph.nodes import (
 from lightning_unitscale.graph.out_of_place import aliased_by_mutation
 from lightning_unitscale.graph.passes import GraphPass, Region, Stage, StepGraph
 from lightning_unitscale.transforms.rules.plan import Decision, RulePlan, key
+
+# Set on the nodes that multiply by a factor of the rules.
+FACTOR = "rule_factor"
 
 
 class RuleRewrite(GraphPass):
@@ -50,7 +55,10 @@ class RuleRewrite(GraphPass):
     def run(self, graph: StepGraph) -> tuple[str, ...]:
         """Rewrite one graph."""
         counts: Counter[str] = Counter()
+        is_planned = graph.step in self.plan.steps()
         for region in graph.regions():
+            if is_planned:
+                self._check_readers(graph.step, region)
             mutated = aliased_by_mutation(region.graph)
             scaled: dict[tuple[fx.Node, float], fx.Node] = {}
             counts["replaced"] += replace_functions(region.graph, self.replace)
@@ -64,6 +72,23 @@ class RuleRewrite(GraphPass):
             return ("nothing to scale",)
         what = ", ".join(f"{count} by {how}" for how, count in counts.items() if count)
         return (f"factors on {counts.total()} operations: {what}",)
+
+    def _check_readers(self, step: str, region: Region) -> None:
+        """A parameter at unit scale must not be read by what was never decided on."""
+        for node in region.graph.find_nodes(op="placeholder"):
+            given = node.meta.get(INPUT)
+            plan = None if given is None else self.plan.parameters.get(given.fqn)
+            if plan is None or plan.action == "left":
+                continue
+            for reader in node.users:
+                name = key(step, tensor_name(reader))
+                if is_float_tensor(reader) and name not in self.plan:
+                    raise RuntimeError(
+                        f"{step}: {tensor_name(reader)} reads {given.fqn}, which was set to unit "
+                        "scale on the first call; expected every operation that reads it to run "
+                        "in that call too; begin with arguments that take this path, or pass "
+                        "init_weights=False."
+                    )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RuleRewrite:
         new = copy.copy(self)
@@ -121,6 +146,7 @@ def _apply(
             with graph.inserting_before(node):
                 known = graph.call_function(torch.mul, (source, one.factor))
             _describe(known, source, node, f"{tensor_name(source)}:unit")
+            known.meta[FACTOR] = one.factor
             known.meta[INTERNAL] = True
             if source not in mutated:
                 scaled[source, one.factor] = known
@@ -133,6 +159,7 @@ def _apply(
             result = graph.call_function(torch.mul, (node, decision.output))
         # The tensor that people know is the one that the rest of the model reads.
         _describe(result, node, node, tensor_name(node))
+        result.meta[FACTOR] = decision.output
         replace_other_uses(node, result)
         node.meta[NAME] = f"{tensor_name(node)}:unscaled"
         node.meta[INTERNAL] = True

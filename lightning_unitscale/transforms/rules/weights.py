@@ -122,6 +122,10 @@ class ParameterGradients(GraphPass):
             exponent = -round(math.log2(total)) if known else 0
             self.log2_factors[fqn] = max(-_MAX_LOG2, min(_MAX_LOG2, exponent))
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the hooks: what cannot be pickled is the captured step, and it says so."""
+        return {"log2_factors": self.log2_factors}
+
     def __deepcopy__(self, memo: dict[int, Any]) -> ParameterGradients:
         new = type(self)()
         memo[id(self)] = new
@@ -131,6 +135,9 @@ class ParameterGradients(GraphPass):
 
 class _Factor:
     """The hook of one parameter; it must not keep the pass, and so the module, alive."""
+
+    # A parameter that is saved goes without it, and torch need not warn of that.
+    __torch_unserializable__ = True
 
     def __init__(self, owner: ParameterGradients, fqn: str) -> None:
         self._owner = weakref.ref(owner)

@@ -1,0 +1,188 @@
+"""Does the best learning rate of a small model stay the best of a wider and of a deeper one?
+
+The demo's GPT on the demo's text, trained for a short while at rates a factor of 2 apart: widths 32
+to 256 at depth 4 and depths 2 to 8 at width 64, in the standard parametrization and under
+``UnitScaleCallback("u-mup")``. Every run is kept in the JSON file and not repeated.
+
+    python benchmarks/lr_transfer.py                # what is missing, then the table and the plot
+    python benchmarks/lr_transfer.py --report       # the table and the plot of what is there
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import math
+import os
+import sys
+import warnings
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import lightning.pytorch as pl
+import torch
+from tabulate import tabulate
+
+from benchmarks.measure import RESULTS, machine
+from examples.gpt import GPT
+from examples.text import TextDataModule
+from lightning_unitscale import UnitScaleCallback
+
+FILE = RESULTS / "lr_transfer.json"
+PLOT = Path(__file__).parent.parent / "docs" / "images" / "lr_transfer.png"
+WIDTHS = (32, 64, 128, 256)
+DEPTHS = (2, 4, 8)
+BASE_WIDTH, BASE_DEPTH = 64, 4
+HEAD_SIZE = 16
+CONTEXT, BATCH, STEPS = 64, 16, 150
+# Exponents of 2, around the best rate of the base model.
+RATES = {"standard": range(-11, -4), "u-mup": range(-4, 2)}
+
+Run = dict[str, object]
+
+
+def train(parametrization: str, width: int, depth: int, log2_rate: int, seed: int) -> float:
+    """Validation loss at the end of one run, in nats per byte; infinite if it diverged."""
+    pl.seed_everything(seed, verbose=False)
+    model = GPT(
+        width=width,
+        depth=depth,
+        num_heads=width // HEAD_SIZE,
+        context=CONTEXT,
+        learning_rate=2.0**log2_rate,
+        weight_decay=0.0,
+        betas=(0.9, 0.95),
+        warmup_steps=30,
+    )
+    data = TextDataModule(context=CONTEXT, batch_size=BATCH, val_samples=256)
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        max_steps=STEPS,
+        callbacks=[UnitScaleCallback("u-mup")] if parametrization == "u-mup" else [],
+        gradient_clip_val=1.0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        val_check_interval=STEPS,
+        check_val_every_n_epoch=None,
+    )
+    trainer.fit(model, data)
+    loss = float(trainer.callback_metrics["val_loss"])
+    return loss if math.isfinite(loss) else math.inf
+
+
+def shapes() -> list[tuple[int, int]]:
+    """Widths at one depth, depths at one width."""
+    wide = [(width, BASE_DEPTH) for width in WIDTHS]
+    deep = [(BASE_WIDTH, depth) for depth in DEPTHS if depth != BASE_DEPTH]
+    return wide + deep
+
+
+def run_missing(runs: list[Run], seed: int) -> None:
+    """Train what is not there yet, the small models first, and write after each run."""
+    done = {(one["parametrization"], one["width"], one["depth"], one["log2_rate"]) for one in runs}
+    for width, depth in sorted(shapes(), key=lambda one: one[0] ** 2 * one[1]):
+        for parametrization, exponents in RATES.items():
+            for log2_rate in exponents:
+                if (parametrization, width, depth, log2_rate) in done:
+                    continue
+                loss = train(parametrization, width, depth, log2_rate, seed)
+                runs.append(
+                    {
+                        "parametrization": parametrization,
+                        "width": width,
+                        "depth": depth,
+                        "log2_rate": log2_rate,
+                        "val_loss": loss,
+                    }
+                )
+                print(f"{parametrization} {width}x{depth} 2^{log2_rate}: {loss:.4f}", flush=True)
+                document = {**machine(), "steps": STEPS, "seed": seed, "runs": runs}
+                FILE.write_text(json.dumps(document, indent=1) + "\n")
+
+
+def curve(runs: list[Run], parametrization: str, width: int, depth: int) -> dict[int, float]:
+    """Loss by exponent of the rate."""
+    wanted = (parametrization, width, depth)
+    found = {
+        int(str(one["log2_rate"])): float(str(one["val_loss"]))
+        for one in runs
+        if (one["parametrization"], one["width"], one["depth"]) == wanted
+    }
+    return dict(sorted(found.items()))
+
+
+def table(runs: list[Run]) -> str:
+    """Best rate and loss of every model, and what the base model's best rate costs it."""
+    rows = []
+    for parametrization in RATES:
+        base = curve(runs, parametrization, BASE_WIDTH, BASE_DEPTH)
+        best_of_base = min(base, key=lambda one: base[one]) if base else None
+        for width, depth in shapes():
+            found = curve(runs, parametrization, width, depth)
+            if not found or best_of_base is None:
+                continue
+            best = min(found, key=lambda one: found[one])
+            moved = best - best_of_base
+            loss = found.get(best_of_base, math.nan)
+            rows.append((parametrization, width, depth, f"2^{best}", moved, found[best], loss))
+    headers = ("", "width", "depth", "best rate", "octaves moved", "best loss", "at base's rate")
+    return tabulate(rows, headers=headers, floatfmt=".4f")
+
+
+def plot(runs: list[Run]) -> None:
+    """Loss over rate, one panel per parametrization and direction."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(2, 2, figsize=(10, 7), sharey=True)
+    for row, parametrization in zip(axes, RATES, strict=True):
+        wide = [(width, BASE_DEPTH) for width in WIDTHS]
+        deep = [(BASE_WIDTH, depth) for depth in DEPTHS]
+        for axis, chosen, what in ((row[0], wide, "width"), (row[1], deep, "depth")):
+            colors = plt.get_cmap("viridis")(torch.linspace(0, 0.9, len(chosen)).numpy())
+            for color, (width, depth) in zip(colors, chosen, strict=True):
+                found = curve(runs, parametrization, width, depth)
+                if not found:
+                    continue
+                value = width if what == "width" else depth
+                rates = [2.0**one for one in found]
+                axis.plot(rates, list(found.values()), "o-", color=color, label=f"{what} {value}")
+                best = min(found, key=lambda one: found[one])
+                axis.plot(2.0**best, found[best], "*", color=color, markersize=14)
+            axis.set_xscale("log", base=2)
+            axis.set_title(f"{parametrization}, over {what}")
+            axis.set_xlabel("peak learning rate")
+            axis.legend()
+        row[0].set_ylabel("validation loss (nats per byte)")
+    axes[0, 0].set_ylim(top=3.4)
+    figure.tight_layout()
+    PLOT.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(PLOT, dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--report", action="store_true", help="train nothing")
+    parser.add_argument("--seed", type=int, default=1)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    for name in ("lightning.pytorch", "lightning.pytorch.utilities.rank_zero"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    runs: list[Run] = json.loads(FILE.read_text())["runs"] if FILE.exists() else []
+    if not arguments.report:
+        run_missing(runs, arguments.seed)
+    print(table(runs))
+    plot(runs)
+
+
+if __name__ == "__main__":
+    main()

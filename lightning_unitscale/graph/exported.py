@@ -1,0 +1,44 @@
+"""The third file that touches Dynamo's own names: a module's ``forward`` as a module of its own.
+
+Uses ``torch.export._trace._export_to_torch_ir`` (checked on torch 2.13 and 2.11): what strict
+export captures before it is lowered, with ``F.*`` nodes, the user's inputs and outputs, and
+parameters under their own names.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx, nn
+from torch.export._trace import _export_to_torch_ir
+
+from lightning_unitscale.graph.capture import CapturedGraph
+from lightning_unitscale.graph.expand import expand_composites
+from lightning_unitscale.graph.nodes import Names
+from lightning_unitscale.graph.out_of_place import make_out_of_place
+
+
+def export_forward(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> fx.GraphModule:
+    """``module.forward`` as a graph module that is called like it, with nodes named as in a step.
+
+    Args:
+        module: A plain module; its parameters become those of the result.
+        args: Example arguments.
+        kwargs: Example keyword arguments.
+
+    Raises:
+        RuntimeError: If ``forward`` cannot be captured as one graph.
+    """
+    try:
+        graph_module: fx.GraphModule = _export_to_torch_ir(module, args, kwargs)
+    except Exception as error:
+        raise RuntimeError(
+            f"module={type(module).__name__}: its forward cannot be captured as one graph "
+            f"({error}); expected a forward without graph breaks; deploy the part that has none."
+        ) from error
+    Names().assign(CapturedGraph(graph_module, (), 0, ()), graph_module)
+    expand_composites(graph_module)
+    make_out_of_place(graph_module.graph)
+    return graph_module

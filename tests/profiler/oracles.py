@@ -1,0 +1,69 @@
+"""What torch itself says of a real step: its profiler's memory events, and its autograd hooks."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._pytree import tree_leaves
+
+
+def sum_of(output: Any) -> Tensor:
+    """A loss for any output."""
+    return torch.stack([one.float().square().sum() for one in tree_leaves(output)]).sum()
+
+
+def storage_bytes(tensors: Iterable[Any]) -> int:
+    """Bytes of the storages behind tensors, each once."""
+    found = [one.untyped_storage() for one in tensors if isinstance(one, Tensor)]
+    return sum({one._cdata: one.nbytes() for one in found}.values())
+
+
+def measured_peak(
+    module: nn.Module,
+    *inputs: Any,
+    loss: Callable[[Any], Tensor] = sum_of,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> int:
+    """Bytes at the peak of the second step, from the events of the allocator."""
+
+    def step() -> None:
+        output = module(*inputs)
+        loss(output).backward()
+        del output
+        if optimizer is not None:
+            optimizer.step()
+        module.zero_grad(set_to_none=True)
+
+    step()
+    gc.collect()
+    state = [] if optimizer is None else list(optimizer.state.values())
+    before = storage_bytes(tree_leaves([*module.parameters(), *module.buffers(), inputs, state]))
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        step()
+    events = [one for one in profiled.profiler.kineto_results.events() if one.name() == "[memory]"]
+    live = top = 0
+    for one in sorted(events, key=lambda one: one.start_ns()):
+        live += one.nbytes()
+        top = max(top, live)
+    return before + top
+
+
+def measured_saved(
+    module: nn.Module, *inputs: Any, loss: Callable[[Any], Any] = lambda output: output
+) -> int:
+    """Bytes of the storages that autograd saves in a forward pass, parameters and buffers apart."""
+    kept: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor.detach())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda one: one):
+        loss(module(*inputs))
+    there = {one.untyped_storage()._cdata for one in [*module.parameters(), *module.buffers()]}
+    return storage_bytes(one for one in kept if one.untyped_storage()._cdata not in there)
