@@ -3,9 +3,10 @@
     python benchmarks/memory_prediction.py            # all models, and the 7-billion-parameter one
     python benchmarks/memory_prediction.py GPT-6 ViT  # some
 
-Measured is what the allocator did in the second step: the running sum of ``torch.profiler``'s memory
-events on top of what was there before (parameters, buffers, optimizer state, inputs). Predicted is
-``profile_graph`` for the same step, and ``torch.distributed._tools.MemTracker`` under fake tensors.
+Measured is what the allocator did in the second step: the running sum of the memory events of
+``torch.profiler`` on top of what was there before (parameters, buffers, optimizer state, inputs).
+Predicted is ``profile_graph`` for the same step. Torch's own tool for it is
+``torch.distributed._tools.MemTracker``, which watches a step that really runs.
 """
 
 from __future__ import annotations
@@ -28,9 +29,8 @@ from measure import RESULTS, machine
 from model_zoo import ZOO
 from tabulate import tabulate
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from lightning_unitscale.profiler import profile_graph
 
@@ -59,7 +59,7 @@ class _Block(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        batch, length, width = x.shape
+        batch, length, _ = x.shape
         qkv = self.qkv(self.norms[0](x)).view(batch, length, 3, self.num_heads, -1)
         query, key, value = qkv.permute(2, 0, 3, 1, 4)
         y = F.scaled_dot_product_attention(query, key, value, is_causal=True)
@@ -185,33 +185,22 @@ def measure(case: Case) -> tuple[int, int]:
     return before + top, saved
 
 
-def track(build: Callable[[], Case]) -> tuple[int | None, float]:
-    """Peak by torch's MemTracker, which also runs fake tensors, and its seconds."""
+def track(case: Case) -> tuple[int | None, float]:
+    """Peak by torch's MemTracker, and its seconds; ``None`` where it fails."""
     from torch.distributed._tools.mem_tracker import MemTracker
 
-    case = build()
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-
-        def fake(one: Any) -> Any:
-            return mode.from_tensor(one) if isinstance(one, Tensor) else one
-
-        for module in case.model.modules():
-            for table in (module._parameters, module._buffers):
-                for name, one in table.items():
-                    if one is not None:
-                        table[name] = fake(one)
-        case = Case(case.model, tree_map(fake, case.inputs), case.loss)
-        optimizer = torch.optim.AdamW(case.model.parameters(), foreach=False, capturable=True)
-        tracker = MemTracker()
-        tracker.track_external(case.model, optimizer, *tree_leaves(case.inputs))
-        start = time.perf_counter()
-        try:
+    optimizer = torch.optim.AdamW(case.model.parameters())
+    train_step(case, optimizer)
+    tracker = MemTracker()
+    tensors = [one for one in tree_leaves(case.inputs) if isinstance(one, Tensor)]
+    tracker.track_external(case.model, optimizer, *tensors)
+    start = time.perf_counter()
+    try:
+        with tracker:
             train_step(case, optimizer)
-            with tracker:
-                train_step(case, optimizer)
-        except Exception as error:
-            print(f"MemTracker: {type(error).__name__}: {error}"[:200], file=sys.stderr)
-            return None, 0.0
+    except Exception as error:
+        print(f"MemTracker: {type(error).__name__}: {error}"[:200], file=sys.stderr)
+        return None, 0.0
     snapshot = tracker.get_tracker_snapshot("peak")
     return sum(one["Total"] for one in snapshot.values()), time.perf_counter() - start
 
@@ -224,7 +213,7 @@ def examine(name: str) -> dict[str, Any]:
     )
     seconds = time.perf_counter() - start
     measured, saved = measure(case)
-    tracked, tracker_seconds = track(CASES[name])
+    tracked, tracker_seconds = track(CASES[name]())
     return {
         "model": name,
         "measured MiB": round(measured / MIB, 3),

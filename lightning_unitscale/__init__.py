@@ -8,12 +8,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lightning_unitscale.callbacks import ScaleMonitor, UnitScaleCallback
+    from lightning_unitscale.callbacks import RematCallback, ScaleMonitor, UnitScaleCallback
 
 __version__ = "0.1.0"
 
 # public name -> the module that defines it
 _EXPORTS = {
+    "RematCallback": "lightning_unitscale.callbacks",
     "ScaleMonitor": "lightning_unitscale.callbacks",
     "UnitScaleCallback": "lightning_unitscale.callbacks",
 }
@@ -25,13 +26,14 @@ _SUBMODULES = frozenset(
         "functional",
         "graph",
         "quantize",
+        "remat",
         "statistics",
         "tensorboard",
         "transforms",
     }
 )
 
-__all__ = ["ScaleMonitor", "UnitScaleCallback", "__version__"]
+__all__ = ["RematCallback", "ScaleMonitor", "UnitScaleCallback", "__version__"]
 
 
 def __getattr__(name: str) -> Any:

@@ -17,7 +17,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from typing_extensions import override
 
 from lightning_unitscale.callbacks import ScaleMonitor
-from lightning_unitscale.profiler import profile_graph
+from lightning_unitscale.profiler import DeviceType, profile_graph
 from lightning_unitscale.report.command import main as report_command
 
 # What a shell reports for a program that Ctrl-C ended.
@@ -186,7 +186,8 @@ class ProfileCLI(UnitScaleCLI):
     def before_instantiate_classes(self) -> None:
         trainer = self.config.trainer
         gpus = ("gpu", "cuda") if not torch.cuda.is_available() else ("gpu", "cuda", "auto")
-        self._device = self.config.device or ("cuda" if trainer.accelerator in gpus else "cpu")
+        default: DeviceType = "cuda" if trainer.accelerator in gpus else "cpu"
+        self._device: DeviceType = self.config.device or default
         # The simulated device need not be there, and nothing of a run is wanted.
         trainer.accelerator, trainer.devices, trainer.num_nodes = "cpu", 1, 1
         trainer.strategy, trainer.logger, trainer.callbacks = "auto", False, None
@@ -210,7 +211,7 @@ class ProfileCLI(UnitScaleCLI):
             optimizer=self._optimizer(),
             method="training_step",
             context=context,
-            **{name: value for name, value in given.items() if name in wanted},
+            **{name: value for name, value in given.items() if name in wanted},  # type: ignore[arg-type]
         )
         print(f"{profile.module_table(depth=2)}\n")
         print(profile.table(self.config.sort_by, self.config.limit))

@@ -284,7 +284,7 @@ class TestProfile:
         )
         assert done.returncode == 0, done.stderr
         assert "blocks.0.mlp.up.linear" in done.stdout
-        assert re.search(r"Peak \d\S* MiB on cpu in the backward pass of \S+", done.stdout)
+        assert re.search(r"Peak \S+ \wiB on cpu in the \w+ pass of \S+", done.stdout)
         assert re.search(r"Largest batch within 50000000 bytes: \d+", done.stdout)
         profile = GraphProfile.load("profile.json")
         assert profile.batch_size == 2

@@ -54,7 +54,7 @@ class RuleScaling:
         self.options = options
         self.lr_scaling = lr_scaling
         self.init_weights = init_weights
-        self.rules = RuleRewrite(replace)
+        self.rules = RuleRewrite(options, replace)
         self.gradients = ParameterGradients()
         self._undo: list[Callable[[], None]] = []
         self._rates_follow = False

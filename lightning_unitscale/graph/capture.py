@@ -368,11 +368,6 @@ def _checkpoint(body: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
     return torch.utils.checkpoint.checkpoint(body.forward, *args, use_reentrant=False, **kwargs)
 
 
-def concrete_size(size: int | torch.SymInt) -> int:
-    """The number behind a symbolic size, without adding a guard on it."""
-    return size if isinstance(size, int) else int(size.node.hint)
-
-
 def autocast_dtypes(graph: fx.Graph) -> dict[fx.Node, torch.dtype]:
     """For each node that runs under autocast, the type that autocast casts to.
 

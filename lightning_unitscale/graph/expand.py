@@ -21,10 +21,10 @@ from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode, wrap_torch_function
 from torch.utils._pytree import tree_flatten, tree_map
 
+from lightning_unitscale.functional.sizes import concrete_size
 from lightning_unitscale.graph.capture import (
     attention_is_composite,
     autocast_dtypes,
-    concrete_size,
     fake_mode_of,
 )
 from lightning_unitscale.graph.nodes import MODULE, NAME, example_tensor, op_name, tensor_name

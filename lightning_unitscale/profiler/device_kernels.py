@@ -1,9 +1,10 @@
 """Which operators a device runs for the functions that do not run the same ones everywhere.
 
-The CPU and a GPU save different things for the backward pass: of a dropout the CPU keeps the scaled
-mask in the type of the input, a GPU a mask of booleans; attention has other kernels, and a GPU fuses
-the RMS norm. On fake tensors torch decides as for the CPU (see ``memory.SimulatedDevice``), so what
-a GPU would take is chosen here, and what its autocast does otherwise than the CPU's.
+The CPU and a GPU save different things for the backward pass: of a dropout the CPU keeps the
+scaled mask in the type of the input, a GPU a mask of booleans; attention has other kernels, and a
+GPU fuses the RMS norm. On fake tensors torch decides as for the CPU (see
+``memory.SimulatedDevice``), so what a GPU would take is chosen here, and what its autocast does
+otherwise than the CPU's.
 """
 
 from __future__ import annotations

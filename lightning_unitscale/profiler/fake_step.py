@@ -14,11 +14,10 @@ from torch.autograd.graph import saved_tensors_hooks as saving
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map
 
+from lightning_unitscale.profiler.fake_copies import FakeCopies
 from lightning_unitscale.profiler.memory import (
     DATA_DEPENDENT,
-    FakeCopies,
     SimulatedDevice,
-    StorageRecorder,
     autocast_for,
     run_backward,
 )
@@ -28,6 +27,7 @@ from lightning_unitscale.profiler.optimizer_state import (
     state_tensors,
 )
 from lightning_unitscale.profiler.step_record import NodeRecord, StepRecord
+from lightning_unitscale.profiler.storage_recorder import StorageRecorder
 
 # What a module may refer to that is neither part of it nor copied with it: Lightning's Trainer.
 _SHARED = ("_trainer", "_fabric")
@@ -64,7 +64,7 @@ class FakeStep:
         self.mode = SimulatedDevice(device)
         self.device = device
         self.recorder = StorageRecorder(device)
-        copies = FakeCopies(self.mode, device)
+        copies = FakeCopies(self.mode)
         self.module = _fake_copy(module, copies)
         self.inputs = tree_map(
             lambda one: copies.of(one) if isinstance(one, Tensor) else one, inputs

@@ -30,8 +30,8 @@ def load(text: str, kind: type[T]) -> T:
         return typing.cast(T, _typed(content, kind))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(
-            f"`text`: it is no profile ({error}); expected what GraphProfile.to_json() gave in this "
-            "version; profile again."
+            f"`text`: it is no profile ({error}); expected what GraphProfile.to_json() gave "
+            "in this version; profile again."
         ) from error
 
 

@@ -15,10 +15,10 @@ from lightning_unitscale.profiler.batch_size import batch_size_of
 from lightning_unitscale.profiler.device_kernels import Call, calls_of
 from lightning_unitscale.profiler.fake_step import FakeStep
 from lightning_unitscale.profiler.graph_profile import GraphProfile, make_profile
-from lightning_unitscale.profiler.memory import StorageRecorder
 from lightning_unitscale.profiler.optimizer_state import OptimizerLike
 from lightning_unitscale.profiler.profiling import DeviceType, known_device
 from lightning_unitscale.profiler.step_record import OUTSIDE, NodeRecord
+from lightning_unitscale.profiler.storage_recorder import StorageRecorder
 
 COSTS = "node_costs"
 _CALLS = frozenset({"call_function", "call_method", "call_module"})

@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_unitscale.graph.expand import _open_function
-from lightning_unitscale.profiler.memory import StorageRecorder
 from lightning_unitscale.profiler.step_record import OUTSIDE, NodeRecord
+from lightning_unitscale.profiler.storage_recorder import StorageRecorder
 
 # What Python calls when the tensor is on the right; a graph has the function itself.
 _REFLECTED = {"radd": "add", "rsub": "sub", "rmul": "mul", "rmatmul": "matmul", "rpow": "pow",

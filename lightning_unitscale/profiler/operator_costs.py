@@ -4,8 +4,8 @@ Works on anything that has the arguments of the operator: fake tensors in a disp
 ``meta["val"]`` of the nodes of a graph that AOTAutograd traced (:func:`aten_node_costs`).
 
 A multiplication with an addition counts as two operations. Only products are counted (matrix
-products, convolutions, attention), as `torch.utils.flop_counter` does; what an elementwise operation
-costs is the bytes that it moves.
+products, convolutions, attention), as `torch.utils.flop_counter` does; what an elementwise
+operation costs is the bytes that it moves.
 """
 
 from __future__ import annotations

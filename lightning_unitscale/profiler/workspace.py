@@ -1,10 +1,9 @@
 """What a kernel allocates for itself while it runs, which no fake tensor shows.
 
 Read off the allocator's events of single operators (torch 2.13, AVX-512). oneDNN blocks channels by
-the width of the machine's vectors and tiles 16-bit products as it sees fit, so its copies may differ
-a little elsewhere. For CUDA
-only the buffers of the attention kernels are known here; the workspace that cuBLAS keeps per stream
-is not a tensor of the step and is left out.
+the width of the machine's vectors and tiles 16-bit products as it sees fit, so its copies may be
+a little different elsewhere. For CUDA only the buffers of the attention kernels are known here; the
+workspace that cuBLAS keeps per stream is not a tensor of the step and is left out.
 """
 
 from __future__ import annotations

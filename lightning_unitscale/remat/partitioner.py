@@ -242,19 +242,15 @@ class RematPartitioner(CustomPartitionerFn):
         resident, forward = (0, 0)
         if self.resident is not None:
             resident, forward = self.resident(_static_bytes(gm, static_lifetime_input_indices))
-        planner = Planner(problem, resident_bytes=resident, forward_bytes=forward)
-        plan = planner.default if self.budget == "default" else planner.plan(self.budget)
+        plan = self.choose(Planner(problem, resident_bytes=resident, forward_bytes=forward))
         if self.on_plan is not None:
             self.on_plan(plan)
-        return split(
-            gm,
-            problem,
-            nodes,
-            plan.saved,
-            num_fwd_outputs,
-            segments=plan.segments,
-            kept=plan.kept,
-        )
+        options = {"segments": plan.segments, "kept": plan.kept}
+        return split(gm, problem, nodes, plan.saved, num_fwd_outputs, **options)
+
+    def choose(self, planner: Planner) -> RematPlan:
+        """The plan of one graph; a subclass may choose another."""
+        return planner.default if self.budget == "default" else planner.plan(self.budget)
 
     def uuid(self) -> Any:
         """What Inductor's cache keys compiled graphs by; ``None``, no cache, if sizes can change."""
@@ -263,6 +259,26 @@ class RematPartitioner(CustomPartitionerFn):
         ops = sorted(map(str, self.recomputable_ops)) if self.recomputable_ops is not None else None
         model = None if self.cost_model is None else self.cost_model.key()
         return f"remat-{PLANNER_VERSION}-{self.budget!r}-{model}-{ops}"
+
+
+class PlanOnly(RematPartitioner):
+    """Keeps the planner of every joint graph, and partitions by the default.
+
+    Args:
+        cost_model: As of :class:`RematPartitioner`.
+        resident_bytes: Bytes alive throughout beside the graph's inputs.
+    """
+
+    def __init__(self, cost_model: CostModel | None = None, resident_bytes: int = 0) -> None:
+        super().__init__(
+            "default", cost_model=cost_model, resident=lambda static: (resident_bytes, 0)
+        )
+        self.planners: list[Planner] = []
+
+    def choose(self, planner: Planner) -> RematPlan:
+        """The default plan; the planner is kept."""
+        self.planners.append(planner)
+        return planner.default
 
 
 def default_partition(

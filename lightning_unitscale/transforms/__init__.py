@@ -1,5 +1,8 @@
 """Transforms of plain modules, and the passes that the callbacks share with them."""
 
+from importlib import import_module
+from typing import Any
+
 from lightning_unitscale.transforms.compile import compile
 from lightning_unitscale.transforms.gauge import Gauge, GaugePair
 from lightning_unitscale.transforms.lossless_unit_scale import lossless_unit_scale
@@ -23,7 +26,15 @@ __all__ = [
     "prune_non_float_tensors",
     "prune_same_scale_tensors",
     "prune_selected_nodes",
+    "remat",
     "simulate_format",
     "simulate_fp8",
     "track_scales",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # Planning stands on the profiles of graphs, above the transforms: it is not imported here.
+    if name == "remat":
+        return import_module("lightning_unitscale.remat").remat
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

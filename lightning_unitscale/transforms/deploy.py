@@ -57,7 +57,7 @@ def deploy(
     graph_module.graph.lint()
     graph_module.recompile()
     graph_module.train(module.training)
-    graph_module.unfolded = factors_left(graph_module)
+    vars(graph_module)["unfolded"] = factors_left(graph_module)
     if steps_of(module) is not None and "forward" in module.__dict__:
         _require_equal(module, graph_module, example_args, example_kwargs)
     return graph_module
@@ -76,7 +76,7 @@ def _rules_of(module: nn.Module) -> RuleRewrite:
             "plain module already."
         )
     replace = next((one.replace for one in passes if isinstance(one, RuleRewrite)), None)
-    rules = RuleRewrite(replace)
+    rules = RuleRewrite(replace=replace)
     by_name = {key("forward", name.partition(":")[2]): one for name, one in plan.items()}
     rules.set_plan(RulePlan(by_name, plan.parameters))
     return rules

@@ -90,7 +90,7 @@ def unit_scale(
     )
     check_options(options)
     _reject_scaled(module)
-    rules = RuleRewrite(replace)
+    rules = RuleRewrite(options, replace)
     gradients = ParameterGradients()
     lossless = LosslessUnitScale("products", measures_drift=False)
     new, step = captured_forward(module, "unit_scale", rules, gradients, lossless)

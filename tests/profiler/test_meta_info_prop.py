@@ -32,7 +32,7 @@ def test_a_symbolic_trace_has_the_costs_of_the_module(device: str) -> None:
     fields = ("fwd_mem_in", "fwd_mem_tmp", "fwd_mem_out", "bwd_mem_out", "fwd_flops")
     for ours, theirs in zip(costs.values(), direct.nodes, strict=False):
         assert all(getattr(ours, name) == getattr(theirs, name) for name in fields)
-    assert list(costs)[0] in info.summary()
+    assert next(iter(costs)) in info.summary()
 
 
 def test_dynamos_graph_takes_its_parameters_as_inputs() -> None:

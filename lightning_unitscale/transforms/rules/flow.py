@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from lightning_unitscale.functional.sizes import numel_of
 from lightning_unitscale.graph.capture import is_checkpoint
 from lightning_unitscale.graph.nodes import INPUT, example_tensor, is_float_tensor, op_name
 
@@ -94,6 +95,10 @@ class Flow:
     def parameters(self) -> dict[str, fx.Node]:
         """The node of every parameter."""
         return dict(self._by_fqn)
+
+    def node_of_parameter(self, fqn: str) -> fx.Node:
+        """The node of one parameter."""
+        return self._by_fqn[fqn]
 
     def is_learned(self, node: fx.Node) -> bool:
         """Whether a tensor depends on a parameter; it need not require a gradient for that."""
@@ -250,14 +255,7 @@ def _may_be_float(node: fx.Node) -> bool:
 def numel(node: fx.Node) -> int:
     """Number of elements of a node's example, 0 for what is no tensor."""
     tensor = example_tensor(node)
-    return 0 if tensor is None else _concrete(tensor)
-
-
-def _concrete(tensor: Tensor) -> int:
-    total = 1
-    for size in tensor.shape:
-        total *= size if isinstance(size, int) else int(size.node.hint)
-    return total
+    return 0 if tensor is None else int(numel_of(tensor))
 
 
 def is_softmax(node: fx.Node) -> bool:

@@ -16,7 +16,7 @@ from lightning_unitscale.graph.products import product_of
 from lightning_unitscale.graph.steps import CapturedStep
 from lightning_unitscale.transforms.calibration import restoring
 from lightning_unitscale.transforms.rules.decide import Decider
-from lightning_unitscale.transforms.rules.flow import Recorder
+from lightning_unitscale.transforms.rules.flow import Flow, Recorder
 from lightning_unitscale.transforms.rules.plan import (
     Decision,
     ParameterPlan,
@@ -36,7 +36,7 @@ def plan_step(
     step: CapturedStep,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-    settings: RuleOptions,
+    options: RuleOptions,
     known: RulePlan,
     *,
     init_weights: bool = True,
@@ -52,7 +52,7 @@ def plan_step(
         step: The captured step; its graphs must not be reparametrized yet.
         args: Positional arguments; the step gets a copy.
         kwargs: Keyword arguments; the step gets a copy.
-        settings: The user's choices.
+        options: The user's choices.
         known: What is decided already: operations of other steps keep their factors, and
             parameters are scaled once.
         init_weights: Whether parameters are set to unit scale.
@@ -62,7 +62,7 @@ def plan_step(
         ``known`` and what is new. Parameters are not touched yet.
     """
     for _ in range(_MAX_ATTEMPTS):
-        found = _plan_once(step, args, kwargs, settings, known, init_weights, backward)
+        found = _plan_once(step, args, kwargs, options, known, init_weights, backward)
         if found is not None:
             return known.updated(found)
     raise RuntimeError(
@@ -76,7 +76,7 @@ def _plan_once(
     step: CapturedStep,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-    settings: RuleOptions,
+    options: RuleOptions,
     known: RulePlan,
     init_weights: bool,
     backward: bool,
@@ -95,8 +95,8 @@ def _plan_once(
     decider = Decider(
         structure,
         parameters,
-        _branch_weights(residuals, settings),
-        settings,
+        _branch_weights(residuals, options),
+        options,
         rehearsal.measure,
         prior=_by_name(known),
     )
@@ -107,6 +107,38 @@ def _plan_once(
         return None
     decisions = {key(step.name, name): one for name, one in decider.decisions.items()}
     return RulePlan(decisions, _with_output_scales(structure, parameters, decider.decisions))
+
+
+def plan_graph(
+    graph_module: fx.GraphModule, step: str, options: RuleOptions, known: RulePlan
+) -> RulePlan:
+    """Decide on a graph that no rehearsal has run: a branch that the step takes later on.
+
+    Nothing is measured; where no rule knows a scale it is taken for 1. Parameters that are not at
+    unit scale already stay as they are.
+
+    Returns:
+        ``known`` and what is new.
+    """
+    flow = Flow()
+    flow.add_graph(graph_module, [])
+    flow.finish([])
+    residuals = find_residuals(flow)
+    structure = find_structure(flow, residuals)
+    _check_known_parameters(structure, known)
+    unknown = plan_parameters(structure, init_weights=False)
+    decider = Decider(
+        structure,
+        {**unknown, **known.parameters},
+        _branch_weights(residuals, options),
+        replace(options, on_unknown="keep"),
+        lambda node: None,
+        prior=_by_name(known),
+    )
+    for node in flow.nodes:
+        decider.before(node)
+    decisions = {key(step, name): one for name, one in decider.decisions.items()}
+    return known.updated(RulePlan(decisions, {}))
 
 
 def _with_output_scales(
@@ -125,12 +157,12 @@ def _with_output_scales(
     return plans
 
 
-def _branch_weights(residuals: Any, settings: RuleOptions) -> dict[fx.Node, float]:
+def _branch_weights(residuals: Any, options: RuleOptions) -> dict[fx.Node, float]:
     return branch_weights(
         residuals,
-        fixed=settings.residual,
-        residual_mult=settings.residual_mult,
-        residual_attn_ratio=settings.residual_attn_ratio,
+        fixed=options.residual,
+        residual_mult=options.residual_mult,
+        residual_attn_ratio=options.residual_attn_ratio,
     )
 
 

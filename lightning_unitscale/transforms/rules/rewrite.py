@@ -24,7 +24,9 @@ from lightning_unitscale.graph.nodes import (
 )
 from lightning_unitscale.graph.out_of_place import aliased_by_mutation
 from lightning_unitscale.graph.passes import GraphPass, Region, Stage, StepGraph
-from lightning_unitscale.transforms.rules.plan import Decision, RulePlan, key
+from lightning_unitscale.graph.products import product_of
+from lightning_unitscale.transforms.rules.plan import Decision, RuleOptions, RulePlan, key
+from lightning_unitscale.transforms.rules.planning import plan_graph
 
 # Set on the nodes that multiply by a factor of the rules.
 FACTOR = "rule_factor"
@@ -42,8 +44,11 @@ class RuleRewrite(GraphPass):
     out_of_place = True
 
     def __init__(
-        self, replace: Mapping[Callable[..., Any], Callable[..., Any]] | None = None
+        self,
+        options: RuleOptions | None = None,
+        replace: Mapping[Callable[..., Any], Callable[..., Any]] | None = None,
     ) -> None:
+        self.options = options or RuleOptions()
         self.replace = checked_replace(replace)
         self.kept_whole = tuple(self.replace)
         self.plan = RulePlan()
@@ -55,13 +60,14 @@ class RuleRewrite(GraphPass):
     def run(self, graph: StepGraph) -> tuple[str, ...]:
         """Rewrite one graph."""
         counts: Counter[str] = Counter()
-        is_planned = graph.step in self.plan.steps()
         for region in graph.regions():
-            if is_planned:
-                self._check_readers(graph.step, region)
+            counts["replaced"] += replace_functions(region.graph, self.replace)
+        if self._is_new(graph):
+            counts["branch taken later"] += 1
+            self.plan = plan_graph(graph.graph_module, graph.step, self.options, self.plan)
+        for region in graph.regions():
             mutated = aliased_by_mutation(region.graph)
             scaled: dict[tuple[fx.Node, float], fx.Node] = {}
-            counts["replaced"] += replace_functions(region.graph, self.replace)
             for node in list(region.graph.nodes):
                 decision = self.plan.get(key(graph.step, tensor_name(node)))
                 if decision is None or decision.op != op_name(node) or not decision.changes:
@@ -73,27 +79,29 @@ class RuleRewrite(GraphPass):
         what = ", ".join(f"{count} by {how}" for how, count in counts.items() if count)
         return (f"factors on {counts.total()} operations: {what}",)
 
-    def _check_readers(self, step: str, region: Region) -> None:
-        """A parameter at unit scale must not be read by what was never decided on."""
-        for node in region.graph.find_nodes(op="placeholder"):
-            given = node.meta.get(INPUT)
-            plan = None if given is None else self.plan.parameters.get(given.fqn)
-            if plan is None or plan.action == "left":
-                continue
-            for reader in node.users:
-                name = key(step, tensor_name(reader))
-                if is_float_tensor(reader) and name not in self.plan:
-                    raise RuntimeError(
-                        f"{step}: {tensor_name(reader)} reads {given.fqn}, which was set to unit "
-                        "scale on the first call; expected every operation that reads it to run "
-                        "in that call too; begin with arguments that take this path, or pass "
-                        "init_weights=False."
-                    )
+    def _is_new(self, graph: StepGraph) -> bool:
+        """Whether a step that was decided on has operations that count and are not decided on."""
+        if graph.step not in self.plan.steps():
+            return False
+        return any(
+            key(graph.step, tensor_name(node)) not in self.plan
+            for region in graph.regions()
+            for node in region.graph.nodes
+            if is_float_tensor(node) and (product_of(node) is not None or _reads_parameter(node))
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RuleRewrite:
         new = copy.copy(self)
         memo[id(self)] = new
         return new
+
+
+def _reads_parameter(node: fx.Node) -> bool:
+    return any(
+        INPUT in one.meta and one.meta[INPUT].kind == "parameter"
+        for one in node.all_input_nodes
+        if one.op == "placeholder"
+    )
 
 
 def checked_replace(

@@ -288,7 +288,7 @@ def _info(
     structure: Structure, fqn: str, uses: Iterable[Use], depths: Mapping[fx.Node, int]
 ) -> ParameterInfo:
     flow = structure.flow
-    node = flow.parameters()[fqn]
+    node = flow.node_of_parameter(fqn)
     uses = tuple(uses)
     tensor = example_tensor(node)
     assert tensor is not None

@@ -17,6 +17,17 @@ Example = tuple[nn.Module, tuple[Any, ...]]
 VOCABULARY = 64
 
 
+class Of(nn.Module):
+    """A function of a list of modules and the inputs."""
+
+    def __init__(self, function: Callable[..., Any], *parts: nn.Module) -> None:
+        super().__init__()
+        self.function, self.parts = function, nn.ModuleList(parts)
+
+    def forward(self, *inputs: Any) -> Any:
+        return self.function(self.parts, *inputs)
+
+
 class Attention(nn.Module):
     """Causal or full self-attention, fused."""
 

@@ -7,17 +7,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
-from benchmarks.architectures import Operands, ProductObserver
 from lightning_unitscale.graph.steps import ModuleSteps, steps_of
 from lightning_unitscale.transforms.attach import captured_forward
 from lightning_unitscale.transforms.rules.flow import Flow, Recorder
-from lightning_unitscale.transforms.rules.plan import Decision, ParameterPlan, RuleOptions, RulePlan
+from lightning_unitscale.transforms.rules.plan import Decision, ParameterPlan, RulePlan
 from lightning_unitscale.transforms.rules.residuals import Residual, find_residuals
 from lightning_unitscale.transforms.rules.rewrite import RuleRewrite
 from lightning_unitscale.transforms.rules.roles import Structure, find_structure
 from lightning_unitscale.transforms.rules.weights import ParameterGradients
-from tests.helpers import run, same_bits
+from tests.helpers import PRODUCT_OPERANDS, OperandMeter, run, same_bits
 
 
 def pass_of(module: nn.Module, kind: type) -> Any:
@@ -58,12 +58,14 @@ def rules_alone(module: nn.Module) -> nn.Module:
 def differing_parameters(module: nn.Module, *inputs: Any, **options: Any) -> list[str]:
     """Parameters whose gradient is not that of the rewritten function times its power of two.
 
-    The losses must have the same bits too; ``"loss"`` stands for them.
+    The results must have the same bits too; ``"output"`` stands for them.
     """
     exponents = pass_of(module, ParameterGradients).log2_factors
     given = run(module, *inputs, **options)
     expected = run(rules_alone(module), *inputs, **options)
-    names = [] if same_bits(given["output"], expected["output"]) else ["loss"]
+    pairs = zip(tree_leaves(given["output"]), tree_leaves(expected["output"]), strict=True)
+    same = all(same_bits(one, other) for one, other in pairs if isinstance(one, Tensor))
+    names = [] if same else ["output"]
     for fqn, gradient in expected["parameters"].items():
         other = given["parameters"][fqn]
         if (gradient is None) != (other is None):
@@ -75,15 +77,44 @@ def differing_parameters(module: nn.Module, *inputs: Any, **options: Any) -> lis
     return names
 
 
-def operands_of(module: nn.Module, *inputs: Any) -> Operands:
+class ProductMeter(OperandMeter):
+    """Tells the gradients that arrive at products from what the products read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gradients: list[tuple[str, float]] = []
+        self.in_backward = False
+        # Kept alive, so that no later tensor gets the same memory.
+        self._seen: dict[int, Tensor] = {}
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Captured graphs run under this mode as they do without it."""
+        return True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = func._schema.name
+        for position in PRODUCT_OPERANDS.get(name, ()):
+            operand = args[position]
+            address = operand.untyped_storage().data_ptr()
+            if not self.in_backward:
+                self._seen[address] = operand
+            group = self.readings if address in self._seen else self.gradients
+            group.append((f"{name}[{position}]", rms(operand)))
+        return func(*args, **(kwargs or {}))
+
+
+def operands_of(module: nn.Module, *inputs: Any) -> ProductMeter:
     """RMS of what matrix products read in one seeded step, seen from outside of the package."""
     module.zero_grad()
     torch.manual_seed(3)
-    with ProductObserver() as observer:
+    with ProductMeter() as meter:
         loss = module(*inputs)
-        observer.in_backward = True
+        meter.in_backward = True
         loss.backward()
-    return observer.operands
+    return meter
 
 
 def share_within(values: list[tuple[str, float]], factor: float) -> float:
@@ -108,10 +139,6 @@ def residuals_of(module: nn.Module, *inputs: Any) -> list[Residual]:
 def structure_of(module: nn.Module, *inputs: Any) -> Structure:
     flow = flow_of(module, *inputs)
     return find_structure(flow, find_residuals(flow))
-
-
-def options(**changed: Any) -> RuleOptions:
-    return RuleOptions(**changed)
 
 
 def rms(tensor: Tensor) -> float:

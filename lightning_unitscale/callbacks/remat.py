@@ -1,0 +1,176 @@
+"""The callback that trains a LightningModule within a memory budget."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.profilers import PyTorchProfiler
+from lightning.pytorch.utilities.rank_zero import rank_zero_info  # type: ignore[attr-defined]
+from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
+
+from lightning_unitscale.callbacks.module_steps import attach_steps
+from lightning_unitscale.graph.steps import ModuleSteps
+from lightning_unitscale.remat.budget import Budget, check_budget, format_bytes
+from lightning_unitscale.remat.measure import PeakMeter
+from lightning_unitscale.remat.report import RematReport
+from lightning_unitscale.remat.resident import gradient_bytes, optimizer_state_bytes
+from lightning_unitscale.remat.step_partitioner import StepPartitioner
+
+
+class RematCallback(pl.Callback):
+    """Trains a LightningModule within a memory budget: same losses, same weights, fewer bytes.
+
+    ``training_step`` is captured, and its forward and backward graph are planned together: what is
+    kept between them and what runs again, at the least estimated time within the budget. Random
+    operations are kept or replayed from their generator's state, checkpoints of the user's own are
+    honoured, and no gradient changes by a bit. At the end of a run the predicted and the measured
+    peak are logged as ``remat/predicted_peak_bytes`` and ``remat/measured_peak_bytes``.
+
+    Args:
+        budget: Limit on all tensor bytes alive at once in a training step: parameters, buffers,
+            batch, activations, gradients and the optimizer's state. An int or a string such as
+            ``"600MiB"`` is in bytes, a float in (0, 1] a fraction of the peak without
+            rematerialization; ``"min_cut"`` keeps as little as no further matrix product allows.
+        compile: Run the captured graphs by Inductor. Results then are those of ``torch.compile``
+            up to its rounding, and the prediction is an estimate: what it fuses is not stored.
+
+    Raises:
+        ValueError: If the budget is malformed; at the first batch, if it is below the floor, which
+            the message names.
+        MisconfigurationException: At ``setup``, if the module is compiled already or the callback
+            is given twice.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> from lightning_unitscale import RematCallback
+        >>> remat = RematCallback(0.6)
+        >>> trainer = Trainer(callbacks=[remat])  # after fit: print(remat.explain())
+    """
+
+    def __init__(self, budget: Budget, *, compile: bool = False) -> None:
+        super().__init__()
+        self.budget = check_budget(budget)
+        self.compile = compile
+        self.measured_peak_bytes: int | None = None
+        self._steps: ModuleSteps | None = None
+        self._partitioner: StepPartitioner | None = None
+        self._trainer: weakref.ref[pl.Trainer] | None = None
+        self._meter: PeakMeter | None = None
+        self._reports: list[RematReport] = []
+        self._explanation = "Nothing has been planned yet: run fit."
+
+    @property
+    def reports(self) -> list[RematReport]:
+        """What was planned for each graph of the training step, in the order of capture."""
+        return self._reports if self._partitioner is None else list(self._partitioner.reports)
+
+    @property
+    def predicted_peak_bytes(self) -> int | None:
+        """The highest predicted peak of the graphs; ``None`` before the first batch."""
+        return max((one.peak_bytes for one in self.reports), default=None)
+
+    def explain(self) -> str:
+        """The plans and, after a run, the measured peak beside the predicted one."""
+        if self._partitioner is not None:
+            self._explanation = self._partitioner.table()
+        measured = "" if self.measured_peak_bytes is None else f"\n\n{self._summary()}"
+        return self._explanation + measured
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if stage != "fit":
+            return  # without gradients nothing is kept
+        self._trainer = weakref.ref(trainer)
+        self.measured_peak_bytes = None
+        self._steps = attach_steps(trainer, pl_module, self)
+        self._partitioner = StepPartitioner(self.budget, pl_module, self._around)
+        self._steps.partition_by(self._partitioner)
+        if self.compile:
+            self._steps.use_executor("inductor")
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        measures_already = isinstance(trainer.profiler, PyTorchProfiler)  # type: ignore[attr-defined]
+        if self.measured_peak_bytes is not None or trainer.global_step < 1 or measures_already:
+            return  # the first step compiles, and makes the optimizer's state
+        self._meter = PeakMeter(pl_module.device)
+        parameters = list(pl_module.parameters())
+        states = [dict(state) for one in trainer.optimizers for state in one.state.values()]
+        gradients = [one.grad for one in parameters if one.grad is not None]
+        self._meter.start([parameters, list(pl_module.buffers()), gradients, states, batch])
+
+    @override
+    def on_train_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        if self._meter is not None:
+            self.measured_peak_bytes = self._meter.stop()
+            self._meter = None
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self.predicted_peak_bytes is None:
+            return
+        metrics = {"remat/predicted_peak_bytes": float(self.predicted_peak_bytes)}
+        if self.measured_peak_bytes is not None:
+            metrics["remat/measured_peak_bytes"] = float(self.measured_peak_bytes)
+        for logger in trainer.loggers:
+            logger.log_metrics(metrics, step=trainer.global_step)
+        rank_zero_info(f"RematCallback: {self._summary()}")
+
+    @override
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._restore()
+
+    @override
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        self._restore()
+
+    def _summary(self) -> str:
+        predicted, measured = self.predicted_peak_bytes, self.measured_peak_bytes
+        assert predicted is not None
+        text = f"predicted peak {format_bytes(predicted)}"
+        if measured is None:
+            return f"{text}, not measured: the run had no second step"
+        error = 100 * (predicted / measured - 1)
+        return f"{text}, measured {format_bytes(measured)} ({error:+.1f} %)"
+
+    def _around(self) -> tuple[int, int]:
+        """Bytes beside the module's own: throughout, and in the forward pass only."""
+        trainer = None if self._trainer is None else self._trainer()
+        if trainer is None:
+            return 0, 0
+        module = trainer.lightning_module
+        gradients = gradient_bytes(module)
+        always = optimizer_state_bytes(trainer.optimizers)
+        if isinstance(trainer.strategy.model, DistributedDataParallel):
+            always += gradients  # its buckets
+        if trainer.accumulate_grad_batches > 1:
+            return always + gradients, 0
+        # Lightning drops the last step's gradients between the forward and the backward pass.
+        return always, gradients
+
+    def _restore(self) -> None:
+        if self._steps is None:
+            return
+        if self._meter is not None:
+            self._meter.stop()
+            self._meter = None
+        self.explain()
+        self._reports = self.reports
+        self._steps.partition_by(None)
+        self._steps.detach(type(self).__name__)
+        self._steps = None
+        self._partitioner = None

@@ -1,0 +1,71 @@
+"""Bytes alive in a step that its graph does not show: other parameters, gradients, optimizer state."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+_SIDE = 16
+
+
+def storage_bytes(values: Any) -> int:
+    """Bytes of all tensors in a nested value, each storage once."""
+    storages = {}
+    for one in tree_leaves(values):
+        if isinstance(one, Tensor):
+            storage = one.untyped_storage()
+            storages[storage._cdata] = storage.nbytes()
+    return sum(storages.values())
+
+
+def module_bytes(module: nn.Module) -> int:
+    """Bytes of a module's parameters and buffers, tied ones once."""
+    return storage_bytes([*module.parameters(), *module.buffers()])
+
+
+def gradient_bytes(module: nn.Module) -> int:
+    """Bytes of the gradients of a module's parameters once all of them exist."""
+    return storage_bytes([one for one in module.parameters() if one.requires_grad])
+
+
+def optimizer_state_bytes(optimizers: Iterable[Optimizer]) -> int:
+    """Bytes of the optimizers' states: as they are, or as they will be after the first step."""
+    return sum(_state_bytes(one) for one in optimizers)
+
+
+def _state_bytes(optimizer: Optimizer) -> int:
+    if optimizer.state:
+        return storage_bytes(list(map(dict, optimizer.state.values())))
+    parameters = [
+        one for group in optimizer.param_groups for one in group["params"] if one.requires_grad
+    ]
+    share = _state_share(optimizer)
+    return int(share * storage_bytes(parameters))
+
+
+def _state_share(optimizer: Optimizer) -> float:
+    """Bytes of state per byte of parameter, found by a step on a small one."""
+    probe = nn.Parameter(torch.zeros(_SIDE, _SIDE))
+    probe.grad = torch.zeros_like(probe)
+    settings = {**optimizer.defaults, "foreach": None, "fused": None}
+    settings = {key: value for key, value in settings.items() if key in optimizer.defaults}
+    try:
+        small = type(optimizer)([probe], **settings)
+        small.step()
+    except Exception as error:  # a user's class may need, and raise, anything
+        warnings.warn(
+            f"{type(optimizer).__name__}: its state could not be measured ({error}); expected a "
+            "class that can be made from parameters and its defaults; two values per parameter "
+            "are assumed.",
+            stacklevel=2,
+        )
+        return 2.0
+    states = tree_leaves(list(map(dict, small.state.values())))
+    kept = [one for one in states if isinstance(one, Tensor) and one.numel() >= _SIDE]
+    return storage_bytes(kept) / (4 * _SIDE * _SIDE)

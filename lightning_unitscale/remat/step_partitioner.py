@@ -1,0 +1,70 @@
+"""The partitioner of a module's captured steps: knows the module, and what else is in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from lightning_unitscale.graph.capture import num_graph_breaks
+from lightning_unitscale.remat.budget import Budget
+from lightning_unitscale.remat.partitioner import RematPartitioner
+from lightning_unitscale.remat.planner import RematPlan
+from lightning_unitscale.remat.report import RematReport
+from lightning_unitscale.remat.resident import module_bytes
+
+
+class StepPartitioner(RematPartitioner):
+    """Plans every graph of a module's steps and keeps the reports.
+
+    Args:
+        budget: As of :class:`RematPartitioner`.
+        module: The module.
+        around: Bytes beside the module's own: alive throughout, and in the forward pass only.
+
+    Attributes:
+        reports: What was planned, graph by graph in the order of capture.
+
+    Raises:
+        ValueError: When a step turns out to be several graphs and the budget is in bytes.
+    """
+
+    def __init__(
+        self,
+        budget: Budget,
+        module: nn.Module,
+        around: Callable[[], tuple[int, int]] = lambda: (0, 0),
+    ) -> None:
+        super().__init__(budget, resident=self._resident, on_plan=self._keep)
+        self.reports: list[RematReport] = []
+        self._module = module
+        self._around = around
+        self._breaks_before = num_graph_breaks()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StepPartitioner:
+        """One for the copied module; what its callback knows is not taken along."""
+        module = memo.get(id(self._module), self._module)
+        return StepPartitioner(self.budget, module)
+
+    def table(self) -> str:
+        """The reports as text."""
+        if not self.reports:
+            return "Nothing has been planned yet: run a step with gradients."
+        return "\n\n".join(
+            f"graph {i}\n{one.table()}" for i, one in enumerate(self.reports)
+        )
+
+    def _resident(self, static_bytes: int) -> tuple[int, int]:
+        if isinstance(self.budget, int) and num_graph_breaks() > self._breaks_before:
+            raise ValueError(
+                f"budget={self.budget!r}: the step breaks into several graphs, which are planned one "
+                "by one, so that bytes cannot be promised for all of them together; expected a step "
+                "that is captured whole, or a fraction such as budget=0.6, which holds for each "
+                "graph; explain() shows where it breaks."
+            )
+        always, forward = self._around()
+        return always + max(0, module_bytes(self._module) - static_bytes), forward
+
+    def _keep(self, plan: RematPlan) -> None:
+        self.reports.append(RematReport.of(plan))

@@ -1,0 +1,170 @@
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from examples.gpt import GPT
+from lightning_unitscale import RematCallback, ScaleMonitor, UnitScaleCallback
+from lightning_unitscale.graph.steps import steps_of
+from tests.callbacks.modules import Regression
+from tests.callbacks.runs import QUIET, MemoryLogger, Rows, loader
+
+
+def _bytes(generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    text = torch.randint(256, (65,), generator=generator)
+    return text[:-1], text[1:]
+
+
+class _GPT(GPT):
+    validation_step = pl.LightningModule.validation_step
+    test_step = pl.LightningModule.test_step
+
+
+def _gpt(dropout: float = 0.1) -> GPT:
+    torch.manual_seed(0)
+    return _GPT(width=64, depth=3, context=64, dropout=dropout, decay_steps=10)
+
+
+def _batches(count: int = 6) -> DataLoader:
+    return DataLoader(Rows(8 * count, _bytes), batch_size=8)
+
+
+def _fit(module: pl.LightningModule, data: DataLoader, *callbacks: pl.Callback, **options):
+    options = {**QUIET, "max_epochs": 1, **options}
+    ckpt_path = options.pop("ckpt_path", None)
+    trainer = pl.Trainer(callbacks=list(callbacks), **options)
+    torch.manual_seed(2)
+    trainer.fit(module, data, ckpt_path=ckpt_path)
+    return trainer
+
+
+def _assert_same_weights(one: nn.Module, other: nn.Module) -> None:
+    for (name, a), (_, b) in zip(
+        one.state_dict().items(), other.state_dict().items(), strict=True
+    ):
+        assert torch.equal(a, b), name
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5},
+        {"precision": "bf16-mixed"},
+    ],
+    ids=["plain", "accumulated", "mixed precision"],
+)
+def test_a_run_within_a_budget_is_the_same_run(options) -> None:
+    plain = _gpt()
+    _fit(plain, _batches(), RematCallback(1.0), **options)
+    planned, callback = _gpt(), RematCallback(0.75)
+    _fit(planned, _batches(), callback, **options)
+    _assert_same_weights(plain, planned)
+    assert callback.reports[0].recomputed_seconds > 0
+    assert steps_of(planned) is None
+
+
+def test_without_random_numbers_it_is_the_run_without_the_callback() -> None:
+    plain, planned = _gpt(dropout=0.0), _gpt(dropout=0.0)
+    _fit(plain, _batches())
+    _fit(planned, _batches(), RematCallback(0.75))
+    _assert_same_weights(plain, planned)
+
+
+@pytest.mark.parametrize("budget", [1.0, 0.85, "min_cut"])
+def test_the_prediction_is_what_is_measured(budget) -> None:
+    callback, logger = RematCallback(budget), MemoryLogger()
+    _fit(_gpt(dropout=0.0), _batches(4), callback, logger=logger)
+    predicted, measured = callback.predicted_peak_bytes, callback.measured_peak_bytes
+    assert predicted is not None and measured is not None
+    assert predicted == pytest.approx(measured, rel=0.01)
+    logged = logger.rows[-1][1]
+    assert logged == {
+        "remat/predicted_peak_bytes": predicted,
+        "remat/measured_peak_bytes": measured,
+    }
+    assert "measured" in callback.explain()
+
+
+def test_a_budget_in_bytes_is_kept() -> None:
+    unplanned = RematCallback(1.0)
+    _fit(_gpt(dropout=0.0), _batches(3), unplanned)
+    assert unplanned.measured_peak_bytes is not None
+    budget = int(0.8 * unplanned.measured_peak_bytes)
+    callback = RematCallback(budget)
+    _fit(_gpt(dropout=0.0), _batches(3), callback)
+    assert callback.measured_peak_bytes is not None
+    assert callback.measured_peak_bytes <= 1.005 * budget
+
+
+def test_a_budget_below_the_floor_names_the_floor() -> None:
+    module = _gpt()
+    with pytest.raises(ValueError, match=r"expected at least .* bytes\), the floor"):
+        _fit(module, _batches(), RematCallback("1MiB"))
+    assert steps_of(module) is None
+
+
+def test_a_resumed_run_is_the_same_run(tmp_path: Path) -> None:
+    whole = _gpt(dropout=0.0)
+    _fit(whole, _batches(), RematCallback(0.75), max_epochs=2)
+    first = _gpt(dropout=0.0)
+    trainer = _fit(first, _batches(), RematCallback(0.75), max_epochs=1)
+    trainer.save_checkpoint(tmp_path / "half.ckpt")
+    second = _gpt(dropout=0.0)
+    path = str(tmp_path / "half.ckpt")
+    _fit(second, _batches(), RematCallback(0.75), max_epochs=2, ckpt_path=path)
+    _assert_same_weights(whole, second)
+
+
+def test_it_plans_what_unit_scaling_made_and_the_monitor_sees() -> None:
+    plain, planned = _gpt(dropout=0.0), _gpt(dropout=0.0)
+    _fit(plain, _batches())
+    monitor = ScaleMonitor(every_n_steps=2)
+    callbacks = (RematCallback(0.8), UnitScaleCallback(), monitor)
+    _fit(planned, _batches(), *callbacks, logger=MemoryLogger())
+    _assert_same_weights(plain, planned)
+    assert monitor.snapshots
+
+
+class _Broken(Regression):
+    def training_step(self, batch, batch_idx):
+        x = self.first(batch[0]).relu()
+        torch._dynamo.graph_break()
+        loss = self.second(x).square().mean()
+        return loss
+
+
+def test_a_fraction_holds_for_each_graph_of_a_step_that_breaks() -> None:
+    callback = RematCallback(1.0)
+    _fit(_Broken(), loader(8), callback)
+    assert len(callback.reports) == 2
+
+
+def test_bytes_are_refused_for_a_step_that_breaks() -> None:
+    with pytest.raises(ValueError, match="breaks into several graphs"):
+        _fit(_Broken(), loader(8), RematCallback("1GiB"))
+
+
+@pytest.mark.parametrize("budget", ["a lot", 0.0, 1.5, -3, True, "0 MiB"])
+def test_a_malformed_budget_is_refused(budget) -> None:
+    with pytest.raises(ValueError, match="budget="):
+        RematCallback(budget)
+
+
+def test_it_is_given_once() -> None:
+    with pytest.raises(MisconfigurationException, match="2 times"):
+        _fit(_gpt(), _batches(), RematCallback(0.9), RematCallback(0.9))
+
+
+def test_inductor_runs_the_plan() -> None:
+    plain, planned = _gpt(dropout=0.0), _gpt(dropout=0.0)
+    _fit(plain, _batches(2), RematCallback(1.0, compile=True))
+    callback = RematCallback("min_cut", compile=True)
+    _fit(planned, _batches(2), callback)
+    assert callback.reports
+    for a, b in zip(plain.parameters(), planned.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
