@@ -1,4 +1,4 @@
-"""Step time of lossless unit scaling over the plain step, eager and compiled.
+"""Step time of unit scaling, lossless and by rules, over the plain step, eager and compiled.
 
 Run: ``python benchmarks/unit_scale_overhead.py``
 """
@@ -13,7 +13,7 @@ from measure import interleaved_medians, report
 from torch import nn
 
 from lightning_unitscale.transforms import compile as compile_graphs
-from lightning_unitscale.transforms import lossless_unit_scale
+from lightning_unitscale.transforms import lossless_unit_scale, unit_scale
 
 
 def main() -> None:
@@ -28,18 +28,22 @@ def main() -> None:
     plain = DemoLoss()
     products = lossless_unit_scale(plain, *batch)
     everything = lossless_unit_scale(plain, *batch, depth="all")
+    rules = unit_scale(plain)
+    rules(*batch)  # decides, before it is copied
     modules: dict[str, nn.Module] = {
         "eager, plain": plain,
         "eager, lossless products": products,
         "eager, lossless all": everything,
+        "eager, by rules": rules,
         "Inductor, plain": torch.compile(DemoLoss()),
         "Inductor, lossless products": compile_graphs(products),
         "Inductor, lossless all": compile_graphs(everything),
+        "Inductor, by rules": compile_graphs(rules),
     }
     steps = {name: training_step(module, batch) for name, module in modules.items()}
     seconds = interleaved_medians(steps, rounds=options.rounds, warmup=options.warmup)
     baselines = {name: f"{name.split(',')[0]}, plain" for name in seconds}
-    report("Lossless unit scaling, demo GPT", seconds, baselines, "unit_scale_overhead.json")
+    report("Unit scaling, demo GPT", seconds, baselines, "unit_scale_overhead.json")
 
 
 if __name__ == "__main__":

@@ -51,11 +51,10 @@ def step_arguments(
     """Positional arguments with which Lightning calls a step."""
     hook = getattr(module, step)
     arguments: list[Any] = [batch]
+    if is_param_in_hook_signature(hook, "batch_idx", min_args=2):
+        arguments.append(batch_idx)
     if step == "training_step":
-        if is_param_in_hook_signature(hook, "batch_idx", min_args=2):
-            arguments.append(batch_idx)
         return tuple(arguments)
-    arguments.append(batch_idx)
     if is_param_in_hook_signature(hook, "dataloader_idx", min_args=3):
         arguments.append(dataloader_idx)
     return tuple(arguments)

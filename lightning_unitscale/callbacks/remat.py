@@ -59,6 +59,7 @@ class RematCallback(pl.Callback):
         self._partitioner: StepPartitioner | None = None
         self._trainer: weakref.ref[pl.Trainer] | None = None
         self._meter: PeakMeter | None = None
+        self._gradients_seen = 0
         self._reports: list[RematReport] = []
         self._explanation = "Nothing has been planned yet: run fit."
 
@@ -85,6 +86,7 @@ class RematCallback(pl.Callback):
             return  # without gradients nothing is kept
         self._trainer = weakref.ref(trainer)
         self.measured_peak_bytes = None
+        self._gradients_seen = 0
         self._steps = attach_steps(trainer, pl_module, self)
         self._partitioner = StepPartitioner(self.budget, pl_module, self._around)
         self._steps.partition_by(self._partitioner)
@@ -95,14 +97,22 @@ class RematCallback(pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        measures_already = isinstance(trainer.profiler, PyTorchProfiler)  # type: ignore[attr-defined]
-        if self.measured_peak_bytes is not None or trainer.global_step < 1 or measures_already:
-            return  # the first step compiles, and makes the optimizer's state
-        self._meter = PeakMeter(pl_module.device)
+        if self.measured_peak_bytes is not None:
+            return
+        if self._meter is None:
+            # A second profiler would take over the user's own.
+            is_profiled = isinstance(trainer.profiler, PyTorchProfiler)  # type: ignore[attr-defined]
+            # The first step compiles, and makes the optimizer's state.
+            if trainer.global_step >= 1 and not is_profiled:
+                self._meter = PeakMeter(pl_module.device)
+                self._meter.start()
+            return
+        if self._gradients_seen < trainer.accumulate_grad_batches:
+            return
         parameters = list(pl_module.parameters())
         states = [dict(state) for one in trainer.optimizers for state in one.state.values()]
         gradients = [one.grad for one in parameters if one.grad is not None]
-        self._meter.start([parameters, list(pl_module.buffers()), gradients, states, batch])
+        self._meter.mark([parameters, list(pl_module.buffers()), gradients, states, batch])
 
     @override
     def on_train_batch_end(
@@ -113,7 +123,10 @@ class RematCallback(pl.Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        if self._meter is not None:
+        if self._meter is None:
+            return
+        self._gradients_seen += 1
+        if self._meter.is_marked:
             self.measured_peak_bytes = self._meter.stop()
             self._meter = None
 
@@ -143,7 +156,7 @@ class RematCallback(pl.Callback):
         assert predicted is not None
         text = f"predicted peak {format_bytes(predicted)}"
         if measured is None:
-            return f"{text}, not measured: the run had no second step"
+            return f"{text}, not measured: the run had too few steps"
         error = 100 * (predicted / measured - 1)
         return f"{text}, measured {format_bytes(measured)} ({error:+.1f} %)"
 

@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from lightning_unitscale.callbacks.module_steps import loss_scale, takes_iterator
 from lightning_unitscale.callbacks.rule_settings import (
     UnitClipping,
+    check_optimizers,
     scale_optimizers,
     start_loss_scale_at_one,
 )
 from lightning_unitscale.graph.steps import CapturedStep
 from lightning_unitscale.transforms.deploy import PLAN_ATTRIBUTE
 from lightning_unitscale.transforms.learning_rates import Method
-from lightning_unitscale.transforms.parameter_info import ParameterInfo
-from lightning_unitscale.transforms.rules.coverage import coverage_report
+from lightning_unitscale.transforms.parameter_info import ParameterInfo, Role
 from lightning_unitscale.transforms.rules.plan import RuleOptions, RulePlan
 from lightning_unitscale.transforms.rules.planning import plan_step
 from lightning_unitscale.transforms.rules.rewrite import RuleRewrite
@@ -31,6 +31,8 @@ from lightning_unitscale.transforms.rules.weights import (
     set_to_unit_scale,
 )
 from lightning_unitscale.transforms.unit_scale import Replace, check_options
+
+_TRAINING = "training_step"
 
 
 class RuleScaling:
@@ -58,6 +60,8 @@ class RuleScaling:
         self.gradients = ParameterGradients()
         self._undo: list[Callable[[], None]] = []
         self._rates_follow = False
+        # Whether an evaluation of a plain module is under way.
+        self._is_plain = False
 
     @property
     def plan(self) -> RulePlan:
@@ -71,7 +75,13 @@ class RuleScaling:
             self.gradients.clear()
 
     def start_fit(self, trainer: pl.Trainer) -> None:
-        """Give clipping and the loss scale their meaning for gradients at unit scale."""
+        """Give clipping and the loss scale their meaning for gradients at unit scale.
+
+        Raises:
+            ValueError: If an optimizer's rates cannot follow; nothing is changed then.
+        """
+        if self.lr_scaling is not None:
+            check_optimizers(trainer, self.lr_scaling)
         clipping = UnitClipping(trainer)
         clipping.attach()
         self._undo += [clipping.remove, start_loss_scale_at_one(trainer)]
@@ -79,15 +89,25 @@ class RuleScaling:
     def plan_step(
         self, trainer: pl.Trainer, step: CapturedStep, arguments: tuple[Any, ...], *, train: bool
     ) -> None:
-        """Decide on a step on its first batch, and set its parameters to unit scale."""
+        """Decide on a step on its first batch; before the first training step, set the weights.
+
+        An evaluation never changes weights. What is evaluated before it was trained by rules is
+        still the plain model, and without a loss the readout could not be found: so a sanity check
+        is left plain, and so is an evaluation on its own, unless its weights show that they are
+        at unit scale.
+        """
         module = trainer.lightning_module
-        if step.name not in self.plan.steps():
+        is_trained = _TRAINING in self.plan.steps()
+        is_awaited = not train and not is_trained and trainer.state.fn == "fit"
+        if step.name not in self.plan.steps() and not self._is_plain and not is_awaited:
             if takes_iterator(module):
                 raise MisconfigurationException(
                     f"method: {type(module).__name__}.training_step takes dataloader_iter, so it "
                     "cannot be rehearsed on one batch; expected a step that takes a batch; use "
                     "method='lossless', or let the step take the batch."
                 )
+            # What an evaluation has decided before is of no use for training: it saw no gradient.
+            known = RulePlan() if train else self.plan
             context = getattr(trainer.precision_plugin, _context_of(step.name))
             with context():
                 found = plan_step(
@@ -95,13 +115,17 @@ class RuleScaling:
                     arguments,
                     {},
                     self.options,
-                    self.plan,
-                    init_weights=self.init_weights,
+                    known,
+                    init_weights=self.init_weights and not (is_trained and not train),
                     backward=train,
                 )
             # What was measured differs between ranks; the model must not.
             plan = RulePlan.from_state(trainer.strategy.broadcast(found.state()))
-            self.rules.set_plan(self._with_weights(module, plan))
+            if train:
+                plan = self._with_weights(module, plan)
+            elif not is_trained and self._stays_plain(module, step.name, plan):
+                return
+            self.rules.set_plan(plan)
             step.rewrite_anew()
             vars(module)[PLAN_ATTRIBUTE] = self.plan
         if train and not self._rates_follow:
@@ -117,10 +141,6 @@ class RuleScaling:
             num_replicas=trainer.world_size,
         )
 
-    def explain(self) -> str:
-        """What the rules did with every operation and every parameter."""
-        return coverage_report(self.plan)
-
     def restore(self) -> None:
         """End what reaches beyond the module's steps; idempotent."""
         undo, self._undo = self._undo, []
@@ -128,6 +148,7 @@ class RuleScaling:
             one()
         self.gradients.remove()
         self._rates_follow = False
+        self._is_plain = False
 
     def state_dict(self) -> dict[str, Any]:
         """For the checkpoint: with it, nothing is decided, measured or scaled a second time."""
@@ -141,16 +162,38 @@ class RuleScaling:
             vars(module)[PLAN_ATTRIBUTE] = self.plan
 
     def _with_weights(self, module: pl.LightningModule, plan: RulePlan) -> RulePlan:
-        known = self.plan.parameters
-        fresh = {fqn: one for fqn, one in plan.parameters.items() if fqn not in known}
-        if not known and already_at_unit_scale(module, fresh):
+        """The plan of a module that is trained for the first time, with its weights set."""
+        if not self.init_weights:
+            return plan
+        if already_at_unit_scale(module, plan.parameters):
             rank_zero_info(
                 f"UnitScaleCallback: the weights of {type(module).__name__} have RMS near 1 "
-                "already, as after training at unit scale, so they are left as they are; pass "
-                "ckpt_path to the Trainer to restore what is known of them as well."
+                "already, as after training at unit scale, so they are left as they are, and what "
+                "depends on the data is measured anew; pass ckpt_path to the Trainer to restore "
+                "what is known of them as well."
             )
             return plan
-        return plan.with_parameters({**known, **set_to_unit_scale(module, fresh)})
+        return plan.with_parameters(set_to_unit_scale(module, plan.parameters))
+
+    def _stays_plain(self, module: pl.LightningModule, step: str, plan: RulePlan) -> bool:
+        """Whether a module that is evaluated without having been trained by rules is as written."""
+        if not self.init_weights:
+            return False
+        name = type(module).__name__
+        if not already_at_unit_scale(module, plan.parameters):
+            self._is_plain = True
+            rank_zero_info(
+                f"UnitScaleCallback: {name} has not been trained at unit scale, so it is evaluated "
+                "as it is; its weights are set to unit scale in the first batch of a fit."
+            )
+            return True
+        if all(one.info.role is not Role.READOUT for one in plan.parameters.values()):
+            raise MisconfigurationException(
+                f"{name}.{step}: the weights have RMS near 1, as after training at unit scale, but "
+                "this step has no loss, from which its readout could be known; expected the "
+                "checkpoint that they come from; pass it as ckpt_path to the Trainer."
+            )
+        return False
 
     def _follow_rates(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         self._rates_follow = True

@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info  # type: ignore
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_unitscale.transforms.learning_rates import Method
+from lightning_unitscale.transforms.learning_rates import Method, check_group
 from lightning_unitscale.transforms.parameter_info import ParameterInfo
 from lightning_unitscale.transforms.scaled_step import ScaledStep, scale_learning_rates
 
@@ -89,6 +89,17 @@ def scale_optimizers(
         for note in one.notes:
             rank_zero_info(f"UnitScaleCallback: {note}")
     return steps
+
+
+def check_optimizers(trainer: pl.Trainer, lr_scaling: Method) -> None:
+    """Refuse optimizers whose rates cannot follow, before anything is changed.
+
+    Raises:
+        ValueError: As ``scale_optimizers`` does.
+    """
+    for optimizer in map(_unwrapped, trainer.optimizers):
+        for group in optimizer.param_groups:
+            check_group(optimizer, group, lr_scaling)
 
 
 class UnitClipping:

@@ -160,8 +160,7 @@ class UnitScaleCallback(pl.Callback):
         """What was captured and rewritten, pass by pass, and when the gauge was taken anew."""
         if self._steps is None:
             return self._last_explanation
-        rules = [] if self._rules is None else [self._rules.explain()]
-        return "\n\n".join([self._steps.explain(), *rules, *self._events])
+        return "\n\n".join([self._steps.explain(), *self._events])
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:

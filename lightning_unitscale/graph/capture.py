@@ -282,15 +282,25 @@ def execute_with(
         return cast(Callable[..., Any], compile_fx(graph_module, list(inputs)))
 
 
-def _partitioned_by(partition_fn: Any) -> contextlib.AbstractContextManager[Any]:
+@contextlib.contextmanager
+def _partitioned_by(partition_fn: Any) -> Iterator[None]:
+    """Inductor's settings for a partitioner; one without an identity is asked every time."""
     if partition_fn is None:
-        return contextlib.nullcontext()
+        yield
+        return
+    from torch._functorch import config as functorch_config
     from torch._inductor import config
 
-    patched: contextlib.AbstractContextManager[Any] = config.patch(
-        custom_partitioner_fn=partition_fn
-    )
-    return patched
+    cached = partition_fn.uuid() is not None
+    with (
+        config.patch(
+            custom_partitioner_fn=partition_fn, fx_graph_cache=cached and config.fx_graph_cache
+        ),
+        functorch_config.patch(
+            enable_autograd_cache=cached and functorch_config.enable_autograd_cache
+        ),
+    ):
+        yield
 
 
 def graph_breaks_since(count: int) -> list[str]:

@@ -188,6 +188,10 @@ class GraphPass(abc.ABC):
     def run(self, graph: StepGraph) -> tuple[str, ...]:
         """Rewrite ``graph`` and say what changed, one line per kind of change."""
 
+    def report(self) -> str:
+        """What ``explain()`` says of the pass beyond its changes to each graph."""
+        return ""
+
     def before_step(self, module: nn.Module) -> None:  # noqa: B027
         """Called before each call of a captured step of ``module``."""
 

@@ -203,6 +203,7 @@ class ModuleSteps:
             parts.append(f"{len(breaks)} graph breaks:\n" + "\n".join(f"  {one}" for one in breaks))
         else:
             parts.append("No graph breaks.")
+        parts += [text for one in self.passes if (text := one.report())]
         return "\n\n".join(parts)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModuleSteps:

@@ -18,8 +18,8 @@ from lightning_unitscale.profiler.fake_copies import FakeCopies
 from lightning_unitscale.profiler.memory import (
     DATA_DEPENDENT,
     SimulatedDevice,
-    autocast_for,
     run_backward,
+    simulating,
 )
 from lightning_unitscale.profiler.optimizer_state import (
     OptimizerLike,
@@ -95,7 +95,7 @@ class FakeStep:
             RuntimeError: If the step cannot be run without data, naming the node.
         """
         recorder = self.recorder
-        with self.mode, recorder, autocast_for(self.device), _named_errors(trace):
+        with self.mode, recorder, simulating(self.device), _named_errors(trace):
             self._declare(trace)
             args, kwargs = self.inputs
             with trace.watching():

@@ -71,9 +71,13 @@ class SimulatedDevice(FakeTensorMode):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
+# What code is told that asks for the GPU's generation where there is none: Ampere's.
+_COMPUTE_CAPABILITY = (8, 0)
+
+
 @contextlib.contextmanager
-def autocast_for(device: torch.device) -> Iterator[None]:
-    """Within this context ``torch.autocast`` of the simulated device works.
+def simulating(device: torch.device) -> Iterator[None]:
+    """Within this context Python code finds the simulated device as it would be.
 
     Where there is no GPU, torch switches its autocast off with a warning; and its kernels look for
     tensors on a GPU, which C++ sees none of. So autocast of the CPU stands in for it, with the
@@ -89,12 +93,22 @@ def autocast_for(device: torch.device) -> Iterator[None]:
             device_type, dtype = "cpu", dtype or torch.get_autocast_dtype(device.type)
         original(self, device_type, dtype, *args, **kwargs)
 
-    setattr(torch.autocast, "__init__", init)  # noqa: B010 (an assignment mypy would refuse)
+    with (
+        _replaced(torch.autocast, "__init__", init),
+        _replaced(torch.cuda, "get_device_capability", lambda *_: _COMPUTE_CAPABILITY),
+        torch._C._IncludeDispatchKeyGuard(torch.DispatchKey.AutocastCPU),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    original = getattr(owner, name)
+    setattr(owner, name, value)
     try:
-        with torch._C._IncludeDispatchKeyGuard(torch.DispatchKey.AutocastCPU):
-            yield
+        yield
     finally:
-        setattr(torch.autocast, "__init__", original)  # noqa: B010
+        setattr(owner, name, original)
 
 
 def run_backward(roots: Sequence[Tensor]) -> None:

@@ -14,6 +14,8 @@ from lightning_unitscale.remat.problem import Ints, Mask, Region, RematProblem
 _BESIDE = 1 / 16
 # Alive for more than this part of the forward pass: tables and masks that all blocks share.
 _SHARED = 1 / 4
+# Operations of a block: a chain that can be cut everywhere is left to cuts within its blocks.
+_LEAST_OPERATIONS = 4
 
 
 @dataclass(frozen=True)
@@ -47,9 +49,7 @@ class Blocks:
     def classes(self) -> tuple[int, ...]:
         """A number for each block, the same for blocks that are the same but for their place."""
         numbers: dict[object, int] = {}
-        return tuple(
-            numbers.setdefault(self._signature(i), len(numbers)) for i in range(len(self))
-        )
+        return tuple(numbers.setdefault(self._signature(i), len(numbers)) for i in range(len(self)))
 
     @cached_property
     def read_later(self) -> Mask:
@@ -108,12 +108,13 @@ def find_blocks(problem: RematProblem, max_blocks: int = 256) -> Blocks:
 
     Args:
         problem: The joint graph.
-        max_blocks: Blocks to have at most; the smallest are joined to their successors.
+        max_blocks: Blocks to have at most; small ones are joined to their successors.
     """
     forward = np.flatnonzero((problem.region == Region.FORWARD) & problem.in_forward)
     time = np.full(len(problem), -1, dtype=np.int64)
     time[forward] = np.arange(len(forward))
-    separators = _thinned(_separators(problem, forward, time), len(forward), max_blocks)
+    work = np.cumsum(problem.seconds[forward] > 0)
+    separators = _thinned(_separators(problem, forward, time), work, max_blocks)
     block = np.full(len(problem), -1, dtype=np.int64)
     ends = [place for place, _ in separators]
     block[forward] = np.searchsorted(np.array(ends, dtype=np.int64), time[forward], side="left")
@@ -158,14 +159,20 @@ def _separators(problem: RematProblem, forward: Ints, time: Ints) -> list[tuple[
 
 
 def _thinned(
-    separators: list[tuple[int, int]], num_forward: int, max_blocks: int
+    separators: list[tuple[int, int]], work: Ints, max_blocks: int
 ) -> list[tuple[int, int]]:
-    kept = list(separators)
-    while len(kept) >= max_blocks:
-        ends = [-1, *(place for place, _ in kept), num_forward - 1]
-        joined = min(range(len(kept)), key=lambda i: ends[i + 2] - ends[i])
-        del kept[joined]
-    return kept
+    """Separators between which enough operations lie; ``work`` counts these over the forward."""
+    least = _LEAST_OPERATIONS
+    while True:
+        kept: list[tuple[int, int]] = []
+        done = 0
+        for place, base in separators:
+            if work[place] - done >= least and work[-1] - work[place] >= least:
+                kept.append((place, base))
+                done = int(work[place])
+        if len(kept) < max_blocks:
+            return kept
+        least *= 2
 
 
 def _place_others(problem: RematProblem, block: Ints, last_block: int) -> None:
@@ -180,7 +187,11 @@ def _place_others(problem: RematProblem, block: Ints, last_block: int) -> None:
     backward = [i for i, node in enumerate(nodes) if node.region is Region.BACKWARD]
     for i in backward:
         reads[i] = max(
-            (int(block[j]) for j in nodes[i].inputs if region[j] == Region.FORWARD and not shared[j]),
+            (
+                int(block[j])
+                for j in nodes[i].inputs
+                if region[j] == Region.FORWARD and not shared[j]
+            ),
             default=-1,
         )
     highest = -1

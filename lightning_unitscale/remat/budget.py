@@ -32,8 +32,8 @@ def check_budget(budget: Budget) -> Budget:
         ValueError: If it is none of these.
     """
     expected = (
-        "expected bytes (an int, or a string such as '600MiB' or '2GB'), a fraction in (0, 1] of the "
-        "peak without rematerialization, or 'min_cut'"
+        "expected bytes (an int, or a string such as '600MiB' or '2GB'), a fraction in (0, 1] of "
+        "the peak without rematerialization, or 'min_cut'"
     )
     if isinstance(budget, str):
         if budget == "min_cut":
@@ -110,7 +110,7 @@ def choose_options(
         origins: list[tuple[int, Ints, Option]] = []
         for length in options.lengths():
             start = stop - length
-            if start < 0 or not len(states[start].saved):
+            if start < 0 or not len(states[start].saved) or not options.may_join(start, stop):
                 continue
             for option in options.of(start, stop):
                 backward = option.backward_bytes + int(after[stop])

@@ -280,7 +280,7 @@ class _Reader:
         if not hasattr(node.target, "overloadpacket"):
             return node.op == "call_function" and _is_plain_python(node)
         name = node.target.overloadpacket.__name__
-        if node.target.namespace not in _PURE_NAMESPACES or is_mutable(node):
+        if getattr(node.target, "namespace", None) not in _PURE_NAMESPACES or is_mutable(node):
             return False
         if self.recomputable_ops is not None:
             packets = (node.target, node.target.overloadpacket)
@@ -307,7 +307,46 @@ def is_fusible(node: fx.Node) -> bool:
 
 
 _FUSIBLE = frozenset(
-    ["_to_copy", "clone", "expand", "full", "full_like", "zeros_like", "ones_like", "scalar_tensor", "where", "var_mean", "mean", "sum", "amax", "any", "convert_element_type", "broadcast_in_dim", "native_layer_norm", "_softmax", "_log_softmax", "inductor_random", "inductor_lookup_seed", "iota", "arange", "embedding", "gather", "slice", "select", "view", "permute", "t", "transpose", "unsqueeze", "squeeze", "reshape", "alias", "detach", "as_strided", "_unsafe_view"]
+    [
+        "_to_copy",
+        "clone",
+        "expand",
+        "full",
+        "full_like",
+        "zeros_like",
+        "ones_like",
+        "scalar_tensor",
+        "where",
+        "var_mean",
+        "mean",
+        "sum",
+        "amax",
+        "any",
+        "convert_element_type",
+        "broadcast_in_dim",
+        "native_layer_norm",
+        "_softmax",
+        "_log_softmax",
+        "inductor_random",
+        "inductor_lookup_seed",
+        "iota",
+        "arange",
+        "embedding",
+        "gather",
+        "slice",
+        "select",
+        "view",
+        "permute",
+        "t",
+        "transpose",
+        "unsqueeze",
+        "squeeze",
+        "reshape",
+        "alias",
+        "detach",
+        "as_strided",
+        "_unsafe_view",
+    ]
 )
 
 
@@ -330,9 +369,7 @@ def _runs_in_backward(node: fx.Node) -> bool:
     tag = node.meta.get("partitioner_tag")
     if tag == "must_be_in_backward":
         return True
-    return tag == "is_backward" and (
-        is_mutable(node) or is_random(node) or is_higher_order(node)
-    )
+    return tag == "is_backward" and (is_mutable(node) or is_random(node) or is_higher_order(node))
 
 
 def _is_plain_python(node: fx.Node) -> bool:

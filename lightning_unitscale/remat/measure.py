@@ -8,12 +8,16 @@ import torch
 
 from lightning_unitscale.remat.resident import storage_bytes
 
+_MARK = "lightning_unitscale.peak_meter"
+
 
 class PeakMeter:
-    """Measures the most bytes alive at once between :meth:`start` and :meth:`stop`.
+    """Measures the most bytes alive at once between :meth:`mark` and :meth:`stop`.
 
     On a GPU that is the allocator's own maximum. A CPU's allocator keeps none, so its events are
-    recorded and summed up; what was alive at the start has to be named.
+    recorded and summed up. It does not record that a tensor is freed which was there before
+    :meth:`start`: start a step early, so that the gradients of the measured step's predecessor are
+    known, and name what is alive at the mark.
 
     Args:
         device: Where the step runs.
@@ -21,33 +25,49 @@ class PeakMeter:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._base = 0
+        self._alive: int | None = None
         self._profile: Any = None
 
-    def start(self, alive: Any) -> None:
-        """Start; ``alive`` holds all tensors that are alive already."""
+    @property
+    def is_marked(self) -> bool:
+        """Whether what is measured has begun."""
+        return self._alive is not None
+
+    def start(self) -> None:
+        """Start to record."""
+        if self.device.type == "cpu":
+            activities = [torch.profiler.ProfilerActivity.CPU]
+            self._profile = torch.profiler.profile(activities=activities, profile_memory=True)
+            self._profile.start()
+
+    def mark(self, alive: Any) -> None:
+        """What follows is measured; ``alive`` holds all tensors that are alive now."""
+        self._alive = storage_bytes(alive)
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
-            return
-        self._base = storage_bytes(alive)
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        self._profile = torch.profiler.profile(activities=activities, profile_memory=True)
-        self._profile.start()
+        elif self._profile is not None:
+            with torch.profiler.record_function(_MARK):
+                pass
 
-    def stop(self) -> int:
-        """Stop; returns the peak in bytes."""
-        if self.device.type == "cuda":
+    def stop(self) -> int | None:
+        """Stop; returns the peak in bytes, ``None`` if nothing was marked or the device is other."""
+        if self.device.type == "cuda" and self._alive is not None:
             return int(torch.cuda.max_memory_allocated(self.device))
+        if self._profile is None:
+            return None
         self._profile.stop()
-        events = [
-            one
-            for one in self._profile.profiler.kineto_results.events()
-            if one.name() == "[memory]"
-        ]
-        events.sort(key=lambda one: one.start_ns())
-        alive = peak = 0
-        for one in events:
-            alive += one.nbytes()
-            peak = max(peak, alive)
+        events = list(self._profile.profiler.kineto_results.events())
         self._profile = None
-        return self._base + peak
+        return None if self._alive is None else _peak_after_mark(events, self._alive)
+
+
+def _peak_after_mark(events: list[Any], alive: int) -> int:
+    marked = next(one.start_ns() for one in events if one.name() == _MARK)
+    peak = alive
+    for one in sorted(
+        (one for one in events if one.name() == "[memory]" and one.start_ns() >= marked),
+        key=lambda one: one.start_ns(),
+    ):
+        alive += one.nbytes()
+        peak = max(peak, alive)
+    return peak

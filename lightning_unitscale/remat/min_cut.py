@@ -108,9 +108,7 @@ def _reaches(num_nodes: int, tails: Ints, heads: Ints, start: int) -> Mask:
 def _residual_by_scipy(
     num_nodes: int, tails: Ints, heads: Ints, capacities: Ints, source: int, sink: int
 ) -> tuple[Ints, Ints]:
-    graph = csr_matrix(
-        (capacities.astype(np.int32), (tails, heads)), shape=(num_nodes, num_nodes)
-    )
+    graph = csr_matrix((capacities.astype(np.int32), (tails, heads)), shape=(num_nodes, num_nodes))
     flow = maximum_flow(graph, source, sink).flow
     residual = (graph - flow).tocoo()
     left = residual.data > 0
@@ -216,9 +214,9 @@ class CutNetwork:
         wanted = problem.wanted | _read_inputs(problem)
         roots = np.flatnonzero(wanted[kept])
         size = self._bytes[kept]
-        weights = np.where(np.isinf(size), math.inf, seconds_per_byte * np.where(
-            np.isinf(size), 0.0, size
-        ))
+        weights = np.where(
+            np.isinf(size), math.inf, seconds_per_byte * np.where(np.isinf(size), 0.0, size)
+        )
         tails = np.concatenate([np.full(count, source), firsts, inner_tails, 2 * roots + 1])
         heads = np.concatenate([firsts, firsts + 1, inner_heads, np.full(len(roots), sink)])
         capacities = np.concatenate(

@@ -1,12 +1,13 @@
 """What can be done with a run of blocks: for each way, bytes kept, time, and what it needs at most.
 
 References:
-    Feng, Huang, "Optimal Gradient Checkpoint Search" (2021), and Beaumont et al., "Rotor" (2019), on
-    chains of blocks; here each block's own ways come from cuts of its graph.
+    Feng, Huang, "Optimal Gradient Checkpoint Search" (2021), and Beaumont et al., "Rotor" (2019),
+    on chains of blocks; here each block's own ways come from cuts of its graph.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -18,9 +19,10 @@ from lightning_unitscale.remat.problem import Ints, Mask, Region, RematNode, Rem
 from lightning_unitscale.remat.schedule import backward_order
 from lightning_unitscale.remat.simulate import simulate
 
-# Cuts of one run of blocks, and blocks in a run.
-_MAX_CUTS = 12
-_MAX_BLOCKS = 16
+# Cuts of one run of blocks, numbers of blocks in a run, and those that any blocks may form.
+_MAX_CUTS = 10
+_LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16)
+_ANY_BLOCKS = 3
 
 
 @dataclass(frozen=True)
@@ -55,11 +57,20 @@ class BlockOptions:
     def __init__(self, blocks: Blocks) -> None:
         self.blocks = blocks
         self._found: dict[tuple[int, ...], tuple[Option, ...]] = {}
+        self._multiplicity = Counter(blocks.classes)
 
     def lengths(self) -> tuple[int, ...]:
         """How many blocks a run may have."""
         count = len(self.blocks)
-        return tuple(n for n in (1, 2, 3, 4, 6, 8, 12, 16) if n <= min(count, _MAX_BLOCKS))
+        return tuple(n for n in _LENGTHS if n <= count)
+
+    def may_join(self, start: int, stop: int) -> bool:
+        """Whether blocks ``start`` to ``stop - 1`` are considered as one run."""
+        if stop - start <= _ANY_BLOCKS:
+            return True
+        # Long runs are worth their planning time where they are met again.
+        classes = self.blocks.classes
+        return all(self._multiplicity[one] > 1 for one in classes[start:stop])
 
     def of(self, start: int, stop: int) -> tuple[Option, ...]:
         """The options of blocks ``start`` to ``stop - 1``."""

@@ -18,6 +18,7 @@ from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch import partitioners
 from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
+from torch._functorch.compile_utils import raise_getitems
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy
@@ -35,6 +36,7 @@ from lightning_unitscale.remat.joint_graph import (
 from lightning_unitscale.remat.planner import PLANNER_VERSION, Planner, RematPlan
 from lightning_unitscale.remat.problem import Mask, Region, RematProblem, recomputed
 from lightning_unitscale.remat.schedule import lazy_order
+from lightning_unitscale.remat.simulate import input_bytes
 
 PartitionFn = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 
@@ -101,9 +103,7 @@ def split(
         options["saved_opaque_nodes"] = opaque
     elif "saved_opaque_objects" in accepted:
         options["saved_opaque_objects"] = opaque
-    fwd_module, bwd_module = partitioners._extract_fwd_bwd_modules(
-        joint_module, values, **options
-    )
+    fwd_module, bwd_module = partitioners._extract_fwd_bwd_modules(joint_module, values, **options)
     if replays:
         fwd_module, bwd_module = partitioners.functionalize_rng_ops(
             joint_module, fwd_module, bwd_module, len(symbols)
@@ -114,8 +114,8 @@ def split(
     _drop_dead(bwd_module.graph, lambda node: region.get(node.name) is Region.FORWARD)
     number = {node.name: index for index, node in enumerate(nodes)}
     bwd_module = _reordered(bwd_module, problem, number, segments, kept)
-    fwd_module = partitioners.raise_getitems(fwd_module)
-    bwd_module = partitioners.raise_getitems(bwd_module)
+    fwd_module = raise_getitems(fwd_module)
+    bwd_module = raise_getitems(bwd_module)
     thread = getattr(partitioners, "thread_graphsafe_rng_from_hops", None)
     if thread is not None:
         fwd_module = thread(fwd_module, is_backward=False)
@@ -159,9 +159,7 @@ def _reordered(
         anchors,
         [not placed for placed in is_placed],
         wanted_at_end=[index[i] for i in module.graph.output_node().all_input_nodes],
-        segments=None
-        if segments is None
-        else [0 if j is None else segments[j] for j in of_joint],
+        segments=None if segments is None else [0 if j is None else segments[j] for j in of_joint],
         kept=None if kept is None else [True if j is None else bool(kept[j]) for j in of_joint],
     )
     graph = fx.Graph()
@@ -216,7 +214,7 @@ class RematPartitioner(CustomPartitionerFn):
         self.resident = resident
         self.on_plan = on_plan
 
-    def __call__(
+    def __call__(  # type: ignore[override]
         self,
         gm: fx.GraphModule,
         joint_inputs: Sequence[object],
@@ -241,24 +239,32 @@ class RematPartitioner(CustomPartitionerFn):
         )
         resident, forward = (0, 0)
         if self.resident is not None:
-            resident, forward = self.resident(_static_bytes(gm, static_lifetime_input_indices))
+            static = _static_bytes(gm, static_lifetime_input_indices)
+            # Unknown outside of torch.compile's own backends: then all inputs count for them.
+            resident, forward = self.resident(static or input_bytes(problem))
         plan = self.choose(Planner(problem, resident_bytes=resident, forward_bytes=forward))
         if self.on_plan is not None:
             self.on_plan(plan)
-        options = {"segments": plan.segments, "kept": plan.kept}
-        return split(gm, problem, nodes, plan.saved, num_fwd_outputs, **options)
+        segments, kept = plan.segments, plan.kept
+        return split(
+            gm, problem, nodes, plan.saved, num_fwd_outputs, segments=segments, kept=kept
+        )
 
     def choose(self, planner: Planner) -> RematPlan:
         """The plan of one graph; a subclass may choose another."""
         return planner.default if self.budget == "default" else planner.plan(self.budget)
 
     def uuid(self) -> Any:
-        """What Inductor's cache keys compiled graphs by; ``None``, no cache, if sizes can change."""
+        """What Inductor's cache keys graphs by; ``None``, no cache, if more than that decides."""
         if self.resident is not None or self.on_plan is not None:
             return None
         ops = sorted(map(str, self.recomputable_ops)) if self.recomputable_ops is not None else None
         model = None if self.cost_model is None else self.cost_model.key()
         return f"remat-{PLANNER_VERSION}-{self.budget!r}-{model}-{ops}"
+
+    def __reduce__(self) -> Any:
+        # Inductor pickles its settings into the key of its cache, this one among them.
+        return (str, (repr(self.uuid()),))
 
 
 class PlanOnly(RematPartitioner):

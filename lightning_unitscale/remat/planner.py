@@ -143,7 +143,7 @@ class Planner:
 
     @cached_property
     def candidates(self) -> list[RematPlan]:
-        """Plans that need no budget: the default, cuts of the whole graph, and a checkpoint per block."""
+        """Plans that need no budget: the default, cuts of the whole graph, a checkpoint per block."""
         cuts = CutNetwork(self.problem).hull()
         found = [self.default, self.min_cut, *(self._of_cut("cut", one) for one in cuts)]
         return [*found, *self._checkpoints()]
@@ -161,10 +161,8 @@ class Planner:
         budget = check_budget(budget)
         if budget == "min_cut":
             return self.min_cut
-        if isinstance(budget, float):
-            limit = int(budget * self.default.peak_bytes)
-        else:
-            limit = int(budget)
+        is_share = isinstance(budget, float)
+        limit = int(budget * self.default.peak_bytes if is_share else budget)
         fitting = [one for one in self.candidates if one.peak_bytes <= limit]
         chosen = self._of_blocks(limit)
         if chosen is not None:

@@ -42,9 +42,7 @@ class RematReport:
     def of(cls, plan: RematPlan) -> RematReport:
         """The report of a plan."""
         nodes = plan.problem.nodes
-        counts = Counter(
-            nodes[i].kind for i in plan.again.tolist() if nodes[i].seconds > 0
-        )
+        counts = Counter(nodes[i].kind for i in plan.again.tolist() if nodes[i].seconds > 0)
         direction, node = plan.timeline.peak_at
         return cls(
             plan.name,
@@ -84,9 +82,7 @@ def plot_front(plans: Sequence[RematPlan], path: str | Path) -> None:
         ModuleNotFoundError: If matplotlib is not installed.
     """
     figure, axes = new_figure()
-    axes.plot(
-        [one.peak_bytes / 2**20 for one in plans], [1e3 * one.seconds for one in plans], "o-"
-    )
+    axes.plot([one.peak_bytes / 2**20 for one in plans], [1e3 * one.seconds for one in plans], "o-")
     axes.set_xlabel("peak of a step, MiB")
     axes.set_ylabel("recomputed, ms by estimate")
     figure.savefig(path)

@@ -1,8 +1,9 @@
-"""Bytes alive in a step that its graph does not show: other parameters, gradients, optimizer state."""
+"""Bytes alive in a step that its graph does not show: gradients, the optimizer's state."""
 
 from __future__ import annotations
 
 import warnings
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterable
 from typing import Any
 
@@ -53,15 +54,20 @@ def _state_share(optimizer: Optimizer) -> float:
     """Bytes of state per byte of parameter, found by a step on a small one."""
     probe = nn.Parameter(torch.zeros(_SIDE, _SIDE))
     probe.grad = torch.zeros_like(probe)
-    settings = {**optimizer.defaults, "foreach": None, "fused": None}
-    settings = {key: value for key, value in settings.items() if key in optimizer.defaults}
+    small: Optimizer = object.__new__(type(optimizer))
+    small.__dict__.update(optimizer.__dict__)
+    # A scheduler leaves its own ``step`` on the object, which would move the schedule.
+    small.__dict__.pop("step", None)
+    for name in [one for one in small.__dict__ if one.endswith("_hooks")]:
+        small.__dict__[name] = OrderedDict()
+    small.state = defaultdict(dict)
+    small.param_groups = [{**optimizer.param_groups[0], "params": [probe]}]
     try:
-        small = type(optimizer)([probe], **settings)
         small.step()
     except Exception as error:  # a user's class may need, and raise, anything
         warnings.warn(
-            f"{type(optimizer).__name__}: its state could not be measured ({error}); expected a "
-            "class that can be made from parameters and its defaults; two values per parameter "
+            f"{type(optimizer).__name__}: its state could not be measured ({error}); expected one "
+            "that can step on a CPU; two values per parameter "
             "are assumed.",
             stacklevel=2,
         )

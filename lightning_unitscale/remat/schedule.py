@@ -1,4 +1,4 @@
-"""In which order a plan runs: the forward pass, and the backward pass with what runs again in it."""
+"""In which order a plan runs: the forward pass, and the backward pass with what runs again."""
 
 from __future__ import annotations
 

@@ -114,10 +114,7 @@ def _backward(problem: RematProblem, saved: Mask, order: BackwardOrder) -> Ints:
     allocated_at: list[int] = list(range(count))
     for now, (node, sources) in enumerate(zip(order.nodes, order.sources, strict=True)):
         base = bases[node]
-        if base == node:
-            where = now
-        else:
-            where = -1 - base
+        where = now if base == node else -1 - base
         for producer, source in zip(inputs[node], sources, strict=True):
             if source < 0:
                 last_of_saved[bases[producer]] = now

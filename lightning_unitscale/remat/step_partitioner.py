@@ -51,16 +51,14 @@ class StepPartitioner(RematPartitioner):
         """The reports as text."""
         if not self.reports:
             return "Nothing has been planned yet: run a step with gradients."
-        return "\n\n".join(
-            f"graph {i}\n{one.table()}" for i, one in enumerate(self.reports)
-        )
+        return "\n\n".join(f"graph {i}\n{one.table()}" for i, one in enumerate(self.reports))
 
     def _resident(self, static_bytes: int) -> tuple[int, int]:
         if isinstance(self.budget, int) and num_graph_breaks() > self._breaks_before:
             raise ValueError(
-                f"budget={self.budget!r}: the step breaks into several graphs, which are planned one "
-                "by one, so that bytes cannot be promised for all of them together; expected a step "
-                "that is captured whole, or a fraction such as budget=0.6, which holds for each "
+                f"budget={self.budget!r}: the step breaks into several graphs, which are planned "
+                "one by one, so that bytes cannot be promised for all of them together; expected a "
+                "step that is captured whole, or a fraction such as budget=0.6, which holds for each "
                 "graph; explain() shows where it breaks."
             )
         always, forward = self._around()

@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import Any
 
 from lightning_unitscale.transforms.compile import compile
+from lightning_unitscale.transforms.deploy import deploy
 from lightning_unitscale.transforms.gauge import Gauge, GaugePair
 from lightning_unitscale.transforms.lossless_unit_scale import lossless_unit_scale
 from lightning_unitscale.transforms.metrics import Metrics
@@ -15,6 +16,7 @@ from lightning_unitscale.transforms.prune import (
 from lightning_unitscale.transforms.scales_graph import ScalesGraph
 from lightning_unitscale.transforms.simulate_format import simulate_format, simulate_fp8
 from lightning_unitscale.transforms.track_scales import track_scales
+from lightning_unitscale.transforms.unit_scale import unit_scale
 
 __all__ = [
     "Gauge",
@@ -22,6 +24,7 @@ __all__ = [
     "Metrics",
     "ScalesGraph",
     "compile",
+    "deploy",
     "lossless_unit_scale",
     "prune_non_float_tensors",
     "prune_same_scale_tensors",
@@ -30,6 +33,7 @@ __all__ = [
     "simulate_format",
     "simulate_fp8",
     "track_scales",
+    "unit_scale",
 ]
 
 

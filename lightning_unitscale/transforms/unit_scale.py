@@ -16,7 +16,6 @@ from lightning_unitscale.graph.steps import CapturedStep, steps_of
 from lightning_unitscale.transforms.attach import captured_forward
 from lightning_unitscale.transforms.lossless import LosslessUnitScale
 from lightning_unitscale.transforms.lossless_unit_scale import calibrate
-from lightning_unitscale.transforms.rules.coverage import coverage_report
 from lightning_unitscale.transforms.rules.plan import RuleOptions
 from lightning_unitscale.transforms.rules.planning import plan_step
 from lightning_unitscale.transforms.rules.rewrite import RuleRewrite
@@ -95,7 +94,6 @@ def unit_scale(
     lossless = LosslessUnitScale("products", measures_drift=False)
     new, step = captured_forward(module, "unit_scale", rules, gradients, lossless)
     step.before_call = _FirstCall(rules, gradients, lossless, options, init_weights)
-    new.__dict__["explain"] = _ExplainRules(new.__dict__["explain"], rules)
     return new
 
 
@@ -221,15 +219,3 @@ def _plain(output: Any) -> Any:
     if values and not isinstance(output, (Tensor, nn.Module)):
         return copy.copy(values)
     return output
-
-
-class _ExplainRules:
-    """``module.explain()``: passes, and then the coverage of the rules."""
-
-    def __init__(self, passes: Callable[[], str], rules: RuleRewrite) -> None:
-        self.passes = passes
-        self.rules = rules
-
-    def __call__(self) -> str:
-        """What was captured, what each pass did, and what the rules decided."""
-        return "\n\n".join([self.passes(), coverage_report(self.rules.plan)])

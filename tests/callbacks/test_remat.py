@@ -43,9 +43,7 @@ def _fit(module: pl.LightningModule, data: DataLoader, *callbacks: pl.Callback, 
 
 
 def _assert_same_weights(one: nn.Module, other: nn.Module) -> None:
-    for (name, a), (_, b) in zip(
-        one.state_dict().items(), other.state_dict().items(), strict=True
-    ):
+    for (name, a), (_, b) in zip(one.state_dict().items(), other.state_dict().items(), strict=True):
         assert torch.equal(a, b), name
 
 

@@ -97,7 +97,9 @@ def test_where_the_module_is_does_not_matter(device: str) -> None:
     assert profile_graph(on_meta, given.to("meta"), device=device) == profile
 
 
-def test_autocast_is_restored() -> None:
-    init = torch.autocast.__init__
-    profile_graph(nn.Linear(2, 2), torch.ones(1, 2), device="cuda")
-    assert torch.autocast.__init__ is init
+def test_what_stands_in_for_a_gpu_is_taken_away_again() -> None:
+    before = torch.autocast.__init__, torch.cuda.get_device_capability
+    with pytest.raises(RuntimeError):
+        profile_graph(Step(lambda x: x.item()), torch.ones(1), device="cuda")
+    assert (torch.autocast.__init__, torch.cuda.get_device_capability) == before
+    assert not torch.is_autocast_enabled("cpu")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_unitscale.remat.partitioner import aot_backend
-from lightning_unitscale.remat.problem import Mask, RematNode, RematProblem, Region, recomputed
+from lightning_unitscale.remat.problem import Mask, Region, RematNode, RematProblem, recomputed
 
 
 def random_problem(rng: np.random.Generator, num_forward: int) -> RematProblem:
@@ -28,29 +28,44 @@ def random_problem(rng: np.random.Generator, num_forward: int) -> RematProblem:
 
     while len(nodes) < num_forward + 2:
         index = len(nodes)
-        read = sorted(
-            {int(i) for i in rng.choice(readable(), size=int(rng.integers(1, 3)))}
-        )
+        read = sorted({int(i) for i in rng.choice(readable(), size=int(rng.integers(1, 3)))})
         seconds = float(rng.integers(1, 20))
         roll = rng.random()
         if roll < 0.15:
             base = nodes[read[0]].base
             nodes.append(
                 RematNode(
-                    f"view_{index}", "view", (read[0],), Region.FORWARD, base, nodes[base].owner,
+                    f"view_{index}",
+                    "view",
+                    (read[0],),
+                    Region.FORWARD,
+                    base,
+                    nodes[base].owner,
                     can_save=False,
                 )
             )
         elif roll < 0.3:
             nodes.append(
                 RematNode(
-                    f"pair_{index}", "pair", tuple(read), Region.FORWARD, index, index,
-                    seconds=seconds, flops=seconds, can_save=False,
+                    f"pair_{index}",
+                    "pair",
+                    tuple(read),
+                    Region.FORWARD,
+                    index,
+                    index,
+                    seconds=seconds,
+                    flops=seconds,
+                    can_save=False,
                 )
             )
             nodes += [
                 RematNode(
-                    f"item_{index + k}", "item", (index,), Region.FORWARD, index + k, index,
+                    f"item_{index + k}",
+                    "item",
+                    (index,),
+                    Region.FORWARD,
+                    index + k,
+                    index,
                     num_bytes=int(rng.integers(1, 30)),
                 )
                 for k in (1, 2)
@@ -58,8 +73,15 @@ def random_problem(rng: np.random.Generator, num_forward: int) -> RematProblem:
         else:
             nodes.append(
                 RematNode(
-                    f"op_{index}", "op", tuple(read), Region.FORWARD, index, index,
-                    num_bytes=int(rng.integers(1, 30)), seconds=seconds, flops=seconds,
+                    f"op_{index}",
+                    "op",
+                    tuple(read),
+                    Region.FORWARD,
+                    index,
+                    index,
+                    num_bytes=int(rng.integers(1, 30)),
+                    seconds=seconds,
+                    flops=seconds,
                     can_recompute=bool(rng.random() < 0.9),
                 )
             )
@@ -70,7 +92,12 @@ def random_problem(rng: np.random.Generator, num_forward: int) -> RematProblem:
         mine = len(nodes)
         nodes.append(
             RematNode(
-                f"grad_{index}", "grad", (index, mine - 1), Region.BACKWARD, mine, mine,
+                f"grad_{index}",
+                "grad",
+                (index, mine - 1),
+                Region.BACKWARD,
+                mine,
+                mine,
                 num_bytes=int(rng.integers(1, 30)),
             )
         )
@@ -80,9 +107,7 @@ def random_problem(rng: np.random.Generator, num_forward: int) -> RematProblem:
 def all_plans(problem: RematProblem) -> Iterator[Mask]:
     """Every set of values that may be saved and that suffices."""
     choices = [
-        i
-        for i, node in enumerate(problem.nodes)
-        if node.region is Region.FORWARD and node.can_save
+        i for i, node in enumerate(problem.nodes) if node.region is Region.FORWARD and node.can_save
     ]
     for kept in itertools.product((False, True), repeat=len(choices)):
         saved = problem.region == Region.INPUT

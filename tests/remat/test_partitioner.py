@@ -204,7 +204,5 @@ def test_the_functions_take_what_torch_gives() -> None:
     x = PROGRAMS["tied"][1]()
     parameters = list(module.parameters())
     reference = run(compiled(module.forward, default_partition), parameters, x)
-    again = run(
-        compiled(module.forward, min_cut_rematerialization_partition), parameters, x
-    )
+    again = run(compiled(module.forward, min_cut_rematerialization_partition), parameters, x)
     assert_same(again, reference)

@@ -25,6 +25,7 @@ from lightning_unitscale.graph.nodes import (
 from lightning_unitscale.graph.out_of_place import aliased_by_mutation
 from lightning_unitscale.graph.passes import GraphPass, Region, Stage, StepGraph
 from lightning_unitscale.graph.products import product_of
+from lightning_unitscale.transforms.rules.coverage import coverage_report
 from lightning_unitscale.transforms.rules.plan import Decision, RuleOptions, RulePlan, key
 from lightning_unitscale.transforms.rules.planning import plan_graph
 
@@ -78,6 +79,10 @@ class RuleRewrite(GraphPass):
             return ("nothing to scale",)
         what = ", ".join(f"{count} by {how}" for how, count in counts.items() if count)
         return (f"factors on {counts.total()} operations: {what}",)
+
+    def report(self) -> str:
+        """What the rules did with every operation and every parameter, and why."""
+        return coverage_report(self.plan)
 
     def _is_new(self, graph: StepGraph) -> bool:
         """Whether a step that was decided on has operations that count and are not decided on."""

@@ -190,7 +190,10 @@ class Scales:
             is_learned_scale = self.flow.parameter_of(scale) is not None
             if is_learned_scale and self.flow.parameter_of(data) is None:
                 self._chosen.add(node)
-                return self.known(data), "times a learned scale, left as it is"
+                known = self.known(data)
+                # What the data are without their scale can be seen only here.
+                known = self.measured(data) or None if known is None else known
+                return known, "times a learned scale, left as it is"
         one, other = self.known(first), self.known(second)
         if one is None or other is None:
             return None, "a product in which not every scale is known"

@@ -106,7 +106,9 @@ class UNet(nn.Module):
     def __init__(self, width: int = 16) -> None:
         super().__init__()
         self.stem = nn.Conv2d(3, width, 3, padding=1)
-        self.enter = nn.Sequential(nn.GroupNorm(4, width), nn.SiLU(), nn.Conv2d(width, width, 3, 1, 1))
+        self.enter = nn.Sequential(
+            nn.GroupNorm(4, width), nn.SiLU(), nn.Conv2d(width, width, 3, 1, 1)
+        )
         self.down = nn.Conv2d(width, 2 * width, 3, stride=2, padding=1)
         self.middle = nn.Sequential(
             nn.GroupNorm(4, 2 * width), nn.SiLU(), nn.Conv2d(2 * width, 2 * width, 3, padding=1)
@@ -300,7 +302,8 @@ class GPTWithoutModules(nn.Module):
     def attend(self, x: Tensor) -> Tensor:
         b, t, c = x.shape
         q, k, v = (
-            one(x).view(b, t, self.num_heads, -1).transpose(1, 2) for one in (self.q, self.k, self.v)
+            one(x).view(b, t, self.num_heads, -1).transpose(1, 2)
+            for one in (self.q, self.k, self.v)
         )
         scores = self.rotate(q) @ self.rotate(k).transpose(-2, -1) / math.sqrt(q.shape[-1])
         future = torch.ones(t, t, dtype=torch.bool).triu(1)

@@ -68,11 +68,11 @@ def differing_parameters(module: nn.Module, *inputs: Any, **options: Any) -> lis
     names = [] if same else ["output"]
     for fqn, gradient in expected["parameters"].items():
         other = given["parameters"][fqn]
-        if (gradient is None) != (other is None):
-            names.append(fqn)
-        elif gradient is not None and not same_bits(
-            gradient * 2.0 ** exponents.get(fqn, 0), other
-        ):
+        if gradient is None or other is None:
+            same = gradient is other
+        else:
+            same = same_bits(gradient * 2.0 ** exponents.get(fqn, 0), other)
+        if not same:
             names.append(fqn)
     return names
 

@@ -1,0 +1,316 @@
+"""Weights are set to unit scale exactly once, whatever comes after."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+
+from lightning_unitscale import UnitScaleCallback
+from lightning_unitscale.graph.steps import steps_of
+from tests.callbacks.rule_runs import (
+    METHODS,
+    Classifier,
+    Gradients,
+    adamw,
+    fit,
+    loader,
+    plan_of,
+    rms,
+    trainer_with,
+    unit_scale,
+    weights,
+)
+from tests.helpers import assert_same_bits
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Checkpoint directory"),
+    pytest.mark.filterwarnings("ignore:The dirpath has changed"),
+    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
+]
+
+
+def seeded(make: Any = Classifier) -> Any:
+    pl.seed_everything(3, verbose=False)
+    return make()
+
+
+def scheduled(module: nn.Module) -> Any:
+    optimizer = adamw(module)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step / 4))
+    return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+def assert_unit_scale(found: dict[str, Tensor], before: dict[str, Tensor]) -> None:
+    """Each weight is what it was, over its RMS to 1 %; biases are 0; norms are what they were."""
+    for name, one in found.items():
+        if "norm" in name or ".0." in name.removeprefix("blocks.0").removeprefix("blocks.1"):
+            assert torch.equal(one, before[name]), name
+        elif name.endswith("bias"):
+            assert not one.any(), name
+        else:
+            assert rms(one) == pytest.approx(1, rel=0.012), name
+            torch.testing.assert_close(one / rms(one), before[name] / rms(before[name]))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_fit_sets_them_before_the_first_step(method: str) -> None:
+    module, seen = seeded(), Gradients()
+    before = weights(module)
+    fit(module, unit_scale(method), seen)
+    assert_unit_scale(seen.weights[0], before)
+    assert not torch.equal(seen.weights[1]["first.weight"], seen.weights[0]["first.weight"])
+    assert all(0.4 < rms(one) < 2 for name, one in weights(module).items() if "weight" in name)
+
+
+def test_not_at_all_if_that_is_the_choice() -> None:
+    module, seen = seeded(), Gradients()
+    before = weights(module)
+    fit(module, unit_scale("u-mup", init_weights=False), seen)
+    assert_same_bits(seen.weights[0], before)
+
+
+def test_a_model_that_is_built_late() -> None:
+    class Late(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            made = {name: self._modules.pop(name) for name in list(self._modules)}
+            self.__dict__["made"] = made
+
+        def configure_model(self) -> None:
+            for name, one in self.__dict__.pop("made", {}).items():
+                setattr(self, name, one)
+
+    late, seen = seeded(Late), Gradients()
+    fit(late, unit_scale("u-mup"), seen)
+    whole, expected = seeded(), Gradients()
+    fit(whole, unit_scale("u-mup"), expected)
+    assert_same_bits(seen.weights, expected.weights)
+
+
+class WithoutLoss(Classifier):
+    """Validates by a metric, from which no readout can be found."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("hits", (self.forward(batch[0]).argmax(-1) == batch[1]).float().mean())
+
+
+@pytest.mark.parametrize("kind", [Classifier, WithoutLoss])
+@pytest.mark.parametrize("before", ["sanity check", "validate", "predict"])
+def test_an_evaluation_before_the_fit_is_of_the_plain_model(before: str, kind: Any) -> None:
+    """It changes nothing, and the fit is the one that would have been without it."""
+    expected = Gradients()
+    fit(seeded(), unit_scale("u-mup"), expected)
+    module, seen, callback = seeded(kind), Gradients(), unit_scale("u-mup")
+    start = weights(module)
+    if before == "predict":
+        plain = trainer_with().predict(module, loader(16))
+        assert_same_bits(trainer_with(callback).predict(module, loader(16)), plain)
+    elif before == "validate":
+        (plain,) = trainer_with().validate(module, loader(16), verbose=False)
+        (found,) = trainer_with(callback).validate(module, loader(16), verbose=False)
+        assert found == plain
+    assert_same_bits(weights(module), start)
+    checks = 2 if before == "sanity check" else 0
+    pl.seed_everything(3, verbose=False)
+    options = {"val": loader(16), "num_sanity_val_steps": checks}
+    fit(module, callback, seen, **options)
+    assert_same_bits(seen.weights, expected.weights)
+    assert_same_bits(seen.rms, expected.rms)
+    assert plan_of(module)["validation_step:readout.linear"].output == 1 / 16
+
+
+class Saving(pl.Callback):
+    """Notes the weights when batches start and end."""
+
+    def __init__(self) -> None:
+        self.starts: list[dict[str, Tensor]] = []
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        self.starts.append(weights(pl_module))
+
+
+@pytest.mark.parametrize("fresh", ["nothing", "trainer", "callback", "copy"])
+def test_a_second_fit(fresh: str) -> None:
+    module, callback = seeded(), unit_scale("unit-scaling")
+    trainer, _ = fit(module, callback, max_epochs=1, max_steps=-1)
+    after, sigmas = weights(module), _sigmas(module)
+    seen = Saving()
+    if fresh == "nothing":
+        trainer.fit_loop.max_epochs = 2
+        trainer.callbacks.append(seen)  # type: ignore[attr-defined]
+        trainer.fit(module, loader(), loader(8))
+    else:
+        if fresh == "callback":
+            callback = unit_scale("unit-scaling")
+        if fresh == "copy":
+            module, callback = copy.deepcopy(module), unit_scale("unit-scaling")
+        fit(module, callback, seen, Gradients())
+    assert_same_bits(seen.starts[0], after)
+    assert _sigmas(module) == sigmas
+    assert not torch.equal(seen.starts[1]["first.weight"], after["first.weight"])
+    assert all(one != 1 for name, one in sigmas.items() if name.endswith("t.weight"))
+
+
+def _sigmas(module: Any) -> dict[str, float]:
+    return {name: one.info.sigma for name, one in plan_of(module).parameters.items()}
+
+
+def test_a_second_fit_is_the_continued_one() -> None:
+    """Rates, factors and gradients of a second fit are those of one that went on."""
+    losses = []
+    for again in (False, True):
+        module = seeded(lambda: Classifier(lambda m: torch.optim.SGD(m.parameters(), lr=0.05)))
+        callback = unit_scale("u-mup")
+        if again:
+            _, first = fit(module, callback, max_epochs=1, max_steps=-1)
+            _, second = fit(module, unit_scale("u-mup"), max_epochs=1, max_steps=-1)
+            losses.append([*first, *second])
+        else:
+            losses.append(fit(module, callback, max_epochs=2, max_steps=-1)[1])
+    for one, other in zip(*losses, strict=True):
+        # A new callback measures units of gradients anew, on trained weights.
+        torch.testing.assert_close(one["loss"], other["loss"], rtol=0.02, atol=0)
+
+
+def test_another_module_is_another_beginning() -> None:
+    callback = unit_scale("u-mup")
+    fit(seeded(), callback)
+    module, seen = Classifier(), Gradients()
+    before = weights(module)
+    fit(module, callback, seen)
+    assert_unit_scale(seen.weights[0], before)
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+@pytest.mark.parametrize("method", METHODS)
+def test_evaluations_after_a_fit(method: str, fresh: bool, tmp_path: Path) -> None:
+    module, callback = seeded(), unit_scale(method)
+    trainer, _ = fit(module, callback, val=loader(12), max_epochs=2, max_steps=-1)
+    loss = float(trainer.callback_metrics["val_loss"])
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    after = weights(module)
+    if fresh:
+        trainer = trainer_with(unit_scale(method))
+    for ckpt_path in (None, tmp_path / "a.ckpt"):
+        options = {"ckpt_path": ckpt_path, "verbose": False}
+        (found,) = trainer.validate(module, loader(12), **options)
+        assert found["val_loss"] == pytest.approx(loss, rel=1e-6)
+        (found,) = trainer.test(module, loader(12), **options)
+        assert found["test_loss"] == pytest.approx(loss, rel=1e-6)
+        outputs = trainer.predict(module, loader(12), ckpt_path=ckpt_path)
+        again = torch.nn.functional.cross_entropy(
+            torch.cat(outputs), torch.stack([row[1] for row in loader(12).dataset])
+        )
+        assert float(again) == pytest.approx(loss, rel=1e-5)
+        assert_same_bits(weights(module), after)
+
+
+def resumable(folder: Path, max_epochs: int, ckpt_path: Any = None, **options: Any) -> Any:
+    pl.seed_everything(5, verbose=False)
+    module, callback = Classifier(scheduled), unit_scale(options.pop("method", "u-mup"))
+    saved = ModelCheckpoint(folder, "{epoch}", save_top_k=-1)
+    trainer, outputs = fit(
+        module,
+        callback,
+        saved,
+        val=loader(12),
+        ckpt_path=ckpt_path,
+        max_epochs=max_epochs,
+        max_steps=-1,
+        enable_checkpointing=True,
+        gradient_clip_val=0.9,
+        **options,
+    )
+    states = [one.state_dict() for one in trainer.optimizers]
+    loss = float(trainer.callback_metrics["val_loss"])
+    return {"weights": weights(module), "states": states, "loss": loss}, outputs, callback
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("checks", [0, 1])
+def test_a_resumed_run_goes_on_bit_for_bit(method: str, checks: int, tmp_path: Path) -> None:
+    options = {"method": method, "num_sanity_val_steps": checks}
+    whole, losses, callback = resumable(tmp_path / "whole", 3, **options)
+    resumed, others, again = resumable(
+        tmp_path / "half", 3, tmp_path / "whole" / "epoch=0.ckpt", **options
+    )
+    assert_same_bits(resumed, whole)
+    assert_same_bits(others[checks:], losses[-len(others) + checks :])
+    assert 0 < len(others) < len(losses)
+    if checks:  # the sanity check is of the checkpoint's model: its last batch before was this one
+        assert_same_bits(others[0], losses[-len(others) + checks - 2])
+    assert again.gauge.state() == callback.gauge.state()
+    assert again.state_dict()["rules"] == callback.state_dict()["rules"]
+
+
+def test_resuming_in_the_same_objects(tmp_path: Path) -> None:
+    whole, _, _ = resumable(tmp_path, 3)
+    pl.seed_everything(5, verbose=False)
+    module, callback = Classifier(scheduled), unit_scale("u-mup")
+    for max_epochs, ckpt_path in ((2, None), (3, tmp_path / "epoch=0.ckpt")):
+        trainer, _ = fit(
+            module,
+            callback,
+            max_epochs=max_epochs,
+            max_steps=-1,
+            ckpt_path=ckpt_path,
+            gradient_clip_val=0.9,
+        )
+    assert_same_bits(weights(module), whole["weights"])
+    assert_same_bits([one.state_dict() for one in trainer.optimizers], whole["states"])
+
+
+def test_a_checkpoint_is_of_plain_types_and_the_weights_are_the_users(tmp_path: Path) -> None:
+    resumable(tmp_path, 1)
+    found = torch.load(tmp_path / "epoch=0.ckpt", weights_only=True)
+    assert set(found["state_dict"]) == set(Classifier().state_dict())
+    assert set(found["callbacks"]["UnitScaleCallback"]["rules"]) == {"plan", "log2_gradients"}
+
+
+@pytest.mark.parametrize("entry", ["validate", "fit"])
+@pytest.mark.parametrize("with_checkpoint", [False, True])
+def test_load_from_checkpoint(entry: str, with_checkpoint: bool, tmp_path: Path) -> None:
+    whole, _, _ = resumable(tmp_path, 2)
+    path = tmp_path / "epoch=1.ckpt"
+    module = Classifier.load_from_checkpoint(path, configure=scheduled)
+    assert_same_bits(weights(module), whole["weights"])
+    ckpt_path = path if with_checkpoint else None
+    if entry == "fit":
+        seen = Saving()
+        options = {"max_epochs": 3, "max_steps": -1, "ckpt_path": ckpt_path}
+        fit(module, unit_scale("u-mup"), seen, **options)
+        assert_same_bits(seen.starts[0], whole["weights"])
+        return
+    trainer = trainer_with(unit_scale("u-mup"))
+    (found,) = trainer.validate(module, loader(12), ckpt_path=ckpt_path, verbose=False)
+    assert found["val_loss"] == pytest.approx(whole["loss"], rel=1e-6)
+    assert_same_bits(weights(module), whole["weights"])
+
+
+def test_a_checkpoint_of_a_plain_run_is_scaled_once(tmp_path: Path) -> None:
+    plain = seeded()
+    fit(plain, max_epochs=1, max_steps=-1)[0].save_checkpoint(tmp_path / "plain.ckpt")
+    seen = Gradients()
+    fit(Classifier(), unit_scale("u-mup"), seen, ckpt_path=tmp_path / "plain.ckpt")
+    for name in ("first.weight", "readout.weight", "blocks.1.4.weight"):
+        expected = weights(plain)[name]
+        torch.testing.assert_close(
+            seen.weights[0][name] / rms(seen.weights[0][name]), expected / rms(expected)
+        )
+        assert rms(seen.weights[0][name]) == pytest.approx(1, rel=0.012)
+
+
+def test_nothing_is_left_on_the_module_but_what_the_weights_are() -> None:
+    module = seeded()
+    before = set(vars(module)) | {"_unit_scale_plan"}
+    fit(module, UnitScaleCallback("u-mup"))
+    fit(plain := seeded())
+    assert set(vars(module)) - before == set(vars(plain)) - before
+    assert steps_of(module) is None

@@ -1,0 +1,57 @@
+"""The coverage report says what happened to every operation and every parameter, and why."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_unitscale.transforms.rules.coverage import coverage_report
+from lightning_unitscale.transforms.rules.plan import RulePlan
+from lightning_unitscale.transforms.unit_scale import unit_scale
+from tests.transforms.rules.models import GPT, Of, tokens
+from tests.transforms.rules.oracle import decisions_of, parameters_of
+
+
+def _function(m: nn.ModuleList, x: Tensor) -> Tensor:
+    h = m[0](x)
+    h = h + m[1](F.gelu(h).view(5, 16))
+    h = torch.fft.rfft(h).abs()
+    return m[2](h).square().mean() + torch.linalg.svdvals(m[1].weight).sum()
+
+
+def test_the_report() -> None:
+    torch.manual_seed(1)
+    scaled = unit_scale(Of(_function, nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(9, 4)))
+    assert "The rules have seen no step yet." in scaled.explain()
+    scaled(torch.randn(5, 16))
+    report = scaled.explain()
+    lines = {line.split()[0]: line for line in report.splitlines() if line.strip()}
+    for name, one in decisions_of(scaled).items():
+        row = lines.get(f"forward:{name}")
+        if one.op in {"view"}:
+            assert row is None
+        else:
+            assert row is not None and one.how in row, name
+    for fqn, plan in parameters_of(scaled).items():
+        assert plan.action in lines[fqn] and plan.reason in lines[fqn]
+        assert plan.info.role.value in lines[fqn]
+    assert "feed-forward branch 1 of 1" in lines["forward:add"]
+    assert "readout: 1/fan_in" in lines["forward:parts.2.linear"]
+    assert "measured RMS" in lines["forward:abs"] and "calibrated" in lines["forward:abs"]
+    assert "read by linalg_svdvals, which no rule rewrites" in lines["parts.1.weight"]
+    assert "handed on" in lines["Operations:"] and "1 residual" in lines["Operations:"]
+    assert lines["Parameters:"] == "Parameters: 2 scaled, 3 zeroed, 1 left."
+    # What the passes did stands above it.
+    assert "unit scale by rules" in report
+    assert "parameter gradients at RMS 1" in report
+    assert "No graph breaks." in report
+
+
+def test_ties_are_reported() -> None:
+    scaled = unit_scale(GPT(32, 1, is_tied=True))
+    scaled(tokens())
+    (row,) = (one for one in scaled.explain().splitlines() if one.startswith("tokens.weight"))
+    assert "embedding (tied)" in row
+
+
+def test_a_plan_alone_can_be_reported() -> None:
+    assert coverage_report(RulePlan()) == "The rules have seen no step yet."

@@ -1,0 +1,221 @@
+"""Which factor goes where, compared with the function written out by hand."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_unitscale.transforms.rules.plan import Argument, Decision
+from lightning_unitscale.transforms.unit_scale import unit_scale
+from tests.transforms.rules.models import GPT, LSTM, Of, labels, tokens
+from tests.transforms.rules.oracle import decided, decisions_of, plan_of, rms
+from tests.transforms.zoo import Step, w
+
+W = 24
+X = torch.randn(64, W, generator=torch.Generator().manual_seed(2))
+# E gelu(x)^2 for a normal x.
+_GELU = 0.42521
+
+
+def _mlp() -> Of:
+    return Of(
+        lambda m, a: F.cross_entropy(m[1](F.gelu(m[0](a))), labels(64)),
+        nn.Linear(W, 2 * W),
+        nn.Linear(2 * W, 5),
+    )
+
+
+def test_a_perceptron_written_out() -> None:
+    torch.manual_seed(4)
+    scaled = unit_scale(_mlp())
+    torch.manual_seed(5)
+    scaled(X)
+    torch.manual_seed(5)
+    loss = scaled(X)
+    torch.manual_seed(5)
+    first, second = (part.weight for part in scaled.parts)
+    h = F.gelu(X @ first.T * W**-0.5) * _GELU**-0.5
+    expected = F.cross_entropy(h @ second.T / (2 * W), labels(64))
+    torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-5)
+    loss.backward()
+    assert all(0.5 < rms(one.grad) < 2 for one in scaled.parameters())
+
+
+def test_activation_and_loss_mults() -> None:
+    scaled = unit_scale(_mlp(), activation_mult=0.5, loss_mult=3.0)
+    torch.manual_seed(5)
+    loss = scaled(X)
+    torch.manual_seed(5)
+    first, second = (part.weight for part in scaled.parts)
+    h = F.gelu(0.5 * (X @ first.T * W**-0.5))
+    moment = F.gelu(0.5 * torch.randn(1_000_000)).square().mean().sqrt()
+    expected = F.cross_entropy(3.0 * (h / moment) @ second.T / (2 * W), labels(64))
+    torch.testing.assert_close(loss, expected, rtol=5e-3, atol=0.0)
+
+
+def _single(module: nn.Module, op: str, *inputs: Any, **options: Any) -> Decision:
+    scaled = unit_scale(module, **options)
+    scaled(*inputs)
+    (one,) = decided(scaled, op)
+    return one
+
+
+def test_factors_of_products() -> None:
+    hidden = Of(lambda m, a: m[1](m[0](a)).square().mean(), nn.Linear(W, 8), nn.Linear(8, 3))
+    scaled = unit_scale(hidden)
+    scaled(X)
+    first, second = decided(scaled, "linear")
+    assert (first.output, first.arguments) == (pytest.approx(W**-0.5), ())
+    assert second.output == pytest.approx(1 / 8)
+    assert second.reason.startswith("readout: 1/fan_in")
+    convolution = Of(lambda m, a: m[0](a), nn.Conv2d(4, 6, 3, groups=2))
+    one = _single(convolution, "conv2d", torch.randn(2, 4, 8, 8))
+    assert one.output == pytest.approx((2 * 9) ** -0.5)
+
+
+def test_a_sum_of_two_embeddings() -> None:
+    scaled = unit_scale(GPT(W, 1))
+    scaled(tokens())
+    one = decisions_of(scaled)["add"]
+    assert one.output == pytest.approx(2**-0.5)
+    assert one.arguments == ()
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda m, a: m[0](a) + 3.0,
+        lambda m, a: m[0](a) + torch.ones(8),
+        lambda m, a: m[0](a) + m[1].bias,
+        lambda m, a: m[0](a) + torch.tanh(m[0](a)),
+        lambda m, a: m[0](a) - 1,
+    ],
+)
+def test_adds_that_are_left_alone(function: Any) -> None:
+    scaled = unit_scale(Of(function, nn.Linear(W, 8), nn.Linear(8, 8)))
+    scaled(X)
+    assert not any(one.changes for one in (*decided(scaled, "add"), *decided(scaled, "sub")))
+
+
+def test_products_by_element_are_left_alone() -> None:
+    scaled = unit_scale(
+        Of(lambda m, a: m[2](F.silu(m[0](a)) * m[1](a)), *(nn.Linear(W, W) for _ in range(3)))
+    )
+    scaled(X)
+    (one,) = decided(scaled, "mul")
+    assert not one.changes
+    factor = decided(scaled, "linear")[2].arguments[0].factor
+    silu = float(F.silu(torch.randn(1_000_000)).square().mean().sqrt())
+    assert factor == pytest.approx(1 / silu, rel=0.01)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_loss_keeps_its_value_and_ignores_what_it_is_told_to(reduction: str) -> None:
+    target = torch.tensor([1, -100, 2, -100, -100, 0, 3, -100])
+
+    def loss(logits: Tensor) -> Tensor:
+        return F.cross_entropy(
+            logits.transpose(1, 2), target.view(2, 4), label_smoothing=0.1, reduction=reduction
+        )
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(W, 5)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            logits = self.head(x)
+            return loss(logits), logits
+
+    scaled = unit_scale(Two())
+    value, logits = scaled(X[:8].view(2, 4, W))
+    assert torch.equal(value, loss(logits))
+    assert torch.equal(logits.detach(), scaled(X[:8].view(2, 4, W))[1])
+    value.backward()
+    assert 0.5 < rms(scaled.head.weight.grad) < 2
+    logits = logits.detach().requires_grad_()
+    (gradient,) = torch.autograd.grad(loss(logits), logits)
+    assert torch.equal(gradient[target.view(2, 4) == -100], torch.zeros(4, 5))
+
+
+def test_a_bias_that_is_data_is_added_as_it_is() -> None:
+    # Two matrices of the batch: nothing is learned, so the result is what is brought to RMS 1.
+    a, b, addend = torch.randn(6, W), torch.randn(W, 9), 100 * torch.randn(6, 9)
+    scaled = unit_scale(Of(lambda _, *given: torch.addmm(*given, alpha=0.5)))
+    y = scaled(addend, a, b)
+    (one,) = decided(scaled, "addmm")
+    assert one.output == 1.0
+    alpha = dict(one.kwargs)["alpha"]
+    torch.testing.assert_close(y, torch.addmm(addend, a, b, alpha=alpha))
+
+
+def test_a_product_whose_operands_are_not_independent_is_measured() -> None:
+    scaled = unit_scale(Of(lambda _, a: a @ a.mT))
+    y = scaled(X[:6].expand(4, 6, W))
+    assert rms(y) == pytest.approx(1.0, rel=0.4)
+    (single,) = decided(scaled, "matmul")
+    assert single.how == "calibrated" and "where the rule says" in single.reason
+
+
+def test_an_unknown_product_names_its_reason() -> None:
+    scaled = unit_scale(Of(lambda _, a, b: torch.conv_tbc(a, b, torch.zeros(5)) * 1.0))
+    scaled(torch.randn(7, 2, 4), torch.randn(3, 4, 5))
+    (one,) = decided(scaled, "conv_tbc")
+    assert one.how in {"calibrated", "rule"}
+    assert one.reason
+
+
+def test_unknown_scales_raise_if_the_user_says_so() -> None:
+    module = Of(
+        lambda m, a: m[1](torch.fft.rfft(m[0](a)).abs()), nn.Linear(W, W), nn.Linear(W // 2 + 1, 4)
+    )
+    scaled = unit_scale(module, on_unknown="error")
+    before = {name: one.clone() for name, one in scaled.named_parameters()}
+    for _ in range(2):
+        with pytest.raises(
+            RuntimeError,
+            match=r"on_unknown='error': abs in the step \(abs\): no rule; expected .*"
+            r"register_rule.*replace=.*on_unknown='calibrate'",
+        ):
+            scaled(X)
+    assert all(torch.equal(one, before[name]) for name, one in scaled.named_parameters())
+    assert plan_of(scaled).parameters == {}
+
+
+@pytest.mark.parametrize("on_unknown", ["calibrate", "keep", "error"])
+def test_an_ordinary_transformer_is_known_throughout(on_unknown: str) -> None:
+    torch.manual_seed(3)
+    scaled = unit_scale(GPT(W, 1), on_unknown=on_unknown)
+    scaled(tokens())
+    torch.manual_seed(3)
+    other = unit_scale(GPT(W, 1))
+    other(tokens())
+    assert plan_of(scaled) == plan_of(other)
+
+
+def test_an_operation_that_is_called_again_gets_its_own_decision() -> None:
+    scaled = unit_scale(LSTM(16))
+    scaled(tokens(6))
+    names = [name for name in decisions_of(scaled) if name.startswith("input.linear")]
+    assert len(names) == 5
+    assert {decisions_of(scaled)[name].output for name in names} == {0.25}
+
+
+def test_reads_names_the_parameters() -> None:
+    scaled = unit_scale(Step(lambda a, b: F.linear(b, a), w(4, W)))
+    scaled(X)
+    (one,) = decided(scaled, "linear")
+    assert one.reads == ("", "w0")
+
+
+def test_a_far_operand_gets_its_factor_at_the_product() -> None:
+    scaled = unit_scale(Of(lambda m, a: m[0](input=a * 8), nn.Linear(W, 4)))
+    scaled(X / rms(X))
+    (one,) = decided(scaled, "linear")
+    (argument,) = one.arguments
+    assert isinstance(argument, Argument)
+    assert argument.factor == pytest.approx(1 / 8, rel=0.02)
+    assert math.isclose(one.output, W**-0.5, rel_tol=1e-6)

@@ -1,0 +1,238 @@
+"""From a step to a plan: the rehearsals leave no trace, and the work grows with the model."""
+
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import lightning_unitscale.transforms.rules as rules
+from lightning_unitscale.transforms.attach import captured_forward
+from lightning_unitscale.transforms.rules.decide import Decider
+from lightning_unitscale.transforms.rules.flow import Flow
+from lightning_unitscale.transforms.rules.plan import RuleOptions, RulePlan
+from lightning_unitscale.transforms.rules.planning import plan_step
+from lightning_unitscale.transforms.rules.residuals import branch_weights, find_residuals
+from lightning_unitscale.transforms.rules.roles import find_structure, plan_parameters
+from tests.helpers import assert_same_bits
+from tests.transforms.rules.models import GPT, MODELS, Of, tokens
+from tests.transforms.rules.oracle import flow_of
+
+W = 16
+
+
+def plan(
+    module: nn.Module, *inputs: Any, known: RulePlan | None = None, **options: Any
+) -> RulePlan:
+    """A plan for a copy of a module."""
+    _, step = captured_forward(module, "test")
+    return plan_step(step, inputs, {}, RuleOptions(**options), known or RulePlan())
+
+
+class Noisy(nn.Module):
+    """Draws random numbers, keeps statistics, and writes into its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm, self.head = nn.Linear(W, W), nn.BatchNorm1d(W), nn.Linear(W, 3)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        h = F.dropout(self.norm(self.linear(x)), 0.5) + torch.randn(W)
+        x.mul_(2)
+        return self.head(h).square().mean()
+
+
+def test_the_rehearsals_leave_no_trace() -> None:
+    module, x = Noisy(), torch.randn(8, W)
+    state = {name: one.clone() for name, one in module.state_dict().items()}
+    given, random_state = x.clone(), torch.get_rng_state()
+    new, step = captured_forward(module, "test")
+    found = plan_step(step, (x,), {}, RuleOptions(), RulePlan())
+    assert len(found) > 5
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert torch.equal(x, given)
+    for one in (module, new):
+        assert_same_bits(dict(one.state_dict()), state)
+        assert all(parameter.grad is None for parameter in one.parameters())
+        assert one.training
+
+
+def test_a_plan_is_the_same_every_time() -> None:
+    module, inputs = GPT(32, 1), (tokens(),)
+    first = plan(module, *inputs)
+    assert plan(module, *inputs) == first
+    assert plan(module, tokens(8, 2)).parameters == first.parameters
+
+
+def test_what_the_first_run_fills_in_is_waited_for() -> None:
+    class Caching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.size = nn.Linear(W, W), None
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.size is None:
+                self.size = x.shape[-1] ** 0.5
+                return self.linear(x.tanh()).square().mean()
+            return self.linear(x * self.size).square().mean()
+
+    module = Caching()
+    new, step = captured_forward(module, "test")
+    found = plan_step(step, (torch.randn(4, W),), {}, RuleOptions(), RulePlan())
+    names = [name for name in found if "linear" in name]
+    assert names
+    assert new.size is None  # undone like everything else
+
+
+def test_a_step_that_is_never_the_same_is_refused() -> None:
+    class Restless(nn.Module):
+        count = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            Restless.count += 1
+            return x @ torch.ones(W, Restless.count)
+
+    with pytest.raises(
+        RuntimeError, match=r"Restless\.forward: it ran other graphs in each of 3 runs.*expected"
+    ):
+        plan(Restless(), torch.randn(4, W))
+
+
+def test_another_step_keeps_what_was_decided() -> None:
+    module, inputs = GPT(32, 1), (tokens(),)
+    first = plan(module, *inputs)
+    other = RulePlan(
+        {name.replace("forward:", "training_step:"): one for name, one in first.items()},
+        first.parameters,
+    )
+    both = plan(module, tokens(9, 1), known=other)
+    for name, one in first.items():
+        assert both[name] == one
+        assert both[name.replace("forward:", "training_step:")] == one
+    assert both.parameters == first.parameters
+
+
+def test_a_parameter_at_unit_scale_must_not_be_read_by_the_unknown_later() -> None:
+    module = nn.Linear(W, W)
+    known = plan(Of(lambda m, x: m[0](x).square().mean(), module), torch.randn(4, W))
+    other = Of(lambda m, x: m[0](x).mean() + torch.linalg.svdvals(m[0].weight).sum(), module)
+    with pytest.raises(
+        RuntimeError,
+        match=r"parts\.0\.weight: it was set to unit scale for an earlier step, but \S*svdvals\S* "
+        r"of this one reads it.*expected.*register a rule",
+    ):
+        plan(other, torch.randn(4, W), known=known)
+
+
+def test_a_bias_learns_the_factor_on_what_it_is_added_to() -> None:
+    found = plan(Of(lambda m, x: m[1](m[0](x)).mean(), nn.Linear(W, 8), nn.Linear(8, 4)),
+                 torch.randn(4, W))  # fmt: skip
+    infos = {fqn: one.info for fqn, one in found.parameters.items()}
+    assert infos["parts.0.bias"].output_scale == pytest.approx(W**-0.5)
+    assert infos["parts.1.bias"].output_scale == pytest.approx(1 / 8)
+    assert infos["parts.0.weight"].output_scale == 1.0
+
+
+def test_it_plans_without_gradients_too() -> None:
+    module, inputs = MODELS["gpt"]()
+    with torch.no_grad():
+        found = plan(module, *inputs)
+        _, step = captured_forward(module, "test")
+        bare = plan_step(step, inputs, {}, RuleOptions(), RulePlan(), backward=False)
+    assert found == bare == plan(module, *inputs)
+
+
+# Work is counted in lines of the rules' code that were run, and in calls that read everything.
+
+
+class Chain(nn.Module):
+    """Residual blocks of all kinds in a row."""
+
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(num_blocks))
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index, part in enumerate(self.parts):
+            kind = index % 4
+            branch = part(F.layer_norm(x, (4,)) if kind == 1 else x)
+            x = F.layer_norm(x + branch, (4,)) if kind == 2 else x + torch.tanh(branch)
+        return self.head(x).square().mean()
+
+
+class Lines:
+    """Counts the lines of the rules that run inside the ``with`` block."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._folder = os.path.dirname(rules.__file__ or "")
+        self._previous: Any = None
+
+    def __enter__(self) -> "Lines":
+        self._previous = sys.gettrace()
+        sys.settrace(self._called)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(self._previous)
+
+    def _called(self, frame: Any, event: str, argument: Any) -> Any:
+        return self._ran if frame.f_code.co_filename.startswith(self._folder) else None
+
+    def _ran(self, frame: Any, event: str, argument: Any) -> Any:
+        self.count += event == "line"
+        return self._ran
+
+
+def _lines_per_block(num_blocks: int) -> dict[str, float]:
+    flow = flow_of(Chain(num_blocks), torch.randn(2, 4))
+    work: dict[str, float] = {}
+
+    def counted(name: str, function: Callable[[], Any]) -> Any:
+        with Lines() as lines:
+            result = function()
+        work[name] = lines.count / num_blocks
+        return result
+
+    residuals = counted("residuals", lambda: find_residuals(flow))
+    assert len(residuals) == num_blocks
+    structure = counted("roles", lambda: find_structure(flow, residuals))
+    parameters = counted("parameters", lambda: plan_parameters(structure, init_weights=True))
+    weights = counted("weights", lambda: branch_weights(residuals))
+    decider = Decider(structure, parameters, weights, RuleOptions(), lambda node: None)
+
+    def decide() -> None:
+        for node in flow.nodes:
+            decision = decider.before(node)
+            if decision is not None:
+                decider.after(node, decision)
+
+    counted("decisions", decide)
+    assert len(decider.decisions) > 2 * num_blocks
+    return work
+
+
+def test_work_grows_linearly_from_8_to_512_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies = 0
+    everything = Flow.parameters
+
+    def parameters(flow: Flow) -> Any:
+        nonlocal copies
+        copies += 1
+        return everything(flow)
+
+    monkeypatch.setattr(Flow, "parameters", parameters)
+    _lines_per_block(8)
+    few = copies
+    middle, large = _lines_per_block(64), _lines_per_block(512)
+    # Looks at everything at once are as many for a large model as for a small one.
+    assert copies == 3 * few
+    for name, lines in large.items():
+        assert lines < 1.3 * middle[name], name  # a quadratic part would make it eight times
