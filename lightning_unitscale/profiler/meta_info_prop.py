@@ -39,11 +39,11 @@ class MetaInfoProp:
         profile: What :meth:`run` found.
 
     Example:
+        >>> import torch
         >>> from torch import fx, nn
         >>> graph_module = fx.symbolic_trace(nn.Sequential(nn.Linear(4, 2), nn.ReLU()))
-        >>> info = MetaInfoProp(graph_module)
-        >>> _ = info.run(torch.ones(8, 4))
-        >>> [node.meta["node_costs"].fwd_mem_out for node in graph_module.graph.nodes][1:3]
+        >>> profile = MetaInfoProp(graph_module).run(torch.ones(8, 4))
+        >>> [node.fwd_mem_out for node in profile.nodes]
         [64, 64]
     """
 

@@ -57,6 +57,7 @@ def profile_graph(
         RuntimeError: If the step cannot be run without data, naming the node.
 
     Example:
+        >>> import torch
         >>> from torch import nn
         >>> profile = profile_graph(nn.Linear(4, 2), torch.ones(8, 4))
         >>> profile.parameter_bytes

@@ -22,7 +22,7 @@ _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _QUANTITY = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([kKmMgGtT]?[iI]?[bB])\s*")
 # States kept per block boundary: different numbers of bytes saved so far.
-_MAX_STATES = 512
+_MAX_STATES = 160
 
 
 def check_budget(budget: Budget) -> Budget:
@@ -79,12 +79,21 @@ class Choice:
 
 @dataclass
 class _States:
-    """Ways to come to a boundary, by the bytes saved on the way: fewer bytes take more time."""
+    """Ways to come to a boundary, by the bytes saved on the way: fewer bytes take more time.
+
+    Attributes:
+        saved: Bytes saved before the boundary, ascending.
+        seconds: Time of what runs again before it.
+        origins: (boundary, option) that each group of ways came by.
+        group: Group of each state.
+        before: Where each was at that boundary.
+    """
 
     saved: Ints
     seconds: Floats
-    # Where each came from: (boundary, its state there, option).
-    came_from: list[tuple[int, int, Option | None]]
+    origins: list[tuple[int, Option]]
+    group: Ints
+    before: Ints
 
 
 def choose_options(
@@ -103,11 +112,10 @@ def choose_options(
     count = len(options.blocks)
     gradients = options.blocks.gradient_bytes()
     after = np.concatenate([np.cumsum(gradients[::-1])[::-1], [0]])
-    states = [_States(np.zeros(1, np.int64), np.zeros(1), [(0, 0, None)])]
+    none = np.zeros(1, np.int64)
+    states = [_States(none, np.zeros(1), [], none, none)]
     for stop in range(1, count + 1):
-        saved: list[Ints] = []
-        seconds: list[Floats] = []
-        origins: list[tuple[int, Ints, Option]] = []
+        ways: list[tuple[int, int, Option]] = []
         for length in options.lengths():
             start = stop - length
             if start < 0 or not len(states[start].saved) or not options.may_join(start, stop):
@@ -115,52 +123,45 @@ def choose_options(
             for option in options.of(start, stop):
                 backward = option.backward_bytes + int(after[stop])
                 need = max(backward, option.forward_bytes + forward_bytes)
-                fits = np.flatnonzero(states[start].saved <= budget_bytes - need)
-                if len(fits):
-                    saved.append(states[start].saved[fits] + option.saved_bytes)
-                    seconds.append(states[start].seconds[fits] + option.seconds)
-                    origins.append((start, fits, option))
-        states.append(_merged(saved, seconds, origins, budget_bytes))
+                num_fitting = int(states[start].saved.searchsorted(budget_bytes - need, "right"))
+                if num_fitting:
+                    ways.append((start, num_fitting, option))
+        states.append(_merged(states, ways))
     if not len(states[count].saved):
         return None
-    best = int(np.lexsort((states[count].saved, states[count].seconds))[0])
-    return _traced(states, count, best)
+    # The last state saves most, and so is the fastest.
+    return _traced(states, count, len(states[count].saved) - 1)
 
 
-def _merged(
-    saved: Sequence[Ints],
-    seconds: Sequence[Floats],
-    origins: Sequence[tuple[int, Ints, Option]],
-    budget_bytes: int,
-) -> _States:
-    if not saved:
-        return _States(np.zeros(0, np.int64), np.zeros(0), [])
-    all_saved, all_seconds = np.concatenate(saved), np.concatenate(seconds)
-    group = np.repeat(np.arange(len(saved)), [len(one) for one in saved])
-    place = np.concatenate([np.arange(len(one)) for one in saved])
-    order = np.lexsort((all_seconds, all_saved))
-    best = np.minimum.accumulate(all_seconds[order])
+def _merged(states: Sequence[_States], ways: Sequence[tuple[int, int, Option]]) -> _States:
+    origins = [(start, option) for start, _, option in ways]
+    if not ways:
+        none = np.zeros(0, np.int64)
+        return _States(none, np.zeros(0), origins, none, none)
+    saved = np.concatenate([states[i].saved[:n] + one.saved_bytes for i, n, one in ways])
+    seconds = np.concatenate([states[i].seconds[:n] + one.seconds for i, n, one in ways])
+    counts = [n for _, n, _ in ways]
+    group = np.repeat(np.arange(len(ways)), counts)
+    before = np.concatenate([np.arange(n) for n in counts])
+    order = np.argsort(saved, kind="stable")
+    best = np.minimum.accumulate(seconds[order])
     improves = np.concatenate([[True], best[1:] < best[:-1] - 1e-12])
     kept = order[improves]
     if len(kept) > _MAX_STATES:
         # Of those that save nearly the same the fastest, which is the one that saves most.
-        bins = all_saved[kept] * _MAX_STATES // max(int(all_saved[kept[-1]]), 1)
+        bins = saved[kept] * _MAX_STATES // max(int(saved[kept[-1]]), 1)
         last = np.concatenate([bins[1:] != bins[:-1], [True]])
         last[0] = True  # nobody saves less
         kept = kept[last]
-    came_from: list[tuple[int, int, Option | None]] = []
-    for one in kept.tolist():
-        start, fits, option = origins[group[one]]
-        came_from.append((start, int(fits[place[one]]), option))
-    return _States(all_saved[kept], all_seconds[kept], came_from)
+    return _States(saved[kept], seconds[kept], origins, group[kept], before[kept])
 
 
 def _traced(states: Sequence[_States], stop: int, index: int) -> Choice:
     seconds = float(states[stop].seconds[index])
     runs: list[tuple[int, int, Option]] = []
     while stop > 0:
-        start, before, option = states[stop].came_from[index]
-        assert option is not None
+        here = states[stop]
+        start, option = here.origins[here.group[index]]
         runs.append((start, stop, option))
-        stop, index = start, before
+        stop, index = start, int(here.before[index])
     return Choice(tuple(reversed(runs)), seconds)

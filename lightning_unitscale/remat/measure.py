@@ -50,7 +50,7 @@ class PeakMeter:
                 pass
 
     def stop(self) -> int | None:
-        """Stop; returns the peak in bytes, ``None`` if nothing was marked or the device is other."""
+        """Stop; returns the peak in bytes, or ``None`` if nothing was marked."""
         if self.device.type == "cuda" and self._alive is not None:
             return int(torch.cuda.max_memory_allocated(self.device))
         if self._profile is None:

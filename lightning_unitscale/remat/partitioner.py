@@ -246,9 +246,7 @@ class RematPartitioner(CustomPartitionerFn):
         if self.on_plan is not None:
             self.on_plan(plan)
         segments, kept = plan.segments, plan.kept
-        return split(
-            gm, problem, nodes, plan.saved, num_fwd_outputs, segments=segments, kept=kept
-        )
+        return split(gm, problem, nodes, plan.saved, num_fwd_outputs, segments=segments, kept=kept)
 
     def choose(self, planner: Planner) -> RematPlan:
         """The plan of one graph; a subclass may choose another."""

@@ -143,7 +143,7 @@ class Planner:
 
     @cached_property
     def candidates(self) -> list[RematPlan]:
-        """Plans that need no budget: the default, cuts of the whole graph, a checkpoint per block."""
+        """Plans without a budget: the default, cuts of the whole graph, checkpoints per block."""
         cuts = CutNetwork(self.problem).hull()
         found = [self.default, self.min_cut, *(self._of_cut("cut", one) for one in cuts)]
         return [*found, *self._checkpoints()]

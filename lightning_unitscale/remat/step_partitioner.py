@@ -58,8 +58,8 @@ class StepPartitioner(RematPartitioner):
             raise ValueError(
                 f"budget={self.budget!r}: the step breaks into several graphs, which are planned "
                 "one by one, so that bytes cannot be promised for all of them together; expected a "
-                "step that is captured whole, or a fraction such as budget=0.6, which holds for each "
-                "graph; explain() shows where it breaks."
+                "step that is captured whole, or a fraction such as budget=0.6, which holds for "
+                "each graph; explain() shows where it breaks."
             )
         always, forward = self._around()
         return always + max(0, module_bytes(self._module) - static_bytes), forward

@@ -20,7 +20,7 @@ from lightning_unitscale.transforms.rules.rehearsal import parameter_rms
 
 # Beyond this a gradient is taken for zero, or for broken: its unit would be noise.
 _MAX_LOG2 = 100
-_TELLING_FAN_IN = 16
+_TELLING_FAN_IN = 8
 
 
 def set_to_unit_scale(
