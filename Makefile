@@ -13,7 +13,7 @@ PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3
 PIP_ARGS ?=
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
-BENCHMARKS ?= unit_scale_overhead monitor_overhead same_training architectures low_precision_training
+BENCHMARKS ?= unit_scale_overhead monitor_overhead same_training architectures rule_coverage rule_transform_cost best_rates lr_transfer low_precision_training memory_prediction remat_pareto
 
 BIN := $(VENV)/bin
 # A stamp is younger than what it was installed from, so that a second call installs nothing.

@@ -25,6 +25,7 @@ _SUBMODULES = frozenset(
         "formats",
         "functional",
         "graph",
+        "profiler",
         "quantize",
         "remat",
         "statistics",

@@ -57,7 +57,6 @@ class RematCallback(pl.Callback):
         self.measured_peak_bytes: int | None = None
         self._steps: ModuleSteps | None = None
         self._partitioner: StepPartitioner | None = None
-        self._trainer: weakref.ref[pl.Trainer] | None = None
         self._meter: PeakMeter | None = None
         self._gradients_seen = 0
         self._reports: list[RematReport] = []
@@ -84,11 +83,10 @@ class RematCallback(pl.Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage != "fit":
             return  # without gradients nothing is kept
-        self._trainer = weakref.ref(trainer)
         self.measured_peak_bytes = None
         self._gradients_seen = 0
         self._steps = attach_steps(trainer, pl_module, self)
-        self._partitioner = StepPartitioner(self.budget, pl_module, self._around)
+        self._partitioner = step_partitioner(trainer, pl_module, self.budget)
         self._steps.partition_by(self._partitioner)
         if self.compile:
             self._steps.use_executor("inductor")
@@ -160,21 +158,6 @@ class RematCallback(pl.Callback):
         error = 100 * (predicted / measured - 1)
         return f"{text}, measured {format_bytes(measured)} ({error:+.1f} %)"
 
-    def _around(self) -> tuple[int, int]:
-        """Bytes beside the module's own: throughout, and in the forward pass only."""
-        trainer = None if self._trainer is None else self._trainer()
-        if trainer is None:
-            return 0, 0
-        module = trainer.lightning_module
-        gradients = gradient_bytes(module)
-        always = optimizer_state_bytes(trainer.optimizers)
-        if isinstance(trainer.strategy.model, DistributedDataParallel):
-            always += gradients  # its buckets
-        if trainer.accumulate_grad_batches > 1:
-            return always + gradients, 0
-        # Lightning drops the last step's gradients between the forward and the backward pass.
-        return always, gradients
-
     def _restore(self) -> None:
         if self._steps is None:
             return
@@ -187,3 +170,28 @@ class RematCallback(pl.Callback):
         self._steps.detach(type(self).__name__)
         self._steps = None
         self._partitioner = None
+
+
+def step_partitioner(
+    trainer: pl.Trainer, module: pl.LightningModule, budget: Budget
+) -> StepPartitioner:
+    """The partitioner of a LightningModule's steps: counts what its Trainer keeps in memory."""
+    weak_trainer = weakref.ref(trainer)
+
+    def around() -> tuple[int, int]:
+        trainer = weak_trainer()
+        return (0, 0) if trainer is None else _trainer_bytes(trainer)
+
+    return StepPartitioner(budget, module, around)
+
+
+def _trainer_bytes(trainer: pl.Trainer) -> tuple[int, int]:
+    """Bytes beside the module's own: throughout a step, and in its forward pass only."""
+    gradients = gradient_bytes(trainer.lightning_module)
+    always = optimizer_state_bytes(trainer.optimizers)
+    if isinstance(trainer.strategy.model, DistributedDataParallel):
+        always += gradients  # its buckets
+    if trainer.accumulate_grad_batches > 1:
+        return always + gradients, 0
+    # Lightning drops the last step's gradients between the forward and the backward pass.
+    return always, gradients

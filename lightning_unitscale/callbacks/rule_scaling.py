@@ -28,6 +28,7 @@ from lightning_unitscale.transforms.rules.rewrite import RuleRewrite
 from lightning_unitscale.transforms.rules.weights import (
     ParameterGradients,
     already_at_unit_scale,
+    keeping_parameters,
     set_to_unit_scale,
 )
 from lightning_unitscale.transforms.unit_scale import Replace, check_options
@@ -109,7 +110,7 @@ class RuleScaling:
             # What an evaluation has decided before is of no use for training: it saw no gradient.
             known = RulePlan() if train else self.plan
             context = getattr(trainer.precision_plugin, _context_of(step.name))
-            with context():
+            with context(), keeping_parameters(module):
                 found = plan_step(
                     step,
                     arguments,
@@ -128,8 +129,10 @@ class RuleScaling:
             self.rules.set_plan(plan)
             step.rewrite_anew()
             vars(module)[PLAN_ATTRIBUTE] = self.plan
-        if train and not self._rates_follow:
-            self._follow_rates(trainer, module)
+        if train:
+            self.gradients.accumulate(trainer.accumulate_grad_batches)
+            if not self._rates_follow:
+                self._follow_rates(trainer, module)
 
     def measured(self, trainer: pl.Trainer, measured: Mapping[str, float]) -> None:
         """Take over the size of each parameter's gradient, as it is before the optimizer step."""
@@ -152,12 +155,17 @@ class RuleScaling:
 
     def state_dict(self) -> dict[str, Any]:
         """For the checkpoint: with it, nothing is decided, measured or scaled a second time."""
-        return {"plan": self.plan.state(), "log2_gradients": dict(self.gradients.log2_factors)}
+        return {
+            "plan": self.plan.state(),
+            "log2_gradients": dict(self.gradients.log2_factors),
+            "num_accumulated": self.gradients.num_accumulated,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any], module: nn.Module | None) -> None:
         """Go on from :meth:`state_dict`; the weights are those of the checkpoint."""
         self.rules.set_plan(RulePlan.from_state(state["plan"]))
         self.gradients.log2_factors = dict(state["log2_gradients"])
+        self.gradients.num_accumulated = state["num_accumulated"]
         if module is not None:
             vars(module)[PLAN_ATTRIBUTE] = self.plan
 

@@ -20,6 +20,7 @@ from lightning_unitscale.callbacks.module_steps import (
     takes_iterator,
 )
 from lightning_unitscale.callbacks.ranks import joint_rms
+from lightning_unitscale.callbacks.recalibration import Looks
 from lightning_unitscale.callbacks.rule_scaling import rules_of
 from lightning_unitscale.graph.passes import GraphPass
 from lightning_unitscale.graph.steps import ModuleSteps
@@ -30,11 +31,6 @@ from lightning_unitscale.transforms.lossless import Depth, LosslessUnitScale
 from lightning_unitscale.transforms.lossless_unit_scale import calibrate
 from lightning_unitscale.transforms.rules.plan import RuleOptions
 from lightning_unitscale.transforms.simulate_format import SimulateFormat, format_pair
-
-# Steps at which recalibrate="auto" looks: often while the scales of a fresh model move, then
-# rarely.
-_EARLY_LOOKS = frozenset({8, 16, 32, 64})
-_LOOK_EVERY = 128
 
 
 class UnitScaleCallback(pl.Callback):
@@ -126,12 +122,7 @@ class UnitScaleCallback(pl.Callback):
         )
         self._rules = rules_of(method, options, replace, lr_scaling, init_weights)
         _require_none(precision=precision, remat=remat)
-        valid_number = isinstance(recalibrate, int) and not isinstance(recalibrate, bool)
-        if not (recalibrate in ("auto", None) or (valid_number and recalibrate > 0)):  # type: ignore[operator]
-            raise ValueError(
-                f"recalibrate={recalibrate!r}: no such interval; expected 'auto', None or a "
-                "positive number of optimizer steps; pass recalibrate='auto'."
-            )
+        self._looks = Looks(recalibrate)
         self.method = method
         self.recalibrate = recalibrate
         self.compile = compile
@@ -194,7 +185,7 @@ class UnitScaleCallback(pl.Callback):
         self._plan(trainer, "training_step", batch, batch_idx)
         if not self._is_calibrated:
             self._calibrate(trainer, pl_module, "training_step", batch, batch_idx)
-        self._steps.observe(type(self).__name__, self._looks_at(self._step_index))
+        self._steps.observe(type(self).__name__, self._looks.at(self._step_index))
 
     @override
     def on_train_batch_end(
@@ -207,11 +198,11 @@ class UnitScaleCallback(pl.Callback):
     ) -> None:
         assert self._steps is not None
         if self._live is not None:
-            self._adopt_live(self._live)
+            self._adopt_live(trainer, self._live)
         if not has_stepped(trainer, pl_module, self._global_step_before):
             return  # the accumulated batches share one gauge
         drift = self._rewrite.drift.take()
-        if drift is not None and self._looks_at(self._step_index):
+        if drift is not None and self._looks.at(self._step_index):
             forward, backward = joint_rms(drift.forward, drift.backward)
             (outside,) = joint_rms(drift.outside)
             if self.recalibrate != "auto" or outside:
@@ -289,13 +280,6 @@ class UnitScaleCallback(pl.Callback):
         simulation = [] if self._simulation is None else [self._simulation]
         return [*rules, self._rewrite, *simulation]
 
-    def _looks_at(self, step: int) -> bool:
-        if self.recalibrate is None or step <= 0:
-            return False
-        if self.recalibrate == "auto":
-            return step in _EARLY_LOOKS or step % _LOOK_EVERY == 0
-        return step % int(self.recalibrate) == 0
-
     def _plan(self, trainer: pl.Trainer, name: str, *batch: Any) -> None:
         if self._rules is not None:
             assert self._steps is not None
@@ -353,15 +337,19 @@ class UnitScaleCallback(pl.Callback):
     def _measure_live(self, name: str) -> None:
         assert self._steps is not None
         self._live = self._rewrite.calibrator()
+        if self._rules is not None:
+            self._rules.gradients.watch()
         self._steps.steps[name].interpreter = self._live
 
-    def _adopt_live(self, calibrator: Calibrator) -> None:
+    def _adopt_live(self, trainer: pl.Trainer, calibrator: Calibrator) -> None:
         assert self._steps is not None
         forward, backward = _joint_results(calibrator)
         if not backward:
             calibrator.clear()
             return
         self._take_gauge(forward, backward, "the first batch", {})
+        if self._rules is not None:
+            self._rules.measured(trainer, *joint_rms(self._rules.gradients.watched()))
         self._stop_live()
         self._is_calibrated = True
 

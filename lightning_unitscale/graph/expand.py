@@ -49,7 +49,7 @@ def expand_composites(graph_module: fx.GraphModule) -> None:
     for node in graph_module.graph.find_nodes(
         op="call_function", target=F.multi_head_attention_forward
     ):
-        _expand(graph_module, node, _open_function(F.multi_head_attention_forward))
+        _expand(graph_module, node, open_function(F.multi_head_attention_forward))
     autocast = autocast_dtypes(graph_module.graph)
     for node in graph_module.graph.find_nodes(
         op="call_function", target=F.scaled_dot_product_attention
@@ -139,7 +139,7 @@ def _real_like(fake: Tensor | None, autocast_dtype: torch.dtype | None) -> Tenso
     return real.requires_grad_(fake.requires_grad and dtype.is_floating_point)
 
 
-def _open_function(function: Any) -> Callable[..., Any]:
+def open_function(function: Any) -> Callable[..., Any]:
     """A copy of a functional that does not hand itself to a torch function mode as a whole."""
     scope = {
         **function.__globals__,

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lightning_unitscale.graph.expand import _open_function
+from lightning_unitscale.graph.expand import open_function
 from lightning_unitscale.profiler.step_record import OUTSIDE, NodeRecord
 from lightning_unitscale.profiler.storage_recorder import StorageRecorder
 
@@ -105,7 +105,7 @@ class NodeTrace(TorchFunctionMode):
         if func is F.multi_head_attention_forward:
             # Opened, as in a captured graph: what is inside depends on the device too.
             with self:
-                return _open_function(func)(*args, **kwargs)
+                return open_function(func)(*args, **kwargs)
         if recorder.phase != "forward":
             # What a checkpoint runs again is part of the backward pass.
             return self._call(func, args, kwargs)

@@ -113,7 +113,7 @@ def find_blocks(problem: RematProblem, max_blocks: int = 256) -> Blocks:
     forward = np.flatnonzero((problem.region == Region.FORWARD) & problem.in_forward)
     time = np.full(len(problem), -1, dtype=np.int64)
     time[forward] = np.arange(len(forward))
-    work = np.cumsum(problem.seconds[forward] > 0)
+    work = np.cumsum((problem.seconds[forward] > 0).astype(np.int64))
     separators = _thinned(_separators(problem, forward, time), work, max_blocks)
     block = np.full(len(problem), -1, dtype=np.int64)
     ends = [place for place, _ in separators]

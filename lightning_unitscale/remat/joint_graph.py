@@ -23,9 +23,8 @@ Recomputable = Collection[Callable[..., Any]]
 _RNG_STATE_BYTES = 5056
 # A smaller result is saved rather than its generator's state.
 _REPLAY_FROM_BYTES = 16 * _RNG_STATE_BYTES
-# Namespaces of operators that are known to depend on nothing but their arguments.
+# Operators that are known to depend on nothing but their arguments; collectives are not.
 _PURE_NAMESPACES = ("aten", "prims", "prim")
-_COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "c10d")
 # Sums in an order that no two runs share, where threads add to one place atomically.
 _ATOMIC = ("index_add", "scatter_add", "scatter_reduce", "index_put", "cumsum", "histc", "bincount")
 
@@ -292,9 +291,8 @@ class _Reader:
         if is_random(node):
             large = sum(size_of(one) for one in tensors_of(node.meta.get("val")))
             return self.replay_random and large >= _REPLAY_FROM_BYTES
-        if any(bases[j][0] in self.mutated for j in self.inputs[self.index[node]]):
-            return False  # by the time of the backward pass the input holds its new value
-        return True
+        # By the time of the backward pass a mutated input holds its new value.
+        return not any(bases[j][0] in self.mutated for j in self.inputs[self.index[node]])
 
 
 def is_fusible(node: fx.Node) -> bool:

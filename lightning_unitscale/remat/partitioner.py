@@ -260,6 +260,9 @@ class RematPartitioner(CustomPartitionerFn):
         model = None if self.cost_model is None else self.cost_model.key()
         return f"remat-{PLANNER_VERSION}-{self.budget!r}-{model}-{ops}"
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> RematPartitioner:
+        return self  # it keeps no state of a module
+
     def __reduce__(self) -> Any:
         # Inductor pickles its settings into the key of its cache, this one among them.
         return (str, (repr(self.uuid()),))

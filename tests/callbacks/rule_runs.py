@@ -128,7 +128,11 @@ class Gradients(pl.Callback):
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         self.rms.append(
-            {name: rms(one.grad) for name, one in pl_module.named_parameters() if one.grad is not None}
+            {
+                name: rms(one.grad)
+                for name, one in pl_module.named_parameters()
+                if one.grad is not None
+            }
         )
         self.weights.append(weights(pl_module))
 

@@ -184,7 +184,7 @@ class Dropouts(nn.Module):
 
     def __init__(self, width: int = 128) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(4))
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:

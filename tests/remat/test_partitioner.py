@@ -32,7 +32,7 @@ class EveryPlan(RematPartitioner):
     def choose(self, planner: Planner) -> RematPlan:
         plans = [*planner.candidates, *planner.front(8)]
         unique = list({one.hash: one for one in plans}.values())
-        unique = unique[:: max(1, len(unique) // 6)]
+        unique = unique[:: max(1, len(unique) // 4)]
         type(self).count = len(unique)
         return unique[self.index]
 

@@ -29,6 +29,7 @@ from lightning_unitscale.transforms.rules.flow import (
     float_arguments,
     is_attention,
     is_operation,
+    reads_of,
 )
 from lightning_unitscale.transforms.rules.logits import logit_factor
 from lightning_unitscale.transforms.rules.plan import (
@@ -318,8 +319,7 @@ class Decider:
         arguments: tuple[Argument, ...] = (),
         kwargs: tuple[tuple[str, Any], ...] = (),
     ) -> Decision:
-        reads = tuple(self.flow.parameter_of(one) or "" for _, one in float_arguments(node))
-        return Decision(op_name(node), reads, how, reason, output, arguments, kwargs)
+        return Decision(op_name(node), reads_of(node), how, reason, output, arguments, kwargs)
 
     def _keep(self, node: fx.Node, decision: Decision) -> Decision:
         decision = self._from_prior(node, decision) or decision

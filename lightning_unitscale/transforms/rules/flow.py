@@ -13,7 +13,13 @@ from torch import Tensor, fx
 
 from lightning_unitscale.functional.sizes import numel_of
 from lightning_unitscale.graph.capture import is_checkpoint
-from lightning_unitscale.graph.nodes import INPUT, example_tensor, is_float_tensor, op_name
+from lightning_unitscale.graph.nodes import (
+    INPUT,
+    example_tensor,
+    is_float_tensor,
+    op_name,
+    tensor_name,
+)
 
 Path = tuple[int | str, ...]
 
@@ -237,6 +243,25 @@ def float_arguments(node: fx.Node) -> Iterator[tuple[Path, fx.Node]]:
         yield from _floats((position,), value)
     for name, value in node.kwargs.items():
         yield from _floats((name,), value)
+
+
+def reads_of(node: fx.Node) -> tuple[str, ...]:
+    """What each float argument of a node is: the name of the tensor behind it, in its own graph.
+
+    It tells apart operations that have one name in two branches of a step. Inputs of the graph have
+    none: steps call them differently.
+    """
+    return tuple(_known_name(one) for _, one in float_arguments(node))
+
+
+def _known_name(node: fx.Node) -> str:
+    while (source := handed_on(node)) is not None:
+        node = source
+    if node.op != "placeholder":
+        return tensor_name(node)
+    given = node.meta.get(INPUT)
+    is_parameter = given is not None and given.kind == "parameter"
+    return given.fqn or "" if is_parameter else ""  # type: ignore[union-attr]
 
 
 def _floats(path: Path, value: Any) -> Iterator[tuple[Path, fx.Node]]:

@@ -30,7 +30,7 @@ class Decision:
 
     Attributes:
         op: Its name, to make sure that it is the same operation in another graph.
-        reads: For each float argument the parameter that it is, or ``""``; for the same reason.
+        reads: Names of the tensors that it reads, ``""`` for inputs; for the same reason.
         how: Where the factors come from.
         reason: That in words, with the paper section or the measured value.
         output: Factor on the result.

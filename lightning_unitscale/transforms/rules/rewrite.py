@@ -26,6 +26,7 @@ from lightning_unitscale.graph.out_of_place import aliased_by_mutation
 from lightning_unitscale.graph.passes import GraphPass, Region, Stage, StepGraph
 from lightning_unitscale.graph.products import product_of
 from lightning_unitscale.transforms.rules.coverage import coverage_report
+from lightning_unitscale.transforms.rules.flow import reads_of
 from lightning_unitscale.transforms.rules.plan import Decision, RuleOptions, RulePlan, key
 from lightning_unitscale.transforms.rules.planning import plan_graph
 
@@ -69,9 +70,13 @@ class RuleRewrite(GraphPass):
         for region in graph.regions():
             mutated = aliased_by_mutation(region.graph)
             scaled: dict[tuple[fx.Node, float], fx.Node] = {}
+            reads = {node: reads_of(node) for node in region.graph.nodes}
             for node in list(region.graph.nodes):
                 decision = self.plan.get(key(graph.step, tensor_name(node)))
-                if decision is None or decision.op != op_name(node) or not decision.changes:
+                if decision is None or not decision.changes:
+                    continue
+                # In a branch that is taken later another operation may have the name.
+                if (decision.op, decision.reads) != (op_name(node), reads[node]):
                     continue
                 counts[decision.how] += 1
                 _apply(region, node, decision, mutated, scaled)

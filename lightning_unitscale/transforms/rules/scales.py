@@ -10,7 +10,13 @@ import torch.nn.functional as F
 from torch import fx
 
 from lightning_unitscale.graph.nodes import op_name
-from lightning_unitscale.transforms.rules.flow import Flow, float_arguments, handed_on, is_softmax
+from lightning_unitscale.transforms.rules.flow import (
+    Flow,
+    float_arguments,
+    handed_on,
+    is_softmax,
+    numel,
+)
 from lightning_unitscale.transforms.rules.island import derived_rms
 from lightning_unitscale.transforms.rules.logits import number_of, times_number
 from lightning_unitscale.transforms.rules.plan import ParameterPlan
@@ -187,7 +193,9 @@ class Scales:
 
     def _product(self, node: fx.Node, first: fx.Node, second: fx.Node) -> tuple[float | None, str]:
         for scale, data in ((first, second), (second, first)):
-            is_learned_scale = self.flow.parameter_of(scale) is not None
+            # Rows of an embedding, with a number for each, are no scale.
+            is_smaller = numel(scale) <= numel(data)
+            is_learned_scale = is_smaller and self.flow.parameter_of(scale) is not None
             if is_learned_scale and self.flow.parameter_of(data) is None:
                 self._chosen.add(node)
                 known = self.known(data)

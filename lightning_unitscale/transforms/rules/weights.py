@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import weakref
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_unitscale.graph.passes import GraphPass, Stage, StepGraph
+from lightning_unitscale.transforms.calibration import combined_rms, root_mean_square
 from lightning_unitscale.transforms.parameter_info import Role
 from lightning_unitscale.transforms.rules.plan import ParameterPlan
 from lightning_unitscale.transforms.rules.rehearsal import parameter_rms
@@ -63,6 +65,22 @@ def already_at_unit_scale(module: nn.Module, plans: Mapping[str, ParameterPlan])
     return bool(votes) and sum(votes) > len(votes) / 2
 
 
+@contextlib.contextmanager
+def keeping_parameters(module: nn.Module) -> Iterator[None]:
+    """Undo, on leaving, what a rehearsal has written into parameters.
+
+    A step under manual optimization may do so itself: clip the weights of a critic, for example.
+    """
+    before = [(one, one._version, one.detach().clone()) for one in module.parameters()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for one, version, value in before:
+                if one._version != version:
+                    one.copy_(value)
+
+
 class ParameterGradients(GraphPass):
     """Brings the gradient of every parameter to RMS 1 by a power of two of its own.
 
@@ -74,6 +92,7 @@ class ParameterGradients(GraphPass):
 
     Attributes:
         log2_factors: Exponent of the factor on the gradient, by path of the parameter.
+        num_accumulated: Batches that were accumulated when gradients were measured.
     """
 
     name = "parameter gradients at RMS 1"
@@ -81,6 +100,9 @@ class ParameterGradients(GraphPass):
 
     def __init__(self) -> None:
         self.log2_factors: dict[str, int] = {}
+        self.num_accumulated = 1
+        self._log2_shift = 0
+        self._watched: dict[str, list[Tensor]] | None = None
         self._hooks: MutableMapping[Tensor, RemovableHandle] = WeakTensorKeyDictionary()
 
     def run(self, graph: StepGraph) -> tuple[str, ...]:
@@ -98,10 +120,34 @@ class ParameterGradients(GraphPass):
         for handle in self._hooks.values():
             handle.remove()
         self._hooks.clear()
+        self._watched = None
 
     def clear(self) -> None:
         """Leave gradients as they are, until they have been measured."""
         self.log2_factors.clear()
+
+    def accumulate(self, num_accumulated: int) -> None:
+        """Follow a number of accumulated batches that has changed since the measuring."""
+        # The mean over n batches, which are nearly independent, shrinks by sqrt(n).
+        self._log2_shift = round(math.log2(num_accumulated / self.num_accumulated) / 2)
+
+    def watch(self) -> None:
+        """Measure the gradients of the backward passes to come, where no rehearsal can."""
+        self._watched = {}
+
+    def watched(self) -> dict[str, float]:
+        """RMS of each gradient since :meth:`watch`, before its factor; ends the measuring."""
+        seen, self._watched = self._watched or {}, None
+        return {fqn: combined_rms(torch.stack(one).tolist()) for fqn, one in seen.items()}
+
+    def _seen(self, fqn: str, gradient: Tensor) -> Tensor:
+        """A gradient that has just been made, times its factor."""
+        if self._watched is not None:
+            self._watched.setdefault(fqn, []).append(root_mean_square(gradient))
+        exponent = self.log2_factors.get(fqn, 0)
+        if fqn in self.log2_factors:
+            exponent += self._log2_shift
+        return gradient if exponent == 0 else gradient * 2.0**exponent
 
     def set_measured(
         self, measured: Mapping[str, float], *, num_accumulated: int = 1, num_replicas: int = 1
@@ -116,6 +162,7 @@ class ParameterGradients(GraphPass):
         # Gradients of different batches are nearly independent: a sum of n grows by sqrt(n), a
         # mean over n shrinks by as much.
         global_batch = math.sqrt(num_accumulated / num_replicas)
+        self.num_accumulated, self._log2_shift = num_accumulated, 0
         for fqn, rms in measured.items():
             total = rms * global_batch
             known = total > 0 and math.isfinite(total)
@@ -130,6 +177,7 @@ class ParameterGradients(GraphPass):
         new = type(self)()
         memo[id(self)] = new
         new.log2_factors = dict(self.log2_factors)
+        new.num_accumulated = self.num_accumulated
         return new
 
 
@@ -145,5 +193,4 @@ class _Factor:
 
     def __call__(self, gradient: Tensor) -> Tensor:
         owner = self._owner()
-        exponent = 0 if owner is None else owner.log2_factors.get(self._fqn, 0)
-        return gradient if exponent == 0 else gradient * 2.0**exponent
+        return gradient if owner is None else owner._seen(self._fqn, gradient)

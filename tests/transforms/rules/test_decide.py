@@ -12,7 +12,6 @@ from lightning_unitscale.transforms.rules.plan import Argument, Decision
 from lightning_unitscale.transforms.unit_scale import unit_scale
 from tests.transforms.rules.models import GPT, LSTM, Of, labels, tokens
 from tests.transforms.rules.oracle import decided, decisions_of, plan_of, rms
-from tests.transforms.zoo import Step, w
 
 W = 24
 X = torch.randn(64, W, generator=torch.Generator().manual_seed(2))
@@ -204,11 +203,17 @@ def test_an_operation_that_is_called_again_gets_its_own_decision() -> None:
     assert {decisions_of(scaled)[name].output for name in names} == {0.25}
 
 
-def test_reads_names_the_parameters() -> None:
-    scaled = unit_scale(Step(lambda a, b: F.linear(b, a), w(4, W)))
+def test_reads_names_what_is_behind_the_arguments() -> None:
+    def function(m: nn.ModuleList, x: Tensor) -> Tensor:
+        h = m[0](x.view(8, -1, W)).tanh()
+        return torch.cat([F.dropout(h, 0.5).mT.mT, h + 1], -1) @ m[1].weight.T
+
+    scaled = unit_scale(Of(function, nn.Linear(W, 8), nn.Linear(16, 4)))
     scaled(X)
-    (one,) = decided(scaled, "linear")
-    assert one.reads == ("", "w0")
+    reads = {one.op: one.reads for one in decisions_of(scaled).values()}
+    assert reads["linear"] == ("", "parts.0.weight", "parts.0.bias")
+    assert reads["cat"] == ("tanh", "add")
+    assert reads["matmul"] == ("cat", "parts.1.weight")
 
 
 def test_a_far_operand_gets_its_factor_at_the_product() -> None:

@@ -1,0 +1,242 @@
+"""What unit scaling by rules makes of published architectures, measured from outside.
+
+For every architecture of ``model_zoo.py`` and for five layers of this file's own: whether the rules
+run, eager and under Inductor, and after one batch at initialization the share of all operands of
+matrix products within a factor 2 of RMS 1, and of all gradients that arrive at one within a factor
+4, read off the operators that torch executes. Beside it the model as it is, and the ``unit-scaling``
+package's ``unit_scale``. Gradients are checked against those of the same function without any
+factor on a gradient: they must be equal but for a power of two for each parameter, bit for bit.
+
+    python benchmarks/rule_coverage.py                # all of them, one table, one JSON file
+    python benchmarks/rule_coverage.py GPT-2 LSTM     # some
+    python benchmarks/rule_coverage.py --core         # the twenty, and our own
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import os
+import statistics
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+import transformers
+from tabulate import tabulate
+from torch import Tensor, nn
+
+from benchmarks.architectures import (
+    Operands,
+    equal_bits,
+    machine,
+    observe_step,
+    run_step,
+    seed_everything,
+)
+from benchmarks.model_zoo import CORE, ZOO
+from benchmarks.own_architectures import OWN
+from lightning_unitscale.graph.steps import steps_of
+from lightning_unitscale.transforms import compile as compile_graphs
+from lightning_unitscale.transforms import unit_scale
+from lightning_unitscale.transforms.rules.rewrite import RuleRewrite
+from lightning_unitscale.transforms.rules.weights import ParameterGradients
+
+RESULTS = Path(__file__).parent / "results" / "rule_coverage.json"
+OPERANDS_WITHIN, GRADIENTS_WITHIN = 2.0, 4.0
+ALL: Mapping[str, Callable[[], tuple[nn.Module, Mapping[str, Any]]]] = {**ZOO, **OWN}
+
+
+@dataclass
+class Share:
+    """Shares of operands and of arriving gradients that are near RMS 1, and their numbers."""
+
+    operands: float = 0.0
+    gradients: float = 0.0
+    num_operands: int = 0
+    num_gradients: int = 0
+
+
+@dataclass
+class Coverage:
+    """Results for one architecture."""
+
+    name: str
+    plain: Share | None = None
+    rules_alone: Share | None = None
+    ours: Share | None = None
+    reference: Share | str = "not run"
+    inductor: str = "not run"
+    gradients_exact: bool = False
+    residuals: int = 0
+    how: dict[str, int] | None = None
+    parameters: dict[str, int] | None = None
+    error: str = ""
+
+
+def near(rms: Iterable[tuple[str, float]], within: float) -> tuple[float, int]:
+    """Share within a factor of 1; tensors that are zero everywhere have no scale."""
+    values = [value for _, value in rms if value != 0.0]
+    good = sum(1 / within <= value <= within for value in values)
+    return (good / len(values) if values else 1.0), len(values)
+
+
+def share_of(observed: Operands) -> Share:
+    operands, num_operands = near([*observed.forward, *observed.stored], OPERANDS_WITHIN)
+    gradients, num_gradients = near(observed.gradients, GRADIENTS_WITHIN)
+    return Share(operands, gradients, num_operands, num_gradients)
+
+
+def examine(name: str) -> Coverage:
+    """The plain model, the rules alone, the rules with units for gradients, and the reference."""
+    torch._dynamo.reset()
+    result = Coverage(name)
+    model, inputs = ALL[name]()
+    try:
+        result.plain = share_of(observe_step(model, inputs))
+        model, inputs = ALL[name]()
+        scaled = unit_scale(model)
+        seed_everything()
+        ours = run_step(scaled, inputs)
+        result.ours = share_of(observe_step(scaled, inputs))
+        steps = steps_of(scaled)
+        assert steps is not None
+        compiled = compile_graphs(scaled)
+        (rules,) = (one for one in steps.passes if isinstance(one, RuleRewrite))
+        (units,) = (one for one in steps.passes if isinstance(one, ParameterGradients))
+        result.how = dict(Counter(one.how for one in rules.plan.values()))
+        result.residuals = result.how.get("residual", 0)
+        result.parameters = dict(Counter(one.action for one in rules.plan.parameters.values()))
+        # The same function with plain autograd: no pass but the rules, no hook on a parameter.
+        units.remove()
+        steps.passes = [rules]
+        steps.steps["forward"].rewrite_anew()
+        alone = run_step(scaled, inputs)
+        result.rules_alone = share_of(observe_step(scaled, inputs))
+        result.gradients_exact = equal_bits(ours.loss, alone.loss) and all(
+            ours.gradients[fqn] is None
+            if gradient is None
+            else equal_bits(gradient * 2.0 ** units.log2_factors.get(fqn, 0), _of(ours, fqn))
+            for fqn, gradient in alone.gradients.items()
+        )
+        result.inductor = _inductor(compiled, inputs, ours.loss)
+    except Exception as error:
+        result.error = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        return result
+    result.reference = reference(name)
+    return result
+
+
+def _of(step: Any, fqn: str) -> Tensor:
+    gradient = step.gradients[fqn]
+    assert gradient is not None
+    return gradient
+
+
+def _inductor(compiled: nn.Module, inputs: Mapping[str, Any], loss: Tensor) -> str:
+    """Relative difference of the loss under Inductor."""
+    try:
+        other = run_step(compiled, inputs).loss
+    except Exception as error:
+        return f"{type(error).__name__}"
+    return f"{float((other - loss).abs() / loss.abs()):.1e}"
+
+
+def reference(name: str) -> Share | str:
+    """The same shares for the ``unit-scaling`` package, or how it failed."""
+    from unit_scaling.transforms import unit_scale as their_unit_scale
+
+    torch._dynamo.reset()
+    try:
+        model, inputs = ALL[name]()
+        return share_of(observe_step(their_unit_scale(copy.deepcopy(model)), inputs))
+    except Exception as error:
+        return type(error).__name__
+
+
+def table(results: list[Coverage]) -> str:
+    """One row per architecture."""
+
+    def shown(share: Share | str | None) -> tuple[str, str]:
+        if isinstance(share, Share):
+            return f"{share.operands:.0%}", f"{share.gradients:.0%}"
+        return (share or "-"), ""
+
+    rows = []
+    for one in results:
+        if one.error:
+            rows.append((one.name, one.error))
+            continue
+        rows.append(
+            (
+                one.name,
+                *shown(one.plain),
+                *shown(one.reference),
+                *shown(one.rules_alone),
+                *shown(one.ours),
+                "yes" if one.gradients_exact else "NO",
+                one.inductor,
+                one.residuals,
+                (one.how or {}).get("calibrated", 0),
+                (one.parameters or {}).get("left", 0),
+            )
+        )
+    headers = (
+        "architecture", "plain: operands", "gradients", "unit-scaling: operands", "gradients",
+        "rules alone: operands", "gradients", "ours: operands", "gradients", "gradients exact",
+        "Inductor loss", "residuals", "calibrated", "parameters left",
+    )  # fmt: skip
+    return tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True)
+
+
+def summary(results: list[Coverage]) -> str:
+    """Medians and worst cases over the architectures that ran."""
+    ran = [one for one in results if one.ours is not None and not one.error]
+    lines = [f"{len(ran)} of {len(results)} architectures run."]
+    for what in ("plain", "rules_alone", "ours"):
+        shares = [share for one in ran if (share := getattr(one, what)) is not None]
+        if shares:
+            operands = [one.operands for one in shares]
+            gradients = [one.gradients for one in shares]
+            lines.append(
+                f"{what}: operands median {statistics.median(operands):.0%}, worst "
+                f"{min(operands):.0%}; gradients median {statistics.median(gradients):.0%}, worst "
+                f"{min(gradients):.0%}"
+            )
+    theirs = sum(isinstance(one.reference, Share) for one in results)
+    lines.append(f"unit-scaling 0.3.5 runs on {theirs} of {len(results)}.")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", help="architectures; all by default")
+    parser.add_argument(
+        "--core", action="store_true", help="the twenty that are promised, and ours"
+    )
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    names = arguments.names or [*(CORE if arguments.core else ZOO), *OWN]
+    results = []
+    for name in names:
+        results.append(examine(name))
+        print(name, results[-1].error or results[-1].ours, flush=True)
+    print(table(results))
+    print(summary(results))
+    document = {**machine(), "results": [asdict(one) for one in results]}
+    RESULTS.write_text(json.dumps(document, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
