@@ -1,15 +1,16 @@
 """What unit scaling by rules makes of published architectures, measured from outside.
 
-For every architecture of ``model_zoo.py`` and for five layers of this file's own: whether the rules
-run, eager and under Inductor, and after one batch at initialization the share of all operands of
-matrix products within a factor 2 of RMS 1, and of all gradients that arrive at one within a factor
-4, read off the operators that torch executes. Beside it the model as it is, and the ``unit-scaling``
+For every architecture of ``model_zoo.py`` and of ``own_architectures.py``: whether the rules run,
+eager and under Inductor, and after one batch at initialization the share of all operands of matrix
+products within a factor 2 of RMS 1, and of all gradients that arrive at one within a factor 4, read
+off the operators that torch executes. Beside it the model as it is, and the ``unit-scaling``
 package's ``unit_scale``. Gradients are checked against those of the same function without any
 factor on a gradient: they must be equal but for a power of two for each parameter, bit for bit.
 
     python benchmarks/rule_coverage.py                # all of them, one table, one JSON file
     python benchmarks/rule_coverage.py GPT-2 LSTM     # some
     python benchmarks/rule_coverage.py --core         # the twenty, and our own
+    python benchmarks/rule_coverage.py --inductor     # compiled as well: a minute for each
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ def share_of(observed: Operands) -> Share:
     return Share(operands, gradients, num_operands, num_gradients)
 
 
-def examine(name: str) -> Coverage:
+def examine(name: str, *, inductor: bool) -> Coverage:
     """The plain model, the rules alone, the rules with units for gradients, and the reference."""
     torch._dynamo.reset()
     result = Coverage(name)
@@ -128,7 +129,8 @@ def examine(name: str) -> Coverage:
             else equal_bits(gradient * 2.0 ** units.log2_factors.get(fqn, 0), _of(ours, fqn))
             for fqn, gradient in alone.gradients.items()
         )
-        result.inductor = _inductor(compiled, inputs, ours.loss)
+        if inductor:
+            result.inductor = _inductor(compiled, inputs, ours.loss)
     except Exception as error:
         result.error = f"{type(error).__name__}: {error}".splitlines()[0][:200]
         return result
@@ -217,21 +219,40 @@ def summary(results: list[Coverage]) -> str:
     return "\n".join(lines)
 
 
+def _from_json(row: dict[str, Any]) -> Coverage:
+    shares = {
+        name: Share(**row[name]) if isinstance(row[name], dict) else row[name]
+        for name in ("plain", "rules_alone", "ours", "reference")
+    }
+    return Coverage(**{**row, **shares})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", help="architectures; all by default")
     parser.add_argument(
         "--core", action="store_true", help="the twenty that are promised, and ours"
     )
+    parser.add_argument("--inductor", action="store_true", help="compile each of them as well")
     arguments = parser.parse_args()
+    # What was compiled in an earlier run is kept.
+    earlier = json.loads(RESULTS.read_text())["results"] if RESULTS.exists() else []
+    known = {one["name"]: one["inductor"] for one in earlier}
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     names = arguments.names or [*(CORE if arguments.core else ZOO), *OWN]
     results = []
     for name in names:
-        results.append(examine(name))
+        result = examine(name, inductor=arguments.inductor)
+        if not arguments.inductor and name in known:
+            result.inductor = known[name]
+        results.append(result)
         print(name, results[-1].error or results[-1].ours, flush=True)
+    order = {name: index for index, name in enumerate(ALL)}
+    done = {one.name for one in results}
+    kept = [_from_json(one) for one in earlier if one["name"] not in done]
+    results = sorted([*results, *kept], key=lambda one: order[one.name])
     print(table(results))
     print(summary(results))
     document = {**machine(), "results": [asdict(one) for one in results]}

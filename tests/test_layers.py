@@ -66,6 +66,7 @@ TORCH_ADAPTERS = (
     "graph/capture.py",
     "graph/exported.py",
     "graph/kept_whole.py",
+    "graph/partitioned.py",
     "graph/plain_algorithm.py",
     "pipeline/runtime.py",
     "profiler/memory.py",

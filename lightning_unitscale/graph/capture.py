@@ -25,8 +25,8 @@ from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
 from torch._dynamo.source import GlobalSource
 from torch._dynamo.utils import graph_break_reasons
 from torch._guards import CompileContext
-from torch.fx.graph import _BoxedCodeGen
 
+from lightning_unitscale.graph.partitioned import partitioned_by, run_boxed
 from lightning_unitscale.graph.plain_algorithm import plain_answers
 
 Executor = Literal["eager", "aot_eager", "inductor"]
@@ -278,29 +278,8 @@ def execute_with(
     # Imported here: Inductor takes a second to load and most runs never need it.
     from torch._inductor.compile_fx import compile_fx
 
-    with _partitioned_by(partition_fn):
+    with partitioned_by(partition_fn):
         return cast(Callable[..., Any], compile_fx(graph_module, list(inputs)))
-
-
-@contextlib.contextmanager
-def _partitioned_by(partition_fn: Any) -> Iterator[None]:
-    """Inductor's settings for a partitioner; one without an identity is asked every time."""
-    if partition_fn is None:
-        yield
-        return
-    from torch._functorch import config as functorch_config
-    from torch._inductor import config
-
-    cached = partition_fn.uuid() is not None
-    with (
-        config.patch(
-            custom_partitioner_fn=partition_fn, fx_graph_cache=cached and config.fx_graph_cache
-        ),
-        functorch_config.patch(
-            enable_autograd_cache=cached and functorch_config.enable_autograd_cache
-        ),
-    ):
-        yield
 
 
 def graph_breaks_since(count: int) -> list[str]:
@@ -346,21 +325,6 @@ def is_custom_operator(node: fx.Node) -> bool:
 
 def _first(graph: fx.Graph) -> fx.Node:
     return next(iter(graph.nodes))
-
-
-def run_boxed(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-    """A compiler for AOTAutograd that runs a graph op by op."""
-    # AOTAutograd hands its inputs over in a list. Code that empties the list frees each of them
-    # when nothing reads it any more; otherwise all saved tensors live to the end of the backward.
-    graph_module.graph.set_codegen(_BoxedCodeGen())
-    graph_module.recompile()
-    forward = graph_module.forward
-
-    def run(arguments: list[Any]) -> Any:
-        return forward(arguments)
-
-    run._boxed_call = True  # type: ignore[attr-defined]
-    return run
 
 
 def _restore_checkpointing(graph_module: fx.GraphModule) -> None:

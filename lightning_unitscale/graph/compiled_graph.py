@@ -162,9 +162,9 @@ class CompiledGraph:
             graph, step.owner.passes, step=step.name, graph_index=self.index
         )
         inputs = graph.example_inputs(self._example_inputs)
-        run = capture.execute_with(
-            self.executor, graph.graph_module, inputs, step.owner.partition_fn
-        )
+        partition_fn = step.owner.partition_fn
+        options = {} if partition_fn is None else {"partition_fn": partition_fn}
+        run = capture.execute_with(self.executor, graph.graph_module, inputs, **options)
         return Variant(graph, run)
 
 

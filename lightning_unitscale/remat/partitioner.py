@@ -23,7 +23,7 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy
 
-from lightning_unitscale.graph.capture import run_boxed
+from lightning_unitscale.graph.partitioned import run_boxed
 from lightning_unitscale.remat.budget import Budget, check_budget
 from lightning_unitscale.remat.costs import CostModel, default_cost_model, hint
 from lightning_unitscale.remat.joint_graph import (

@@ -168,7 +168,9 @@ class Planner:
         if chosen is not None:
             fitting.append(chosen)
         if not fitting:
-            self._refuse(limit)
+            if self.floor.peak_bytes > limit:
+                self._refuse(limit)
+            fitting.append(self.floor)
         return min(fitting, key=lambda one: (one.seconds, one.peak_bytes))
 
     @cached_property

@@ -10,6 +10,7 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
 from lightning_unitscale.graph.exported import export_forward
+from lightning_unitscale.graph.nodes import NAME
 from lightning_unitscale.graph.passes import StepGraph
 from lightning_unitscale.graph.steps import ModuleSteps, steps_of
 from lightning_unitscale.transforms.rules.fold import factors_left, fold_factors
@@ -48,8 +49,13 @@ def deploy(
         RuntimeError: If ``forward`` is no single graph, or its outputs are not those of ``module``.
     """
     rules = _rules_of(module)
+    expected: list[Any] | None = None
+    if steps_of(module) is not None and "forward" in module.__dict__:
+        # Before the export, which has Dynamo capture anew: another graph would have other names.
+        expected = _outputs(module, example_args, example_kwargs)
     plain = _plain_copy(module)
     graph_module = export_forward(plain, example_args, example_kwargs)
+    _name_parameters(graph_module, plain)
     graph = StepGraph(graph_module, observed=False, step="forward")
     rules.run(graph)
     if fold:
@@ -58,8 +64,9 @@ def deploy(
     graph_module.recompile()
     graph_module.train(module.training)
     vars(graph_module)["unfolded"] = factors_left(graph_module)
-    if steps_of(module) is not None and "forward" in module.__dict__:
-        _require_equal(module, graph_module, example_args, example_kwargs)
+    if expected is not None:
+        found = _outputs(graph_module, example_args, example_kwargs)
+        _require_equal(type(module).__name__, expected, found)
     return graph_module
 
 
@@ -82,6 +89,16 @@ def _rules_of(module: nn.Module) -> RuleRewrite:
     return rules
 
 
+def _name_parameters(graph_module: fx.GraphModule, module: nn.Module) -> None:
+    """Name the nodes of parameters by their paths, as those of a step are named."""
+    paths = {id(one): path for path, one in module.named_parameters()}
+    given = dict(graph_module.named_parameters(remove_duplicate=False))
+    for node in graph_module.graph.find_nodes(op="get_attr"):
+        parameter = given.get(str(node.target))
+        if parameter is not None:
+            node.meta[NAME] = paths.get(id(parameter), str(node.target))
+
+
 def _plain_copy(module: nn.Module) -> nn.Module:
     """A copy without captured steps."""
     new = copy.deepcopy(module)
@@ -93,25 +110,25 @@ def _plain_copy(module: nn.Module) -> nn.Module:
     return new
 
 
-def _require_equal(
-    module: nn.Module, deployed: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    """Compare the outputs of both in evaluation mode; names alone prove nothing."""
-    modes = (module.training, deployed.training)
+def _outputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """What a module returns in evaluation mode."""
+    mode = module.training
     module.eval()
-    deployed.eval()
     try:
         with torch.no_grad(), torch.random.fork_rng():
-            ours, theirs = (tree_leaves(one(*args, **kwargs)) for one in (module, deployed))
+            return list(tree_leaves(module(*args, **kwargs)))
     finally:
-        module.train(modes[0])
-        deployed.train(modes[1])
+        module.train(mode)
+
+
+def _require_equal(name: str, ours: list[Any], theirs: list[Any]) -> None:
+    """Compare the outputs of both in evaluation mode; names alone prove nothing."""
     for one, other in zip(ours, theirs, strict=True):
         if isinstance(one, Tensor) and not torch.allclose(
             one.double(), other.double(), rtol=_RTOL, atol=_RTOL * float(one.double().abs().max())
         ):
             difference = float((one.double() - other.double()).abs().max())
             raise RuntimeError(
-                f"module={type(module).__name__}: the exported graph differs from the captured one "
-                f"by {difference:.3g}; expected equal outputs; report this with the model."
+                f"module={name}: the exported graph differs from the captured one by "
+                f"{difference:.3g}; expected equal outputs; report this with the model."
             )

@@ -56,7 +56,8 @@ def loss_of(found: Any) -> float:
 @pytest.mark.parametrize("accumulated", [1, 4, 7])
 def test_gradients_are_at_rms_1_at_the_step(accumulated: int) -> None:
     seen = Gradients()
-    options = {"accumulate_grad_batches": accumulated, "max_steps": 4, "data": loader(256, 4)}
+    options: dict[str, Any]
+    options = {"accumulate_grad_batches": accumulated, "max_steps": 4, "data": loader(28 * 16, 16)}
     fit(made(still), unit_scale("u-mup"), seen, **options)
     for row in seen.rms:
         assert 0.5 < statistics.geometric_mean(of_weights(row)) < 2
@@ -176,7 +177,7 @@ def muon(module: nn.Module) -> Any:
 
 
 def sgd(module: nn.Module) -> Any:
-    return torch.optim.SGD(module.parameters(), lr=0.02, momentum=0.9)
+    return torch.optim.SGD(module.parameters(), lr=0.02, momentum=0.5)
 
 
 OPTIMIZERS = [fast, sgd, *([muon] if hasattr(torch.optim, "Muon") else [])]

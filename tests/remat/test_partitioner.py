@@ -137,6 +137,7 @@ def test_sizes_may_be_symbols() -> None:
         )
 
 
+@pytest.mark.slow
 def test_inductor_runs_a_plan() -> None:
     from torch._inductor import config
 

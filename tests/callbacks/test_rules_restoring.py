@@ -1,0 +1,314 @@
+"""What is refused is refused before anything is changed, and what was changed is put back."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+
+from lightning_unitscale import UnitScaleCallback
+from lightning_unitscale.graph.steps import CapturedStep, steps_of
+from lightning_unitscale.transforms.deploy import PLAN_ATTRIBUTE
+from tests.callbacks.rule_runs import (
+    Classifier,
+    Gradients,
+    adamw,
+    fit,
+    loader,
+    plan_of,
+    rms,
+    trainer_with,
+    unit_scale,
+    weights,
+)
+from tests.callbacks.test_manual_optimization import KINDS, OnTorch
+from tests.helpers import assert_same_bits
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def _keep_process_state() -> Iterator[None]:
+    """Lightning ignores Ctrl-C for good once it has seen one."""
+    handler = signal.getsignal(signal.SIGINT)
+    yield
+    signal.signal(signal.SIGINT, handler)
+
+
+def assert_restored(module: Any, trainer: pl.Trainer) -> None:
+    """Nothing hangs on the module, its parameters, the optimizers or the precision plugin."""
+    assert steps_of(module) is None
+    assert not isinstance(module.training_step, CapturedStep)
+    assert "log" not in vars(module)
+    assert "clip_gradients" not in vars(trainer.precision_plugin)
+    assert not any(one._backward_hooks for one in module.parameters())
+    for optimizer in trainer.optimizers:
+        assert not optimizer._optimizer_step_pre_hooks
+        assert not optimizer._optimizer_step_post_hooks
+        assert "_lightning_unitscale_scaled_step" not in vars(optimizer)
+
+
+REFUSED = [
+    (lambda m: torch.optim.ASGD(m.parameters()), "u-mup", r"ASGD\(\.\.\.\)"),
+    (lambda m: torch.optim.LBFGS(m.parameters()), "unit-scaling", r"LBFGS\(\.\.\.\)"),
+    (lambda m: torch.optim.Adam(m.parameters(), weight_decay=0.1), "unit-scaling", "weight_decay"),
+]
+if hasattr(torch.optim, "Muon"):
+    two_dimensional = lambda m: [one for one in m.parameters() if one.dim() == 2]  # noqa: E731
+    REFUSED.append((lambda m: torch.optim.Muon(two_dimensional(m)), "u-mup", "spectral norm"))
+
+
+@pytest.mark.parametrize(("configure", "method", "message"), REFUSED)
+@pytest.mark.parametrize("checks", [0, 1])
+def test_an_optimizer_that_cannot_follow(
+    configure: Any, method: str, message: str, checks: int
+) -> None:
+    module, callback = Classifier(configure), unit_scale(method)
+    before = weights(module)
+    trainer = trainer_with(callback, num_sanity_val_steps=checks)
+    with pytest.raises(ValueError, match=message):
+        trainer.fit(module, loader(), loader(8))
+    assert_same_bits(weights(module), before)
+    assert PLAN_ATTRIBUTE not in vars(module)
+    assert_restored(module, trainer)
+    # With hands off it is the user's own choice, and the module is as good as new.
+    if "Muon" not in message:
+        fit(module, unit_scale(method, lr_scaling=None), max_steps=1)
+        assert len(plan_of(module)) > 5
+
+
+@pytest.mark.parametrize("error", [KeyError("no"), KeyboardInterrupt()], ids=repr)
+@pytest.mark.parametrize("where", ["step", "rehearsal", "callback"])
+def test_an_error_and_an_interrupt(error: BaseException, where: str) -> None:
+    class Fails(pl.Callback):
+        def on_before_optimizer_step(self, trainer: Any, *_: Any) -> None:
+            if where == "callback" and trainer.global_step == 2:
+                raise error
+
+    class At(Classifier):
+        armed = True
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if self.armed and batch_idx == {"step": 2, "rehearsal": 0}.get(where):
+                torch._dynamo.graph_break()
+                raise error
+            return super().training_step(batch, batch_idx)
+
+    pl.seed_everything(1, verbose=False)
+    module, callback = At(), unit_scale("u-mup")
+    before = weights(module)
+    trainer = trainer_with(callback, Fails(), gradient_clip_val=1.0)
+    raised = SystemExit if isinstance(error, KeyboardInterrupt) else KeyError
+    with pytest.raises(raised):
+        trainer.fit(module, loader(), loader(8))
+    assert_restored(module, trainer)
+    if where == "rehearsal":
+        assert_same_bits(weights(module), before)
+    after, seen = weights(module), Gradients()
+    module.armed, error = False, KeyError("not again")
+    if where != "callback":
+        fit(module, callback, seen)
+        if where != "rehearsal":
+            assert_same_bits(seen.weights[0], after)
+        assert 0.8 < rms(seen.weights[0]["first.weight"]) < 1.2
+        assert 0.3 < seen.rms[0]["blocks.0.1.weight"] < 3
+
+
+class Counting(pl.Callback):
+    """Notes, for every real step of an optimizer, the weights before it."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.starts: list[dict[str, Tensor]] = []
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        self.before = weights(pl_module)
+        self.handles = [one.register_step_pre_hook(self._called) for one in trainer.optimizers]
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        for one in self.handles:
+            one.remove()
+
+    def _called(self, *_: Any) -> None:
+        self.calls += 1
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        assert not any(one.state for one in trainer.optimizers) or self.starts
+        self.starts.append(weights(pl_module))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_manual_optimization(kind: Any) -> None:
+    from tests.callbacks.runs import loader as pairs
+
+    pl.seed_everything(1, verbose=False)
+    # Given after the other, it looks at what that one's rehearsals have left behind.
+    module, counting = kind(), Counting()
+    trainer = trainer_with(unit_scale("u-mup"), counting, max_epochs=1, max_steps=-1)
+    trainer.fit(module, pairs(32))
+    expected = {"Adversarial": 16, "Accumulating": 4}.get(kind.__name__, 8)
+    assert counting.calls == expected
+    start = counting.starts[0]
+    if kind is OnTorch:  # it writes to its weights, so they are left as they are
+        assert_same_bits(start, counting.before)
+    else:
+        for name in ("first.weight", "second.weight"):
+            assert rms(start[name]) == pytest.approx(1, rel=0.012)
+            shape = counting.before[name] / rms(counting.before[name])
+            torch.testing.assert_close(start[name] / rms(start[name]), shape)
+    assert_restored(module, trainer)
+
+
+class Adversaries(Classifier):
+    """Two networks with an optimizer each, clipped by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.judge = nn.Sequential(nn.Linear(5, 16), nn.GELU(), nn.Linear(16, 1))
+        self.rms: list[float] = []
+
+    def configure_optimizers(self) -> Any:
+        mine = [one for name, one in self.named_parameters() if not name.startswith("judge")]
+        return [adamw(self.judge), torch.optim.AdamW(mine, lr=1e-2)]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        judge, maker = self.optimizers()
+
+        self.toggle_optimizer(judge)
+        judge.zero_grad()
+        self.manual_backward(F.softplus(self.judge(self.forward(batch[0]))).mean())
+        self.clip_gradients(judge, 3.0, "norm")
+        judge.step()
+        self.untoggle_optimizer(judge)
+        self.note(judge)
+
+        self.toggle_optimizer(maker)
+        maker.zero_grad()
+        self.manual_backward(F.softplus(-self.judge(self.forward(batch[0]))).mean())
+        self.clip_gradients(maker, 3.0, "norm")
+        maker.step()
+        self.untoggle_optimizer(maker)
+        self.note(maker)
+
+    @torch.compiler.disable
+    def note(self, optimizer: Any) -> None:
+        grads = [one.grad for group in optimizer.param_groups for one in group["params"]]
+        if all(one is not None for one in grads):  # a rehearsal has none
+            self.rms.append(rms(torch.cat([one.flatten() for one in grads])))
+
+
+def test_gradients_of_adversaries_are_at_rms_1_after_the_first_batch() -> None:
+    pl.seed_everything(1, verbose=False)
+    module = Adversaries()
+    fit(module, unit_scale("u-mup"), max_epochs=1, max_steps=-1)
+    found = module.rms[-6:]  # three batches: the first one measures
+    assert len(module.rms) >= 8
+    assert all(0.25 < one < 3.01 for one in found), found
+    for name in ("judge.0.weight", "judge.2.weight", "first.weight"):
+        assert plan_of(module).parameters[name].action == "scaled"
+
+
+class Iterating(Classifier):
+    def training_step(self, dataloader_iter: Any) -> Any:
+        batch, _, _ = next(dataloader_iter)
+        return F.cross_entropy(self.forward(batch[0]), batch[1])
+
+
+@pytest.mark.filterwarnings("ignore:Found `dataloader_iter` argument")
+@pytest.mark.filterwarnings("ignore:You are using the `dataloader_iter` step flavor")
+def test_a_step_that_takes_its_own_batches() -> None:
+    module = Iterating()
+    before = weights(module)
+    trainer = trainer_with(unit_scale("u-mup"))
+    with pytest.raises(MisconfigurationException, match="dataloader_iter"):
+        trainer.fit(module, loader(), loader(8))
+    assert_same_bits(weights(module), before)
+    assert_restored(module, trainer)
+
+
+def test_a_scale_that_is_not_known_is_an_error_if_that_is_asked_for() -> None:
+    class Odd(Classifier):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.readout(torch.fft.fft(self.first(x)).abs())
+
+    module = Odd()
+    before = weights(module)
+    trainer = trainer_with(unit_scale("u-mup", on_unknown="error"))
+    with pytest.raises(RuntimeError, match=r"on_unknown='error': .*; expected .*; "):
+        trainer.fit(module, loader(), loader(8))
+    assert_same_bits(weights(module), before)
+    assert_restored(module, trainer)
+    fit(module, unit_scale("u-mup", on_unknown="keep"), max_steps=1)
+
+
+def test_weights_of_a_stranger_cannot_be_predicted_with(tmp_path: Path) -> None:
+    """A step without a loss does not show the readout; the checkpoint knows it."""
+    pl.seed_everything(1, verbose=False)
+    trainer, _ = fit(Classifier(), unit_scale("u-mup"), max_epochs=1, max_steps=-1)
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    expected = trainer.predict(trainer.lightning_module, loader(16))
+    module = Classifier.load_from_checkpoint(tmp_path / "a.ckpt")
+    before = weights(module)
+    alone = trainer_with(unit_scale("u-mup"))
+    with pytest.raises(MisconfigurationException, match=r"pass it as ckpt_path to the Trainer\.$"):
+        alone.predict(module, loader(16))
+    assert_restored(module, alone)
+    assert_same_bits(weights(module), before)
+    again = trainer_with(unit_scale("u-mup"))
+    found = again.predict(module, loader(16), ckpt_path=tmp_path / "a.ckpt")
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
+
+
+_CONFIG = """
+seed_everything: 3
+model:
+  class_path: examples.gpt.GPT
+  init_args: {width: 32, depth: 1, num_heads: 2, context: 16, warmup_steps: 1}
+data:
+  class_path: examples.text.TextDataModule
+  init_args: {context: 16, batch_size: 4, val_samples: 4, path: TEXT}
+trainer:
+  accelerator: cpu
+  max_steps: 3
+  logger: false
+  enable_checkpointing: false
+  enable_progress_bar: false
+  enable_model_summary: false
+  callbacks:
+    - class_path: lightning_unitscale.UnitScaleCallback
+      init_args: {method: u-mup, residual_mult: 0.7, attention_mult: 1.5}
+"""
+
+
+def test_the_command_line(text_file: Path, tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(_CONFIG.replace("TEXT", str(text_file)))
+    script = (
+        "import sys; from lightning.pytorch.cli import LightningCLI\n"
+        "cli = LightningCLI(run=True, save_config_callback=None, args=sys.argv[1:])\n"
+        "print(cli.trainer.callbacks[0].explain())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, "fit", f"--config={config}"],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        cwd=tmp_path,
+        timeout=120,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "attention" in done.stdout
+    assert "scaled" in done.stdout and "readout" in done.stdout
+    assert UnitScaleCallback("u-mup").explain() not in done.stdout

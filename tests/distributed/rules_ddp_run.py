@@ -1,0 +1,72 @@
+"""DDP trainings by rules on CPU processes: ``python -m tests.distributed.rules_ddp_run FOLDER``.
+
+Run it once per rank, with Lightning's environment variables. Every rank writes what it computed to
+``FOLDER/KIND-RANK.pt``.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.strategies import DDPStrategy
+
+from tests.callbacks.rule_runs import Classifier, Gradients, loader, plan_of, unit_scale, weights
+from tests.callbacks.runs import QUIET, Recorder
+
+
+def still(module: Any) -> Any:
+    return torch.optim.SGD(module.parameters(), lr=0.0)
+
+
+def learning(module: Any) -> Any:
+    return torch.optim.AdamW(module.parameters(), lr=0.05)
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "still": {"configure": still},
+    "learning": {"configure": learning, "gradient_clip_val": 1.0, "num_sanity_val_steps": 1},
+    "accumulating": {"configure": still, "accumulate_grad_batches": 4},
+}
+
+
+def train(folder: Path, kind: str) -> None:
+    """Train and write down what came out."""
+    pl.seed_everything(4, verbose=False)
+    options = dict(KINDS[kind])
+    module, seen, recorder = Classifier(options.pop("configure")), Gradients(), Recorder()
+    callback = unit_scale("u-mup")
+    trainer = pl.Trainer(
+        callbacks=[callback, seen, recorder],
+        max_epochs=1,
+        strategy=DDPStrategy(process_group_backend="gloo"),
+        **{**QUIET, "devices": 2, "use_distributed_sampler": True, **options},
+    )
+    trainer.fit(module, loader(256, 8), loader(16))
+    found = {
+        "start": seen.weights[0],
+        "weights": weights(module),
+        "rms": seen.rms,
+        "outputs": recorder.outputs,
+        "plan": plan_of(module).state(),
+        "state": callback.state_dict(),
+    }
+    torch.save(found, folder / f"{kind}-{trainer.global_rank}.pt")
+
+
+def main(folder: Path) -> None:
+    """All of the trainings, one after the other, in one process group."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    for kind in KINDS:
+        train(folder, kind)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

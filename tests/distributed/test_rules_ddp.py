@@ -1,0 +1,97 @@
+"""Rules under DDP on two CPU processes: one model, and gradients of the joint batch at RMS 1."""
+
+from __future__ import annotations
+
+import os
+import socket
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.callbacks.rule_runs import rms
+from tests.distributed.rules_ddp_run import KINDS
+from tests.helpers import assert_same_bits
+
+ROOT = Path(__file__).parents[2]
+NUM_RANKS = 2
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
+
+Ranks = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Ranks]:
+    """What every rank computed; two processes run all of the kinds."""
+    folder = tmp_path_factory.mktemp("ddp")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "tests.distributed.rules_ddp_run", str(folder)]
+    processes = []
+    try:
+        for rank in range(NUM_RANKS):
+            with (folder / f"{rank}.txt").open("w") as log:
+                environment = {
+                    **os.environ,
+                    "PYTHONPATH": str(ROOT),
+                    "OMP_NUM_THREADS": "1",
+                    "MASTER_ADDR": "127.0.0.1",
+                    "MASTER_PORT": str(port),
+                    "LOCAL_RANK": str(rank),
+                    "NODE_RANK": "0",
+                    "WORLD_SIZE": str(NUM_RANKS),
+                    "GLOO_SOCKET_IFNAME": "lo",
+                }
+                processes.append(
+                    subprocess.Popen(
+                        command, cwd=folder, env=environment, stdout=log, stderr=subprocess.STDOUT
+                    )
+                )
+        codes = [one.wait(timeout=240) for one in processes]
+    finally:
+        for one in processes:
+            one.kill()
+            one.wait()
+    outputs = [(folder / f"{rank}.txt").read_text()[-3000:] for rank in range(NUM_RANKS)]
+    assert codes == [0] * NUM_RANKS, "\n".join(outputs)
+
+    def of(kind: str) -> Ranks:
+        paths = [folder / f"{kind}-{rank}.pt" for rank in range(NUM_RANKS)]
+        return [torch.load(path, weights_only=True) for path in paths]
+
+    return of
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_model_on_all_ranks(kind: str, results: Callable[[str], Ranks]) -> None:
+    first, second = results(kind)
+    outputs = [
+        [one["loss"] for one in each.pop("outputs") if isinstance(one, dict)]
+        for each in (first, second)
+    ]
+    assert_same_bits(first, second)
+    # They saw different data.
+    assert all(one != other for one, other in zip(*outputs, strict=True))
+    assert len(first["plan"]["decisions"]) > 10
+    for name in ("first.weight", "blocks.1.4.weight", "readout.weight"):
+        assert rms(first["start"][name]) == pytest.approx(1, rel=0.012)
+    has_moved = not torch.equal(*(first[at]["readout.weight"] for at in ("start", "weights")))
+    assert has_moved == (kind == "learning")
+
+
+@pytest.mark.parametrize("kind", ["still", "accumulating"])
+def test_gradients_are_at_rms_1_at_the_step(kind: str, results: Callable[[str], Ranks]) -> None:
+    rows = results(kind)[0]["rms"]
+    assert len(rows) == (16 if kind == "still" else 4)
+    for row in rows:
+        found = [
+            one for name, one in row.items() if name.endswith("weight") and "norm" not in name
+        ]
+        assert 0.5 < statistics.geometric_mean(found) < 2
+        assert all(0.3 < one < 3.3 for one in found)

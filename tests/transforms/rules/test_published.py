@@ -1,0 +1,70 @@
+"""Published language models at random weights, which public rule-based transforms crash on."""
+
+import pytest
+
+pytest.importorskip("transformers")
+
+import torch
+
+from benchmarks.architectures import observe_step, run_step, seed_everything
+from benchmarks.model_zoo import ZOO
+from lightning_unitscale.transforms.rules.weights import ParameterGradients
+from lightning_unitscale.transforms.unit_scale import unit_scale
+from tests.helpers import same_bits
+from tests.transforms.rules.oracle import (
+    decided,
+    parameters_of,
+    pass_of,
+    plan_of,
+    rules_alone,
+    share_within,
+)
+
+# What third parties say while a model is traced.
+_EXPECTED = ("Dynamo detected a call to a `functools.lru_cache`", "To copy construct from a tensor")
+
+
+@pytest.mark.filterwarnings(*(f"ignore:{text}" for text in _EXPECTED))
+@pytest.mark.parametrize(
+    ("name", "readout"),
+    [
+        ("Llama", "lm_head.weight"),
+        ("GPT-2", "transformer.wte.weight"),
+        ("BERT", "bert.embeddings.word_embeddings.weight"),
+    ],
+)
+def test_a_published_model(name: str, readout: str) -> None:
+    seed_everything()
+    model, inputs = ZOO[name]()
+    model.config._attn_implementation = "sdpa"
+    scaled = unit_scale(model)
+    seed_everything()
+    scaled(**inputs)
+    ours = observe_step(scaled, inputs)
+    assert share_within(ours.forward + ours.stored, 2) >= 0.95
+    assert share_within(ours.gradients, 4) >= 0.9
+    given, expected = run_step(scaled, inputs), run_step(rules_alone(scaled), inputs)
+    assert same_bits(given.loss, expected.loss)
+    exponents = pass_of(scaled, ParameterGradients).log2_factors
+    for fqn, gradient in expected.gradients.items():
+        assert gradient is not None
+        other = given.gradients[fqn]
+        assert other is not None and same_bits(gradient * 2.0 ** exponents[fqn], other), fqn
+
+    residuals = [one for one in plan_of(scaled).values() if one.how == "residual"]
+    assert len(residuals) == 4  # two layers of two branches
+    assert [one.reason.split()[0] for one in residuals] == ["attention", "feed-forward"] * 2
+    assert [one.reason.startswith("readout") for one in plan_of(scaled).values()].count(True) == 1
+    plans = parameters_of(scaled)
+    assert set(plans) == {fqn for fqn, _ in scaled.named_parameters()}
+    assert plans[readout].action == "scaled"
+    assert plans[readout].info.is_tied == (name != "Llama")
+    assert all(one.info.role.value != "other" for one in plans.values())
+    # Whether torch runs it as one kernel or as products, each layer's logits are (1 / 16) q.k.
+    fused = decided(scaled, "scaled_dot_product_attention")
+    products = [one for one in decided(scaled, "attention_product") if "m/d" in one.reason]
+    assert len(fused) + len(products) == 2
+    assert all(dict(one.kwargs)["scale"] == 1 / 16 for one in fused)
+    # (What the composite multiplies queries and keys by is undone where they are read.)
+    assert all(one.output == pytest.approx(1 / 16) for one in products)
+    assert torch.isfinite(given.loss)
