@@ -232,7 +232,7 @@ def rules_of(
         ValueError: If an argument is out of its range, or has no meaning for the method.
     """
     if method == "lossless":
-        _require_defaults(options, replace, lr_scaling)
+        _require_defaults(options, replace, lr_scaling, init_weights)
         return None
     if method not in _RATES:
         raise ValueError(
@@ -249,10 +249,15 @@ def rules_of(
 
 
 def _require_defaults(
-    options: RuleOptions, replace: Replace | None, lr_scaling: str | None
+    options: RuleOptions, replace: Replace | None, lr_scaling: str | None, init_weights: bool
 ) -> None:
-    given = {**asdict(options), "replace": replace, "lr_scaling": lr_scaling}
-    expected = {**asdict(RuleOptions()), "replace": None}
+    given = {
+        **asdict(options),
+        "replace": replace,
+        "lr_scaling": lr_scaling,
+        "init_weights": init_weights,
+    }
+    expected = {**asdict(RuleOptions()), "replace": None, "init_weights": True}
     for name, value in given.items():
         if name == "lr_scaling" and value in ("auto", None):
             continue

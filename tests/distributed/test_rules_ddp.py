@@ -90,8 +90,6 @@ def test_gradients_are_at_rms_1_at_the_step(kind: str, results: Callable[[str], 
     rows = results(kind)[0]["rms"]
     assert len(rows) == (16 if kind == "still" else 4)
     for row in rows:
-        found = [
-            one for name, one in row.items() if name.endswith("weight") and "norm" not in name
-        ]
+        found = [one for name, one in row.items() if name.endswith("weight") and "norm" not in name]
         assert 0.5 < statistics.geometric_mean(found) < 2
         assert all(0.3 < one < 3.3 for one in found)

@@ -165,18 +165,3 @@ def test_types_of_autocast_inside_and_around() -> None:
     with torch.autocast("cpu", dtype=bf16):
         states = capture.autocast_dtypes(graph)
     assert [states.get(node) for node in linears] == [bf16, bf16, None, bf16, bf16]
-
-
-def test_concrete_sizes() -> None:
-    sizes = []
-
-    def backend(graph_module: fx.GraphModule, example_inputs: Any) -> Any:
-        node = graph_module.graph.find_nodes(op="output")[0].args[0][0]
-        sizes.extend(node.meta["example_value"].size())
-        return graph_module.forward
-
-    x = torch.ones(5, 3)
-    torch._dynamo.mark_dynamic(x, 0)
-    torch.compile(lambda a: a * 2, backend=backend)(x)
-    assert isinstance(sizes[0], torch.SymInt)
-    assert [capture.concrete_size(one) for one in sizes] == [5, 3]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -55,6 +57,24 @@ def rules_alone(module: nn.Module) -> nn.Module:
     return alone
 
 
+@contextlib.contextmanager
+def _other_passes_detached(module: nn.Module) -> Iterator[None]:
+    """Has the rules alone rewrite what is captured already, which is faster than a copy."""
+    steps = _steps(module)
+    passes = steps.passes
+    steps.passes = [one for one in passes if isinstance(one, RuleRewrite)]
+    pass_of_gradients = next(one for one in passes if isinstance(one, ParameterGradients))
+    pass_of_gradients.remove()
+    for step in steps.steps.values():
+        step.rewrite_anew()
+    try:
+        yield
+    finally:
+        steps.passes = passes
+        for step in steps.steps.values():
+            step.rewrite_anew()
+
+
 def differing_parameters(module: nn.Module, *inputs: Any, **options: Any) -> list[str]:
     """Parameters whose gradient is not that of the rewritten function times its power of two.
 
@@ -62,7 +82,8 @@ def differing_parameters(module: nn.Module, *inputs: Any, **options: Any) -> lis
     """
     exponents = pass_of(module, ParameterGradients).log2_factors
     given = run(module, *inputs, **options)
-    expected = run(rules_alone(module), *inputs, **options)
+    with _other_passes_detached(module):
+        expected = run(module, *inputs, **options)
     pairs = zip(tree_leaves(given["output"]), tree_leaves(expected["output"]), strict=True)
     same = all(same_bits(one, other) for one, other in pairs if isinstance(one, Tensor))
     names = [] if same else ["output"]
