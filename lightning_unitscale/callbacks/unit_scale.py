@@ -21,10 +21,12 @@ from lightning_unitscale.callbacks.module_steps import (
 )
 from lightning_unitscale.callbacks.ranks import joint_rms
 from lightning_unitscale.callbacks.recalibration import Looks
+from lightning_unitscale.callbacks.remat import step_partitioner
 from lightning_unitscale.callbacks.rule_scaling import rules_of
 from lightning_unitscale.graph.passes import GraphPass
 from lightning_unitscale.graph.steps import ModuleSteps
 from lightning_unitscale.quantize import Rounding, check_rounding
+from lightning_unitscale.remat.budget import check_budget
 from lightning_unitscale.transforms.calibration import Calibrator, Measured
 from lightning_unitscale.transforms.gauge import Gauge
 from lightning_unitscale.transforms.lossless import Depth, LosslessUnitScale
@@ -72,7 +74,7 @@ class UnitScaleCallback(pl.Callback):
             both, or one for each. What is stored at RMS 1 is rounded; units are measured before.
         simulate_rounding: ``"nearest"``, or ``"stochastic"``, whose random numbers are its own.
         precision: ``"fp8"`` runs eligible linears in FP8; not available yet.
-        remat: Budget for rematerialization; not available yet.
+        remat: Budget for rematerialization, as in :class:`RematCallback`.
         compile: Run the captured graphs by Inductor. FP32 results then are those of
             ``torch.compile`` up to its rounding.
 
@@ -121,7 +123,11 @@ class UnitScaleCallback(pl.Callback):
             loss_mult=loss_mult,
         )
         self._rules = rules_of(method, options, replace, lr_scaling, init_weights)
-        _require_none(precision=precision, remat=remat)
+        self.remat = None if remat is None else check_budget(remat)
+        if precision is not None:
+            raise NotImplementedError(
+                f"precision={precision!r}: not available yet; expected None; leave it out."
+            )
         self._looks = Looks(recalibrate)
         self.method = method
         self.recalibrate = recalibrate
@@ -169,6 +175,8 @@ class UnitScaleCallback(pl.Callback):
                 self._steps.add_pass(one)
         if self.compile:
             self._steps.use_executor("inductor")
+        if self.remat is not None:
+            self._steps.partition_by(step_partitioner(trainer, pl_module, self.remat))
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -381,6 +389,8 @@ class UnitScaleCallback(pl.Callback):
         self._rewrite.drift.clear()
         if self._rules is not None:
             self._rules.restore()
+        if self.remat is not None:
+            self._steps.partition_by(None)
         self._steps.detach(type(self).__name__, *self._passes())
         self._steps = None
 
@@ -388,11 +398,3 @@ class UnitScaleCallback(pl.Callback):
 def _joint_results(calibrator: Calibrator) -> tuple[Measured, Measured]:
     forward, backward = joint_rms(*calibrator.results())
     return forward, backward
-
-
-def _require_none(**features: Any) -> None:
-    for name, value in features.items():
-        if value is not None:
-            raise NotImplementedError(
-                f"{name}={value!r}: not available yet; expected None; leave {name} out."
-            )

@@ -101,12 +101,27 @@ class WithoutLoss(Classifier):
         self.log("hits", (self.forward(batch[0]).argmax(-1) == batch[1]).float().mean())
 
 
-@pytest.mark.parametrize("kind", [Classifier, WithoutLoss])
-@pytest.mark.parametrize("before", ["sanity check", "validate", "predict"])
-def test_an_evaluation_before_the_fit_is_of_the_plain_model(before: str, kind: Any) -> None:
+@pytest.fixture(scope="module")
+def expected() -> Gradients:
+    """What a fit without anything before it sees."""
+    seen = Gradients()
+    fit(seeded(), unit_scale("u-mup"), seen)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("before", "kind"),
+    [
+        ("sanity check", Classifier),
+        ("sanity check", WithoutLoss),
+        ("validate", WithoutLoss),
+        ("predict", Classifier),
+    ],
+)
+def test_an_evaluation_before_the_fit_is_of_the_plain_model(
+    before: str, kind: Any, expected: Gradients
+) -> None:
     """It changes nothing, and the fit is the one that would have been without it."""
-    expected = Gradients()
-    fit(seeded(), unit_scale("u-mup"), expected)
     module, seen, callback = seeded(kind), Gradients(), unit_scale("u-mup")
     start = weights(module)
     if before == "predict":
@@ -136,7 +151,7 @@ class Saving(pl.Callback):
         self.starts.append(weights(pl_module))
 
 
-@pytest.mark.parametrize("fresh", ["nothing", "trainer", "callback", "copy"])
+@pytest.mark.parametrize("fresh", ["nothing", "callback", "copy"])
 def test_a_second_fit(fresh: str) -> None:
     module, callback = seeded(), unit_scale("unit-scaling")
     trainer, _ = fit(module, callback, max_epochs=1, max_steps=-1)
@@ -188,8 +203,7 @@ def test_another_module_is_another_beginning() -> None:
     assert_unit_scale(seen.weights[0], before)
 
 
-@pytest.mark.parametrize("fresh", [False, True])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("method", "fresh"), [("unit-scaling", False), ("u-mup", True)])
 def test_evaluations_after_a_fit(method: str, fresh: bool, tmp_path: Path) -> None:
     module, callback = seeded(), unit_scale(method)
     trainer, _ = fit(module, callback, val=loader(12), max_epochs=2, max_steps=-1)
@@ -200,16 +214,17 @@ def test_evaluations_after_a_fit(method: str, fresh: bool, tmp_path: Path) -> No
         trainer = trainer_with(unit_scale(method))
     for ckpt_path in (None, tmp_path / "a.ckpt"):
         options = {"ckpt_path": ckpt_path, "verbose": False}
-        (found,) = trainer.validate(module, loader(12), **options)
-        assert found["val_loss"] == pytest.approx(loss, rel=1e-6)
+        if ckpt_path is None:
+            (found,) = trainer.validate(module, loader(12), **options)
+            assert found["val_loss"] == pytest.approx(loss, rel=1e-6)
         (found,) = trainer.test(module, loader(12), **options)
         assert found["test_loss"] == pytest.approx(loss, rel=1e-6)
-        outputs = trainer.predict(module, loader(12), ckpt_path=ckpt_path)
-        again = torch.nn.functional.cross_entropy(
-            torch.cat(outputs), torch.stack([row[1] for row in loader(12).dataset])
-        )
-        assert float(again) == pytest.approx(loss, rel=1e-5)
         assert_same_bits(weights(module), after)
+    outputs = trainer.predict(module, loader(12))
+    again = torch.nn.functional.cross_entropy(
+        torch.cat(outputs), torch.stack([row[1] for row in loader(12).dataset])
+    )
+    assert float(again) == pytest.approx(loss, rel=1e-5)
 
 
 def resumable(folder: Path, max_epochs: int, ckpt_path: Any = None, **options: Any) -> Any:
@@ -233,13 +248,12 @@ def resumable(folder: Path, max_epochs: int, ckpt_path: Any = None, **options: A
     return {"weights": weights(module), "states": states, "loss": loss}, outputs, callback
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("checks", [0, 1])
+@pytest.mark.parametrize(("method", "checks"), [("unit-scaling", 0), ("u-mup", 1)])
 def test_a_resumed_run_goes_on_bit_for_bit(method: str, checks: int, tmp_path: Path) -> None:
     options = {"method": method, "num_sanity_val_steps": checks}
-    whole, losses, callback = resumable(tmp_path / "whole", 3, **options)
+    whole, losses, callback = resumable(tmp_path / "whole", 2, **options)
     resumed, others, again = resumable(
-        tmp_path / "half", 3, tmp_path / "whole" / "epoch=0.ckpt", **options
+        tmp_path / "half", 2, tmp_path / "whole" / "epoch=0.ckpt", **options
     )
     assert_same_bits(resumed, whole)
     assert_same_bits(others[checks:], losses[-len(others) + checks :])
@@ -251,10 +265,10 @@ def test_a_resumed_run_goes_on_bit_for_bit(method: str, checks: int, tmp_path: P
 
 
 def test_resuming_in_the_same_objects(tmp_path: Path) -> None:
-    whole, _, _ = resumable(tmp_path, 3)
+    whole, _, _ = resumable(tmp_path, 2)
     pl.seed_everything(5, verbose=False)
     module, callback = Classifier(scheduled), unit_scale("u-mup")
-    for max_epochs, ckpt_path in ((2, None), (3, tmp_path / "epoch=0.ckpt")):
+    for max_epochs, ckpt_path in ((1, None), (2, tmp_path / "epoch=0.ckpt")):
         trainer, _ = fit(
             module,
             callback,

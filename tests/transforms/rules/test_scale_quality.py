@@ -12,6 +12,7 @@ from lightning_unitscale.transforms.unit_scale import unit_scale
 from tests.transforms.rules.models import GPT, MODELS, GPTWithoutModules, tokens
 from tests.transforms.rules.oracle import (
     differing_parameters,
+    only_rules,
     operands_of,
     parameters_of,
     rms,
@@ -37,7 +38,8 @@ def test_operands_and_gradients_are_near_one(name: str) -> None:
     ours = operands_of(scaled, *inputs)
     assert share_within(ours.readings, 2) >= 0.95
     assert share_within(ours.gradients, 4) >= 0.9
-    alone = operands_of(rules_alone(scaled), *inputs)
+    with only_rules(scaled):
+        alone = operands_of(scaled, *inputs)
     assert share_within(alone.readings, 2) >= 0.95
     plain = operands_of(module, *inputs)
     assert share_within(plain.readings, 2) < _FAR
