@@ -232,6 +232,9 @@ class ModuleSteps:
         new._owners = list(self._owners)
         return new
 
+    def __reduce__(self) -> Any:
+        raise _not_to_be_pickled(self.module, next(iter(self.steps)))
+
 
 class CapturedStep:
     """Stands in for one method of a module: the same call, run as rewritten graphs."""
@@ -308,11 +311,7 @@ class CapturedStep:
         return owner.steps[self.name]
 
     def __reduce__(self) -> Any:
-        raise TypeError(
-            f"{type(self.owner.module).__name__}.{self.name} is captured and cannot be pickled; "
-            "expected a module without captured steps; save its state_dict() instead, or pickle "
-            "the module before the callbacks or transforms are attached."
-        )
+        raise _not_to_be_pickled(self.owner.module, self.name)
 
     def _run(self, executor: Executor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if torch.compiler.is_compiling():
@@ -382,3 +381,11 @@ class CapturedStep:
             "traceable operation; keep printing, .item() and third-party calls out of the step.",
             stacklevel=4,
         )
+
+
+def _not_to_be_pickled(module: nn.Module, step: str) -> TypeError:
+    return TypeError(
+        f"{type(module).__name__}.{step} is captured and cannot be pickled; expected a module "
+        "without captured steps; save its state_dict() instead, or pickle the module before the "
+        "callbacks or transforms are attached."
+    )

@@ -271,6 +271,32 @@ def test_weights_of_a_stranger_cannot_be_predicted_with(tmp_path: Path) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
 
 
+class Narrow(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 6), nn.Linear(6, 5)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return F.cross_entropy(self.last(self.first(batch[0]).relu()), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=0.1)
+
+
+def test_narrow_weights_show_that_they_were_scaled(tmp_path: Path) -> None:
+    for seed in range(4):
+        pl.seed_everything(seed, verbose=False)
+        module, seen, again = Narrow(), Gradients(), Gradients()
+        trainer = trainer_with(unit_scale("u-mup"), seen, max_steps=8)
+        trainer.fit(module, loader())
+        trainer.save_checkpoint(tmp_path / "a.ckpt")
+        assert rms(seen.weights[0]["first.weight"]) == pytest.approx(1, rel=0.012)
+        trainer_with(unit_scale("u-mup"), again, max_steps=1).fit(
+            Narrow.load_from_checkpoint(tmp_path / "a.ckpt"), loader()
+        )
+        assert_same_bits(again.weights[0], weights(module))
+
+
 _CONFIG = """
 seed_everything: 3
 model:

@@ -22,7 +22,7 @@ from lightning_unitscale.transforms.rules.rehearsal import parameter_rms
 
 # Beyond this a gradient is taken for zero, or for broken: its unit would be noise.
 _MAX_LOG2 = 100
-_TELLING_FAN_IN = 8
+_TELLING_FAN_IN = 5
 
 
 def set_to_unit_scale(
@@ -51,8 +51,9 @@ def set_to_unit_scale(
 def already_at_unit_scale(module: nn.Module, plans: Mapping[str, ParameterPlan]) -> bool:
     """Whether the weights of a module look like ones that have been set to RMS 1 before.
 
-    Weights of a plain model have an RMS of about ``fan_in ** -0.5``. Whichever of that and 1 most
-    of them are nearer to, on a logarithmic scale, decides; narrow ones do not tell the two apart.
+    The largest RMS that is common in plain models is ``sqrt(2 / fan_in)`` (He et al., arXiv
+    1502.01852). Whichever of that and 1 most of the weights are nearer to, on a logarithmic scale,
+    decides; the narrowest ones do not tell the two apart.
     """
     parameters = dict(module.named_parameters())
     votes = []
@@ -61,7 +62,7 @@ def already_at_unit_scale(module: nn.Module, plans: Mapping[str, ParameterPlan])
         is_weight = info.role in (Role.HIDDEN, Role.INPUT, Role.READOUT)
         if plan.action == "scaled" and is_weight and info.fan_in >= _TELLING_FAN_IN:
             rms = parameter_rms(parameters[fqn].detach())
-            votes.append(rms > info.fan_in**-0.25)
+            votes.append(rms > (2 / info.fan_in) ** 0.25)
     return bool(votes) and sum(votes) > len(votes) / 2
 
 
