@@ -115,7 +115,7 @@ class ResNet(nn.Module):
 class LSTM(nn.Module):
     """``(batch, time)`` bytes to ``(batch, time, 256)`` logits, one cell written out."""
 
-    def __init__(self, width: int = 96) -> None:
+    def __init__(self, width: int = 64) -> None:
         super().__init__()
         self.width = width
         self.embedding = nn.Embedding(256, width)
@@ -167,7 +167,7 @@ def resnet(rate: float, num_steps: int) -> tuple[pl.LightningModule, pl.Lightnin
 
 
 def lstm(rate: float, num_steps: int) -> tuple[pl.LightningModule, pl.LightningDataModule]:
-    data = TextDataModule(context=32, batch_size=32, val_samples=256)
+    data = TextDataModule(context=16, batch_size=32, val_samples=256)
     return Classifier(LSTM(), rate, num_steps), data
 
 
@@ -176,7 +176,7 @@ Task = Callable[[float, int], tuple[pl.LightningModule, pl.LightningDataModule]]
 TASKS: dict[str, tuple[Task, int, range, range]] = {
     "GPT": (gpt, 300, range(-10, -5), range(-3, 1)),
     "ResNet": (resnet, 200, range(-8, -3), range(-1, 4)),
-    "LSTM": (lstm, 300, range(-9, -3), range(-4, 2)),
+    "LSTM": (lstm, 200, range(-8, -3), range(-3, 2)),
 }
 
 
