@@ -145,7 +145,7 @@ def test_a_step_that_cannot_be_captured_at_all(depth: str) -> None:
         (lambda: UnitScaleCallback("unit-scaling", activation_mult=True), ValueError),
         (lambda: UnitScaleCallback("unit-scaling", loss_mult=float("inf")), ValueError),
         (lambda: UnitScaleCallback(precision="fp8"), NotImplementedError),
-        (lambda: UnitScaleCallback(remat="600MiB"), NotImplementedError),
+        (lambda: UnitScaleCallback(remat="many"), ValueError),
         (lambda: ScaleMonitor(0), ValueError),
         (lambda: ScaleMonitor(-1), ValueError),
         (lambda: ScaleMonitor(True), ValueError),
