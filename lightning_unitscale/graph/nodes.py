@@ -94,16 +94,17 @@ class Names:
         """Write names into ``node.meta`` of ``graph_module``, a copy of ``captured``'s graph."""
         roots = captured.roots()
         key = (captured.frame_id, tuple(roots.values()))
+        # Dynamo numbers frames anew after a reset, and somebody's export is enough for one: a frame
+        # is known by what is in it as well.
+        content = (
+            tuple(roots.values()),
+            tuple(one.fqn for one in captured.inputs if one.fqn),
+            tuple(op_name(node) for node in graph_module.graph.nodes if node.op != "get_attr"),
+        )
         if key not in self._frames:
-            # Dynamo numbers frames anew after a reset, and somebody's export is enough for one: a
-            # frame is known by what is in it as well.
-            content = (
-                tuple(roots.values()),
-                tuple(one.fqn for one in captured.inputs if one.fqn),
-                tuple(op_name(node) for node in graph_module.graph.nodes if node.op != "get_attr"),
-            )
-            self._frames[key] = self._contents.setdefault(content, len(self._contents))
+            self._frames[key] = self._contents.get(content, len(set(self._frames.values())))
         frame = self._frames[key]
+        self._contents.setdefault(content, frame)
         fqns = {item.node_name: item.fqn for item in captured.inputs if item.fqn}
         self._assign(graph_module, frame, fqns, roots, Counter())
         inputs = {item.node_name: item for item in captured.inputs}

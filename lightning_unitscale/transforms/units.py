@@ -146,6 +146,8 @@ def apply_plan(plan: NodePlan, factor_node: FactorNode) -> list[tuple[Edit, fx.N
         scaled.meta[NAME] = edit.name
         scaled.meta[MODULE] = node.meta.get(MODULE, "")
         if edit.path is None:
+            if INTERNAL in node.meta:
+                scaled.meta[INTERNAL] = True  # of no concern to the user, like what it scales
             replace_other_uses(node, scaled)
             node.meta[NAME] = f"{edit.name}:stored"
             node.meta[INTERNAL] = True

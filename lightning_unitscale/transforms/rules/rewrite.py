@@ -184,6 +184,8 @@ def _apply(
 
 
 def _describe(new: fx.Node, like: fx.Node, at: fx.Node, name: str) -> None:
-    new.meta["example_value"] = like.meta["example_value"]
+    example = like.meta["example_value"]
+    # A tensor of its own: one and the same example would say that nothing was computed.
+    new.meta["example_value"] = example.detach().requires_grad_(example.requires_grad)
     new.meta[MODULE] = at.meta.get(MODULE, "")
     new.meta[NAME] = name
