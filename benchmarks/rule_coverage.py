@@ -111,7 +111,7 @@ def examine(name: str, *, inductor: bool) -> Coverage:
         result.ours = share_of(observe_step(scaled, inputs))
         steps = steps_of(scaled)
         assert steps is not None
-        compiled = compile_graphs(scaled)
+        compiled = compile_graphs(scaled) if inductor else None
         (rules,) = (one for one in steps.passes if isinstance(one, RuleRewrite))
         (units,) = (one for one in steps.passes if isinstance(one, ParameterGradients))
         result.how = dict(Counter(one.how for one in rules.plan.values()))
@@ -129,7 +129,7 @@ def examine(name: str, *, inductor: bool) -> Coverage:
             else equal_bits(gradient * 2.0 ** units.log2_factors.get(fqn, 0), _of(ours, fqn))
             for fqn, gradient in alone.gradients.items()
         )
-        if inductor:
+        if compiled is not None:
             result.inductor = _inductor(compiled, inputs, ours.loss)
     except Exception as error:
         result.error = f"{type(error).__name__}: {error}".splitlines()[0][:200]
