@@ -122,7 +122,8 @@ def _backward(
     rms = {
         name: root_mean_square(one)
         for (name, _), one in zip(named, found, strict=False)
-        if one is not None
+        # A complex or a sparse gradient has no unit here.
+        if one is not None and one.is_floating_point() and one.layout is torch.strided
     }
     values = torch.stack([one.cpu() for one in rms.values()]).tolist() if rms else []
     return dict(zip(rms, values, strict=True))
