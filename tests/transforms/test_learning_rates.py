@@ -297,8 +297,8 @@ def test_what_a_user_is_told() -> None:
     (text,) = rate_notes(torch.optim.RAdam([weight]), known, "match")
     assert "warm-up" in text
     (text,) = rate_notes(torch.optim.AdamW([weight], weight_decay=0.1), known, "u-mup")
-        assert "weight_decay=0.1" in text and "10.0%" in text
-        (text,) = rate_notes(torch.optim.AdamW([weight], weight_decay=2**-13), tied, "u-mup")
+    assert "weight_decay=0.1" in text and "10.0%" in text
+    (text,) = rate_notes(torch.optim.AdamW([weight], weight_decay=2**-13), tied, "u-mup")
     assert text.startswith("layer.weight: tied")
-    (text,) = rate_notes(torch.optim.AdamW([weight, unknown]), known, "u-mup")
+    (text,) = rate_notes(torch.optim.Adam([weight, unknown]), known, "u-mup")
     assert "1 of its 2 parameters" in text
