@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any, cast
 
@@ -12,12 +12,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info  # type: ignore
 from torch import Tensor, nn
 
 from lightning_unitscale.callbacks.module_steps import loss_scale, takes_iterator
-from lightning_unitscale.callbacks.rule_settings import (
-    UnitClipping,
-    check_optimizers,
-    scale_optimizers,
-    start_loss_scale_at_one,
-)
+from lightning_unitscale.callbacks.rule_settings import RuleSettings
 from lightning_unitscale.graph.steps import CapturedStep
 from lightning_unitscale.transforms.deploy import PLAN_ATTRIBUTE
 from lightning_unitscale.transforms.learning_rates import Method
@@ -55,11 +50,10 @@ class RuleScaling:
     ) -> None:
         check_options(options)
         self.options = options
-        self.lr_scaling = lr_scaling
         self.init_weights = init_weights
         self.rules = RuleRewrite(options, replace)
         self.gradients = ParameterGradients()
-        self._undo: list[Callable[[], None]] = []
+        self._settings = RuleSettings(lr_scaling)
         self._rates_follow = False
         # Whether an evaluation of a plain module is under way.
         self._is_plain = False
@@ -81,11 +75,7 @@ class RuleScaling:
         Raises:
             ValueError: If an optimizer's rates cannot follow; nothing is changed then.
         """
-        if self.lr_scaling is not None:
-            check_optimizers(trainer, self.lr_scaling)
-        clipping = UnitClipping(trainer)
-        clipping.attach()
-        self._undo += [clipping.remove, start_loss_scale_at_one(trainer)]
+        self._settings.start(trainer)
 
     def plan_step(
         self, trainer: pl.Trainer, step: CapturedStep, arguments: tuple[Any, ...], *, train: bool
@@ -146,9 +136,7 @@ class RuleScaling:
 
     def restore(self) -> None:
         """End what reaches beyond the module's steps; idempotent."""
-        undo, self._undo = self._undo, []
-        for one in reversed(undo):
-            one()
+        self._settings.restore()
         self.gradients.remove()
         self._rates_follow = False
         self._is_plain = False
@@ -205,15 +193,12 @@ class RuleScaling:
 
     def _follow_rates(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         self._rates_follow = True
-        if self.lr_scaling is None:
-            return
         infos: dict[Tensor, ParameterInfo] = {
             parameter: self.plan.parameters[fqn].info
             for fqn, parameter in module.named_parameters()
             if fqn in self.plan.parameters
         }
-        for one in scale_optimizers(trainer, infos, self.lr_scaling):
-            self._undo.append(one.remove)
+        self._settings.follow_rates(trainer, infos)
 
 
 def rules_of(

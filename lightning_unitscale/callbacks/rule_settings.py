@@ -25,34 +25,46 @@ class RuleSettings:
     """The settings that follow the scale rules during one fit: rates, clipping, loss scale.
 
     ``start`` belongs into ``on_fit_start``: the optimizers exist, and no checkpoint has been
-    restored into them yet. ``restore`` belongs into ``teardown`` and ``on_exception``; it may be
-    called at any time, and more than once.
+    restored into them yet. ``follow_rates`` comes when the parameters are known. ``restore``
+    belongs into ``teardown`` and ``on_exception``; it may be called at any time, and more than
+    once.
 
     Args:
-        infos: What is known of the parameters.
         lr_scaling: How learning rates follow; ``None`` leaves them to the user.
     """
 
-    def __init__(
-        self, infos: Mapping[Tensor, ParameterInfo], lr_scaling: Method | None = "match"
-    ) -> None:
-        self._infos = infos
-        self._lr_scaling = lr_scaling
+    def __init__(self, lr_scaling: Method | None = "match") -> None:
+        self.lr_scaling = lr_scaling
         self._undo: list[Callable[[], None]] = []
 
     def start(self, trainer: pl.Trainer) -> None:
-        """Put the settings in force; those of an earlier start are undone first.
+        """Give clipping and the loss scale their meaning for gradients at unit scale.
+
+        What an earlier start has changed is undone first.
+
+        Raises:
+            ValueError: If an optimizer's rates cannot follow the rules; nothing is changed then.
+        """
+        self.restore()
+        if self.lr_scaling is not None:
+            check_optimizers(trainer, self.lr_scaling)
+        clipping = UnitClipping(trainer)
+        clipping.attach()
+        self._undo += [clipping.remove, start_loss_scale_at_one(trainer)]
+
+    def follow_rates(self, trainer: pl.Trainer, infos: Mapping[Tensor, ParameterInfo]) -> None:
+        """Let every optimizer step at each parameter's own rate, if rates are to follow.
+
+        Args:
+            trainer: A Trainer whose optimizers are set up.
+            infos: What is known of the parameters.
 
         Raises:
             ValueError: If an optimizer's rates cannot follow the rules.
         """
-        self.restore()
-        if self._lr_scaling is not None:
-            steps = scale_optimizers(trainer, self._infos, self._lr_scaling)
+        if self.lr_scaling is not None:
+            steps = scale_optimizers(trainer, infos, self.lr_scaling)
             self._undo += [one.remove for one in steps]
-        clipping = UnitClipping(trainer)
-        clipping.attach()
-        self._undo += [clipping.remove, start_loss_scale_at_one(trainer)]
 
     def restore(self) -> None:
         """Put everything back to what it was."""

@@ -73,8 +73,9 @@ class Settings(pl.Callback):
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         assert isinstance(pl_module, Stored)
-        self.settings = RuleSettings(pl_module.infos(), self.lr_scaling)
+        self.settings = RuleSettings(self.lr_scaling)
         self.settings.start(trainer)
+        self.settings.follow_rates(trainer, pl_module.infos())
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if self.settings is not None:
