@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -224,10 +223,3 @@ def recomputed(problem: RematProblem, saved: Mask) -> Mask:
                     wanted = wanted.copy() if wanted is problem.wanted else wanted
                     wanted[producer] = True
     return runs
-
-
-def mask_of(problem: RematProblem, indices: Sequence[int]) -> Mask:
-    """The mask over the problem's nodes with ``indices`` set."""
-    mask = np.zeros(len(problem), dtype=np.bool_)
-    mask[list(indices)] = True
-    return mask

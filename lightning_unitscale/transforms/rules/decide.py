@@ -32,6 +32,7 @@ from lightning_unitscale.transforms.rules.flow import (
     reads_of,
 )
 from lightning_unitscale.transforms.rules.logits import logit_factor
+from lightning_unitscale.transforms.rules.lookup import rule_of
 from lightning_unitscale.transforms.rules.plan import (
     Argument,
     Decision,
@@ -44,7 +45,6 @@ from lightning_unitscale.transforms.rules.roles import (
     EMBEDDINGS,
     Structure,
     call_factors,
-    rule_of,
     weight_of,
 )
 from lightning_unitscale.transforms.rules.scales import RULE_ERRORS, TRUSTED, Measure, Scales
@@ -112,9 +112,7 @@ class Decider:
             return decision
         if self._from_prior(node, decision) is not None:
             return decision
-        if logit_factor(self.flow, node) is not None or any(
-            key == "alpha" for key, _ in decision.kwargs
-        ):
+        if logit_factor(self.flow, node) is not None or "alpha" in dict(decision.kwargs):
             return decision
         measured = self.scales.measured(node)
         if measured is None or measured == 0.0:

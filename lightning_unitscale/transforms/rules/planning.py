@@ -86,16 +86,14 @@ def _plan_once(
     with _rehearsing(step, backward):
         step.rehearse(recorder, *copy.deepcopy(args), **copy.deepcopy(dict(kwargs)))
     flow = recorder.result()
-    residuals = find_residuals(flow)
-    structure = find_structure(flow, residuals)
+    structure = _structure_of(flow, known)
     parameters = {**plan_parameters(structure, init_weights=init_weights), **known.parameters}
-    _check_known_parameters(structure, known)
     fresh = {fqn: one for fqn, one in parameters.items() if fqn not in known.parameters}
     rehearsal = Rehearsal(flow, prepared_like(fresh))
     decider = Decider(
         structure,
         parameters,
-        _branch_weights(residuals, options),
+        _branch_weights(structure, options),
         options,
         rehearsal.measure,
         prior=_by_name(known),
@@ -123,14 +121,12 @@ def plan_graph(
     flow = Flow()
     flow.add_graph(graph_module, [])
     flow.finish([])
-    residuals = find_residuals(flow)
-    structure = find_structure(flow, residuals)
-    _check_known_parameters(structure, known)
+    structure = _structure_of(flow, known)
     unknown = plan_parameters(structure, init_weights=False)
     decider = Decider(
         structure,
         {**unknown, **known.parameters},
-        _branch_weights(residuals, options),
+        _branch_weights(structure, options),
         replace(options, on_unknown="keep"),
         lambda node: None,
         prior=_by_name(known),
@@ -157,9 +153,16 @@ def _with_output_scales(
     return plans
 
 
-def _branch_weights(residuals: Any, options: RuleOptions) -> dict[fx.Node, float]:
+def _structure_of(flow: Flow, known: RulePlan) -> Structure:
+    """What a flow consists of, if it is in accord with what is decided already."""
+    structure = find_structure(flow, find_residuals(flow))
+    _check_known_parameters(structure, known)
+    return structure
+
+
+def _branch_weights(structure: Structure, options: RuleOptions) -> dict[fx.Node, float]:
     return branch_weights(
-        residuals,
+        structure.residuals,
         fixed=options.residual,
         residual_mult=options.residual_mult,
         residual_attn_ratio=options.residual_attn_ratio,
@@ -168,12 +171,9 @@ def _branch_weights(residuals: Any, options: RuleOptions) -> dict[fx.Node, float
 
 @contextlib.contextmanager
 def _rehearsing(step: CapturedStep, backward: bool) -> Any:
-    with restoring(step.owner.module), torch.enable_grad() if backward else _as_it_is():
+    grad = torch.enable_grad() if backward else contextlib.nullcontext()
+    with restoring(step.owner.module), grad:
         yield
-
-
-def _as_it_is() -> contextlib.AbstractContextManager[None]:
-    return contextlib.nullcontext()
 
 
 def _by_name(known: RulePlan) -> dict[str, Decision]:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import fx
 
-from lightning_unitscale.functional.rule import rule_of_function, rule_of_method
 from lightning_unitscale.graph.nodes import is_float_tensor, op_name
 from lightning_unitscale.graph.products import product_of
 from lightning_unitscale.transforms.rules.flow import (
@@ -22,6 +21,7 @@ from lightning_unitscale.transforms.rules.flow import (
     is_softmax,
 )
 from lightning_unitscale.transforms.rules.logits import logit_factor, times_number
+from lightning_unitscale.transforms.rules.lookup import rule_of
 
 # How many adds on from one skip are still looked at as branches side by side.
 _MAX_PARALLEL = 8
@@ -114,7 +114,7 @@ def _is_interpolation(
 
 
 def branch_weights(
-    residuals: dict[fx.Node, Residual],
+    residuals: Mapping[fx.Node, Residual],
     *,
     fixed: tuple[float, float] | None = None,
     residual_mult: float = 1.0,
@@ -208,11 +208,7 @@ def _previous(flow: Flow, skip: fx.Node, found: dict[fx.Node, Residual]) -> fx.N
     """The residual add before this one on the same stream, also seen through norms."""
     node = _stem(flow, skip)
     while node not in found:
-        rule = (
-            rule_of_method(str(node.target))
-            if node.op == "call_method"
-            else rule_of_function(node.target)
-        )
+        rule = rule_of(node)
         if rule is None or rule.kind not in {"normalization", "activation"}:
             return None
         source = node.args[0] if node.args else node.kwargs.get("input")

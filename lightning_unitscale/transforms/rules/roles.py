@@ -7,10 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
 from torch import fx
 
-from lightning_unitscale.functional.rule import ScaleRule, rule_of_function, rule_of_method
 from lightning_unitscale.graph.nodes import INPUT, example_tensor, op_name, tensor_name
 from lightning_unitscale.graph.products import Product, product_of
 from lightning_unitscale.transforms.parameter_info import ParameterInfo, Role
@@ -23,12 +21,11 @@ from lightning_unitscale.transforms.rules.flow import (
     numel,
 )
 from lightning_unitscale.transforms.rules.logits import logit_factor
+from lightning_unitscale.transforms.rules.lookup import rule_of
 from lightning_unitscale.transforms.rules.plan import ParameterPlan
 from lightning_unitscale.transforms.rules.residuals import Residual, added_tensors
 
 UseKind = Literal["weight", "embedding", "sum", "bias", "norm", "scale", "other"]
-# What a captured graph calls by another name than people do.
-_ALIASES = {"attention_product": torch.matmul, "safe_softmax": torch.softmax}
 EMBEDDINGS = frozenset({"embedding", "embedding_bag"})
 PRODUCTS_BY_ELEMENT = frozenset({"mul", "imul", "multiply"})
 _JOINS = frozenset({"cat", "concat", "stack", "concatenate"})
@@ -70,16 +67,6 @@ class Structure:
     readouts: frozenset[fx.Node]
     losses: frozenset[fx.Node]
     uses: Mapping[str, tuple[Use, ...]]
-
-
-def rule_of(node: fx.Node) -> ScaleRule | None:
-    """The scale rule of an operation, in whichever form it is called."""
-    if node.op == "call_method":
-        return rule_of_method(str(node.target))
-    if node.op != "call_function":
-        return None
-    alias = _ALIASES.get(op_name(node))
-    return rule_of_function(node.target if alias is None else alias)
 
 
 def find_structure(flow: Flow, residuals: Mapping[fx.Node, Residual]) -> Structure:

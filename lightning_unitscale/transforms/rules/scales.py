@@ -19,9 +19,10 @@ from lightning_unitscale.transforms.rules.flow import (
 )
 from lightning_unitscale.transforms.rules.island import derived_rms
 from lightning_unitscale.transforms.rules.logits import number_of, times_number
+from lightning_unitscale.transforms.rules.lookup import rule_of
 from lightning_unitscale.transforms.rules.plan import ParameterPlan
 from lightning_unitscale.transforms.rules.residuals import added_tensors
-from lightning_unitscale.transforms.rules.roles import PRODUCTS_BY_ELEMENT, call_factors, rule_of
+from lightning_unitscale.transforms.rules.roles import PRODUCTS_BY_ELEMENT, call_factors
 
 # The RMS of a tensor as it flows, or None where nobody looks.
 Measure = Callable[[fx.Node], float | None]
@@ -80,10 +81,6 @@ class Scales:
     def set(self, node: fx.Node, rms: float) -> None:
         """Say what the RMS of a node's result will be."""
         self._rms[node] = rms
-
-    def set_unknown(self, node: fx.Node, reason: str) -> None:
-        """Say why the RMS of a node's result does not follow."""
-        self._reasons[node] = reason
 
     def of(self, node: fx.Node) -> float:
         """The RMS on which a factor is based; 1 where nothing is known."""
