@@ -123,7 +123,7 @@ class UnitScaleCallback(pl.Callback):
             loss_mult=loss_mult,
         )
         self._rules = rules_of(method, options, replace, lr_scaling, init_weights)
-        self.remat = None if remat is None else check_budget(remat)
+        self.remat = None if remat is None else check_budget(remat, name="remat")
         if precision is not None:
             raise NotImplementedError(
                 f"precision={precision!r}: not available yet; expected None; leave it out."

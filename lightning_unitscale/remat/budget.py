@@ -25,8 +25,12 @@ _QUANTITY = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([kKmMgGtT]?[iI]?[bB])\s*")
 _MAX_STATES = 160
 
 
-def check_budget(budget: Budget) -> Budget:
+def check_budget(budget: Budget, *, name: str = "budget") -> Budget:
     """``budget`` in its simplest form: an int of bytes, a float in (0, 1], or ``"min_cut"``.
+
+    Args:
+        budget: What the user gave.
+        name: As which argument he gave it.
 
     Raises:
         ValueError: If it is none of these.
@@ -40,19 +44,20 @@ def check_budget(budget: Budget) -> Budget:
             return budget
         match = _QUANTITY.fullmatch(budget)
         if match:
-            return _positive(int(float(match[1]) * _UNITS[match[2].upper()]), budget, expected)
+            num_bytes = int(float(match[1]) * _UNITS[match[2].upper()])
+            return _positive(num_bytes, budget, name, expected)
     elif isinstance(budget, bool):
         pass
     elif isinstance(budget, int):
-        return _positive(budget, budget, expected)
+        return _positive(budget, budget, name, expected)
     elif isinstance(budget, float) and 0 < budget <= 1:
         return budget
-    raise ValueError(f"budget={budget!r}: not a budget; {expected}; pass budget=0.5 to try it.")
+    raise ValueError(f"{name}={budget!r}: not a budget; {expected}; pass {name}=0.5 to try it.")
 
 
-def _positive(num_bytes: int, given: Budget, expected: str) -> int:
+def _positive(num_bytes: int, given: Budget, name: str, expected: str) -> int:
     if num_bytes < 1:
-        raise ValueError(f"budget={given!r}: no bytes at all; {expected}; pass more.")
+        raise ValueError(f"{name}={given!r}: no bytes at all; {expected}; pass more.")
     return num_bytes
 
 
