@@ -2,7 +2,9 @@
 
 The demo's GPT on the demo's text, trained for a short while at rates a factor of 2 apart: widths 32
 to 256 at depth 4 and depths 2 to 8 at width 64, in the standard parametrization and under
-``UnitScaleCallback("u-mup")``. Every run is kept in the JSON file and not repeated.
+``UnitScaleCallback("u-mup")``, the output layer with a weight of its own. The grid moves in whole
+octaves, so the table also gives the vertex of the parabola through the best rate and its two
+neighbours. Every run is kept in the JSON file and not repeated.
 
     python benchmarks/lr_transfer.py                # what is missing, then the table and the plot
     python benchmarks/lr_transfer.py --report       # the table and the plot of what is there
@@ -39,7 +41,7 @@ BASE_WIDTH, BASE_DEPTH = 64, 4
 HEAD_SIZE = 16
 CONTEXT, BATCH, STEPS = 64, 16, 150
 # Exponents of 2, around the best rate of the base model.
-RATES = {"standard": range(-11, -4), "u-mup": range(-4, 2)}
+RATES = {"standard": range(-11, -5), "u-mup": range(-4, 3)}
 
 Run = dict[str, object]
 
@@ -52,6 +54,7 @@ def train(parametrization: str, width: int, depth: int, log2_rate: int, seed: in
         depth=depth,
         num_heads=width // HEAD_SIZE,
         context=CONTEXT,
+        tied_head=False,
         learning_rate=2.0**log2_rate,
         weight_decay=0.0,
         betas=(0.9, 0.95),
@@ -83,38 +86,42 @@ def shapes() -> list[tuple[int, int]]:
     return wide + deep
 
 
-def run_missing(runs: list[Run], seed: int) -> None:
+def run_missing(runs: list[Run], seeds: int, parametrizations: list[str]) -> None:
     """Train what is not there yet, the small models first, and write after each run."""
-    done = {(one["parametrization"], one["width"], one["depth"], one["log2_rate"]) for one in runs}
-    for width, depth in sorted(shapes(), key=lambda one: one[0] ** 2 * one[1]):
-        for parametrization, exponents in RATES.items():
-            for log2_rate in exponents:
-                if (parametrization, width, depth, log2_rate) in done:
-                    continue
-                loss = train(parametrization, width, depth, log2_rate, seed)
-                runs.append(
-                    {
-                        "parametrization": parametrization,
-                        "width": width,
-                        "depth": depth,
-                        "log2_rate": log2_rate,
-                        "val_loss": loss,
-                    }
-                )
-                print(f"{parametrization} {width}x{depth} 2^{log2_rate}: {loss:.4f}", flush=True)
-                document = {**machine(), "steps": STEPS, "seed": seed, "runs": runs}
-                FILE.write_text(json.dumps(document, indent=1) + "\n")
+    keys = ("parametrization", "width", "depth", "log2_rate", "seed")
+    done = {tuple(one[key] for key in keys) for one in runs}
+    plan = [
+        (parametrization, width, depth, log2_rate, seed)
+        for seed in range(1, seeds + 1)
+        for parametrization in parametrizations
+        for width, depth in sorted(shapes(), key=lambda one: one[0] ** 2 * one[1])
+        for log2_rate in RATES[parametrization]
+    ]
+    for one in plan:
+        if one in done:
+            continue
+        loss = train(*one)
+        runs.append({**dict(zip(keys, one, strict=True)), "val_loss": loss})
+        print(*one, f"{loss:.4f}", flush=True)
+        FILE.write_text(json.dumps({**machine(), "steps": STEPS, "runs": runs}, indent=1) + "\n")
 
 
 def curve(runs: list[Run], parametrization: str, width: int, depth: int) -> dict[int, float]:
-    """Loss by exponent of the rate."""
+    """Mean loss over the seeds by exponent of the rate."""
     wanted = (parametrization, width, depth)
-    found = {
-        int(str(one["log2_rate"])): float(str(one["val_loss"]))
-        for one in runs
-        if (one["parametrization"], one["width"], one["depth"]) == wanted
-    }
-    return dict(sorted(found.items()))
+    found: dict[int, list[float]] = {}
+    for one in runs:
+        if (one["parametrization"], one["width"], one["depth"]) == wanted:
+            losses = found.setdefault(int(str(one["log2_rate"])), [])
+            losses.append(float(str(one["val_loss"])))
+    return {rate: sum(losses) / len(losses) for rate, losses in sorted(found.items())}
+
+
+def vertex(found: dict[int, float]) -> float:
+    """Exponent of the rate at the lowest point of the parabola through the best three."""
+    best = min(found, key=lambda one: found[one])
+    left, middle, right = (found.get(best + step, math.nan) for step in (-1, 0, 1))
+    return best + (left - right) / (2 * (left - 2 * middle + right))
 
 
 def table(runs: list[Run]) -> str:
@@ -128,11 +135,19 @@ def table(runs: list[Run]) -> str:
             if not found or best_of_base is None:
                 continue
             best = min(found, key=lambda one: found[one])
-            moved = best - best_of_base
-            loss = found.get(best_of_base, math.nan)
-            rows.append((parametrization, width, depth, f"2^{best}", moved, found[best], loss))
-    headers = ("", "width", "depth", "best rate", "octaves moved", "best loss", "at base's rate")
-    return tabulate(rows, headers=headers, floatfmt=".4f")
+            moved = f"{vertex(found) - vertex(base):+.2f}"
+            cost = found.get(best_of_base, math.nan) - found[best]
+            rows.append((parametrization, width, depth, f"2^{best}", moved, found[best], cost))
+    headers = (
+        "",
+        "width",
+        "depth",
+        "best rate",
+        "parabola moved",
+        "best loss",
+        "base's rate costs",
+    )
+    return tabulate(rows, headers=headers, floatfmt=".4f", disable_numparse=[4])
 
 
 def plot(runs: list[Run]) -> None:
@@ -170,8 +185,9 @@ def plot(runs: list[Run]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", choices=list(RATES), action="append", help="parametrization")
     parser.add_argument("--report", action="store_true", help="train nothing")
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seeds", type=int, default=2)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -179,7 +195,7 @@ def main() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
     runs: list[Run] = json.loads(FILE.read_text())["runs"] if FILE.exists() else []
     if not arguments.report:
-        run_missing(runs, arguments.seed)
+        run_missing(runs, arguments.seeds, arguments.only or list(RATES))
     print(table(runs))
     plot(runs)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -12,164 +11,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lightning_unitscale.exponents import FloatArray, fraction_from_counts
-from lightning_unitscale.formats import NumberFormat, get_format
-from lightning_unitscale.row_layout import FORMAT_KINDS, MOMENT_COLUMNS, Kind, RowLayout
+from lightning_unitscale.exponents import FloatArray
+from lightning_unitscale.row_layout import FORMAT_KINDS, MOMENT_COLUMNS, RowLayout
 from lightning_unitscale.row_reduction import merge_rows
+from lightning_unitscale.tensor_statistics import TensorStatistics
 
 Direction = Literal["forward", "backward"]
-
-
-@dataclass(frozen=True, eq=False)
-class TensorStatistics:
-    """Statistics of one tensor, read from its row.
-
-    Everything but the counts is about the finite elements only; it is NaN when there are none.
-
-    Attributes:
-        row: The measured columns, shape ``(layout.num_columns,)``, float64.
-        layout: What the columns are.
-        log2_factor: These are the statistics of ``2**log2_factor`` times the measured tensor.
-        log2_factor_of_counts: The factor at which the row's format counts were taken (the
-            ``factor`` of ``statistics_row``); fractions at that scale are exact.
-    """
-
-    row: FloatArray
-    layout: RowLayout
-    log2_factor: int = 0
-    log2_factor_of_counts: int = 0
-
-    @property
-    def numel(self) -> int:
-        """Number of elements, of all micro-batches and ranks that were merged."""
-        return int(self._value("numel"))
-
-    @property
-    def zeros(self) -> int:
-        """Number of elements that are exactly zero."""
-        return int(self._value("zeros"))
-
-    @property
-    def nans(self) -> int:
-        """Number of NaN elements."""
-        return int(self._value("nans"))
-
-    @property
-    def infs(self) -> int:
-        """Number of infinite elements."""
-        return int(self._value("infs"))
-
-    @property
-    def num_finite(self) -> int:
-        """Number of finite elements."""
-        return self.numel - self.nans - self.infs
-
-    @property
-    def mean(self) -> float:
-        """Mean."""
-        return self._shifted(self._mean("sum"))
-
-    @property
-    def mean_abs(self) -> float:
-        """Mean magnitude."""
-        return self._shifted(self._mean("abs_sum"))
-
-    @property
-    def rms(self) -> float:
-        """Root mean square."""
-        return self._shifted(math.sqrt(self._mean("square_sum")))
-
-    @property
-    def std(self) -> float:
-        """Standard deviation as ``torch.std`` takes it (Bessel's correction), NaN for one element.
-
-        It is the deviation from the mean of all that was merged.
-        """
-        number = self.num_finite
-        if number < 2:
-            return math.nan
-        mean = self._mean("sum")
-        variance = max(self._mean("square_sum") - mean * mean, 0.0) * number / (number - 1)
-        return self._shifted(math.sqrt(variance))
-
-    @property
-    def abs_max(self) -> float:
-        """Largest magnitude."""
-        return self._shifted(self._value("abs_max")) if self.num_finite else math.nan
-
-    @property
-    def abs_min(self) -> float:
-        """Smallest magnitude above zero; NaN when every element is zero."""
-        smallest = self._value("abs_min")
-        return self._shifted(smallest) if 0 < smallest < math.inf else math.nan
-
-    @property
-    def log2_rms(self) -> float:
-        """``log2`` of the RMS, the number that scale plots show: ``-inf`` for a tensor of zeros."""
-        mean_square = self._mean("square_sum")
-        if mean_square == 0:
-            return -math.inf
-        return 0.5 * math.log2(mean_square) + self.log2_factor
-
-    @property
-    def exponent_counts(self) -> FloatArray | None:
-        """Finite non-zero elements per binary exponent -150 to 128 of the measured tensor.
-
-        Shape ``(279,)``; ``None`` when none were taken. They are not moved by ``log2_factor``.
-        """
-        return self.row[self.layout.exponents] if self.layout.histogram else None
-
-    @property
-    def num_sampled(self) -> int:
-        """Number of elements that the exponent counts looked at."""
-        return int(self._value("sampled")) if self.layout.histogram else 0
-
-    def fraction(self, format: str | NumberFormat, kind: Kind) -> float:
-        """Fraction of the elements that a cast to ``format`` overflows, denormalizes or flushes.
-
-        Exact for a format of the layout at the scale at which its elements were counted; otherwise
-        from the exponent counts, see ``exponents.fraction_from_counts``.
-
-        Args:
-            format: Any format, or its name.
-            kind: ``"overflow"``, ``"subnormal"`` or ``"flushed"`` (true zeros excluded).
-
-        Returns:
-            A number between 0 and 1; NaN for a tensor without elements.
-
-        Raises:
-            ValueError: If the format or kind is unknown, or only exponent counts could tell and
-                none were taken.
-        """
-        found = get_format(format)
-        if kind not in FORMAT_KINDS:
-            raise ValueError(
-                f"kind={kind!r}: unknown; expected one of {', '.join(FORMAT_KINDS)}; correct it"
-            )
-        counted = found in self.layout.formats
-        if counted and self.log2_factor == self.log2_factor_of_counts:
-            return self._value(f"{found.name}.{kind}") / self.numel if self.numel else math.nan
-        counts = self.exponent_counts
-        if counts is None:
-            raise ValueError(
-                f"format={found.name!r}: not counted at the scale 2**{self.log2_factor} and there "
-                "are no exponent counts to tell from; expected a monitored format or a layout with "
-                "histogram=True; turn histograms on"
-            )
-        return float(fraction_from_counts(counts, self.num_sampled, found, kind, self.log2_factor))
-
-    def scaled(self, log2_factor: int) -> TensorStatistics:
-        """Statistics of ``2**log2_factor`` times this tensor."""
-        return replace(self, log2_factor=self.log2_factor + log2_factor)
-
-    def _value(self, column: str) -> float:
-        return float(self.row[self.layout.index(column)])
-
-    def _mean(self, column: str) -> float:
-        return self._value(column) / self.num_finite if self.num_finite else math.nan
-
-    def _shifted(self, value: float) -> float:
-        return value * 2.0**self.log2_factor
 
 
 @dataclass(frozen=True, eq=False)
@@ -191,6 +38,7 @@ class ScaleSnapshot:
         log2_gamma: Units of the stored gradients.
         counted_as_stored: Whether the format counts of the rows are those of the stored tensors
             (``statistics_row`` with a factor) and not of the meant ones.
+        inputs: For each tensor the names of those it was computed from; none by default.
 
     Raises:
         ValueError: If the shapes do not fit together, or a name is given twice.
@@ -205,6 +53,7 @@ class ScaleSnapshot:
     log2_sigma: npt.NDArray[Any] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     log2_gamma: npt.NDArray[Any] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     counted_as_stored: bool = False
+    inputs: tuple[tuple[str, ...], ...] = ()
 
     def __post_init__(self) -> None:
         number = len(self.names)
@@ -215,6 +64,8 @@ class ScaleSnapshot:
             )
         if not self.modules and number:
             object.__setattr__(self, "modules", tuple(n.rpartition(".")[0] for n in self.names))
+        if not self.inputs and number:
+            object.__setattr__(self, "inputs", ((),) * number)
         for attribute in ("log2_sigma", "log2_gamma"):
             units = np.asarray(getattr(self, attribute))
             units = np.zeros(number, dtype=np.int64) if units.size == 0 else units
@@ -223,11 +74,13 @@ class ScaleSnapshot:
             "forward": (number, self.layout.num_columns),
             "backward": (number, self.layout.num_columns),
             "modules": (number,),
+            "inputs": (number,),
             "log2_sigma": (number,),
             "log2_gamma": (number,),
         }
         for attribute, shape in expected.items():
-            given = np.shape(getattr(self, attribute))
+            value = getattr(self, attribute)
+            given = (len(value),) if isinstance(value, tuple) else np.shape(value)
             if given != shape:
                 raise ValueError(
                     f"{attribute} of shape {given}: does not fit {number} names and "
@@ -349,6 +202,7 @@ class ScaleSnapshot:
             modules=tuple(self.modules[place] for place in places),
             log2_sigma=self.log2_sigma[places],
             log2_gamma=self.log2_gamma[places],
+            inputs=tuple(self.inputs[place] for place in places),
         )
 
     def merge(self, other: ScaleSnapshot) -> ScaleSnapshot:

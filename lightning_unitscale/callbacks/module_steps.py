@@ -13,6 +13,7 @@ from torch import nn
 
 from lightning_unitscale.graph.capture import is_compiled
 from lightning_unitscale.graph.steps import LIGHTNING_STEPS, ModuleSteps, steps_of
+from lightning_unitscale.transforms.rules.zero_gradients import zero_gradients
 
 
 def attach_steps(
@@ -85,13 +86,14 @@ def loss_scale(trainer: pl.Trainer) -> float:
     return float(scaler.get_scale()) if scaler is not None else 1.0
 
 
-def _untraced(module: nn.Module) -> Iterator[tuple[Any, str]]:
+def _untraced(module: nn.Module) -> Iterator[Any]:
     """What a step under manual optimization calls beside its model."""
     assert isinstance(module, pl.LightningModule)
     trainer = module._trainer
     if module.automatic_optimization or trainer is None or not trainer.training:
         return
-    for name in ("manual_backward", "clip_gradients", "toggle_optimizer", "untoggle_optimizer"):
+    yield module, "manual_backward", zero_gradients
+    for name in ("clip_gradients", "toggle_optimizer", "untoggle_optimizer"):
         yield module, name
     # The wrapped optimizers as self.optimizers() gives them, and those without their wrapping.
     optimizers = (*trainer.strategy._lightning_optimizers, *trainer.strategy.optimizers)

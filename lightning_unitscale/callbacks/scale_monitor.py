@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn  # type: ignore[attr-defined]
-from torch import fx
+from torch import Tensor, fx
 from typing_extensions import override
 
+from lightning_unitscale.alerts import ScaleAlert
 from lightning_unitscale.callbacks.module_steps import (
     attach_steps,
     has_stepped,
@@ -19,6 +20,12 @@ from lightning_unitscale.callbacks.module_steps import (
     optimizer_step_index,
 )
 from lightning_unitscale.callbacks.ranks import joint_snapshot
+from lightning_unitscale.callbacks.scale_alerts import (
+    OnViolation,
+    ScaleAlerts,
+    ScaleViolation,
+    has_loss_scaler,
+)
 from lightning_unitscale.callbacks.summary import summary_scalars
 from lightning_unitscale.export import write_csv, write_json_lines
 from lightning_unitscale.formats import NumberFormat, get_format
@@ -31,6 +38,7 @@ from lightning_unitscale.scale_table import scale_table
 from lightning_unitscale.snapshot import ScaleSnapshot
 from lightning_unitscale.tensorboard.writer import ScaleWriter
 from lightning_unitscale.transforms.probes import ScaleProbes
+from lightning_unitscale.violations import Limits
 
 
 class ScaleMonitor(pl.Callback):
@@ -48,13 +56,26 @@ class ScaleMonitor(pl.Callback):
         exclude: Globs to leave out, stronger than ``include``.
         formats: Number formats whose out-of-range elements are counted, by name.
         histograms: Whether to count binary exponents, for histograms in TensorBoard.
-        on_violation: Not available yet.
+        on_violation: What follows when a sampled step has a NaN or an infinity, or loses more to a
+            format than ``thresholds`` allow. ``"warn"``: a warning. ``"stop"``: a warning, and
+            ``trainer.should_stop``, so that training ends as it always does, checkpoints included.
+            ``"raise"``: a ``ScaleViolation``. ``None``: nothing but an entry in ``alerts`` and on
+            the dashboard, as in all cases. What lasts is told once, and again when it comes back
+            after ten sampled steps.
+        thresholds: Format -> the fraction of a tensor's elements that may overflow, and that may be
+            flushed to zero; or format -> ``{"overflow": 0.0, "subnormal": 0.5, "flushed": 0.1}``,
+            any of the three. By default no element may overflow a monitored format that has
+            infinities, and one of a thousand a format that has none.
+        trend_steps: Warn (never stop or raise) of a tensor whose largest magnitude, growing as over
+            the last eight samples, leaves a format of the thresholds within this many steps;
+            ``None`` looks at no trends.
 
     Raises:
         ValueError: If an argument is out of its range.
-        NotImplementedError: If ``on_violation`` is given.
+        TypeError: If ``thresholds`` is no mapping.
         MisconfigurationException: At ``setup``, if the module is compiled already or the callback
             is given twice.
+        ScaleViolation: While training, with ``on_violation="raise"``, on all ranks.
 
     Attributes:
         snapshots: The last snapshots, at most 100, newest last.
@@ -76,7 +97,9 @@ class ScaleMonitor(pl.Callback):
         exclude: str | Sequence[str] | None = None,
         formats: Sequence[str | NumberFormat] = ("FP16", "E4M3FN", "E5M2"),
         histograms: bool = True,
-        on_violation: Literal["warn", "raise", "stop"] | None = None,
+        on_violation: OnViolation | None = None,
+        thresholds: Mapping[str | NumberFormat, Limits] | None = None,
+        trend_steps: int | None = 500,
     ) -> None:
         super().__init__()
         if (
@@ -88,22 +111,24 @@ class ScaleMonitor(pl.Callback):
                 f"every_n_steps={every_n_steps!r}: not a number of steps; expected an integer of "
                 "at least 1; pass every_n_steps=50."
             )
-        if on_violation is not None:
-            raise NotImplementedError(
-                f"on_violation={on_violation!r}: alerts are not available yet; expected None; "
-                "leave the argument out."
-            )
         self.every_n_steps = every_n_steps
         self._patterns = NamePatterns(include, exclude)
-        layout = RowLayout(tuple(get_format(one) for one in formats), histogram=histograms)
+        monitored = tuple(get_format(one) for one in formats)
+        self._alerts = ScaleAlerts(on_violation, thresholds, trend_steps, monitored)
+        layout = RowLayout(self._alerts.formats, histogram=histograms)
         self.snapshots: list[ScaleSnapshot] = []
         self._probes = ScaleProbes(layout, self._watches)
         self._steps: ModuleSteps | None = None
         self._writers: dict[int, ScaleWriter] = {}
-        self._sampled_step = 0
+        self._sampled_step = -1
         self._is_sampling = False
         self._global_step_before = 0
         self._loss_scale = 1.0
+
+    @property
+    def alerts(self) -> tuple[ScaleAlert, ...]:
+        """What was wrong so far, at most 10,000 alerts, newest last."""
+        return tuple(self._alerts.found)
 
     def table(self) -> str:
         """The last snapshot as a text table: scales as the model means them and as stored."""
@@ -124,6 +149,8 @@ class ScaleMonitor(pl.Callback):
         if stage != "fit":
             return  # an evaluation has no backward pass to show
         self._steps = attach_steps(trainer, pl_module, self)
+        self._alerts.start()
+        self._sampled_step, self._is_sampling = -1, False
         if self._probes not in self._steps.passes:
             self._steps.add_pass(self._probes)
         quiet = trainer.fast_dev_run or trainer.barebones  # type: ignore[attr-defined]
@@ -139,12 +166,23 @@ class ScaleMonitor(pl.Callback):
     ) -> None:
         assert self._steps is not None
         step = optimizer_step_index(trainer)
-        if not self._is_sampling or step != self._sampled_step:
+        is_new = step != self._sampled_step
+        is_continued = self._is_sampling and not is_new
+        if not is_continued:
             self._probes.clear()  # of a step that only somebody else wanted to observe
+        # Accumulated batches are one sample: an unforeseen one is not begun in the middle.
+        is_wanted = is_new and self._alerts.wants_sample
+        self._is_sampling = is_continued or is_wanted or step % self.every_n_steps == 0
         self._sampled_step = step
         self._global_step_before = trainer.global_step
-        self._is_sampling = step % self.every_n_steps == 0
         self._steps.observe(type(self).__name__, self._is_sampling)
+
+    @override
+    def on_before_backward(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor
+    ) -> None:
+        if not self._is_sampling:
+            self._alerts.see_loss(self._sampled_step, loss)
 
     @override
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -168,9 +206,10 @@ class ScaleMonitor(pl.Callback):
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self.snapshots and trainer.is_global_zero:
-            for writer in self._writers.values():
-                writer.write_table(self.snapshots[-1])
+        self._write_last(trainer)
+        alerts = self._alerts.finish()
+        self._write_alerts(trainer, alerts, self._sampled_step)
+        self._alerts.act(trainer, alerts)
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -180,6 +219,8 @@ class ScaleMonitor(pl.Callback):
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
+        if isinstance(exception, ScaleViolation):
+            self._write_last(trainer)
         self._restore()
 
     def _take(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
@@ -188,13 +229,31 @@ class ScaleMonitor(pl.Callback):
             return
         snapshot = joint_snapshot(snapshot, module.device)
         self.snapshots = [*self.snapshots[-self._KEPT + 1 :], snapshot]
+        alerts = self._alerts.judge(snapshot, has_loss_scaler=has_loss_scaler(trainer))
+        self._log(trainer, snapshot, complete=bool(alerts))
+        self._write_alerts(trainer, alerts, snapshot.step)
+        self._alerts.act(trainer, alerts)
+
+    def _log(self, trainer: pl.Trainer, snapshot: ScaleSnapshot, *, complete: bool) -> None:
         if not trainer.is_global_zero:
             return
         scalars = summary_scalars(snapshot)
         for logger in trainer.loggers:
             logger.log_metrics(scalars, step=snapshot.step)
             if isinstance(logger, TensorBoardLogger):
-                self._writer(logger).write(snapshot)
+                self._writer(logger).write(snapshot, complete=complete)
+
+    def _write_alerts(self, trainer: pl.Trainer, alerts: Sequence[ScaleAlert], step: int) -> None:
+        if not alerts or not trainer.is_global_zero:
+            return
+        for logger in trainer.loggers:
+            if isinstance(logger, TensorBoardLogger):
+                self._writer(logger).write_alerts(alerts, step)
+
+    def _write_last(self, trainer: pl.Trainer) -> None:
+        if self.snapshots and trainer.is_global_zero:
+            for writer in self._writers.values():
+                writer.finish(self.snapshots[-1])
 
     def _writer(self, logger: TensorBoardLogger) -> ScaleWriter:
         key = id(logger.experiment)

@@ -2,35 +2,24 @@
 
 from __future__ import annotations
 
-import math
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import lightning.pytorch as pl
-from lightning.pytorch.utilities.rank_zero import rank_zero_info  # type: ignore[attr-defined]
 from typing_extensions import override
 
-from lightning_unitscale.callbacks.module_steps import (
-    attach_steps,
-    has_stepped,
-    loss_scale,
-    optimizer_step_index,
-    step_arguments,
-    takes_iterator,
-)
-from lightning_unitscale.callbacks.ranks import joint_rms
-from lightning_unitscale.callbacks.recalibration import Looks
+from lightning_unitscale.callbacks.fp8 import check_fp8, fp8_of
+from lightning_unitscale.callbacks.gauge_keeping import GaugeKeeping
+from lightning_unitscale.callbacks.module_steps import attach_steps, step_arguments
 from lightning_unitscale.callbacks.remat import step_partitioner
 from lightning_unitscale.callbacks.rule_scaling import rules_of
 from lightning_unitscale.graph.passes import GraphPass
 from lightning_unitscale.graph.steps import ModuleSteps
 from lightning_unitscale.quantize import Rounding, check_rounding
 from lightning_unitscale.remat.budget import check_budget
-from lightning_unitscale.transforms.calibration import Calibrator, Measured
 from lightning_unitscale.transforms.gauge import Gauge
 from lightning_unitscale.transforms.lossless import Depth, LosslessUnitScale
-from lightning_unitscale.transforms.lossless_unit_scale import calibrate
 from lightning_unitscale.transforms.rules.plan import RuleOptions
 from lightning_unitscale.transforms.simulate_format import SimulateFormat, format_pair
 
@@ -73,16 +62,22 @@ class UnitScaleCallback(pl.Callback):
             ``"fp8"`` (E4M3FN for operands, E5M2 for gradients), one format such as ``"E3M2FN"`` for
             both, or one for each. What is stored at RMS 1 is rounded; units are measured before.
         simulate_rounding: ``"nearest"``, or ``"stochastic"``, whose random numbers are its own.
-        precision: ``"fp8"`` runs eligible linears in FP8; not available yet.
+        precision: ``"fp8"`` runs linear layers, and their two gradients, in real FP8 with constant
+            scales: those whose features are multiples of 16 and whose operands fit, as measured on
+            the first batch. It goes with any precision of the Trainer, whose types the results
+            have; ``explain()`` tells what was decided on each product. FP8 needs a GPU of compute
+            capability 8.9, or a CPU, where it is slow.
+        fp8_exclude: Globs of module paths or tensor names to keep out of FP8. ``"auto"`` is none
+            for ``"lossless"``, where measuring decides, and for rule-based methods what u-muP keeps
+            out: attention's output, a feed-forward's last layer and the readout, by usual names.
         remat: Budget for rematerialization, as in :class:`RematCallback`.
         compile: Run the captured graphs by Inductor. FP32 results then are those of
             ``torch.compile`` up to its rounding.
 
     Raises:
         ValueError: If an argument is out of its range.
-        NotImplementedError: If a feature is asked for that is not available yet.
-        MisconfigurationException: At ``setup``, if the module is compiled already or the callback
-            is given twice.
+        MisconfigurationException: At ``setup``, if the module is compiled already, the callback is
+            given twice, or the Trainer's device or precision plugin does not go with FP8.
 
     Example:
         >>> from lightning.pytorch import Trainer
@@ -109,6 +104,7 @@ class UnitScaleCallback(pl.Callback):
         simulate: tuple[str, str] | str | None = None,
         simulate_rounding: Rounding = "nearest",
         precision: Literal["fp8"] | None = None,
+        fp8_exclude: str | Sequence[str] | None = "auto",
         remat: str | int | float | None = None,
         compile: bool = False,
     ) -> None:
@@ -124,26 +120,18 @@ class UnitScaleCallback(pl.Callback):
         )
         self._rules = rules_of(method, options, replace, lr_scaling, init_weights)
         self.remat = None if remat is None else check_budget(remat, name="remat")
-        if precision is not None:
-            raise NotImplementedError(
-                f"precision={precision!r}: not available yet; expected None; leave it out."
-            )
-        self._looks = Looks(recalibrate)
+        self._fp8 = fp8_of(precision, fp8_exclude, method, is_simulated=simulate is not None)
         self.method = method
         self.recalibrate = recalibrate
         self.compile = compile
-        self._rewrite = LosslessUnitScale(depth)
+        self._rewrite = LosslessUnitScale(depth, measures_range=self._fp8 is not None)
+        self._keeping = GaugeKeeping(self._rewrite, recalibrate, self._rules, self._fp8)
         check_rounding(simulate_rounding)
         self._simulation: SimulateFormat | None = None
         if simulate is not None:
             self._simulation = SimulateFormat(*format_pair(simulate), rounding=simulate_rounding)
         self._steps: ModuleSteps | None = None
         self._module: weakref.ref[pl.LightningModule] | None = None
-        self._is_calibrated = False
-        self._live: Calibrator | None = None
-        self._global_step_before = 0
-        self._step_index = 0
-        self._events: list[str] = []
         self._last_explanation = (
             "Nothing has been captured yet: run fit, validate, test or predict."
         )
@@ -157,19 +145,19 @@ class UnitScaleCallback(pl.Callback):
         """What was captured and rewritten, pass by pass, and when the gauge was taken anew."""
         if self._steps is None:
             return self._last_explanation
-        return "\n\n".join([self._steps.explain(), *self._events])
+        return "\n\n".join([self._steps.explain(), *self._keeping.events])
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if self._module is not None and self._module() is not pl_module:
-            # Units are those of one module's tensors; another one is measured anew.
-            self._rewrite.set_gauge(Gauge())
-            self._is_calibrated = False
+        if self._fp8 is not None:
+            check_fp8(trainer)
+        is_first = self._module is None
+        is_new = self._module is None or self._module() is not pl_module
         if self._rules is not None:
-            is_new = self._module is None or self._module() is not pl_module
             self._rules.attach(pl_module, is_new=is_new)
         self._module = weakref.ref(pl_module)
         self._steps = attach_steps(trainer, pl_module, self)
+        self._keeping.attach(self._steps, is_new=is_new and not is_first)
         for one in self._passes():
             if one not in self._steps.passes:
                 self._steps.add_pass(one)
@@ -188,12 +176,9 @@ class UnitScaleCallback(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         assert self._steps is not None
-        self._global_step_before = trainer.global_step
-        self._step_index = optimizer_step_index(trainer)
         self._plan(trainer, "training_step", batch, batch_idx)
-        if not self._is_calibrated:
-            self._calibrate(trainer, pl_module, "training_step", batch, batch_idx)
-        self._steps.observe(type(self).__name__, self._looks.at(self._step_index))
+        is_look = self._keeping.before_batch(trainer, batch, batch_idx)
+        self._steps.observe(type(self).__name__, is_look)
 
     @override
     def on_train_batch_end(
@@ -204,17 +189,7 @@ class UnitScaleCallback(pl.Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        assert self._steps is not None
-        if self._live is not None:
-            self._adopt_live(trainer, self._live)
-        if not has_stepped(trainer, pl_module, self._global_step_before):
-            return  # the accumulated batches share one gauge
-        drift = self._rewrite.drift.take()
-        if drift is not None and self._looks.at(self._step_index):
-            forward, backward = joint_rms(drift.forward, drift.backward)
-            (outside,) = joint_rms(drift.outside)
-            if self.recalibrate != "auto" or outside:
-                self._take_gauge(forward, backward, f"step {self._step_index}", outside)
+        self._keeping.after_batch(trainer)
 
     @override
     def on_validation_batch_start(
@@ -225,7 +200,7 @@ class UnitScaleCallback(pl.Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        self._calibrate_forward(trainer, "validation_step", batch, batch_idx, dataloader_idx)
+        self._before_evaluation(trainer, "validation_step", batch, batch_idx, dataloader_idx)
 
     @override
     def on_test_batch_start(
@@ -236,7 +211,7 @@ class UnitScaleCallback(pl.Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        self._calibrate_forward(trainer, "test_step", batch, batch_idx, dataloader_idx)
+        self._before_evaluation(trainer, "test_step", batch, batch_idx, dataloader_idx)
 
     @override
     def on_predict_batch_start(
@@ -247,7 +222,7 @@ class UnitScaleCallback(pl.Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        self._calibrate_forward(trainer, "predict_step", batch, batch_idx, dataloader_idx)
+        self._before_evaluation(trainer, "predict_step", batch, batch_idx, dataloader_idx)
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -261,10 +236,9 @@ class UnitScaleCallback(pl.Callback):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        if not self._is_calibrated:
+        state = self._keeping.state_dict()
+        if not state:
             return {}
-        gauge = {name: list(pair) for name, pair in self.gauge.state().items()}
-        state: dict[str, Any] = {"gauge": gauge, "depth": self._rewrite.depth}
         if self._rules is not None:
             state["rules"] = self._rules.state_dict()
         if self._simulation is not None and self._simulation.rounding == "stochastic":
@@ -273,10 +247,7 @@ class UnitScaleCallback(pl.Callback):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        # A gauge of the other depth names other tensors; measuring anew changes no result.
-        if state_dict.get("depth") == self._rewrite.depth:
-            self._rewrite.set_gauge(Gauge.from_state(state_dict["gauge"]))
-            self._is_calibrated = True
+        self._keeping.load_state_dict(state_dict)
         if self._rules is not None and "rules" in state_dict:
             module = None if self._module is None else self._module()
             self._rules.load_state_dict(state_dict["rules"], module)
@@ -286,7 +257,8 @@ class UnitScaleCallback(pl.Callback):
     def _passes(self) -> list[GraphPass]:
         rules = [] if self._rules is None else [self._rules.rules, self._rules.gradients]
         simulation = [] if self._simulation is None else [self._simulation]
-        return [*rules, self._rewrite, *simulation]
+        fp8 = [] if self._fp8 is None else [self._fp8]
+        return [*rules, self._rewrite, *simulation, *fp8]
 
     def _plan(self, trainer: pl.Trainer, name: str, *batch: Any) -> None:
         if self._rules is not None:
@@ -295,106 +267,18 @@ class UnitScaleCallback(pl.Callback):
             train = name == "training_step"
             self._rules.plan_step(trainer, self._steps.steps[name], arguments, train=train)
 
-    def _calibrate(
-        self, trainer: pl.Trainer, module: pl.LightningModule, name: str, batch: Any, batch_idx: int
-    ) -> None:
-        assert self._steps is not None
-        if not module.automatic_optimization or takes_iterator(module):
-            # Such a step updates weights or consumes batches by itself: it cannot be rehearsed.
-            self._measure_live(name)
-            return
-        arguments = step_arguments(module, name, batch, batch_idx)
-        accumulated = trainer.accumulate_grad_batches
-        with trainer.precision_plugin.train_step_context():
-            measured = calibrate(
-                self._steps.steps[name],
-                self._rewrite,
-                arguments,
-                {},
-                seed_gradient=loss_scale(trainer) / accumulated,
-                results=_joint_results,
-            )
-        if measured is not None:
-            self._is_calibrated = True
-            if self._rules is not None:
-                self._rules.measured(trainer, *joint_rms(measured))
-        else:
-            self._measure_live(name)
-
-    def _calibrate_forward(
-        self, trainer: pl.Trainer, name: str, batch: Any, batch_idx: int, dataloader_idx: int
-    ) -> None:
-        """An evaluation on its own measures forward units; within a fit, training has done so."""
-        self._plan(trainer, name, batch, batch_idx, dataloader_idx)
-        if self._is_calibrated or trainer.state.fn == "fit" or batch_idx or dataloader_idx:
-            return
-        assert self._steps is not None
-        module = trainer.lightning_module
-        arguments = step_arguments(module, name, batch, batch_idx, dataloader_idx)
-        context = f"{name.removesuffix('_step').replace('validation', 'val')}_step_context"
-        with getattr(trainer.precision_plugin, context)():
-            calibrate(
-                self._steps.steps[name],
-                self._rewrite,
-                arguments,
-                {},
-                results=_joint_results,
-                backward=False,
-            )
-
-    def _measure_live(self, name: str) -> None:
-        assert self._steps is not None
-        self._live = self._rewrite.calibrator()
-        if self._rules is not None:
-            self._rules.gradients.watch()
-        self._steps.steps[name].interpreter = self._live
-
-    def _adopt_live(self, trainer: pl.Trainer, calibrator: Calibrator) -> None:
-        assert self._steps is not None
-        forward, backward = _joint_results(calibrator)
-        if not backward:
-            calibrator.clear()
-            return
-        self._take_gauge(forward, backward, "the first batch", {})
-        if self._rules is not None:
-            self._rules.measured(trainer, *joint_rms(self._rules.gradients.watched()))
-        self._stop_live()
-        self._is_calibrated = True
-
-    def _stop_live(self) -> None:
-        self._live = None
-        if self._steps is not None:
-            for step in self._steps.steps.values():
-                step.interpreter = None
-
-    def _take_gauge(
-        self, forward: Measured, backward: Measured, when: str, outside: Mapping[str, float]
-    ) -> None:
-        old = self.gauge
-        new = old.updated(self._rewrite.gauge_from(forward, backward))
-        changed = sum(new.pair(name) != old.pair(name) for name in new)
-        self._rewrite.set_gauge(new)
-        worst = sorted(outside.items(), key=lambda item: -abs(math.log2(item[1])))[:3]
-        reason = ", ".join(f"{name} at RMS {rms:.3g}" for name, rms in worst)
-        event = f"New units for {changed} tensors at {when}" + (f": {reason}" if reason else "")
-        self._events.append(event)
-        if outside:
-            rank_zero_info(f"UnitScaleCallback: {event}")
+    def _before_evaluation(self, trainer: pl.Trainer, name: str, *batch: Any) -> None:
+        self._plan(trainer, name, *batch)
+        self._keeping.before_evaluation(trainer, name, *batch)
 
     def _restore(self) -> None:
         if self._steps is None:
             return
         self._last_explanation = self.explain()
-        self._stop_live()
-        self._rewrite.drift.clear()
+        self._keeping.detach()
         if self._rules is not None:
             self._rules.restore()
         if self.remat is not None:
             self._steps.partition_by(None)
         self._steps.detach(type(self).__name__, *self._passes())
         self._steps = None
-
-
-def _joint_results(calibrator: Calibrator) -> tuple[Measured, Measured]:
-    forward, backward = joint_rms(*calibrator.results())
-    return forward, backward

@@ -30,6 +30,9 @@ def scale(input: Tensor, forward_factor: Factor, backward_factor: Factor) -> Ten
     Returns:
         A tensor of the shape and type of ``input``. It never shares memory with ``input``.
 
+    ``torch.func`` can transform it by ``grad``, ``vmap`` (also over factors) and ``jacrev``. It has
+    no forward-mode derivative: Dynamo refuses functions with one of their own.
+
     References:
         Blake, Orr, Luschi, "Unit Scaling" (arXiv 2303.11257), section 4, scaled ops.
     """
@@ -113,24 +116,62 @@ def _alignment(tensor: Tensor) -> int:
 
 class _Scale(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, input: Tensor, forward_factor: Factor, backward_factor: Factor) -> Tensor:
-        _keep_factor(ctx, backward_factor)
+    def forward(input: Tensor, forward_factor: Factor, backward_factor: Factor) -> Tensor:
         return multiply(input, forward_factor)
 
     @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _keep_factor(ctx, inputs[2])
+
+    @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None]:
-        return multiply(grad_output, _kept_factor(ctx)), None, None
+        return _scaled(grad_output, _kept_factor(ctx)), None, None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Tensor, int]:
+        result: Tensor = _Scale.apply(*_with_batch_first(info.batch_size, in_dims, inputs))
+        return result, 0
 
 
 class _ScaleGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, input: Tensor, factor: Factor) -> Tensor:
-        _keep_factor(ctx, factor)
+    def forward(input: Tensor, factor: Factor) -> Tensor:
         return input.view_as(input)
 
     @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _keep_factor(ctx, inputs[1])
+
+    @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
-        return multiply(grad_output, _kept_factor(ctx)), None
+        return _scaled(grad_output, _kept_factor(ctx)), None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Tensor, int]:
+        result: Tensor = _ScaleGradient.apply(*_with_batch_first(info.batch_size, in_dims, inputs))
+        return result, 0
+
+
+def _scaled(tensor: Tensor, factor: Factor) -> Tensor:
+    """``tensor * factor`` as a differentiable operation that ``torch.func`` can transform.
+
+    A gradient may be a tensor of an outer ``vmap``, in whose memory ``multiply`` must not look.
+    """
+    result: Tensor = _Scale.apply(tensor, factor, factor)
+    return result
+
+
+def _with_batch_first(
+    batch_size: int, in_dims: tuple[int | None, ...], inputs: tuple[Any, ...]
+) -> tuple[Any, ...]:
+    """A tensor and its factors with the dimension that ``vmap`` hides in front of all others."""
+    (tensor, *factors), (dim, *factor_dims) = inputs, in_dims
+    tensor = tensor.expand(batch_size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+    ones = [1] * (tensor.dim() - 1)
+    return tensor, *(
+        factor if factor_dim is None else factor.reshape(batch_size, *ones)
+        for factor, factor_dim in zip(factors, factor_dims, strict=True)
+    )
 
 
 def _keep_factor(ctx: Any, factor: Factor) -> None:

@@ -31,7 +31,7 @@ from lightning_unitscale.graph.plain_algorithm import plain_answers
 
 Executor = Literal["eager", "aot_eager", "inductor"]
 Backend = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
-InputKind = Literal["parameter", "buffer", "input", "symbol"]
+InputKind = Literal["parameter", "buffer", "gradient", "input", "symbol"]
 
 # A step may be specialised on more Python state than Dynamo's default of 8 allows (the epoch, the
 # shapes of a last batch, several modules of one class share one code object), and past the limit
@@ -45,7 +45,7 @@ class GraphInput:
 
     Attributes:
         node_name: Name of the placeholder in the graph.
-        kind: What it is in the module's eyes.
+        kind: What it is in the module's eyes; a gradient is one that a step reads off a parameter.
         fqn: Path of the parameter or buffer in the module, else ``None``.
         source: Where the captured code found it, such as ``L['self']._parameters['weight']``.
     """
@@ -186,6 +186,8 @@ def _fqns(module: nn.Module) -> dict[int, tuple[InputKind, str | None]]:
         fqns[id(buffer)] = ("buffer", fqn)
     for fqn, parameter in module.named_parameters():
         fqns[id(parameter)] = ("parameter", fqn)
+        if parameter.grad is not None:
+            fqns[id(parameter.grad)] = ("gradient", None)
     return fqns
 
 

@@ -7,6 +7,7 @@ parameters under their own names.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 from torch import fx, nn
@@ -16,10 +17,16 @@ from lightning_unitscale.graph.capture import CapturedGraph
 from lightning_unitscale.graph.expand import expand_composites
 from lightning_unitscale.graph.nodes import Names
 from lightning_unitscale.graph.out_of_place import make_out_of_place
+from lightning_unitscale.graph.plain_algorithm import not_exporting
 
 
 def export_forward(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    expand: bool = True,
+    plain: bool = False,
 ) -> fx.GraphModule:
     """``module.forward`` as a graph module that is called like it, with nodes named as in a step.
 
@@ -27,18 +34,23 @@ def export_forward(
         module: A plain module; its parameters become those of the result.
         args: Example arguments.
         kwargs: Example keyword arguments.
+        expand: Whether attention that torch runs as products is opened up.
+        plain: Whether code that asks if it is exported is told no: it then takes the algorithm, and
+            gives the bits, of a plain call.
 
     Raises:
         RuntimeError: If ``forward`` cannot be captured as one graph.
     """
     try:
-        graph_module: fx.GraphModule = _export_to_torch_ir(module, args, kwargs)
+        with not_exporting() if plain else contextlib.nullcontext():
+            graph_module: fx.GraphModule = _export_to_torch_ir(module, args, kwargs)
     except Exception as error:
         raise RuntimeError(
             f"module={type(module).__name__}: its forward cannot be captured as one graph "
             f"({error}); expected a forward without graph breaks; deploy the part that has none."
         ) from error
     Names().assign(CapturedGraph(graph_module, (), 0, ()), graph_module)
-    expand_composites(graph_module)
+    if expand:
+        expand_composites(graph_module)
     make_out_of_place(graph_module.graph)
     return graph_module

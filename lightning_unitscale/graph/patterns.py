@@ -31,7 +31,10 @@ class NamePatterns:
 
     def match(self, node: fx.Node) -> bool:
         """Whether the node's module path or its tensor's name is included and not excluded."""
-        names = (tensor_name(node), str(node.meta.get(MODULE, "")))
+        return self.match_names(tensor_name(node), str(node.meta.get(MODULE, "")))
+
+    def match_names(self, *names: str) -> bool:
+        """Whether one of the names of a tensor is included and none is excluded."""
         if _any_matches(self.exclude, names):
             return False
         return not self.include or _any_matches(self.include, names)

@@ -250,6 +250,12 @@ class CapturedStep:
         self.before_call: BeforeCall | None = None
         self.reset()
 
+    @property
+    def __code__(self) -> types.CodeType:
+        """The user's own code: ``torch.export`` asks a ``forward`` where it was written."""
+        code: types.CodeType = self.__wrapped__.__code__  # type: ignore[attr-defined]
+        return code
+
     def reset(self) -> None:
         """Forget what was captured."""
         # Names are a step's own: whether a validation ran before the training must not change them.
@@ -268,6 +274,8 @@ class CapturedStep:
         if steps_of(self.owner.module) is not self.owner:
             # Detached, but somebody had wrapped it and still calls it.
             return self.__wrapped__(*args, **kwargs)
+        if torch.compiler.is_exporting():
+            return self._run_within("eager", args, kwargs)
         if self.before_call is not None:
             self.before_call(self, args, kwargs)
         # An interpreter needs the graph as captured; only the eager executor keeps it that way.

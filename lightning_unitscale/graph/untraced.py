@@ -15,14 +15,16 @@ from typing import Any
 import torch
 from torch import nn
 
-Calls = Iterable[tuple[Any, str]]
+# An object, the name of its method and, where a rehearsal is to do something in its place, what.
+Calls = Iterable[tuple[Any, str] | tuple[Any, str, Callable[..., None]]]
 
 
 class UntracedCalls:
     """Replaces methods of objects, while a step runs, by ones that Dynamo does not look into.
 
     Args:
-        find: Says before each step which methods of which objects: ``(object, name)`` pairs.
+        find: Says before each step which methods of which objects: ``(object, name)``, or
+            ``(object, name, rehearsed)`` with what is called in a rehearsal instead.
         trace: Makes a function traced again; used for a closure that is handed to a method, since
             the model runs in it.
 
@@ -45,13 +47,13 @@ class UntracedCalls:
         """Within this context the methods run untraced; the real ones are back afterwards."""
         shadowed = []
         try:
-            for one, name in self._find():
+            for one, name, *rehearsed in self._find():
                 call = self._calls.setdefault((id(one), name), _Untraced(one, self))
                 attributes = one.__dict__
                 if attributes.get(name) is call.run:
                     continue  # a step within a step
                 shadowed.append((attributes, name, attributes.get(name, _MISSING)))
-                call.stand_in_for(getattr(one, name))
+                call.stand_in_for(getattr(one, name), *rehearsed)
                 attributes[name] = call.run
             yield
         finally:
@@ -92,16 +94,22 @@ class _Untraced:
     def __init__(self, owner: Any, calls: UntracedCalls) -> None:
         self.owner = owner
         self.method: Callable[..., Any] = lambda: None
+        self.rehearsed: Callable[..., None] | None = None
         self._calls = calls
         self.run = torch.compiler.disable(self._run)
 
-    def stand_in_for(self, method: Callable[..., Any]) -> None:
+    def stand_in_for(
+        self, method: Callable[..., Any], rehearsed: Callable[..., None] | None = None
+    ) -> None:
         """Call ``method`` from now on, and have its marks (of a scheduler, on what it counts)."""
         self.method = method
+        self.rehearsed = rehearsed
         self.run.__dict__.update(getattr(method, "__dict__", {}))
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         if self._calls.is_rehearsing:
+            if self.rehearsed is not None:
+                self.rehearsed(*args, **kwargs)
             closures = [one for one in (*args, *kwargs.values()) if hasattr(one, "__code__")]
             results = [self._traced(one)() for one in closures]
             return results[-1] if results else None

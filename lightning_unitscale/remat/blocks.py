@@ -103,7 +103,7 @@ class Blocks:
         return tuple(rows)
 
 
-def find_blocks(problem: RematProblem, max_blocks: int = 256) -> Blocks:
+def find_blocks(problem: RematProblem, max_blocks: int = 100) -> Blocks:
     """Cut at every tensor that is alone between what comes before and what comes after it.
 
     Args:
@@ -177,42 +177,36 @@ def _thinned(
 
 def _place_others(problem: RematProblem, block: Ints, last_block: int) -> None:
     """Blocks of nodes that only the backward pass runs."""
-    nodes, region = problem.nodes, problem.region
-    for i, node in enumerate(nodes):
-        if region[i] == Region.FORWARD and block[i] < 0:
-            # Constants of the backward pass: with what reads them, below.
-            block[i] = max((int(block[j]) for j in node.inputs), default=-1)
-    reads = np.full(len(problem), -1, dtype=np.int64)
-    shared = _shared(problem, block)
-    backward = [i for i, node in enumerate(nodes) if node.region is Region.BACKWARD]
-    for i in backward:
-        reads[i] = max(
-            (
-                int(block[j])
-                for j in nodes[i].inputs
-                if region[j] == Region.FORWARD and not shared[j]
-            ),
-            default=-1,
-        )
+    # Lists: a step of these loops is too small for numpy.
+    inputs = problem.inputs_of
+    placed: list[int] = block.tolist()
+    is_forward: list[bool] = (problem.region == Region.FORWARD).tolist()
+    others = np.flatnonzero((problem.region == Region.FORWARD) & (block < 0)).tolist()
+    for i in others:
+        # Constants of the backward pass: with what reads them, below.
+        placed[i] = max((placed[j] for j in inputs[i]), default=-1)
+    shared = _shared(problem, np.array(placed, dtype=np.int64)).tolist()
     highest = -1
     # The backward pass goes through the blocks in reverse: what comes before an operation of a
     # block belongs to it or to a later one.
-    for i in reversed(backward):
-        highest = max(highest, int(reads[i]))
-        block[i] = max(highest, 0)
-    for i in reversed(range(len(nodes))):
-        if region[i] == Region.FORWARD and block[i] < 0:
-            block[i] = max((int(block[j]) for j in problem.users[i]), default=last_block)
+    for i in np.flatnonzero(problem.region == Region.BACKWARD)[::-1].tolist():
+        for j in inputs[i]:
+            if is_forward[j] and not shared[j] and placed[j] > highest:
+                highest = placed[j]
+        placed[i] = max(highest, 0)
+    for i in reversed(others):
+        if placed[i] < 0:
+            placed[i] = max((placed[j] for j in problem.users[i]), default=last_block)
+    block[:] = placed
 
 
 def _shared(problem: RematProblem, block: Ints) -> Mask:
     """Forward values that more than two blocks read."""
-    shared = np.zeros(len(problem), dtype=np.bool_)
-    for i, users in enumerate(problem.users):
-        if problem.region[i] == Region.FORWARD and problem.in_forward[i]:
-            blocks = {int(block[j]) for j in users if block[j] >= 0}
-            shared[i] = len(blocks) > 2
-    return shared
+    producers, users = problem.edges
+    counts = problem.in_forward & (problem.region == Region.FORWARD)
+    reads = (block[users] >= 0) & counts[producers]
+    pairs = np.unique(np.stack([producers[reads], block[users[reads]]]), axis=1)
+    return np.bincount(pairs[0], minlength=len(problem)) > 2
 
 
 def segment_members(blocks: Blocks, start: int, stop: int) -> Sequence[int]:

@@ -8,13 +8,14 @@ References:
 
 from __future__ import annotations
 
+import bisect
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from lightning_unitscale.remat.options import BlockOptions, Option
+from lightning_unitscale.remat.options import BlockOptions, Option, RunOptions
 from lightning_unitscale.remat.problem import Floats, Ints
 
 Budget = int | float | str
@@ -22,7 +23,7 @@ _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _QUANTITY = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([kKmMgGtT]?[iI]?[bB])\s*")
 # States kept per block boundary: different numbers of bytes saved so far.
-_MAX_STATES = 160
+_MAX_STATES = 64
 
 
 def check_budget(budget: Budget, *, name: str = "budget") -> Budget:
@@ -82,23 +83,65 @@ class Choice:
     seconds: float
 
 
-@dataclass
 class _States:
-    """Ways to come to a boundary, by the bytes saved on the way: fewer bytes take more time.
+    """Ways to come to each boundary, by the bytes saved on the way: fewer bytes take more time.
 
-    Attributes:
-        saved: Bytes saved before the boundary, ascending.
-        seconds: Time of what runs again before it.
-        origins: (boundary, option) that each group of ways came by.
-        group: Group of each state.
-        before: Where each was at that boundary.
+    The states of all boundaries lie one after the other, those of one boundary by ascending bytes.
     """
 
-    saved: Ints
-    seconds: Floats
-    origins: list[tuple[int, Option]]
-    group: Ints
-    before: Ints
+    def __init__(self, num_blocks: int) -> None:
+        capacity = 1 + num_blocks * (_MAX_STATES + 2)
+        self.saved = np.zeros(capacity, dtype=np.int64)
+        self.seconds = np.zeros(capacity)
+        # The state before each, and the option that led from there.
+        self.before = np.zeros(capacity, dtype=np.int64)
+        self.option = np.zeros(capacity, dtype=np.int64)
+        self._options: list[Option] = []
+        self._starts = [0, 1]  # where the states of each boundary start; the first has one
+
+    def of(self, boundary: int) -> slice:
+        """Where the states of a boundary lie."""
+        return slice(self._starts[boundary], self._starts[boundary + 1])
+
+    def add_boundary(self, runs: Sequence[tuple[int, RunOptions, Ints]]) -> None:
+        """Add the states that the runs before a boundary lead to.
+
+        Args:
+            runs: For each run: the boundary it starts at, its options, and for each of these from
+                how many of the states there it can be taken.
+        """
+        counts = np.concatenate([fitting for _, _, fitting in runs])
+        first = np.repeat(
+            [self.of(start).start for start, _, _ in runs], [len(n) for *_, n in runs]
+        )
+        before = np.arange(counts.sum()) + np.repeat(first - np.cumsum(counts) + counts, counts)
+        own_bytes = np.concatenate([one.saved_bytes for _, one, _ in runs])
+        own_seconds = np.concatenate([one.seconds for _, one, _ in runs])
+        saved = self.saved[before] + np.repeat(own_bytes, counts)
+        seconds = self.seconds[before] + np.repeat(own_seconds, counts)
+        kept = _improving(saved, seconds)
+        start = self._starts[-1]
+        here = slice(start, start + len(kept))
+        self.saved[here], self.seconds[here] = saved[kept], seconds[kept]
+        self.before[here] = before[kept]
+        self.option[here] = np.searchsorted(np.cumsum(counts), kept, "right") + len(self._options)
+        self._options += [option for _, one, _ in runs for option in one.options]
+        self._starts.append(here.stop)
+
+    def traced(self, boundary: int) -> Choice | None:
+        """The fastest choice that leads to a boundary, ``None`` if none does."""
+        here = self.of(boundary)
+        if here.start == here.stop:
+            return None
+        state = here.stop - 1  # the last saves most, and so is the fastest
+        seconds = float(self.seconds[state])
+        runs: list[tuple[int, int, Option]] = []
+        while state > 0:
+            before = int(self.before[state])
+            start = bisect.bisect_right(self._starts, before) - 1
+            runs.append((start, boundary, self._options[self.option[state]]))
+            state, boundary = before, start
+        return Choice(tuple(reversed(runs)), seconds)
 
 
 def choose_options(
@@ -115,58 +158,29 @@ def choose_options(
         forward_bytes: Bytes alive during the forward pass only.
     """
     count = len(options.blocks)
-    gradients = options.blocks.gradient_bytes()
-    after = np.concatenate([np.cumsum(gradients[::-1])[::-1], [0]])
-    none = np.zeros(1, np.int64)
-    states = [_States(none, np.zeros(1), [], none, none)]
+    after = options.gradients_after
+    states = _States(count)
     for stop in range(1, count + 1):
-        ways: list[tuple[int, int, Option]] = []
-        for length in options.lengths():
-            start = stop - length
-            if start < 0 or not len(states[start].saved) or not options.may_join(start, stop):
-                continue
-            for option in options.of(start, stop):
-                backward = option.backward_bytes + int(after[stop])
-                need = max(backward, option.forward_bytes + forward_bytes)
-                num_fitting = int(states[start].saved.searchsorted(budget_bytes - need, "right"))
-                if num_fitting:
-                    ways.append((start, num_fitting, option))
-        states.append(_merged(states, ways))
-    if not len(states[count].saved):
-        return None
-    # The last state saves most, and so is the fastest.
-    return _traced(states, count, len(states[count].saved) - 1)
+        runs: list[tuple[int, RunOptions, Ints]] = []
+        for start in options.starts[stop]:
+            found = options.of(start, stop)
+            backward = found.backward_bytes + after[stop]
+            need = np.maximum(backward, found.forward_bytes + forward_bytes)
+            saved = states.saved[states.of(start)]
+            runs.append((start, found, saved.searchsorted(budget_bytes - need, "right")))
+        states.add_boundary(runs)
+    return states.traced(count)
 
 
-def _merged(states: Sequence[_States], ways: Sequence[tuple[int, int, Option]]) -> _States:
-    origins = [(start, option) for start, _, option in ways]
-    if not ways:
-        none = np.zeros(0, np.int64)
-        return _States(none, np.zeros(0), origins, none, none)
-    saved = np.concatenate([states[i].saved[:n] + one.saved_bytes for i, n, one in ways])
-    seconds = np.concatenate([states[i].seconds[:n] + one.seconds for i, n, one in ways])
-    counts = [n for _, n, _ in ways]
-    group = np.repeat(np.arange(len(ways)), counts)
-    before = np.concatenate([np.arange(n) for n in counts])
+def _improving(saved: Ints, seconds: Floats) -> Ints:
+    """The states, by ascending bytes, that are faster than all that save fewer; at most so many."""
     order = np.argsort(saved, kind="stable")
     best = np.minimum.accumulate(seconds[order])
-    improves = np.concatenate([[True], best[1:] < best[:-1] - 1e-12])
-    kept = order[improves]
+    kept = order[np.concatenate([[True], best[1:] < best[:-1] - 1e-12])[: len(order)]]
     if len(kept) > _MAX_STATES:
         # Of those that save nearly the same the fastest, which is the one that saves most.
         bins = saved[kept] * _MAX_STATES // max(int(saved[kept[-1]]), 1)
         last = np.concatenate([bins[1:] != bins[:-1], [True]])
         last[0] = True  # nobody saves less
         kept = kept[last]
-    return _States(saved[kept], seconds[kept], origins, group[kept], before[kept])
-
-
-def _traced(states: Sequence[_States], stop: int, index: int) -> Choice:
-    seconds = float(states[stop].seconds[index])
-    runs: list[tuple[int, int, Option]] = []
-    while stop > 0:
-        here = states[stop]
-        start, option = here.origins[here.group[index]]
-        runs.append((start, stop, option))
-        stop, index = start, int(here.before[index])
-    return Choice(tuple(reversed(runs)), seconds)
+    return kept

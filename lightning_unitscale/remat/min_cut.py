@@ -179,10 +179,8 @@ class CutNetwork:
         again = problem.seconds if seconds is None else seconds
         # What the forward pass does not need runs once wherever it is put.
         again = np.where(problem.in_forward, again, 0.0)
-        allowed = np.array([node.can_recompute for node in problem.nodes], dtype=np.bool_)
-        self._seconds = np.where(runs_once | ~allowed, math.inf, again)
-        saves = np.array([node.can_save for node in problem.nodes], dtype=np.bool_)
-        saves |= problem.region == Region.INPUT
+        self._seconds = np.where(runs_once | ~problem.can_recompute, math.inf, again)
+        saves = problem.can_save | (problem.region == Region.INPUT)
         free = np.zeros(len(problem), dtype=np.bool_)
         free[problem.base[list(problem.forward_outputs)]] = True
         free |= problem.region == Region.INPUT

@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
 from lightning_unitscale.remat.blocks import Blocks, segment_members
 from lightning_unitscale.remat.min_cut import CutNetwork
-from lightning_unitscale.remat.problem import Ints, Mask, Region, RematNode, RematProblem
+from lightning_unitscale.remat.problem import Floats, Ints, Mask, Region, RematNode, RematProblem
 from lightning_unitscale.remat.schedule import backward_order
 from lightning_unitscale.remat.simulate import simulate
 
@@ -47,6 +48,33 @@ class Option:
     backward_bytes: int
 
 
+@dataclass(frozen=True)
+class RunOptions:
+    """The options of one run of blocks, the fastest first, and their numbers as arrays."""
+
+    options: tuple[Option, ...]
+
+    @cached_property
+    def seconds(self) -> Floats:
+        """Time of each option."""
+        return np.array([one.seconds for one in self.options])
+
+    @cached_property
+    def saved_bytes(self) -> Ints:
+        """Bytes that each option keeps."""
+        return np.array([one.saved_bytes for one in self.options], dtype=np.int64)
+
+    @cached_property
+    def forward_bytes(self) -> Ints:
+        """Forward bytes of each option."""
+        return np.array([one.forward_bytes for one in self.options], dtype=np.int64)
+
+    @cached_property
+    def backward_bytes(self) -> Ints:
+        """Backward bytes of each option."""
+        return np.array([one.backward_bytes for one in self.options], dtype=np.int64)
+
+
 class BlockOptions:
     """The options of all runs of blocks; equal runs share them.
 
@@ -56,27 +84,36 @@ class BlockOptions:
 
     def __init__(self, blocks: Blocks) -> None:
         self.blocks = blocks
-        self._found: dict[tuple[int, ...], tuple[Option, ...]] = {}
+        self._found: dict[tuple[int, ...], RunOptions] = {}
         self._multiplicity = Counter(blocks.classes)
 
-    def lengths(self) -> tuple[int, ...]:
-        """How many blocks a run may have."""
-        count = len(self.blocks)
-        return tuple(n for n in _LENGTHS if n <= count)
+    @cached_property
+    def gradients_after(self) -> list[int]:
+        """Bytes of the gradients of all blocks from each on; the last entry is 0."""
+        from_end = np.cumsum(self.blocks.gradient_bytes()[::-1])[::-1]
+        after: list[int] = [*from_end.tolist(), 0]
+        return after
 
-    def may_join(self, start: int, stop: int) -> bool:
-        """Whether blocks ``start`` to ``stop - 1`` are considered as one run."""
+    @cached_property
+    def starts(self) -> list[list[int]]:
+        """For each boundary, the first blocks of the runs that end there."""
+        return [
+            [stop - n for n in _LENGTHS if n <= stop and self._may_join(stop - n, stop)]
+            for stop in range(len(self.blocks) + 1)
+        ]
+
+    def _may_join(self, start: int, stop: int) -> bool:
         if stop - start <= _ANY_BLOCKS:
             return True
         # Long runs are worth their planning time where they are met again.
         classes = self.blocks.classes
         return all(self._multiplicity[one] > 1 for one in classes[start:stop])
 
-    def of(self, start: int, stop: int) -> tuple[Option, ...]:
+    def of(self, start: int, stop: int) -> RunOptions:
         """The options of blocks ``start`` to ``stop - 1``."""
         key = self.blocks.classes[start:stop]
         if key not in self._found:
-            self._found[key] = self._options(start, stop)
+            self._found[key] = RunOptions(self._options(start, stop))
         return self._found[key]
 
     def _options(self, start: int, stop: int) -> tuple[Option, ...]:

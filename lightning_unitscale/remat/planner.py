@@ -87,7 +87,7 @@ class RematPlan:
         for node, keeps in zip(self.problem.nodes, self.saved.tolist(), strict=True):
             if keeps:
                 digest.update(node.name.encode() + b";")
-        digest.update(np.array(self.order.nodes, dtype=np.int64).tobytes())
+        digest.update(self.order.nodes.astype("<i8").tobytes())
         return digest.hexdigest()[:16]
 
 
@@ -216,8 +216,9 @@ class Planner:
         segments: Sequence[int] | None = None,
     ) -> RematPlan:
         """A plan from what it keeps, without what nobody would read."""
-        saved = _pruned(self.problem, saved)
-        order = backward_order(self.problem, saved, segments=segments, kept=kept)
+        again = recomputed(self.problem, saved)
+        saved = _pruned(self.problem, saved, again)
+        order = backward_order(self.problem, saved, segments=segments, kept=kept, again=again)
         timeline = simulate(
             self.problem,
             saved,
@@ -289,11 +290,10 @@ class Planner:
         )
 
 
-def _pruned(problem: RematProblem, saved: Mask) -> Mask:
+def _pruned(problem: RematProblem, saved: Mask, again: Mask) -> Mask:
     """``saved`` without what neither the backward pass nor anything that runs again reads."""
-    runs = recomputed(problem, saved)
     read = problem.wanted.copy()
     producers, users = problem.edges
-    reads = runs[users] | (problem.region[users] == Region.BACKWARD)
+    reads = again[users] | (problem.region[users] == Region.BACKWARD)
     read[producers[reads]] = True
     return saved & read

@@ -125,6 +125,27 @@ class RematProblem:
         return np.array(producers, dtype=np.int64), np.array(users, dtype=np.int64)
 
     @cached_property
+    def inputs_of(self) -> tuple[tuple[int, ...], ...]:
+        """Inputs of each node."""
+        return tuple(node.inputs for node in self.nodes)
+
+    @cached_property
+    def inputs(self) -> tuple[Ints, Ints]:
+        """All inputs one after the other, and where those of each node start and end."""
+        producers, users = self.edges
+        return producers, np.searchsorted(users, np.arange(len(self) + 1))
+
+    @cached_property
+    def can_save(self) -> Mask:
+        """Nodes whose values may be kept for the backward pass."""
+        return np.array([node.can_save for node in self.nodes], dtype=np.bool_)
+
+    @cached_property
+    def can_recompute(self) -> Mask:
+        """Nodes that may run again."""
+        return np.array([node.can_recompute for node in self.nodes], dtype=np.bool_)
+
+    @cached_property
     def users(self) -> tuple[tuple[int, ...], ...]:
         """Users of each node, ascending."""
         found: list[list[int]] = [[] for _ in self.nodes]
@@ -206,20 +227,25 @@ def recomputed(problem: RematProblem, saved: Mask) -> Mask:
     Raises:
         ValueError: If a node would run there that must not.
     """
-    runs = np.zeros(len(problem), dtype=np.bool_)
-    wanted = problem.wanted
-    nodes = problem.nodes
-    for index in range(len(problem) - 1, -1, -1):
-        if wanted[index] and not saved[index] and nodes[index].region is Region.FORWARD:
-            runs[index] = True
-            if not nodes[index].can_recompute:
-                raise ValueError(
-                    f"saved: {nodes[index].name} ({nodes[index].kind}) must not run again in the "
-                    "backward pass and is not saved; expected it, or all that leads from it to "
-                    "the backward pass, among the saved values."
-                )
-            for producer in nodes[index].inputs:
-                if not wanted[producer]:
-                    wanted = wanted.copy() if wanted is problem.wanted else wanted
-                    wanted[producer] = True
-    return runs
+    # Lists: a step of this loop is too small for numpy.
+    forward = np.flatnonzero(problem.region == Region.FORWARD)[::-1].tolist()
+    wanted: list[bool] = problem.wanted.tolist()
+    is_saved: list[bool] = saved.tolist()
+    inputs = problem.inputs_of
+    runs: list[int] = []
+    for index in forward:
+        if wanted[index] and not is_saved[index]:
+            runs.append(index)
+            for producer in inputs[index]:
+                wanted[producer] = True
+    found = np.zeros(len(problem), dtype=np.bool_)
+    found[runs] = True
+    wrong = np.flatnonzero(found & ~problem.can_recompute)
+    if len(wrong):
+        node = problem.nodes[wrong[-1]]
+        raise ValueError(
+            f"saved: {node.name} ({node.kind}) must not run again in the backward pass and is not "
+            "saved; expected it, or all that leads from it to the backward pass, among the saved "
+            "values."
+        )
+    return found

@@ -10,28 +10,49 @@ import numpy as np
 from lightning_unitscale.remat.problem import Ints, Mask, Region, RematProblem, recomputed
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class BackwardOrder:
     """The executions of a backward pass, in order; a node may be executed several times.
 
     Attributes:
         nodes: Node of each execution.
-        sources: For each execution, where each of its inputs comes from: the position of an earlier
-            execution, or -1 if it is saved or an input.
+        segment: For each execution, which run of anchors of one segment it happens in.
+        outlives: For each node, whether its one execution serves all segments; others are executed
+            once in each run of anchors that needs them.
     """
 
-    nodes: tuple[int, ...]
-    sources: tuple[tuple[int, ...], ...]
+    nodes: Ints
+    segment: Ints
+    outlives: Mask
 
     def again(self, problem: RematProblem) -> Ints:
         """Nodes that run a second time, once for each time."""
-        nodes = np.array(self.nodes, dtype=np.int64)
+        nodes = self.nodes
         return nodes[(problem.region[nodes] == Region.FORWARD) & problem.in_forward[nodes]]
+
+    def reads(self, problem: RematProblem) -> tuple[Ints, Ints, Ints]:
+        """(execution, node that it reads, execution which that comes from or -1) of every input."""
+        producers, offsets = problem.inputs
+        counts = offsets[self.nodes + 1] - offsets[self.nodes]
+        readers = np.repeat(np.arange(len(self.nodes)), counts)
+        within = np.arange(len(readers)) - np.repeat(np.cumsum(counts) - counts, counts)
+        read = producers[offsets[self.nodes[readers]] + within]
+        codes = self._codes(self.nodes, self.segment)
+        order = np.argsort(codes)
+        wanted = self._codes(read, self.segment[readers])
+        place = np.searchsorted(codes, wanted, sorter=order)
+        found = order[np.minimum(place, len(order) - 1)] if len(order) else place
+        is_there = codes[found] == wanted
+        return readers, read, np.where(is_there, found, -1)
+
+    def _codes(self, nodes: Ints, segment: Ints) -> Ints:
+        stride = int(self.segment.max(initial=0)) + 1
+        return nodes * stride + np.where(self.outlives[nodes], 0, segment)
 
 
 def lazy_order(
     inputs: Sequence[Sequence[int]],
-    anchors: Iterable[int],
+    anchors: Sequence[int],
     runs: Sequence[bool],
     *,
     wanted_at_end: Iterable[int] = (),
@@ -45,51 +66,67 @@ def lazy_order(
     it.
 
     Args:
-        inputs: For each node, the nodes it reads.
-        anchors: Nodes whose order is given: those of the backward pass.
+        inputs: For each node, the nodes it reads, all of them smaller.
+        anchors: Nodes whose order is given, ascending: those of the backward pass.
         runs: Whether a node is executed in the backward pass at all; others are there already.
         wanted_at_end: Nodes that the pass returns; executed last if nobody needed them before.
         segments: Segment of each anchor, by node; one segment if it is left out.
         kept: Nodes whose value outlives its segment; all if it is left out. Anchors always do.
     """
-    position: list[int] = [-1] * len(inputs)
-    order: list[int] = []
-    sources: list[tuple[int, ...]] = []
-    transient: list[int] = []
-    segment: int | None = None
-
-    def execute(node: int) -> None:
-        sources.append(tuple([position[i] for i in inputs[node]]))
-        position[node] = len(order)
-        order.append(node)
-
-    def provide(node: int) -> None:
-        missing = [i for i in inputs[node] if runs[i] and position[i] < 0]
-        if missing:
-            found = set(missing)
-            while missing:
-                for i in inputs[missing.pop()]:
-                    if runs[i] and position[i] < 0 and i not in found:
-                        found.add(i)
-                        missing.append(i)
-            for one in sorted(found):
-                execute(one)
-                if kept is not None and not kept[one]:
-                    transient.append(one)
-
-    for anchor in anchors:
-        if segments is not None and segments[anchor] != segment:
-            segment = segments[anchor]
-            for one in transient:
-                position[one] = -1
-            transient.clear()
-        provide(anchor)
-        execute(anchor)
+    count = len(inputs)
+    outlives = np.ones(count, dtype=np.bool_) if kept is None else np.array(kept, dtype=np.bool_)
+    outlives[list(anchors)] = True
+    # Moments are the anchors, then what is wanted at the end; each lies in a run of one segment.
+    run_of = _runs_of_segments(anchors, segments)
+    end, never = len(anchors), len(anchors) + 1
+    run_of.append(run_of[-1] if run_of else 0)
+    # From the last node to the first: when a node is needed first, and so when its inputs are. What
+    # is there already is "needed" before all moments; what outlives its run is executed once.
+    once = np.where(np.array(runs, dtype=np.bool_), never, -1)
+    once[list(anchors)] = np.arange(end)
+    first: list[int] = once.tolist()
+    is_single: list[bool] = outlives.tolist()
+    first_in_run: list[dict[int, int]] = [{}] * count
     for node in wanted_at_end:
-        if runs[node] and position[node] < 0:
-            provide(node)
-            execute(node)
-    return BackwardOrder(tuple(order), tuple(sources))
+        if is_single[node]:
+            first[node] = min(first[node], end)
+        elif first[node] >= 0:
+            first_in_run[node] = {run_of[end]: end}
+    for node in range(count - 1, -1, -1):
+        if is_single[node]:
+            moments: Iterable[int] = (first[node],) if 0 <= first[node] < never else ()
+        else:
+            moments = first_in_run[node].values()
+        for moment in moments:
+            for i in inputs[node]:
+                if is_single[i]:
+                    if first[i] > moment:
+                        first[i] = moment
+                elif first[i] >= 0:
+                    known = first_in_run[i]
+                    if not known:
+                        first_in_run[i] = {run_of[moment]: moment}
+                    elif known.get(run_of[moment], never) > moment:
+                        known[run_of[moment]] = moment
+    once = np.array(first, dtype=np.int64)
+    single = np.flatnonzero(outlives & (once >= 0) & (once < never))
+    several = [(i, one) for i, moments in enumerate(first_in_run) for one in moments.values()]
+    others, moment_of_others = np.array(several, dtype=np.int64).reshape(-1, 2).T
+    nodes = np.concatenate([single, others])
+    moment_of = np.concatenate([once[single], moment_of_others])
+    # What a moment needs comes before its anchor, whose number is larger.
+    order = np.lexsort((nodes, moment_of))
+    runs_of_moments = np.array(run_of, dtype=np.int64)
+    return BackwardOrder(nodes[order], runs_of_moments[moment_of[order]], outlives)
+
+
+def _runs_of_segments(anchors: Sequence[int], segments: Sequence[int] | None) -> list[int]:
+    """For each anchor how often the segment has changed before it."""
+    if segments is None or not len(anchors):
+        return [0] * len(anchors)
+    segment = np.array(segments, dtype=np.int64)[np.array(anchors, dtype=np.int64)]
+    changes: list[int] = np.concatenate([[0], np.cumsum(segment[1:] != segment[:-1])]).tolist()
+    return changes
 
 
 def backward_order(
@@ -98,6 +135,7 @@ def backward_order(
     *,
     segments: Sequence[int] | None = None,
     kept: Mask | None = None,
+    again: Mask | None = None,
 ) -> BackwardOrder:
     """The backward pass of a plan.
 
@@ -106,13 +144,14 @@ def backward_order(
         saved: What the plan keeps.
         segments: Segment of each backward node, by node; see :func:`lazy_order`.
         kept: What outlives its segment once it has run again.
+        again: ``recomputed(problem, saved)``, if it is known.
     """
-    runs = recomputed(problem, saved) | (problem.region == Region.BACKWARD)
-    anchors = np.flatnonzero(problem.region == Region.BACKWARD).tolist()
+    runs = recomputed(problem, saved) if again is None else again
+    is_backward = problem.region == Region.BACKWARD
     return lazy_order(
-        [node.inputs for node in problem.nodes],
-        anchors,
-        runs.tolist(),
+        problem.inputs_of,
+        np.flatnonzero(is_backward).tolist(),
+        (runs | is_backward).tolist(),
         wanted_at_end=problem.backward_outputs,
         segments=segments,
         kept=None if kept is None else kept.tolist(),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -71,7 +70,7 @@ def simulate(
     # States of generators are kept from the moment of drawing; counted from the start.
     base_bytes += problem.replayed_bytes(saved)
     live = np.concatenate([forward[1] + forward_bytes, kept_bytes + backward]) + base_bytes
-    nodes = np.concatenate([forward[0], np.array(order.nodes, dtype=np.int64)])
+    nodes = np.concatenate([forward[0], order.nodes])
     return Timeline(nodes, live, len(forward[0]))
 
 
@@ -102,56 +101,51 @@ def _forward(problem: RematProblem, saved: Mask) -> tuple[tuple[Ints, Ints], int
 
 def _backward(problem: RematProblem, saved: Mask, order: BackwardOrder) -> Ints:
     """Bytes alive at each execution, beyond those alive when the pass starts."""
-    count = len(order.nodes)
-    bases, owners = problem.base.tolist(), problem.owner.tolist()
-    sizes = problem.num_bytes.tolist()
-    inputs = [node.inputs for node in problem.nodes]
-    # Which storage an execution's value lies in: that of an execution, or -1 - base for one that
-    # was there when the pass started.
-    storage: list[int] = [0] * count
-    last: list[int] = list(range(count))
-    last_of_saved: dict[int, int] = {}
-    allocated_at: list[int] = list(range(count))
-    for now, (node, sources) in enumerate(zip(order.nodes, order.sources, strict=True)):
-        base = bases[node]
-        where = now if base == node else -1 - base
-        for producer, source in zip(inputs[node], sources, strict=True):
-            if source < 0:
-                last_of_saved[bases[producer]] = now
-                continue
-            lies_in = storage[source]
-            if base != node and bases[producer] == base:
-                where = lies_in
-            if owners[node] == producer:
-                allocated_at[now] = source
-            if lies_in >= 0:
-                last[lies_in] = now
-            else:
-                last_of_saved[-1 - lies_in] = now
-        storage[now] = where
-    stays = {storage[now] for now in _last_executions(order.nodes, problem.backward_outputs)}
-    changes = [0] * (count + 1)
-    for now, node in enumerate(order.nodes):
-        if storage[now] == now and sizes[node]:
-            changes[allocated_at[now]] += sizes[node]
-            if now not in stays:
-                changes[last[now] + 1] -= sizes[node]
-    returned = {bases[index] for index in problem.forward_outputs}
-    for index in problem.backward_outputs:
-        returned.add(bases[index])
-    region = problem.region
-    for base in {bases[int(index)] for index in np.flatnonzero(saved)}:
-        if region[base] == Region.FORWARD and base not in returned:
-            changes[last_of_saved.get(base, -1) + 1] -= sizes[base]
-    live = np.cumsum(np.array(changes[:count], dtype=np.int64))
-    return live + problem.workspace[np.array(order.nodes, dtype=np.int64)]
+    nodes = order.nodes
+    count = len(nodes)
+    base, sizes = problem.base, problem.num_bytes
+    readers, read, sources = order.reads(problem)
+    is_made = sources >= 0
+    storage = _storages(problem, nodes, readers, read, sources)
+    # A storage is there from its owner's execution to the last reader of any view of it.
+    allocated_at = np.arange(count)
+    items = is_made & (problem.owner[nodes[readers]] == read)
+    allocated_at[readers[items]] = sources[items]
+    lies_in = np.where(is_made, storage[sources], -1 - base[read])
+    last = np.arange(count)
+    own = lies_in >= 0
+    np.maximum.at(last, lies_in[own], readers[own])
+    last_of_saved = np.full(len(problem), -1, dtype=np.int64)
+    np.maximum.at(last_of_saved, -1 - lies_in[~own], readers[~own])
+
+    changes = np.zeros(count + 1, dtype=np.int64)
+    made = np.flatnonzero((storage == np.arange(count)) & (sizes[nodes] > 0))
+    np.add.at(changes, allocated_at[made], sizes[nodes[made]])
+    stays = np.zeros(count, dtype=np.bool_)
+    final = np.full(len(problem), -1, dtype=np.int64)
+    final[nodes] = np.arange(count)  # of several executions the last
+    returned = final[list(problem.backward_outputs)]
+    returned = storage[returned[returned >= 0]]
+    stays[returned[returned >= 0]] = True
+    freed = made[~stays[made]]
+    np.add.at(changes, last[freed] + 1, -sizes[nodes[freed]])
+    held = np.zeros(len(problem), dtype=np.bool_)
+    held[base[saved]] = True
+    held[base[[*problem.forward_outputs, *problem.backward_outputs]]] = False
+    given_up = np.flatnonzero(held & (problem.region == Region.FORWARD))
+    np.add.at(changes, last_of_saved[given_up] + 1, -sizes[given_up])
+    return np.cumsum(changes[:count]) + problem.workspace[nodes]
 
 
-def _last_executions(nodes: Sequence[int], wanted: Sequence[int]) -> list[int]:
-    missing = set(wanted)
-    found = []
-    for now in range(len(nodes) - 1, -1, -1):
-        if nodes[now] in missing:
-            missing.discard(nodes[now])
-            found.append(now)
-    return found
+def _storages(problem: RematProblem, nodes: Ints, readers: Ints, read: Ints, sources: Ints) -> Ints:
+    """The execution in whose storage each value lies, or -1 - its base if that was there before."""
+    base = problem.base[nodes]
+    parent = np.arange(len(nodes))
+    views = (sources >= 0) & (base != nodes)[readers] & (problem.base[read] == base[readers])
+    parent[readers[views]] = sources[views]
+    while True:
+        further = parent[parent]
+        if (further == parent).all():
+            break
+        parent = further
+    return np.where(base[parent] == nodes[parent], parent, -1 - base)

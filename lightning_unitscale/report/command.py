@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from lightning_unitscale.alerts import alerts_text
 from lightning_unitscale.formats import NumberFormat
 from lightning_unitscale.report.figure import write_figure
 from lightning_unitscale.report.page import report_page
@@ -20,6 +21,8 @@ from lightning_unitscale.tensorboard.event_files import read_run
 from lightning_unitscale.tensorboard.history import RunScales, merge_orders
 from lightning_unitscale.tensorboard.schema import Direction
 
+_SHOWN_ALERTS = 200
+
 
 @dataclass(frozen=True)
 class Report:
@@ -28,7 +31,7 @@ class Report:
     Attributes:
         page: The HTML file.
         pictures: A PNG per run.
-        tables: The scales of the last step of every run, by its name.
+        tables: The scales of the last step of every run and its alerts, by its name.
     """
 
     page: Path
@@ -51,7 +54,7 @@ def write_report(run_directories: Sequence[str | Path], output: str | Path) -> R
     runs = {name: read_run(path) for name, path in _names(run_directories).items()}
     folder = Path(output)
     folder.mkdir(parents=True, exist_ok=True)
-    tables = {name: scale_table(LastStep(run)) for name, run in runs.items()}
+    tables = {name: _table(run) for name, run in runs.items()}
     pictures = []
     for place, (name, run) in enumerate(runs.items(), start=1):
         path = folder / ("scales.png" if len(runs) == 1 else f"scales_{place}.png")
@@ -131,6 +134,14 @@ class LastStep:
     def _places(self, direction: Direction) -> list[int]:
         position = {name: place for place, name in enumerate(self.names)}
         return [position[name] for name in self._histories[direction].names]
+
+
+def _table(run: RunScales) -> str:
+    table, alerts = scale_table(LastStep(run)), run.alerts()
+    if not alerts:
+        return table
+    number = "1 alert" if len(alerts) == 1 else f"{len(alerts)} alerts"
+    return f"{table}\n\n{number}:\n{alerts_text(alerts, _SHOWN_ALERTS)}"
 
 
 def _names(directories: Sequence[str | Path]) -> dict[str, Path]:

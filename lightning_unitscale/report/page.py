@@ -113,6 +113,7 @@ def _answers(runs: Mapping[str, RunScales]) -> Iterator[tuple[str, bytes]]:
     """What the page will ask for, under the keys of source.js: the route and what follows it."""
     listed = []
     for place, (name, run) in enumerate(runs.items()):
+        yield _key("alerts", name), responses.alerts_json(run.alerts())
         last_steps = {}
         for direction in run.directions:
             history = run.history(direction).thinned(_MOST_STEPS)

@@ -11,7 +11,7 @@ from tensorboard.backend.event_processing.event_file_loader import LegacyEventFi
 from tensorboard.util import tensor_util
 
 from lightning_unitscale.tensorboard.history import RunScales
-from lightning_unitscale.tensorboard.schema import Series
+from lightning_unitscale.tensorboard.schema import ALERTS_TAG, Series
 
 EVENT_FILES = "*tfevents*"
 
@@ -39,7 +39,8 @@ def read_run(directory: str | Path) -> RunScales:
         # The legacy loader leaves summaries as they were written: scalars need no conversion here.
         for event in LegacyEventFileLoader(str(path)).Load():
             for value in event.summary.value:
-                if not value.HasField("tensor") or Series.parse(value.tag) is None:
+                is_ours = value.tag == ALERTS_TAG or Series.parse(value.tag) is not None
+                if not value.HasField("tensor") or not is_ours:
                     continue
                 if value.metadata.plugin_data.content:
                     contents.setdefault(value.tag, value.metadata.plugin_data.content)

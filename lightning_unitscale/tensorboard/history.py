@@ -13,9 +13,11 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from lightning_unitscale.alerts import ScaleAlert, alerts_from_json
 from lightning_unitscale.formats import NumberFormat
 from lightning_unitscale.row_layout import FORMAT_KINDS
 from lightning_unitscale.tensorboard.schema import (
+    ALERTS_TAG,
     DIRECTIONS,
     Direction,
     ExponentCounts,
@@ -163,6 +165,13 @@ class RunScales:
             return {}
         points = sorted(dict(self.read(tag)).items())
         return {step: ExponentCounts.from_vector(vector) for step, vector in points}
+
+    def alerts(self) -> tuple[ScaleAlert, ...]:
+        """Everything that was found wrong, in the order of the steps."""
+        if ALERTS_TAG not in self.tags:
+            return ()
+        points = sorted(self.read(ALERTS_TAG), key=lambda point: point[0])
+        return tuple(one for _, text in points for one in alerts_from_json(text.item()))
 
     def _joined(
         self,

@@ -7,6 +7,7 @@ Routes below ``/data/plugin/scales/``, the arguments in the query:
 ``scales?run&direction``              frame: tensors, steps, log2 RMS of all of them
 ``exponents?run&direction&tensor``    frame: exponent counts of one tensor over the steps
 ``fractions?run&direction&tensor``    frame: its exact out-of-range fractions over the steps
+``alerts?run``                        JSON: what was found wrong, at which step and tensor
 ``static/...``                        the page
 ====================================  =========================================================
 
@@ -47,6 +48,7 @@ _MIME_TYPES: Final = {
 ENTRY: Final = "index.js"
 STATIC_FILES: Final = (
     ENTRY,
+    "alerts.js",
     "app.js",
     "cells.js",
     "controls.js",
@@ -82,6 +84,7 @@ class ScalesPlugin(base_plugin.TBPlugin):
             "/scales": Request.application(self._scales),
             "/exponents": Request.application(self._exponents),
             "/fractions": Request.application(self._fractions),
+            "/alerts": Request.application(self._alerts),
             **static,
         }
 
@@ -127,6 +130,10 @@ class ScalesPlugin(base_plugin.TBPlugin):
         _, place = _tensor(request, run, direction)
         history = self._fraction_history(request, run, direction)
         return _frame(request, responses.fractions_frame(history, place))
+
+    def _alerts(self, request: Request) -> Response:
+        answer = responses.alerts_json(self._run(request).alerts())
+        return http_util.Respond(request, answer, "application/json")
 
     def _fraction_history(
         self, request: Request, run: RunScales, direction: Direction

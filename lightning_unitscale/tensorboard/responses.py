@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from lightning_unitscale.alerts import ScaleAlert
 from lightning_unitscale.formats import BF16, E4M3FN, E5M2, FP16, NumberFormat
-from lightning_unitscale.row_layout import MIN_EXPONENT
+from lightning_unitscale.row_layout import MIN_EXPONENT, NUM_EXPONENTS
 from lightning_unitscale.tensorboard.history import FractionHistory, ScaleHistory
 from lightning_unitscale.tensorboard.schema import Direction, ExponentCounts
 
@@ -73,6 +74,21 @@ def runs_json(runs: Sequence[ListedRun]) -> bytes:
     return json.dumps(content, separators=(",", ":")).encode()
 
 
+def alerts_json(alerts: Sequence[ScaleAlert]) -> bytes:
+    """Alerts as the page shows them: a step, a tensor, a direction and a sentence each."""
+    shown = [
+        {
+            "kind": one.kind,
+            "step": one.step,
+            "tensor": one.tensor,
+            "direction": one.direction,
+            "text": str(one),
+        }
+        for one in alerts
+    ]
+    return json.dumps(shown, separators=(",", ":")).encode()
+
+
 def scales_frame(history: ScaleHistory) -> bytes:
     """Steps, tensors and log2 RMS of a run.
 
@@ -103,7 +119,9 @@ def scales_frame(history: ScaleHistory) -> bytes:
 
 def exponents_frame(counts: Mapping[int, ExponentCounts]) -> bytes:
     """Exponent counts of one tensor over the steps, without exponents that no step has."""
-    rows = np.array([one.counts for one in counts.values()], np.float32).reshape(len(counts), -1)
+    rows = np.zeros((len(counts), NUM_EXPONENTS), np.float32)
+    for place, one in enumerate(counts.values()):
+        rows[place] = one.counts
     present = np.flatnonzero(rows.any(axis=0))
     first, stop = (present[0], present[-1] + 1) if present.size else (0, 0)
     header = {

@@ -11,6 +11,7 @@ tag                                   shape, type             content
 ``scales/forward/fractions/...``      ``(N, F, 3)`` float16   overflow, subnormal, flushed; stored
 ``scales/forward/nonfinite/...``      ``(N,)`` float32        number of NaN and infinite elements
 ``scales/forward/exponents/a.b``      ``(3 + K,)`` float32    exponent counts of the tensor ``a.b``
+``scales/alerts``                     ``()`` text             alerts of a step, see ``alerts.py``
 ====================================  ======================  =====================================
 
 What a tensor means to the model is what is stored times its unit. A vector tag ends in the key of
@@ -37,6 +38,7 @@ from lightning_unitscale.formats import NumberFormat
 from lightning_unitscale.row_layout import MIN_EXPONENT, NUM_EXPONENTS
 
 PLUGIN_NAME: Final = "scales"
+ALERTS_TAG: Final = f"{PLUGIN_NAME}/alerts"
 VERSION: Final = 1
 
 Direction = Literal["forward", "backward"]

@@ -12,42 +12,47 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final, Literal, Protocol, TypeAlias, get_args
 
 import numpy as np
 import numpy.typing as npt
-from tensorboard.compat.proto.histogram_pb2 import HistogramProto
-from tensorboard.compat.proto.summary_pb2 import (
-    DATA_CLASS_TENSOR,
-    Summary,
-    SummaryMetadata,
-)
-from tensorboard.compat.proto.tensor_pb2 import TensorProto
-from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
-from tensorboard.compat.proto.types_pb2 import DT_FLOAT, DT_HALF
+from tensorboard.compat.proto.summary_pb2 import Summary
 
-from lightning_unitscale.row_layout import MIN_EXPONENT, NUM_EXPONENTS
+from lightning_unitscale.alerts import ScaleAlert, alerts_text, alerts_to_json
+from lightning_unitscale.row_layout import MIN_EXPONENT
 from lightning_unitscale.scale_table import scale_table
 from lightning_unitscale.snapshot import ScaleSnapshot
 from lightning_unitscale.tensorboard.history import block_of
+from lightning_unitscale.tensorboard.records import speed_up
 from lightning_unitscale.tensorboard.schema import (
+    ALERTS_TAG,
     DIRECTIONS,
-    PLUGIN_NAME,
     Direction,
-    ExponentCounts,
     Series,
     TensorSet,
     content,
 )
+from lightning_unitscale.tensorboard.summaries import (
+    exponent_histograms,
+    plugin_metadata,
+    present_ranges,
+    tensor_proto,
+    text_proto,
+)
 
-# TensorBoard keeps 1,000 points of a scalar, whatever is in the file. A histogram is ten times as
-# large as a point, and a hundred of them are as many as one can tell apart.
-_SCALARS_BEFORE_THINNING = 1000
-_HISTOGRAMS_BEFORE_THINNING = 100
-# Middle of every binade on the axis of log2.
-_CENTERS = MIN_EXPONENT + 0.5 + np.arange(NUM_EXPONENTS)
 Array = npt.NDArray[np.floating[Any]]
+Part: TypeAlias = Literal["vectors", "fractions", "scalars", "exponents", "histograms"]
+# After how many of each the writer begins to leave out: every second, after twice as many three of
+# four, and so on. TensorBoard itself keeps 2,000 points of the Scales dashboard, 1,000 scalars and
+# 50 histograms; what is larger is thinned earlier, and the file stays in bounds.
+_BEFORE_THINNING: Final[dict[Part, int]] = {
+    "vectors": 2000,
+    "fractions": 500,
+    "scalars": 250,
+    "exponents": 64,
+    "histograms": 16,
+}
 
 
 class SummaryWriter(Protocol):
@@ -66,9 +71,9 @@ class SummaryWriter(Protocol):
 class ScaleWriter:
     """Writes the snapshots of one run.
 
-    All of a snapshot goes into one event. In long runs scalars and histograms are thinned: after
-    1,000 points (100 histograms) every second is written, after twice as many every fourth, and so
-    on. The vectors of the Scales dashboard, which are small, are all written.
+    All of a snapshot goes into one event. In long runs steps are left out: of histograms first, of
+    the vectors of the Scales dashboard after 2,000. Where something was wrong, and at the end of
+    the run, everything is written.
 
     Args:
         experiment: The summary writer of the run (``TensorBoardLogger.experiment``); the stand-in
@@ -86,60 +91,104 @@ class ScaleWriter:
         self._sets: set[str] = set()
         self._described: set[str] = set()
         self._file_writer: Any = None
+        self._observed: TensorSet | None = None
         self._last_step: int | None = None
         self._num_written = 0
+        self._missing: set[Part] = set()
 
-    def write(self, snapshot: ScaleSnapshot) -> None:
+    def write(self, snapshot: ScaleSnapshot, *, complete: bool = False) -> None:
         """Write one snapshot at its step.
 
         A step that was just written is skipped, since TensorBoard wants steps to increase. A
         smaller one begins anew (a second fit, a resumed run), as it does for every other chart.
+
+        Args:
+            snapshot: What to write.
+            complete: Leave nothing out, however long the run is already.
         """
         file_writer = self._experiment._get_file_writer()
         if file_writer is None or not len(snapshot) or snapshot.step == self._last_step:
             return
-        if file_writer is not self._file_writer:
-            # Tags are described once per file.
-            self._file_writer = file_writer
-            self._described.clear()
-        observed = TensorSet(snapshot.names, snapshot.modules, snapshot.layout.formats)
-        if observed.key not in self._sets:
-            self._sets.add(observed.key)
-            self._experiment.add_custom_scalars(custom_scalars_layout(snapshot))
-        summary = Summary(value=self._values(snapshot, observed))
-        file_writer.add_summary(summary, global_step=snapshot.step)
+        number, self._num_written = self._num_written, self._num_written + 1
+        parts = {
+            part for part in get_args(Part) if complete or _is_kept(number, _BEFORE_THINNING[part])
+        }
         self._last_step = snapshot.step
-        self._num_written += 1
+        self._missing = set(get_args(Part)) - parts
+        self._write(file_writer, snapshot, parts)
+
+    def finish(self, snapshot: ScaleSnapshot) -> None:
+        """Write what was left out of the last snapshot, and its scales as a table."""
+        file_writer = self._experiment._get_file_writer()
+        if file_writer is None:
+            return
+        if snapshot.step == self._last_step and self._missing:
+            missing, self._missing = self._missing, set()
+            self._write(file_writer, snapshot, missing)
+        self.write_table(snapshot)
 
     def write_table(self, snapshot: ScaleSnapshot) -> None:
         """Write the scales of all tensors as a table, for the Text dashboard."""
         table = scale_table(snapshot, tablefmt="github")
         self._experiment.add_text("scales", table, snapshot.step)
 
-    def _values(self, snapshot: ScaleSnapshot, observed: TensorSet) -> Iterator[Summary.Value]:
-        scalars = _is_kept(self._num_written, _SCALARS_BEFORE_THINNING)
-        histograms = self._histograms and _is_kept(self._num_written, _HISTOGRAMS_BEFORE_THINNING)
+    def write_alerts(self, alerts: Sequence[ScaleAlert], step: int) -> None:
+        """Write the alerts of a step, for the Text dashboard and the Scales dashboard."""
+        file_writer = self._experiment._get_file_writer()
+        if file_writer is None:
+            return
+        lines = alerts_text(alerts).splitlines()
+        self._experiment.add_text("scales_alerts", "\n".join(f"- {one}" for one in lines), step)
+        text = text_proto(alerts_to_json(alerts))
+        value = Summary.Value(tag=ALERTS_TAG, tensor=text, metadata=plugin_metadata(content()))
+        file_writer.add_summary(Summary(value=[value]), global_step=step)
+
+    def _write(self, file_writer: Any, snapshot: ScaleSnapshot, parts: set[Part]) -> None:
+        if not parts:
+            return
+        if file_writer is not self._file_writer:
+            # Tags are described once per file.
+            self._file_writer = file_writer
+            self._described.clear()
+            speed_up(file_writer)
+        observed = self._observed
+        if observed is None or not _is_of(observed, snapshot):
+            observed = TensorSet(snapshot.names, snapshot.modules, snapshot.layout.formats)
+            self._observed = observed
+        if observed.key not in self._sets:
+            self._sets.add(observed.key)
+            self._experiment.add_custom_scalars(custom_scalars_layout(snapshot))
+        summary = Summary(value=self._values(snapshot, observed, parts))
+        file_writer.add_summary(summary, global_step=snapshot.step)
+
+    def _values(
+        self, snapshot: ScaleSnapshot, observed: TensorSet, parts: set[Part]
+    ) -> Iterator[Summary.Value]:
         for direction in DIRECTIONS:
             if np.isnan(snapshot.column("numel", direction)).all():
                 continue  # no backward pass, as in validation
             log2_rms = snapshot.log2_rms(direction, stored=True)
-            yield from self._vectors(snapshot, direction, log2_rms, observed)
-            if scalars:
+            if "vectors" in parts:
+                yield from self._vectors(snapshot, direction, log2_rms, observed)
+            if "fractions" in parts:
+                fractions = snapshot.fractions(direction, stored=True).astype(np.float16)
+                yield self._tensor(Series(direction, "fractions", observed.key), fractions)
+            if "scalars" in parts:
                 for name, value in zip(snapshot.names, log2_rms.tolist(), strict=True):
                     if math.isfinite(value):
                         yield Summary.Value(tag=scalar_tag(direction, name), simple_value=value)
-            if histograms:
+            if self._histograms and "exponents" in parts:
                 yield from self._exponents(snapshot, direction)
+            if self._histograms and "histograms" in parts:
+                yield from _stock_histograms(snapshot, direction)
 
     def _vectors(
         self, snapshot: ScaleSnapshot, direction: Direction, log2_rms: Array, observed: TensorSet
     ) -> Iterator[Summary.Value]:
         series = Series(direction, "log2_rms", observed.key)
-        yield self._tensor(series, log2_rms.astype(np.float32), observed.to_content())
+        yield self._tensor(series, log2_rms.astype(np.float32), observed.to_content)
         units = snapshot.log2_units(direction).astype(np.float32)
         yield self._tensor(Series(direction, "log2_unit", observed.key), units)
-        fractions = snapshot.fractions(direction, stored=True).astype(np.float16)
-        yield self._tensor(Series(direction, "fractions", observed.key), fractions)
         nonfinite = snapshot.column("nans", direction) + snapshot.column("infs", direction)
         if np.any(nonfinite > 0):
             series = Series(direction, "nonfinite", observed.key)
@@ -149,32 +198,51 @@ class ScaleWriter:
         counts = snapshot.exponent_counts(direction)
         if counts is None:
             return
-        units = snapshot.log2_units(direction).tolist()
-        sampled = snapshot.column("sampled", direction).tolist()
-        for name, row, unit, number in zip(snapshot.names, counts, units, sampled, strict=True):
-            if not number > 0:
-                continue
-            measured = ExponentCounts(row, int(number), unit)
-            yield self._tensor(Series(direction, "exponents", name), measured.to_vector())
-            if row.any():
-                histogram = exponent_histogram(row, unit)
-                yield Summary.Value(tag=histogram_tag(direction, name), histo=histogram)
+        counts = np.nan_to_num(counts)
+        ranges = present_ranges(counts)
+        single = counts.astype(np.float32)
+        heads = np.stack(
+            [
+                np.nan_to_num(snapshot.column("sampled", direction)),
+                snapshot.log2_units(direction),
+                np.array([MIN_EXPONENT + first for first, _ in ranges]),
+            ],
+            axis=1,
+        ).astype(np.float32)
+        for name, head, row, (first, stop) in zip(
+            snapshot.names, heads, single, ranges, strict=True
+        ):
+            if head[0] > 0:
+                # As ExponentCounts.to_vector lays it out.
+                vector = np.concatenate([head, row[first:stop]])
+                yield self._tensor(Series(direction, "exponents", name), vector)
 
     def _tensor(
-        self, series: Series, array: Array, description: bytes | None = None
+        self, series: Series, array: Array, description: Callable[[], bytes] = content
     ) -> Summary.Value:
-        half = array.dtype == np.float16
-        tensor = TensorProto(
-            dtype=DT_HALF if half else DT_FLOAT,
-            tensor_shape=TensorShapeProto(dim=[{"size": size} for size in array.shape]),
-            # Event files are little-endian on every machine.
-            tensor_content=array.astype("<f2" if half else "<f4", copy=False).tobytes(),
-        )
-        value = Summary.Value(tag=series.tag, tensor=tensor)
+        value = Summary.Value(tag=series.tag, tensor=tensor_proto(array))
         if series.tag not in self._described:
             self._described.add(series.tag)
-            value.metadata.CopyFrom(_metadata(description or content()))
+            value.metadata.CopyFrom(plugin_metadata(description()))
         return value
+
+
+def _stock_histograms(snapshot: ScaleSnapshot, direction: Direction) -> Iterator[Summary.Value]:
+    counts = snapshot.exponent_counts(direction)
+    if counts is None:
+        return
+    histograms = exponent_histograms(np.nan_to_num(counts), snapshot.log2_units(direction))
+    for name, histogram in zip(snapshot.names, histograms, strict=True):
+        if histogram is not None:
+            yield Summary.Value(tag=histogram_tag(direction, name), histo=histogram)
+
+
+def _is_of(observed: TensorSet, snapshot: ScaleSnapshot) -> bool:
+    return (
+        observed.names == snapshot.names
+        and observed.modules == snapshot.modules
+        and observed.formats == snapshot.layout.formats
+    )
 
 
 def scalar_tag(direction: Direction, name: str) -> str:
@@ -185,28 +253,6 @@ def scalar_tag(direction: Direction, name: str) -> str:
 def histogram_tag(direction: Direction, name: str) -> str:
     """Tag of an exponent histogram."""
     return f"exponents_{direction}/{name}"
-
-
-def exponent_histogram(counts: Array, log2_unit: int = 0) -> HistogramProto:
-    """Exponent counts as a histogram over log2 of the magnitude, one bucket per binade.
-
-    Args:
-        counts: Shape ``(279,)``, of the tensor as it is meant, not all zero.
-        log2_unit: Unit that it is stored in; the histogram is of the stored tensor.
-    """
-    present = np.flatnonzero(counts)
-    inside = slice(present[0], present[-1] + 1)
-    kept, centers = counts[inside], _CENTERS[inside] - log2_unit
-    weighted = kept * centers
-    return HistogramProto(
-        min=centers[0] - 0.5,
-        max=centers[-1] + 0.5,
-        num=kept.sum(),
-        sum=weighted.sum(),
-        sum_squares=weighted @ centers,
-        bucket_limit=(centers + 0.5).tolist(),
-        bucket=kept.tolist(),
-    )
 
 
 def custom_scalars_layout(snapshot: ScaleSnapshot) -> dict[str, dict[str, list[Any]]]:
@@ -232,11 +278,6 @@ def custom_scalars_layout(snapshot: ScaleSnapshot) -> dict[str, dict[str, list[A
 
 
 def _is_kept(number: int, before_thinning: int) -> bool:
-    """Whether the ``number``-th of a series is written when there are ever fewer."""
+    """Whether the ``number``-th of a series is written, when ever fewer are."""
     stride = 1 << (number // before_thinning).bit_length()
     return number % stride == 0
-
-
-def _metadata(description: bytes) -> SummaryMetadata:
-    plugin_data = SummaryMetadata.PluginData(plugin_name=PLUGIN_NAME, content=description)
-    return SummaryMetadata(data_class=DATA_CLASS_TENSOR, plugin_data=plugin_data)

@@ -5,6 +5,7 @@ from typing import Any
 
 from lightning_unitscale.transforms.compile import compile
 from lightning_unitscale.transforms.deploy import deploy
+from lightning_unitscale.transforms.fp8_linears import fp8_linears
 from lightning_unitscale.transforms.gauge import Gauge, GaugePair
 from lightning_unitscale.transforms.lossless_unit_scale import lossless_unit_scale
 from lightning_unitscale.transforms.metrics import Metrics
@@ -25,6 +26,7 @@ __all__ = [
     "ScalesGraph",
     "compile",
     "deploy",
+    "fp8_linears",
     "lossless_unit_scale",
     "prune_non_float_tensors",
     "prune_same_scale_tensors",

@@ -8,7 +8,7 @@ import math
 import random
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -18,6 +18,10 @@ from lightning_unitscale.graph.capture import is_checkpoint
 from lightning_unitscale.graph.compiled_graph import CompiledGraph
 
 Measured = Mapping[str, float]
+Direction = Literal["forward", "backward"]
+# What to measure of a node: its arguments by name, and its result under a name or not at all.
+ArgumentsOf = Callable[[fx.Node], list[tuple[str, fx.Node]]]
+NameOf = Callable[[fx.Node], str | None]
 
 
 def root_mean_square(tensor: Tensor) -> Tensor:
@@ -46,9 +50,9 @@ class Calibrator:
 
     def __init__(
         self,
-        arguments_of: Callable[[fx.Node], list[tuple[str, fx.Node]]],
-        gradient_of: Callable[[fx.Node], str | None],
-        result_of: Callable[[fx.Node], str | None],
+        arguments_of: ArgumentsOf,
+        gradient_of: NameOf,
+        result_of: NameOf,
     ) -> None:
         self.arguments_of = arguments_of
         self.gradient_of = gradient_of
@@ -80,7 +84,7 @@ class Calibrator:
     def measure(self, name: str, value: object) -> None:
         """Measure a forward value."""
         if isinstance(value, Tensor) and value.is_floating_point():
-            self._forward[name].append(root_mean_square(value))
+            self.record("forward", name, value)
 
     def watch(self, name: str, value: object) -> None:
         """Measure the gradient of ``value`` when the backward pass gets there."""
@@ -94,7 +98,17 @@ class Calibrator:
                 # A product may end in a view. When another view is written into, autograd makes
                 # this one's history anew without its hooks; the base keeps them.
                 value = base
-            value.register_hook(lambda grad: self._backward[name].append(root_mean_square(grad)))
+
+            def see(gradient: Tensor) -> None:
+                self.record("backward", name, gradient)
+
+            value.register_hook(see)
+
+    def record(self, direction: Direction, name: str, tensor: Tensor) -> Tensor:
+        """Take down a tensor that was met; returns its RMS."""
+        rms = root_mean_square(tensor)
+        (self._forward if direction == "forward" else self._backward)[name].append(rms)
+        return rms
 
 
 class _MeasuringInterpreter(fx.Interpreter):

@@ -84,8 +84,12 @@ def _rules_of(module: nn.Module) -> RuleRewrite:
         )
     replace = next((one.replace for one in passes if isinstance(one, RuleRewrite)), None)
     rules = RuleRewrite(replace=replace)
-    by_name = {key("forward", name.partition(":")[2]): one for name, one in plan.items()}
-    rules.set_plan(RulePlan(by_name, plan.parameters))
+    for_forward = RulePlan(parameters=plan.parameters)
+    for name, one in plan.items():
+        # Other steps' decisions on forward's operations, which have the same names there.
+        decision = {key("forward", name.partition(":")[2].partition("~")[0]): one}
+        for_forward = for_forward.updated(RulePlan(decision))
+    rules.set_plan(for_forward)
     return rules
 
 

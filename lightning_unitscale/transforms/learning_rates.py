@@ -231,14 +231,18 @@ def u_mup_rate(info: ParameterInfo, *, is_readout_constrained: bool = False) -> 
     Returns:
         ``width ** -0.5``, or ``width ** 0.5`` where the readout is constrained, for weights of the
         embedding (width: of the residual stream), an input layer (fan-out) and hidden layers
-        (fan-in); 1 for the readout; 1 for norms and biases, or their length where the readout is
-        constrained. Inside residual branches it is multiplied by ``num_residuals ** -0.5``.
+        (fan-in); 1 for the readout; ``length ** -0.5`` for norms and biases, or their length where
+        the readout is constrained. Inside residual branches it is multiplied by ``num_residuals **
+        -0.5``.
 
     Raises:
         ValueError: If a size that is needed is not positive.
 
     References:
-        u-muP (arXiv 2407.17465), table 2 and section 4.4 (embedding).
+        u-muP (arXiv 2407.17465), table 2 and section 4.4 (embedding). Its models have neither
+        biases nor gains, and its code gives both the rate 1. The paper's case for a smaller rate of
+        the embedding is theirs too: a step of a vector moves what it makes by its full size in
+        every direction, while a step of a matrix does so in the few that the data share.
     """
     power = 0.5 if is_readout_constrained else -0.5
     depth = info.num_residuals**-0.5 if info.num_residuals > 0 else 1.0
@@ -248,8 +252,9 @@ def u_mup_rate(info: ParameterInfo, *, is_readout_constrained: bool = False) -> 
         return depth * float(_positive(info, "fan_out") ** power)
     if info.role is Role.HIDDEN:
         return depth * float(_positive(info, "fan_in") ** power)
-    if info.role in (Role.NORM, Role.BIAS) and is_readout_constrained:
-        return depth * _positive(info, "fan_out")
+    if info.role in (Role.NORM, Role.BIAS):
+        length = _positive(info, "fan_out")
+        return depth * (length if is_readout_constrained else float(length**-0.5))
     return depth
 
 

@@ -34,6 +34,7 @@ from lightning_unitscale.transforms.product_gauge import (
     operands_to_measure,
     plan_product,
 )
+from lightning_unitscale.transforms.range_loss import RangeCalibrator
 from lightning_unitscale.transforms.stored_gauge import StoredUnits, kept_argument, plan_stored
 from lightning_unitscale.transforms.units import (
     GAUGE,
@@ -56,6 +57,7 @@ class LosslessUnitScale(GraphPass):
         depth: ``"products"`` gives units to what matrix products read and to the gradients that
             arrive at them; ``"all"`` to every tensor of the step that carries a gradient.
         measures_drift: Whether the observed variant measures ``drift``, for somebody who takes it.
+        measures_range: Whether a calibration also finds out what FP8 would lose of each tensor.
 
     Attributes:
         gauge: The units in force; replace them by :meth:`set_gauge`.
@@ -64,7 +66,13 @@ class LosslessUnitScale(GraphPass):
     name = "lossless unit scale"
     stage = Stage.REWRITE
 
-    def __init__(self, depth: Depth = "products", *, measures_drift: bool = True) -> None:
+    def __init__(
+        self,
+        depth: Depth = "products",
+        *,
+        measures_drift: bool = True,
+        measures_range: bool = False,
+    ) -> None:
         if depth not in get_args(Depth):
             raise ValueError(
                 f"depth={depth!r}: unknown depth; expected 'products' or 'all'; "
@@ -73,6 +81,7 @@ class LosslessUnitScale(GraphPass):
         self.depth = depth
         self.out_of_place = depth == "all"
         self.observes = measures_drift
+        self.measures_range = measures_range
         self.gauge = Gauge()
         self.drift = DriftProbes(lambda: self.gauge)
 
@@ -103,9 +112,10 @@ class LosslessUnitScale(GraphPass):
 
     def calibrator(self) -> Calibrator:
         """A fresh calibrator for what this pass needs to know."""
+        kind = RangeCalibrator if self.measures_range else Calibrator
         if self.depth == "products":
-            return Calibrator(operands_to_measure, _gradient_of_product, lambda _: None)
-        return Calibrator(operands_to_measure, _tensor_with_units, _tensor_with_units)
+            return kind(operands_to_measure, _gradient_of_product, lambda _: None)
+        return kind(operands_to_measure, _tensor_with_units, _tensor_with_units)
 
     def gauge_from(self, forward: Measured, backward: Measured) -> Gauge:
         """The powers of two nearest to measured RMS values."""
@@ -121,7 +131,9 @@ class LosslessUnitScale(GraphPass):
         )
 
     def __deepcopy__(self, memo: dict[int, object]) -> LosslessUnitScale:
-        new = LosslessUnitScale(self.depth, measures_drift=self.observes)
+        new = LosslessUnitScale(
+            self.depth, measures_drift=self.observes, measures_range=self.measures_range
+        )
         memo[id(self)] = new
         new.gauge = self.gauge
         return new

@@ -48,11 +48,13 @@ class ProbedTensor:
         name: Its name, stable across runs.
         module: Path of the module that makes it.
         held: Units in which it is stored.
+        inputs: Names of the probed tensors that it is computed from.
     """
 
     name: str
     module: str
     held: Held
+    inputs: tuple[str, ...] = ()
 
 
 @dataclass
@@ -93,11 +95,13 @@ class ScaleProbes(GraphPass):
         anchor = first_operation(graph.graph)
         held: dict[str, Held] = graph.notes.get(HELD, {})
         gauge_in_force: Callable[[], Gauge] = graph.notes.get(GAUGE, lambda: _UNIT_GAUGE)
+        inputs = _probed_inputs(graph.graph, nodes)
         tensors = tuple(
             ProbedTensor(
                 tensor_name(node),
                 str(node.meta.get(MODULE, "")),
                 held.get(tensor_name(node), Held()),
+                inputs[tensor_name(node)],
             )
             for node in nodes
         )
@@ -174,6 +178,21 @@ def probeable_nodes(graph: fx.Graph, *, internal: bool = False) -> list[fx.Node]
         if example is not None and example.layout == torch.strided and not example.is_nested:
             nodes.append(node)
     return nodes
+
+
+def _probed_inputs(graph: fx.Graph, probed: Sequence[fx.Node]) -> dict[str, tuple[str, ...]]:
+    """For every probed tensor the probed ones that it is computed from, through all others."""
+    inputs: dict[str, dict[str, None]] = {tensor_name(node): {} for node in probed}
+    sources: dict[fx.Node, dict[str, None]] = {}
+    for node in graph.nodes:
+        found = {name: None for one in node.all_input_nodes for name in sources[one]}
+        # What a rewrite keeps beside a tensor is called the same up to a colon.
+        own = tensor_name(node).partition(":")[0]
+        if own in inputs:
+            found.pop(own, None)
+            inputs[own].update(found)
+        sources[node] = {own: None} if own in inputs else found
+    return {name: tuple(found) for name, found in inputs.items()}
 
 
 class ProbeFunctions:
@@ -349,4 +368,5 @@ def _snapshot(
         log2_sigma=sigmas[first].numpy(),
         log2_gamma=gammas[first].numpy(),
         counted_as_stored=True,
+        inputs=tuple(tensors[index].inputs for index in first),
     )

@@ -23,7 +23,6 @@ from lightning_unitscale.graph.nodes import (
     argument_at,
     map_arguments,
     requires_grad,
-    tensor_name,
 )
 from lightning_unitscale.graph.out_of_place import aliased_by_mutation
 from lightning_unitscale.graph.passes import GraphPass, Region, Stage, StepGraph
@@ -38,6 +37,7 @@ from lightning_unitscale.quantize import (
     rounding_keys,
 )
 from lightning_unitscale.transforms.attach import captured_forward
+from lightning_unitscale.transforms.units import meant_name
 
 # Exponent bits, mantissa bits, finite only: a format as an argument that a graph can hold.
 Bits = tuple[int, int, bool]
@@ -177,7 +177,7 @@ class SimulateFormat(GraphPass):
             if node not in simulated
         ]
         if left:
-            names = ", ".join(tensor_name(one) for one in left[:4])
+            names = ", ".join(meant_name(one) for one in left[:4])
             lines.append(f"{len(left)} products left as they are: {names}")
         return tuple(lines)
 
@@ -246,7 +246,8 @@ def find_sites(graph: StepGraph, patterns: NamePatterns) -> list[Site]:
         mutated = aliased_by_mutation(region.graph)
         for node in _products(region):
             product = product_of(node)
-            if product is not None and patterns.match(node):
+            path = str(node.meta.get(MODULE, ""))
+            if product is not None and patterns.match_names(meant_name(node), path):
                 sites.append(Site(product, region, node in mutated))
     return sites
 

@@ -22,6 +22,7 @@ from lightning_unitscale.graph.nodes import (
     argument_at,
     map_arguments,
     replace_other_uses,
+    tensor_name,
 )
 from lightning_unitscale.graph.passes import Region
 from lightning_unitscale.transforms.gauge import ONE, Factor
@@ -33,6 +34,12 @@ FactorNode = Callable[[Region, Factor], fx.Node]
 # Keys of ``StepGraph.notes`` by which the rewrite tells later passes about units.
 GAUGE = "gauge"
 HELD = "held"
+
+
+def meant_name(node: fx.Node) -> str:
+    """Name of the tensor that a node makes, in whatever units it makes it."""
+    # Before a change of units, by a gauge or by rules, a tensor has its name and a suffix.
+    return tensor_name(node).partition(":")[0]
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,8 @@ from lightning_unitscale.row_reduction import absent_rows
 from lightning_unitscale.snapshot import ScaleSnapshot
 from lightning_unitscale.statistics import statistics_row
 from lightning_unitscale.tensorboard.schema import ExponentCounts, Series, TensorSet
-from lightning_unitscale.tensorboard.writer import ScaleWriter, exponent_histogram
+from lightning_unitscale.tensorboard.summaries import exponent_histograms
+from lightning_unitscale.tensorboard.writer import ScaleWriter
 
 LAYOUT = RowLayout()
 NAMES = ("model.blocks.0.attn.linear", "model.blocks.0.mlp.gelu_1@2", "model.head.linear", "loss")
@@ -143,7 +144,8 @@ def test_stock_histograms_are_binned_already(experiment):
 def test_moments_of_a_histogram():
     counts = np.zeros(279)
     counts[[150, 151]] = 3, 1
-    histogram = exponent_histogram(counts)
+    histogram, nothing = exponent_histograms(np.stack([counts, 0 * counts]), np.array([0, 3]))
+    assert nothing is None
     assert (histogram.num, histogram.sum) == (4, 3 * 0.5 + 1.5)
     assert histogram.sum_squares == 3 * 0.25 + 2.25
 
@@ -235,14 +237,28 @@ def test_without_histograms_and_without_backward(experiment):
 def test_long_runs_are_thinned(experiment):
     writer = ScaleWriter(experiment)
     one = snapshot(0, names=("a",), backward=False)
-    for step in range(1200):
+    for step in range(2200):
         object.__setattr__(one, "step", step)
-        writer.write(one)
+        writer.write(one, complete=step == 2101)
+    writer.finish(one)
     events = read(experiment)
-    assert len(events.Scalars("scales_forward/a")) == 1000 + 100
-    assert len(events.Histograms("exponents_forward/a")) == 100 + 3 * 50 + 25
-    (tag,) = (t for key, t in ours(events).items() if key[1] == "log2_rms")
-    assert len(events.Tensors(tag)) == 1200
+    tags = {key[1]: tag for key, tag in ours(events).items()}
+    written = {
+        "vectors": arrays(events, tags["log2_rms"]),
+        "fractions": arrays(events, tags["fractions"]),
+        "scalars": [event.step for event in events.Scalars("scales_forward/a")],
+        "exponents": arrays(events, tags["exponents"]),
+        "histograms": [event.step for event in events.Histograms("exponents_forward/a")],
+    }
+    for part, steps in written.items():
+        expected = {
+            step for step in range(2200) if step % (1 << (step // BEFORE[part]).bit_length()) == 0
+        }
+        assert set(steps) == expected | {2101, 2199}, part
+        assert len(steps) == len(set(steps))
+
+
+BEFORE = {"vectors": 2000, "fractions": 500, "scalars": 250, "exponents": 64, "histograms": 16}
 
 
 def test_a_nonfinite_tensor(experiment):

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_unitscale.transforms import deploy, lossless_unit_scale, unit_scale
+from lightning_unitscale.transforms import deploy, lossless_unit_scale, track_scales, unit_scale
 from tests.callbacks.rule_runs import Classifier, fit, trainer_with
 from tests.callbacks.rule_runs import unit_scale as callback_of
 
@@ -203,6 +203,27 @@ def test_a_lightning_module_after_a_fit(fold: bool) -> None:
     assert relative_error(module(x), expected) > 0.1  # the plain function of these weights
     program = torch.export.export(deployed, (x,))
     assert relative_error(program.module()(x), expected) < 1e-6
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_an_export_of_the_scaled_module_itself_names_deploy(strict: bool) -> None:
+    x = torch.randn(2, 16)
+    never_called, called = unit_scale(mlp()), unit_scale(mlp())
+    called(x)
+    for module in (never_called, called):
+        with pytest.raises(RuntimeError, match=r"cannot be exported as it is; .*\.deploy\(module"):
+            torch.export.export(module, (x,), strict=strict)
+        deploy_after = module(x)  # as if nothing had been asked for
+        assert relative_error(deploy(module.eval(), x)(x), deploy_after) < 1e-6
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_an_export_of_a_module_whose_function_is_its_own(strict: bool) -> None:
+    x = torch.randn(2, 16)
+    plain = mlp()
+    for module in (lossless_unit_scale(plain, x), track_scales(plain)):
+        program = torch.export.export(module, (x,), strict=strict)
+        assert relative_error(program.module()(x), plain(x)) < 1e-6
 
 
 def test_what_was_not_scaled_is_refused() -> None:

@@ -1,5 +1,6 @@
 // The page: its state, and what follows when a part of it changes.
 
+import { AlertList } from './alerts.js';
 import { Controls, keysDescription, keysDialog } from './controls.js';
 import { Detail } from './detail.js';
 import { element } from './dom.js';
@@ -42,6 +43,12 @@ export class App {
       help: () => this.keys.showModal(),
     });
     this.legend = new Legend({ onLimit: (limit) => change({ limit }) });
+    this.alerts = new AlertList({
+      onSelect: async ({ tensor, step, direction }) => {
+        if (direction !== this.state.direction) await this.change({ direction });
+        this.select(tensor, step);
+      },
+    });
     this.heatMap = new HeatMap({
       onHover: (cell, event) => this.#showTip(cell, event),
       onSelect: ({ panel, row, column }) =>
@@ -62,6 +69,7 @@ export class App {
       { class: 'scales' },
       this.controls.node,
       this.legend.node,
+      this.alerts.node,
       this.main,
       this.tip,
       this.spoken,
@@ -155,8 +163,11 @@ export class App {
     const key = `${direction} ${run}`;
     const known = this.loaded.get(key);
     if (known?.last === last) return known.data;
-    const { header, arrays } = await this.source.frame('scales', { run, direction });
-    const data = new RunScales(run, direction, header, arrays);
+    const [{ header, arrays }, alerts] = await Promise.all([
+      this.source.frame('scales', { run, direction }),
+      this.source.json('alerts', { run }),
+    ]);
+    const data = new RunScales(run, direction, header, arrays, alerts);
     this.loaded.set(key, { last, data });
     if (known) this.detail.forget();
     return data;
@@ -178,6 +189,7 @@ export class App {
     this.palette = new Palette(this.theme.name, range);
     const bad = found.map((data) => data.firstBad()).find((one) => one !== null) ?? null;
     this.legend.set(this.palette, bad, () => this.select(bad.name, bad.step));
+    this.alerts.set(found[0].alerts, found[0].run);
     const turn = TURN[direction];
     if (!names.length) this.#say(`Nothing was measured ${direction}.`, `Try ${turn} (key ${turn[0]}).`);
     else if (!this.rows.length) this.#say(`No tensor matches “${filter}”.`, 'Escape clears the filter.');
@@ -214,6 +226,8 @@ export class App {
     if (unit) texts.push(`stored in units of ${power(unit)}`);
     const bad = data.bad(column, tensor);
     if (bad) texts.push(`${bad.toLocaleString('en')} NaN or infinite`);
+    const number = data.alertsAt(this.rows[row].name).filter((one) => one.step === data.steps[column]).length;
+    if (number) texts.push(`${number} ${number > 1 ? 'alerts' : 'alert'}`);
     return texts;
   }
 

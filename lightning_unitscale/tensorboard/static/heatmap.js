@@ -7,6 +7,7 @@ import { blockOf, columnAt } from './model.js';
 const AXIS = 26;
 const TITLE = 20;
 const GAP = 18;
+const FLAG = 8;
 const READABLE_ROW = 16;
 // Rows that all fit into the view are still worth looking at together when they are this high.
 const SMALLEST_FITTING_ROW = 3;
@@ -169,6 +170,7 @@ export class HeatMap {
       hatch: color('hatch'),
       page: color('page'),
       accent: color('accent'),
+      bad: color('bad'),
     };
   }
 
@@ -306,6 +308,7 @@ export class HeatMap {
     context.clip();
     const colors = this.#colors();
     const { selected, panels } = this.model;
+    panels.forEach((_, panel) => this.#drawAlerts(context, colors, panel));
     if (this.hovered) {
       const step = panels[this.hovered.panel].data.steps[this.hovered.column];
       this.#mark(context, this.hovered.row, step, [colors.text], false);
@@ -314,6 +317,29 @@ export class HeatMap {
       this.#mark(context, selected.row, selected.step, [colors.page, colors.text], true);
     }
     context.restore();
+  }
+
+  /** A flag at the upper left of every cell that an alert is about. */
+  #drawAlerts(context, colors, panel) {
+    const { rows, panels } = this.model;
+    const { data, places } = panels[panel];
+    if (!data.alertsOf.size) return;
+    rows.forEach(({ name }, row) => {
+      if (places[row] < 0) return;
+      for (const { step } of data.alertsAt(name)) {
+        const { left, top } = this.cellRect(panel, row, columnAt(data.steps, step));
+        context.beginPath();
+        context.moveTo(left, top);
+        context.lineTo(left + FLAG, top);
+        context.lineTo(left, top + FLAG);
+        context.closePath();
+        context.fillStyle = colors.bad;
+        context.fill();
+        context.strokeStyle = colors.page;
+        context.lineWidth = 1;
+        context.stroke();
+      }
+    });
   }
 
   #mark(context, row, step, strokes, isSelection) {

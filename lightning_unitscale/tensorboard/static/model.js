@@ -5,9 +5,14 @@ export const KINDS = ['overflow', 'subnormal', 'flushed'];
 
 /** log2 RMS of all tensors of one run in one direction over its steps. */
 export class RunScales {
-  constructor(run, direction, header, arrays) {
+  constructor(run, direction, header, arrays, alerts = []) {
     this.run = run;
     this.direction = direction;
+    this.alerts = alerts;
+    this.alertsOf = new Map();
+    for (const one of alerts.filter((alert) => alert.direction === direction)) {
+      this.alertsOf.set(one.tensor, [...(this.alertsOf.get(one.tensor) ?? []), one]);
+    }
     this.names = header.names;
     this.modules = header.modules;
     this.steps = header.steps;
@@ -36,6 +41,11 @@ export class RunScales {
     const isBad = (_, tensor) => this.bad(column, tensor) > 0;
     const find = this.direction === 'forward' ? 'find' : 'findLast';
     return { name: this.names[find](isBad), step: this.steps[column] };
+  }
+
+  /** The alerts about a tensor, in the direction that is shown. */
+  alertsAt(name) {
+    return this.alertsOf.get(name) ?? [];
   }
 
   /** log2 of the unit of a tensor at the `column`-th step. */

@@ -22,7 +22,11 @@ export class ServerSource {
   }
 
   async runs() {
-    return (await this.#get('runs', {})).json();
+    return this.json('runs', {});
+  }
+
+  async json(route, query) {
+    return (await this.#get(route, query)).json();
   }
 
   async frame(route, query) {
@@ -46,7 +50,11 @@ export class EmbeddedSource {
   }
 
   async runs() {
-    return JSON.parse(new TextDecoder().decode(await this.#get('runs', {})));
+    return this.json('runs', {});
+  }
+
+  async json(route, query) {
+    return JSON.parse(new TextDecoder().decode(await this.#get(route, query)));
   }
 
   async frame(route, query) {

@@ -6,12 +6,15 @@ from collections import Counter
 
 from tabulate import tabulate
 
+from lightning_unitscale.transforms.rules.decide import ATTENTION
 from lightning_unitscale.transforms.rules.plan import RulePlan
 from lightning_unitscale.transforms.rules.scales import HANDS_ON
 
 
 def coverage_report(plan: RulePlan) -> str:
     """Two tables, of operations and of parameters, and a summary of each.
+
+    Every parameter of the module is in the second one, also where no graph reads it.
 
     Operations that only hand a tensor on (views, casts, dropout) are counted, not listed.
     """
@@ -42,7 +45,10 @@ def coverage_report(plan: RulePlan) -> str:
         )
         for fqn, one in plan.parameters.items()
     ]
+    parameters += [(fqn, "left", "", "", "", "", reason) for fqn, reason in plan.unseen.items()]
     actions = Counter(one.action for one in plan.parameters.values())
+    actions.update(["left"] * len(plan.unseen))
+    num_attentions = sum(one.reason.startswith(ATTENTION) for one in plan.decisions.values())
     return "\n\n".join(
         [
             "Operations: " + ", ".join(f"{count} {how}" for how, count in counts.items()) + ".",
@@ -51,6 +57,7 @@ def coverage_report(plan: RulePlan) -> str:
                 headers=("operation", "op", "how", "output", "arguments", "set", "why"),
                 disable_numparse=True,
             ),
+            f"Attention: {num_attentions} found, on whose logits attention_mult acts.",
             "Parameters: " + ", ".join(f"{count} {how}" for how, count in actions.items()) + ".",
             tabulate(
                 parameters,

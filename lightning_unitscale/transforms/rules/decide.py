@@ -39,16 +39,20 @@ from lightning_unitscale.transforms.rules.plan import (
     How,
     ParameterPlan,
     RuleOptions,
+    RulePlan,
 )
 from lightning_unitscale.transforms.rules.residuals import added_tensors
 from lightning_unitscale.transforms.rules.roles import (
     EMBEDDINGS,
     Structure,
     call_factors,
+    multiplies_gradients,
     weight_of,
 )
 from lightning_unitscale.transforms.rules.scales import RULE_ERRORS, TRUSTED, Measure, Scales
 
+# What the reason of a decision on an attention starts with.
+ATTENTION = "attention"
 # A factor nearer to 1 than this is not worth an operation.
 _NEGLIGIBLE = 1.1
 
@@ -62,8 +66,8 @@ class Decider:
         weights: The weight of each residual branch.
         settings: The user's choices.
         measure: RMS of a node's tensor under the decisions taken so far.
-        prior: What was decided in another step of the module, by tensor name: the same operation
-            keeps its factors, whatever the shapes of this step's batches.
+        prior: What was decided before, in this step of the module or in another: the same
+            operation keeps its factors, whatever the shapes of this step's batches.
     """
 
     def __init__(
@@ -73,7 +77,7 @@ class Decider:
         weights: Mapping[fx.Node, float],
         settings: RuleOptions,
         measure: Measure,
-        prior: Mapping[str, Decision] | None = None,
+        prior: RulePlan | None = None,
     ) -> None:
         self.structure = structure
         self.flow = structure.flow
@@ -89,7 +93,8 @@ class Decider:
             self._note_derived,
             self._note_calibrated,
         )
-        self.prior = prior or {}
+        self.prior = prior or RulePlan()
+        self._steps = sorted(self.prior.steps())
         self.decisions: dict[str, Decision] = {}
 
     def before(self, node: fx.Node) -> Decision | None:
@@ -97,6 +102,8 @@ class Decider:
         if not is_operation(node) or not self._makes_floats(node):
             return None
         product = product_of(node)
+        if product is not None and multiplies_gradients(self.flow, product):
+            return self._keep(node, self._decision(node, "kept", "a product of gradients"))
         if product is not None:
             return self._keep(node, self._product(node, product))
         if node in self.structure.residuals:
@@ -157,7 +164,7 @@ class Decider:
                 assert query is not None
                 natural = alpha * math.sqrt(int(query.shape[-1]))
             output = self.settings.attention_mult * alpha / (natural**2 * logits)
-            reference = "attention logits: m/d (u-muP, arXiv 2407.17465, section 4.1)"
+            reference = f"{ATTENTION} logits: m/d (u-muP, arXiv 2407.17465, section 4.1)"
             self.scales.set(node, natural * output)
         else:
             self.scales.set(node, 1.0)
@@ -183,7 +190,7 @@ class Decider:
         return self._decision(
             node,
             "rule" if factors is not None else "kept",
-            "attention: logits (m / d) q.k; " + (rule.reference if (rule := rule_of(node)) else ""),
+            f"{ATTENTION}: logits (m / d) q.k; " + (rule.reference if (rule := rule_of(node)) else ""),
             output=factors[0] if factors is not None else 1.0,
             arguments=arguments,
             kwargs=(("scale", temperature),),
@@ -325,10 +332,9 @@ class Decider:
         return decision
 
     def _from_prior(self, node: fx.Node, decision: Decision) -> Decision | None:
-        prior = self.prior.get(tensor_name(node))
-        if prior is None or (prior.op, prior.reads) != (decision.op, decision.reads):
-            return None
-        return prior
+        name = tensor_name(node)
+        found = (self.prior.find(step, name, decision.identity) for step in self._steps)
+        return next((one for one in found if one is not None), None)
 
 
 def _matters(rms: float) -> bool:

@@ -20,6 +20,7 @@ from lightning_unitscale.graph.nodes import (
     op_name,
     tensor_name,
 )
+from lightning_unitscale.transforms.calibration import root_mean_square
 
 Path = tuple[int | str, ...]
 
@@ -37,6 +38,10 @@ _HANDED_ON = frozenset(
      "vsplit", "gather", "take_along_dim", "pixel_shuffle", "pixel_unshuffle", "diagonal"}
 )  # fmt: skip
 
+TIMES = frozenset({"mul", "rmul", "imul", "multiply"})
+DIVIDED = frozenset({"truediv", "div", "itruediv", "divide", "true_divide"})
+_ADDS = frozenset({"add", "radd", "iadd"})
+
 
 def is_operation(node: fx.Node) -> bool:
     """Whether the node computes something."""
@@ -48,6 +53,9 @@ def handed_on(node: fx.Node) -> fx.Node | None:
     if not is_operation(node):
         return None
     name = str(node.args[1]) if op_name(node) == "getattr" else op_name(node)
+    if name in _ADDS and len(node.args) == 2 and not node.kwargs and 0 in node.args:
+        # Python's sum starts from 0.
+        return next((one for one in node.args if is_float_tensor(one)), None)  # type: ignore[return-value]
     if name not in _HANDED_ON:
         return None
     first = node.args[0] if node.args else node.kwargs.get("input")
@@ -75,6 +83,8 @@ class Flow:
     _by_fqn: dict[str, fx.Node] = field(default_factory=dict)
     _graphs: set[fx.Graph] = field(default_factory=set)
     _learned: set[fx.Node] = field(default_factory=set)
+    _gradients: set[fx.Node] = field(default_factory=set)
+    _sizes: dict[fx.Node, Tensor] = field(default_factory=dict)
 
     def resolve(self, node: fx.Node) -> fx.Node:
         """The node that really made a tensor."""
@@ -109,6 +119,27 @@ class Flow:
     def is_learned(self, node: fx.Node) -> bool:
         """Whether a tensor depends on a parameter; it need not require a gradient for that."""
         return self.resolve(node) in self._learned
+
+    def is_of_gradients(self, node: fx.Node) -> bool:
+        """Whether a tensor was made of gradients that a step has read off its parameters."""
+        return self.resolve(node) in self._gradients
+
+    def note_size(self, node: fx.Node, value: object) -> None:
+        """Remember the size of what another tensor is multiplied or divided by."""
+        if isinstance(value, Tensor) and not value.is_complex() and value.numel() > 0:
+            share = torch.count_nonzero(value).clamp(min=1) / value.numel()
+            real = value if value.is_floating_point() else value.float()
+            self._sizes[self.resolve(node)] = root_mean_square(real) / share.sqrt()
+
+    def size(self, node: fx.Node) -> float | None:
+        """RMS of the entries that are not zero of a tensor that is not learned; 1 for a mask.
+
+        ``None`` for any other tensor, and where no run has seen its values.
+        """
+        node = self.resolve(node)
+        if node in self._learned or node not in self._sizes:
+            return None
+        return float(self._sizes[node])
 
     def root(self, node: fx.Node) -> fx.Node:
         """Where a tensor comes from, seen through what only hands it on."""
@@ -154,8 +185,13 @@ class Flow:
                 continue
             self._order[node] = len(self.nodes)
             self.nodes.append(node)
+            given = node.meta.get(INPUT)
+            if node.op == "placeholder" and given is not None and given.kind == "gradient":
+                self._gradients.add(node)
             if is_operation(node):
                 for source in dict.fromkeys(self.sources(node)):
+                    if source in self._gradients:
+                        self._gradients.add(node)
                     self._readers[source].append(node)
                     if source in self._learned and _may_be_float(node):
                         self._learned.add(node)
@@ -205,7 +241,7 @@ class Recorder:
 
         def run_with(graph_module: fx.GraphModule) -> Any:
             def run(*values: Any) -> Any:
-                outputs = fx.Interpreter(graph_module).run(*values)
+                outputs = _Recording(graph_module, self.flow).run(*values)
                 self._record(graph_module, values, outputs)
                 return outputs
 
@@ -235,6 +271,24 @@ class Recorder:
             # The tensor is kept: its identity says something only as long as it lives.
             if isinstance(value, Tensor) and isinstance(node, fx.Node) and is_float_tensor(node):
                 self._made[id(value)] = (value, node)
+
+
+class _Recording(fx.Interpreter):
+    """Runs a graph as it is, and notes the sizes of factors."""
+
+    def __init__(self, graph_module: fx.GraphModule, flow: Flow) -> None:
+        super().__init__(graph_module)
+        self.flow = flow
+
+    def run_node(self, n: fx.Node) -> Any:
+        if is_checkpoint(n):
+            body, *values = self.fetch_args_kwargs_from_env(n)[0]
+            return _Recording(body, self.flow).run(*values)
+        if is_operation(n) and op_name(n) in TIMES | DIVIDED:
+            for one in n.all_input_nodes:
+                if not getattr(self.env[one], "requires_grad", False):
+                    self.flow.note_size(one, self.env[one])
+        return super().run_node(n)
 
 
 def float_arguments(node: fx.Node) -> Iterator[tuple[Path, fx.Node]]:

@@ -47,6 +47,11 @@ class Decision:
     kwargs: tuple[tuple[str, float], ...] = ()
 
     @property
+    def identity(self) -> tuple[str, tuple[str, ...]]:
+        """What tells it apart from decisions on other operations of its name."""
+        return self.op, self.reads
+
+    @property
     def changes(self) -> bool:
         """Whether there is anything to rewrite."""
         return self.output != 1.0 or bool(self.arguments) or bool(self.kwargs)
@@ -72,17 +77,35 @@ def key(step: str, name: str) -> str:
     return f"{step}:{name}"
 
 
+def _numbered(name: str, index: int) -> str:
+    return f"{name}~{index + 1}" if index else name
+
+
+def _namesakes(decisions: Mapping[str, Decision], name: str) -> Iterator[tuple[str, Decision]]:
+    """Decisions on all operations of one name, the first one first."""
+    index = 0
+    while (numbered := _numbered(name, index)) in decisions:
+        yield numbered, decisions[numbered]
+        index += 1
+
+
 @dataclass(frozen=True)
 class RulePlan(Mapping[str, Decision]):
     """Decisions by step and tensor name, and plans by parameter path.
 
+    Branches of a step that never run together may have operations of one name. Those that came
+    later are found under the name with a number behind it.
+
     Attributes:
         decisions: What happens to each operation, by :func:`key`.
         parameters: What happens to each parameter.
+        unseen: Parameters that are in no graph that was planned, which stay as they are, with the
+            reason.
     """
 
     decisions: Mapping[str, Decision] = field(default_factory=dict)
     parameters: Mapping[str, ParameterPlan] = field(default_factory=dict)
+    unseen: Mapping[str, str] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> Decision:
         return self.decisions[name]
@@ -93,10 +116,24 @@ class RulePlan(Mapping[str, Decision]):
     def __len__(self) -> int:
         return len(self.decisions)
 
+    def find(self, step: str, name: str, identity: tuple[str, tuple[str, ...]]) -> Decision | None:
+        """What was decided on an operation of a step, by its name and by what it is."""
+        found = _namesakes(self.decisions, key(step, name))
+        return next((one for _, one in found if one.identity == identity), None)
+
     def updated(self, other: RulePlan) -> RulePlan:
         """This plan and what another one has besides: what is decided stays."""
+        decisions = dict(self.decisions)
+        for name, one in other.decisions.items():
+            namesakes = dict(_namesakes(decisions, name))
+            if all(one.identity != each.identity for each in namesakes.values()):
+                decisions[_numbered(name, len(namesakes))] = one
+        parameters = {**other.parameters, **self.parameters}
+        unseen = {**self.unseen, **other.unseen}
         return RulePlan(
-            {**other.decisions, **self.decisions}, {**other.parameters, **self.parameters}
+            decisions,
+            parameters,
+            {fqn: reason for fqn, reason in unseen.items() if fqn not in parameters},
         )
 
     def steps(self) -> set[str]:
@@ -115,6 +152,7 @@ class RulePlan(Mapping[str, Decision]):
                 }
                 for fqn, one in self.parameters.items()
             },
+            "unseen": dict(self.unseen),
         }
 
     @classmethod
@@ -141,7 +179,7 @@ class RulePlan(Mapping[str, Decision]):
             )
             for fqn, one in state["parameters"].items()
         }
-        return cls(decisions, parameters)
+        return cls(decisions, parameters, dict(state.get("unseen", {})))
 
     def with_parameters(self, parameters: Mapping[str, ParameterPlan]) -> RulePlan:
         """The plan with other plans for its parameters."""

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from lightning_unitscale.graph.nodes import tensor_name
 from lightning_unitscale.graph.products import product_of
@@ -96,7 +96,7 @@ def _plan_once(
         _branch_weights(structure, options),
         options,
         rehearsal.measure,
-        prior=_by_name(known),
+        prior=known,
     )
     rehearsal.decider = decider
     with _rehearsing(step, backward):
@@ -104,7 +104,8 @@ def _plan_once(
     if rehearsal.saw_new_graph:
         return None
     decisions = {key(step.name, name): one for name, one in decider.decisions.items()}
-    return RulePlan(decisions, _with_output_scales(structure, parameters, decider.decisions))
+    plans = _with_output_scales(structure, parameters, decider.decisions)
+    return RulePlan(decisions, plans, _unseen(step, plans))
 
 
 def plan_graph(
@@ -129,12 +130,39 @@ def plan_graph(
         _branch_weights(structure, options),
         replace(options, on_unknown="keep"),
         lambda node: None,
-        prior=_by_name(known),
+        prior=known,
     )
     for node in flow.nodes:
         decider.before(node)
     decisions = {key(step, name): one for name, one in decider.decisions.items()}
-    return known.updated(RulePlan(decisions, {}))
+    unseen = {
+        fqn: f"first read in a branch that {step} took later, when the weights were set already"
+        for fqn in structure.uses
+        if fqn not in known.parameters
+    }
+    return known.updated(RulePlan(decisions, {}, unseen))
+
+
+def _unseen(step: CapturedStep, plans: Mapping[str, ParameterPlan]) -> dict[str, str]:
+    """Why each parameter of the module that no graph of a step reads is not among ``plans``."""
+    module = step.owner.module
+    recurrent = [path for path, one in module.named_modules() if isinstance(one, nn.RNNBase)]
+    reasons = {}
+    for fqn, _ in module.named_parameters():
+        if fqn in plans:
+            continue
+        owner = fqn.rpartition(".")[0]
+        if owner in recurrent:
+            name = type(module.get_submodule(owner)).__name__
+            reasons[fqn] = f"in no captured graph: nn.{name} runs as a kernel of torch's own"
+        elif step.owner.graph_breaks:
+            reasons[fqn] = (
+                f"in no captured graph: {step.name} does not read it, or does so between two graph "
+                "breaks"
+            )
+        else:
+            reasons[fqn] = f"{step.name} does not read it"
+    return reasons
 
 
 def _with_output_scales(
@@ -174,10 +202,6 @@ def _rehearsing(step: CapturedStep, backward: bool) -> Any:
     grad = torch.enable_grad() if backward else contextlib.nullcontext()
     with restoring(step.owner.module), grad:
         yield
-
-
-def _by_name(known: RulePlan) -> dict[str, Decision]:
-    return {name.partition(":")[2]: one for name, one in known.items()}
 
 
 def _check_known_parameters(structure: Structure, known: RulePlan) -> None:

@@ -18,9 +18,9 @@ from lightning_unitscale.transforms.rules.flow import (
     handed_on,
     is_attention,
     is_operation,
-    is_softmax,
+    numel,
 )
-from lightning_unitscale.transforms.rules.logits import logit_factor, times_number
+from lightning_unitscale.transforms.rules.logits import is_logits, logit_factor, times_number
 from lightning_unitscale.transforms.rules.lookup import rule_of
 
 # How many adds on from one skip are still looked at as branches side by side.
@@ -79,6 +79,8 @@ def find_residuals(flow: Flow) -> dict[fx.Node, Residual]:
         operands = added_tensors(node)
         if operands is None or not flow.is_learned(node):
             continue
+        if numel(node) == 1:
+            continue  # a sum of losses, one of which was made with the help of the other
         if logit_factor(flow, node) is not None:
             continue  # a bias of attention scores, however deep the layers it has served already
         if _is_interpolation(flow, operands):
@@ -155,7 +157,7 @@ def _as_residual(
     for root in _skip_roots(flow, skip[1], found):
         nodes = _branch_nodes(flow, flow.resolve(branch[1]), root)
         if nodes is not None:
-            attention = any(is_attention(one) or is_softmax(one) for one in nodes)
+            attention = any(is_attention(one) or is_logits(flow, one) for one in nodes)
             return Residual(add, skip[0], branch[0], nodes, attention)
     return None
 
@@ -176,7 +178,7 @@ def _skip_roots(flow: Flow, skip: fx.Node, found: dict[fx.Node, Residual]) -> It
 def _stem(flow: Flow, node: fx.Node) -> fx.Node:
     """Where a tensor comes from, also seen through products with numbers."""
     node = flow.root(node)
-    while (source := times_number(node)) is not None:
+    while (source := times_number(flow, node)) is not None:
         node = flow.root(source)
     return node
 

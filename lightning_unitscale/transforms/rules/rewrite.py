@@ -26,9 +26,10 @@ from lightning_unitscale.graph.out_of_place import aliased_by_mutation
 from lightning_unitscale.graph.passes import GraphPass, Region, Stage, StepGraph
 from lightning_unitscale.graph.products import product_of
 from lightning_unitscale.transforms.rules.coverage import coverage_report
-from lightning_unitscale.transforms.rules.flow import reads_of
-from lightning_unitscale.transforms.rules.plan import Decision, RuleOptions, RulePlan, key
+from lightning_unitscale.transforms.rules.flow import is_operation, reads_of
+from lightning_unitscale.transforms.rules.plan import Decision, RuleOptions, RulePlan
 from lightning_unitscale.transforms.rules.planning import plan_graph
+from lightning_unitscale.transforms.rules.residuals import added_tensors
 
 # Set on the nodes that multiply by a factor of the rules.
 FACTOR = "rule_factor"
@@ -72,11 +73,10 @@ class RuleRewrite(GraphPass):
             scaled: dict[tuple[fx.Node, float], fx.Node] = {}
             reads = {node: reads_of(node) for node in region.graph.nodes}
             for node in list(region.graph.nodes):
-                decision = self.plan.get(key(graph.step, tensor_name(node)))
-                if decision is None or not decision.changes:
-                    continue
                 # In a branch that is taken later another operation may have the name.
-                if (decision.op, decision.reads) != (op_name(node), reads[node]):
+                identity = op_name(node), reads[node]
+                decision = self.plan.find(graph.step, tensor_name(node), identity)
+                if decision is None or not decision.changes:
                     continue
                 counts[decision.how] += 1
                 _apply(region, node, decision, mutated, scaled)
@@ -94,16 +94,21 @@ class RuleRewrite(GraphPass):
         if graph.step not in self.plan.steps():
             return False
         return any(
-            key(graph.step, tensor_name(node)) not in self.plan
+            self.plan.find(graph.step, tensor_name(node), (op_name(node), reads_of(node))) is None
             for region in graph.regions()
             for node in region.graph.nodes
-            if is_float_tensor(node) and (product_of(node) is not None or _reads_parameter(node))
+            if is_operation(node) and is_float_tensor(node) and _counts(node)
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RuleRewrite:
         new = copy.copy(self)
         memo[id(self)] = new
         return new
+
+
+def _counts(node: fx.Node) -> bool:
+    """Whether a factor may belong to the node: to a product, to an add, or for a parameter."""
+    return product_of(node) is not None or added_tensors(node) is not None or _reads_parameter(node)
 
 
 def _reads_parameter(node: fx.Node) -> bool:

@@ -28,6 +28,10 @@ from lightning_unitscale.transforms.rules.residuals import Residual, added_tenso
 UseKind = Literal["weight", "embedding", "sum", "bias", "norm", "scale", "other"]
 EMBEDDINGS = frozenset({"embedding", "embedding_bag"})
 PRODUCTS_BY_ELEMENT = frozenset({"mul", "imul", "multiply"})
+# Which role decides for a weight that has several (see "A tied weight" in docs/unit-scaling.md): a
+# hidden layer diverges at a rate beyond its own. A readout stops learning at one below its own as
+# it gets wider; an embedding can take it.
+_ORDER = (Role.HIDDEN, Role.READOUT, Role.EMBEDDING, Role.INPUT, Role.NORM, Role.BIAS)
 _JOINS = frozenset({"cat", "concat", "stack", "concatenate"})
 
 
@@ -124,6 +128,13 @@ def weight_of(flow: Flow, product: Product) -> str | None:
     return next((one for one in fqns if one is not None), None)
 
 
+def multiplies_gradients(flow: Flow, product: Product) -> bool:
+    """Whether a product is one of gradients that the step reads, so none of the model's."""
+    return any(
+        flow.is_of_gradients(one.node) and not flow.is_learned(one.node) for one in product.operands
+    )
+
+
 def _is_bias_of(flow: Flow, bias: fx.Node, product: fx.Node) -> bool:
     if flow.parameter_of(bias) is None or product_of(flow.root(product)) is None:
         return False
@@ -207,6 +218,8 @@ def _use(
 ) -> UseKind:
     product = product_of(reader)
     if product is not None:
+        if multiplies_gradients(flow, product):
+            return "other"
         for one in product.addends:
             if one.path == path:
                 return "bias"
@@ -280,11 +293,12 @@ def _info(
     tensor = example_tensor(node)
     assert tensor is not None
     roles = [_role(structure, one) for one in uses]
-    order = (Role.EMBEDDING, Role.READOUT, Role.INPUT, Role.HIDDEN, Role.NORM, Role.BIAS)
-    role = next((one for one in order if one in roles), Role.OTHER)
+    role = next((one for one in _ORDER if one in roles), Role.OTHER)
     if any(one is Role.OTHER for one in roles):
         role = Role.OTHER
-    weights = [one for one in uses if one.kind == "weight"]
+    weights = [use for use in uses if use.kind == "weight"]
+    # Sizes are those of the use that the role is of.
+    weights.sort(key=lambda use: roles[uses.index(use)] is not role)
     total = numel(node)
     width = int(tensor.shape[-1]) if tensor.dim() else 1
     fan_in, fan_out = width, total if tensor.dim() <= 1 else width

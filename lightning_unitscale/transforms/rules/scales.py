@@ -158,10 +158,10 @@ class Scales:
     def _predict(self, node: fx.Node, mult: float) -> tuple[float | None, str]:
         if handed_on(node) is not None:
             return self.known(node), HANDS_ON
-        source = times_number(node)
+        source = times_number(self.flow, node)
         if source is not None:
             known = self.known(source)
-            scaled = None if known is None else known * number_of(node)
+            scaled = None if known is None else known * number_of(self.flow, node)
             return scaled, "times a number, left as it is"
         tensors = [one for _, one in float_arguments(node)]
         if op_name(node) in PRODUCTS_BY_ELEMENT and len(tensors) == 2:

@@ -50,7 +50,45 @@ def test_ties_are_reported() -> None:
     scaled = unit_scale(GPT(32, 1, is_tied=True))
     scaled(tokens())
     (row,) = (one for one in scaled.explain().splitlines() if one.startswith("tokens.weight"))
-    assert "embedding (tied)" in row
+    assert "readout (tied)" in row
+
+
+class Partly(nn.Module):
+    """A kernel of torch's own, a layer that is never used, one that is used later, attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(8, 8, batch_first=True)
+        self.unused, self.later, self.used = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor, later: bool = False) -> Tensor:
+        h = self.used(x)
+        h = self.later(h) if later else h
+        h = (h @ h.mT / 8).softmax(-1) @ F.scaled_dot_product_attention(h, h, h)
+        return self.lstm(h)[0].square().mean()
+
+
+def test_no_parameter_and_no_attention_is_missing() -> None:
+    scaled = unit_scale(Partly())
+    x = torch.randn(2, 4, 8)
+    scaled(x)
+
+    def rows() -> dict[str, str]:
+        lines = [one for one in scaled.explain().splitlines() if one.strip()]
+        return {one.split()[0]: one for one in lines}
+
+    found = rows()
+    assert {fqn for fqn, _ in scaled.named_parameters()} <= set(found)
+    assert "nn.LSTM runs as a kernel of torch's own" in found["lstm.weight_ih_l0"]
+    assert "in no captured graph: forward does not read it, or" in found["unused.weight"]
+    assert "in no captured graph" in found["later.bias"]
+    assert found["Parameters:"] == "Parameters: 1 scaled, 1 zeroed, 8 left."
+    assert found["Attention:"] == "Attention: 2 found, on whose logits attention_mult acts."
+    before = [one.detach().clone() for one in scaled.later.parameters()]
+    scaled(x, later=True)
+    assert "in a branch that forward took later, when the weights were" in rows()["later.weight"]
+    for one, other in zip(before, scaled.later.parameters(), strict=True):
+        assert torch.equal(one, other)
 
 
 def test_a_plan_alone_can_be_reported() -> None:

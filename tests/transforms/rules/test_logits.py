@@ -3,11 +3,13 @@
 import math
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+from lightning_unitscale.transforms.rules.flow import Flow
 from lightning_unitscale.transforms.rules.logits import logit_factor, number_of, times_number
 from lightning_unitscale.transforms.unit_scale import unit_scale
 from tests.helpers import captured
@@ -40,6 +42,32 @@ def _einsum(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def _stable(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     scores = q @ k.mT / 4
     return F.softmax(scores - scores.amax(-1, keepdim=True), dim=-1) @ v
+
+
+def _by_hand(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = q @ k.mT / 4
+    scores = scores - scores.amax(-1, keepdim=True)
+    return scores.exp() / scores.exp().sum(-1, keepdim=True) @ v
+
+
+def _by_hand_once(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    terms = torch.exp(torch.einsum("bhtd,bhsd->bhts", q, k) / 4)
+    return torch.div(terms, torch.sum(terms, -1).unsqueeze(-1) + 1e-12) @ v
+
+
+def _by_hand_after_values(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    terms = (q @ k.mT / 4).exp()
+    return (terms @ v) / terms.sum(-1, keepdim=True).clamp(min=1e-9)
+
+
+def _by_hand_with_a_mask(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    terms = (q @ k.mT / torch.tensor(4.0)).exp() * torch.ones(T, T)
+    return terms / terms.sum(-1, keepdim=True) @ v
+
+
+def _by_hand_in_logarithms(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = q @ k.mT / 4
+    return (scores - scores.logsumexp(-1, keepdim=True)).exp() @ v
 
 
 FORMS: dict[str, Form] = {
@@ -80,6 +108,21 @@ FORMS: dict[str, Form] = {
     ),
     "module": lambda q, k, v: nn.Softmax(dim=-1)(q @ k.mT / 4) @ v,
     "stable": _stable,
+    "tensor": lambda q, k, v: torch.softmax(q @ k.mT / torch.sqrt(torch.tensor(D)), -1) @ v,
+    "tensor_of_integer": lambda q, k, v: torch.softmax(q @ k.mT / torch.tensor(D), -1) @ v,
+    "new_tensor": lambda q, k, v: torch.softmax(q @ k.mT * q.new_tensor(D).rsqrt(), -1) @ v,
+    "tensor_with_query": lambda q, k, v: torch.softmax(q / torch.tensor(4.0) @ k.mT, -1) @ v,
+    "one_for_each_head": lambda q, k, v: (
+        torch.softmax(q @ k.mT * torch.full((H, 1, 1), 3.0), -1) @ v
+    ),
+    "numpy": lambda q, k, v: torch.softmax(q @ k.mT / np.sqrt(D), -1) @ v,
+    "times_mask": lambda q, k, v: torch.softmax(q @ k.mT * 0.25 * torch.ones(T, T) - 0.0, -1) @ v,
+    "times_truth": lambda q, k, v: torch.softmax(q @ k.mT * 0.25 * torch.ones(T, T).bool(), -1) @ v,
+    "by_hand": _by_hand,
+    "by_hand_once": _by_hand_once,
+    "by_hand_after_values": _by_hand_after_values,
+    "by_hand_with_a_mask": _by_hand_with_a_mask,
+    "by_hand_in_logarithms": _by_hand_in_logarithms,
 }  # fmt: skip
 
 
@@ -106,6 +149,42 @@ def test_logits_are_m_over_d(name: str) -> None:
     ratio = (y * expected).sum() / expected.square().sum()
     torch.testing.assert_close(y, ratio * expected, rtol=1e-3, atol=1e-5)
     assert 0.6 < float(y.detach().square().mean().sqrt()) < 1.6
+
+
+def test_a_learned_temperature_is_left_as_it_is() -> None:
+    """Attention by cosines: (1 / d) q.k of tensors at RMS 1 is what its author wrote."""
+
+    def attend(parts: nn.ModuleList, x: Tensor) -> Tensor:
+        q, k = (F.normalize(part(x), dim=-1) for part in parts[:2])
+        scores = q @ k.mT * parts[2].weight.exp()
+        return torch.softmax(scores + torch.zeros(T, T), -1) @ x
+
+    torch.manual_seed(0)
+    x = torch.randn(H, T, D)
+    temperature = nn.Embedding(1, 1)
+    nn.init.constant_(temperature.weight, 2.0)
+    module = Of(attend, nn.Linear(D, D, bias=False), nn.Linear(D, D, bias=False), temperature)
+    scaled = unit_scale(module)
+    with torch.no_grad():
+        y, expected = scaled(x), module(x)
+    # By the last product's factor alone.
+    ratio = float((y * expected).sum() / expected.square().sum())
+    torch.testing.assert_close(y, ratio * expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda s: s / s.sum(-1, keepdim=True),
+        lambda s: s.exp() / s.sum(-1, keepdim=True),
+        lambda s: s.exp() / s.shape[-1],
+        lambda s: s.sum(-1, keepdim=True) / s.exp(),
+    ],
+)
+def test_what_is_no_softmax(form: Callable[..., Tensor]) -> None:
+    flow = flow_of(Of(lambda _, a, b: form(a @ b.mT)), torch.randn(T, D), torch.randn(T, D))
+    product = next(node for node in flow.nodes if "matmul" in str(node.target))
+    assert logit_factor(flow, product) is None
 
 
 def test_grouped_queries_and_a_causal_mask() -> None:
@@ -171,8 +250,9 @@ def _graph(function: Callable[..., Tensor]) -> list[fx.Node]:
 )
 def test_products_with_numbers(function: Callable[..., Tensor], number: float) -> None:
     (node,) = _graph(function)
-    assert times_number(node) is node.all_input_nodes[0]
-    assert number_of(node) == number
+    flow = Flow()
+    assert times_number(flow, node) is node.all_input_nodes[0]
+    assert number_of(flow, node) == number
 
 
 @pytest.mark.parametrize(
@@ -187,7 +267,7 @@ def test_products_with_numbers(function: Callable[..., Tensor], number: float) -
 )
 def test_what_is_no_product_with_a_number(function: Callable[..., Tensor]) -> None:
     (node,) = _graph(function)
-    assert times_number(node) is None
+    assert times_number(Flow(), node) is None
 
 
 def test_the_way_to_a_softmax_ends_at_a_product() -> None:

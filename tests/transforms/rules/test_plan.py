@@ -33,6 +33,7 @@ PLAN = RulePlan(
             "every use",
         )
     },
+    {"v": "not read"},
 )
 
 
@@ -71,7 +72,15 @@ def test_what_is_decided_stays() -> None:
     assert both["forward:a"] == PLAN["forward:a"]
     assert both["forward:c"] == PLAN["forward:b"]
     assert both.parameters == PLAN.parameters
-    assert len(both) == 4
+    assert both.unseen == PLAN.unseen
+    # What another step reads is no longer unseen.
+    seen = RulePlan({}, {"v": PLAN.parameters["w"]})
+    assert PLAN.updated(seen).unseen == {} and seen.updated(PLAN).unseen == {}
+    # Another operation of the same name, of a branch that the step takes later.
+    assert both["forward:a~2"] == other["forward:a"]
+    assert both.find("forward", "a", ("gelu", ())) == other["forward:a"]
+    assert both.find("forward", "a", ("tanh", ())) is None
+    assert len(both.updated(other)) == len(both) == 5
     assert PLAN.steps() == {"forward", "validation"}
     assert list(PLAN) == ["forward:a", "forward:b", "validation:a"]
     assert key("forward", "a") in PLAN

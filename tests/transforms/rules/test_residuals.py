@@ -76,6 +76,8 @@ FORMS: dict[str, Callable[[Parts, Tensor], Tensor]] = {
     "checkpoint": lambda m, h: h + checkpoint(m[1], h, use_reentrant=False),
     "inside_checkpoint": lambda m, h: checkpoint(lambda a: a + m[1](a), h, use_reentrant=False),
     "two_branches_as_one": lambda m, h: h + (m[1](norm(h)) + m[2](norm(h))),
+    "sum_of_a_list": lambda m, h: sum([h, m[1](h)]),
+    "sum_of_a_list_with_the_branch_first": lambda m, h: sum([m[1](norm(h)), h]),
     "two_branches_first": lambda m, h: m[1](h) + m[2](h) + h,
 }
 
@@ -134,7 +136,15 @@ def _bias_of_scores(m: Parts, h: Tensor) -> Tensor:
     return (m[3](h) @ h.mT + scores).softmax(-1) @ h
 
 
+def _losses(m: Parts, h: Tensor) -> Tensor:
+    """The second loss is of what was weighted by the first one."""
+    first = m[1](h).square().mean()
+    return first + m[2](h * first).square().mean()
+
+
 NONE: dict[str, Callable[[Parts, Tensor], Tensor]] = {
+    "losses": _losses,
+    "losses_of_shape_one": lambda m, h: _losses(m, h)[None] + m[3](h * _losses(m, h)).mean()[None],
     "no_branch": lambda m, h: h + h,
     "no_product_in_the_branch": lambda m, h: h + F.gelu(norm(h)),
     "gelu": lambda m, h: m[1](_gelu(h)),
@@ -188,7 +198,11 @@ def _broken(m: Parts, h: Tensor) -> Tensor:
     return h + m[4](h)
 
 
-@pytest.mark.parametrize("blocks", [_blocks, _post_norm_blocks, _parallel, _broken])
+def _summed(m: Parts, h: Tensor) -> Tensor:
+    return sum([h, *(part(norm(h)) for part in m[1:5])])  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("blocks", [_summed, _blocks, _post_norm_blocks, _parallel, _broken])
 def test_a_stream_of_four_branches(blocks: Callable[..., Tensor]) -> None:
     found = find(blocks)
     assert shape(found) == [(0, 0, 4), (0, 1, 4), (0, 2, 4), (0, 3, 4)]

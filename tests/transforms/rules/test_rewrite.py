@@ -319,6 +319,40 @@ def test_an_add_of_a_later_branch_does_not_take_anothers_factors(
         torch.testing.assert_close(scaled(X, True), (h + branch) * 0.5**0.5)
 
 
+def test_every_later_branch_has_its_own_residual_weight() -> None:
+    """Their adds have one name, ``add``, and each is a residual one of its own."""
+
+    def function(m: nn.ModuleList, x: Tensor, branch: int) -> Tensor:
+        h = m[0](x)
+        return h + m[branch](h) if branch else h.tanh()
+
+    torch.manual_seed(0)
+    parts = (nn.Linear(W, W, bias=False) for _ in range(5))
+    scaled = unit_scale(Of(function, *parts), residual=(1.0, 1.0))
+    scaled(X, 0)
+    for _ in range(2):
+        for branch in range(1, 5):
+            h = X @ scaled.parts[0].weight.T * W**-0.5
+            weight = scaled.parts[branch].weight
+            torch.testing.assert_close(scaled(X, branch), (h + h @ weight.T * W**-0.5) * 0.5**0.5)
+    report = scaled.explain()
+    assert "forward:add " in report and "forward:add~4 " in report and "add~5" not in report
+
+
+def test_an_add_is_all_that_is_new_in_a_later_branch() -> None:
+    def function(m: nn.ModuleList, x: Tensor, is_residual: bool) -> Tensor:
+        h = m[0](x)
+        branch = m[1](h)
+        return h + branch if is_residual else branch
+
+    torch.manual_seed(0)
+    scaled = unit_scale(Of(function, nn.Linear(W, W), nn.Linear(W, W)), residual=(1.0, 1.0))
+    torch.testing.assert_close(
+        scaled(X, True),
+        (X @ scaled.parts[0].weight.T * W**-0.5) * 0.5**0.5 + scaled(X, False) * 0.5**0.5,
+    )
+
+
 def test_a_copy_of_the_pass_has_a_plan_of_its_own() -> None:
     rewrite = RuleRewrite()
     copied = copy.deepcopy(rewrite)

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_unitscale.graph.nodes import tensor_name
+from lightning_unitscale.transforms.learning_rates import u_mup_rate
 from lightning_unitscale.transforms.parameter_info import ParameterInfo, Role
 from lightning_unitscale.transforms.rules.plan import ParameterPlan
 from lightning_unitscale.transforms.rules.roles import plan_parameters, unit_factor
@@ -56,9 +57,36 @@ def test_a_tied_readout_is_rescaled_once_and_reported() -> None:
     plans = plans_of(GPT(32, 1, is_tied=True), tokens())
     assert "head.weight" not in plans
     tied = plans["tokens.weight"]
-    assert tied.info.role is Role.EMBEDDING and tied.info.is_tied
+    assert tied.info.role is Role.READOUT and tied.info.is_tied
+    # What an embedding can take and a readout of any width needs.
+    assert u_mup_rate(tied.info) == 1.0
     assert tied.action == "scaled"
     assert not plans["positions.weight"].info.is_tied
+
+
+def test_a_tied_hidden_layer_keeps_the_rate_that_it_can_take() -> None:
+    def hidden_and_readout(m: nn.ModuleList, x: Tensor) -> Tensor:
+        h = m[0](x)
+        return F.linear(F.linear(h, m[1].weight).tanh(), m[1].weight).square().mean()
+
+    plans = plans_of(Of(hidden_and_readout, nn.Linear(5, W), nn.Linear(W, W)), x(8, 5))
+    tied = plans["parts.1.weight"].info
+    assert (tied.role, tied.is_tied, u_mup_rate(tied)) == (Role.HIDDEN, True, W**-0.5)
+
+    def forth_and_back(m: nn.ModuleList, x: Tensor) -> Tensor:
+        return F.mse_loss(F.linear(F.linear(x, m[0].weight).relu(), m[0].weight.T), x)
+
+    plans = plans_of(Of(forth_and_back, nn.Linear(40, 10)), x(8, 40))
+    tied = plans["parts.0.weight"].info
+    assert (tied.role, tied.is_tied, tied.fan_in, tied.fan_out) == (Role.READOUT, True, 10, 40)
+
+    def twice_hidden(m: nn.ModuleList, x: Tensor) -> Tensor:
+        h = F.linear(m[0](x).relu(), m[1].weight)
+        return m[2](F.linear(h.relu(), m[1].weight.T)).square().mean()
+
+    parts = (nn.Linear(5, 40), nn.Linear(40, 10), nn.Linear(40, 3))
+    tied = plans_of(Of(twice_hidden, *parts), x(8, 5))["parts.1.weight"].info
+    assert (tied.role, tied.is_tied, tied.fan_in) == (Role.HIDDEN, False, 40)
 
 
 def test_a_post_norm_encoder() -> None:

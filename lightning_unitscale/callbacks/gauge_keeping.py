@@ -1,0 +1,210 @@
+"""The units of a LightningModule's steps: measured on the first batch, followed while it trains."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities.rank_zero import rank_zero_info  # type: ignore[attr-defined]
+
+from lightning_unitscale.callbacks.module_steps import (
+    has_stepped,
+    loss_scale,
+    optimizer_step_index,
+    step_arguments,
+    takes_iterator,
+)
+from lightning_unitscale.callbacks.ranks import joint_reasons, joint_rms
+from lightning_unitscale.callbacks.recalibration import Looks
+from lightning_unitscale.callbacks.rule_scaling import RuleScaling
+from lightning_unitscale.graph.steps import ModuleSteps
+from lightning_unitscale.transforms.calibration import Calibrator, Measured
+from lightning_unitscale.transforms.fp8_linears import FP8Linears
+from lightning_unitscale.transforms.gauge import Gauge
+from lightning_unitscale.transforms.lossless import LosslessUnitScale
+from lightning_unitscale.transforms.lossless_unit_scale import calibrate
+from lightning_unitscale.transforms.range_loss import RangeCalibrator
+
+
+class GaugeKeeping:
+    """Measures the gauge of one LightningModule and follows its drift over fits and restarts.
+
+    Args:
+        rewrite: The pass that the gauge belongs to.
+        recalibrate: When units are looked at again.
+        rules: The scale rules that want to know each parameter's gradient, if there are any.
+        fp8: The pass that is told which products FP8 does not fit, if there is one.
+
+    Attributes:
+        is_calibrated: Whether a training step has been measured, in this fit or before.
+        events: When new units were taken, and why, one line each.
+    """
+
+    def __init__(
+        self,
+        rewrite: LosslessUnitScale,
+        recalibrate: Literal["auto"] | int | None,
+        rules: RuleScaling | None,
+        fp8: FP8Linears | None = None,
+    ) -> None:
+        self.is_calibrated = False
+        self.events: list[str] = []
+        self._rewrite = rewrite
+        self._recalibrate = recalibrate
+        self._looks = Looks(recalibrate)
+        self._rules = rules
+        self._fp8 = fp8
+        self._steps: ModuleSteps | None = None
+        self._live: Calibrator | None = None
+        self._global_step_before = 0
+        self._step_index = 0
+
+    def attach(self, steps: ModuleSteps, *, is_new: bool) -> None:
+        """Keep the gauge of these steps; what is known of another module's tensors is forgotten."""
+        self._steps = steps
+        if is_new:
+            self._rewrite.set_gauge(Gauge())
+            self.is_calibrated = False
+            if self._fp8 is not None:
+                self._fp8.forget()
+
+    def before_batch(self, trainer: pl.Trainer, batch: Any, batch_idx: int) -> bool:
+        """Measure the first batch of a training; returns whether to look at the units in this."""
+        self._global_step_before = trainer.global_step
+        self._step_index = optimizer_step_index(trainer)
+        if not self.is_calibrated:
+            self._calibrate(trainer, batch, batch_idx)
+        return self._looks.at(self._step_index)
+
+    def after_batch(self, trainer: pl.Trainer) -> None:
+        """Take new units where what was looked at asks for them."""
+        if self._live is not None:
+            self._adopt_live(trainer, self._live)
+        if not has_stepped(trainer, trainer.lightning_module, self._global_step_before):
+            return  # the accumulated batches share one gauge
+        drift = self._rewrite.drift.take()
+        if drift is not None and self._looks.at(self._step_index):
+            forward, backward = joint_rms(drift.forward, drift.backward)
+            (outside,) = joint_rms(drift.outside)
+            if self._recalibrate != "auto" or outside:
+                self._take_gauge(forward, backward, f"step {self._step_index}", outside)
+
+    def before_evaluation(
+        self, trainer: pl.Trainer, name: str, batch: Any, batch_idx: int, dataloader_idx: int
+    ) -> None:
+        """An evaluation on its own measures forward units; within a fit, training has done so."""
+        if self.is_calibrated or trainer.state.fn == "fit" or batch_idx or dataloader_idx:
+            return
+        assert self._steps is not None
+        module = trainer.lightning_module
+        arguments = step_arguments(module, name, batch, batch_idx, dataloader_idx)
+        context = f"{name.removesuffix('_step').replace('validation', 'val')}_step_context"
+        with getattr(trainer.precision_plugin, context)():
+            calibrate(
+                self._steps.steps[name],
+                self._rewrite,
+                arguments,
+                {},
+                results=self._joint_results,
+                backward=False,
+            )
+
+    def detach(self) -> None:
+        """Stop measuring; the gauge stays. May be called more than once."""
+        self._stop_live()
+        self._rewrite.drift.clear()
+        self._steps = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The gauge for a checkpoint; empty before the first batch."""
+        if not self.is_calibrated:
+            return {}
+        gauge = {name: list(pair) for name, pair in self._rewrite.gauge.state().items()}
+        state = {"gauge": gauge, "depth": self._rewrite.depth}
+        return state if self._fp8 is None else {**state, "fp8_unfit": dict(self._fp8.unfit)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from :meth:`state_dict`, without measuring again."""
+        # A gauge of the other depth names other tensors; measuring anew changes no result.
+        if state.get("depth") == self._rewrite.depth:
+            self._rewrite.set_gauge(Gauge.from_state(state["gauge"]))
+            self.is_calibrated = True
+            if self._fp8 is not None:
+                self._leave_out(self._fp8, state.get("fp8_unfit", {}))
+
+    def _calibrate(self, trainer: pl.Trainer, batch: Any, batch_idx: int) -> None:
+        assert self._steps is not None
+        module = trainer.lightning_module
+        if not module.automatic_optimization or takes_iterator(module):
+            # Such a step updates weights or consumes batches by itself: it cannot be rehearsed.
+            self._measure_live()
+            return
+        arguments = step_arguments(module, "training_step", batch, batch_idx)
+        accumulated = trainer.accumulate_grad_batches
+        with trainer.precision_plugin.train_step_context():
+            measured = calibrate(
+                self._steps.steps["training_step"],
+                self._rewrite,
+                arguments,
+                {},
+                seed_gradient=loss_scale(trainer) / accumulated,
+                results=self._joint_results,
+            )
+        if measured is not None:
+            self.is_calibrated = True
+            if self._rules is not None:
+                self._rules.measured(trainer, *joint_rms(measured))
+        else:
+            self._measure_live()
+
+    def _measure_live(self) -> None:
+        assert self._steps is not None
+        self._live = self._rewrite.calibrator()
+        if self._rules is not None:
+            self._rules.gradients.watch()
+        self._steps.steps["training_step"].interpreter = self._live
+
+    def _adopt_live(self, trainer: pl.Trainer, calibrator: Calibrator) -> None:
+        forward, backward = self._joint_results(calibrator)
+        if not backward:
+            calibrator.clear()
+            return
+        self._take_gauge(forward, backward, "the first batch", {})
+        if self._rules is not None:
+            self._rules.measured(trainer, *joint_rms(self._rules.gradients.watched()))
+        self._stop_live()
+        self.is_calibrated = True
+
+    def _stop_live(self) -> None:
+        self._live = None
+        if self._steps is not None:
+            for step in self._steps.steps.values():
+                step.interpreter = None
+
+    def _take_gauge(
+        self, forward: Measured, backward: Measured, when: str, outside: Mapping[str, float]
+    ) -> None:
+        old = self._rewrite.gauge
+        new = old.updated(self._rewrite.gauge_from(forward, backward))
+        changed = sum(new.pair(name) != old.pair(name) for name in new)
+        self._rewrite.set_gauge(new)
+        worst = sorted(outside.items(), key=lambda item: -abs(math.log2(item[1])))[:3]
+        reason = ", ".join(f"{name} at RMS {rms:.3g}" for name, rms in worst)
+        event = f"New units for {changed} tensors at {when}" + (f": {reason}" if reason else "")
+        self.events.append(event)
+        if outside:
+            rank_zero_info(f"UnitScaleCallback: {event}")
+
+    def _joint_results(self, calibrator: Calibrator) -> tuple[Measured, Measured]:
+        forward, backward = joint_rms(*calibrator.results())
+        if self._fp8 is not None and isinstance(calibrator, RangeCalibrator):
+            self._leave_out(self._fp8, joint_reasons(calibrator.unfit()))
+        return forward, backward
+
+    def _leave_out(self, fp8: FP8Linears, reasons: Mapping[str, str]) -> None:
+        """Keep products out of FP8; what was rewritten with them in it is rewritten anew."""
+        if reasons and fp8.leave_out(reasons) and self._steps is not None:
+            for step in self._steps.steps.values():
+                step.rewrite_anew()

@@ -1,0 +1,144 @@
+"""A linear layer whose three matrix products run in FP8: E4M3FN operands, E5M2 gradients.
+
+With ``x8 = e4m3(x f_x)``, ``w8 = e4m3(w f_w)`` and ``g8 = e5m2(g f_g)``:
+
+- ``y = f_y x8 w8^T + b``
+- ``dx = f_dx g8 w8``, ``dw = f_dw g8^T x8``, ``db`` the sum of ``g``
+
+Constant scales give all six factors: no maximum is looked for, nothing is kept from step to step.
+With dynamic scales the first three bring the largest element of each tensor to the end of its
+format, and the others undo that.
+
+References:
+    Micikevicius et al., "FP8 Formats for Deep Learning" (arXiv 2209.05433), section 3; Blake, Orr,
+    Luschi, "Unit Scaling" (arXiv 2303.11257), appendix C.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from lightning_unitscale.functional.scale import Factor
+from lightning_unitscale.functional.scaled_product import scaled_product
+
+Scaling = Literal["constant", "dynamic"]
+
+OPERAND = torch.float8_e4m3fn
+GRADIENT = torch.float8_e5m2
+
+
+# One node to Dynamo, as every function with a gradient of its own here.
+@torch.compiler.allow_in_graph
+def fp8_linear(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    scaling: Scaling,
+    dtype: torch.dtype,
+    *factors: Factor,
+) -> Tensor:
+    """``input @ weight.T + bias`` through FP8; only FP8 is kept for the backward pass.
+
+    Args:
+        input: FP32, BF16 or FP16 of shape ``(..., k)``, with ``k`` a multiple of 16.
+        weight: Of shape ``(n, k)``, with ``n`` a multiple of 16.
+        bias: Added in ``dtype``, after the product; its gradient is not rounded.
+        scaling: ``"constant"`` takes ``factors``, ``"dynamic"`` finds them in every call.
+        dtype: Type of the result.
+        *factors: ``f_x, f_w, f_y, f_g, f_dx, f_dw`` as numbers or 0-d FP32 tensors; all of them
+            if the scales are constant.
+
+    Returns:
+        Shape ``(..., n)``. Gradients have the types of ``input`` and ``weight``.
+    """
+    # Outside of the autograd function, whose result must be no view where it is written into.
+    rows = input.reshape(-1, input.shape[-1])
+    result: Tensor = _FP8Linear.apply(rows, weight, scaling, dtype, *factors)
+    made = result.reshape(*input.shape[:-1], weight.shape[0])
+    return made if bias is None else made + bias.to(dtype)
+
+
+def to_fp8(tensor: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """``tensor * factor`` in FP8, rounded to nearest.
+
+    What is beyond the range becomes the largest number; infinities and NaN become NaN, so that
+    nothing that has gone wrong before looks well afterwards.
+
+    Args:
+        tensor: Floating point, of any shape.
+        factor: FP32, 0-d.
+        dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
+    """
+    wide = tensor.float() * factor
+    largest = torch.finfo(dtype).max
+    clipped = wide.clamp(-largest, largest)
+    return torch.where(wide.isfinite(), clipped, math.nan).to(dtype)
+
+
+class _FP8Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        weight: Tensor,
+        scaling: Scaling,
+        dtype: torch.dtype,
+        *factors: Factor,
+    ) -> Tensor:
+        kept: tuple[Tensor, ...]
+        if scaling == "dynamic":
+            of_input, of_weight = _to_largest(rows, OPERAND), _to_largest(weight, OPERAND)
+            of_result = (of_input * of_weight).reciprocal()
+            kept = (of_input, of_weight)
+        else:
+            tensors = (_as_tensor(one, rows.device) for one in factors)
+            of_input, of_weight, of_result, *others = tensors
+            kept = tuple(others)
+        rows8 = to_fp8(rows, of_input, OPERAND)
+        weight8 = to_fp8(weight, of_weight, OPERAND)
+        needs_input, needs_weight = ctx.needs_input_grad[:2]
+        # What a gradient that nobody asks for would read is not kept.
+        ctx.save_for_backward(
+            rows8 if needs_weight else None, weight8 if needs_input else None, *kept
+        )
+        ctx.scaling, ctx.dtypes = scaling, (rows.dtype, weight.dtype)
+        return scaled_product(rows8, weight8, of_result, dtype, fast=True)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        rows8, weight8, *kept = ctx.saved_tensors
+        if ctx.scaling == "dynamic":
+            of_input, of_weight = kept
+            of_gradient = _to_largest(gradient, GRADIENT)
+            of_grad_rows = (of_gradient * of_weight).reciprocal()
+            of_grad_weight = (of_gradient * of_input).reciprocal()
+        else:
+            of_gradient, of_grad_rows, of_grad_weight = kept
+        gradient8 = to_fp8(gradient, of_gradient, GRADIENT)
+        grad_rows = grad_weight = None
+        # Hopper multiplies rows by columns only, so the operands are turned here.
+        if weight8 is not None:
+            grad_rows = scaled_product(gradient8, weight8.t(), of_grad_rows, ctx.dtypes[0])
+        if rows8 is not None:
+            grad_weight = scaled_product(gradient8.t(), rows8.t(), of_grad_weight, ctx.dtypes[1])
+        return grad_rows, grad_weight, *(None,) * (len(ctx.needs_input_grad) - 2)
+
+
+def _to_largest(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The factor that brings the largest magnitude to the format's; 1 where there is none."""
+    if tensor.numel() == 0:
+        return torch.ones((), dtype=torch.float32, device=tensor.device)
+    largest = tensor.detach().abs().amax().float()
+    # Below this the product of two factors could leave FP32.
+    usable = (largest > 2.0**-50) & largest.isfinite()
+    return torch.where(usable, torch.finfo(dtype).max / largest, 1.0)
+
+
+def _as_tensor(factor: Factor, device: torch.device) -> Tensor:
+    if isinstance(factor, Tensor):
+        return factor
+    return torch.full((), factor, dtype=torch.float32, device=device)

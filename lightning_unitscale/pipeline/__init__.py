@@ -1,0 +1,31 @@
+"""Pipelines: one module cut into stages, for several devices."""
+
+from lightning_unitscale.pipeline.flow import MultiUseParameterConfig
+from lightning_unitscale.pipeline.front import pipeline
+from lightning_unitscale.pipeline.loss import LossWrapper, TrivialLossWrapper
+from lightning_unitscale.pipeline.marks import SplitPoint, annotate_split_points, pipe_split
+from lightning_unitscale.pipeline.pipe import Pipe, PipeInfo
+from lightning_unitscale.pipeline.policy import balanced_split
+from lightning_unitscale.pipeline.runner import PipelineRunner
+from lightning_unitscale.pipeline.schedules import SCHEDULES, Schedule
+from lightning_unitscale.pipeline.sequential import PipeSequential
+from lightning_unitscale.pipeline.stage import StageInfo, StageModule
+
+__all__ = [
+    "SCHEDULES",
+    "LossWrapper",
+    "MultiUseParameterConfig",
+    "Pipe",
+    "PipeInfo",
+    "PipeSequential",
+    "PipelineRunner",
+    "Schedule",
+    "SplitPoint",
+    "StageInfo",
+    "StageModule",
+    "TrivialLossWrapper",
+    "annotate_split_points",
+    "balanced_split",
+    "pipe_split",
+    "pipeline",
+]

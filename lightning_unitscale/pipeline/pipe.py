@@ -1,0 +1,181 @@
+"""A module cut into stages, and its reference execution in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tabulate import tabulate
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_unitscale.pipeline.program import Program
+from lightning_unitscale.pipeline.stage import StageInfo, StageModule, stage_info
+
+
+@dataclass(frozen=True)
+class PipeInfo:
+    """What the stages of a pipeline take, have and hand on.
+
+    Attributes:
+        num_stages: How many.
+        stages: Each of them.
+        has_loss: Whether one of the outputs is known to be the loss.
+        shared_parameters: Parameters that several stages have, with the stages.
+        left_out: Outputs of the module that the pipeline does not return.
+    """
+
+    num_stages: int
+    stages: tuple[StageInfo, ...]
+    has_loss: bool
+    shared_parameters: dict[str, tuple[int, ...]]
+    left_out: tuple[str, ...]
+
+    def __str__(self) -> str:
+        rows = [
+            (
+                one.index,
+                one.num_operations,
+                len(one.parameters),
+                ", ".join(one.input_names),
+                "\n".join(f"{sent.name} {sent.tensor}" for sent in one.sent),
+                one.sent_bytes,
+                len(one.recomputed),
+            )
+            for one in self.stages
+        ]
+        headers = ("stage", "operations", "parameters", "arguments", "sends", "bytes", "recomputed")
+        lines = [tabulate(rows, headers=headers)]
+        lines += [
+            f"{name} is in stages {', '.join(map(str, stages))}"
+            for name, stages in self.shared_parameters.items()
+        ]
+        return "\n".join(lines)
+
+
+class Pipe(nn.Module):
+    """The stages of a module, in order.
+
+    Calling it runs all stages in this process, one after the other, forward and, by autograd,
+    backward: the same bits as the module's own. The stages have the module's own parameters, the
+    same objects, under their own names.
+
+    Args:
+        program: The captured module.
+        stages: Its stages.
+        aliases: Other names of tied parameters and buffers to the names that the stages know.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        stages: list[StageModule],
+        aliases: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__()
+        self.program = program
+        self._stages = stages
+        self._aliases = dict(aliases or {})
+
+    @property
+    def num_stages(self) -> int:
+        """How many stages there are."""
+        return len(self._stages)
+
+    @property
+    def stages(self) -> tuple[StageModule, ...]:
+        """The stages in order."""
+        return tuple(self._stages)
+
+    def get_stage_module(self, stage_index: int) -> StageModule:
+        """One stage.
+
+        Raises:
+            ValueError: If there is none of this index.
+        """
+        if not isinstance(stage_index, int) or not 0 <= stage_index < self.num_stages:
+            raise ValueError(
+                f"stage_index={stage_index!r}: the pipeline has {self.num_stages} stages; expected "
+                f"an index from 0 to {self.num_stages - 1}."
+            )
+        return self._stages[stage_index]
+
+    def info(self) -> PipeInfo:
+        """What every stage takes, has and hands on."""
+        stages = tuple(map(stage_info, self._stages))
+        return PipeInfo(
+            num_stages=len(stages),
+            stages=stages,
+            has_loss=self.program.loss is not None,
+            shared_parameters=self.shared_parameters(),
+            left_out=self.program.left_out,
+        )
+
+    def shared_parameters(self) -> dict[str, tuple[int, ...]]:
+        """Parameters that several stages have, with the indices of those."""
+        users: dict[str, list[int]] = {}
+        for index, stage in enumerate(self._stages):
+            for name in stage_info(stage).parameters:
+                users.setdefault(name, []).append(index)
+        return {name: tuple(found) for name, found in users.items() if len(found) > 1}
+
+    def print_readable(self, print_output: bool = True) -> str:
+        """The code of all stages; printed, unless ``print_output`` is false."""
+        parts = []
+        for index, stage in enumerate(self._stages):
+            code = stage.print_readable(print_output=False)
+            parts.append(f"# stage {index} of {self.num_stages}\n{code}")
+        text = "\n".join(parts)
+        if print_output:
+            print(text)
+        return text
+
+    @override
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs all stages; the result has the module's own structure.
+
+        Raises:
+            ValueError: If the arguments are not like those that the pipeline was captured with.
+        """
+        flat = self.program.flatten(args, kwargs)
+        self.program.check(flat)
+        return self.program.unflatten(self.run_flat(flat))
+
+    def run_flat(self, flat: list[Any]) -> list[Any]:
+        """Flat outputs of all stages for flat inputs."""
+        values: tuple[Any, ...] = ()
+        for stage in self._stages:
+            values = stage(*values, *(flat[place] for place in stage_info(stage).inputs))
+        return list(values)
+
+    @override
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters of all stages under the module's names; a shared one once."""
+        seen: set[str] = set()
+        for stage in self._stages:
+            for name, one in stage.named_parameters(prefix, recurse, remove_duplicate):
+                if name not in seen or not remove_duplicate:
+                    seen.add(name)
+                    yield name, one
+
+    @override
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:  # type: ignore[override]
+        """Parameters and buffers of all stages under the module's names, tied ones under each."""
+        found: dict[str, Tensor] = {}
+        for stage in self._stages:
+            found |= stage.state_dict(*args, **kwargs)
+        prefix = kwargs.get("prefix", "")
+        for alias, name in self._aliases.items():
+            if prefix + name in found:
+                found[prefix + alias] = found[prefix + name]
+        return found
+
+    def to_device(self, device: torch.device | str) -> Pipe:
+        """All stages on one device. In place."""
+        for stage in self._stages:
+            stage.on_device(device)
+        return self

@@ -1,0 +1,228 @@
+"""Linear layers in real FP8, with the scales that the graph's units already give.
+
+Every operand near RMS 1 is what FP8 needs, so a linear layer and its two gradients become FP8
+products with constant scales. Where lossless unit scaling has put changes of units around a layer,
+they are taken into its casts and into the products' own scales, so they cost nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, get_args
+
+from tabulate import tabulate
+from torch import fx, nn
+
+from lightning_unitscale.functional.fp8_linear import Scaling, fp8_linear
+from lightning_unitscale.functional.scale import scale, scale_bwd
+from lightning_unitscale.functional.scaled_product import why_no_fp8
+from lightning_unitscale.graph.nodes import INTERNAL, MODULE, argument_at
+from lightning_unitscale.graph.passes import GraphPass, Region, Stage, StepGraph
+from lightning_unitscale.graph.patterns import NamePatterns
+from lightning_unitscale.graph.products import product_of
+from lightning_unitscale.transforms.attach import captured_forward
+from lightning_unitscale.transforms.fp8_candidates import Linear, linear_of, why_not_fp8
+from lightning_unitscale.transforms.units import meant_name
+
+# A factor in a graph: a number, or a node that makes a 0-d tensor.
+_Factor = float | fx.Node
+
+
+def fp8_linears(
+    module: nn.Module,
+    *,
+    scaling: Scaling = "constant",
+    exclude: str | Sequence[str] | None = None,
+) -> nn.Module:
+    """A copy of ``module`` whose linear layers, and their gradients, run in real FP8.
+
+    Eligible are ``F.linear`` and products with a 2-D parameter (``matmul``, ``addmm``, ...) whose
+    numbers of features are multiples of 16. Operands are cast to E4M3FN, arriving gradients to
+    E5M2, and only FP8 is kept for the backward pass. Results have the type that they had. It runs
+    on GPUs of compute capability 8.9 and above, and on CPUs, slowly, as a check.
+
+    Args:
+        module: Any module that Dynamo can capture; it is left as it is.
+        scaling: ``"constant"`` takes scales from :func:`lossless_unit_scale`, in either order, and
+            1 without it. ``"dynamic"`` brings every tensor's largest element to the end of its
+            format in every call, which needs no unit scaling and a pass more over each tensor.
+        exclude: Globs of module paths or tensor names whose layers stay as they are.
+
+    Returns:
+        A new module with ``explain()``: what was decided on each layer, and why.
+
+    Raises:
+        ValueError: If ``scaling`` or a pattern makes no sense, or the module is already compiled.
+        RuntimeError: In the first call, if the module is on a device without FP8.
+
+    Example:
+        >>> import torch
+        >>> from lightning_unitscale import transforms
+        >>> layer, x = torch.nn.Linear(32, 16), torch.randn(8, 32)
+        >>> fast = transforms.fp8_linears(transforms.lossless_unit_scale(layer, x))
+        >>> fast(x).shape
+        torch.Size([8, 16])
+    """
+    return captured_forward(module, "fp8_linears", FP8Linears(scaling, exclude=exclude))[0]
+
+
+class FP8Linears(GraphPass):
+    """The pass of :func:`fp8_linears`, whose arguments it takes.
+
+    Attributes:
+        decisions: For every product seen, why it is not in FP8, or ``None`` if it is.
+        unfit: Products that are kept out of FP8 for reasons of the caller's.
+    """
+
+    name = "fp8 linears"
+    stage = Stage.QUANTIZE
+
+    def __init__(
+        self, scaling: Scaling = "constant", *, exclude: str | Sequence[str] | None = None
+    ) -> None:
+        if scaling not in get_args(Scaling):
+            raise ValueError(
+                f"scaling={scaling!r}: unknown scaling; expected 'constant' or 'dynamic'; pass "
+                "'constant' together with unit scaling, 'dynamic' without it."
+            )
+        self.scaling: Scaling = scaling
+        self.patterns = NamePatterns(exclude=exclude)
+        self.decisions: dict[str, str | None] = {}
+        self.unfit: dict[str, str] = {}
+
+    def leave_out(self, reasons: Mapping[str, str]) -> bool:
+        """Keep products as they are for reasons of the caller's, by their tensors' names.
+
+        Returns:
+            Whether one of them is new: then graphs rewritten before must be rewritten anew.
+        """
+        is_new = not reasons.keys() <= self.unfit.keys()
+        self.unfit.update(reasons)
+        return is_new
+
+    def forget(self) -> None:
+        """Forget what is known of one module's products."""
+        self.unfit.clear()
+        self.decisions.clear()
+
+    def run(self, graph: StepGraph) -> tuple[str, ...]:
+        """Rewrite one graph."""
+        reason = why_no_fp8(graph.device)
+        found: dict[str, str | None] = {}
+        for region in graph.regions():
+            for node in list(region.graph.nodes):
+                product = product_of(node)
+                if product is None:
+                    continue
+                linear, name = linear_of(product), meant_name(node)
+                found[name] = self._why_not(linear, node)
+                if linear is not None and found[name] is None:
+                    if reason is not None:
+                        raise RuntimeError(
+                            f"{name} on {graph.device}: {reason}; expected a GPU of compute "
+                            "capability 8.9 or above, or a CPU; leave FP8 out, or simulate it."
+                        )
+                    _rewrite(region, linear, self.scaling)
+        self.decisions.update(found)
+        count = sum(one is None for one in found.values())
+        return (f"{count} of {len(found)} products in FP8 with {self.scaling} scales",)
+
+    def report(self) -> str:
+        """Every product with what was decided on it, and why."""
+        rows = [
+            (name, "FP8" if reason is None else "kept", reason or f"{self.scaling} scales")
+            for name, reason in self.decisions.items()
+        ]
+        return tabulate(rows, headers=("product", "runs", "why")) if rows else ""
+
+    def _why_not(self, linear: Linear | None, node: fx.Node) -> str | None:
+        if linear is None:
+            return "it is no linear layer"
+        if not self.patterns.match_names(meant_name(node), str(node.meta.get(MODULE, ""))):
+            return "its name is excluded"
+        return why_not_fp8(linear) or self.unfit.get(meant_name(node))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FP8Linears:
+        new = FP8Linears(self.scaling, exclude=self.patterns.exclude)
+        memo[id(self)] = new
+        new.unfit = dict(self.unfit)
+        return new
+
+
+def _rewrite(region: Region, linear: Linear, scaling: Scaling) -> None:
+    """Let the node of the product run in FP8, with the changes of units around it taken in."""
+    graph, node = region.graph, linear.product.node
+    paths = [one.path for one in (linear.input, linear.weight)]
+    bias = None if linear.bias is None else argument_at(node, linear.bias.path)
+    input, weight = (argument_at(node, one) for one in paths)
+    factors: tuple[_Factor, ...] = (1.0,) * 6
+    result = None
+    if scaling == "constant":
+        input, of_input, of_grad_input = _source(node, linear.input.path)
+        weight, of_weight, of_grad_weight = _source(node, linear.weight.path)
+        result = _result(node)
+        of_result, of_gradient = (1.0, 1.0) if result is None else _factors(result)
+        if result is not None and bias is not None:
+            # It is added after the result's change of units, which it has to go through as well.
+            with graph.inserting_before(node):
+                bias = _inner(graph.create_node(*_same_change(result, bias)), bias, node)
+        factors = (of_input, of_weight, of_result, of_gradient, of_grad_input, of_grad_weight)
+    if linear.is_turned:
+        with graph.inserting_before(node):
+            weight = _inner(graph.call_method("t", (weight,)), weight, node)
+        weight.meta["example_value"] = weight.meta["example_value"].t()
+    if result is not None:
+        # The tensor that people know is the one in true units, which the node makes now.
+        node.meta.pop(INTERNAL, None)
+        node.meta.update(result.meta)
+        result.replace_all_uses_with(node)
+    read = list(node.all_input_nodes)
+    node.op, node.target, node.kwargs = "call_function", fp8_linear, {}
+    node.args = (input, weight, bias, scaling, node.meta["example_value"].dtype, *factors)
+    for one in (*([] if result is None else [result]), *read):
+        if not one.users and _is_change_of_units(one):
+            graph.erase_node(one)
+
+
+def _source(node: fx.Node, path: tuple[int | str, ...]) -> tuple[fx.Node, _Factor, _Factor]:
+    """What an argument is made of, and by which factors, if only this node reads it."""
+    argument: fx.Node = argument_at(node, path)
+    source = argument.args[0] if argument.args else None
+    alone = set(argument.users) == {node}
+    if not alone or not _is_change_of_units(argument) or not isinstance(source, fx.Node):
+        return argument, 1.0, 1.0
+    return source, *_factors(argument)
+
+
+def _result(node: fx.Node) -> fx.Node | None:
+    """The change of units of the node's result, if nobody reads the result without it."""
+    users = list(node.users)
+    only = users[0] if len(users) == 1 else None
+    if only is None or not _is_change_of_units(only) or only.args[0] is not node:
+        return None
+    return only
+
+
+def _is_change_of_units(node: fx.Node) -> bool:
+    """Whether the node changes units of the gauge, whose factors are nodes: powers of two."""
+    known = node.op == "call_function" and node.target in (scale, scale_bwd)
+    return known and all(isinstance(one, fx.Node) for one in node.args)
+
+
+def _same_change(change: fx.Node, source: fx.Node) -> tuple[str, Any, tuple[Any, ...]]:
+    """What makes a node that changes the units of ``source`` as ``change`` does."""
+    return change.op, change.target, (source, *change.args[1:])
+
+
+def _inner(node: fx.Node, source: fx.Node, product: fx.Node) -> fx.Node:
+    """A node of no concern to the user, described after what it is made of."""
+    node.meta["example_value"] = source.meta["example_value"]
+    node.meta[MODULE] = product.meta.get(MODULE, "")
+    node.meta[INTERNAL] = True
+    return node
+
+
+def _factors(change: fx.Node) -> tuple[_Factor, _Factor]:
+    """Factors forward and backward of a change of units."""
+    forward, backward = change.args[1:] if change.target is scale else (1.0, change.args[1])
+    return forward, backward  # type: ignore[return-value]

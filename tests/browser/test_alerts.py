@@ -1,0 +1,116 @@
+"""Alerts on the dashboard, of real trainings with a fault put in, in a real browser."""
+
+import pytest
+from lightning.pytorch.loggers import TensorBoardLogger
+
+from lightning_unitscale import ScaleMonitor
+from lightning_unitscale.report import write_report
+from tests.browser.conftest import serve
+from tests.browser.test_dashboard import FRAME, rgb, show
+from tests.callbacks.injected import FAULT_STEP, nan_bias, overflow, train
+
+pytestmark = pytest.mark.browser
+
+SELECTED = "[app.state.selected.name, app.state.selected.step]"
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A run with an overflow, one with a NaN in a bias, one with gradients that are flushed."""
+    folder = tmp_path_factory.mktemp("faults")
+
+    def fit(name, inject, **options):
+        logger = TensorBoardLogger(folder, name, version="")
+        monitor = ScaleMonitor(every_n_steps=5, on_violation="warn", **options)
+        train(monitor, inject, logger=logger, default_root_dir=folder)
+        return monitor
+
+    monitors = {
+        "overflow": fit("overflow", overflow),
+        "nan": fit("nan", nan_bias),
+        "flushed": fit("flushed", None, thresholds={"E4M3FN": {"flushed": 0.3}}),
+    }
+    return folder, monitors
+
+
+@pytest.mark.parametrize(
+    ("run", "tensor", "kind", "text"),
+    [
+        ("overflow", "blocks.1.up.weight", "overflow", "of the elements overflow E4M3FN"),
+        ("nan", "blocks.1.down.bias", "NaN or inf", "holds 1 NaN of 16 elements"),
+    ],
+)
+def test_an_alert_leads_to_the_tensor_and_the_step(page, runs, run, tensor, kind, text):
+    folder, monitors = runs
+    for url in serve(folder):
+        page.open(url + FRAME)
+        show(page, run=run, filter="")
+        (title,) = page.texts(".alerts summary")
+        number = len(monitors[run].alerts)
+        counted = "1 alert" if number == 1 else f"{number} alerts"
+        assert title == f"{counted} in {run}, the first at step {FAULT_STEP}: {tensor}"
+        page.browser("tap", selector=".alerts summary")
+        kinds, texts = page.texts(".alerts .alert-kind"), page.texts(".alerts li")
+        assert len(texts) == number
+        assert kinds[0] == kind
+        assert f"step {FAULT_STEP}: {tensor}" in texts[0] and text in texts[0]
+        page.browser("tap", selector=".alerts li button")
+        assert page.app(SELECTED) == [tensor, FAULT_STEP]
+        assert page.texts(".detail h2") == [tensor]
+
+
+def flag_color(page, row, column):
+    """The colour at the upper left of a cell, on the canvas of the marks."""
+    rect = page.app(f"app.heatMap.cellRect(0, {row}, {column})")
+    x, y = int(rect["left"]) + 2, int(rect["top"]) + 2
+    context = "document.querySelector('.heat-marks').getContext('2d')"
+    return page.browser.evaluate(f"[...{context}.getImageData({x}, {y}, 1, 1).data]")
+
+
+def test_cells_with_alerts_have_a_flag(page, runs):
+    folder, monitors = runs
+    for url in serve(folder):
+        page.open(url + FRAME)
+        show(page, run="overflow")
+        page.settle("app.panels[0].data.alerts.length > 0")
+        names = page.app("app.rows.map(({ name }) => name)")
+        steps = page.app("app.panels[0].data.steps")
+        column = steps.index(FAULT_STEP)
+        flagged = {one.tensor for one in monitors["overflow"].alerts}
+        for row, name in enumerate(names):
+            *color, opacity = flag_color(page, row, column)
+            if name in flagged:
+                assert color == rgb("#b3261e") and opacity == 255
+            else:
+                assert opacity == 0
+            assert flag_color(page, row, column - 1)[3] == 0
+
+
+def test_an_alert_of_a_gradient_turns_the_page(page, runs):
+    folder, monitors = runs
+    wanted = next(one for one in monitors["flushed"].alerts if one.direction == "backward")
+    place = monitors["flushed"].alerts.index(wanted)
+    for url in serve(folder):
+        page.open(url + FRAME)
+        show(page, run="flushed", direction="forward")
+        page.browser("tap", selector=".alerts summary")
+        page.browser.evaluate(f"document.querySelectorAll('.alerts li button')[{place}].click()")
+        page.settle("app.state.direction === 'backward' && app.state.selected !== null")
+        assert page.app(SELECTED) == [wanted.tensor, wanted.step]
+
+
+def test_a_report_has_the_same_list(page, runs, tmp_path):
+    folder, monitors = runs
+    report = write_report([folder / "nan", folder / "overflow"], tmp_path / "report")
+    page.open(report.page.as_uri())
+    page.browser("tap", selector=".alerts summary")
+    assert page.texts(".alerts li span:last-child") == [str(one) for one in monitors["nan"].alerts]
+    page.browser("tap", selector=".alerts li button")
+    assert page.app(SELECTED) == ["blocks.1.down.bias", FAULT_STEP]
+    page.browser("choose", selector="label:has-text('Run') select", value="overflow")
+    page.settle("document.querySelector('.alerts summary').textContent.includes('overflow')")
+
+
+def test_a_run_without_alerts_has_no_list(page, server):
+    page.open(server + FRAME)
+    assert page.browser.evaluate("document.querySelector('.alerts').hidden")

@@ -1,0 +1,245 @@
+"""What the monitor finds wrong in a training, and what it does then."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.plugins.precision import MixedPrecision
+from torch import Tensor
+
+from lightning_unitscale import ScaleMonitor, UnitScaleCallback
+from lightning_unitscale.callbacks import ScaleViolation
+from lightning_unitscale.report import write_report
+from lightning_unitscale.tensorboard.event_files import read_run
+from tests.callbacks.injected import FAULT_STEP, Stack, nan_bias, overflow, train
+from tests.callbacks.modules import Regression
+from tests.callbacks.runs import loader, run
+
+
+def test_nothing_is_wrong() -> None:
+    monitor = ScaleMonitor(every_n_steps=2, on_violation="raise")
+    trainer, warned = train(monitor)
+    assert trainer.global_step == 40
+    assert monitor.alerts == () and warned == []
+
+
+def test_an_overflow_is_named(tmp_path: Path) -> None:
+    logger = TensorBoardLogger(tmp_path, "run")
+    monitor = ScaleMonitor(every_n_steps=5, on_violation="warn")
+    trainer, warned = train(monitor, overflow, logger=logger)
+    assert trainer.global_step == 40
+    first, second = monitor.alerts
+    for one, name in ((first, "blocks.1.up.weight"), (second, "blocks.1.up.linear")):
+        assert (one.step, one.tensor) == (FAULT_STEP, name)
+        assert (one.kind, one.format, one.direction) == ("overflow", "E4M3FN", "forward")
+    assert (second.module, second.op) == ("blocks.1.up", "linear")
+    snapshot = next(item for item in monitor.snapshots if item.step == FAULT_STEP)
+    statistics = snapshot.statistics(second.tensor)
+    assert statistics is not None
+    assert second.value == statistics.fraction("E4M3FN", "overflow") > 0.5
+    assert [item.tensor for item in second.inputs] == [
+        "blocks.1.norm.layer_norm",
+        "blocks.1.up.weight",
+        "blocks.1.up.bias",
+    ]
+    weight = snapshot.statistics("blocks.1.up.weight")
+    assert weight is not None
+    assert second.inputs[1].log2_rms == pytest.approx(weight.log2_rms)
+    assert 2 ** second.inputs[1].log2_amax == pytest.approx(weight.abs_max)
+    # Said once, although it lasted for two samples.
+    (message,) = warned
+    assert "step 30: blocks.1.up.weight (op weight of module blocks.1.up, forward)" in message
+    assert "of the elements overflow E4M3FN (allowed: 0.1 %)" in message
+    assert "blocks.1.up.weight (RMS 2^9." in message
+    written = read_run(logger.log_dir).alerts()
+    assert [str(one) for one in written] == [str(one) for one in monitor.alerts]
+    assert written == monitor.alerts
+    report = write_report([logger.log_dir], tmp_path / "report")
+    assert "2 alerts:\nstep 30: blocks.1.up.weight" in next(iter(report.tables.values()))
+    assert "step 30: blocks.1.up.weight" in report.page.read_text()
+
+
+def test_a_nan_is_named() -> None:
+    monitor = ScaleMonitor(every_n_steps=5, on_violation="warn")
+    _, warned = train(monitor, nan_bias)
+    (alert,) = monitor.alerts
+    assert (alert.kind, alert.step, alert.value) == ("nonfinite", FAULT_STEP, 1.0)
+    assert (alert.tensor, alert.direction) == ("blocks.1.down.bias", "forward")
+    (message,) = warned
+    assert "blocks.1.down.bias" in message and "holds 1 NaN of 16 elements" in message
+
+
+def test_a_nan_in_a_gradient_names_the_last_tensor() -> None:
+    class Broken(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return grad * torch.nan
+
+    class Module(Regression):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(Broken.apply(torch.sin(self.first(x))))
+
+    monitor = ScaleMonitor(every_n_steps=1, on_violation="raise")
+    with pytest.raises(ScaleViolation) as raised:
+        run(Module, [monitor], max_steps=2)
+    assert (raised.value.step, raised.value.direction) == (0, "backward")
+    assert raised.value.tensor == "sin"
+    # A gradient is made from the gradient of what the tensor went into.
+    assert len(raised.value.alert.inputs) == 1
+
+
+def test_a_loss_that_is_nan_in_between_has_the_next_step_sampled() -> None:
+    monitor = ScaleMonitor(every_n_steps=7, on_violation="warn")
+    train(monitor, nan_bias)
+    assert [one.step for one in monitor.snapshots] == [0, 7, 14, 21, 28, FAULT_STEP + 1, 35]
+    loss, first = monitor.alerts
+    assert (loss.kind, loss.step) == ("loss", FAULT_STEP)
+    assert (first.kind, first.step) == ("nonfinite", FAULT_STEP + 1)
+
+
+def test_a_last_step_that_is_not_sampled() -> None:
+    monitor = ScaleMonitor(every_n_steps=7, on_violation="warn")
+    _, warned = train(monitor, nan_bias, at=38, max_steps=39)
+    assert [(one.kind, one.step) for one in monitor.alerts] == [("loss", 38)]
+    assert "step 38: loss" in warned[0]
+
+
+def test_stop_ends_the_training_and_leaves_a_checkpoint(tmp_path: Path) -> None:
+    monitor = ScaleMonitor(every_n_steps=5, on_violation="stop")
+    checkpoint = ModelCheckpoint(tmp_path)
+    trainer, warned = train(monitor, overflow, others=[checkpoint], enable_checkpointing=True)
+    assert trainer.should_stop and trainer.global_step == FAULT_STEP + 1
+    assert len(warned) == 1
+    (path,) = tmp_path.glob("*.ckpt")
+    assert torch.load(path, weights_only=True)["global_step"] == FAULT_STEP + 1
+    assert not hasattr(trainer.lightning_module.training_step, "__wrapped__")
+
+
+def test_raise_tells_what_and_where(tmp_path: Path) -> None:
+    logger = TensorBoardLogger(tmp_path, "run")
+    monitor = ScaleMonitor(every_n_steps=1, on_violation="raise")
+    with pytest.raises(ScaleViolation, match=r"step 30: blocks\.1\.down\.bias") as raised:
+        train(monitor, nan_bias, logger=logger)
+    error = raised.value
+    assert (error.step, error.tensor, error.module) == (30, "blocks.1.down.bias", "blocks.1.down")
+    assert error.alerts == monitor.alerts and error.alert is error.alerts[0]
+    again = pickle.loads(pickle.dumps(error))
+    assert again.alerts == error.alerts and str(again) == str(error)
+    # The run can be looked at.
+    found = read_run(logger.log_dir)
+    assert found.alerts() == monitor.alerts
+    assert found.history("forward").steps[-1] == 30
+
+
+def test_none_is_silent() -> None:
+    monitor = ScaleMonitor(every_n_steps=5)
+    _, warned = train(monitor, nan_bias)
+    assert warned == [] and len(monitor.alerts) == 1
+    # Without a reaction no step is looked at that is not sampled.
+    monitor = ScaleMonitor(every_n_steps=7)
+    train(monitor, nan_bias)
+    assert [one.step for one in monitor.snapshots] == [0, 7, 14, 21, 28, 35]
+
+
+def test_thresholds_of_a_users_format() -> None:
+    formats = {"E3M2": {"flushed": 0.2}, "FP16": 1.0}
+    monitor = ScaleMonitor(every_n_steps=1, on_violation="warn", thresholds=formats)
+    _, (message,) = train(monitor, max_steps=1)
+    assert all((one.format, one.kind) == ("E3M2", "flushed") for one in monitor.alerts)
+    snapshot = monitor.snapshots[0]
+    expected = {
+        (name, direction)
+        for direction in ("forward", "backward")
+        for name in snapshot.names
+        if (found := snapshot.statistics(name, direction, stored=True)) is not None
+        and found.fraction("E3M2", "flushed") > 0.2
+    }
+    assert {(one.tensor, one.direction) for one in monitor.alerts} == expected
+    assert 2 < len(expected) < 2 * len(snapshot)
+    if len(expected) > 8:
+        assert message.endswith(f"and {len(expected) - 8} more")
+
+
+def test_a_mask_of_infinities_is_no_violation() -> None:
+    class Masked(Regression):
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.first(x)
+            padding = torch.zeros_like(y)
+            padding[:, 5:] = -torch.inf
+            shares = torch.softmax(y.masked_fill(y > 10, -torch.inf) + padding, dim=-1)
+            return self.second(shares)
+
+    monitor = ScaleMonitor(every_n_steps=1, on_violation="raise", trend_steps=None)
+    run(Masked, [monitor], max_steps=3)
+    infinite = [
+        name
+        for name in monitor.snapshots[0].names
+        if monitor.snapshots[0].statistics(name).infs  # type: ignore[union-attr]
+    ]
+    assert infinite and not monitor.alerts
+
+
+def test_infinite_gradients_belong_to_the_loss_scaler() -> None:
+    def module() -> pl.LightningModule:
+        return Regression(norm=False)
+
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**60)
+    plugin = MixedPrecision("16-mixed", "cpu", scaler)
+    monitor = ScaleMonitor(every_n_steps=1, on_violation="raise", thresholds={})
+    run(module, [monitor], plugins=plugin, max_steps=1)
+    backward = monitor.snapshots[0].column("infs", "backward")
+    assert (backward > 0).any() and not monitor.alerts
+
+
+def test_unit_scaled_tensors_are_judged_as_stored() -> None:
+    class Large(Regression):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(self.first(x * 2.0**14) * 2.0**-14)
+
+    plain = ScaleMonitor(every_n_steps=1, thresholds={"E4M3FN": {"overflow": 0.0}})
+    scaled = ScaleMonitor(every_n_steps=1, thresholds={"E4M3FN": {"overflow": 0.0}})
+    run(Large, [plain], max_steps=1)
+    run(Large, [UnitScaleCallback(), scaled], max_steps=1)
+    name = "first.linear"
+    assert name in {one.tensor for one in plain.alerts}
+    assert name not in {one.tensor for one in scaled.alerts}
+
+
+def test_accumulated_batches_are_one_sample() -> None:
+    monitor = ScaleMonitor(every_n_steps=7, on_violation="warn")
+    train(monitor, nan_bias, at=2, accumulate_grad_batches=2, max_steps=5)
+    loss, first = monitor.alerts
+    assert (loss.step, first.step) == (2, 3)
+    taken = monitor.snapshots[1]
+    assert taken.statistics("first.linear").numel == 2 * 4 * 16  # type: ignore[union-attr]
+
+
+def test_a_second_fit_begins_anew() -> None:
+    monitor = ScaleMonitor(every_n_steps=1, on_violation="warn")
+    for number in (1, 2):
+        train(monitor, nan_bias, at=1, max_steps=3)
+        assert [one.step for one in monitor.alerts] == [1] * number
+
+
+def test_the_module_is_as_before_when_it_raised() -> None:
+    monitor = ScaleMonitor(every_n_steps=1, on_violation="raise")
+    module = Stack(nan_bias, 0)
+    trainer = pl.Trainer(
+        callbacks=[monitor], logger=False, max_steps=1, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, accelerator="cpu",
+        default_root_dir=".",
+    )  # fmt: skip
+    with pytest.warns(UserWarning), pytest.raises(ScaleViolation):
+        trainer.fit(module, loader(4))
+    assert "training_step" not in module.__dict__

@@ -1,0 +1,202 @@
+"""``UnitScaleCallback(precision="fp8")``: in Trainers of every precision, resumed, and refused."""
+
+from __future__ import annotations
+
+import warnings
+from importlib import import_module
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.plugins import MixedPrecision, TransformerEnginePrecision
+from torch import Tensor, nn
+
+from lightning_unitscale import ScaleMonitor, UnitScaleCallback
+from lightning_unitscale.callbacks.fp8 import U_MUP_EXCLUDE
+from lightning_unitscale.graph.patterns import NamePatterns
+from tests.callbacks.runs import loader, run
+from tests.helpers import assert_same_bits
+
+
+def _row(generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    x = torch.randn(32, generator=generator)
+    return x, x[:8].cumsum(0)
+
+
+class Tower(pl.LightningModule):
+    """Two layers that FP8 can take, and a last one of 8 features that it cannot."""
+
+    def __init__(self, outlier: float = 0.0) -> None:
+        super().__init__()
+        self.outlier = outlier
+        self.fc1, self.fc2, self.head = nn.Linear(32, 48), nn.Linear(48, 32), nn.Linear(32, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.gelu(self.fc1(x))
+        # One neuron far above the others: at the RMS of all, the others are nothing.
+        h = h + self.outlier * F.one_hot(torch.tensor(3), 48).to(h.dtype)
+        return self.head(self.fc2(h))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        return F.mse_loss(self(x).float(), y.float())
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.training_step(batch, batch_idx))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+def _data() -> Any:
+    return loader(128, 16, make=_row)
+
+
+def _losses(callbacks: Any = (), make: Any = Tower, **options: Any) -> Tensor:
+    with warnings.catch_warnings():
+        # torch's notice that a CPU autocast in FP16 is slow, and the like.
+        warnings.simplefilter("ignore")
+        done = run(make, callbacks, data=_data, max_steps=24, **options)
+    return torch.stack([step["loss"] for step in done.outputs])
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed", "bf16-true"])
+def test_training_in_fp8_is_nearly_that_without(precision: Any) -> None:
+    plugins: dict[str, Any] = {"precision": precision}
+    if precision == "16-mixed":
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        plugins = {"plugins": [MixedPrecision("16-mixed", "cpu", scaler)]}
+    plain = _losses(**plugins)
+    callback = UnitScaleCallback(precision="fp8")
+    found = _losses([callback], **plugins)
+    text = callback.explain()
+    assert "2 of 3 products in FP8 with constant scales" in text
+    assert "its 8 output features are no multiple of 16" in text
+    assert not torch.equal(found, plain)
+    torch.testing.assert_close(found, plain, rtol=0.1, atol=0.0)
+    assert found[-1] < 0.6 * found[0]
+
+
+def test_types_with_bf16_mixed() -> None:
+    """The layers read what autocast would have cast, and give what it would have given."""
+    seen: set[tuple[torch.dtype, torch.dtype, torch.dtype]] = set()
+    file = import_module("lightning_unitscale.functional.fp8_linear")
+    plain = file.scaled_product
+
+    def recorded(rows: Tensor, columns: Tensor, scale: Tensor, dtype: Any, **options: Any) -> Any:
+        seen.add((rows.dtype, columns.dtype, dtype))
+        return plain(rows, columns, scale, dtype, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(file, "scaled_product", recorded)
+        _losses([UnitScaleCallback(precision="fp8")], precision="bf16-mixed")
+    operand, gradient = torch.float8_e4m3fn, torch.float8_e5m2
+    assert seen == {
+        (operand, operand, torch.bfloat16),  # results
+        (gradient, operand, torch.bfloat16),  # the gradient of the second layer's input
+        (gradient, operand, torch.float32),  # gradients of weights, which are FP32
+    }
+
+
+@pytest.mark.parametrize("depth", ["products", "all"])
+def test_evaluation_monitor_and_drift(depth: Any) -> None:
+    """Looking at the units, or showing them, changes no bit of what FP8 makes."""
+    data = {"val_dataloaders": _data()}
+    alone = _losses([UnitScaleCallback(depth=depth, precision="fp8", recalibrate=None)])
+    callback = UnitScaleCallback(depth=depth, precision="fp8", recalibrate=None)
+    watched = _losses([callback, ScaleMonitor(every_n_steps=2)])
+    assert_same_bits(watched, alone)
+    looked = UnitScaleCallback(depth=depth, precision="fp8", recalibrate=5)
+    done = run(Tower, [looked], data=_data, max_steps=11, entry_options=data)
+    assert "New units for" in looked.explain() and "validation_step" in looked.explain()
+    assert torch.isfinite(done.metrics["val_loss"])
+
+
+def test_layers_that_fp8_does_not_fit_are_kept(tmp_path: Any) -> None:
+    def make() -> Tower:
+        return Tower(outlier=1e6)
+
+    class Save(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+            if trainer.global_step == 3:
+                trainer.save_checkpoint(tmp_path / "third.ckpt")
+
+    callback = UnitScaleCallback(precision="fp8")
+    _losses([callback, Save()], make)
+    text = callback.explain()
+    assert "of its input would be zero in E4M3FN" in text and "1 of 3 products in FP8" in text
+    # A resumed run does not measure again, and knows it all the same.
+    resumed = UnitScaleCallback(precision="fp8")
+    _losses([resumed], make, entry_options={"ckpt_path": tmp_path / "third.ckpt"})
+    assert "of its input would be zero in E4M3FN" in resumed.explain()
+    # Another module is measured for itself.
+    _losses([resumed])
+    assert "2 of 3 products in FP8" in resumed.explain()
+
+
+def test_what_is_excluded() -> None:
+    by_name = UnitScaleCallback(precision="fp8", fp8_exclude="fc1")
+    _losses([by_name])
+    assert "its name is excluded" in by_name.explain()
+    by_rules = UnitScaleCallback("u-mup", precision="fp8")
+    _losses([by_rules])
+    # fc2 is a feed-forward's last layer and head the readout.
+    assert by_rules.explain().count("its name is excluded") == 2
+    assert "1 of 3 products in FP8" in by_rules.explain()
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "transformer.h.0.attn.c_proj",
+        "transformer.h.0.mlp.c_proj",
+        "model.layers.3.self_attn.o_proj",
+        "model.layers.3.mlp.down_proj",
+        "bert.encoder.layer.1.attention.output.dense",
+        "bert.encoder.layer.1.output.dense",
+        "encoder.layers.0.self_attn.out_proj",
+        "encoder.layers.0.linear2",
+        "blocks.2.attn.proj",
+        "blocks.2.mlp.fc2",
+        "lm_head",
+    ],
+)
+def test_names_that_u_mup_keeps(path: str) -> None:
+    assert not NamePatterns(exclude=U_MUP_EXCLUDE).match_names(path)
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["transformer.h.0.attn.c_attn", "model.layers.3.mlp.gate_proj", "blocks.2.mlp.fc1",
+     "bert.encoder.layer.1.intermediate.dense", "encoder.layers.0.linear1"],
+)  # fmt: skip
+def test_names_that_u_mup_runs_in_fp8(path: str) -> None:
+    assert NamePatterns(exclude=U_MUP_EXCLUDE).match_names(path)
+
+
+def test_a_trainer_that_does_not_go_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    plugin = object.__new__(TransformerEnginePrecision)
+    trainer = pl.Trainer(accelerator="cpu", logger=False, barebones=True)
+    trainer.strategy.precision_plugin = plugin
+    module, callback = Tower(), UnitScaleCallback(precision="fp8")
+    with pytest.raises(
+        MisconfigurationException,
+        match=r"precision='fp8' with TransformerEnginePrecision: it replaces .*; expected '32",
+    ):
+        callback.setup(trainer, module, "fit")
+    assert "training_step" not in module.__dict__
+    monkeypatch.setattr("lightning_unitscale.callbacks.fp8.why_no_fp8", lambda device: "too old")
+    with pytest.raises(MisconfigurationException, match=r"on cpu: too old; expected a GPU of"):
+        _losses([UnitScaleCallback(precision="fp8")])
+
+
+def test_from_a_command_line() -> None:
+    jsonargparse = pytest.importorskip("jsonargparse")
+    parser = jsonargparse.ArgumentParser()
+    parser.add_class_arguments(UnitScaleCallback, "callback")
+    given = ["--callback.precision=fp8", "--callback.fp8_exclude=[head, '*.fc2']"]
+    callback = parser.instantiate(parser.parse_args(given)).callback
+    assert callback._fp8.patterns.exclude == ("head", "*.fc2")

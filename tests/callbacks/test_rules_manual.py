@@ -1,0 +1,98 @@
+"""Manual optimization by rules: what a step reads of its gradients, rehearsed and for real."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.callbacks.rule_runs import Classifier, fit, plan_of, rms, unit_scale, weights
+from tests.helpers import assert_same_bits
+
+
+class ByHand(Classifier):
+    """Clips its gradients itself, and keeps what it has seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.unused = torch.nn.Linear(3, 3)
+        self.norms: list[Tensor] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        loss = F.cross_entropy(self.forward(batch[0]), batch[1])
+        self.manual_backward(loss)
+        self.norms.append(self.clipped())
+        optimizer.step()
+        self.log("loss", loss)
+
+    def clipped(self) -> Tensor:
+        """Brings every gradient to a norm of at most 1; returns the square of all norms."""
+        total = torch.zeros(())
+        for one in self.parameters():
+            if one.grad is not None:
+                norm = one.grad.norm()
+                one.grad.mul_((1 / (norm + 1e-6)).clamp(max=1.0))
+                total = total + norm**2
+        return total
+
+
+class ByOneNorm(ByHand):
+    """As recipes have it: every parameter of the first layer is known to have a gradient."""
+
+    def clipped(self) -> Tensor:
+        total = torch.stack([one.grad.norm() for one in self.first.parameters()]).norm()
+        for one in self.first.parameters():
+            one.grad.mul_((1 / (total + 1e-6)).clamp(max=1.0))
+        return total**2
+
+
+class ByProducts(ByHand):
+    """Squares a gradient by a matrix product, which is none of the model's."""
+
+    def clipped(self) -> Tensor:
+        gradient = self.first.weight.grad
+        return torch.dot(gradient.flatten(), gradient.flatten()) + (gradient @ gradient.T).trace()
+
+
+KINDS = [ByHand, ByOneNorm, ByProducts]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_may_read_its_gradients(kind: Any) -> None:
+    pl.seed_everything(1, verbose=False)
+    module = kind()
+    unused = weights(module.unused)
+    fit(module, unit_scale("u-mup"), max_epochs=1, max_steps=-1)
+    # The rehearsals have left nothing behind, and saw no gradient where there will be none.
+    assert len(module.norms) == 4
+    assert all(float(one) > 0 for one in module.norms)
+    assert_same_bits(weights(module.unused), unused)
+    assert all(one.grad is None for one in module.unused.parameters())
+    plans = plan_of(module).parameters
+    assert plans["first.weight"].action == plans["readout.weight"].action == "scaled"
+
+
+def test_a_product_of_gradients_is_left_alone() -> None:
+    pl.seed_everything(1, verbose=False)
+    module = ByProducts()
+    seen: list[float] = []
+    clipped = module.clipped
+
+    def noting() -> Tensor:
+        note(module.first.weight.grad)
+        return clipped()
+
+    @torch.compiler.disable
+    def note(gradient: Tensor) -> None:
+        seen.append(2 * gradient.numel() * rms(gradient) ** 2)
+
+    module.clipped = noting  # type: ignore[method-assign]
+    fit(module, unit_scale("u-mup"), max_epochs=1, max_steps=-1)
+    assert [float(one) for one in module.norms] == pytest.approx(seen[-4:], rel=1e-4)

@@ -1,0 +1,159 @@
+"""The FP8 linear against FP64 products of what is rounded, and what it keeps for backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_unitscale.functional.fp8_linear import fp8_linear, to_fp8
+from lightning_unitscale.quantize import quantize
+from tests.helpers import assert_same_bits
+
+ONES = (1.0,) * 6
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+OPERAND, GRADIENT = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+def _random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator).to(dtype).requires_grad_()
+
+
+def _operand(tensor: Tensor, factor: float = 1.0) -> Tensor:
+    return quantize(tensor.detach().float() * factor, "E4M3FN").double()
+
+
+def _gradient(tensor: Tensor, factor: float = 1.0) -> Tensor:
+    return quantize(tensor.detach().float() * factor, "E5M2", saturate=True).double()
+
+
+def _assert_near(found: Tensor, expected: Tensor, num_terms: int) -> None:
+    """As near as a sum of so many terms in FP32, rounded once, has to be."""
+    scale = expected.abs().max().item()
+    tolerance = torch.finfo(found.dtype).eps + num_terms * torch.finfo(torch.float32).eps
+    error = (found.double() - expected).abs().max().item()
+    assert error <= tolerance * scale, (error, scale)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(32, 48), (3, 7, 48), (48,), (1, 48)], ids=str)
+def test_products_of_rounded_operands(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    x, w = _random(*shape, dtype=dtype), _random(32, 48, dtype=dtype, seed=1)
+    factors = (2.0, 0.5, 1.0, 4.0, 0.25, 0.125)
+    y = fp8_linear(x, w, None, "constant", dtype, *factors)
+    g = _random(*y.shape, dtype=dtype, seed=2).detach()
+    y.backward(g)
+    assert y.dtype == dtype and y.shape == (*shape[:-1], 32)
+    x8, w8, g8 = _operand(x, 2.0), _operand(w, 0.5), _gradient(g, 4.0)
+    _assert_near(y.detach(), x8 @ w8.T, 48)
+    assert x.grad is not None and w.grad is not None
+    assert x.grad.dtype == w.grad.dtype == dtype
+    _assert_near(x.grad, 0.25 * g8 @ w8, 32)
+    rows = g8.reshape(-1, 32)
+    _assert_near(w.grad, 0.125 * rows.T @ x8.reshape(-1, 48), len(rows))
+
+
+def test_the_bias_is_not_rounded_and_neither_is_its_gradient() -> None:
+    x, w, b = _random(5, 16), _random(16, 16, seed=1), _random(16, seed=2)
+    y = fp8_linear(x, w, b, "constant", torch.float32, *ONES)
+    g = _random(5, 16, seed=3).detach()
+    y.backward(g)
+    without = fp8_linear(x, w, None, "constant", torch.float32, *ONES)
+    assert_same_bits(y.detach(), (without + b).detach())
+    assert_same_bits(b.grad, g.sum(0))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_dynamic_scales_reach_the_end_of_each_format(dtype: torch.dtype) -> None:
+    """Operands far out of FP8's range give what they give near 1."""
+    x, w = _random(24, 32, dtype=dtype), _random(16, 32, dtype=dtype, seed=1)
+    made = fp8_linear(x, w, None, "dynamic", dtype)
+    g = _random(24, 16, dtype=dtype, seed=2).detach()
+    made.backward(g)
+    of_x, of_w = (448.0 / one.detach().abs().max().double() for one in (x, w))
+    of_g = 57344.0 / g.abs().max().double()
+    x8, w8, g8 = _operand(x, float(of_x)), _operand(w, float(of_w)), _gradient(g, float(of_g))
+    assert x.grad is not None and w.grad is not None
+    _assert_near(made.detach(), x8 @ w8.T / (of_x * of_w), 64)
+    _assert_near(x.grad, g8 @ w8 / (of_g * of_w), 64)
+    _assert_near(w.grad, g8.T @ x8 / (of_g * of_x), 64)
+
+
+def test_dynamic_scales_of_nothing() -> None:
+    x = torch.zeros(8, 16, requires_grad=True)
+    w = _random(16, 16)
+    made = fp8_linear(x, w, None, "dynamic", torch.float32)
+    made.backward(torch.zeros_like(made))
+    assert_same_bits(made.detach(), torch.zeros(8, 16))
+    assert_same_bits(x.grad, torch.zeros(8, 16))
+    empty = fp8_linear(torch.ones(0, 16), w, None, "dynamic", torch.float32)
+    assert empty.shape == (0, 16)
+
+
+def test_no_rows() -> None:
+    x, w = torch.ones(0, 16, requires_grad=True), _random(32, 16)
+    made = fp8_linear(x, w, None, "constant", torch.bfloat16, *ONES)
+    made.sum().backward()
+    assert made.shape == (0, 32) and made.dtype == torch.bfloat16
+    assert x.grad is not None and x.grad.shape == (0, 16)
+    assert_same_bits(w.grad, torch.zeros(32, 16))
+
+
+@pytest.mark.parametrize("frozen", ["input", "weight"])
+def test_nothing_is_kept_for_a_gradient_that_nobody_wants(frozen: str) -> None:
+    x = _random(8, 16).requires_grad_(frozen != "input")
+    w = _random(16, 16, seed=1).requires_grad_(frozen != "weight")
+    saved = _saved_bytes(lambda: fp8_linear(x, w, None, "constant", torch.float32, *ONES))
+    assert saved[0] == (8 * 16 if frozen == "input" else 16 * 16)
+    saved[1].sum().backward()
+    assert (x.grad is None) == (frozen == "input") and (w.grad is None) == (frozen == "weight")
+
+
+@pytest.mark.parametrize("dtype", [OPERAND, GRADIENT])
+def test_casts_are_those_of_the_simulation(dtype: torch.dtype) -> None:
+    """Every code, every midpoint, both ends, and what lies beyond."""
+    codes = torch.arange(256, dtype=torch.uint8).view(dtype).float()
+    codes = codes[codes.isfinite()].sort().values
+    middles = (codes[1:] + codes[:-1]) / 2
+    random = torch.randn(10_000) * torch.exp2(torch.randint(-24, 24, (10_000,)))
+    values = torch.cat([codes, middles, random, torch.tensor([1e30, -1e30, -0.0, 449.0, 6e4])])
+    name = "E4M3FN" if dtype == OPERAND else "E5M2"
+    found = to_fp8(values, torch.ones(()), dtype).float()
+    assert_same_bits(found, quantize(values, name, saturate=True))
+
+
+@pytest.mark.parametrize("dtype", [OPERAND, GRADIENT])
+def test_what_has_gone_wrong_stays_wrong(dtype: torch.dtype) -> None:
+    bad = torch.tensor([float("inf"), float("-inf"), float("nan")])
+    assert to_fp8(bad, torch.ones(()), dtype).float().isnan().all()
+    x = torch.ones(2, 16)
+    x[0, 0] = float("inf")
+    made = fp8_linear(x, torch.ones(16, 16), None, "constant", torch.float32, *ONES)
+    assert made[0].isnan().all() and made[1].isfinite().all()
+
+
+def _saved_bytes(function: Any) -> tuple[int, Tensor]:
+    """Bytes of distinct tensors, other than 0-d ones, that autograd keeps; and the result."""
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if tensor.dim():
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda one: one):
+        result = function()
+    return sum(kept.values()), result
+
+
+def test_half_of_what_bf16_keeps() -> None:
+    x, w = _random(64, 128, dtype=torch.bfloat16), _random(256, 128, dtype=torch.bfloat16, seed=1)
+    plain, _ = _saved_bytes(lambda: F.linear(x, w))
+    fp8, _ = _saved_bytes(lambda: fp8_linear(x, w, None, "constant", torch.bfloat16, *ONES))
+    assert plain == 2 * (64 * 128 + 256 * 128)
+    assert 0 < fp8 <= 0.55 * plain

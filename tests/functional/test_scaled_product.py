@@ -1,0 +1,41 @@
+"""FP8 matrices of any size, and the devices that have no product of them."""
+
+import pytest
+import torch
+
+from lightning_unitscale.functional.scaled_product import scaled_product, why_no_fp8
+from tests.helpers import assert_same_bits
+
+
+@pytest.mark.parametrize("shape", [(16, 16), (5, 7), (33, 17), (1, 1), (0, 4), (4, 0)], ids=str)
+@pytest.mark.parametrize("kinds", ["e4m3fn e4m3fn", "e5m2 e4m3fn", "e4m3fn e5m2"])
+def test_any_number_of_rows_and_terms(shape: tuple[int, int], kinds: str) -> None:
+    """Small integers are exact in both formats, and so are their sums in FP32."""
+    generator = torch.Generator().manual_seed(1)
+    rows = torch.randint(-3, 4, shape, generator=generator).float()
+    columns = torch.randint(-3, 4, (32, shape[1]), generator=generator).float()
+    first, second = (getattr(torch, f"float8_{one}") for one in kinds.split())
+    made = scaled_product(rows.to(first), columns.to(second), torch.tensor(0.5), torch.float32)
+    assert_same_bits(made + 0.0, 0.5 * (rows @ columns.T) + 0.0)
+
+
+def test_matrices_may_be_turned() -> None:
+    rows = torch.arange(-8.0, 8.0).repeat(16, 1)
+    turned = rows.to(torch.float8_e4m3fn).t()
+    made = scaled_product(turned, turned, torch.ones(()), torch.bfloat16)
+    assert_same_bits(made, (rows.t() @ rows).bfloat16())
+
+
+def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert why_no_fp8(torch.device("cpu")) is None
+    assert "type 'mps'" in str(why_no_fp8(torch.device("mps")))
+    capability = (8, 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
+    monkeypatch.setattr(torch.version, "hip", None)
+    reason = why_no_fp8(torch.device("cuda", 0))
+    assert reason == "A100 has compute capability 8.0, FP8 needs 8.9"
+    for capability in ((8, 9), (9, 0), (10, 0)):  # noqa: B007
+        assert why_no_fp8(torch.device("cuda", 0)) is None
+    monkeypatch.setattr(torch.version, "hip", "6.2")
+    assert "AMD" in str(why_no_fp8(torch.device("cuda", 0)))

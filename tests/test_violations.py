@@ -1,0 +1,219 @@
+"""Violations found in snapshots: NaN in graph order, thresholds, trends."""
+
+import json
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_unitscale.alerts import ScaleAlert, TensorScale, alerts_from_json, alerts_to_json
+from lightning_unitscale.formats import E4M3FN, E5M2, FP16, get_format
+from lightning_unitscale.snapshot import ScaleSnapshot
+from lightning_unitscale.statistics import statistics_row
+from lightning_unitscale.trends import NUM_SAMPLES, AmaxTrends, fitted_lines
+from lightning_unitscale.violations import (
+    Threshold,
+    default_thresholds,
+    first_nonfinite,
+    format_violations,
+    infinite_names,
+    parse_thresholds,
+)
+from tests.tensorboard.runs import LAYOUT, NAMES, snapshot, with_nan
+
+INF, NAN = math.inf, math.nan
+
+
+def of(forward, backward=None, step=0, inputs=()):
+    """A snapshot of tensors ``m.a``, ``m.b``, ... with these elements."""
+    names = tuple(f"m.{letter}" for letter in "abcdefgh"[: len(forward)])
+
+    def rows(values):
+        return torch.stack([statistics_row(torch.tensor(one), LAYOUT) for one in values]).numpy()
+
+    backward = [[1.0]] * len(forward) if backward is None else backward
+    return ScaleSnapshot(step, names, rows(forward), rows(backward), LAYOUT, inputs=inputs)
+
+
+def found(one, **options):
+    alert = first_nonfinite(one, **options)
+    return None if alert is None else (alert.tensor, alert.direction)
+
+
+def test_the_first_nan_in_the_order_of_computation():
+    good, bad = [1.0, 2.0], [1.0, NAN]
+    assert found(of([good, good])) is None
+    assert found(of([good, bad, bad], [bad, bad, bad])) == ("m.b", "forward")
+    # The backward pass begins with the last tensor.
+    assert found(of([good, good, good], [bad, bad, good])) == ("m.b", "backward")
+    assert found(of([good, good, good], [bad, bad, good]), gradients=False) is None
+
+
+def test_infinities_that_nothing_came_of():
+    good, infinite = [1.0, 2.0], [1.0, -INF]
+    assert found(of([good, infinite, good])) is None
+    assert infinite_names(of([good, infinite, [NAN, INF]])) == ("m.b",)
+    # Of these something came: an infinite result, a NaN, a gradient.
+    assert found(of([good, infinite, infinite])) == ("m.b", "forward")
+    assert found(of([good, infinite, [NAN]])) == ("m.b", "forward")
+    assert found(of([good, infinite, good], [good, [INF], good])) == ("m.b", "forward")
+    # A mask is not what a NaN comes from.
+    known = found(of([good, infinite, [NAN]]), known_infinite={"m.b"})
+    assert known == ("m.c", "forward")
+    masked = replace(of([good, infinite, [NAN]]), names=("m.a", "m.masked_fill_2", "m.c"))
+    assert found(masked) == ("m.c", "forward")
+
+
+def test_a_nan_is_counted_and_its_inputs_are_named():
+    inputs = ((), ("m.a",), ("m.b", "m.a"))
+    one = of([[4.0, -8.0], [0.0], [NAN, NAN, INF, 1.0]], [[NAN], [1.0], [2.0]], inputs=inputs)
+    alert = first_nonfinite(one)
+    assert alert.value == 3 and "2 NaN and 1 infinite of 4 elements" in alert.text
+    assert "(1 more tensor or gradient" in alert.text
+    zero, plain = alert.inputs
+    assert (zero.tensor, zero.log2_rms) == ("m.b", -INF) and str(zero) == "m.b (zero)"
+    assert plain == TensorScale("m.a", math.log2(math.sqrt(40)), 3.0)
+    backward = of([[1.0]] * 3, [[NAN], [4.0], [16.0]], inputs=inputs)
+    assert [(i.tensor, i.log2_rms) for i in first_nonfinite(backward).inputs] == [
+        ("m.b", 2.0),
+        ("m.c", 4.0),
+    ]
+
+
+def test_thresholds_as_users_write_them():
+    assert parse_thresholds({"half": 0.25, "e4m3": {"subnormal": 1}}) == (
+        Threshold(FP16, "overflow", 0.25),
+        Threshold(FP16, "flushed", 0.25),
+        Threshold(get_format("E4M3"), "subnormal", 1.0),
+    )
+    assert default_thresholds((FP16, E4M3FN, E5M2)) == (
+        Threshold(FP16, "overflow", 0.0),
+        Threshold(E4M3FN, "overflow", 1e-3),
+        Threshold(E5M2, "overflow", 0.0),
+    )
+
+
+def test_a_threshold_itself_is_allowed():
+    one = of([[500.0, 1.0, 1.0, 1.0], [500.0, 500.0, 1.0, 1e-9]])
+    for fraction, tensors in ((0.25, ["m.b"]), (0.2, ["m.a", "m.b"]), (0.5, [])):
+        alerts = format_violations(one, [Threshold(E4M3FN, "overflow", fraction)])
+        assert [alert.tensor for alert in alerts] == tensors
+    (alert,) = format_violations(one, [Threshold(E4M3FN, "flushed", 0.1)])
+    assert (alert.value, alert.threshold, alert.kind) == (0.25, 0.1, "flushed")
+    assert alert.text == "25 % of the elements become zero in E4M3FN (allowed: 10 %)"
+
+
+def test_gradients_come_in_the_order_of_the_backward_pass():
+    large = [1e6]
+    alerts = format_violations(of([large, [1.0], large], [large] * 3), default_thresholds((FP16,)))
+    assert [(alert.tensor, alert.direction) for alert in alerts] == [
+        ("m.a", "forward"),
+        ("m.c", "forward"),
+        ("m.c", "backward"),
+        ("m.b", "backward"),
+        ("m.a", "backward"),
+    ]
+
+
+def test_what_was_not_measured_violates_nothing():
+    one = snapshot(0, backward=False)
+    limits = parse_thresholds({"FP16": 0.0})
+    assert {alert.direction for alert in format_violations(one, limits)} <= {"forward"}
+    assert first_nonfinite(one) is None
+    assert format_violations(one, ()) == ()
+
+
+def test_lines_are_those_of_a_reference():
+    generator = np.random.default_rng(0)
+    steps = np.array([0.0, 5.0, 10.0, 30.0, 31.0])
+    values = generator.normal(size=(5, 3))
+    slopes, ends, errors = fitted_lines(steps, values)
+    from scipy.stats import linregress
+
+    for column in range(3):
+        line = linregress(steps, values[:, column])
+        expected = (line.slope, line.intercept + 31 * line.slope, line.stderr)
+        assert (slopes[column], ends[column], errors[column]) == pytest.approx(expected)
+
+
+def run_trend(log2_values, formats=(FP16,), horizon=500, every=10):
+    trends = AmaxTrends(formats, horizon)
+    alerts = []
+    for place, value in enumerate(log2_values):
+        alerts += trends.add(of([[2.0**value], [1.0]], step=every * place))
+    return alerts
+
+
+def test_growth_is_seen_before_the_format_is_left():
+    # A binade every 10 steps; FP16 ends just below 2^16.
+    values = [6 + k for k in range(NUM_SAMPLES)]
+    (alert,) = run_trend(values)
+    assert (alert.kind, alert.tensor, alert.direction) == ("trend", "m.a", "forward")
+    assert (alert.step, alert.format) == (70, "FP16")
+    assert alert.value == pytest.approx(30, abs=1) and "doubles every 10 steps" in alert.text
+    assert [one.format for one in run_trend(values, (FP16, E4M3FN))] == ["FP16"]  # E4M3FN is left
+    assert run_trend(values, horizon=29) == []
+    assert len(run_trend([*values, 14.0, 15.0])) == 3
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [8.0] * 12,
+        [15.0 - k for k in range(12)],
+        [8 + 0.3 * (-1) ** k for k in range(12)],  # noise
+        [8.0] * 6 + [15.0] * 6,  # a jump
+        [15.9 + 0.005 * k for k in range(12)],  # creeping
+        [-40 + k for k in range(12)],  # far away: not within four times what was seen
+        [6.0 + k for k in range(NUM_SAMPLES - 1)],  # too few
+        [6.0 + k for k in range(4)] + [-math.inf] * 3 + [10.0],
+    ],
+)
+def test_no_growth(values):
+    assert run_trend(values) == []
+
+
+def test_other_tensors_begin_a_new_trend():
+    trends = AmaxTrends((FP16,), 500)
+    for k in range(NUM_SAMPLES - 1):
+        trends.add(of([[2.0 ** (6 + k)]], step=k))
+    assert trends.add(of([[2.0**13], [1.0]], step=7)) == ()
+    # So does a second fit.
+    trends = AmaxTrends((FP16,), 500)
+    for step in (0, 1, 2, 3, 4, 5, 6, 0):
+        assert trends.add(of([[2.0 ** (6 + step)]], step=step)) == ()
+
+
+def test_alerts_as_json():
+    alerts = (
+        first_nonfinite(with_nan(snapshot(3), 1)),
+        ScaleAlert("loss", 4, "loss", "", "forward", "is NaN"),
+        ScaleAlert(
+            "overflow", 5, "a.b_1", "a", "backward", "x", "FP16", 0.5, 0.1,
+            (TensorScale("a.c", -INF, -INF),),
+        ),
+    )  # fmt: skip
+    text = alerts_to_json(alerts)
+    assert json.loads(text)[2]["inputs"][0]["log2_rms"] is None
+    again = alerts_from_json(text)
+    assert again[0] == alerts[0] and str(again[1]) == str(alerts[1])
+    assert again[0].tensor == NAMES[1] and again[2].op == "b"
+    assert math.isnan(again[2].inputs[0].log2_rms)
+    with pytest.raises(ValueError, match="not a list of alerts"):
+        alerts_from_json('[{"kind": "loss"}]')
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "op"),
+    [
+        ("a.b.linear_12", "a.b", "linear"),
+        ("a.b.linear@2", "a.b", "linear"),
+        ("a.b.log_softmax_1@3", "a.b", "log_softmax"),
+        ("add", "", "add"),
+        ("a.weight", "a", "weight"),
+    ],
+)
+def test_the_operation_in_a_name(name, module, op):
+    assert ScaleAlert("nonfinite", 0, name, module, "forward", "").op == op
