@@ -1,27 +1,37 @@
 """Peak and step time of this planner, of torch's memory budgets, and of a checkpoint per block.
 
-Every variant runs the same training step op by op: a GPT of 6 blocks in FP32 on a CPU. Peaks are
-measured by the allocator's events and, for ours, predicted; times are interleaved medians.
+Every variant runs the same training step op by op in FP32 on a CPU, for each of five models. Peaks
+are measured by the allocator's events and, for ours, predicted; times are interleaved medians.
+Results are kept in the JSON file model by model.
 
-    python benchmarks/remat_pareto.py
+    python benchmarks/remat_pareto.py                   # the GPT of 6 blocks
+    python benchmarks/remat_pareto.py --models all      # and of 48, ViT, ResNet, Llama with GQA
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
-from measure import RESULTS, interleaved_medians, machine
+import transformers
 from tabulate import tabulate
 from torch import Tensor, fx, nn
 from torch._functorch import config as functorch_config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.measure import RESULTS, interleaved_medians, machine
 from examples.gpt import GPT
 from lightning_unitscale.remat import (
     Planner,
@@ -32,9 +42,9 @@ from lightning_unitscale.remat import (
 )
 from lightning_unitscale.remat.costs import node_flops, size_of, tensors_of
 from lightning_unitscale.remat.measure import PeakMeter
-from lightning_unitscale.remat.report import new_figure
 
 TORCH_BUDGETS = (1.0, 0.8, 0.6, 0.4, 0.3, 0.2, 0.1, 0.0)
+PLOT = Path(__file__).parent.parent / "docs" / "images" / "remat_pareto.png"
 Step = Callable[[], float]
 
 
@@ -43,8 +53,8 @@ class _Checkpointed(nn.Module):
         super().__init__()
         self.block = block
 
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.block, x, use_reentrant=False)
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return checkpoint(self.block, *args, use_reentrant=False, **kwargs)
 
 
 class _Chosen(RematPartitioner):
@@ -89,21 +99,95 @@ def _torch_partition(budget: float) -> Callable[..., Any]:
     return partition
 
 
+@dataclass
+class Subject:
+    """A model, what a step computes from its inputs, and the lists that hold its blocks."""
+
+    title: str
+    model: nn.Module
+    loss: Callable[..., Tensor]
+    inputs: tuple[Tensor, ...]
+    blocks: list[nn.ModuleList]
+
+
+def _gpt(depth: int, width: int, context: int, batch: int) -> Subject:
+    model = GPT(width=width, depth=depth, num_heads=8, context=context)
+    tokens, targets = torch.randint(0, 256, (2, batch, context))
+    title = f"GPT, {depth} blocks of width {width}, {batch} sequences of {context}"
+    return Subject(
+        title, model, lambda x, y: model._loss((x, y)), (tokens, targets), [model.blocks]
+    )
+
+
+def _llama() -> Subject:
+    config = transformers.LlamaConfig(
+        vocab_size=1024,
+        hidden_size=256,
+        intermediate_size=688,
+        num_hidden_layers=6,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        use_cache=False,
+    )
+    model = transformers.LlamaForCausalLM(config)
+    tokens = torch.randint(0, 1024, (4, 256))
+    title = "Llama, 6 blocks of width 256, 8 heads and 2 of keys, 4 sequences of 256"
+    layers = cast(nn.ModuleList, model.model.layers)
+    return Subject(title, model, lambda x: model(x, labels=x).loss, (tokens,), [layers])
+
+
+def _vit() -> Subject:
+    config = transformers.ViTConfig(
+        hidden_size=192,
+        num_hidden_layers=6,
+        num_attention_heads=6,
+        intermediate_size=768,
+        image_size=96,
+        patch_size=8,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        num_labels=10,
+    )
+    model = transformers.ViTForImageClassification(config)
+    images, labels = torch.randn(8, 3, 96, 96), torch.randint(0, 10, (8,))
+    title = "ViT, 6 blocks of width 192, 8 images of 96 x 96 in patches of 8"
+    layers = next(one for one in model.modules() if isinstance(one, nn.ModuleList))
+    return Subject(title, model, lambda x, y: model(x, labels=y).loss, (images, labels), [layers])
+
+
+def _resnet() -> Subject:
+    config = transformers.ResNetConfig(
+        embedding_size=32, hidden_sizes=[64, 128, 256], depths=[3, 3, 3], num_labels=10
+    )
+    model = transformers.ResNetForImageClassification(config)
+    images, labels = torch.randn(16, 3, 96, 96), torch.randint(0, 10, (16,))
+    title = "ResNet, 3 stages of 3 bottlenecks, batch norm in training, 16 images of 96 x 96"
+    blocks = [cast(nn.ModuleList, one.layers) for one in model.resnet.encoder.stages]
+    return Subject(title, model, lambda x, y: model(x, labels=y).loss, (images, labels), blocks)
+
+
+SUBJECTS: dict[str, Callable[[], Subject]] = {
+    "gpt6": lambda: _gpt(6, 256, 256, 4),
+    "gpt48": lambda: _gpt(48, 64, 128, 4),
+    "vit": _vit,
+    "resnet": _resnet,
+    "llama": _llama,
+}
+
+
 class Bench:
-    def __init__(self, width: int, depth: int, context: int, batch: int) -> None:
-        torch.manual_seed(0)
-        self.model = GPT(width=width, depth=depth, num_heads=8, context=context)
-        self.tokens = torch.randint(0, 256, (2, batch, context))
+    def __init__(self, subject: Subject) -> None:
+        self.subject = subject
+        self.model = subject.model
+        self.loss = subject.loss
+        self.inputs = subject.inputs
         self.steps: dict[str, Step] = {}
         self.rows: dict[str, dict[str, Any]] = {}
-
-    def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        return self.model._loss((x, y))
 
     def add(self, name: str, function: Callable[..., Any], **row: Any) -> None:
         def step() -> float:
             self.model.zero_grad()
-            loss = function(*self.tokens)
+            loss = function(*self.inputs)
             loss.backward()
             return loss.item()
 
@@ -115,14 +199,14 @@ class Bench:
 
         # A code object of its own for each variant: Dynamo's cache is per code.
         namespace: dict[str, Any] = {"loss": self.loss}
-        exec("def step(x, y):\n    return loss(x, y)", namespace)
+        exec("def step(*inputs):\n    return loss(*inputs)", namespace)
         return torch.compile(namespace["step"], backend=aot_backend(counting)), counting
 
     def measured_peak(self, step: Step) -> int:
         self.model.zero_grad()
         meter = PeakMeter(torch.device("cpu"))
         meter.start()
-        meter.mark([list(self.model.parameters()), self.tokens])
+        meter.mark([list(self.model.parameters()), list(self.model.buffers()), self.inputs])
         step()
         peak = meter.stop()
         assert peak is not None
@@ -130,28 +214,33 @@ class Bench:
 
     def gradients(self, step: Step) -> list[Tensor]:
         loss = step()
-        return [torch.tensor(loss), *(one.grad.clone() for one in self.model.parameters())]
+        gradients = [one.grad for one in self.model.parameters() if one.grad is not None]
+        return [torch.tensor(loss), *(one.clone() for one in gradients)]
+
+    @contextmanager
+    def checkpointed(self) -> Iterator[None]:
+        """Every block under ``torch.utils.checkpoint``."""
+        blocks = [list(one) for one in self.subject.blocks]
+        for modules in self.subject.blocks:
+            for i, block in enumerate(modules):
+                modules[i] = _Checkpointed(block)
+        try:
+            yield
+        finally:
+            for modules, plain in zip(self.subject.blocks, blocks, strict=True):
+                for i, block in enumerate(plain):
+                    modules[i] = block
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--depth", type=int, default=6)
-    parser.add_argument("--context", type=int, default=256)
-    parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--plans", type=int, default=9)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--plot", type=Path, default=Path("docs/images/remat_pareto.png"))
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    bench = Bench(options.width, options.depth, options.context, options.batch)
-
+def examine(subject: Subject, num_plans: int, rounds: int) -> list[dict[str, Any]]:
+    """One row for each variant."""
+    torch._dynamo.reset()
+    bench = Bench(subject)
     bench.add("eager", bench.loss)
-    plans = pareto_front(bench.loss, *bench.tokens)
-    chosen = _spread(plans, options.plans)
+    chosen = _spread(pareto_front(bench.loss, *bench.inputs), num_plans)
     counts = {}
     for plan in chosen:
-        name = f"ours {plan.peak_bytes / 1e6:.0f} MB ({plan.name})"
+        name = f"ours {plan.peak_bytes / 1e6:.1f} MB ({plan.name})"
         function, counts[name] = bench.compiled(_Chosen(plan))
         bench.add(name, function, predicted_mb=plan.peak_bytes / 1e6, kind="ours")
     for budget in TORCH_BUDGETS:
@@ -159,48 +248,63 @@ def main() -> None:
         function, counts[name] = bench.compiled(_torch_partition(budget))
         bench.add(name, function, kind="torch")
 
-    blocks = bench.model.blocks
-    wrapped = nn.ModuleList(_Checkpointed(block) for block in blocks)
-
-    def checkpointed(x: Tensor, y: Tensor) -> Tensor:
-        bench.model.blocks = wrapped
-        try:
-            return bench.loss(x, y)
-        finally:
-            bench.model.blocks = blocks
+    def checkpointed(*inputs: Tensor) -> Tensor:
+        with bench.checkpointed():
+            return bench.loss(*inputs)
 
     bench.add("eager, checkpoint per block", checkpointed, kind="checkpoint")
 
     reference = bench.gradients(bench.steps["eager"])
+    default: list[Tensor] | None = None
     for name, step in bench.steps.items():
-        found = bench.gradients(step)
-        same = all(map(torch.equal, found, reference))
         row = bench.rows[name]
-        row["same_bits"] = same
+        try:
+            found = bench.gradients(step)
+        except RuntimeError as error:
+            assert row.get("kind") == "torch", f"{name} fails"
+            row["error"] = str(error).splitlines()[0]
+            print(f"{name}: {row['error']}")
+            continue
+        if row.get("kind") == "ours":
+            default = default or found
+            row["like default"] = all(map(torch.equal, found, default))
+            assert row["like default"], f"{name} changed a gradient"
+        row["like eager"] = all(map(torch.equal, found, reference))
         row["peak_mb"] = bench.measured_peak(step) / 1e6
         if name in counts:
             row["recomputed_gflop"] = max(0.0, counts[name].flops) / 1e9
-        assert same or row.get("kind") != "ours", f"{name} changed a gradient"
     # Ours and torch's in turn, so that a burst of other load does not meet one kind alone.
     kinds: dict[str, int] = {}
     turns = {}
     for name, row in bench.rows.items():
+        if "error" in row:
+            del bench.steps[name]
         kind = str(row.get("kind"))
         turns[name] = kinds[kind] = kinds.get(kind, 0) + 1
     mixed = {name: bench.steps[name] for name in sorted(bench.steps, key=lambda one: turns[one])}
-    seconds = interleaved_medians(mixed, rounds=options.rounds, warmup=1)
+    seconds = interleaved_medians(mixed, rounds=rounds, warmup=1)
     for name, value in seconds.items():
         bench.rows[name]["ms"] = 1e3 * value
-    rows = [_rounded(row) for row in bench.rows.values()]
-    print(tabulate(rows, headers="keys"))
-    title = (
-        f"GPT, {options.depth} blocks of width {options.width}, {options.batch} sequences of "
-        f"{options.context}: peak of a step and its time"
-    )
-    content = {"title": title, "machine": machine(), "rows": rows}
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "remat_pareto.json").write_text(json.dumps(content, indent=1) + "\n")
-    _plot(rows, options.plot)
+    return [_rounded(row) for row in bench.rows.values()]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", nargs="*", default=["gpt6"], choices=["all", *SUBJECTS])
+    parser.add_argument("--plans", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=7)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    file = RESULTS / "remat_pareto.json"
+    results = json.loads(file.read_text())["models"] if file.exists() else {}
+    for name in SUBJECTS if "all" in options.models else options.models:
+        torch.manual_seed(0)
+        subject = SUBJECTS[name]()
+        rows = examine(subject, options.plans, options.rounds)
+        print(f"{subject.title}\n{tabulate(rows, headers='keys')}\n", flush=True)
+        results[name] = {"title": subject.title, "rows": rows}
+        file.write_text(json.dumps({"machine": machine(), "models": results}, indent=1) + "\n")
+    _plot(results)
 
 
 def _spread(plans: list[RematPlan], count: int) -> list[RematPlan]:
@@ -212,13 +316,19 @@ def _spread(plans: list[RematPlan], count: int) -> list[RematPlan]:
 
 
 def _rounded(row: dict[str, Any]) -> dict[str, Any]:
-    order = ("variant", "kind", "predicted_mb", "peak_mb", "recomputed_gflop", "ms", "same_bits")
+    measured = ("predicted_mb", "peak_mb", "recomputed_gflop", "ms")
+    order = ("variant", "kind", *measured, "like default", "like eager", "error")
     values = {key: row.get(key) for key in order}
     return {k: round(v, 3) if isinstance(v, float) else v for k, v in values.items()}
 
 
-def _plot(rows: list[dict[str, Any]], path: Path) -> None:
-    figure, axes = new_figure()
+def _plot(results: dict[str, Any]) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    names = [name for name in SUBJECTS if name in results]
     styles = {"ours": "o-", "torch": "s--", "checkpoint": "^", None: "x"}
     labels = {
         "ours": "this planner",
@@ -226,16 +336,23 @@ def _plot(rows: list[dict[str, Any]], path: Path) -> None:
         "checkpoint": "checkpoint per block",
         None: "eager",
     }
-    for kind, style in styles.items():
-        points = [(row["peak_mb"], row["ms"]) for row in rows if row["kind"] == kind]
-        if kind == "ours":
-            points.sort()
-        axes.plot(*zip(*points, strict=True), style, label=labels[kind])
-    axes.set_xlabel("peak of all tensor bytes, MB")
-    axes.set_ylabel("step, ms")
-    axes.legend()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+    columns = min(3, len(names))
+    lines = -(-len(names) // columns)
+    figure, grid = plt.subplots(lines, columns, figsize=(5.5 * columns, 4.2 * lines), squeeze=False)
+    for axes in grid.flat[len(names) :]:
+        axes.remove()
+    for name, axes in zip(names, grid.flat, strict=False):
+        rows = results[name]["rows"]
+        for kind, style in styles.items():
+            alike = [row for row in rows if row["kind"] == kind and row["error"] is None]
+            points = [(row["peak_mb"], row["ms"]) for row in alike]
+            axes.plot(*zip(*sorted(points), strict=True), style, label=labels[kind])
+        axes.set_title(results[name]["title"].split(",")[0] + f" ({name})")
+        axes.set_xlabel("peak of all tensor bytes, MB")
+        axes.set_ylabel("step, ms")
+    grid[0][0].legend()
+    figure.tight_layout()
+    figure.savefig(PLOT, dpi=110)
 
 
 if __name__ == "__main__":

@@ -74,8 +74,7 @@ class ScaleAlert:
     @property
     def op(self) -> str:
         """Name of the operation that makes the tensor; of a parameter its own name."""
-        own = self.tensor.removeprefix(f"{self.module}.") if self.module else self.tensor
-        return _ORDINAL.sub("", own)
+        return op_of(self.tensor, self.module)
 
     def __str__(self) -> str:
         what = "gradient of " if self.direction == "backward" else ""
@@ -86,6 +85,12 @@ class ScaleAlert:
             more = len(self.inputs) - _MOST_INPUTS
             text += f"; inputs: {shown}" + (f" and {more} more" if more > 0 else "")
         return text
+
+
+def op_of(tensor: str, module: str) -> str:
+    """The operation in a tensor's name: without its module and its ordinal."""
+    own = tensor.removeprefix(f"{module}.") if module else tensor
+    return _ORDINAL.sub("", own)
 
 
 def alerts_to_json(alerts: Iterable[ScaleAlert]) -> str:

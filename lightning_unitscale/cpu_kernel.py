@@ -56,11 +56,11 @@ def is_available() -> bool:
 
 
 def kernel_row(tensor: Tensor, layout: RowLayout, cuts: Sequence[float]) -> Tensor:
-    """Statistics row of an FP32 tensor whose elements lie in a row in memory.
+    """Statistics row of an FP32 tensor.
 
     Args:
-        tensor: FP32, on the CPU. Its first ``numel`` numbers from ``data_ptr`` on are read, in the
-            order of memory, whatever its strides say.
+        tensor: FP32, on the CPU, not empty. A dense tensor is read in the order of memory, whatever
+            its strides say, and a slice of one too; anything else is copied first.
         layout: The columns.
         cuts: Thresholds as in ``RowLayout.fp32_cuts``, at most ``MAX_CUTS``.
 
@@ -73,11 +73,16 @@ def kernel_row(tensor: Tensor, layout: RowLayout, cuts: Sequence[float]) -> Tens
     kernel = _kernel()
     if kernel is None:
         raise RuntimeError("no C compiler was found: ask is_available() before")
+    rows = rows_in_memory(tensor)
+    if rows is None:
+        tensor = tensor.contiguous()
+        rows = tensor.numel(), tensor.numel()
     row = torch.empty(layout.num_columns, dtype=torch.float64)
     sample_size = _ALL_ELEMENTS if layout.sample_size is None else layout.sample_size
     failed = kernel(
         tensor.data_ptr(),
         tensor.numel(),
+        *rows,
         _codes(tuple(cuts)),
         len(cuts),
         sample_size if layout.histogram else 0,
@@ -87,6 +92,30 @@ def kernel_row(tensor: Tensor, layout: RowLayout, cuts: Sequence[float]) -> Tens
     if failed:
         raise RuntimeError(f"no memory for the statistics of {tensor.numel()} elements")
     return row
+
+
+def rows_in_memory(tensor: Tensor) -> tuple[int, int] | None:
+    """How the elements lie in memory, from the first one on, in any order.
+
+    Returns:
+        How many are next to each other, and how far apart the beginnings of such rows are, the same
+        number for a dense tensor; ``None`` if there are no such numbers.
+    """
+    numel = tensor.numel()
+    if tensor.is_contiguous():
+        return numel, numel
+    sizes = [(step, size) for step, size in zip(tensor.stride(), tensor.shape) if size > 1]
+    length, gap = 1, 0
+    for step, size in sorted(sizes):
+        if not gap and step == length:
+            length *= size  # still next to each other
+        elif not gap and step > length:
+            gap, end = step, step * size  # the first dimension with gaps
+        elif gap and step == end:
+            end *= size
+        else:
+            return None
+    return length, gap or numel
 
 
 @functools.lru_cache(maxsize=256)
@@ -126,6 +155,6 @@ def _compiled(compiler: Sequence[str], target: Sequence[str], path: Path) -> _Ke
         subprocess.run(command, check=True, capture_output=True, timeout=_TIMEOUT_SECONDS)
     kernel = ctypes.CDLL(str(library)).statistics_row_fp32
     pointer, long, short = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
-    kernel.argtypes = (pointer, long, pointer, short, long, short, pointer)
+    kernel.argtypes = (pointer, long, long, long, pointer, short, long, short, pointer)
     kernel.restype = ctypes.c_int
     return kernel

@@ -12,7 +12,7 @@ from typing import Final, TypeAlias
 
 import numpy as np
 
-from lightning_unitscale.alerts import ScaleAlert, TensorScale
+from lightning_unitscale.alerts import ScaleAlert, TensorScale, op_of
 from lightning_unitscale.exponents import FloatArray
 from lightning_unitscale.formats import NumberFormat, get_format
 from lightning_unitscale.row_layout import FORMAT_KINDS, Kind
@@ -272,9 +272,7 @@ def _nonfinite_alert(
 
 
 def _fills(snapshot: ScaleSnapshot, place: int) -> bool:
-    name, module = snapshot.names[place], snapshot.modules[place]
-    own = ScaleAlert("nonfinite", snapshot.step, name, module, "forward", "").op
-    return own in _FILLING
+    return op_of(snapshot.names[place], snapshot.modules[place]) in _FILLING
 
 
 def _place(kind: Kind) -> int:

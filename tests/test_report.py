@@ -1,5 +1,8 @@
 """The report of a run without TensorBoard, and the command that makes it."""
 
+import re
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from matplotlib.image import imread
@@ -47,6 +50,26 @@ def test_a_run_without_gradients(tmp_path, capsys):
     main(["report", "run"])
     assert "Scales at step 0" in capsys.readouterr().out
     assert (tmp_path / "scale_report/scales.html").exists()
+
+
+def test_the_graph_of_the_last_step(tmp_path):
+    inputs = ((), (NAMES[0],), (NAMES[1],), (NAMES[1], NAMES[2]), (NAMES[3],), (NAMES[4],))
+    last = replace(unit_scaled(snapshot(10)), inputs=inputs)
+    report = write_report([write(tmp_path / "run", [last])], tmp_path / "out")
+    page = report.page.read_text()
+    picture = page[page.index('<svg class="step-graph"') : page.index("</svg>")]
+    places = {name: place for place, name in enumerate(NAMES)}
+    arcs = [(int(a), int(b)) for a, b in re.findall(r'data-from="(\d+)" data-to="(\d+)"', picture)]
+    expected = [(places[one], row) for row, group in enumerate(inputs) for one in group]
+    assert arcs == expected
+    texts = re.findall(r">([^<]+)</text>", picture)
+    assert texts[:2] == ["forward", "backward"]
+    values = [
+        f"{value:.1f}".replace("-", "\N{MINUS SIGN}")
+        for value in last.log2_rms("forward", stored=True)
+    ]
+    assert texts[2::3] == values and texts[4::3] == list(NAMES)
+    assert texts[-2] == "zero"  # the last gradient
 
 
 def test_several_runs_are_named_as_tensorboard_names_them(run, tmp_path):

@@ -8,7 +8,9 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.rank_zero import rank_zero_info  # type: ignore[attr-defined]
+from torch.optim import Optimizer
 
+from lightning_unitscale.callbacks.holding import ParameterHolding, without_held
 from lightning_unitscale.callbacks.module_steps import (
     has_stepped,
     loss_scale,
@@ -36,6 +38,7 @@ class GaugeKeeping:
         recalibrate: When units are looked at again.
         rules: The scale rules that want to know each parameter's gradient, if there are any.
         fp8: The pass that is told which products FP8 does not fit, if there is one.
+        holding: What holds the parameters in units, if anything does.
 
     Attributes:
         is_calibrated: Whether a training step has been measured, in this fit or before.
@@ -48,6 +51,7 @@ class GaugeKeeping:
         recalibrate: Literal["auto"] | int | None,
         rules: RuleScaling | None,
         fp8: FP8Linears | None = None,
+        holding: ParameterHolding | None = None,
     ) -> None:
         self.is_calibrated = False
         self.events: list[str] = []
@@ -56,6 +60,7 @@ class GaugeKeeping:
         self._looks = Looks(recalibrate)
         self._rules = rules
         self._fp8 = fp8
+        self._holding = holding
         self._steps: ModuleSteps | None = None
         self._live: Calibrator | None = None
         self._global_step_before = 0
@@ -74,7 +79,10 @@ class GaugeKeeping:
         """Measure the first batch of a training; returns whether to look at the units in this."""
         self._global_step_before = trainer.global_step
         self._step_index = optimizer_step_index(trainer)
-        if not self.is_calibrated:
+        if self._holding is not None:
+            self._holding.follow(trainer)
+        is_held_first = self._holding is not None and self._holding.is_unknown
+        if not self.is_calibrated or is_held_first:
             self._calibrate(trainer, batch, batch_idx)
         return self._looks.at(self._step_index)
 
@@ -90,6 +98,14 @@ class GaugeKeeping:
             (outside,) = joint_rms(drift.outside)
             if self._recalibrate != "auto" or outside:
                 self._take_gauge(forward, backward, f"step {self._step_index}", outside)
+        if self._holding is not None and self._looks.at(self._step_index):
+            always = self._recalibrate != "auto"
+            self._holding.after_step(f"step {self._step_index}", always=always)
+
+    def before_optimizer_step(self, optimizer: Optimizer) -> None:
+        """Look at the parameters and gradients that an optimizer is about to use."""
+        if self._holding is not None and self._looks.at(self._step_index):
+            self._holding.before_step(optimizer)
 
     def before_evaluation(
         self, trainer: pl.Trainer, name: str, batch: Any, batch_idx: int, dataloader_idx: int
@@ -121,9 +137,13 @@ class GaugeKeeping:
         """The gauge for a checkpoint; empty before the first batch."""
         if not self.is_calibrated:
             return {}
-        gauge = {name: list(pair) for name, pair in self._rewrite.gauge.state().items()}
-        state = {"gauge": gauge, "depth": self._rewrite.depth}
-        return state if self._fp8 is None else {**state, "fp8_unfit": dict(self._fp8.unfit)}
+        gauge = {k: list(pair) for k, pair in without_held(self._rewrite.gauge).state().items()}
+        state: dict[str, Any] = {"gauge": gauge, "depth": self._rewrite.depth}
+        if self._fp8 is not None:
+            state["fp8_unfit"] = dict(self._fp8.unfit)
+        if self._holding is not None and (held := self._holding.state_dict()):
+            state["held"] = held
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from :meth:`state_dict`, without measuring again."""
@@ -131,6 +151,8 @@ class GaugeKeeping:
         if state.get("depth") == self._rewrite.depth:
             self._rewrite.set_gauge(Gauge.from_state(state["gauge"]))
             self.is_calibrated = True
+            if self._holding is not None:
+                self._holding.load_state_dict(state.get("held", {}))
             if self._fp8 is not None:
                 self._leave_out(self._fp8, state.get("fp8_unfit", {}))
 
@@ -139,6 +161,8 @@ class GaugeKeeping:
         module = trainer.lightning_module
         if not module.automatic_optimization or takes_iterator(module):
             # Such a step updates weights or consumes batches by itself: it cannot be rehearsed.
+            if self._holding is not None:
+                self._holding.decline("a step that cannot be rehearsed gives no units in time")
             self._measure_live()
             return
         arguments = step_arguments(module, "training_step", batch, batch_idx)
@@ -154,8 +178,12 @@ class GaugeKeeping:
             )
         if measured is not None:
             self.is_calibrated = True
+            (gradients,) = joint_rms(measured)
             if self._rules is not None:
-                self._rules.measured(trainer, *joint_rms(measured))
+                self._rules.measured(trainer, gradients)
+            if self._holding is not None:
+                step = self._steps.steps["training_step"]
+                self._holding.measured(trainer, step, gradients)
         else:
             self._measure_live()
 

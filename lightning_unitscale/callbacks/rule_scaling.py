@@ -8,7 +8,10 @@ from typing import Any, cast
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_info  # type: ignore[attr-defined]
+from lightning.pytorch.utilities.rank_zero import (  # type: ignore[attr-defined]
+    rank_zero_info,
+    rank_zero_warn,
+)
 from torch import Tensor, nn
 
 from lightning_unitscale.callbacks.module_steps import loss_scale, takes_iterator
@@ -168,6 +171,12 @@ class RuleScaling:
                 "depends on the data is measured anew; pass ckpt_path to the Trainer to restore "
                 "what is known of them as well."
             )
+            if self._settings.lr_scaling == "match":
+                rank_zero_warn(
+                    f"lr_scaling='match': the RMS that the weights of {type(module).__name__} had "
+                    "as a plain model is not known, so their learning rates are not scaled; "
+                    "expected the checkpoint that they come from; pass ckpt_path to the Trainer."
+                )
             return plan
         return plan.with_parameters(set_to_unit_scale(module, plan.parameters))
 

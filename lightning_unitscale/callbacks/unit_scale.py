@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import lightning.pytorch as pl
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_unitscale.callbacks.fp8 import check_fp8, fp8_of
 from lightning_unitscale.callbacks.gauge_keeping import GaugeKeeping
+from lightning_unitscale.callbacks.holding import holding_of
 from lightning_unitscale.callbacks.module_steps import attach_steps, step_arguments
 from lightning_unitscale.callbacks.remat import step_partitioner
 from lightning_unitscale.callbacks.rule_scaling import rules_of
+from lightning_unitscale.callbacks.rule_settings import start_loss_scale_at_one
 from lightning_unitscale.graph.passes import GraphPass
 from lightning_unitscale.graph.steps import ModuleSteps
 from lightning_unitscale.quantize import Rounding, check_rounding
@@ -70,6 +74,11 @@ class UnitScaleCallback(pl.Callback):
         fp8_exclude: Globs of module paths or tensor names to keep out of FP8. ``"auto"`` is none
             for ``"lossless"``, where measuring decides, and for rule-based methods what u-muP keeps
             out: attention's output, a feed-forward's last layer and the readout, by usual names.
+        hold_parameters: Whether parameters, gradients and the optimizer's state are held in units
+            while the module is trained; ``"auto"`` does with the Trainer's ``precision="16-true"``
+            and ``"bf16-true"``. Checkpoints, clipping, learning rates and decay mean true values as
+            ever. Callbacks that read ``parameter.grad`` or call the module outside of its steps
+            need :meth:`true_parameters`. Only with ``"lossless"`` and optimizers that are known.
         remat: Budget for rematerialization, as in :class:`RematCallback`.
         compile: Run the captured graphs by Inductor. FP32 results then are those of
             ``torch.compile`` up to its rounding.
@@ -105,6 +114,7 @@ class UnitScaleCallback(pl.Callback):
         simulate_rounding: Rounding = "nearest",
         precision: Literal["fp8"] | None = None,
         fp8_exclude: str | Sequence[str] | None = "auto",
+        hold_parameters: bool | Literal["auto"] = "auto",
         remat: str | int | float | None = None,
         compile: bool = False,
     ) -> None:
@@ -125,7 +135,11 @@ class UnitScaleCallback(pl.Callback):
         self.recalibrate = recalibrate
         self.compile = compile
         self._rewrite = LosslessUnitScale(depth, measures_range=self._fp8 is not None)
-        self._keeping = GaugeKeeping(self._rewrite, recalibrate, self._rules, self._fp8)
+        self._holding = holding_of(hold_parameters, method, self._rewrite)
+        self._keeping = GaugeKeeping(
+            self._rewrite, recalibrate, self._rules, self._fp8, self._holding
+        )
+        self._restore_loss_scale: Callable[[], None] = _nothing
         check_rounding(simulate_rounding)
         self._simulation: SimulateFormat | None = None
         if simulate is not None:
@@ -145,7 +159,12 @@ class UnitScaleCallback(pl.Callback):
         """What was captured and rewritten, pass by pass, and when the gauge was taken anew."""
         if self._steps is None:
             return self._last_explanation
-        return "\n\n".join([self._steps.explain(), *self._keeping.events])
+        held = [] if self._holding is None else self._holding.events
+        return "\n\n".join([self._steps.explain(), *held, *self._keeping.events])
+
+    def true_parameters(self) -> AbstractContextManager[None]:
+        """Within this context the module's parameters have their true values, held or not."""
+        return nullcontext() if self._holding is None else self._holding.true_parameters()
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -155,6 +174,8 @@ class UnitScaleCallback(pl.Callback):
         is_new = self._module is None or self._module() is not pl_module
         if self._rules is not None:
             self._rules.attach(pl_module, is_new=is_new)
+        if self._holding is not None:
+            self._holding.attach(trainer, is_new=is_new)
         self._module = weakref.ref(pl_module)
         self._steps = attach_steps(trainer, pl_module, self)
         self._keeping.attach(self._steps, is_new=is_new and not is_first)
@@ -170,6 +191,12 @@ class UnitScaleCallback(pl.Callback):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._rules is not None:
             self._rules.start_fit(trainer)
+        elif self._rewrite.depth == "all":
+            # Every gradient is near 1 then: a scale of 65,536 would overflow them.
+            self._restore_loss_scale()
+            self._restore_loss_scale = start_loss_scale_at_one(trainer)
+        if self._holding is not None:
+            self._holding.start_fit(trainer)
 
     @override
     def on_train_batch_start(
@@ -190,6 +217,12 @@ class UnitScaleCallback(pl.Callback):
         batch_idx: int,
     ) -> None:
         self._keeping.after_batch(trainer)
+
+    @override
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
+    ) -> None:
+        self._keeping.before_optimizer_step(optimizer)
 
     @override
     def on_validation_batch_start(
@@ -276,9 +309,17 @@ class UnitScaleCallback(pl.Callback):
             return
         self._last_explanation = self.explain()
         self._keeping.detach()
+        self._restore_loss_scale()
+        self._restore_loss_scale = _nothing
+        if self._holding is not None:
+            self._holding.release()
         if self._rules is not None:
             self._rules.restore()
         if self.remat is not None:
             self._steps.partition_by(None)
         self._steps.detach(type(self).__name__, *self._passes())
         self._steps = None
+
+
+def _nothing() -> None:
+    """In place of an undoing where there is nothing to undo."""

@@ -143,12 +143,15 @@ def capture_settings() -> Iterator[None]:
     ``optimize_ddp`` would cut the graph at DDP's buckets before the backend sees it, and the same
     tensor would then have another name with and without DDP. ``use_numpy_random_stream`` keeps
     NumPy's random numbers (masks of speech models): traced, they would be drawn from torch's.
+    ``allow_rnn`` takes recurrent kernels into the graph as single operations; without it Dynamo
+    gives up on the whole frame that mentions an ``nn.GRU``.
     """
     with (
         plain_answers(),
         torch._dynamo.config.patch(
             optimize_ddp=False,
             use_numpy_random_stream=True,
+            allow_rnn=True,
             recompile_limit=_RECOMPILE_LIMIT,
             accumulated_recompile_limit=4 * _RECOMPILE_LIMIT,
         ),

@@ -2,22 +2,27 @@
 
 Uses ``torch.export._trace._export_to_torch_ir`` (checked on torch 2.13 and 2.11): what strict
 export captures before it is lowered, with ``F.*`` nodes, the user's inputs and outputs, and
-parameters under their own names.
+parameters under their own names; and, checked on 2.13, ``_is_exporting_flag`` with the context that
+sets it.
 """
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import fx, nn
+from torch._dynamo import functional_export
 from torch.export._trace import _export_to_torch_ir
 
 from lightning_unitscale.graph.capture import CapturedGraph
 from lightning_unitscale.graph.expand import expand_composites
 from lightning_unitscale.graph.nodes import Names
 from lightning_unitscale.graph.out_of_place import make_out_of_place
-from lightning_unitscale.graph.plain_algorithm import not_exporting
+
+_STATE = "_compiling_state_context"
 
 
 def export_forward(
@@ -42,7 +47,7 @@ def export_forward(
         RuntimeError: If ``forward`` cannot be captured as one graph.
     """
     try:
-        with not_exporting() if plain else contextlib.nullcontext():
+        with _not_exporting() if plain else contextlib.nullcontext():
             graph_module: fx.GraphModule = _export_to_torch_ir(module, args, kwargs)
     except Exception as error:
         raise RuntimeError(
@@ -54,3 +59,25 @@ def export_forward(
         expand_composites(graph_module)
     make_out_of_place(graph_module.graph)
     return graph_module
+
+
+@contextlib.contextmanager
+def _not_exporting() -> Iterator[None]:
+    """Within this context an export tells the code that it traces that nothing is exported.
+
+    Hugging Face's models give attention an explicit mask where they are exported, and so take
+    another kernel, with other bits, than when they run.
+    """
+    usual = functional_export._compiling_state_context
+
+    @contextlib.contextmanager
+    def compiling() -> Iterator[None]:
+        with usual():
+            torch.compiler._is_exporting_flag = False
+            yield
+
+    setattr(functional_export, _STATE, compiling)
+    try:
+        yield
+    finally:
+        setattr(functional_export, _STATE, usual)

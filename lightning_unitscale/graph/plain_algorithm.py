@@ -60,21 +60,6 @@ class _Answers(dict[Any, Any]):
         return answer and not any(one in _told_no for one in callers)
 
 
-@contextlib.contextmanager
-def not_exporting() -> Iterator[None]:
-    """Within this context Dynamo tells traced code that nothing is exported.
-
-    Hugging Face's models give attention an explicit mask where they are exported, and so take
-    another kernel, with other bits, than when they run.
-    """
-    usual = torch_variables.tracing_state_functions
-    setattr(torch_variables, _QUESTIONS, lambda: {**usual(), torch.compiler.is_exporting: False})
-    try:
-        yield
-    finally:
-        setattr(torch_variables, _QUESTIONS, usual)
-
-
 def _traced_callers(frame: Any) -> list[tuple[str, str]]:
     """Functions that Dynamo is inlining, innermost first; ``frame`` is in Dynamo's handler."""
     translator = frame.f_locals.get("tx")

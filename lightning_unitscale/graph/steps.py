@@ -253,7 +253,7 @@ class CapturedStep:
     @property
     def __code__(self) -> types.CodeType:
         """The user's own code: ``torch.export`` asks a ``forward`` where it was written."""
-        code: types.CodeType = self.__wrapped__.__code__  # type: ignore[attr-defined]
+        code: types.CodeType = self.__wrapped__.__code__
         return code
 
     def reset(self) -> None:

@@ -27,15 +27,8 @@ class SharedGradients:
     ) -> None:
         self.owners = {name: ranks for name, ranks in sorted(owners.items()) if len(ranks) > 1}
         self.parameters = {name: parameters[name] for name in self.owners if name in parameters}
-        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        rank = dist.get_rank(group)
-        for ranks in dict.fromkeys(self.owners.values()):
-            if rank in ranks:
-                members = [_global_rank(group, one) for one in ranks]
-                # Only the members call it: other pipelines have groups of their own.
-                made = dist.new_group(members, use_local_synchronization=True)
-                assert isinstance(made, dist.ProcessGroup)
-                self._groups[ranks] = made
+        self._group = group
+        self._rank = dist.get_rank(group)
         self._aside: dict[str, Tensor | None] = {}
 
     def put_aside(self) -> None:
@@ -46,9 +39,9 @@ class SharedGradients:
 
     def combine(self) -> None:
         """After a step: sum the new gradients over their ranks and add the earlier ones."""
-        for ranks, group in self._groups.items():
-            names = [name for name in self.parameters if self.owners[name] == ranks]
-            self._combine(names, group)
+        # All ranks go through the names in one order, so that no two wait for each other.
+        for name, parameter in self.parameters.items():
+            parameter.grad = self._sum(parameter, self.owners[name])
         for name, earlier in self._aside.items():
             parameter = self.parameters[name]
             if earlier is not None:
@@ -56,21 +49,30 @@ class SharedGradients:
                 parameter.grad = earlier if new is None else earlier + new
         self._aside = {}
 
-    def _combine(self, names: list[str], group: dist.ProcessGroup) -> None:
-        parameters = [self.parameters[name] for name in names]
-        present = torch.tensor(
-            [one.grad is not None for one in parameters],
-            dtype=torch.int32,
-            device=parameters[0].device,
-        )
+    def _sum(self, parameter: nn.Parameter, ranks: tuple[int, ...]) -> Tensor | None:
+        """The sum over the owners, in the order of their ranks: the same bits on all of them."""
+        first, *others = ranks
+        own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.contiguous()
         # A parameter that no rank has a gradient of keeps none, as on one device.
-        dist.all_reduce(present, group=group)
-        for one, count in zip(parameters, present.tolist(), strict=True):
-            if count:
-                gradient = torch.zeros_like(one) if one.grad is None else one.grad.contiguous()
-                dist.all_reduce(gradient, group=group)
-                one.grad = gradient
+        present = torch.tensor([parameter.grad is not None], device=own.device).int()
+        if self._rank != first:
+            for one in (present, own):
+                self._send(one, first)
+            for one in (present, own):
+                self._receive(one, first)
+            return own if present.item() else None
+        for rank in others:
+            for total in (present, own):
+                part = torch.empty_like(total)
+                self._receive(part, rank)
+                total += part
+        for rank in others:
+            for one in (present, own):
+                self._send(one, rank)
+        return own if present.item() else None
 
+    def _send(self, tensor: Tensor, rank: int) -> None:
+        dist.send(tensor, group=self._group, group_dst=rank)
 
-def _global_rank(group: dist.ProcessGroup | None, rank: int) -> int:
-    return rank if group is None else dist.get_global_rank(group, rank)
+    def _receive(self, tensor: Tensor, rank: int) -> None:
+        dist.recv(tensor, group=self._group, group_src=rank)

@@ -21,6 +21,7 @@ _Formula = Callable[[Sequence[Any], Mapping[str, Any], Any], int]
 _CHANNEL_BLOCK = 16
 # Fewer channels than this are read from the plain layout.
 _PLAIN_CHANNELS = 3
+_SCRATCH_ALIGNMENT = 128
 _REDUCED_TILES_BYTES = 258 * 1024
 # Keys that the CPU's attention kernel takes at a time.
 _KEY_BLOCK = 512
@@ -113,9 +114,18 @@ def _convolution(args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) ->
     given, weight, groups = args[0], args[1], args[8]
     if _is_channels_last(given):
         return _bytes(weight) * (1 if groups > 1 else 2)
-    inputs = _blocked(given) + _bytes(weight)
+    inputs = _blocked(given) + _bytes(weight) + _thinned(args[4], weight, result)
     output = _blocked(result)
     return max(inputs + output, output + _bytes(result)) - _bytes(result)
+
+
+def _thinned(stride: Sequence[int], weight: Tensor, output: Tensor) -> int:
+    """Per thread the positions of one image that a strided convolution with 1 x 1 taps reads."""
+    if max(stride) == 1 or prod(map(int, weight.shape[2:])) > 1:
+        return 0
+    positions = prod(map(int, output.shape[2:]))
+    one_image = int(weight.shape[1]) * positions * weight.element_size()
+    return (one_image + _SCRATCH_ALIGNMENT) * torch.get_num_threads()
 
 
 def _convolution_backward(args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
@@ -124,13 +134,16 @@ def _convolution_backward(args: Sequence[Any], kwargs: Mapping[str, Any], result
     if _is_channels_last(given):
         return 3 * _bytes(weight)
     blocked = _blocked(grad) + _blocked(given)
+    thinned = _thinned(args[4], weight, grad)
     first = second = third = returned = 0
     if mask[0]:
         returned = _bytes(given)
-        first = max(blocked + _bytes(weight), _blocked(given) + returned)
+        # With strides the gradient leaves oneDNN's layout by way of a third copy.
+        copies = 2 if max(args[4]) > 1 and args[9] == 1 else 1
+        first = max(blocked + _bytes(weight) + thinned, copies * _blocked(given) + returned)
     if mask[1]:
         bias = int(weight.shape[0]) * weight.element_size() if mask[2] else 0
-        second = returned + blocked + _bytes(weight) + bias
+        second = returned + blocked + _bytes(weight) + bias + thinned
         returned += _bytes(weight) + bias
         third = returned + _bytes(weight) + bias + _copy_of(grad)
     return max(first, second, third) - returned
@@ -142,6 +155,13 @@ def _reduced_product(args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
         return 0
     operands = [one for one in args if isinstance(one, Tensor) and one.dim() > 1]
     return min(sum(map(_bytes, operands)) + 2 * _bytes(result), _REDUCED_TILES_BYTES)
+
+
+def _bernoulli(args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
+    """MKL draws integers, which are then converted."""
+    if not torch.backends.mkl.is_available() or result.dtype == torch.int32:
+        return 0
+    return 4 * prod(map(int, result.shape))
 
 
 def _query_block(length: int) -> int:
@@ -192,11 +212,13 @@ _CPU = _table(
     {
         "mm": _reduced_product,
         "addmm": _reduced_product,
+        "bernoulli": _bernoulli,
         "bmm": _reduced_product,
         "baddbmm": _reduced_product,
         "convolution": _convolution,
         "convolution_backward": _convolution_backward,
         "native_batch_norm": _batch_norm,
+        "_native_batch_norm_legit_functional": _batch_norm,
         "native_batch_norm_backward": _batch_norm_backward,
         "native_layer_norm": _first_contiguous,
         "native_layer_norm_backward": _layer_norm_backward,

@@ -90,7 +90,7 @@ def hint(size: Any) -> int:
 def node_flops(node: fx.Node) -> float:
     """Floating-point operations of a node: 2 for a multiply-add, 1 per element otherwise."""
     value = node.meta.get("val")
-    arguments = [_example(one) for one in node.args]
+    arguments = [example_of(one) for one in node.args]
     packet = getattr(node.target, "overloadpacket", None)
     name = getattr(packet, "__name__", "")
     if name in _ATTENTION:
@@ -98,14 +98,9 @@ def node_flops(node: fx.Node) -> float:
     if name in _ATTENTION_BACKWARD:
         return _attention_flops(arguments[1], arguments[2], 5)
     if packet in flop_registry:
-        options = {key: _example(one) for key, one in node.kwargs.items()}
-        concrete = [_concrete(one) for one in arguments]
+        options = {key: example_of(one) for key, one in node.kwargs.items()}
         try:
-            return float(
-                flop_registry[packet](
-                    *concrete, **{k: _concrete(v) for k, v in options.items()}, out_val=value
-                )
-            )
+            return float(flop_registry[packet](*arguments, **options, out_val=concrete(value)))
         except (AssertionError, IndexError, TypeError, ValueError):
             pass  # an overload that the registry's formula does not know
     return float(sum(size_of(one) // one.element_size() for one in tensors_of(value)))
@@ -116,11 +111,20 @@ def _attention_flops(query: Any, key: Any, num_products: int) -> float:
     return 2.0 * num_products * batch * heads * length * hint(key.shape[-2]) * width
 
 
-def _example(argument: Any) -> Any:
-    return fx.node.map_arg(argument, lambda node: node.meta.get("val"))
+def example_of(argument: Any) -> Any:
+    """An argument of a node with the example values of the nodes in it."""
+    return fx.node.map_arg(argument, lambda node: concrete(node.meta.get("val")))
 
 
-def _concrete(value: Any) -> Any:
-    if isinstance(value, Tensor) and any(not isinstance(one, int) for one in value.shape):
-        return torch.empty([hint(one) for one in value.shape], device="meta")
+def concrete(value: Any) -> Any:
+    """An example value with numbers for symbolic sizes; asking these for ints would fix them."""
+    if isinstance(value, Tensor):
+        shape, stride = ([hint(one) for one in many] for many in (value.shape, value.stride()))
+        if (*shape, *stride) == (*value.shape, *value.stride()):
+            return value
+        return torch.empty_strided(shape, stride, dtype=value.dtype, device="meta")
+    if isinstance(value, torch.SymInt):
+        return hint(value)
+    if isinstance(value, (tuple, list)):
+        return type(value)(concrete(one) for one in value)
     return value

@@ -25,7 +25,7 @@ from lightning_unitscale.remat.schedule import BackwardOrder, backward_order
 from lightning_unitscale.remat.simulate import Timeline, input_bytes, simulate
 
 # Changes whenever the same problem may get another plan.
-PLANNER_VERSION = 1
+PLANNER_VERSION = 2
 # An operation with more operations per byte than this is a product: the classic cut keeps it.
 _PRODUCT_FLOPS_PER_ELEMENT = 4.0
 _TIGHTENINGS = 6

@@ -1,4 +1,4 @@
-"""Bytes that a kernel allocates and frees again while it runs, beside its outputs."""
+"""Bytes that an operation allocates and that are free again once it has run."""
 
 from __future__ import annotations
 
@@ -8,20 +8,24 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from lightning_unitscale.remat.costs import hint, tensors_of
+from lightning_unitscale.profiler import workspace
+from lightning_unitscale.remat.costs import concrete, example_of, hint, tensors_of
 
 
 def workspace_bytes(node: fx.Node) -> int:
-    """Bytes beyond the outputs that somebody reads: buffers, and outputs nobody takes."""
+    """Bytes beyond the outputs that somebody reads: the kernel's own, and outputs nobody takes."""
     value = node.meta.get("val")
     if node.op != "call_function" or node.target is operator.getitem:
         return 0
-    name = getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
-    if name == "bernoulli":
-        return _bernoulli(value)
-    if isinstance(value, (tuple, list)):
-        return _untaken(node, value)
-    return 0
+    devices = {one.device.type for one in tensors_of(value)}
+    if not devices:
+        return 0
+    args = [example_of(one) for one in node.args]
+    kwargs = {key: example_of(one) for key, one in node.kwargs.items()}
+    device = devices.pop()
+    own = workspace.workspace_bytes(node.target, args, kwargs, concrete(value), device)
+    untaken = _untaken(node, value) if isinstance(value, (tuple, list)) else 0
+    return own + untaken
 
 
 def _untaken(node: fx.Node, value: Any) -> int:
@@ -38,11 +42,3 @@ def _untaken(node: fx.Node, value: Any) -> int:
 
 def _storages(value: Any) -> list[torch.UntypedStorage]:
     return [one.untyped_storage() for one in tensors_of(value)]
-
-
-def _bernoulli(value: Any) -> int:
-    """MKL draws integers, which are then converted."""
-    on_cpu = isinstance(value, Tensor) and value.device.type == "cpu"
-    if not on_cpu or not torch.backends.mkl.is_available() or value.dtype == torch.int32:
-        return 0
-    return 4 * hint(value.numel())

@@ -11,8 +11,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
+import numpy as np
+
+from lightning_unitscale.report.graph import graph_svg
 from lightning_unitscale.tensorboard import responses
-from lightning_unitscale.tensorboard.history import RunScales, kept_steps
+from lightning_unitscale.tensorboard.history import RunScales, kept_steps, merge_orders
 
 STATIC: Final = Path(responses.__file__).parent / "static"
 # More columns than a screen has pixels for two runs are of no use; histograms are larger.
@@ -44,6 +47,9 @@ _PAGE = """<!doctype html>
 <section class="report-table">
 {tables}
 </section>
+<section class="report-table">
+{graphs}
+</section>
 </body>
 </html>
 """
@@ -73,6 +79,7 @@ def report_page(runs: Mapping[str, RunScales], tables: Mapping[str, str], title:
         f"<h2>{html.escape(name)}</h2>\n<pre>{html.escape(table)}</pre>"
         for name, table in tables.items()
     ]
+    graphs = [_graph_section(name, run) for name, run in runs.items()]
     return _PAGE.format(
         title=html.escape(title),
         style=(STATIC / "style.css").read_text(encoding="utf-8"),
@@ -80,7 +87,23 @@ def report_page(runs: Mapping[str, RunScales], tables: Mapping[str, str], title:
         answers=json.dumps(answers, separators=(",", ":")).replace("<", "\\u003c"),
         script=bundle("app.js", "source.js", "theme.js") + _START,
         tables="\n".join(sections),
+        graphs="\n".join(graphs),
     )
+
+
+def _graph_section(name: str, run: RunScales) -> str:
+    """The last step as a graph, folded."""
+    histories = {direction: run.history(direction) for direction in run.directions}
+    names = merge_orders(one.names for one in histories.values())
+    inputs = run.inputs()
+    columns = {}
+    for direction, history in histories.items():
+        last = dict(zip(history.names, history.log2_rms[-1].tolist(), strict=True))
+        columns[direction] = np.array([last.get(one, np.nan) for one in names])
+    picture = graph_svg(names, [inputs.get(one, ()) for one in names], columns)
+    step = max(int(one.steps[-1]) for one in histories.values())
+    title = f"{name}: the graph of step {step}, with log2 RMS of the stored tensors"
+    return f"<details><summary>{html.escape(title)}</summary>\n{picture}\n</details>"
 
 
 def bundle(*entries: str) -> str:

@@ -125,6 +125,14 @@ class RunScales:
         """The tensors of all sets, in graph order."""
         return merge_orders(one.names for one in self._sets[direction].values())
 
+    def inputs(self) -> dict[str, tuple[str, ...]]:
+        """What every tensor is computed from; empty for event files that do not say."""
+        found: dict[str, tuple[str, ...]] = {}
+        for sets in self._sets.values():
+            for one in sets.values():
+                found.update(zip(one.names, one.inputs, strict=False))
+        return found
+
     def history(self, direction: Direction) -> ScaleHistory:
         """log2 RMS and units of all tensors and steps."""
         names = self.names(direction)

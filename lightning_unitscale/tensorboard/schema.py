@@ -85,11 +85,14 @@ class TensorSet:
         names: Their names, in graph order.
         modules: Path of the module that makes each.
         formats: The formats of the fractions.
+        inputs: For each the names of those that it is computed from; of files of before there
+            were any, empty.
     """
 
     names: tuple[str, ...]
     modules: tuple[str, ...]
     formats: tuple[NumberFormat, ...]
+    inputs: tuple[tuple[str, ...], ...] = ()
 
     @functools.cached_property
     def key(self) -> str:
@@ -99,7 +102,9 @@ class TensorSet:
     def to_content(self) -> bytes:
         """The set as the metadata content of a tag."""
         formats = [(f.name, f.exponent_bits, f.mantissa_bits, f.finite_only) for f in self.formats]
-        return content(names=self.names, modules=self.modules, formats=formats)
+        position = {name: place for place, name in enumerate(self.names)}
+        inputs = [[position[one] for one in group if one in position] for group in self.inputs]
+        return content(names=self.names, modules=self.modules, formats=formats, inputs=inputs)
 
     @classmethod
     def from_content(cls, data: bytes) -> TensorSet | None:
@@ -108,7 +113,9 @@ class TensorSet:
         if fields is None or "names" not in fields:
             return None
         formats = tuple(NumberFormat(*item) for item in fields["formats"])
-        return cls(tuple(fields["names"]), tuple(fields["modules"]), formats)
+        names = tuple(fields["names"])
+        inputs = tuple(tuple(names[k] for k in group) for group in fields.get("inputs", ()))
+        return cls(names, tuple(fields["modules"]), formats, inputs)
 
 
 def content(**fields: Any) -> bytes:

@@ -1,7 +1,8 @@
 """Writes scale snapshots into a TensorBoard event file.
 
 For the dashboards that TensorBoard has anyway: one log2 RMS scalar and one exponent histogram per
-tensor and direction, a custom-scalars layout that groups the scalars by module, and a text table.
+tensor and direction, a custom-scalars layout that groups the scalars by module, a text table, and the graph
+of the step with the scale of every tensor.
 For the Scales dashboard: the tensors that ``schema.py`` describes.
 
 Charts show tensors as they are stored. In a run without unit scaling that is as they are meant; so
@@ -17,12 +18,14 @@ from typing import Any, Final, Literal, Protocol, TypeAlias, get_args
 
 import numpy as np
 import numpy.typing as npt
+from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
 
 from lightning_unitscale.alerts import ScaleAlert, alerts_text, alerts_to_json
 from lightning_unitscale.row_layout import MIN_EXPONENT
 from lightning_unitscale.scale_table import scale_table
 from lightning_unitscale.snapshot import ScaleSnapshot
+from lightning_unitscale.tensorboard.graph_def import annotated_graph
 from lightning_unitscale.tensorboard.history import block_of
 from lightning_unitscale.tensorboard.records import speed_up
 from lightning_unitscale.tensorboard.schema import (
@@ -118,7 +121,7 @@ class ScaleWriter:
         self._write(file_writer, snapshot, parts)
 
     def finish(self, snapshot: ScaleSnapshot) -> None:
-        """Write what was left out of the last snapshot, and its scales as a table."""
+        """Write what was left out of the last snapshot, and its scales as a table and a graph."""
         file_writer = self._experiment._get_file_writer()
         if file_writer is None:
             return
@@ -126,6 +129,9 @@ class ScaleWriter:
             missing, self._missing = self._missing, set()
             self._write(file_writer, snapshot, missing)
         self.write_table(snapshot)
+        if len(snapshot):
+            graph = annotated_graph(snapshot).SerializeToString()
+            file_writer.add_event(Event(graph_def=graph), step=snapshot.step)
 
     def write_table(self, snapshot: ScaleSnapshot) -> None:
         """Write the scales of all tensors as a table, for the Text dashboard."""
@@ -153,7 +159,7 @@ class ScaleWriter:
             speed_up(file_writer)
         observed = self._observed
         if observed is None or not _is_of(observed, snapshot):
-            observed = TensorSet(snapshot.names, snapshot.modules, snapshot.layout.formats)
+            observed = _tensor_set(snapshot)
             self._observed = observed
         if observed.key not in self._sets:
             self._sets.add(observed.key)
@@ -237,11 +243,16 @@ def _stock_histograms(snapshot: ScaleSnapshot, direction: Direction) -> Iterator
             yield Summary.Value(tag=histogram_tag(direction, name), histo=histogram)
 
 
+def _tensor_set(snapshot: ScaleSnapshot) -> TensorSet:
+    return TensorSet(snapshot.names, snapshot.modules, snapshot.layout.formats, snapshot.inputs)
+
+
 def _is_of(observed: TensorSet, snapshot: ScaleSnapshot) -> bool:
     return (
         observed.names == snapshot.names
         and observed.modules == snapshot.modules
         and observed.formats == snapshot.layout.formats
+        and observed.inputs == snapshot.inputs
     )
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
-from torch import fx
+from torch import fx, nn
 
 from lightning_unitscale.graph.nodes import (
     TRANSFORMED,
@@ -29,13 +29,19 @@ from lightning_unitscale.transforms.gauge import (
     nearest_exponent,
     sigma,
 )
+from lightning_unitscale.transforms.held_units import HeldUnits, held_parameters
 from lightning_unitscale.transforms.product_gauge import (
     operand_name,
     operands_to_measure,
     plan_product,
 )
 from lightning_unitscale.transforms.range_loss import RangeCalibrator
-from lightning_unitscale.transforms.stored_gauge import StoredUnits, kept_argument, plan_stored
+from lightning_unitscale.transforms.stored_gauge import (
+    StoredUnits,
+    kept_argument,
+    plan_stored,
+    true_arguments,
+)
 from lightning_unitscale.transforms.units import (
     GAUGE,
     HELD,
@@ -58,9 +64,12 @@ class LosslessUnitScale(GraphPass):
             arrive at them; ``"all"`` to every tensor of the step that carries a gradient.
         measures_drift: Whether the observed variant measures ``drift``, for somebody who takes it.
         measures_range: Whether a calibration also finds out what FP8 would lose of each tensor.
+        holds_parameters: Whether parameters, and their gradients, come in units of their own, those
+            that the gauge has under ``held_name``.
 
     Attributes:
         gauge: The units in force; replace them by :meth:`set_gauge`.
+        is_running: Whether a step of the module runs as captured graphs at this moment.
     """
 
     name = "lossless unit scale"
@@ -72,6 +81,7 @@ class LosslessUnitScale(GraphPass):
         *,
         measures_drift: bool = True,
         measures_range: bool = False,
+        holds_parameters: bool = False,
     ) -> None:
         if depth not in get_args(Depth):
             raise ValueError(
@@ -82,7 +92,9 @@ class LosslessUnitScale(GraphPass):
         self.out_of_place = depth == "all"
         self.observes = measures_drift
         self.measures_range = measures_range
+        self.holds_parameters = holds_parameters
         self.gauge = Gauge()
+        self.is_running = False
         self.drift = DriftProbes(lambda: self.gauge)
 
     def run(self, graph: StepGraph) -> tuple[str, ...]:
@@ -110,6 +122,14 @@ class LosslessUnitScale(GraphPass):
         """Put a gauge into force from the next call on; nothing is captured or compiled anew."""
         self.gauge = gauge
 
+    def before_step(self, module: nn.Module) -> None:
+        """Called before each call of a captured step of ``module``."""
+        self.is_running = True
+
+    def after_step(self, module: nn.Module, result: Any) -> None:
+        """Called after each call that returned ``result``."""
+        self.is_running = False
+
     def calibrator(self) -> Calibrator:
         """A fresh calibrator for what this pass needs to know."""
         kind = RangeCalibrator if self.measures_range else Calibrator
@@ -132,7 +152,10 @@ class LosslessUnitScale(GraphPass):
 
     def __deepcopy__(self, memo: dict[int, object]) -> LosslessUnitScale:
         new = LosslessUnitScale(
-            self.depth, measures_drift=self.observes, measures_range=self.measures_range
+            self.depth,
+            measures_drift=self.observes,
+            measures_range=self.measures_range,
+            holds_parameters=self.holds_parameters,
         )
         memo[id(self)] = new
         new.gauge = self.gauge
@@ -141,24 +164,31 @@ class LosslessUnitScale(GraphPass):
     def _plans(self, region: Region) -> Iterator[NodePlan]:
         # Tensors that cross a checkpoint's boundary stay in true units, so only products inside.
         if self.depth == "all" and region.parent is None:
-            yield from plan_stored(region, self.gauge)
+            yield from plan_stored(region, self.gauge, holds_parameters=self.holds_parameters)
             return
-        units = Units()
+        units = HeldUnits(region.graph) if self.holds_parameters else Units()
         for node in list(region.graph.nodes):
             product = product_of(node)
             if product is not None:
                 yield plan_product(product, region, self.gauge, units)
+            elif self.holds_parameters and any(map(units.has_own, node.all_input_nodes)):
+                yield NodePlan(node, region, tuple(true_arguments(node, units)))
 
     def _held(self, graph: StepGraph) -> dict[str, Held]:
         """In which units each tensor is stored, by its name; read before the graph is rewritten."""
         if self.depth == "all":
-            units = StoredUnits(graph.graph)
+            units = StoredUnits(graph.graph, holds_parameters=self.holds_parameters)
             return {
                 tensor_name(node): Held(units.sigma(node), units.gamma(node), in_graph=True)
                 for node in graph.graph.nodes
                 if units.owner(node) is not None
             }
         held: dict[str, Held] = {}
+        if self.holds_parameters:
+            held = {
+                tensor_name(node): Held(sigma(name), gamma(name), in_graph=True)
+                for node, name in held_parameters(graph.graph).items()
+            }
         for node in graph.graph.nodes:
             product = product_of(node)
             if product is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,11 @@ from lightning_unitscale.transforms.calibration import (
     find_loss,
     restoring,
     root_mean_square,
+)
+from lightning_unitscale.transforms.full_precision import (
+    full_precision,
+    in_full_precision,
+    runs_in_fp16,
 )
 from lightning_unitscale.transforms.gauge import Gauge, GaugePair
 from lightning_unitscale.transforms.lossless import Depth, LosslessUnitScale
@@ -73,6 +79,8 @@ def calibrate(
 ) -> Mapping[str, float] | None:
     """Rehearse a step forward and backward, put the measured gauge into force, undo the rest.
 
+    A module in FP16, or under autocast to it, is rehearsed in FP32 as well.
+
     Args:
         step: The captured step.
         rewrite: The pass that gets the gauge.
@@ -88,19 +96,45 @@ def calibrate(
         pass from.
     """
     module = step.owner.module
-    calibrator = rewrite.calibrator()
-    with restoring(module), torch.enable_grad() if backward else contextlib.nullcontext():
-        args, kwargs = copy.deepcopy((args, dict(kwargs)))
-        output = step.rehearse(calibrator, *args, **kwargs)
-        loss = find_loss(output) if backward else None
-        measured: Mapping[str, float] | None = None
-        if loss is not None:
-            seeded = [(loss, torch.full_like(loss, seed_gradient))]
-            measured = _backward(seeded, module, (args, kwargs))
-        elif backward and seeds is not None:
-            measured = _backward(seeds(output), module, (args, kwargs))
-    forward, gradients = results(calibrator)
-    rewrite.set_gauge(rewrite.gauge.updated(rewrite.gauge_from(forward, gradients)))
+
+    def rehearse() -> Mapping[str, float] | None:
+        calibrator = rewrite.calibrator()
+        with torch.enable_grad() if backward else contextlib.nullcontext():
+            given = copy.deepcopy((args, dict(kwargs)))
+            if is_wide:
+                given = in_full_precision(given)
+            output = step.rehearse(calibrator, *given[0], **given[1])
+            loss = find_loss(output) if backward else None
+            measured: Mapping[str, float] | None = None
+            if loss is not None:
+                seeded = [(loss, torch.full_like(loss, seed_gradient))]
+                measured = _backward(seeded, module, given)
+            elif backward and seeds is not None:
+                measured = _backward(seeds(output), module, given)
+        forward, gradients = results(calibrator)
+        rewrite.set_gauge(rewrite.gauge.updated(rewrite.gauge_from(forward, gradients)))
+        return measured
+
+    is_wide = False
+    with restoring(module):
+        measured = rehearse()
+    if runs_in_fp16(module):
+        # What FP16 loses measures as zero. Tensors that are there in FP16 only (autocast may choose
+        # other kernels) keep what was measured above.
+        is_wide = True
+        with restoring(module), full_precision(module):
+            try:
+                wide = rehearse()
+            except RuntimeError as error:
+                warnings.warn(
+                    f"{type(module).__name__}.{step.name}: it runs in FP16 and not in FP32 "
+                    f"({str(error).splitlines()[0]}), so units are measured in FP16, where small "
+                    "gradients are zero; expected a step without casts to torch.float16 of its "
+                    "own; use tensor.to(other.dtype) for them.",
+                    stacklevel=2,
+                )
+            else:
+                measured = None if measured is None or wide is None else {**measured, **wide}
     return measured
 
 

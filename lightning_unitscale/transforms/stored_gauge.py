@@ -40,6 +40,7 @@ from lightning_unitscale.graph.out_of_place import (
 from lightning_unitscale.graph.passes import Region
 from lightning_unitscale.graph.products import product_of
 from lightning_unitscale.transforms.gauge import ONE, Factor, Gauge, gamma, sigma
+from lightning_unitscale.transforms.held_units import held_parameters, refuse_unreachable
 from lightning_unitscale.transforms.product_gauge import plan_product
 from lightning_unitscale.transforms.units import Edit, NodePlan, Path, Units
 
@@ -56,9 +57,10 @@ class StoredUnits(Units):
 
     Args:
         graph: The nodes, with in-place operations made out of place where that is safe.
+        holds_parameters: Whether parameters come in units of their own.
     """
 
-    def __init__(self, graph: fx.Graph) -> None:
+    def __init__(self, graph: fx.Graph, *, holds_parameters: bool = False) -> None:
         # A tensor that is still written into in place, or seen through such a one, is left as the
         # model means it: the write would be in its units, not in ours.
         # So is what a ``vmap`` reads: no change of units can stand inside it.
@@ -67,7 +69,12 @@ class StoredUnits(Units):
             if TRANSFORMED in node.meta:
                 excluded.update((node, *node.all_input_nodes))
         self._names: dict[fx.Node, str | None] = {}
+        if holds_parameters:
+            self._names.update(held_parameters(graph))
+            refuse_unreachable(self._names, excluded)
         for node in graph.nodes:
+            if node in self._names:
+                continue
             self._names[node] = None if node in excluded else self._name_of(node)
 
     def owner(self, node: fx.Node) -> str | None:
@@ -118,12 +125,14 @@ def kept_argument(node: fx.Node) -> fx.Node | None:
     return first
 
 
-def plan_stored(region: Region, gauge: Gauge) -> Iterator[NodePlan]:
+def plan_stored(
+    region: Region, gauge: Gauge, *, holds_parameters: bool = False
+) -> Iterator[NodePlan]:
     """Plans for every node of a graph that reads or makes a tensor with units."""
-    units = StoredUnits(region.graph)
+    units = StoredUnits(region.graph, holds_parameters=holds_parameters)
     for node in list(region.graph.nodes):
         if node.op == "output":
-            yield NodePlan(node, region, tuple(_true_arguments(node, units)))
+            yield NodePlan(node, region, tuple(true_arguments(node, units)))
         elif node.op in {"call_function", "call_method"} and not _hands_on(node, units):
             product = product_of(node)
             if product is not None:
@@ -140,7 +149,7 @@ def _hands_on(node: fx.Node, units: StoredUnits) -> bool:
 def _edits(node: fx.Node, units: StoredUnits) -> Iterator[Edit]:
     if units.owner(node) is None:
         # Opaque: several results, no gradient, or written into. It sees true units on both sides.
-        yield from _true_arguments(node, units)
+        yield from true_arguments(node, units)
         return
     arguments = list(float_arguments(node))
     if not arguments:
@@ -168,7 +177,8 @@ def _edits(node: fx.Node, units: StoredUnits) -> Iterator[Edit]:
     yield _result(node, own_sigma.inverse(), units)
 
 
-def _true_arguments(node: fx.Node, units: StoredUnits) -> Iterator[Edit]:
+def true_arguments(node: fx.Node, units: Units) -> Iterator[Edit]:
+    """Changes to true units of every argument that is in others."""
     for path, one in float_arguments(node):
         yield _argument(node, path, one, units.sigma(one), units.gamma(one).inverse())
 

@@ -68,6 +68,10 @@ class Units:
         """Gradient unit of the node's tensor."""
         return ONE
 
+    def has_own(self, node: fx.Node) -> bool:
+        """Whether the node's tensor may have units other than 1."""
+        return self.sigma(node) != ONE or self.gamma(node) != ONE
+
 
 @dataclass(frozen=True)
 class Edit:

@@ -148,6 +148,8 @@ def test_a_step_that_cannot_be_captured_at_all(depth: str) -> None:
         (lambda: UnitScaleCallback(precision="fp8", simulate="fp8"), ValueError),
         (lambda: UnitScaleCallback(precision="fp8", fp8_exclude=[""]), ValueError),
         (lambda: UnitScaleCallback(fp8_exclude="head"), ValueError),
+        (lambda: UnitScaleCallback(hold_parameters="yes"), ValueError),
+        (lambda: UnitScaleCallback("u-mup", hold_parameters=True), ValueError),
         (lambda: UnitScaleCallback(remat="many"), ValueError),
         (lambda: ScaleMonitor(0), ValueError),
         (lambda: ScaleMonitor(-1), ValueError),

@@ -13,7 +13,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
 from lightning_unitscale import UnitScaleCallback
+from lightning_unitscale.callbacks import rule_scaling
 from lightning_unitscale.graph.steps import steps_of
+from lightning_unitscale.transforms.rules.weights import set_to_unit_scale
 from tests.callbacks.rule_runs import (
     METHODS,
     Classifier,
@@ -307,6 +309,54 @@ def test_load_from_checkpoint(entry: str, with_checkpoint: bool, tmp_path: Path)
     (found,) = trainer.validate(module, loader(12), ckpt_path=ckpt_path, verbose=False)
     assert found["val_loss"] == pytest.approx(whole["loss"], rel=1e-6)
     assert_same_bits(weights(module), whole["weights"])
+
+
+def test_once_in_a_whole_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fit, resume, a second fit, a test, load_from_checkpoint, and all of it again."""
+    scaled: list[str] = []
+
+    def counting(module: Any, plans: Any) -> Any:
+        scaled.append(type(module).__name__)
+        return set_to_unit_scale(module, plans)
+
+    monkeypatch.setattr(rule_scaling, "set_to_unit_scale", counting)
+
+    def unchanged(module: Any, run: Any) -> None:
+        before, seen = weights(module), Saving()
+        run(seen)
+        assert_same_bits(seen.starts[0] if seen.starts else weights(module), before)
+
+    def check(module: Any) -> None:
+        for entry in ("validate", "test", "predict"):
+            trainer = trainer_with(unit_scale("u-mup"))
+            unchanged(module, lambda _: getattr(trainer, entry)(module, loader(8)))  # noqa: B023
+
+    module, path = seeded(), tmp_path / "a.ckpt"
+    check(module)  # before it is trained it is evaluated as it is
+    trainer, _ = fit(module, unit_scale("u-mup"), max_epochs=1, max_steps=-1)
+    trainer.save_checkpoint(path)
+    check(module)
+    longer = {"max_epochs": 2, "max_steps": -1}
+    unchanged(module, lambda seen: fit(module, unit_scale("u-mup"), seen, **longer))
+    fresh = Classifier()
+    fit(fresh, unit_scale("u-mup"), ckpt_path=path, **longer)
+    check(fresh)
+    loaded = Classifier.load_from_checkpoint(path)
+    check(loaded)
+    unchanged(loaded, lambda seen: fit(loaded, unit_scale("u-mup"), seen, **longer))
+    assert scaled == ["Classifier"]
+    fit(Classifier(), unit_scale("u-mup"), max_steps=1)
+    assert len(scaled) == 2  # another one, and this test can count
+
+
+def test_match_cannot_know_the_rates_of_weights_from_elsewhere(tmp_path: Path) -> None:
+    trainer, _ = fit(seeded(), unit_scale("unit-scaling"), max_epochs=1, max_steps=-1)
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    module = Classifier.load_from_checkpoint(tmp_path / "a.ckpt")
+    with pytest.warns(UserWarning, match=r"lr_scaling='match': .* pass ckpt_path"):
+        fit(module, unit_scale("unit-scaling"), max_steps=1)
+    longer = {"max_epochs": 2, "max_steps": -1, "ckpt_path": tmp_path / "a.ckpt"}
+    fit(Classifier(), unit_scale("unit-scaling"), **longer)
 
 
 def test_a_checkpoint_of_a_plain_run_is_scaled_once(tmp_path: Path) -> None:

@@ -12,7 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_unitscale.graph import capture
 from lightning_unitscale.graph.capture import CapturedGraph
-from tests.helpers import assert_same_bits, captured, run
+from lightning_unitscale.graph.nodes import op_name
+from lightning_unitscale.graph.steps import ModuleSteps
+from tests.helpers import assert_same_bits, captured, run, same_bits
 
 
 class Network(nn.Module):
@@ -165,3 +167,29 @@ def test_types_of_autocast_inside_and_around() -> None:
     with torch.autocast("cpu", dtype=bf16):
         states = capture.autocast_dtypes(graph)
     assert [states.get(node) for node in linears] == [bf16, bf16, None, bf16, bf16]
+
+
+def test_a_recurrent_kernel_is_one_operation_of_the_graph() -> None:
+    """Without it Dynamo gives up on all of a frame that mentions one before anything else."""
+
+    class Encoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tokens = nn.Embedding(7, 4)
+            self.recurrent = nn.GRU(4, 6, batch_first=True)
+            self.out = nn.Linear(6, 2)
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            states, _ = self.recurrent(self.tokens(tokens))
+            return self.out(states)
+
+    torch.manual_seed(0)
+    module, tokens = Encoder(), torch.randint(7, (2, 5))
+    plain = module(tokens)
+    steps = ModuleSteps(module, ("forward",))
+    steps.attach("test")
+    assert same_bits(module(tokens), plain)
+    (graph,) = steps.steps["forward"].graphs
+    assert not steps.graph_breaks
+    operations = [op_name(node) for node in graph.base.graph.nodes if node.op == "call_function"]
+    assert {"embedding", "gru", "linear"} <= set(operations)

@@ -1,15 +1,19 @@
-"""Pipelines on CPU processes: ``python -m tests.pipeline.engine_run FOLDER MODEL:SCHEDULE ...``.
+"""Pipelines on CPU processes: ``python -m tests.pipeline.engine_run FOLDER RANKS MODEL:SCHEDULE ...``.
 
-Run it once per rank. Every rank compares its stages' gradients with those of microbatch accumulation
-in one process, which it runs by itself, and writes the differences to ``FOLDER/RANK.json``.
+The parent captures each model once and runs microbatch accumulation in one process; then it forks
+the ranks. Every rank compares its stages' gradients with the parent's, and the results with the
+parent's on the rank of the last stage, and writes the differences to ``FOLDER/RANK.json``.
 """
 
 from __future__ import annotations
 
 import datetime
 import json
+import os
 import sys
+import traceback
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,67 +22,74 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from lightning_unitscale.pipeline import PipelineRunner, pipeline
+from lightning_unitscale.pipeline import Pipe, PipelineRunner, pipeline
 from lightning_unitscale.pipeline.schedules import find_schedule
-from tests.pipeline.models import MODELS, Case
+from tests.pipeline.models import MODELS
 
 NUM_MICROBATCHES = 8
 
 
-def batch_of(case: Case) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """The microbatches, and the whole batch that they make."""
+@dataclass
+class Prepared:
+    """One model with what two accumulated steps and a validation of it give in one process."""
+
+    pipe: Pipe
+    whole: dict[str, Any]
+    losses: list[float]
+    forward: list[float]
+    gradients: dict[str, Tensor | None]
+
+
+def prepare(model: str, num_stages: int) -> Prepared:
+    """Capture a model, and run it by itself."""
+    torch.manual_seed(5)
+    case = MODELS[model]()
+    module = case.module
     microbatches = [case.kwargs() for _ in range(NUM_MICROBATCHES)]
     whole = tree_map(
         lambda *one: torch.cat(one) if isinstance(one[0], Tensor) else one[0], *microbatches
     )
-    return microbatches, whole
-
-
-def compare(model: str, schedule: str) -> dict[str, Any]:
-    """Run two accumulated steps and one of validation; returns the differences on this rank."""
-    torch.manual_seed(5)
-    case = MODELS[model]()
-    microbatches, whole = batch_of(case)
-    found = find_schedule(schedule)
-    per_rank = 1 if found.placement == "single" else 2
-    num_stages = per_rank * dist.get_world_size()
-    spec = case.spec(num_stages)
-    if num_stages not in (2, 4):
-        raise ValueError("the models have three cuts")
-    pipe = pipeline(case.module, (), microbatches[0], split_spec=spec)
-    runner = PipelineRunner(pipe, schedule, num_microbatches=NUM_MICROBATCHES)
-
-    expected = []
+    pipe = pipeline(module, (), microbatches[0], split_spec=case.spec(num_stages))
+    losses = []
     for _ in range(2):
-        losses = [_loss(case.module(**one)) for one in microbatches]
-        for one in losses:
+        step = [_loss(module(**one)) for one in microbatches]
+        for one in step:
             (one / NUM_MICROBATCHES).backward()
-        expected += [one.item() for one in losses]
-    own = runner.named_parameters()
-    gradients = {name: one.grad for name, one in case.module.named_parameters()}
-    case.module.zero_grad()
+        losses += [one.item() for one in step]
+    gradients = {name: one.grad for name, one in module.named_parameters()}
+    module.zero_grad()
+    with torch.no_grad():
+        # Without gradients attention may run another kernel.
+        forward = [_loss(module(**one)).item() for one in microbatches]
+    return Prepared(pipe, whole, losses, forward, gradients)
 
-    results = [runner.step(**whole) for _ in range(2)]
+
+def compare(one: Prepared, schedule: str) -> dict[str, Any]:
+    """The differences on this rank."""
+    runner = PipelineRunner(one.pipe, schedule, num_microbatches=NUM_MICROBATCHES)
+    own = runner.named_parameters()
+    results = [runner.step(**one.whole) for _ in range(2)]
     differences = {}
-    for name, one in own.items():
-        assert (one.grad is None) == (gradients[name] is None), f"{name}: {one.grad}"
-        if one.grad is not None:
-            differences[name] = (one.grad - gradients[name]).abs().max().item()
-    case.module.zero_grad()
-    evaluated = runner.eval(**whole)
-    assert all(one.grad is None for one in own.values())
-    report = {
+    for name, parameter in own.items():
+        expected = one.gradients[name]
+        assert (parameter.grad is None) == (expected is None), name
+        if parameter.grad is not None and expected is not None:
+            differences[name] = (parameter.grad - expected).abs().max().item()
+    for parameter in own.values():
+        parameter.grad = None
+    evaluated = runner.eval(**one.whole)
+    assert all(parameter.grad is None for parameter in own.values())
+    report: dict[str, Any] = {
         "stages": runner.stage_indices,
+        "num_gradients": len(differences),
         "gradients": {name: value for name, value in differences.items() if value},
-        "largest": max((one.abs().max().item() for one in gradients.values() if one is not None)),
         "losses": None,
     }
     if runner.is_last:
-        steps = [_loss(one).item() for result in results for one in result or []]
-        forward = [_loss(one).item() for one in evaluated or []]
-        report["losses"] = [
-            abs(one - other) for one, other in zip(steps, expected, strict=True)
-        ] + [abs(one - other) for one, other in zip(forward, expected, strict=False)]
+        steps = [_loss(each).item() for result in results for each in result or []]
+        forward = [_loss(each).item() for each in evaluated or []]
+        pairs = [*zip(steps, one.losses, strict=True), *zip(forward, one.forward, strict=True)]
+        report["losses"] = [abs(found - expected) for found, expected in pairs]
     return report
 
 
@@ -86,15 +97,42 @@ def _loss(output: Any) -> Tensor:
     return output if isinstance(output, Tensor) else output["loss"]
 
 
-def main(folder: Path, *runs: str) -> None:
-    """Run all of the pairs in one process group."""
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
+def num_stages_of(schedule: str, num_ranks: int) -> int:
+    """Stages of a schedule: at least two on each rank where it can have several."""
+    return num_ranks if find_schedule(schedule).placement == "single" else 4
+
+
+def run_rank(folder: Path, rank: int, num_ranks: int, runs: list[tuple[str, str, Any]]) -> None:
+    """Run all of the pairs in one process group, and write the reports."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(num_ranks))
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
-    reports = {one: compare(*one.split(":")) for one in runs}
-    (folder / f"{dist.get_rank()}.json").write_text(json.dumps(reports))
+    reports = {f"{model}:{schedule}": compare(one, schedule) for model, schedule, one in runs}
+    (folder / f"{rank}.json").write_text(json.dumps(reports))
     dist.destroy_process_group()
 
 
+def main(folder: Path, num_ranks: int, *runs: str) -> int:
+    """Prepare, fork, and wait for the ranks; returns how many failed."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    pairs = [tuple(one.split(":")) for one in runs]
+    wanted = {(model, num_stages_of(schedule, num_ranks)) for model, schedule in pairs}
+    prepared = {key: prepare(*key) for key in sorted(wanted)}
+    given = [(m, s, prepared[m, num_stages_of(s, num_ranks)]) for m, s in pairs]
+    children = []
+    for rank in range(num_ranks):
+        child = os.fork()
+        if child == 0:
+            try:
+                run_rank(folder, rank, num_ranks, given)
+            except BaseException:
+                traceback.print_exc()
+                sys.stderr.flush()
+                os._exit(1)
+            os._exit(0)
+        children.append(child)
+    return sum(os.waitpid(child, 0)[1] != 0 for child in children)
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), *sys.argv[2:])
+    sys.exit(main(Path(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:]))

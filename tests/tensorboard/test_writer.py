@@ -71,7 +71,8 @@ def test_vectors_of_the_plugin(experiment):
     for one in snapshots:
         writer.write(one)
     events = read(experiment)
-    key = TensorSet(NAMES, snapshots[0].modules, LAYOUT.formats).key
+    one = snapshots[0]
+    key = TensorSet(NAMES, one.modules, LAYOUT.formats, one.inputs).key
     tags = ours(events)
     for direction in ("forward", "backward"):
         rms = arrays(events, tags[direction, "log2_rms", key])
@@ -265,3 +266,29 @@ def test_a_nonfinite_tensor(experiment):
     rows = statistics_row(torch.tensor([math.nan, math.inf]), LAYOUT).numpy()[None]
     ScaleWriter(experiment).write(ScaleSnapshot(0, ("a",), rows, rows, LAYOUT))
     assert not read(experiment).Tags()["scalars"]
+
+
+def test_the_annotated_graph(experiment):
+    inputs = ((), (NAMES[0],), (NAMES[1], NAMES[0]), (NAMES[2], "unknown"))
+    one = snapshot(5, inputs=inputs, log2_sigma=np.array([3, 0, 0, 0]))
+    writer = ScaleWriter(experiment)
+    writer.write(one)
+    writer.finish(one)
+    graph = read(experiment).Graph()
+    assert [node.name for node in graph.node] == [
+        "model/blocks/0/attn/linear",
+        "model/blocks/0/mlp/gelu_1_2",
+        "model/head/linear",
+        "loss",
+    ]
+    assert [node.op for node in graph.node] == ["linear", "gelu", "linear", "loss"]
+    assert list(graph.node[2].input) == [graph.node[1].name, graph.node[0].name]
+    assert list(graph.node[3].input) == [graph.node[2].name]
+    attributes = {key: value.s.decode() for key, value in graph.node[0].attr.items()}
+    assert float(attributes["log2_rms_forward"]) == pytest.approx(one.log2_rms()[0], abs=0.01)
+    assert float(attributes["log2_rms_forward_stored"]) == pytest.approx(
+        one.log2_rms()[0] - 3, abs=0.01
+    )
+    assert attributes["log2_rms_backward"] == "not measured"
+    assert graph.node[2].attr["log2_rms_backward"].s == b"zero"
+    assert graph.node[0].device == "RMS near 2^-4"

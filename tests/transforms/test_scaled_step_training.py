@@ -99,8 +99,11 @@ def test_sgd_gets_the_rates_of_u_mup() -> None:
         assert "rates of u-muP" in handle.notes[0]
         groups = [
             {"params": [by_hand.first], "lr": 0.1 * 6**-0.5, "weight_decay": 0.01 * (1 / 6**-0.5)},
-            {"params": [by_hand.second], "lr": 0.1 * 8**-0.5, "weight_decay": 0.01 * (1 / 8**-0.5)},
-            {"params": [by_hand.bias]},
+            {
+                "params": [by_hand.second, by_hand.bias],
+                "lr": 0.1 * 8**-0.5,
+                "weight_decay": 0.01 * (1 / 8**-0.5),
+            },
         ]
         other = torch.optim.SGD(groups, lr=0.1, weight_decay=0.01, **options)
         assert_same_bits(train(stored, optimizer), train(by_hand, other))

@@ -79,6 +79,27 @@ TRAPS: dict[str, Callable[[], tuple[nn.Module, tuple[Any, ...]]]] = {
         ),
         (X,),
     ),
+    "linear_without_a_bias_argument": lambda: (
+        Of(lambda m, x: F.linear(x, m[0].weight).square().mean(), nn.Linear(W, W, bias=False)),
+        (X,),
+    ),
+    "learned_positions": lambda: (
+        Of(
+            lambda m, x: m[2](m[0](x) + m[1](torch.arange(6))).square().mean(),
+            nn.Embedding(5, W), nn.Embedding(6, W), nn.Linear(W, 3),
+        ),
+        (labels(8)[:, None].expand(8, 6).contiguous(),),
+    ),
+    "sixteen_bits": lambda: (
+        Of(lambda m, x: m[1](m[0](x).relu()).square().mean(),
+           nn.Linear(W, W).bfloat16(), nn.Linear(W, 3).bfloat16()),
+        (X.bfloat16(),),
+    ),
+    "recurrent_kernel": lambda: (
+        Of(lambda m, x: m[1](m[0](m[2](x))[0]).square().mean(),
+           nn.GRU(W, W), nn.Linear(W, 3), nn.Linear(W, W)),
+        (X,),
+    ),
     "frozen_backbone": lambda: (
         Of(
             lambda m, x: m[1](m[0](x).relu()).square().mean(),

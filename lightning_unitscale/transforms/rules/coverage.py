@@ -48,7 +48,10 @@ def coverage_report(plan: RulePlan) -> str:
     parameters += [(fqn, "left", "", "", "", "", reason) for fqn, reason in plan.unseen.items()]
     actions = Counter(one.action for one in plan.parameters.values())
     actions.update(["left"] * len(plan.unseen))
-    num_attentions = sum(one.reason.startswith(ATTENTION) for one in plan.decisions.values())
+    num_attentions = sum(
+        one.reason.startswith(ATTENTION) and one.how != "residual"
+        for one in plan.decisions.values()
+    )
     return "\n\n".join(
         [
             "Operations: " + ", ".join(f"{count} {how}" for how, count in counts.items()) + ".",

@@ -117,6 +117,8 @@ class Decider:
         product = product_of(node)
         if product is None or weight_of(self.flow, product) is not None:
             return decision
+        if node in self.structure.readouts:
+            return decision
         if self._from_prior(node, decision) is not None:
             return decision
         if logit_factor(self.flow, node) is not None or "alpha" in dict(decision.kwargs):
@@ -190,7 +192,8 @@ class Decider:
         return self._decision(
             node,
             "rule" if factors is not None else "kept",
-            f"{ATTENTION}: logits (m / d) q.k; " + (rule.reference if (rule := rule_of(node)) else ""),
+            f"{ATTENTION}: logits (m / d) q.k; "
+            + (rule.reference if (rule := rule_of(node)) else ""),
             output=factors[0] if factors is not None else 1.0,
             arguments=arguments,
             kwargs=(("scale", temperature),),

@@ -84,6 +84,7 @@ class Flow:
     _graphs: set[fx.Graph] = field(default_factory=set)
     _learned: set[fx.Node] = field(default_factory=set)
     _gradients: set[fx.Node] = field(default_factory=set)
+    _of_data: set[fx.Node] = field(default_factory=set)
     _sizes: dict[fx.Node, Tensor] = field(default_factory=dict)
 
     def resolve(self, node: fx.Node) -> fx.Node:
@@ -123,6 +124,10 @@ class Flow:
     def is_of_gradients(self, node: fx.Node) -> bool:
         """Whether a tensor was made of gradients that a step has read off its parameters."""
         return self.resolve(node) in self._gradients
+
+    def is_weight(self, node: fx.Node) -> bool:
+        """Whether a tensor is a parameter, or was made of parameters alone (a normalized one)."""
+        return self.is_learned(node) and self.resolve(node) not in self._of_data
 
     def note_size(self, node: fx.Node, value: object) -> None:
         """Remember the size of what another tensor is multiplied or divided by."""
@@ -185,13 +190,18 @@ class Flow:
                 continue
             self._order[node] = len(self.nodes)
             self.nodes.append(node)
-            given = node.meta.get(INPUT)
-            if node.op == "placeholder" and given is not None and given.kind == "gradient":
-                self._gradients.add(node)
+            if node.op == "placeholder":
+                given = node.meta.get(INPUT)
+                kind = "input" if given is None else given.kind
+                if kind == "gradient":
+                    self._gradients.add(node)
+                if kind not in {"parameter", "buffer"}:
+                    self._of_data.add(node)
             if is_operation(node):
                 for source in dict.fromkeys(self.sources(node)):
-                    if source in self._gradients:
-                        self._gradients.add(node)
+                    for marked in (self._gradients, self._of_data):
+                        if source in marked:
+                            marked.add(node)
                     self._readers[source].append(node)
                     if source in self._learned and _may_be_float(node):
                         self._learned.add(node)

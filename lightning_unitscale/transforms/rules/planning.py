@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import fx
 
 from lightning_unitscale.graph.nodes import tensor_name
 from lightning_unitscale.graph.products import product_of
@@ -145,24 +145,10 @@ def plan_graph(
 
 def _unseen(step: CapturedStep, plans: Mapping[str, ParameterPlan]) -> dict[str, str]:
     """Why each parameter of the module that no graph of a step reads is not among ``plans``."""
-    module = step.owner.module
-    recurrent = [path for path, one in module.named_modules() if isinstance(one, nn.RNNBase)]
-    reasons = {}
-    for fqn, _ in module.named_parameters():
-        if fqn in plans:
-            continue
-        owner = fqn.rpartition(".")[0]
-        if owner in recurrent:
-            name = type(module.get_submodule(owner)).__name__
-            reasons[fqn] = f"in no captured graph: nn.{name} runs as a kernel of torch's own"
-        elif step.owner.graph_breaks:
-            reasons[fqn] = (
-                f"in no captured graph: {step.name} does not read it, or does so between two graph "
-                "breaks"
-            )
-        else:
-            reasons[fqn] = f"{step.name} does not read it"
-    return reasons
+    reason = f"{step.name} does not read it"
+    if step.owner.graph_breaks:
+        reason = f"in no captured graph: {reason}, or does so between two graph breaks"
+    return {fqn: reason for fqn, _ in step.owner.module.named_parameters() if fqn not in plans}
 
 
 def _with_output_scales(

@@ -32,6 +32,8 @@ PRODUCTS_BY_ELEMENT = frozenset({"mul", "imul", "multiply"})
 # hidden layer diverges at a rate beyond its own. A readout stops learning at one below its own as
 # it gets wider; an embedding can take it.
 _ORDER = (Role.HIDDEN, Role.READOUT, Role.EMBEDDING, Role.INPUT, Role.NORM, Role.BIAS)
+# Operations that the reason for leaving a parameter alone has the names of.
+_MAX_NAMED = 3
 _JOINS = frozenset({"cat", "concat", "stack", "concatenate"})
 
 
@@ -96,7 +98,10 @@ def plan_parameters(structure: Structure, *, init_weights: bool) -> dict[str, Pa
         info = _info(structure, fqn, uses, depths)
         kinds = {one.kind for one in uses}
         if not uses or "other" in kinds:
-            names = ", ".join(tensor_name(one.node) for one in uses if one.kind == "other")
+            others = [tensor_name(one.node) for one in uses if one.kind == "other"]
+            names = ", ".join(others[:_MAX_NAMED])
+            if len(others) > _MAX_NAMED:
+                names += f" and {len(others) - _MAX_NAMED} more"
             reason = f"read by {names}, which no rule rewrites" if names else "not read"
             plans[fqn] = ParameterPlan(info, "left", reason)
         elif not init_weights:
@@ -133,6 +138,14 @@ def multiplies_gradients(flow: Flow, product: Product) -> bool:
     return any(
         flow.is_of_gradients(one.node) and not flow.is_learned(one.node) for one in product.operands
     )
+
+
+def _has_weight(flow: Flow, product: Product) -> bool:
+    """Whether data are multiplied by a weight, which need not be a parameter itself."""
+    if is_attention(product.node):
+        return False
+    are_weights = [flow.is_weight(one.node) for one in product.operands]
+    return weight_of(flow, product) is not None or (any(are_weights) and not all(are_weights))
 
 
 def _is_bias_of(flow: Flow, bias: fx.Node, product: fx.Node) -> bool:
@@ -270,7 +283,7 @@ def _readouts(
             and node in to_loss
             and node not in to_product
             and node not in in_branch
-            and weight_of(flow, product) is not None
+            and _has_weight(flow, product)
         ):
             yield node
 

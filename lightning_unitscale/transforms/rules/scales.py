@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from lightning_unitscale.graph.nodes import op_name
+from lightning_unitscale.transforms.rules.constants import made_rms
 from lightning_unitscale.transforms.rules.flow import (
     Flow,
     float_arguments,
@@ -163,6 +164,9 @@ class Scales:
             known = self.known(source)
             scaled = None if known is None else known * number_of(self.flow, node)
             return scaled, "times a number, left as it is"
+        made = made_rms(node)
+        if made is not None:
+            return made, "made by the step itself"
         tensors = [one for _, one in float_arguments(node)]
         if op_name(node) in PRODUCTS_BY_ELEMENT and len(tensors) == 2:
             return self._product(node, tensors[0], tensors[1])

@@ -59,7 +59,8 @@ def already_at_unit_scale(module: nn.Module, plans: Mapping[str, ParameterPlan])
     votes = []
     for fqn, plan in plans.items():
         info = plan.info
-        is_weight = info.role in (Role.HIDDEN, Role.INPUT, Role.READOUT)
+        # What is an embedding too may have been drawn as one, at RMS 1.
+        is_weight = info.role in (Role.HIDDEN, Role.INPUT, Role.READOUT) and not info.is_tied
         if plan.action == "scaled" and is_weight and info.fan_in >= _TELLING_FAN_IN:
             rms = parameter_rms(parameters[fqn].detach())
             votes.append(rms > (2 / info.fan_in) ** 0.25)

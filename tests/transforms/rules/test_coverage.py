@@ -1,5 +1,6 @@
 """The coverage report says what happened to every operation and every parameter, and why."""
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -53,23 +54,35 @@ def test_ties_are_reported() -> None:
     assert "readout (tied)" in row
 
 
-class Partly(nn.Module):
-    """A kernel of torch's own, a layer that is never used, one that is used later, attention."""
+@torch.compiler.disable
+def _untraced(part: nn.Module, x: Tensor) -> Tensor:
+    result: Tensor = part(x)
+    return result
 
-    def __init__(self) -> None:
+
+class Partly(nn.Module):
+    """A kernel of torch's own, layers that are never used, used later, or hidden; attention."""
+
+    def __init__(self, is_hidden: bool) -> None:
         super().__init__()
         self.lstm = nn.LSTM(8, 8, batch_first=True)
         self.unused, self.later, self.used = (nn.Linear(8, 8) for _ in range(3))
+        self.hidden = nn.Linear(8, 8) if is_hidden else None
+
+    def between(self, x: Tensor) -> Tensor:
+        return x if self.hidden is None else _untraced(self.hidden, x)
 
     def forward(self, x: Tensor, later: bool = False) -> Tensor:
-        h = self.used(x)
+        h = self.used(self.between(x))
         h = self.later(h) if later else h
         h = (h @ h.mT / 8).softmax(-1) @ F.scaled_dot_product_attention(h, h, h)
+        h = h + self.used(h)
         return self.lstm(h)[0].square().mean()
 
 
-def test_no_parameter_and_no_attention_is_missing() -> None:
-    scaled = unit_scale(Partly())
+@pytest.mark.parametrize("is_hidden", [False, True])
+def test_no_parameter_and_no_attention_is_missing(is_hidden: bool) -> None:
+    scaled = unit_scale(Partly(is_hidden))
     x = torch.randn(2, 4, 8)
     scaled(x)
 
@@ -79,10 +92,13 @@ def test_no_parameter_and_no_attention_is_missing() -> None:
 
     found = rows()
     assert {fqn for fqn, _ in scaled.named_parameters()} <= set(found)
-    assert "nn.LSTM runs as a kernel of torch's own" in found["lstm.weight_ih_l0"]
-    assert "in no captured graph: forward does not read it, or" in found["unused.weight"]
-    assert "in no captured graph" in found["later.bias"]
-    assert found["Parameters:"] == "Parameters: 1 scaled, 1 zeroed, 8 left."
+    assert "read by lstm.lstm, which no rule rewrites" in found["lstm.weight_ih_l0"]
+    assert "forward does not read it" in found["unused.weight"]
+    assert "forward does not read it" in found["later.bias"]
+    if is_hidden:
+        assert "in no captured graph: forward does not read it, or" in found["hidden.weight"]
+    left = 10 if is_hidden else 8
+    assert found["Parameters:"] == f"Parameters: 1 scaled, 1 zeroed, {left} left."
     assert found["Attention:"] == "Attention: 2 found, on whose logits attention_mult acts."
     before = [one.detach().clone() for one in scaled.later.parameters()]
     scaled(x, later=True)

@@ -195,6 +195,51 @@ def test_an_ordinary_transformer_is_known_throughout(on_unknown: str) -> None:
     assert plan_of(scaled) == plan_of(other)
 
 
+@pytest.mark.parametrize(
+    "start",
+    [
+        lambda x: x.new_zeros(len(x), W),
+        lambda x: torch.zeros(len(x), W),
+        lambda x: torch.full((len(x), W), 0.0),
+        lambda x: x.new_full((len(x), W), fill_value=0.0),
+        lambda x: torch.zeros_like(x[:, 0]),
+        lambda x: torch.ones(len(x), W),
+        lambda x: torch.randn_like(x[:, 0]),
+    ],
+)
+def test_an_initial_state_is_of_known_scale(start: Any) -> None:
+    def lstm(m: nn.ModuleList, x: Tensor) -> Tensor:
+        h = c = start(x)
+        for t in range(3):
+            i, f, g, o = (m[0](x[:, t]) + m[1](h)).chunk(4, dim=-1)
+            c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
+            h = torch.sigmoid(o) * torch.tanh(c)
+        return m[2](h).square().mean()
+
+    x = torch.randn(32, 3, W)
+    parts = (nn.Linear(W, 4 * W), nn.Linear(W, 4 * W), nn.Linear(W, 2))
+    found = []
+    for on_unknown in ("error", "keep"):
+        torch.manual_seed(5)
+        scaled = unit_scale(Of(lstm, *parts), on_unknown=on_unknown)
+        scaled(x)
+        # A state has no scale of its own: each map of it has the factor of its weight.
+        assert {one.output for one in decided(scaled, "linear")[:-1]} == {W**-0.5}
+        found.append(plan_of(scaled))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    ("make", "rms"),
+    [(lambda x: torch.full_like(x, -3.0), 3.0), (lambda x: torch.rand_like(x), 3**-0.5)],
+)
+def test_a_product_of_what_the_step_makes_itself(make: Any, rms: float) -> None:
+    scaled = unit_scale(Of(lambda m, x: m[0](make(x)), nn.Linear(W, W)), on_unknown="error")
+    scaled(X)
+    ((argument,),) = (one.arguments for one in decided(scaled, "linear"))
+    assert argument.factor == pytest.approx(1 / rms)
+
+
 def test_an_operation_that_is_called_again_gets_its_own_decision() -> None:
     scaled = unit_scale(LSTM(16))
     scaled(tokens(6))

@@ -1,5 +1,6 @@
 """What each parameter does, read from how it is used, and whether it is rescaled."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -8,11 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_unitscale.graph.nodes import tensor_name
+from lightning_unitscale.graph.nodes import op_name, tensor_name
+from lightning_unitscale.graph.products import product_of
 from lightning_unitscale.transforms.learning_rates import u_mup_rate
 from lightning_unitscale.transforms.parameter_info import ParameterInfo, Role
 from lightning_unitscale.transforms.rules.plan import ParameterPlan
 from lightning_unitscale.transforms.rules.roles import plan_parameters, unit_factor
+from lightning_unitscale.transforms.unit_scale import unit_scale
 from tests.transforms.rules.models import GPT, Of, PostNorm, labels, tokens
 from tests.transforms.rules.oracle import structure_of
 from tests.transforms.zoo import Step, w
@@ -62,6 +65,51 @@ def test_a_tied_readout_is_rescaled_once_and_reported() -> None:
     assert u_mup_rate(tied.info) == 1.0
     assert tied.action == "scaled"
     assert not plans["positions.weight"].info.is_tied
+
+
+@pytest.mark.parametrize(
+    "logits",
+    [
+        lambda m, h: nn.utils.parametrizations.weight_norm(m[1])(h),
+        lambda m, h: F.linear(h, m[1].weight - m[1].weight.mean(0)),
+        lambda m, h: F.normalize(h, dim=-1) @ F.normalize(m[1].weight, dim=-1).T,
+        lambda m, h: h @ m[2](m[1].weight).T,
+    ],
+)
+def test_a_readout_whose_weight_is_made_of_parameters(logits: Callable[..., Tensor]) -> None:
+    parts = (nn.Linear(5, W), nn.Linear(W, 8), nn.Linear(W, W))
+    if "parametrizations" in logits.__code__.co_names:
+        nn.utils.parametrizations.weight_norm(parts[1])
+        logits = lambda m, h: m[1](h)  # noqa: E731
+
+    def loss(m: nn.ModuleList, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(logits(m, m[0](x).tanh()), y)
+
+    structure = structure_of(Of(loss, *parts), x(6, 5), torch.randint(8, (6,)))
+    (node,) = structure.readouts
+    product = product_of(node)
+    assert product is not None
+    assert sorted(structure.flow.is_weight(one.node) for one in product.operands) == [False, True]
+    # Its logits have RMS fan_in^-1/2, though both operands have RMS 1.
+    scaled = unit_scale(Of(lambda m, x: loss(m, x, y), *parts))
+    y = torch.randint(8, (600,))
+    assert float(scaled(x(600, 5)).detach()) == pytest.approx(math.log(8), abs=0.1)
+
+
+def test_what_is_no_readout_for_want_of_a_weight() -> None:
+    def both_of_data(m: nn.ModuleList, x: Tensor) -> Tensor:
+        scores = m[0](x) @ m[1](x).T
+        return F.cross_entropy(scores, torch.arange(len(x)))
+
+    assert not structure_of(Of(both_of_data, nn.Linear(5, W), nn.Linear(5, W)), x(6, 5)).readouts
+
+    def both_of_weights(m: nn.ModuleList, x: Tensor) -> Tensor:
+        one, other = (m[i].weight.T.tanh() for i in range(2))
+        return m[1](m[0](x)).square().mean() + (one @ other).square().mean()
+
+    parts = (nn.Linear(5, W), nn.Linear(W, 3))
+    (readout,) = structure_of(Of(both_of_weights, *parts), x(6, 5)).readouts
+    assert op_name(readout) == "linear"
 
 
 def test_a_tied_hidden_layer_keeps_the_rate_that_it_can_take() -> None:

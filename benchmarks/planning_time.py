@@ -1,0 +1,157 @@
+"""How long it takes to plan a joint graph, from hundreds to tens of thousands of nodes.
+
+Joint graphs of the demo's GPT of growing depth. Ours: reading the graph, then the whole front of
+plans from the fastest to the smallest; and one partition, plan and split together. Beside it one
+partition by torch's planner at a memory budget of 0.5. The extraction by Dynamo and AOTAutograd
+that comes before is timed on its own.
+
+    python benchmarks/planning_time.py                   # up to 96 blocks
+    python benchmarks/planning_time.py --depths 420      # 50,000 nodes: minutes, mostly extraction
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+from tabulate import tabulate
+from torch import fx
+from torch._functorch import config as functorch_config
+from torch._functorch.partitioners import (
+    default_partition,
+    min_cut_rematerialization_partition,
+)
+
+from benchmarks.measure import RESULTS, machine
+from examples.gpt import GPT
+from lightning_unitscale.remat import Planner, RematPartitioner, aot_backend
+from lightning_unitscale.remat.costs import default_cost_model
+from lightning_unitscale.remat.joint_graph import read_joint_graph
+
+FILE = RESULTS / "planning_time.json"
+PLOT = Path(__file__).parent.parent / "docs" / "images" / "planning_time.png"
+DEPTHS = (6, 12, 24, 48, 96)
+# Torch's planner takes longer than the benchmark is worth beyond this many nodes.
+TORCH_UP_TO = 12_000
+
+
+class Timed:
+    """A ``partition_fn`` that times the planners on one graph, and then partitions plainly."""
+
+    def __init__(self, *, with_torch: bool) -> None:
+        self.with_torch = with_torch
+        self.entered = 0.0
+        self.row: dict[str, Any] = {}
+
+    def __call__(self, joint: fx.GraphModule, joint_inputs: Any, **options: Any) -> Any:
+        self.entered = time.perf_counter()
+        outputs = options["num_fwd_outputs"]
+        model = default_cost_model("cpu", fused=False)
+
+        def read() -> Any:
+            return read_joint_graph(joint.graph, outputs, model)[0]
+
+        problem, reading = _timed(read)
+        repeated = [_timed(lambda: Planner(read_again(problem)).front()) for _ in range(3)]
+        self.row = {
+            "nodes": len(problem),
+            "read s": reading,
+            "front s": min(seconds for _, seconds in repeated),
+            "plans": len(repeated[0][0]),
+        }
+        names = ("num_fwd_outputs", "static_lifetime_input_indices")
+        ours_options = {name: options[name] for name in names if name in options}
+        ours = RematPartitioner(0.7)
+        _, self.row["partition s"] = _timed(
+            lambda: ours(copy.deepcopy(joint), joint_inputs, **ours_options)
+        )
+        if self.with_torch and len(problem) <= TORCH_UP_TO:
+            with functorch_config.patch(activation_memory_budget=0.5):
+                _, self.row["torch's partition s"] = _timed(
+                    lambda: min_cut_rematerialization_partition(
+                        copy.deepcopy(joint), joint_inputs, **options
+                    )
+                )
+        return default_partition(joint, joint_inputs, **options)
+
+
+def read_again(problem: Any) -> Any:
+    """The same problem without anything that was derived from it."""
+    return type(problem)(problem.nodes, problem.forward_outputs, problem.backward_outputs)
+
+
+def _timed(function: Callable[[], Any]) -> tuple[Any, float]:
+    start = time.perf_counter()
+    result = function()
+    return result, time.perf_counter() - start
+
+
+def measure(depth: int, *, with_torch: bool) -> dict[str, Any]:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = GPT(width=32, depth=depth, num_heads=4, context=64)
+    tokens, targets = torch.randint(0, 256, (2, 4, 64))
+    timed = Timed(with_torch=with_torch)
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return model._loss((x, y))
+
+    start = time.perf_counter()
+    torch.compile(step, backend=aot_backend(timed))(tokens, targets)
+    return {"blocks": depth, "extraction s": timed.entered - start, **timed.row}
+
+
+def plot(rows: list[dict[str, Any]]) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(7, 4.5))
+    for key, label in (
+        ("extraction s", "Dynamo and AOTAutograd"),
+        ("front s", "ours: all plans"),
+        ("partition s", "ours: one plan, and the split"),
+        ("torch's partition s", "torch: one plan, and the split"),
+    ):
+        points = [(row["nodes"], row[key]) for row in rows if key in row]
+        axis.plot(*zip(*points, strict=True), "o-", label=label)
+    axis.set_xscale("log")
+    axis.set_yscale("log")
+    axis.set_xlabel("nodes of the joint graph")
+    axis.set_ylabel("seconds")
+    axis.grid(alpha=0.3)
+    axis.legend()
+    figure.tight_layout()
+    figure.savefig(PLOT, dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--depths", type=int, nargs="*", default=list(DEPTHS))
+    parser.add_argument("--no-torch", action="store_true")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    rows: list[dict[str, Any]] = json.loads(FILE.read_text())["rows"] if FILE.exists() else []
+    for depth in arguments.depths:
+        rows = [row for row in rows if row["blocks"] != depth]
+        rows.append(measure(depth, with_torch=not arguments.no_torch))
+        rows.sort(key=lambda row: int(row["blocks"]))
+        FILE.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
+    print(tabulate(rows, headers="keys", floatfmt=".2f"))
+    plot(rows)
+
+
+if __name__ == "__main__":
+    main()

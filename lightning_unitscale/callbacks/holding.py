@@ -1,0 +1,323 @@
+"""Parameters and gradients held in units while a Trainer trains in 16 bits."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import callbacks as lightning_callbacks
+from lightning.pytorch.plugins import HalfPrecision
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.utilities import GradClipAlgorithmType
+from lightning.pytorch.utilities.rank_zero import rank_zero_info  # type: ignore[attr-defined]
+from torch.optim import Optimizer
+
+from lightning_unitscale.graph.steps import CapturedStep
+from lightning_unitscale.transforms.calibration import root_mean_square
+from lightning_unitscale.transforms.drift import HIGH, LOW
+from lightning_unitscale.transforms.gauge import (
+    MAX_LOG2_GAMMA,
+    MAX_LOG2_SIGMA,
+    Gauge,
+    GaugePair,
+    nearest_exponent,
+)
+from lightning_unitscale.transforms.held_optimizers import check_optimizer
+from lightning_unitscale.transforms.held_parameters import HeldParameters
+from lightning_unitscale.transforms.held_units import held_name
+from lightning_unitscale.transforms.lossless import LosslessUnitScale
+
+Choice = bool | Literal["auto"]
+_MISSING = object()
+# They read or write parameters between steps, and know of no units.
+_CONFLICTING_CALLBACKS = tuple(
+    getattr(lightning_callbacks, name)
+    for name in ("StochasticWeightAveraging", "WeightAveraging")
+    if hasattr(lightning_callbacks, name)
+)
+
+
+class ParameterHolding:
+    """Holds the parameters of one LightningModule in units for the length of a fit.
+
+    Args:
+        choice: Whether to; ``"auto"`` does for ``16-true`` and ``bf16-true``.
+        rewrite: The pass whose gauge knows the units.
+
+    Attributes:
+        is_wanted: Whether this Trainer's parameters are to be held.
+        events: When units were taken, one line each.
+    """
+
+    def __init__(self, choice: Choice, rewrite: LosslessUnitScale) -> None:
+        self.is_wanted = False
+        self.events: list[str] = []
+        self._choice = choice
+        self._rewrite = rewrite
+        self._held: HeldParameters | None = None
+        self._last_units: dict[str, GaugePair] = {}
+        self._measured: dict[str, tuple[float, float]] = {}
+        self._clipping: _Clipping | None = None
+
+    @property
+    def is_unknown(self) -> bool:
+        """Whether parameters are to be held and nobody has measured in which units."""
+        return self.is_wanted and self._held is None
+
+    def attach(self, trainer: pl.Trainer, *, is_new: bool) -> None:
+        """Decide for a Trainer; before anything is captured.
+
+        Raises:
+            MisconfigurationException: If holding was asked for and the Trainer does not go with it.
+        """
+        is_half = isinstance(trainer.precision_plugin, HalfPrecision)
+        self.is_wanted = is_half if self._choice == "auto" else self._choice
+        self._rewrite.holds_parameters = self.is_wanted
+        if is_new:
+            self._last_units = {}
+        if self.is_wanted:
+            _check(trainer)
+
+    def start_fit(self, trainer: pl.Trainer) -> None:
+        """Check the optimizers, and hold at once where units are known from a checkpoint.
+
+        Raises:
+            ValueError: If an optimizer is not in the table; nothing is changed then.
+        """
+        if not self.is_wanted:
+            return
+        for optimizer in trainer.optimizers:
+            check_optimizer(optimizer)
+        if self._last_units:
+            # Before the optimizers' state is restored, which needs the range.
+            self._hold(trainer, self._last_units)
+
+    def follow(self, trainer: pl.Trainer) -> None:
+        """Go over to the Trainer's optimizers, if they are others than before (after a tuner)."""
+        if self._held is not None and not self._held.belongs_to(trainer.optimizers):
+            units = self._held.units
+            self.release()
+            self._hold(trainer, units)
+
+    def measured(
+        self, trainer: pl.Trainer, step: CapturedStep, gradients: Mapping[str, float]
+    ) -> None:
+        """Hold every parameter that the captured step reads, in units near its size.
+
+        Args:
+            trainer: The Trainer.
+            step: The captured training step.
+            gradients: RMS of the gradient of each parameter.
+        """
+        if not self.is_wanted or self._held is not None:
+            return
+        if step.owner.graph_breaks:
+            self._decline("the step has graph breaks, between which code sees the parameters")
+            return
+        read = {one.fqn for graph in step.graphs for one in graph.inputs if one.kind == "parameter"}
+        named = dict(trainer.lightning_module.named_parameters())
+        units = {
+            name: _pair(float(root_mean_square(named[name])), rms)
+            for name, rms in gradients.items()
+            if name in read and named[name].requires_grad
+        }
+        self._hold(trainer, units)
+
+    def decline(self, why: str) -> None:
+        """Leave parameters as they are.
+
+        Raises:
+            MisconfigurationException: If holding was asked for by name.
+        """
+        if self.is_wanted and self._held is None:
+            self._decline(why)
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Measure what an optimizer is about to use, to see whether the units still fit."""
+        if self._held is None:
+            return
+        ours = {id(one) for group in optimizer.param_groups for one in group["params"]}
+        named = self._named()
+        self._measured.update(
+            (name, (float(root_mean_square(one)), float(root_mean_square(one.grad))))
+            for name, one in named.items()
+            if id(one) in ours and one.grad is not None
+        )
+
+    def after_step(self, when: str, *, always: bool) -> None:
+        """Take new units where a parameter or its gradient has left [1/4, 4], or for all."""
+        measured, self._measured = self._measured, {}
+        if self._held is None:
+            return
+        new, outside = {}, []
+        for name, (value, gradient) in measured.items():
+            old = self._held.units[name]
+            sizes = [one for one in (value, gradient) if math.isfinite(one) and one > 0]
+            is_outside = any(not LOW <= one <= HIGH for one in sizes)
+            if is_outside:
+                outside.append(name)
+            if always or is_outside:
+                moved = _pair(value, gradient)
+                pair = GaugePair(
+                    _bounded(old.log2_sigma + moved.log2_sigma, MAX_LOG2_SIGMA),
+                    _bounded(old.log2_gamma + moved.log2_gamma, MAX_LOG2_GAMMA),
+                )
+                if pair != old:
+                    new[name] = pair
+        if new:
+            self._take(new)
+            names = ", ".join(outside[:3])
+            self.events.append(
+                f"New units for {len(new)} parameters at {when}" + (f": {names}" if names else "")
+            )
+
+    def true_parameters(self) -> contextlib.AbstractContextManager[None]:
+        """Within this context parameters have their true values."""
+        return contextlib.nullcontext() if self._held is None else self._held.true_values()
+
+    def release(self) -> None:
+        """Give parameters and optimizer state back in true units. Idempotent."""
+        if self._clipping is not None:
+            self._clipping.remove()
+            self._clipping = None
+        if self._held is not None:
+            self._last_units = self._held.units
+            self._held.release()
+            self._held = None
+            self._rewrite.set_gauge(without_held(self._rewrite.gauge))
+
+    def state_dict(self) -> dict[str, list[int]]:
+        """Units of the parameters, for a checkpoint; the parameters there are in true units."""
+        units = self._last_units if self._held is None else self._held.units
+        return {name: [pair.log2_sigma, pair.log2_gamma] for name, pair in units.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from :meth:`state_dict` in the next fit."""
+        self._last_units = {name: GaugePair(int(s), int(g)) for name, (s, g) in state.items()}
+
+    def _hold(self, trainer: pl.Trainer, units: Mapping[str, GaugePair]) -> None:
+        rewrite = self._rewrite
+        module = trainer.lightning_module
+        held = HeldParameters(module, trainer.optimizers, lambda: rewrite.is_running)
+        held.attach()
+        self._held = held
+        self._take(units)
+        self._clipping = _Clipping(trainer, held)
+        self._clipping.attach()
+        self.events.append(f"{len(units)} parameters and their gradients held in units")
+
+    def _take(self, units: Mapping[str, GaugePair]) -> None:
+        assert self._held is not None
+        self._held.take(units)
+        pairs = {held_name(name): pair for name, pair in units.items()}
+        self._rewrite.set_gauge(self._rewrite.gauge.updated(pairs))
+
+    def _named(self) -> dict[str, Any]:
+        assert self._held is not None
+        return self._held.named()
+
+    def _decline(self, why: str) -> None:
+        if self._choice is True:
+            raise MisconfigurationException(
+                f"hold_parameters=True: {why}; expected a step that runs whole in captured graphs, "
+                "under automatic optimization; pass hold_parameters=False."
+            )
+        self.is_wanted = False
+        self.events.append(f"Parameters are not held in units: {why}")
+        rank_zero_info(f"UnitScaleCallback: {self.events[-1]}.")
+
+
+def holding_of(choice: Choice, method: str, rewrite: LosslessUnitScale) -> ParameterHolding | None:
+    """What holds the parameters, for methods that leave them to the user.
+
+    Raises:
+        ValueError: If ``choice`` makes no sense, alone or with the method.
+    """
+    if not isinstance(choice, bool) and choice != "auto":
+        raise ValueError(
+            f"hold_parameters={choice!r}: no such choice; expected True, False or 'auto'; leave it "
+            "out for 'auto'."
+        )
+    if method == "lossless":
+        return None if choice is False else ParameterHolding(choice, rewrite)
+    if choice is True:
+        raise ValueError(
+            f"hold_parameters=True: with method={method!r} weights and gradients are at RMS 1 "
+            "themselves; expected False or 'auto'; leave it out."
+        )
+    return None
+
+
+def without_held(gauge: Gauge) -> Gauge:
+    """A gauge without the units of parameters."""
+    held = held_name("")
+    return Gauge({name: pair for name, pair in gauge.items() if not name.endswith(held)})
+
+
+class _Clipping:
+    """Gradient clipping that means true gradients.
+
+    ``LightningModule.clip_gradients`` leads to ``clip_gradients`` of the precision plugin
+    (Lightning 2.6), in whose place this stands.
+    """
+
+    def __init__(self, trainer: pl.Trainer, held: HeldParameters) -> None:
+        self._plugin = trainer.precision_plugin
+        self._held = held
+        self._shadowed: Any = _MISSING
+
+    def attach(self) -> None:
+        self._shadowed = vars(self._plugin).get("clip_gradients", _MISSING)
+        vars(self._plugin)["clip_gradients"] = self._clip
+
+    def remove(self) -> None:
+        if self._shadowed is _MISSING:
+            del vars(self._plugin)["clip_gradients"]
+        else:
+            vars(self._plugin)["clip_gradients"] = self._shadowed
+
+    def _clip(
+        self,
+        optimizer: Optimizer,
+        clip_val: int | float = 0.0,
+        gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
+    ) -> None:
+        if clip_val <= 0:
+            return
+        parameters = list(self._plugin.main_params(optimizer))
+        if gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
+            self._held.clip_by_value(parameters, clip_val)
+        else:
+            self._held.clip_by_norm(parameters, clip_val)
+
+
+def _check(trainer: pl.Trainer) -> None:
+    strategy = trainer.strategy
+    if not isinstance(strategy, (SingleDeviceStrategy, DDPStrategy)):
+        raise MisconfigurationException(
+            f"hold_parameters with {type(strategy).__name__}: it shards or moves parameters, whose "
+            "units would be lost on the way; expected a single device or DDP; pass "
+            "hold_parameters=False."
+        )
+    all_callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    for one in all_callbacks:
+        if isinstance(one, _CONFLICTING_CALLBACKS):
+            raise MisconfigurationException(
+                f"hold_parameters with {type(one).__name__}: it averages parameters over steps, "
+                "between which their units may change; expected a Trainer without it; pass "
+                "hold_parameters=False."
+            )
+
+
+def _pair(value: float, gradient: float) -> GaugePair:
+    return GaugePair(
+        nearest_exponent(value, MAX_LOG2_SIGMA), nearest_exponent(gradient, MAX_LOG2_GAMMA)
+    )
+
+
+def _bounded(exponent: int, limit: int) -> int:
+    return max(-limit, min(limit, exponent))

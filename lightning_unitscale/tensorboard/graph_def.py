@@ -1,0 +1,78 @@
+"""The graph of a step, annotated with scales, for TensorBoard's Graphs dashboard.
+
+Module paths become the nesting of nodes. A click on a node shows its log2 RMS, stored and as meant,
+among its attributes; "Color: Device" colours by scale, since a node's device is a free text: here
+the power of two, in steps of four, that its RMS is near.
+"""
+
+from __future__ import annotations
+
+import math
+
+from tensorboard.compat.proto.attr_value_pb2 import AttrValue
+from tensorboard.compat.proto.graph_pb2 import GraphDef
+from tensorboard.compat.proto.node_def_pb2 import NodeDef
+from tensorboard.compat.proto.versions_pb2 import VersionDef
+
+from lightning_unitscale.alerts import op_of
+from lightning_unitscale.snapshot import ScaleSnapshot
+from lightning_unitscale.tensorboard.schema import DIRECTIONS
+
+# TensorBoard colours a few devices well, and every power of two would be one.
+_POWERS_PER_COLOUR = 4
+
+
+def annotated_graph(snapshot: ScaleSnapshot) -> GraphDef:
+    """The tensors of a snapshot as nodes, with their inputs and scales."""
+    paths: dict[str, str] = {}
+    for name, module in _pairs(snapshot):
+        path, taken = node_path(name, module), set(paths.values())
+        paths[name] = path if path not in taken else f"{path}_of_{len(paths)}"
+    scales = {
+        f"log2_rms_{direction}{kind}": snapshot.log2_rms(direction, stored=bool(kind)).tolist()
+        for direction in DIRECTIONS
+        for kind in ("", "_stored")
+    }
+    nodes = []
+    for place, (name, module) in enumerate(_pairs(snapshot)):
+        attributes = {"step": AttrValue(i=snapshot.step)}
+        for key, values in scales.items():
+            text = _scale_text(values[place])
+            attributes[key] = AttrValue(s=text.encode())
+        stored = scales["log2_rms_forward_stored"][place]
+        nodes.append(
+            NodeDef(
+                name=paths[name],
+                op=op_of(name, module),
+                input=[paths[one] for one in snapshot.inputs[place] if one in paths],
+                device=_band(stored),
+                attr=attributes,
+            )
+        )
+    return GraphDef(node=nodes, versions=VersionDef(producer=22))
+
+
+def node_path(name: str, module: str) -> str:
+    """A tensor's name with slashes between modules, as the dashboard nests nodes."""
+    own = name.removeprefix(f"{module}.") if module else name
+    path = f"{module.replace('.', '/')}/{own}" if module else own
+    # No node of a graph may begin with anything else, nor contain an @ or a colon.
+    cleaned = "".join(one if one.isalnum() or one in "_./-" else "_" for one in path)
+    return cleaned if cleaned[:1].isalnum() else f"n{cleaned}"
+
+
+def _pairs(snapshot: ScaleSnapshot) -> list[tuple[str, str]]:
+    return list(zip(snapshot.names, snapshot.modules, strict=True))
+
+
+def _scale_text(value: float) -> str:
+    if math.isnan(value):
+        return "not measured"
+    return "zero" if math.isinf(value) else f"{value:.2f}"
+
+
+def _band(value: float) -> str:
+    if not math.isfinite(value):
+        return ""
+    power = _POWERS_PER_COLOUR * round(value / _POWERS_PER_COLOUR)
+    return f"RMS near 2^{power}"

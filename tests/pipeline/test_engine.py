@@ -1,0 +1,89 @@
+"""Pipelines on 2 and 4 CPU processes: losses and gradients of one process, by every schedule."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from lightning_unitscale.pipeline import SCHEDULES
+
+ROOT = Path(__file__).parents[2]
+TIED = {"GPT", "GPT-2", "BERT", "T5"}
+RUNS = {
+    2: [
+        *(f"GPT:{name}" for name in SCHEDULES),
+        *(f"Odd:{name}" for name in SCHEDULES),
+        *(f"{model}:{name}" for model in ("U-Net", "T5") for name in ("1F1B", "ZBVZeroBubble")),
+        "GPT-2:InterleavedZeroBubble",
+        "Llama:DualPipeV",
+        "BERT:Interleaved1F1B",
+    ],
+    4: ["GPT:1F1B", "Odd:GPipe", "U-Net:LoopedBFS", "T5:1F1B", "GPT-2:GPipe", "Llama:1F1B"],
+}
+CASES = [(ranks, run) for ranks, runs in RUNS.items() for run in runs]
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
+    """What every rank found; one process group runs all cases of a number of ranks."""
+    return {ranks: _run(tmp_path_factory.mktemp("ranks"), ranks) for ranks in RUNS}
+
+
+def _run(folder: Path, num_ranks: int) -> list[dict[str, Any]]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    arguments = [str(folder), str(num_ranks), *RUNS[num_ranks]]
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.pipeline.engine_run", *arguments],
+        cwd=folder,
+        env={
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "GLOO_SOCKET_IFNAME": "lo",
+        },
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(num_ranks)]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("num_ranks", "run"), CASES)
+def test_equals_microbatch_accumulation(
+    num_ranks: int, run: str, reports: dict[int, list[dict[str, Any]]]
+) -> None:
+    found = [report[run] for report in reports[num_ranks]]
+    losses = [one["losses"] for one in found if one["losses"] is not None]
+    assert len(losses) == 1, "the results are on one rank"
+    # Two training steps and one validation of eight microbatches each.
+    assert losses[0] == [0.0] * 24
+    assert all(one["num_gradients"] for one in found)
+    stages = sorted(stage for one in found for stage in one["stages"])
+    assert stages == list(range(len(stages)))
+    different = {name: value for one in found for name, value in one["gradients"].items()}
+    if run.partition(":")[0] in TIED:
+        assert set(different) <= {
+            "gpt.byte_embedding.weight",
+            "transformer.wte.weight",
+            "bert.embeddings.word_embeddings.weight",
+            "shared.weight",
+        }
+        assert all(value <= 1e-7 for value in different.values())
+    else:
+        assert different == {}

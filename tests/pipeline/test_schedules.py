@@ -1,0 +1,96 @@
+"""Which rank has which stages, and what the schedules ask for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_unitscale.pipeline import SCHEDULES, PipelineRunner, SplitPoint, pipeline
+from lightning_unitscale.pipeline.microbatches import split_batch
+from lightning_unitscale.pipeline.policy import Cut, choose_cuts
+from lightning_unitscale.pipeline.schedules import find_schedule
+
+
+def test_placement() -> None:
+    assert SCHEDULES["1F1B"].stages_of(1, 2, 2) == (1,)
+    assert SCHEDULES["LoopedBFS"].stages_of(1, 2, 6) == (1, 3, 5)
+    assert [SCHEDULES["DualPipeV"].stages_of(r, 3, 6) for r in range(3)] == [(0, 5), (1, 4), (2, 3)]
+    for one in SCHEDULES.values():
+        num_stages = 3 if one.placement == "single" else 6
+        for rank in range(3):
+            stages = one.stages_of(rank, 3, num_stages)
+            assert [one.rank_of(stage, 3) for stage in stages] == [rank] * len(stages)
+
+
+@pytest.mark.parametrize(
+    ("name", "stages", "ranks", "microbatches", "match"),
+    [
+        ("1F1B", 4, 2, 8, "num_stages=4: 1F1B runs one stage"),
+        ("1F1B", 4, 4, 3, "num_microbatches=3"),
+        ("DualPipeV", 4, 2, 3, "num_microbatches=3"),
+        ("ZBVZeroBubble", 2, 2, 8, "expected 4 stages"),
+        ("LoopedBFS", 3, 2, 8, "num_stages=3"),
+        ("Interleaved1F1B", 4, 2, 5, "expected a multiple of 2"),
+        ("GPipe", 2, 2, 0, "num_microbatches=0"),
+    ],
+)
+def test_what_cannot_run_is_refused(
+    name: str, stages: int, ranks: int, microbatches: int, match: str
+) -> None:
+    with pytest.raises(ValueError, match=match):
+        find_schedule(name.lower()).check(stages, ranks, microbatches)
+
+
+def test_an_unknown_schedule_is_refused() -> None:
+    with pytest.raises(ValueError, match="schedule='1f2b': expected one of GPipe"):
+        find_schedule("1f2b")
+
+
+def test_a_batch_is_cut_along_its_first_dimension() -> None:
+    module = nn.Bilinear(3, 3, 2)
+    whole = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.whole, self.module = whole, module
+
+        def forward(self, x: torch.Tensor, mask: torch.Tensor, power: int) -> torch.Tensor:
+            return self.module(self.whole(x), self.whole(x) * mask) ** power
+
+    mask = torch.ones(3)
+    pipe = pipeline(
+        Two(), (torch.randn(2, 3), mask, 2), split_spec={"module": SplitPoint.BEGINNING}
+    )
+    x = torch.randn(6, 3)
+    parts = split_batch(pipe.program, (x, mask, 2), {}, 3)
+    assert torch.equal(torch.cat([one[0] for one in parts]), x)
+    assert all(one[1] is mask and one[2] == 2 for one in parts)
+    with pytest.raises(ValueError, match=r"x: a tensor float32\[5, 3\]; expected 3 microbatches"):
+        split_batch(pipe.program, (x[:5], mask, 2), {}, 3)
+    with pytest.raises(RuntimeError, match="there is no process group"):
+        PipelineRunner(pipe, num_microbatches=2)
+
+
+def test_the_slowest_stage_is_as_fast_as_it_can_be() -> None:
+    def slowest(cuts: list[Cut], total: float, chosen: tuple[int, ...], rate: float) -> float:
+        places = [Cut("", 0.0, 0), *(cuts[i] for i in chosen), Cut("", total, 0)]
+        pairs = zip(places, places[1:], strict=False)
+        return max(
+            b.seconds_before - a.seconds_before + 2 * (a.boundary_bytes + b.boundary_bytes) / rate
+            for a, b in pairs
+        )
+
+    from itertools import combinations
+
+    generator = torch.Generator().manual_seed(0)
+    for num_stages in (1, 2, 3, 4):
+        seconds = torch.rand(9, generator=generator).cumsum(0).tolist()
+        sizes = torch.randint(1, 40, (8,), generator=generator).tolist()
+        cuts = [Cut(str(i), seconds[i], sizes[i]) for i in range(8)]
+        found = choose_cuts(cuts, seconds[-1], num_stages, 200.0)
+        best = min(
+            slowest(cuts, seconds[-1], one, 200.0) for one in combinations(range(8), num_stages - 1)
+        )
+        assert slowest(cuts, seconds[-1], tuple(found), 200.0) == pytest.approx(best)

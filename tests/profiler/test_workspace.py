@@ -1,0 +1,87 @@
+"""What kernels allocate for themselves, against the allocator's events of single operators."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_unitscale.profiler.workspace import workspace_bytes
+
+aten = torch.ops.aten
+# The formulas are those of kernels for vectors of 512 bits.
+needs_avx512 = pytest.mark.skipif(
+    "AVX512" not in torch.backends.cpu.get_cpu_capability(), reason="oneDNN blocks otherwise"
+)
+
+
+def _allocated(function: Callable[[], object]) -> int:
+    """The most bytes alive during a call beyond its results."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+            result = function()
+    finally:
+        torch.set_num_threads(threads)
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    alive = peak = 0
+    for event in sorted(events, key=lambda one: one.start_ns()):
+        alive += event.nbytes()
+        peak = max(peak, alive)
+    del result
+    return peak - alive
+
+
+def _predicted(operator: object, arguments: tuple[object, ...], result: object) -> int:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return workspace_bytes(operator, arguments, {}, result, "cpu")
+    finally:
+        torch.set_num_threads(threads)
+
+
+@needs_avx512
+@pytest.mark.parametrize(
+    ("channels", "kernel", "stride", "size", "batch", "groups"),
+    [
+        ((128, 256), 1, 1, 12, 16, 1),
+        ((128, 256), 1, 2, 12, 16, 1),
+        ((128, 256), 3, 2, 12, 16, 1),
+        ((64, 64), 3, 2, 24, 16, 1),
+        ((64, 64), 2, 2, 24, 4, 1),
+        ((64, 64), 3, 2, 24, 4, 64),
+        ((64, 256), 1, 2, 56, 2, 1),
+        ((128, 256), 1, 3, 12, 16, 1),
+        ((256, 512), 1, 2, 6, 16, 1),
+    ],
+)
+def test_convolutions(
+    channels: tuple[int, int], kernel: int, stride: int, size: int, batch: int, groups: int
+) -> None:
+    x = torch.randn(batch, channels[0], size, size)
+    weight = torch.randn(channels[1], channels[0] // groups, kernel, kernel)
+    padding = kernel // 2 if kernel % 2 else 0
+    options = ([stride] * 2, [padding] * 2, [1, 1], False, [0, 0], groups)
+    forward = (x, weight, None, *options)
+    y = aten.convolution(*forward)
+    seen = _allocated(lambda: aten.convolution(*forward))
+    assert _predicted(aten.convolution.default, forward, y) == seen
+
+    backward = (torch.randn_like(y), x, weight, None, *options, [True, True, False])
+    results: tuple[Tensor, ...] = aten.convolution_backward(*backward)
+    seen = _allocated(lambda: aten.convolution_backward(*backward))
+    predicted = _predicted(aten.convolution_backward.default, backward, results)
+    assert predicted == pytest.approx(seen, rel=0.01)
+
+
+@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="drawn otherwise")
+def test_drawing_a_mask() -> None:
+    arguments = (torch.empty(1000), 0.5)
+    result = aten.bernoulli.p(*arguments)
+    seen = _allocated(lambda: aten.bernoulli.p(*arguments))
+    assert _predicted(aten.bernoulli.p, arguments, result) == seen
