@@ -6,7 +6,9 @@ simulated, so that any machine gives the numbers. What differs is what the produ
 - ``BF16``, ``FP16``, ``E4M3/E5M2``, ... "plain": operands and gradients rounded as they are;
 - "dynamic": as torchao's tensorwise float8 training scales them, each tensor by the format's
   maximum over its own largest magnitude at every use;
-- "lossless": in units of powers of two measured once, on the first batch, and never updated.
+- "lossless": in units of powers of two measured once, on the first batch, and never updated;
+- "rules": the model unit-scaled by rules, with learning rates that keep its relative updates;
+- "real FP8": linear layers through FP8 products, as a GPU runs them, and other products in FP32.
 
 The setting is one in which naive low precision visibly suffers: a loss that is a mean over all
 bytes of a batch and weights of standard deviation 0.02 put gradients near 1e-6 and below, for which
@@ -44,8 +46,16 @@ from lightning_unitscale.graph.passes import GraphPass, Region, Stage, StepGraph
 from lightning_unitscale.graph.patterns import NamePatterns
 from lightning_unitscale.graph.steps import steps_of
 from lightning_unitscale.quantize import quantize
-from lightning_unitscale.transforms import lossless_unit_scale, simulate_format
+from lightning_unitscale.transforms import (
+    fp8_linears,
+    lossless_unit_scale,
+    simulate_format,
+    unit_scale,
+)
 from lightning_unitscale.transforms.attach import captured_forward
+from lightning_unitscale.transforms.parameter_info import ParameterInfo
+from lightning_unitscale.transforms.rules.rewrite import RuleRewrite
+from lightning_unitscale.transforms.scaled_step import scale_learning_rates
 from lightning_unitscale.transforms.simulate_format import find_sites, insert_at_sites
 
 Batch = tuple[Tensor, Tensor]
@@ -135,6 +145,7 @@ class Method:
     scaling: str
     make: Callable[[Loss, Batch], nn.Module]
     dtype: torch.dtype = torch.float32
+    by_rules: bool = False
 
     @property
     def name(self) -> str:
@@ -157,15 +168,26 @@ def _dynamic(forward: str, backward: str) -> Callable[[Loss, Batch], nn.Module]:
     )[0]
 
 
+def _rules(forward: str, backward: str) -> Callable[[Loss, Batch], nn.Module]:
+    return lambda module, batch: simulate_format(unit_scale(module), forward, backward)
+
+
+def _real_fp8(module: Loss, batch: Batch) -> nn.Module:
+    return fp8_linears(lossless_unit_scale(module, *batch))
+
+
 SR: dict[str, Any] = {"rounding": "stochastic"}
 METHODS = [
     Method("FP32", "none", lambda module, batch: module),
     Method("BF16 autocast", "none", lambda module, batch: module, torch.bfloat16),
+    Method("FP32", "rules", lambda module, batch: unit_scale(module), by_rules=True),
     Method("FP16", "none", _plain("FP16", "FP16")),
     Method("FP16", "lossless", _lossless("FP16", "FP16")),
     Method("E4M3/E5M2", "none", _plain("E4M3FN", "E5M2")),
     Method("E4M3/E5M2", "dynamic", _dynamic("E4M3FN", "E5M2")),
     Method("E4M3/E5M2", "lossless", _lossless("E4M3FN", "E5M2")),
+    Method("E4M3/E5M2", "rules", _rules("E4M3FN", "E5M2"), by_rules=True),
+    Method("real FP8 linears", "lossless", _real_fp8),
     Method("E4M3/E4M3", "lossless", _lossless("E4M3FN", "E4M3FN")),
     Method("E3M2", "dynamic", _dynamic("E3M2FN", "E3M2FN")),
     Method("E3M2", "lossless", _lossless("E3M2FN", "E3M2FN")),
@@ -195,13 +217,20 @@ def train(method: Method, seed: int, args: argparse.Namespace) -> tuple[float, l
     elif args.executor != "eager":
         module = torch.compile(module, backend=args.executor)
     optimizer, schedule = _optimizer(module, args.steps)
+    clip = CLIP
+    if method.by_rules:
+        with torch.random.fork_rng():
+            module(*first)  # decides on every operation, and sets the weights
+        scale_learning_rates(optimizer, _parameter_infos(module), "match")
+        # Gradients at unit scale have RMS 1 each, and the threshold is meant for a norm near 1.
+        clip *= math.sqrt(sum(one.numel() for one in module.parameters()))
     losses = []
     batch = first
     for _ in range(args.steps):
         with torch.autocast("cpu", method.dtype, enabled=method.dtype is not torch.float32):
             loss = module(*batch)
         loss.backward()
-        nn.utils.clip_grad_norm_(module.parameters(), CLIP)
+        nn.utils.clip_grad_norm_(module.parameters(), clip)
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
@@ -249,6 +278,14 @@ def _optimizer(module: nn.Module, steps: int) -> tuple[Any, Any]:
     return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
 
+def _parameter_infos(module: nn.Module) -> dict[Tensor, ParameterInfo]:
+    steps = steps_of(module)
+    assert steps is not None
+    (rules,) = (one for one in steps.passes if isinstance(one, RuleRewrite))
+    known = rules.plan.parameters
+    return {one: known[fqn].info for fqn, one in module.named_parameters() if fqn in known}
+
+
 def table(results: dict[str, dict[int, float]]) -> list[dict[str, Any]]:
     """One row per method: mean, spread over the seeds, and the mean of the ratios to FP32."""
     reference = results[METHODS[0].name]
@@ -278,7 +315,7 @@ def plot(curves: dict[str, list[float]], setting: str) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    shown = {"none": "--", "dynamic": ":", "lossless": "-"}
+    shown = {"none": "--", "dynamic": ":", "lossless": "-", "rules": "-."}
     colours: dict[str, Any] = {}
     figure, axes = plt.subplots(figsize=(7.5, 4.5), constrained_layout=True)
     for method in METHODS:

@@ -97,6 +97,34 @@ def peak_bytes(step: Callable[[], object]) -> int:
     return peak
 
 
+def seconds_to_read(numel: int, rounds: int = 5) -> float:
+    """Seconds to read so many numbers from memory once, which no separate kernel can beat."""
+    numbers = torch.randn(numel)
+    times = []
+    for _ in range(rounds):
+        start = time.thread_time()
+        numbers.sum()
+        times.append(time.thread_time() - start)
+    return min(times)
+
+
+def demo_elements() -> tuple[int, float]:
+    """Elements that a sample of the demo's GPT looks at, and seconds of its step without."""
+    module, batch = DemoLoss(), demo_batch()
+    monitored, sample, probes = probed(module)
+    sample()
+    training_step(monitored, batch)()
+    snapshot = probes.take(0)
+    assert snapshot is not None
+    plain, times = training_step(module, batch), []
+    for _ in range(10):
+        start = time.thread_time()
+        plain()
+        times.append(time.thread_time() - start)
+    counts = [np.nansum(snapshot.column("numel", one)) for one in ("forward", "backward")]
+    return int(sum(counts)), min(times)
+
+
 def extra_memory() -> tuple[float, float]:
     """Bytes that a step of the demo's GPT holds at its peak, and what a sample adds to them."""
     module, batch = DemoLoss(), demo_batch()
@@ -122,6 +150,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     memory, extra = extra_memory()
+    elements, step = demo_elements()
     found = []
     for num_tensors, numel in CASES:
         seconds, rows, elements = extra_seconds(num_tensors, numel, options.rounds)
@@ -148,6 +177,10 @@ def main() -> None:
     summary = {
         "microseconds_per_row": 1e6 * per_row,
         "nanoseconds_per_element": 1e9 * per_element,
+        "demo_elements_per_sample": elements,
+        "demo_step_seconds": step,
+        "seconds_to_read_the_elements_once": (read := seconds_to_read(elements)),
+        "reading_as_share_of_the_step": read / step,
         "demo_step_peak_bytes": memory,
         "extra_bytes_of_a_sample": extra,
         "extra_memory_ratio": extra / memory,

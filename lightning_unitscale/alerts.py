@@ -36,7 +36,9 @@ class TensorScale:
     def __str__(self) -> str:
         if not math.isfinite(self.log2_rms):
             return f"{self.tensor} ({'zero' if self.log2_rms < 0 else 'no finite element'})"
-        return f"{self.tensor} (RMS 2^{self.log2_rms:.1f}, max 2^{self.log2_amax:.1f})"
+        # Adding zero takes the sign off a zero.
+        rms, amax = (round(one, 1) + 0.0 for one in (self.log2_rms, self.log2_amax))
+        return f"{self.tensor} (RMS 2^{rms:.1f}, max 2^{amax:.1f})"
 
 
 @dataclass(frozen=True)

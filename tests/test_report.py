@@ -65,7 +65,7 @@ def test_the_graph_of_the_last_step(tmp_path):
     texts = re.findall(r">([^<]+)</text>", picture)
     assert texts[:2] == ["forward", "backward"]
     values = [
-        f"{value:.1f}".replace("-", "\N{MINUS SIGN}")
+        f"{round(value, 1) + 0.0:.1f}".replace("-", "\N{MINUS SIGN}")
         for value in last.log2_rms("forward", stored=True)
     ]
     assert texts[2::3] == values and texts[4::3] == list(NAMES)

@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_flatten
 
 from lightning_unitscale.graph.nodes import MODULE, op_name, tensor_name
 from lightning_unitscale.graph.out_of_place import memory_roots, mutated_argument
+from lightning_unitscale.pipeline.modes import is_switch
 from lightning_unitscale.pipeline.recompute import Recomputable
 
 
@@ -107,6 +108,8 @@ class _Finder:
 
     def read_by(self, reader: fx.Node, stage: int) -> None:
         """Note what ``reader`` needs in its stage."""
+        if is_switch(reader):
+            return  # a region is entered anew in every stage that it reaches into
         for node in reader.all_input_nodes:
             self._need(node, stage)
 

@@ -157,11 +157,14 @@ def _reduced_product(args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
     return min(sum(map(_bytes, operands)) + 2 * _bytes(result), _REDUCED_TILES_BYTES)
 
 
-def _bernoulli(args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
-    """MKL draws integers, which are then converted."""
-    if not torch.backends.mkl.is_available() or result.dtype == torch.int32:
-        return 0
-    return 4 * prod(map(int, result.shape))
+def _native_dropout(args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
+    """The product with the mask, before it is scaled."""
+    return _bytes(result[0])
+
+
+def _native_dropout_backward(args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
+    """The mask as numbers, then the product with it; and the scale twice."""
+    return _bytes(result) + 8 + result.element_size()
 
 
 def _query_block(length: int) -> int:
@@ -212,7 +215,6 @@ _CPU = _table(
     {
         "mm": _reduced_product,
         "addmm": _reduced_product,
-        "bernoulli": _bernoulli,
         "bmm": _reduced_product,
         "baddbmm": _reduced_product,
         "convolution": _convolution,
@@ -220,6 +222,8 @@ _CPU = _table(
         "native_batch_norm": _batch_norm,
         "_native_batch_norm_legit_functional": _batch_norm,
         "native_batch_norm_backward": _batch_norm_backward,
+        "native_dropout": _native_dropout,
+        "native_dropout_backward": _native_dropout_backward,
         "native_layer_norm": _first_contiguous,
         "native_layer_norm_backward": _layer_norm_backward,
         "_safe_softmax": _safe_softmax,

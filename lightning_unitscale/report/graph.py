@@ -82,7 +82,7 @@ def _arc(source: int, target: int) -> str:
 def _box(x: float, y: float, value: float) -> str:
     if math.isnan(value):
         return ""
-    text = "zero" if math.isinf(value) else f"{value:.1f}".replace("-", "\N{MINUS SIGN}")
+    text = "zero" if math.isinf(value) else f"{round(value, 1) + 0.0:.1f}".replace("-", "\N{MINUS SIGN}")
     red, green, blue = _WARM if value > 0 else _COLD
     strength = 0.0 if math.isinf(value) else min(abs(value) / _FULL_COLOUR, 1.0)
     # At most half covered: the text keeps its contrast on white and on black.

@@ -1,4 +1,4 @@
-"""Pipelines on CPU processes: ``python -m tests.pipeline.engine_run FOLDER RANKS MODEL:SCHEDULE ...``.
+"""Pipelines on CPU processes: ``python -m tests.pipeline.engine_run FOLDER RANKS MODEL:SCHEDULE``.
 
 The parent captures each model once and runs microbatch accumulation in one process; then it forks
 the ranks. Every rank compares its stages' gradients with the parent's, and the results with the

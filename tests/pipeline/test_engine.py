@@ -21,7 +21,7 @@ TIED = {"GPT", "GPT-2", "BERT", "T5"}
 RUNS = {
     2: [
         *(f"GPT:{name}" for name in SCHEDULES),
-        *(f"Odd:{name}" for name in SCHEDULES),
+        *(f"Odd:{name}" for name, one in SCHEDULES.items() if one.splits_backward),
         *(f"{model}:{name}" for model in ("U-Net", "T5") for name in ("1F1B", "ZBVZeroBubble")),
         "GPT-2:InterleavedZeroBubble",
         "Llama:DualPipeV",
@@ -73,7 +73,8 @@ def test_equals_microbatch_accumulation(
     assert len(losses) == 1, "the results are on one rank"
     # Two training steps and one validation of eight microbatches each.
     assert losses[0] == [0.0] * 24
-    assert all(one["num_gradients"] for one in found)
+    # The rank of the frozen layers has none.
+    assert sum(one["num_gradients"] for one in found) >= 8
     stages = sorted(stage for one in found for stage in one["stages"])
     assert stages == list(range(len(stages)))
     different = {name: value for one in found for name, value in one["gradients"].items()}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import combinations, pairwise
+
 import pytest
 import torch
 from torch import nn
@@ -76,13 +78,11 @@ def test_a_batch_is_cut_along_its_first_dimension() -> None:
 def test_the_slowest_stage_is_as_fast_as_it_can_be() -> None:
     def slowest(cuts: list[Cut], total: float, chosen: tuple[int, ...], rate: float) -> float:
         places = [Cut("", 0.0, 0), *(cuts[i] for i in chosen), Cut("", total, 0)]
-        pairs = zip(places, places[1:], strict=False)
+        pairs = pairwise(places)
         return max(
             b.seconds_before - a.seconds_before + 2 * (a.boundary_bytes + b.boundary_bytes) / rate
             for a, b in pairs
         )
-
-    from itertools import combinations
 
     generator = torch.Generator().manual_seed(0)
     for num_stages in (1, 2, 3, 4):

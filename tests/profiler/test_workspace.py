@@ -79,9 +79,20 @@ def test_convolutions(
     assert predicted == pytest.approx(seen, rel=0.01)
 
 
-@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="drawn otherwise")
-def test_drawing_a_mask() -> None:
+def test_drawing_a_mask_takes_nothing_beside_it() -> None:
     arguments = (torch.empty(1000), 0.5)
     result = aten.bernoulli.p(*arguments)
-    seen = _allocated(lambda: aten.bernoulli.p(*arguments))
-    assert _predicted(aten.bernoulli.p, arguments, result) == seen
+    assert _allocated(lambda: aten.bernoulli.p(*arguments)) == 0
+    assert _predicted(aten.bernoulli.p, arguments, result) == 0
+
+
+def test_dropout() -> None:
+    x = torch.randn(100, 100)
+    forward = (x, 0.1, True)
+    y, mask = aten.native_dropout(*forward)
+    seen = _allocated(lambda: aten.native_dropout(*forward))
+    assert _predicted(aten.native_dropout.default, forward, (y, mask)) == seen
+    backward = (torch.randn(100, 100), mask, 1.1)
+    result = aten.native_dropout_backward(*backward)
+    seen = _allocated(lambda: aten.native_dropout_backward(*backward))
+    assert _predicted(aten.native_dropout_backward.default, backward, result) == seen
