@@ -150,7 +150,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     memory, extra = extra_memory()
-    elements, step = demo_elements()
+    demo_numel, step = demo_elements()
     found = []
     for num_tensors, numel in CASES:
         seconds, rows, elements = extra_seconds(num_tensors, numel, options.rounds)
@@ -177,9 +177,9 @@ def main() -> None:
     summary = {
         "microseconds_per_row": 1e6 * per_row,
         "nanoseconds_per_element": 1e9 * per_element,
-        "demo_elements_per_sample": elements,
+        "demo_elements_per_sample": demo_numel,
         "demo_step_seconds": step,
-        "seconds_to_read_the_elements_once": (read := seconds_to_read(elements)),
+        "seconds_to_read_the_elements_once": (read := seconds_to_read(demo_numel)),
         "reading_as_share_of_the_step": read / step,
         "demo_step_peak_bytes": memory,
         "extra_bytes_of_a_sample": extra,

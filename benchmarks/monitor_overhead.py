@@ -1,8 +1,9 @@
 """Step time with the scale monitor, sampled every step and every 50, against the peer's tracking.
 
 A monitored step includes taking the snapshot to the host and writing it to a TensorBoard event
-file. Times are CPU time of the process, the thread that writes the file included, so that what else
-runs on the machine counts little. The peer is ``unit_scaling.transforms.track_scales``, which always tracks every step.
+file. Times are CPU time of the process, the thread that writes the file included, so that what
+else runs on the machine counts little. The peer is ``unit_scaling.transforms.track_scales``, which
+always tracks every step.
 
 Run: ``python benchmarks/monitor_overhead.py``
 """

@@ -45,6 +45,7 @@ _TARGETS = (
 _ALL_ELEMENTS = 2**62
 MAX_CUTS = 48  # as in the C file: sixteen formats
 _TIMEOUT_SECONDS = 60
+_SHORTEST_ROW = 16
 
 _log = logging.getLogger(__name__)
 _Kernel = Callable[..., int]
@@ -99,14 +100,15 @@ def rows_in_memory(tensor: Tensor) -> tuple[int, int] | None:
 
     Returns:
         How many are next to each other, and how far apart the beginnings of such rows are, the same
-        number for a dense tensor; ``None`` if there are no such numbers.
+        number for a dense tensor; ``None`` if there are no such numbers, or the rows are short.
     """
     numel = tensor.numel()
     if tensor.is_contiguous():
         return numel, numel
-    sizes = [(step, size) for step, size in zip(tensor.stride(), tensor.shape) if size > 1]
-    length, gap = 1, 0
-    for step, size in sorted(sizes):
+    length, gap, end = 1, 0, 0
+    for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
         if not gap and step == length:
             length *= size  # still next to each other
         elif not gap and step > length:
@@ -115,7 +117,8 @@ def rows_in_memory(tensor: Tensor) -> tuple[int, int] | None:
             end *= size
         else:
             return None
-    return length, gap or numel
+    # Of shorter rows a copy is faster than to gather them.
+    return (length, gap or numel) if length >= _SHORTEST_ROW else None
 
 
 @functools.lru_cache(maxsize=256)

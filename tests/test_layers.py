@@ -80,6 +80,7 @@ TORCH_ADAPTERS = (
     "graph/plain_algorithm.py",
     "pipeline/modes.py",
     "pipeline/runtime.py",
+    "pipeline/step_program.py",
     "profiler/memory.py",
     "remat/partitioner.py",
 )

@@ -16,6 +16,7 @@ from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.rank_zero import rank_zero_info  # type: ignore[attr-defined]
 from torch.optim import Optimizer
 
+from lightning_unitscale.callbacks.ranks import joint_reasons
 from lightning_unitscale.graph.steps import CapturedStep
 from lightning_unitscale.transforms.calibration import root_mean_square
 from lightning_unitscale.transforms.drift import HIGH, LOW
@@ -33,6 +34,7 @@ from lightning_unitscale.transforms.lossless import LosslessUnitScale
 
 Choice = bool | Literal["auto"]
 _MISSING = object()
+_BREAKS = "graph breaks"
 # They read or write parameters between steps, and know of no units.
 _CONFLICTING_CALLBACKS = tuple(
     getattr(lightning_callbacks, name)
@@ -115,10 +117,15 @@ class ParameterHolding:
         """
         if not self.is_wanted or self._held is not None:
             return
+        inputs = [one for graph in step.graphs for one in graph.inputs]
+        found = {str(one.fqn): "read" for one in inputs if one.kind == "parameter"}
         if step.owner.graph_breaks:
-            self._decline("the step has graph breaks, between which code sees the parameters")
+            found[_BREAKS] = "the step has graph breaks, between which code sees the parameters"
+        # Ranks may run different branches, and average gradients of one parameter in one unit.
+        read = joint_reasons(found)
+        if _BREAKS in read:
+            self._decline(read[_BREAKS])
             return
-        read = {one.fqn for graph in step.graphs for one in graph.inputs if one.kind == "parameter"}
         named = dict(trainer.lightning_module.named_parameters())
         units = {
             name: _pair(float(root_mean_square(named[name])), rms)

@@ -110,7 +110,10 @@ class RematCallback(pl.Callback):
         parameters = list(pl_module.parameters())
         states = [dict(state) for one in trainer.optimizers for state in one.state.values()]
         gradients = [one.grad for one in parameters if one.grad is not None]
-        self._meter.mark([parameters, list(pl_module.buffers()), gradients, states, batch])
+        alive = [parameters, list(pl_module.buffers()), gradients, states, batch]
+        if not self._meter.is_marked:
+            self._meter.mark(alive, beside=_bucket_bytes(trainer))
+            self._gradients_seen = 0
 
     @override
     def on_train_batch_end(
@@ -124,7 +127,8 @@ class RematCallback(pl.Callback):
         if self._meter is None:
             return
         self._gradients_seen += 1
-        if self._meter.is_marked:
+        # All batches of an optimizer step: the later ones meet the gradients of the first.
+        if self._meter.is_marked and self._gradients_seen == trainer.accumulate_grad_batches:
             self.measured_peak_bytes = self._meter.stop()
             self._meter = None
 
@@ -188,10 +192,16 @@ def step_partitioner(
 def _trainer_bytes(trainer: pl.Trainer) -> tuple[int, int]:
     """Bytes beside the module's own: throughout a step, and in its forward pass only."""
     gradients = gradient_bytes(trainer.lightning_module)
-    always = optimizer_state_bytes(trainer.optimizers)
-    if isinstance(trainer.strategy.model, DistributedDataParallel):
-        always += gradients  # its buckets
+    always = optimizer_state_bytes(trainer.optimizers) + _bucket_bytes(trainer)
     if trainer.accumulate_grad_batches > 1:
         return always + gradients, 0
     # Lightning drops the last step's gradients between the forward and the backward pass.
     return always, gradients
+
+
+def _bucket_bytes(trainer: pl.Trainer) -> int:
+    """Bytes of the buckets in which DDP reduces gradients, beside the gradients."""
+    model = trainer.strategy.model
+    if not isinstance(model, DistributedDataParallel) or model.gradient_as_bucket_view:
+        return 0
+    return gradient_bytes(trainer.lightning_module)

@@ -55,7 +55,9 @@ class ScaleMonitor(pl.Callback):
             default.
         exclude: Globs to leave out, stronger than ``include``.
         formats: Number formats whose out-of-range elements are counted, by name.
-        histograms: Whether to count binary exponents, for histograms in TensorBoard.
+        histograms: Whether to count binary exponents, for histograms in TensorBoard and for formats
+            that are not monitored.
+        exact_histograms: Count the exponents of all elements, not of a sample of 16,384 per tensor.
         on_violation: What follows when a sampled step has a NaN or an infinity, or loses more to a
             format than ``thresholds`` allow. ``"warn"``: a warning. ``"stop"``: a warning, and
             ``trainer.should_stop``, so that training ends as it always does, checkpoints included.
@@ -97,6 +99,7 @@ class ScaleMonitor(pl.Callback):
         exclude: str | Sequence[str] | None = None,
         formats: Sequence[str | NumberFormat] = ("FP16", "E4M3FN", "E5M2"),
         histograms: bool = True,
+        exact_histograms: bool = False,
         on_violation: OnViolation | None = None,
         thresholds: Mapping[str | NumberFormat, Limits] | None = None,
         trend_steps: int | None = 500,
@@ -111,11 +114,18 @@ class ScaleMonitor(pl.Callback):
                 f"every_n_steps={every_n_steps!r}: not a number of steps; expected an integer of "
                 "at least 1; pass every_n_steps=50."
             )
+        if exact_histograms and not histograms:
+            raise ValueError(
+                "exact_histograms=True: there are no histograms to be exact; expected "
+                "histograms=True with it; leave histograms=False out"
+            )
         self.every_n_steps = every_n_steps
         self._patterns = NamePatterns(include, exclude)
         monitored = tuple(get_format(one) for one in formats)
         self._alerts = ScaleAlerts(on_violation, thresholds, trend_steps, monitored)
-        layout = RowLayout(self._alerts.formats, histogram=histograms)
+        layout = RowLayout(
+            self._alerts.formats, histograms, None if exact_histograms else RowLayout.sample_size
+        )
         self.snapshots: list[ScaleSnapshot] = []
         self._probes = ScaleProbes(layout, self._watches)
         self._steps: ModuleSteps | None = None

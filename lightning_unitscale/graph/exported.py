@@ -69,7 +69,7 @@ def _not_exporting() -> Iterator[None]:
     Hugging Face's models give attention an explicit mask where they are exported, and so take
     another kernel, with other bits, than when they run.
     """
-    usual = functional_export._compiling_state_context
+    usual = getattr(functional_export, _STATE)
 
     @contextlib.contextmanager
     def compiling() -> Iterator[None]:

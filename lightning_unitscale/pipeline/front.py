@@ -82,8 +82,8 @@ def pipeline(
     return build_pipe(program, module, multi_use)
 
 
-def cut_by(program: Program, policy: SplitPolicy | None, *, required: bool) -> None:
-    """Put a policy's cuts into the graph.
+def cut_by(program: Program, policy: SplitPolicy | None, *, required: bool) -> bool:
+    """Put a policy's cuts into the graph; returns whether there were marks before.
 
     Raises:
         ValueError: If there is no cut and one is required, or both marks and a policy.
@@ -103,6 +103,7 @@ def cut_by(program: Program, policy: SplitPolicy | None, *, required: bool) -> N
             "does not call pipe_split(); expected at least one cut; pass for example "
             "split_policy=balanced_split(2)."
         )
+    return has_marks
 
 
 def build_pipe(

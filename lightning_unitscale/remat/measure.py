@@ -40,9 +40,14 @@ class PeakMeter:
             self._profile = torch.profiler.profile(activities=activities, profile_memory=True)
             self._profile.start()
 
-    def mark(self, alive: Any) -> None:
-        """What follows is measured; ``alive`` holds all tensors that are alive now."""
-        self._alive = storage_bytes(alive)
+    def mark(self, alive: Any, *, beside: int = 0) -> None:
+        """What follows is measured.
+
+        Args:
+            alive: Holds all tensors that are alive now.
+            beside: Bytes of those that nobody can get hold of.
+        """
+        self._alive = storage_bytes(alive) + beside
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         elif self._profile is not None:

@@ -1,5 +1,7 @@
-"""The graph of a step as a picture: tensors from top to bottom, with their scales, and what they
-are computed from as arcs at their left.
+"""The graph of a step as a picture.
+
+Tensors stand from top to bottom, with their scales; arcs at their left are what they are computed
+from.
 """
 
 from __future__ import annotations
@@ -69,7 +71,7 @@ def _middle(row: int) -> float:
 
 
 def _arc(source: int, target: int) -> str:
-    """An arc whose reach grows with the logarithm of the distance: long ones stay in the picture."""
+    """An arc; its reach grows with the logarithm of the distance, so that it stays in view."""
     start, end = _middle(source), _middle(target)
     reach = min(14 * math.log2(1 + abs(target - source)) + 4, _ARCS - 6)
     x = _ARCS - reach
@@ -82,7 +84,9 @@ def _arc(source: int, target: int) -> str:
 def _box(x: float, y: float, value: float) -> str:
     if math.isnan(value):
         return ""
-    text = "zero" if math.isinf(value) else f"{round(value, 1) + 0.0:.1f}".replace("-", "\N{MINUS SIGN}")
+    # Adding zero takes the sign off a zero.
+    text = "zero" if math.isinf(value) else f"{round(value, 1) + 0.0:.1f}"
+    text = text.replace("-", "\N{MINUS SIGN}")
     red, green, blue = _WARM if value > 0 else _COLD
     strength = 0.0 if math.isinf(value) else min(abs(value) / _FULL_COLOUR, 1.0)
     # At most half covered: the text keeps its contrast on white and on black.

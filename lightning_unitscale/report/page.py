@@ -14,6 +14,7 @@ from typing import Final
 import numpy as np
 
 from lightning_unitscale.report.graph import graph_svg
+from lightning_unitscale.scale_table import Array
 from lightning_unitscale.tensorboard import responses
 from lightning_unitscale.tensorboard.history import RunScales, kept_steps, merge_orders
 
@@ -96,7 +97,7 @@ def _graph_section(name: str, run: RunScales) -> str:
     histories = {direction: run.history(direction) for direction in run.directions}
     names = merge_orders(one.names for one in histories.values())
     inputs = run.inputs()
-    columns = {}
+    columns: dict[str, Array] = {}
     for direction, history in histories.items():
         last = dict(zip(history.names, history.log2_rms[-1].tolist(), strict=True))
         columns[direction] = np.array([last.get(one, np.nan) for one in names])

@@ -54,7 +54,7 @@ def crc32c(data: bytes) -> int:
     return int(registers[0]) ^ _ALL
 
 
-class FastRecordWriter(RecordWriter):  # type: ignore[misc]
+class FastRecordWriter(RecordWriter):
     """TensorBoard's writer of records, with ``crc32c`` of this file: the same bytes.
 
     Args:

@@ -1,8 +1,8 @@
 """Writes scale snapshots into a TensorBoard event file.
 
 For the dashboards that TensorBoard has anyway: one log2 RMS scalar and one exponent histogram per
-tensor and direction, a custom-scalars layout that groups the scalars by module, a text table, and the graph
-of the step with the scale of every tensor.
+tensor and direction, a custom-scalars layout that groups the scalars by module, a text table, and
+the graph of the step with the scale of every tensor.
 For the Scales dashboard: the tensors that ``schema.py`` describes.
 
 Charts show tensors as they are stored. In a run without unit scaling that is as they are meant; so

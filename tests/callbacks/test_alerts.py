@@ -205,12 +205,12 @@ def test_infinite_gradients_belong_to_the_loss_scaler() -> None:
 def test_unit_scaled_tensors_are_judged_as_stored() -> None:
     class Large(Regression):
         def forward(self, x: Tensor) -> Tensor:
-            return self.second(self.first(x * 2.0**14) * 2.0**-14)
+            return self.second(self.first(x * 2.0**20) * 2.0**-20)
 
     plain = ScaleMonitor(every_n_steps=1, thresholds={"E4M3FN": {"overflow": 0.0}})
     scaled = ScaleMonitor(every_n_steps=1, thresholds={"E4M3FN": {"overflow": 0.0}})
     run(Large, [plain], max_steps=1)
-    run(Large, [UnitScaleCallback(), scaled], max_steps=1)
+    run(Large, [UnitScaleCallback(depth="all"), scaled], max_steps=1)
     name = "first.linear"
     assert name in {one.tensor for one in plain.alerts}
     assert name not in {one.tensor for one in scaled.alerts}

@@ -158,6 +158,7 @@ def test_a_step_that_cannot_be_captured_at_all(depth: str) -> None:
         (lambda: ScaleMonitor(include=[1]), ValueError),
         (lambda: ScaleMonitor(exclude=""), ValueError),
         (lambda: ScaleMonitor(formats=("FP17",)), ValueError),
+        (lambda: ScaleMonitor(histograms=False, exact_histograms=True), ValueError),
         (lambda: ScaleMonitor(on_violation="shout"), ValueError),
         (lambda: ScaleMonitor(trend_steps=0), ValueError),
         (lambda: ScaleMonitor(trend_steps=True), ValueError),

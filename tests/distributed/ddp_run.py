@@ -48,6 +48,10 @@ class Synchronized(Regression):
         return loss
 
 
+HOWS = {
+    **ARRANGEMENTS,
+    "held": lambda: [UnitScaleCallback(hold_parameters=True), ScaleMonitor(every_n_steps=3)],
+}
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {"module": lambda: Regression(adamw)},
     "accumulating": {"module": Regression, "accumulate_grad_batches": 2, "precision": "bf16-mixed"},
@@ -65,7 +69,7 @@ def train(folder: Path, kind: str, how: str) -> None:
     module = options.pop("module")()
     clip = options.pop("clip", 0.5)
     strategy = DDPStrategy(process_group_backend="gloo", **options.pop("strategy", {}))
-    callbacks = ARRANGEMENTS[how]() if how != "without" else []
+    callbacks = HOWS[how]() if how != "without" else []
     recorder = Recorder()
     trainer = pl.Trainer(
         callbacks=[*callbacks, recorder],

@@ -19,6 +19,7 @@ from tests.helpers import assert_same_bits
 ROOT = Path(__file__).parents[2]
 NUM_RANKS = 2
 CASES = [*((kind, "both") for kind in KINDS), ("plain", "both, all"), ("plain", "monitor")]
+CASES += [(kind, "held") for kind in ("plain", "accumulating", "unused")]
 pytestmark = pytest.mark.distributed
 
 Ranks = list[dict[str, Any]]

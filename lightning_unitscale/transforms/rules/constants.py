@@ -14,6 +14,14 @@ _LARGEST = 1e3
 _FULL = frozenset({"full", "new_full", "full_like"})
 
 
+def writes(node: fx.Node) -> bool:
+    """Whether an operation may write into one of its arguments, which then is no constant."""
+    target = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
+    name = str(target)
+    is_in_place = name.endswith("_") and not name.endswith("__")
+    return is_in_place or name in {"setitem", "__setitem__"} or node.kwargs.get("out") is not None
+
+
 def made_rms(node: fx.Node) -> float | None:
     """RMS of a tensor that no other tensor's values are in; ``None`` for any other."""
     name = op_name(node)

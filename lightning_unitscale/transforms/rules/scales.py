@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from lightning_unitscale.graph.nodes import op_name
-from lightning_unitscale.transforms.rules.constants import made_rms
+from lightning_unitscale.transforms.rules.constants import made_rms, writes
 from lightning_unitscale.transforms.rules.flow import (
     Flow,
     float_arguments,
@@ -94,7 +94,7 @@ class Scales:
                 root = self.flow.root(node)
                 self._fail(root, self._reasons.get(root, "no rule"))
             return known if known is not None else 1.0
-        if known is not None and 1 / TRUSTED < measured / known < TRUSTED:
+        if known and 1 / TRUSTED < measured / known < TRUSTED:
             return known
         self._rms[self.flow.resolve(node)] = measured
         self._calibrated(self.flow.root(node), measured, known)
@@ -165,7 +165,7 @@ class Scales:
             scaled = None if known is None else known * number_of(self.flow, node)
             return scaled, "times a number, left as it is"
         made = made_rms(node)
-        if made is not None:
+        if made is not None and not any(map(writes, self.flow.readers(node))):
             return made, "made by the step itself"
         tensors = [one for _, one in float_arguments(node)]
         if op_name(node) in PRODUCTS_BY_ELEMENT and len(tensors) == 2:

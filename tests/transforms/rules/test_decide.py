@@ -229,6 +229,26 @@ def test_an_initial_state_is_of_known_scale(start: Any) -> None:
     assert found[0] == found[1]
 
 
+def _filled(x: Tensor) -> Tensor:
+    y = torch.zeros(8, W)
+    y[:, 1:] = 3 * torch.ones(8, W - 1)
+    y[:, 0] = x.abs().amax()
+    return y
+
+
+@pytest.mark.parametrize(
+    "fill", [_filled, lambda x: torch.zeros(64, W).add_(torch.fft.fft(x).abs())]
+)
+def test_what_is_written_into_is_no_constant(fill: Any) -> None:
+    module = Of(lambda m, x: m[0](fill(x)), nn.Linear(W, W))
+    scaled = unit_scale(module)
+    scaled(X)
+    ((argument,),) = (one.arguments for one in decided(scaled, "linear"))
+    assert argument.factor == pytest.approx(1 / rms(fill(X)), rel=1e-3)
+    with pytest.raises(RuntimeError, match="on_unknown='error'"):
+        unit_scale(module, on_unknown="error")(X)
+
+
 @pytest.mark.parametrize(
     ("make", "rms"),
     [(lambda x: torch.full_like(x, -3.0), 3.0), (lambda x: torch.rand_like(x), 3**-0.5)],

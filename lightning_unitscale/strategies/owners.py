@@ -1,0 +1,93 @@
+"""Which rank owns which parameter, and bringing together what the ranks own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+
+class Owners:
+    """The owners of a module's parameters and buffers.
+
+    Args:
+        module: The whole module.
+        names: Names of what each rank of the group has in its stages.
+        group: The pipeline's process group.
+
+    What no stage has is the same on all ranks and counts as the first rank's.
+    """
+
+    def __init__(
+        self, module: nn.Module, names: list[set[str]], group: dist.ProcessGroup | None
+    ) -> None:
+        self._group = group
+        self._rank = dist.get_rank(group)
+        tensors: dict[str, Tensor] = {**dict(module.named_parameters()),
+                                      **dict(module.named_buffers())}  # fmt: skip
+        self.names = names
+        self._first = {
+            name: next((rank for rank, own in enumerate(names) if name in own), 0)
+            for name in tensors
+        }
+        self._tensors = tensors
+        self._by_id = {id(one): name for name, one in tensors.items()}
+
+    def counts_here(self, tensor: Tensor) -> bool:
+        """Whether this rank is the first owner, and so the one that counts it."""
+        return self._first[self._by_id[id(tensor)]] == self._rank
+
+    @torch.no_grad()
+    def synchronize(self) -> None:
+        """Give every rank the owners' values of all parameters and buffers."""
+        for name, one in self._tensors.items():
+            self._broadcast(one.data, self._first[name])
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The state dict that one device would have, on all ranks."""
+        found = optimizer.state_dict()
+        parameters = [one for group in optimizer.param_groups for one in group["params"]]
+        own = {
+            index: state
+            for index, state in found["state"].items()
+            if self.counts_here(parameters[index])
+        }
+        parts: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(parts, _on_cpu(own), group=self._group)
+        together = {index: state for part in parts for index, state in part.items()}
+        return {**found, "state": dict(sorted(together.items()))}
+
+    @torch.no_grad()
+    def clip_norm(self, parameters: Iterable[Tensor], limit: float) -> Tensor:
+        """Scale the gradients of all ranks so that their norm together is at most ``limit``."""
+        gradients = [one for one in parameters if one.grad is not None]
+        counted = [one.grad for one in gradients if self.counts_here(one)]
+        norms = torch.stack([torch.linalg.vector_norm(one) for one in counted]) if counted else None
+        device = next(iter(self._tensors.values())).device
+        square = torch.zeros((), device=device) if norms is None else norms.float().square().sum()
+        dist.all_reduce(square, group=self._group)
+        total = square.sqrt()
+        factor = (limit / (total + 1e-6)).clamp(max=1.0)
+        for one in gradients:
+            assert one.grad is not None
+            one.grad.mul_(factor.to(one.grad.dtype))
+        return total
+
+    def _broadcast(self, tensor: Tensor, rank: int) -> None:
+        given = tensor.contiguous()
+        dist.broadcast(given, group=self._group, group_src=rank)
+        if given is not tensor:
+            tensor.copy_(given)
+
+
+def _on_cpu(state: Mapping[Any, Any]) -> dict[Any, Any]:
+    return {
+        index: {
+            key: value.cpu() if isinstance(value, Tensor) else value for key, value in one.items()
+        }
+        for index, one in state.items()
+    }

@@ -1,0 +1,262 @@
+"""Trainer strategy: an unmodified LightningModule on several devices, one stage after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_unitscale.graph.steps import steps_of
+from lightning_unitscale.pipeline.marks import SplitPoint, annotate_split_points
+from lightning_unitscale.pipeline.policy import balanced_split
+from lightning_unitscale.pipeline.schedules import find_schedule
+from lightning_unitscale.strategies import batches
+from lightning_unitscale.strategies.owners import Owners
+from lightning_unitscale.strategies.pipelined_step import PipelinedStep, Policy
+
+
+class PipelineStrategy(DDPStrategy):
+    """Cuts the module's ``training_step`` into stages and trains them on the Trainer's devices.
+
+    Nothing of the module is rewritten: the step is captured with its loss, balanced over the ranks
+    and run by microbatches. A step gives the gradients of the mean of the microbatches' losses,
+    which is the batch's own loss where that is a mean over samples. ``self.log`` works on all
+    ranks; single numbers are averaged over the microbatches. Checkpoints have the layout and the
+    names of a single device. Validation, test and prediction run the whole module on every rank.
+
+    Args:
+        schedule: One of ``GPipe``, ``1F1B``, ``Interleaved1F1B``, ``LoopedBFS``,
+            ``InterleavedZeroBubble``, ``ZBVZeroBubble``, ``DualPipeV``.
+        num_microbatches: Equal parts of every batch.
+        stages_per_rank: Stages on each device; ``"auto"`` for as few as the schedule has use for.
+        split: ``"auto"`` balances the stages by the profiler's costs, unless the code calls
+            ``pipe_split()``; paths of submodules to the edge that is a cut; or a split policy.
+        check_batches: In so many first steps the ranks compare their batches.
+        process_group_backend: As in DDP.
+        timeout: Seconds after which a rank that waits for another gives up.
+
+    Raises:
+        ValueError: If an argument is out of range.
+
+    Example:
+        >>> PipelineStrategy("1F1B", num_microbatches=8).schedule.name
+        '1F1B'
+    """
+
+    def __init__(
+        self,
+        schedule: str = "1F1B",
+        *,
+        num_microbatches: int,
+        stages_per_rank: int | str = "auto",
+        split: str | Mapping[str, SplitPoint] | Policy = "auto",
+        check_batches: int = 2,
+        process_group_backend: str | None = None,
+        timeout: float = 1800.0,
+    ) -> None:
+        if not isinstance(num_microbatches, int) or num_microbatches < 1:
+            raise ValueError(
+                f"num_microbatches={num_microbatches!r}: expected a whole number of at least 1."
+            )
+        if stages_per_rank != "auto" and (
+            not isinstance(stages_per_rank, int) or stages_per_rank < 1
+        ):
+            raise ValueError(
+                f"stages_per_rank={stages_per_rank!r}: expected 'auto' or a whole number of at "
+                "least 1."
+            )
+        if isinstance(split, str) and split != "auto":
+            raise ValueError(
+                f"split={split!r}: expected 'auto', a dict of paths of submodules to a SplitPoint, "
+                "or a split policy."
+            )
+        if not timeout > 0:
+            raise ValueError(f"timeout={timeout!r}: expected seconds above 0.")
+        super().__init__(
+            process_group_backend=process_group_backend, timeout=timedelta(seconds=timeout)
+        )
+        self.schedule = find_schedule(schedule)
+        self.num_microbatches = num_microbatches
+        self.stages_per_rank = stages_per_rank
+        self.split = split
+        self.check_batches = check_batches
+        self._step: PipelinedStep | None = None
+        self._owners: Owners | None = None
+        self._marks: Any = ()
+        self._steps_done = 0
+        self._stash: dict[nn.Parameter, Tensor] = {}
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Every rank has the same batches."""
+        return {"num_replicas": 1, "rank": 0}
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        """Gives all ranks the same weights, and makes the optimizers."""
+        module = self.lightning_module
+        assert module is not None and self.model is not None and self.accelerator is not None
+        self._refuse(trainer, module)
+        self.accelerator.setup(trainer)
+        self.precision_plugin.convert_module(self.model)
+        self.model_to_device()
+        with torch.no_grad():
+            for one in (*module.parameters(), *module.buffers()):
+                dist.broadcast(one.data, src=0)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+            self._prepare_step(module)
+        self.setup_precision_plugin()
+        # The norm of a rank's own gradients is not the norm of all.
+        self.precision_plugin.__dict__["clip_grad_by_norm"] = self._clip_by_norm
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs forward and backward of all microbatches; the gradients wait for ``backward``."""
+        assert self._step is not None and self.lightning_module is not None
+        if self._steps_done < self.check_batches:
+            batches.check_equal(args[0], None)
+        parameters = list(self.lightning_module.parameters())
+        earlier = [one.grad for one in parameters]
+        for one in parameters:
+            one.grad = None
+        try:
+            with self.precision_plugin.train_step_context():
+                result = self._step(*args, **kwargs)
+            self._stash = {one: one.grad for one in parameters if one.grad is not None}
+        finally:
+            # Lightning clears the gradients between here and backward.
+            for one, gradient in zip(parameters, earlier, strict=True):
+                one.grad = gradient
+        if self._owners is None:
+            self._owners = Owners(self.lightning_module, self._step.owned, None)
+        self._steps_done += 1
+        return result
+
+    @override
+    def backward(
+        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """Adds the gradients that the step has made."""
+        module = self.lightning_module
+        assert module is not None
+        closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
+        share = module.trainer.accumulate_grad_batches
+        for parameter, gradient in self._stash.items():
+            part = gradient if share == 1 else gradient / share
+            parameter.grad = part if parameter.grad is None else parameter.grad + part
+        self._stash = {}
+        closure_loss = self.precision_plugin.post_backward(closure_loss, module)
+        return closure_loss
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The state dict that one device would have, on all ranks."""
+        self._synchronize()
+        return super().lightning_module_state_dict()
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The optimizer's state that one device would have, on all ranks."""
+        inner = getattr(optimizer, "_optimizer", optimizer)
+        if self._owners is None:
+            state: dict[str, Any] = inner.state_dict()
+            return state
+        return self._owners.optimizer_state(inner)
+
+    @override
+    def on_validation_start(self) -> None:
+        """Brings the weights together: every rank validates with all of them."""
+        self._synchronize()
+
+    @override
+    def on_train_end(self) -> None:
+        """Leaves the trained weights on all ranks."""
+        self._synchronize()
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        """Gives the module its own step back."""
+        self._release()
+
+    @override
+    def teardown(self) -> None:
+        """Gives the module its own step back."""
+        self._release()
+        super().teardown()
+
+    def _prepare_step(self, module: pl.LightningModule) -> None:
+        num_ranks = dist.get_world_size()
+        per_rank = self.stages_per_rank
+        if per_rank == "auto":
+            per_rank = 1 if self.schedule.placement == "single" else 2
+        num_stages = int(per_rank) * num_ranks
+        self.schedule.check(num_stages, num_ranks, self.num_microbatches)
+        policy: Policy = balanced_split(num_stages)
+        if isinstance(self.split, Mapping):
+            self._marks = annotate_split_points(module, self.split)
+        elif not isinstance(self.split, str):
+            policy = self.split
+        self._step = PipelinedStep(
+            module, self.schedule.name, self.num_microbatches, policy, self.root_device, None
+        )
+        self._step.attach()
+        self._owners, self._steps_done = None, 0
+
+    def _refuse(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        if not module.automatic_optimization:
+            raise MisconfigurationException(
+                "PipelineStrategy: automatic_optimization=False; expected automatic optimization: "
+                "the strategy runs forward and backward together."
+            )
+        if steps_of(module) is not None:
+            raise MisconfigurationException(
+                "PipelineStrategy: a callback has captured the module's steps (UnitScaleCallback, "
+                "ScaleMonitor, RematCallback), which the strategy does yet not cut; leave it out."
+            )
+        if isinstance(self.precision_plugin, MixedPrecision) and self.precision_plugin.scaler:
+            raise MisconfigurationException(
+                "PipelineStrategy: precision='16-mixed' scales the loss outside of the step, where "
+                "the pipeline's backward has run already; expected '32-true' or 'bf16-mixed'."
+            )
+        normalized = [
+            name
+            for name, one in module.named_modules()
+            if isinstance(one, nn.modules.batchnorm._BatchNorm) and one.track_running_stats
+        ]
+        if normalized and trainer.state.fn == TrainerFn.FITTING:
+            raise MisconfigurationException(
+                f"PipelineStrategy: {normalized[0]} takes its statistics over each microbatch, not "
+                "over the batch; expected normalization of single samples; use GroupNorm or "
+                "LayerNorm."
+            )
+
+    def _synchronize(self) -> None:
+        if self._owners is not None:
+            self._owners.synchronize()
+
+    def _release(self) -> None:
+        self.precision_plugin.__dict__.pop("clip_grad_by_norm", None)
+        for one in self._marks:
+            one.remove()
+        self._marks = ()
+        if self._step is not None:
+            self._step.detach()
+            self._step = None
+
+    def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
+        if self._owners is not None:
+            parameters = self.precision_plugin.main_params(optimizer)
+            self._owners.clip_norm(parameters, float(clip_val))

@@ -1,0 +1,60 @@
+"""Starts one process for each rank on this machine, waits for all, and shows their output."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def run_ranks(
+    module: str, folder: Path, *arguments: str, num_ranks: int = 2, timeout: float = 240
+) -> None:
+    """Run ``python -m MODULE FOLDER ARGUMENTS`` as every rank of one group.
+
+    Raises:
+        AssertionError: If one of them fails, with the end of what each of them printed.
+        subprocess.TimeoutExpired: If they take longer than ``timeout`` seconds.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", module, str(folder), *arguments]
+    processes = []
+    try:
+        for rank in range(num_ranks):
+            with (folder / f"{rank}.txt").open("w") as log:
+                processes.append(
+                    subprocess.Popen(
+                        command,
+                        cwd=folder,
+                        env=_environment(rank, num_ranks, port),
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
+                    )
+                )
+        codes = [one.wait(timeout=timeout) for one in processes]
+    finally:
+        for one in processes:
+            one.kill()
+            one.wait()
+    outputs = [(folder / f"{rank}.txt").read_text()[-3000:] for rank in range(num_ranks)]
+    assert codes == [0] * num_ranks, "\n".join(outputs)
+
+
+def _environment(rank: int, num_ranks: int, port: int) -> dict[str, str]:
+    return {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "LOCAL_RANK": str(rank),
+        "NODE_RANK": "0",
+        "WORLD_SIZE": str(num_ranks),
+        "GLOO_SOCKET_IFNAME": "lo",
+    }

@@ -1,0 +1,159 @@
+"""Trainings under PipelineStrategy: ``python -m tests.strategies.pipeline_run FOLDER CASE ...``.
+
+Run it once per rank, with Lightning's environment variables; with one rank it trains on one device
+without the strategy. Every rank writes what it computed to ``FOLDER/CASE-RANK.pt``.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from examples.gpt import GPT
+from lightning_unitscale.strategies import PipelineStrategy
+
+CONTEXT, STEPS = 16, 10
+
+
+class Recorder(pl.Callback):
+    """Keeps the loss of every step."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *args: Any) -> None:
+        self.losses.append(float(outputs["loss"]))
+
+
+class Groups(pl.LightningModule):
+    """Two groups, a schedule of the learning rate, logged metrics, a layer that is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)))
+        self.head = nn.Linear(8, 3)
+        self.never = nn.Linear(8, 8)
+
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
+        x, y = batch
+        logits = self.head(self.net(x))
+        correct = (logits.argmax(-1) == y).float().mean()
+        self.log_dict({"accuracy": correct, "epoch_accuracy": correct}, on_epoch=True)
+        return {"loss": F.cross_entropy(logits, y), "logits": logits.detach()}
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        self.log("val_loss", F.cross_entropy(self.head(self.net(x)), y), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        groups = [
+            {"params": self.net.parameters(), "lr": 0.05},
+            {"params": [*self.head.parameters(), *self.never.parameters()], "lr": 0.02},
+        ]
+        optimizer = torch.optim.AdamW(groups, weight_decay=0.1)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": schedule, "interval": "step"},
+        }
+
+
+def _text() -> TensorDataset:
+    data = torch.randint(256, (160, CONTEXT + 1), generator=torch.Generator().manual_seed(1))
+    return TensorDataset(data[:, :-1], data[:, 1:])
+
+
+def _points() -> TensorDataset:
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(96, 8, generator=generator)
+    return TensorDataset(x, (x[:, :3]).argmax(-1))
+
+
+def _gpt() -> pl.LightningModule:
+    return GPT(width=16, depth=4, num_heads=2, context=CONTEXT, warmup_steps=2, decay_steps=40)
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "gpt": {"module": _gpt, "data": _text, "clip": 0.5},
+    "gpt-v": {"module": _gpt, "data": _text, "schedule": "ZBVZeroBubble", "clip": 0.5},
+    "groups": {"module": Groups, "data": _points, "accumulate": 2, "clip": 0.01},
+    "resumed": {"module": _gpt, "data": _text, "clip": 0.5, "resume": "gpt", "steps": 2 * STEPS},
+}
+
+
+def train(folder: Path, case: str, num_ranks: int, resume_from: str) -> None:
+    """Train and write down what came out."""
+    options = CASES[case]
+    pl.seed_everything(4, workers=True, verbose=False)
+    module = options["module"]()
+    if int(os.environ.get("LOCAL_RANK", "0")):
+        # The strategy gives all ranks the first one's weights.
+        with torch.no_grad():
+            for one in module.parameters():
+                one.add_(1.0)
+    recorder = Recorder()
+    strategy: Any = "auto"
+    if num_ranks > 1:
+        strategy = PipelineStrategy(
+            options.get("schedule", "1F1B"),
+            num_microbatches=4,
+            process_group_backend="gloo",
+            timeout=60,
+        )
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=num_ranks,
+        strategy=strategy,
+        max_steps=options.get("steps", STEPS),
+        gradient_clip_val=options["clip"],
+        accumulate_grad_batches=options.get("accumulate", 1),
+        callbacks=[recorder],
+        val_check_interval=4,
+        check_val_every_n_epoch=None,
+        limit_val_batches=2,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+    )
+    data = options["data"]()
+    # Lightning's sampler, which it gives to several devices alone, would draw other numbers.
+    training = DataLoader(data, batch_size=16, shuffle=False)
+    path = None
+    if "resume" in options:
+        path = Path(resume_from) / f"{options['resume']}.ckpt"
+    trainer.fit(module, training, DataLoader(data, batch_size=16), ckpt_path=path)
+    weights = {name: one.clone() for name, one in module.state_dict().items()}
+    trainer.save_checkpoint(folder / f"{case}.ckpt")
+    found = {
+        "losses": recorder.losses,
+        "weights": weights,
+        "metrics": dict(trainer.callback_metrics),
+        "attributes": sorted(module.__dict__),
+        "step": trainer.global_step,
+    }
+    torch.save(found, folder / f"{case}-{trainer.global_rank}.pt")
+
+
+def main(folder: Path, num_ranks: int, resume_from: str, *cases: str) -> None:
+    """Train all of the cases, one after the other."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    for one in cases:
+        train(folder, one, num_ranks, resume_from)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], *sys.argv[4:])
