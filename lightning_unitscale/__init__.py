@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lightning_unitscale.callbacks import RematCallback, ScaleMonitor, UnitScaleCallback
+    from lightning_unitscale.strategies import PipelineStrategy
 
 __version__ = "0.1.0"
 
 # public name -> the module that defines it
 _EXPORTS = {
+    "PipelineStrategy": "lightning_unitscale.strategies",
     "RematCallback": "lightning_unitscale.callbacks",
     "ScaleMonitor": "lightning_unitscale.callbacks",
     "UnitScaleCallback": "lightning_unitscale.callbacks",
@@ -25,10 +27,12 @@ _SUBMODULES = frozenset(
         "formats",
         "functional",
         "graph",
+        "pipeline",
         "profiler",
         "quantize",
         "remat",
         "statistics",
+        "strategies",
         "tensorboard",
         "transforms",
     }

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 import lightning.pytorch as pl
+import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import callbacks as lightning_callbacks
 from lightning.pytorch.plugins import HalfPrecision
@@ -64,6 +65,8 @@ class ParameterHolding:
         self._last_units: dict[str, GaugePair] = {}
         self._measured: dict[str, tuple[float, float]] = {}
         self._clipping: _Clipping | None = None
+        self._hooks: list[Any] = []
+        self._restored: dict[int, dict[str, Any]] = {}
 
     @property
     def is_unknown(self) -> bool:
@@ -85,7 +88,10 @@ class ParameterHolding:
             _check(trainer)
 
     def start_fit(self, trainer: pl.Trainer) -> None:
-        """Check the optimizers, and hold at once where units are known from a checkpoint.
+        """Check the optimizers, and keep the state that a checkpoint has of them.
+
+        Parameters are held from the first batch on: until then, summaries and loggers may call the
+        module. The state would lose in FP16 and true units what it has in FP32.
 
         Raises:
             ValueError: If an optimizer is not in the table; nothing is changed then.
@@ -94,12 +100,23 @@ class ParameterHolding:
             return
         for optimizer in trainer.optimizers:
             check_optimizer(optimizer)
+        self._forget_restored()
         if self._last_units:
-            # Before the optimizers' state is restored, which needs the range.
-            self._hold(trainer, self._last_units)
+            self._hooks = [
+                one.register_load_state_dict_pre_hook(self._keep_restored)
+                for one in trainer.optimizers
+            ]
 
     def follow(self, trainer: pl.Trainer) -> None:
-        """Go over to the Trainer's optimizers, if they are others than before (after a tuner)."""
+        """Hold where units are known, and go over to optimizers that a tuner has put in."""
+        if self.is_unknown and self._last_units:
+            self._hold(trainer, self._last_units)
+            for optimizer in trainer.optimizers:
+                if id(optimizer) in self._restored:
+                    groups = optimizer.state_dict()["param_groups"]
+                    state = self._restored[id(optimizer)]["state"]
+                    optimizer.load_state_dict({"state": state, "param_groups": groups})
+            self._forget_restored()
         if self._held is not None and not self._held.belongs_to(trainer.optimizers):
             units = self._held.units
             self.release()
@@ -188,6 +205,7 @@ class ParameterHolding:
 
     def release(self) -> None:
         """Give parameters and optimizer state back in true units. Idempotent."""
+        self._forget_restored()
         if self._clipping is not None:
             self._clipping.remove()
             self._clipping = None
@@ -205,6 +223,17 @@ class ParameterHolding:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from :meth:`state_dict` in the next fit."""
         self._last_units = {name: GaugePair(int(s), int(g)) for name, (s, g) in state.items()}
+
+    def _keep_restored(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        parameters = (one for group in optimizer.param_groups for one in group["params"])
+        # Other types lose nothing, and what is loaded may share memory with this.
+        if any(one.dtype == torch.float16 for one in parameters):
+            self._restored[id(optimizer)] = state
+
+    def _forget_restored(self) -> None:
+        for one in self._hooks:
+            one.remove()
+        self._hooks, self._restored = [], {}
 
     def _hold(self, trainer: pl.Trainer, units: Mapping[str, GaugePair]) -> None:
         rewrite = self._rewrite

@@ -82,7 +82,9 @@ def _merged_by_name(snapshot: ScaleSnapshot) -> ScaleSnapshot:
     gathered: list[ScaleSnapshot] = [snapshot] * dist.get_world_size()
     dist.all_gather_object(gathered, snapshot)
     shared = set.intersection(*(set(one.names) for one in gathered))
-    first, *others = (one.select([n for n in snapshot.names if n in shared]) for one in gathered)
+    # In the order of the first rank: graphs of others may list the same tensors in another.
+    names = [one for one in gathered[0].names if one in shared]
+    first, *others = (one.select(names) for one in gathered)
     for one in others:
         first = first.merge(one)
     return first

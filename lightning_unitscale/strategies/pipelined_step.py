@@ -29,6 +29,8 @@ from lightning_unitscale.pipeline.step_program import (
 )
 from lightning_unitscale.strategies import batches
 
+# A graph, its inputs, and stand-ins for its outputs.
+Call = tuple[CompiledGraph, tuple[Any, ...], list[Any]]
 Policy = Callable[[fx.GraphModule], fx.GraphModule]
 _NAME = "training_step"
 
@@ -86,7 +88,7 @@ class PipelinedStep:
         """
         step = self._steps.steps[_NAME]
         parts = batches.split(batch, self._num_microbatches)
-        calls: list[tuple[CompiledGraph, tuple[Any, ...], list[Any]]] = []
+        calls: list[Call] = []
 
         def record(graph: CompiledGraph, inputs: tuple[Any, ...]) -> Any:
             calls.append((graph, inputs, example_outputs(graph.base)))

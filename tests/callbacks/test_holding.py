@@ -176,6 +176,37 @@ def test_checkpoints_are_in_true_units(how: str, tmp_path: Path) -> None:
         assert_same_bits(tested.metrics, plainly.metrics)
 
 
+def test_16_true_goes_on_where_a_checkpoint_stopped(tmp_path: Path) -> None:
+    """The optimizer's squares, 1e-16 in true units, come back; a summary may call the module."""
+
+    class Shown(Faint):
+        def __init__(self) -> None:
+            super().__init__(lambda m: torch.optim.AdamW(m.parameters(), lr=0.01, eps=1e-15))
+            self.example_input_array = torch.ones(1, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(F.gelu(self.norm(self.first(x.to(self.dtype)))))
+
+    def losses(*callbacks: pl.Callback, **options: Any) -> Any:
+        done = run(
+            Shown,
+            [UnitScaleCallback(depth="all"), *callbacks],
+            precision="16-true",
+            max_steps=8,
+            enable_model_summary=True,
+            entry_options=options,
+        )
+        return [step["loss"] for step in done.outputs], done.weights
+
+    path = tmp_path / "half.ckpt"
+    whole, weights = losses(_Save(path, 4))
+    saved = torch.load(path, weights_only=False)["optimizer_states"][0]["state"][0]["exp_avg_sq"]
+    assert saved.dtype == torch.float32 and 0 < saved.max() < 1e-10
+    resumed, again = losses(ckpt_path=path)
+    assert_same_bits(resumed, whole[4:])
+    assert_same_bits(again, weights)
+
+
 class _Tested(Regression):
     def test_step(self, batch: Any, batch_idx: int) -> None:
         self.log("test_loss", self.loss(batch))

@@ -121,6 +121,7 @@ def train(folder: Path, case: str, num_ranks: int, resume_from: str) -> None:
         val_check_interval=4,
         check_val_every_n_epoch=None,
         limit_val_batches=2,
+        use_distributed_sampler=False,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,

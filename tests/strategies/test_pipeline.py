@@ -1,0 +1,256 @@
+"""PipelineStrategy on two CPU processes: the training, checkpoints and logs of one device."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.strategies import StrategyRegistry
+from torch import nn
+
+from lightning_unitscale.strategies import PipelineStrategy, batches
+from tests.strategies.pipeline_run import Groups, Recorder, _points
+
+ROOT = Path(__file__).parents[2]
+NUM_RANKS = 2
+CASES = ["gpt", "gpt-v", "groups"]
+
+
+class Runs:
+    """Folders in which the same cases were trained on one device and on two."""
+
+    def __init__(self, root: Path) -> None:
+        self.folders = {(n, s): root / f"{n}-{s}" for n in (1, NUM_RANKS) for s in ("first", "on")}
+        for one in self.folders.values():
+            one.mkdir()
+        # Each resumes from what the other has saved.
+        self._run("first", {1: ("-", CASES), NUM_RANKS: ("-", CASES)})
+        saved = {n: str(self.folders[n, "first"]) for n in (1, NUM_RANKS)}
+        self._run("on", {1: (saved[NUM_RANKS], ["resumed"]), NUM_RANKS: (saved[1], ["resumed"])})
+
+    def found(self, num_ranks: int, case: str, rank: int = 0) -> dict[str, Any]:
+        """What a rank wrote."""
+        folder = self.folders[num_ranks, "on" if case == "resumed" else "first"]
+        return torch.load(folder / f"{case}-{rank}.pt", weights_only=False)
+
+    def checkpoint(self, num_ranks: int, case: str) -> dict[str, Any]:
+        """The checkpoint at the end."""
+        folder = self.folders[num_ranks, "on" if case == "resumed" else "first"]
+        return torch.load(folder / f"{case}.ckpt", weights_only=False)
+
+    def _run(self, stage: str, given: dict[int, tuple[str, list[str]]]) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        processes, logs = [], []
+        try:
+            for num_ranks, (resume_from, cases) in given.items():
+                folder = self.folders[num_ranks, stage]
+                for rank in range(num_ranks):
+                    logs.append(folder / f"{rank}.txt")
+                    with logs[-1].open("w") as log:
+                        arguments = [str(folder), str(num_ranks), resume_from, *cases]
+                        processes.append(
+                            subprocess.Popen(
+                                [sys.executable, "-m", "tests.strategies.pipeline_run", *arguments],
+                                cwd=folder,
+                                env=_environment(rank, num_ranks, port),
+                                stdout=log,
+                                stderr=subprocess.STDOUT,
+                            )
+                        )
+            codes = [one.wait(timeout=240) for one in processes]
+        finally:
+            for one in processes:
+                one.kill()
+                one.wait()
+        assert not any(codes), "\n".join(one.read_text()[-3000:] for one in logs)
+
+
+def _environment(rank: int, num_ranks: int, port: int) -> dict[str, str]:
+    several = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "LOCAL_RANK": str(rank),
+        "NODE_RANK": "0",
+        "WORLD_SIZE": str(num_ranks),
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return {**environment, **several} if num_ranks > 1 else environment
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """All trainings."""
+    return Runs(tmp_path_factory.mktemp("pipeline"))
+
+
+def _assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    # An optimizer that divides by a gradient's size makes much of the last bits of a small one.
+    assert torch.allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.timeout(560)
+@pytest.mark.parametrize("case", [*CASES, "resumed"])
+def test_the_training_of_one_device(case: str, runs: Runs) -> None:
+    expected = runs.found(1, case)
+    for rank in range(NUM_RANKS):
+        found = runs.found(NUM_RANKS, case, rank)
+        assert found["step"] == expected["step"]
+        assert found["attributes"] == expected["attributes"]
+        assert found["losses"] == pytest.approx(expected["losses"], rel=1e-5)
+        assert found["metrics"].keys() == expected["metrics"].keys()
+        for name, one in found["metrics"].items():
+            assert one.item() == pytest.approx(expected["metrics"][name].item(), rel=1e-5), name
+        assert found["weights"].keys() == expected["weights"].keys()
+        for name, one in found["weights"].items():
+            _assert_close(one, expected["weights"][name])
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.timeout(560)
+@pytest.mark.parametrize("case", [*CASES, "resumed"])
+def test_the_checkpoint_of_one_device(case: str, runs: Runs) -> None:
+    expected, found = runs.checkpoint(1, case), runs.checkpoint(NUM_RANKS, case)
+    assert found.keys() == expected.keys()
+    assert found["state_dict"].keys() == expected["state_dict"].keys()
+    assert found["lr_schedulers"] == expected["lr_schedulers"]
+    for ours, theirs in zip(found["optimizer_states"], expected["optimizer_states"], strict=True):
+        assert ours["param_groups"] == theirs["param_groups"]
+        assert ours["state"].keys() == theirs["state"].keys()
+        for index, state in ours["state"].items():
+            assert state.keys() == theirs["state"][index].keys()
+            for name, one in state.items():
+                _assert_close(one, theirs["state"][index][name])
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.timeout(560)
+def test_training_goes_on_where_the_other_stopped(runs: Runs) -> None:
+    """The resumed runs were given each other's checkpoints and agree with a longer first run."""
+    first = runs.found(1, "gpt")["losses"]
+    assert len(runs.found(1, "resumed")["losses"]) == len(first)
+    assert runs.found(NUM_RANKS, "resumed")["step"] == 2 * len(first)
+    assert runs.found(NUM_RANKS, "resumed")["losses"][0] != first[0]
+
+
+@pytest.fixture
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """Options of a Trainer with the strategy on a single rank, in this process."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    yield {
+        "accelerator": "cpu", "devices": 1, "max_steps": 4, "logger": False,
+        "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False,
+        "use_distributed_sampler": False,
+    }  # fmt: skip
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _loader() -> torch.utils.data.DataLoader[Any]:
+    return torch.utils.data.DataLoader(_points(), batch_size=16)
+
+
+def test_one_rank_trains_as_without(one_rank: dict[str, Any]) -> None:
+    losses = []
+    for strategy in ("auto", PipelineStrategy("GPipe", num_microbatches=2)):
+        pl.seed_everything(1, verbose=False)
+        recorder = Recorder()
+        module = Groups()
+        trainer = pl.Trainer(strategy=strategy, callbacks=[recorder], **one_rank)
+        trainer.fit(module, _loader())
+        losses.append(recorder.losses)
+        assert "training_step" not in module.__dict__
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+class Manual(Groups):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class Normalized(Groups):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.append(nn.BatchNorm1d(8))
+
+
+class Branching(Groups):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = F.cross_entropy(self.head(self.net(batch[0])), batch[1])
+        return loss * 2 if loss.item() > 0 else loss
+
+
+@pytest.mark.parametrize(
+    ("module", "size", "error", "match"),
+    [
+        (Manual, 16, MisconfigurationException, "automatic_optimization=False"),
+        (Normalized, 16, MisconfigurationException, "net.4 takes its statistics"),
+        (Groups, 5, ValueError, "a batch of 5 samples cannot be divided"),
+        (Branching, 16, RuntimeError, "is not one graph for every microbatch"),
+    ],
+)
+def test_what_cannot_be_pipelined_is_refused(
+    module: type[pl.LightningModule],
+    size: int,
+    error: type[Exception],
+    match: str,
+    one_rank: dict[str, Any],
+) -> None:
+    made = module()
+    trainer = pl.Trainer(strategy=PipelineStrategy("GPipe", num_microbatches=2), **one_rank)
+    with pytest.raises(error, match=match):
+        trainer.fit(made, torch.utils.data.DataLoader(_points(), batch_size=size))
+    assert "training_step" not in made.__dict__
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"schedule": "2F2B"}, "schedule='2F2B'"),
+        ({"num_microbatches": 0}, "num_microbatches=0"),
+        ({"stages_per_rank": "many"}, "stages_per_rank='many'"),
+        ({"split": "even"}, "split='even'"),
+        ({"timeout": 0}, "timeout=0"),
+    ],
+)
+def test_bad_arguments(options: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        PipelineStrategy(**{"num_microbatches": 2, **options})
+
+
+def test_the_strategy_has_a_name() -> None:
+    assert isinstance(StrategyRegistry.get("pipeline"), PipelineStrategy)
+
+
+def test_results_of_microbatches_are_put_together() -> None:
+    batch = {"x": torch.arange(6.0), "mask": torch.ones(2), "name": "a"}
+    parts = batches.split(batch, 3)
+    assert [one["x"].tolist() for one in parts] == [[0, 1], [2, 3], [4, 5]]
+    assert all(one["mask"] is batch["mask"] and one["name"] == "a" for one in parts)
+    results = [[one["x"], one["x"].mean(), torch.tensor(2), None] for one in parts]
+    whole = batches.combined(results)
+    assert torch.equal(whole[0], batch["x"])
+    assert whole[1] == 2.5
+    assert whole[2] == 6
+    assert whole[3] is None
+    with pytest.raises(ValueError, match="num_microbatches=4: a batch of 6"):
+        batches.split(batch, 4)
