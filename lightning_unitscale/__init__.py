@@ -38,7 +38,13 @@ _SUBMODULES = frozenset(
     }
 )
 
-__all__ = ["RematCallback", "ScaleMonitor", "UnitScaleCallback", "__version__"]
+__all__ = [
+    "PipelineStrategy",
+    "RematCallback",
+    "ScaleMonitor",
+    "UnitScaleCallback",
+    "__version__",
+]
 
 
 def __getattr__(name: str) -> Any:

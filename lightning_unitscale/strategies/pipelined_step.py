@@ -117,12 +117,7 @@ class PipelinedStep:
             )
         return graphs[0]
 
-    def _runner_for(
-        self,
-        graph: CompiledGraph,
-        call: tuple[CompiledGraph, tuple[Any, ...], list[Any]],
-        result: Any,
-    ) -> PipelineRunner:
+    def _runner_for(self, graph: CompiledGraph, call: Call, result: Any) -> PipelineRunner:
         if id(graph) in self.runners:
             return self.runners[id(graph)]
         loss = result["loss"] if isinstance(result, dict) else result

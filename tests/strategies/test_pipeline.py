@@ -158,7 +158,7 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     yield {
         "accelerator": "cpu", "devices": 1, "max_steps": 4, "logger": False,
         "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False,
-        "use_distributed_sampler": False,
+        "limit_val_batches": 1, "num_sanity_val_steps": 0, "use_distributed_sampler": False,
     }  # fmt: skip
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -175,7 +175,7 @@ def test_one_rank_trains_as_without(one_rank: dict[str, Any]) -> None:
         recorder = Recorder()
         module = Groups()
         trainer = pl.Trainer(strategy=strategy, callbacks=[recorder], **one_rank)
-        trainer.fit(module, _loader())
+        trainer.fit(module, _loader(), _loader())
         losses.append(recorder.losses)
         assert "training_step" not in module.__dict__
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
@@ -218,7 +218,7 @@ def test_what_cannot_be_pipelined_is_refused(
     made = module()
     trainer = pl.Trainer(strategy=PipelineStrategy("GPipe", num_microbatches=2), **one_rank)
     with pytest.raises(error, match=match):
-        trainer.fit(made, torch.utils.data.DataLoader(_points(), batch_size=size))
+        trainer.fit(made, torch.utils.data.DataLoader(_points(), batch_size=size), _loader())
     assert "training_step" not in made.__dict__
 
 
