@@ -1,6 +1,7 @@
 # Everything runs in a virtual environment of its own, made on the first call.
 #
 #   make demo                                 train the byte-level GPT, unit-scaled
+#   make demo-pipeline                        train it on two processes, as a pipeline
 #   make test                                 run every test
 #   make test PYTEST_ARGS="-k gauge"          run some of them
 #   make demo PIP_ARGS="--index-url <url>"    pass options to pip, e.g. an index of CPU-only wheels
@@ -21,7 +22,7 @@ INSTALLED_DEMO := $(VENV)/.installed-demo
 INSTALLED_ALL := $(VENV)/.installed-all
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 
-.PHONY: help demo demo-baseline test lint format types tensorboard bench clean
+.PHONY: help demo demo-baseline demo-pipeline test lint format types tensorboard bench clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -31,6 +32,9 @@ demo: $(INSTALLED_DEMO)
 
 demo-baseline: $(INSTALLED_DEMO)
 	$(BIN)/python -m lightning_unitscale fit --config configs/gpt_baseline.yaml $(DEMO_ARGS)
+
+demo-pipeline: $(INSTALLED_DEMO)
+	$(BIN)/python -m lightning_unitscale fit --config configs/gpt_pipeline.yaml $(DEMO_ARGS)
 
 test: $(INSTALLED_ALL)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)

@@ -65,6 +65,7 @@ class GaugeKeeping:
         self._live: Calibrator | None = None
         self._global_step_before = 0
         self._step_index = 0
+        self._num_breaks = 0
 
     def attach(self, steps: ModuleSteps, *, is_new: bool) -> None:
         """Keep the gauge of these steps; what is known of another module's tensors is forgotten."""
@@ -82,12 +83,16 @@ class GaugeKeeping:
         if self._holding is not None:
             self._holding.follow(trainer)
         is_held_first = self._holding is not None and self._holding.is_unknown
+        assert self._steps is not None
+        self._num_breaks = len(self._steps.graph_breaks)
         if not self.is_calibrated or is_held_first:
             self._calibrate(trainer, batch, batch_idx)
         return self._looks.at(self._step_index)
 
     def after_batch(self, trainer: pl.Trainer) -> None:
         """Take new units where what was looked at asks for them."""
+        if self._holding is not None and self._steps is not None:
+            self._holding.check_graph_breaks(self._steps.graph_breaks[self._num_breaks :])
         if self._live is not None:
             self._adopt_live(trainer, self._live)
         if not has_stepped(trainer, trainer.lightning_module, self._global_step_before):
@@ -183,7 +188,8 @@ class GaugeKeeping:
                 self._rules.measured(trainer, gradients)
             if self._holding is not None:
                 step = self._steps.steps["training_step"]
-                self._holding.measured(trainer, step, gradients)
+                breaks = self._steps.graph_breaks[self._num_breaks :]
+                self._holding.measured(trainer, step, gradients, breaks)
         else:
             self._measure_live()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -13,10 +13,13 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import callbacks as lightning_callbacks
 from lightning.pytorch.plugins import HalfPrecision
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
-from lightning.pytorch.utilities import GradClipAlgorithmType
-from lightning.pytorch.utilities.rank_zero import rank_zero_info  # type: ignore[attr-defined]
+from lightning.pytorch.utilities.rank_zero import (  # type: ignore[attr-defined]
+    rank_zero_info,
+    rank_zero_warn,
+)
 from torch.optim import Optimizer
 
+from lightning_unitscale.callbacks.held_clipping import HeldClipping
 from lightning_unitscale.callbacks.ranks import joint_reasons
 from lightning_unitscale.graph.steps import CapturedStep
 from lightning_unitscale.transforms.calibration import root_mean_square
@@ -34,7 +37,6 @@ from lightning_unitscale.transforms.held_units import held_name
 from lightning_unitscale.transforms.lossless import LosslessUnitScale
 
 Choice = bool | Literal["auto"]
-_MISSING = object()
 _BREAKS = "graph breaks"
 # They read or write parameters between steps, and know of no units.
 _CONFLICTING_CALLBACKS = tuple(
@@ -64,9 +66,10 @@ class ParameterHolding:
         self._held: HeldParameters | None = None
         self._last_units: dict[str, GaugePair] = {}
         self._measured: dict[str, tuple[float, float]] = {}
-        self._clipping: _Clipping | None = None
+        self._clipping: HeldClipping | None = None
         self._hooks: list[Any] = []
         self._restored: dict[int, dict[str, Any]] = {}
+        self._evaluation = contextlib.ExitStack()
 
     @property
     def is_unknown(self) -> bool:
@@ -86,6 +89,12 @@ class ParameterHolding:
             self._last_units = {}
         if self.is_wanted:
             _check(trainer)
+        if is_half and trainer.precision == "16-true" and self._rewrite.depth == "products":
+            rank_zero_warn(
+                "UnitScaleCallback(depth='products') with precision='16-true': gradients between "
+                "matrix products are in true units, of which FP16 loses what is below 2**-24; "
+                "expected depth='all'; pass it."
+            )
 
     def start_fit(self, trainer: pl.Trainer) -> None:
         """Check the optimizers, and keep the state that a checkpoint has of them.
@@ -123,7 +132,11 @@ class ParameterHolding:
             self._hold(trainer, units)
 
     def measured(
-        self, trainer: pl.Trainer, step: CapturedStep, gradients: Mapping[str, float]
+        self,
+        trainer: pl.Trainer,
+        step: CapturedStep,
+        gradients: Mapping[str, float],
+        graph_breaks: Sequence[str],
     ) -> None:
         """Hold every parameter that the captured step reads, in units near its size.
 
@@ -131,12 +144,13 @@ class ParameterHolding:
             trainer: The Trainer.
             step: The captured training step.
             gradients: RMS of the gradient of each parameter.
+            graph_breaks: Reasons why it was captured in parts, if it was.
         """
         if not self.is_wanted or self._held is not None:
             return
         inputs = [one for graph in step.graphs for one in graph.inputs]
         found = {str(one.fqn): "read" for one in inputs if one.kind == "parameter"}
-        if step.owner.graph_breaks:
+        if graph_breaks:
             found[_BREAKS] = "the step has graph breaks, between which code sees the parameters"
         # Ranks may run different branches, and average gradients of one parameter in one unit.
         read = joint_reasons(found)
@@ -199,12 +213,46 @@ class ParameterHolding:
                 f"New units for {len(new)} parameters at {when}" + (f": {names}" if names else "")
             )
 
-    def true_parameters(self) -> contextlib.AbstractContextManager[None]:
-        """Within this context parameters have their true values."""
-        return contextlib.nullcontext() if self._held is None else self._held.true_values()
+    @contextlib.contextmanager
+    def true_parameters(self) -> Iterator[None]:
+        """Within this context parameters have their true values, for captured steps as well."""
+        held, rewrite = self._held, self._rewrite
+        if held is None:
+            yield
+            return
+        gauge = rewrite.gauge
+        rewrite.set_gauge(without_held(gauge))
+        try:
+            with held.true_values():
+                yield
+        finally:
+            rewrite.set_gauge(gauge)
+
+    def start_evaluation(self) -> None:
+        """Show true values until :meth:`end_evaluation`: such steps may do what they want."""
+        self.end_evaluation()
+        self._evaluation.enter_context(self.true_parameters())
+
+    def end_evaluation(self) -> None:
+        """Go on with held values."""
+        self._evaluation.close()
+
+    def check_graph_breaks(self, graph_breaks: Sequence[str]) -> None:
+        """Refuse a training step that has come to be captured in parts.
+
+        Raises:
+            RuntimeError: With the reason of the first break.
+        """
+        if self._held is not None and graph_breaks:
+            raise RuntimeError(
+                f"training_step: a graph break while parameters are held in units "
+                f"({graph_breaks[0]}), so code between graphs would see them as they are stored; "
+                "expected a step that is captured whole; pass hold_parameters=False."
+            )
 
     def release(self) -> None:
         """Give parameters and optimizer state back in true units. Idempotent."""
+        self.end_evaluation()
         self._forget_restored()
         if self._clipping is not None:
             self._clipping.remove()
@@ -241,8 +289,9 @@ class ParameterHolding:
         held = HeldParameters(module, trainer.optimizers, lambda: rewrite.is_running)
         held.attach()
         self._held = held
-        self._take(units)
-        self._clipping = _Clipping(trainer, held)
+        named = dict(module.named_parameters())
+        self._take({name: pair for name, pair in units.items() if name in named})
+        self._clipping = HeldClipping(trainer, held)
         self._clipping.attach()
         self.events.append(f"{len(units)} parameters and their gradients held in units")
 
@@ -292,43 +341,6 @@ def without_held(gauge: Gauge) -> Gauge:
     """A gauge without the units of parameters."""
     held = held_name("")
     return Gauge({name: pair for name, pair in gauge.items() if not name.endswith(held)})
-
-
-class _Clipping:
-    """Gradient clipping that means true gradients.
-
-    ``LightningModule.clip_gradients`` leads to ``clip_gradients`` of the precision plugin
-    (Lightning 2.6), in whose place this stands.
-    """
-
-    def __init__(self, trainer: pl.Trainer, held: HeldParameters) -> None:
-        self._plugin = trainer.precision_plugin
-        self._held = held
-        self._shadowed: Any = _MISSING
-
-    def attach(self) -> None:
-        self._shadowed = vars(self._plugin).get("clip_gradients", _MISSING)
-        vars(self._plugin)["clip_gradients"] = self._clip
-
-    def remove(self) -> None:
-        if self._shadowed is _MISSING:
-            del vars(self._plugin)["clip_gradients"]
-        else:
-            vars(self._plugin)["clip_gradients"] = self._shadowed
-
-    def _clip(
-        self,
-        optimizer: Optimizer,
-        clip_val: int | float = 0.0,
-        gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
-    ) -> None:
-        if clip_val <= 0:
-            return
-        parameters = list(self._plugin.main_params(optimizer))
-        if gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
-            self._held.clip_by_value(parameters, clip_val)
-        else:
-            self._held.clip_by_norm(parameters, clip_val)
 
 
 def _check(trainer: pl.Trainer) -> None:

@@ -225,6 +225,16 @@ class UnitScaleCallback(pl.Callback):
         self._keeping.before_optimizer_step(optimizer)
 
     @override
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._holding is not None:
+            self._holding.start_evaluation()
+
+    @override
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._holding is not None:
+            self._holding.end_evaluation()
+
+    @override
     def on_validation_batch_start(
         self,
         trainer: pl.Trainer,

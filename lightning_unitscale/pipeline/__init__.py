@@ -1,5 +1,6 @@
 """Pipelines: one module cut into stages, for several devices."""
 
+from lightning_unitscale.pipeline.explain import PipelinePlan, explain_pipeline
 from lightning_unitscale.pipeline.flow import MultiUseParameterConfig
 from lightning_unitscale.pipeline.front import pipeline
 from lightning_unitscale.pipeline.loss import LossWrapper, TrivialLossWrapper
@@ -18,6 +19,7 @@ __all__ = [
     "Pipe",
     "PipeInfo",
     "PipeSequential",
+    "PipelinePlan",
     "PipelineRunner",
     "Schedule",
     "SplitPoint",
@@ -26,6 +28,7 @@ __all__ = [
     "TrivialLossWrapper",
     "annotate_split_points",
     "balanced_split",
+    "explain_pipeline",
     "pipe_split",
     "pipeline",
 ]

@@ -97,7 +97,7 @@ def possible_cuts(graph_module: fx.GraphModule) -> tuple[list[Cut], float]:
     device = next((one.device.type for one in graph_module.parameters()), "cpu")
     profile = MetaInfoProp(graph_module, device="cuda" if device == "cuda" else "cpu").run(*inputs)
     model = default_cost_model(device)
-    seconds = {one.name: _seconds(one, model) for one in profile.nodes}
+    seconds = {one.name: sum(seconds_of(one, model)) for one in profile.nodes}
     crossing = _crossing_bytes(graph_module)
     legal = set(legal_cuts(graph))
     cuts, passed = [], 0.0
@@ -140,15 +140,17 @@ def choose_cuts(
     return [place - 1 for place in best[last][2][:-1]]
 
 
-def _seconds(costs: NodeCosts, model: CostModel) -> float:
+def seconds_of(costs: NodeCosts, model: CostModel) -> tuple[float, float]:
     """Forward and backward, each bound by what it computes or by what it moves."""
     both = (
         (costs.fwd_flops, costs.fwd_bytes_moved),
         (costs.bwd_flops, costs.bwd_bytes_moved),
     )
-    return sum(
-        model.seconds("", flops, moved, fusible=False) for flops, moved in both if flops or moved
+    forward, backward = (
+        model.seconds("", flops, moved, fusible=False) if flops or moved else 0.0
+        for flops, moved in both
     )
+    return forward, backward
 
 
 def _crossing_bytes(graph_module: fx.GraphModule) -> dict[fx.Node, int]:

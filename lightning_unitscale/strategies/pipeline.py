@@ -10,9 +10,10 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -171,10 +172,29 @@ class PipelineStrategy(DDPStrategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer's state that one device would have, on all ranks."""
         inner = getattr(optimizer, "_optimizer", optimizer)
-        if self._owners is None:
+        if self._owners is None or self._is_interrupted:
             state: dict[str, Any] = inner.state_dict()
             return state
         return self._owners.optimizer_state(inner)
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
+    ) -> None:
+        """Saves a checkpoint; none of a run that an exception has ended."""
+        if self._is_interrupted:
+            rank_zero_warn(
+                f"PipelineStrategy: {filepath} is not saved: the run was interrupted, and the "
+                "weights of the other ranks may be gone; go on from an earlier checkpoint."
+            )
+            return
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @override
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Waits for all ranks, but for a run that an exception has ended."""
+        if self.lightning_module is None or not self._is_interrupted:
+            super().barrier(*args, **kwargs)
 
     @override
     def on_validation_start(self) -> None:
@@ -243,8 +263,16 @@ class PipelineStrategy(DDPStrategy):
                 "LayerNorm."
             )
 
+    @property
+    def _is_interrupted(self) -> bool:
+        module = self.lightning_module
+        assert module is not None
+        trainer = module._trainer
+        return trainer is not None and trainer.state.status is TrainerStatus.INTERRUPTED
+
     def _synchronize(self) -> None:
-        if self._owners is not None:
+        # After an exception the other ranks may wait for something else, or be gone.
+        if self._owners is not None and not self._is_interrupted:
             self._owners.synchronize()
 
     def _release(self) -> None:

@@ -35,6 +35,23 @@ Policy = Callable[[fx.GraphModule], fx.GraphModule]
 _NAME = "training_step"
 
 
+class _Replay:
+    """Puts the pipeline's results in the place of the one graph that they are of."""
+
+    def __init__(self, graph: CompiledGraph, values: list[Any]) -> None:
+        self._graph = graph
+        self._values = values
+
+    def __call__(self, graph: CompiledGraph, inputs: tuple[Any, ...]) -> Any:
+        if graph is not self._graph:
+            raise RuntimeError(
+                f"{_NAME}: another graph ran with the pipeline's results than without them; "
+                "expected a step whose course does not depend on how often it is called; keep "
+                "counters of calls out of it."
+            )
+        return self._values
+
+
 class PipelinedStep:
     """A ``training_step`` whose graph runs on several ranks.
 
@@ -101,15 +118,18 @@ class PipelinedStep:
             own = self._inputs[id(graph)]
             outputs = runner.step_flat([[one[1][place] for place in own] for one in calls])
             values = self._shared_results(runner, calls[0][2], outputs)
-            step.interpreter = lambda graph, inputs: values
+            step.interpreter = _Replay(graph, values)
             try:
                 return step(parts[0], *args, **kwargs)
             finally:
                 step.interpreter = None
 
     def _one_graph(self, graphs: list[CompiledGraph]) -> CompiledGraph:
-        if len(graphs) != self._num_microbatches or any(one is not graphs[0] for one in graphs):
-            reasons = "; ".join(dict.fromkeys(self._steps.graph_breaks)) or "several graphs"
+        # After a graph break the step may look at values, and the rehearsal has none.
+        breaks = list(dict.fromkeys(self._steps.graph_breaks))
+        several = len(graphs) != self._num_microbatches or len(set(map(id, graphs))) > 1
+        if breaks or several:
+            reasons = "; ".join(breaks) or f"{len(graphs)} graphs ran"
             raise RuntimeError(
                 f"{type(self.module).__name__}.{_NAME} is not one graph for every microbatch "
                 f"({reasons}); expected tensor operations without branches on values, printing or "

@@ -56,6 +56,7 @@ class HeldParameters:
         self._is_running = is_running
         self._parameters = dict(module.named_parameters())
         self._units: dict[int, GaugePair] = {}
+        self._shows_true = False
         self._steps: list[_HeldStep] = []
         self._handles: list[Any] = []
 
@@ -98,6 +99,15 @@ class HeldParameters:
         """Units in which a parameter and its gradient are held."""
         return self._units.get(id(parameter), _UNIT)
 
+    def shown_exponent(self, parameter: Tensor) -> int:
+        """What a parameter's values must be multiplied by at this moment, as an exponent."""
+        return 0 if self._shows_true else self.units_of(parameter).log2_sigma
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether a parameter's values mean something to captured graphs only."""
+        return bool(self._units) and not self._shows_true and not self._is_running()
+
     def take(self, units: Mapping[str, GaugePair]) -> None:
         """Put units into force: exact for powers of two, as far as the types reach.
 
@@ -133,15 +143,17 @@ class HeldParameters:
     @contextlib.contextmanager
     def true_values(self) -> Iterator[None]:
         """Within this context parameters have their true values, in their own type."""
-        units, copies = dict(self._units), {}
-        for parameter in self._parameters.values():
-            copies[parameter] = parameter.detach().clone()
+        if self._shows_true:
+            yield
+            return
+        copies = {one: one.detach().clone() for one in self.named().values()}
+        for parameter in copies:
             _rescale(parameter, self.units_of(parameter).log2_sigma)
-        self._units.clear()
+        self._shows_true = True
         try:
             yield
         finally:
-            self._units.update(units)
+            self._shows_true = False
             with torch.no_grad():
                 for parameter, values in copies.items():
                     parameter.copy_(values)
@@ -267,7 +279,7 @@ def _after_save(held: HeldParameters) -> Callable[..., None]:
     def convert(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
         for name, parameter in module._parameters.items():
             if parameter is not None and prefix + name in state:
-                exponent = held.units_of(parameter).log2_sigma
+                exponent = held.shown_exponent(parameter)
                 if exponent:
                     value = state[prefix + name]
                     state[prefix + name] = value.to(_wide(value), copy=True)
@@ -280,7 +292,7 @@ def _before_load(held: HeldParameters) -> Callable[..., None]:
     def convert(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
         for name, parameter in module._parameters.items():
             if parameter is not None and prefix + name in state:
-                exponent = held.units_of(parameter).log2_sigma
+                exponent = held.shown_exponent(parameter)
                 if exponent:
                     value = state[prefix + name]
                     state[prefix + name] = value.to(_wide(value), copy=True)
@@ -292,7 +304,7 @@ def _before_load(held: HeldParameters) -> Callable[..., None]:
 def _stop_others(held: HeldParameters) -> Callable[..., None]:
     def stop(module: nn.Module, args: Any) -> None:
         # Dynamo looks through this: what it captures knows the units.
-        if torch.compiler.is_compiling() or held._is_running() or not held._units:
+        if torch.compiler.is_compiling() or not held.is_closed:
             return
         raise RuntimeError(
             f"{type(module).__name__} is called outside of the module's steps while its parameters "

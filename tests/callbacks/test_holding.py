@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lightning_unitscale import ScaleMonitor, UnitScaleCallback
 from tests.callbacks.modules import Regression, adamw, momentum
-from tests.callbacks.runs import assert_same_run, run
+from tests.callbacks.runs import assert_same_run, loader, run
 from tests.helpers import assert_same_bits
 from tests.transforms.test_held_parameters import OPTIMIZERS
 
@@ -345,6 +345,11 @@ def test_auto_is_for_16_bits_only() -> None:
     assert "held in units" not in callback.explain()
 
 
+def test_fp16_between_products_is_warned_of() -> None:
+    with pytest.warns(UserWarning, match=r"with precision='16-true': gradients between .*'all'"):
+        run(lambda: Regression(adamw), [UnitScaleCallback()], max_steps=1, precision="16-true")
+
+
 def test_trainers_and_optimizers_that_do_not_go_with_it() -> None:
     def make(optimizer: Any = torch.optim.Adadelta) -> Regression:
         return Regression(lambda module: optimizer(module.parameters()))
@@ -381,6 +386,45 @@ class Broken(Regression):
         h = self.first(batch[0])
         torch._dynamo.graph_break()
         return self.second(h).square().mean()
+
+
+class Validated(Regression):
+    """Validation that is captured in parts, with metrics and weights read between them."""
+
+    seen: list[Tensor]
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        h = self.first(batch[0])
+        torch._dynamo.graph_break()
+        self.seen.append(self.first.weight.detach().clone())
+        self.log("val_loss", self.second(F.gelu(self.norm(h))).square().mean())
+
+
+def test_validation_sees_true_values() -> None:
+    runs = []
+    for callbacks in ([], [_held()]):
+        Validated.seen = []
+        options: dict[str, Any] = {"val_check_interval": 2, "num_sanity_val_steps": 1}
+        data = {"val_dataloaders": loader()}
+        done = run(lambda: Validated(adamw), callbacks, entry_options=data, max_steps=6, **options)
+        runs.append((Validated.seen, done.outputs, done.weights, done.metrics))
+    assert len(runs[0][0]) > 8
+    assert_same_bits(runs[1], runs[0])
+
+
+class Later(Regression):
+    """A step that is captured whole at first."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        h = self.first(batch[0])
+        if self.trainer.global_step == 2:
+            torch._dynamo.graph_break()
+        return self.second(h).square().mean()
+
+
+def test_a_graph_break_while_held_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match=r"^training_step: a graph break while parameters are"):
+        run(lambda: Later(adamw), [_held()], max_steps=5)
 
 
 def test_graph_breaks_are_not_held() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 import warnings
 from pathlib import Path
@@ -33,6 +34,19 @@ class Recorder(pl.Callback):
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *args: Any) -> None:
         self.losses.append(float(outputs["loss"]))
+
+
+class Ends(pl.Callback):
+    """Ends the second rank before its third step: by an error, or as ``kill -9`` does."""
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_rank == 1 and batch_idx == 2:
+            if self.how == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise KeyError("of the second rank")
 
 
 class Groups(pl.LightningModule):
@@ -87,6 +101,8 @@ CASES: dict[str, dict[str, Any]] = {
     "gpt": {"module": _gpt, "data": _text, "clip": 0.5},
     "gpt-v": {"module": _gpt, "data": _text, "schedule": "ZBVZeroBubble", "clip": 0.5},
     "groups": {"module": Groups, "data": _points, "accumulate": 2, "clip": 0.01},
+    "killed": {"module": Groups, "data": _points, "clip": 1.0, "ends": "killed"},
+    "raises": {"module": Groups, "data": _points, "clip": 1.0, "ends": "raises"},
     "resumed": {"module": _gpt, "data": _text, "clip": 0.5, "resume": "gpt", "steps": 2 * STEPS},
 }
 
@@ -102,6 +118,10 @@ def train(folder: Path, case: str, num_ranks: int, resume_from: str) -> None:
             for one in module.parameters():
                 one.add_(1.0)
     recorder = Recorder()
+    saving = pl.callbacks.ModelCheckpoint(
+        folder, f"{case}-ended", every_n_train_steps=1000, save_on_exception=True
+    )
+    ending = [Ends(options["ends"]), saving] if "ends" in options else []
     strategy: Any = "auto"
     if num_ranks > 1:
         strategy = PipelineStrategy(
@@ -117,13 +137,13 @@ def train(folder: Path, case: str, num_ranks: int, resume_from: str) -> None:
         max_steps=options.get("steps", STEPS),
         gradient_clip_val=options["clip"],
         accumulate_grad_batches=options.get("accumulate", 1),
-        callbacks=[recorder],
+        callbacks=[recorder, *ending],
         val_check_interval=4,
         check_val_every_n_epoch=None,
         limit_val_batches=2,
         use_distributed_sampler=False,
         logger=False,
-        enable_checkpointing=False,
+        enable_checkpointing=bool(ending),
         enable_progress_bar=False,
         enable_model_summary=False,
         default_root_dir=folder,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -150,6 +151,39 @@ def test_training_goes_on_where_the_other_stopped(runs: Runs) -> None:
     assert runs.found(NUM_RANKS, "resumed")["losses"][0] != first[0]
 
 
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.parametrize(("how", "code"), [("killed", -signal.SIGKILL), ("raises", 1)])
+def test_the_end_of_one_rank_ends_all(how: str, code: int, tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "tests.strategies.pipeline_run", str(tmp_path), "2", "-", how]
+    processes = [
+        subprocess.Popen(
+            command,
+            cwd=tmp_path,
+            env=_environment(rank, NUM_RANKS, port),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(NUM_RANKS)
+    ]
+    try:
+        errors = [one.communicate(timeout=120)[1] for one in processes]
+    finally:
+        for one in processes:
+            one.kill()
+            one.wait()
+    assert processes[1].returncode == code
+    # The first rank does not wait for the timeout, and saves nothing with weights missing.
+    assert processes[0].returncode == 1
+    assert "Connection" in errors[0]
+    assert how == "killed" or "KeyError: 'of the second rank'" in errors[1]
+    assert not list(tmp_path.glob("*.ckpt"))
+
+
 @pytest.fixture
 def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     """Options of a Trainer with the strategy on a single rank, in this process."""
@@ -179,6 +213,12 @@ def test_one_rank_trains_as_without(one_rank: dict[str, Any]) -> None:
         losses.append(recorder.losses)
         assert "training_step" not in module.__dict__
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+pytestmark = pytest.mark.filterwarnings(
+    # Every rank logs the same values.
+    "ignore:It is recommended to use `self.log:UserWarning"
+)
 
 
 class Manual(Groups):
