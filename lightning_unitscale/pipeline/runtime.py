@@ -98,9 +98,11 @@ class EngineStage(PipelineStage):
         if backward_type == "weight" and not bwd_kwargs["param_groups"]:
             return (), None
         at_once = backward_type == "input" and not self._separable
-        gradients, groups = super().backward_maybe_with_nosync(
-            "full" if at_once else backward_type, bwd_kwargs, last_backward
-        )
+        # The caller's autocast is for the forward passes, between which this one runs.
+        with torch.autocast(self.device.type, enabled=False):
+            gradients, groups = super().backward_maybe_with_nosync(
+                "full" if at_once else backward_type, bwd_kwargs, last_backward
+            )
         if backward_type == "weight":
             return gradients, groups
         sent = tuple(None if one is None else one.contiguous() for one in gradients)

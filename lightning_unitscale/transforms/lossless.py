@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, Literal, get_args
@@ -22,6 +23,7 @@ from lightning_unitscale.transforms.gauge import (
     MAX_LOG2_GAMMA,
     MAX_LOG2_SIGMA,
     ONE,
+    Factor,
     FactorTable,
     Gauge,
     GaugePair,
@@ -43,6 +45,7 @@ from lightning_unitscale.transforms.stored_gauge import (
     true_arguments,
 )
 from lightning_unitscale.transforms.units import (
+    FACTOR,
     GAUGE,
     HELD,
     FactorNodes,
@@ -194,12 +197,19 @@ class LosslessUnitScale(GraphPass):
             if product is None:
                 continue
             for one in product.operands:
-                read, name = tensor_name(one.node), operand_name(product, one)
-                # A tensor that several products read is shown in the units of the first.
-                if held.get(read, _TRUE).sigma == ONE:
-                    held[read] = replace(held.get(read, _TRUE), sigma=sigma(name))
-            made = tensor_name(node)
-            held[made] = replace(held.get(made, _TRUE), gamma=gamma(made))
+                unit = sigma(operand_name(product, one))
+                # A rule's factor comes between what people know and what the product reads.
+                known = one.node.all_input_nodes[0] if FACTOR in one.node.meta else one.node
+                for read, stored in ((one.node, unit), (known, unit / _constant(one.node))):
+                    name = tensor_name(read)
+                    # A tensor that several products read is shown in the units of the first.
+                    if held.get(name, _TRUE).sigma == ONE:
+                        held[name] = replace(held.get(name, _TRUE), sigma=stored)
+            arriving = gamma(tensor_name(node))
+            for made in (node, *(reader for reader in node.users if FACTOR in reader.meta)):
+                name = tensor_name(made)
+                stored = arriving if made is node else arriving / _constant(made)
+                held[name] = replace(held.get(name, _TRUE), gamma=stored)
         return held
 
     def _changes(self, graph: StepGraph, plans: list[NodePlan], num_scales: int) -> Iterator[str]:
@@ -209,6 +219,11 @@ class LosslessUnitScale(GraphPass):
         if left:
             names = ", ".join(tensor_name(one) for one in left[:4])
             yield f"{len(left)} products left as they are: {names}"
+
+
+def _constant(node: fx.Node) -> Factor:
+    """The power of two nearest to the factor that a rule multiplies by here."""
+    return Factor(constant=round(math.log2(abs(node.meta.get(FACTOR, 1.0)))))
 
 
 def _gradient_of_product(node: fx.Node) -> str | None:

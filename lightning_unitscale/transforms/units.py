@@ -34,6 +34,8 @@ FactorNode = Callable[[Region, Factor], fx.Node]
 # Keys of ``StepGraph.notes`` by which the rewrite tells later passes about units.
 GAUGE = "gauge"
 HELD = "held"
+# Key of a node's meta: the number by which a rule multiplies the node's first input there.
+FACTOR = "rule_factor"
 
 
 def meant_name(node: fx.Node) -> str:

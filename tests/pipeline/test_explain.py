@@ -33,7 +33,7 @@ def test_a_plan() -> None:
     assert [one.parameter_bytes for one in plan.stages] == [526336, 526336]
     assert [one.sent_bytes for one in plan.stages] == [128 * 256 * 4, 0]
     assert plan.stages[0].peak_saved_bytes == 2 * plan.stages[0].saved_bytes > 0
-    assert 1 <= plan.imbalance < 1.1
+    assert 1 <= plan.imbalance < 1.15
     text = str(plan)
     assert "bubble" in text
     assert "stage 1 |" in text

@@ -101,6 +101,7 @@ CASES: dict[str, dict[str, Any]] = {
     "gpt": {"module": _gpt, "data": _text, "clip": 0.5},
     "gpt-v": {"module": _gpt, "data": _text, "schedule": "ZBVZeroBubble", "clip": 0.5},
     "groups": {"module": Groups, "data": _points, "accumulate": 2, "clip": 0.01},
+    "bf16": {"module": Groups, "data": _points, "clip": 1.0, "precision": "bf16-mixed"},
     "killed": {"module": Groups, "data": _points, "clip": 1.0, "ends": "killed"},
     "raises": {"module": Groups, "data": _points, "clip": 1.0, "ends": "raises"},
     "resumed": {"module": _gpt, "data": _text, "clip": 0.5, "resume": "gpt", "steps": 2 * STEPS},
@@ -133,6 +134,7 @@ def train(folder: Path, case: str, num_ranks: int, resume_from: str) -> None:
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=num_ranks,
+        precision=options.get("precision", "32-true"),
         strategy=strategy,
         max_steps=options.get("steps", STEPS),
         gradient_clip_val=options["clip"],

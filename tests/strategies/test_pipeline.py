@@ -26,6 +26,7 @@ from tests.strategies.pipeline_run import Groups, Recorder, _points
 ROOT = Path(__file__).parents[2]
 NUM_RANKS = 2
 CASES = ["gpt", "gpt-v", "groups"]
+MIXED = "bf16"
 
 
 class Runs:
@@ -36,7 +37,7 @@ class Runs:
         for one in self.folders.values():
             one.mkdir()
         # Each resumes from what the other has saved.
-        self._run("first", {1: ("-", CASES), NUM_RANKS: ("-", CASES)})
+        self._run("first", {n: ("-", [*CASES, MIXED]) for n in (1, NUM_RANKS)})
         saved = {n: str(self.folders[n, "first"]) for n in (1, NUM_RANKS)}
         self._run("on", {1: (saved[NUM_RANKS], ["resumed"]), NUM_RANKS: (saved[1], ["resumed"])})
 
@@ -138,6 +139,16 @@ def test_the_checkpoint_of_one_device(case: str, runs: Runs) -> None:
             assert state.keys() == theirs["state"][index].keys()
             for name, one in state.items():
                 _assert_close(one, theirs["state"][index][name])
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.timeout(560)
+def test_mixed_precision(runs: Runs) -> None:
+    """The gradients of microbatches are rounded one by one."""
+    found, expected = runs.found(NUM_RANKS, MIXED)["losses"], runs.found(1, MIXED)["losses"]
+    assert found == pytest.approx(expected, rel=2e-3)
+    assert found != pytest.approx(runs.found(1, "groups")["losses"][: len(found)], rel=2e-3)
 
 
 @pytest.mark.distributed

@@ -9,7 +9,7 @@ from torch import fx, nn
 
 from lightning_unitscale.graph.nodes import tensor_name
 from lightning_unitscale.transforms.rules.flow import handed_on
-from lightning_unitscale.transforms.rules.rewrite import FACTOR
+from lightning_unitscale.transforms.units import FACTOR
 
 _LINEAR_MAPS = (torch.nn.functional.linear, torch.conv1d, torch.conv2d, torch.conv3d)
 

@@ -30,9 +30,7 @@ from lightning_unitscale.transforms.rules.flow import is_operation, reads_of
 from lightning_unitscale.transforms.rules.plan import Decision, RuleOptions, RulePlan
 from lightning_unitscale.transforms.rules.planning import plan_graph
 from lightning_unitscale.transforms.rules.residuals import added_tensors
-
-# Set on the nodes that multiply by a factor of the rules.
-FACTOR = "rule_factor"
+from lightning_unitscale.transforms.units import FACTOR
 
 
 class RuleRewrite(GraphPass):
