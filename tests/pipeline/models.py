@@ -110,7 +110,8 @@ class Odd(nn.Module):
         unused = self.never(right).sum()
         z = self.second(torch.matmul(right, torch.matmul(across, left)) / LENGTH)
         with torch.no_grad():
-            z = z + z.std()
+            shift = z.std()
+        z = z + shift
         z = self.third(z * mask.unsqueeze(-1) + kind)
         weight, power = pairs
         value = self.last(z).squeeze(-1) * weight
