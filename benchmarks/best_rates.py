@@ -3,9 +3,8 @@
 Three tasks that a CPU trains in seconds: the demo's GPT with a head of its own on the demo's text,
 a small ResNet on scikit-learn's digits, and an LSTM on the text. For each, the best rate of the
 plain model and of the model under ``UnitScaleCallback("u-mup")`` and
-``UnitScaleCallback("unit-scaling")``, which matches learning rates, is searched with one seed on
-rates a factor of 2 apart; then three seeds at the best rates, and under ``"unit-scaling"`` at the
-plain model's best rate as well.
+``UnitScaleCallback("unit-scaling")``, which matches learning rates, by the mean loss of three seeds
+on rates a factor of 2 apart; under ``"unit-scaling"`` at the plain model's best rate as well.
 
     python benchmarks/best_rates.py
 """
@@ -175,7 +174,7 @@ def lstm(rate: float, num_steps: int) -> tuple[pl.LightningModule, pl.LightningD
 Task = Callable[[float, int], tuple[pl.LightningModule, pl.LightningDataModule]]
 # Steps, and exponents of 2 for the rates of the plain model and under u-muP.
 TASKS: dict[str, tuple[Task, int, range, range]] = {
-    "GPT": (gpt, 250, range(-9, -6), range(-2, 1)),
+    "GPT": (gpt, 250, range(-10, -5), range(-2, 2)),
     "ResNet": (resnet, 200, range(-8, -3), range(-1, 4)),
     "LSTM": (lstm, 200, range(-6, -1), range(-2, 2)),
 }
@@ -213,43 +212,44 @@ def train(task: str, method: str | None, log2_rate: int, seed: int) -> float:
     return loss if math.isfinite(loss) else math.inf
 
 
-def best_rate(
-    task: str, method: str | None, exponents: Iterable[int]
-) -> tuple[int, dict[int, float]]:
-    """The rate with the lowest loss of one seed, and all of them."""
-    losses = {one: train(task, method, one, SEEDS[0]) for one in exponents}
-    return min(losses, key=lambda one: losses[one]), losses
+def search(task: str, method: str | None, exponents: Iterable[int]) -> dict[int, list[float]]:
+    """The losses of all seeds at every rate."""
+    found = {}
+    for log2_rate in exponents:
+        found[log2_rate] = [train(task, method, log2_rate, seed) for seed in SEEDS]
+        print(task, method, log2_rate, found[log2_rate], flush=True)
+    return found
+
+
+def best_of(found: dict[int, list[float]]) -> int:
+    """The rate with the lowest mean loss."""
+    return min(found, key=lambda one: statistics.mean(found[one]))
 
 
 def compare(task: str) -> list[dict[str, object]]:
     """One row per method."""
     _, _, plain_rates, our_rates = TASKS[task]
-    plain_best, plain_search = best_rate(task, None, plain_rates)
-    our_best, our_search = best_rate(task, "u-mup", our_rates)
-    matched_best, matched_search = best_rate(task, "unit-scaling", plain_rates)
+    plain = search(task, None, plain_rates)
+    ours = search(task, "u-mup", our_rates)
+    matched = search(task, "unit-scaling", plain_rates)
     chosen = [
-        ("plain, best rate", None, plain_best, plain_search),
-        ("u-muP, best rate", "u-mup", our_best, our_search),
-        ("unit scaling, best rate", "unit-scaling", matched_best, matched_search),
-        ("unit scaling, the plain model's rate", "unit-scaling", plain_best, matched_search),
+        ("plain, best rate", best_of(plain), plain),
+        ("u-muP, best rate", best_of(ours), ours),
+        ("unit scaling, best rate", best_of(matched), matched),
+        ("unit scaling, the plain model's rate", best_of(plain), matched),
     ]
-    rows = []
-    for name, method, rate, search in chosen:
-        losses = [search.get(rate) or train(task, method, rate, SEEDS[0])]
-        losses += [train(task, method, rate, seed) for seed in SEEDS[1:]]
-        rows.append(
-            {
-                "task": task,
-                "": name,
-                "rate": f"2^{rate}",
-                "val loss": statistics.mean(losses),
-                "spread": max(losses) - min(losses),
-                "losses": losses,
-                "search": search,
-            }
-        )
-        print(rows[-1], flush=True)
-    return rows
+    return [
+        {
+            "task": task,
+            "": name,
+            "rate": f"2^{rate}",
+            "val loss": statistics.mean(found[rate]),
+            "spread": max(found[rate]) - min(found[rate]),
+            "losses": found[rate],
+            "search": found,
+        }
+        for name, rate, found in chosen
+    ]
 
 
 def main() -> None:

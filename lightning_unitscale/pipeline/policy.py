@@ -7,7 +7,7 @@ its operations, forward and backward, and of sending and receiving what crosses 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, fx
@@ -110,11 +110,26 @@ def possible_cuts(graph_module: fx.GraphModule) -> tuple[list[Cut], float]:
 
 
 def choose_cuts(
-    cuts: Sequence[Cut], total: float, num_stages: int, bytes_per_second: float
+    cuts: Sequence[Cut],
+    total: float,
+    num_stages: int,
+    bytes_per_second: float,
+    allowed: Callable[[int, int, int], bool] = lambda stage, start, end: True,
 ) -> list[int]:
     """The cuts, as places in ``cuts``, for which the slowest stage is fastest. Pure.
 
     Of equally fast ones those with the fewest bytes at all boundaries are taken.
+
+    Args:
+        cuts: Possible cuts in the order of the graph.
+        total: Seconds of the whole graph.
+        num_stages: How many stages.
+        bytes_per_second: Rate at which a boundary's tensors are sent.
+        allowed: Whether a stage may reach from one end to another; end 0 is the graph's start, end
+            ``i`` the cut ``i - 1``, and ``len(cuts) + 1`` the graph's end.
+
+    Raises:
+        ValueError: If no choice is allowed.
     """
     ends = [0.0, *(one.seconds_before for one in cuts), total]
     sends = [0.0, *(2 * one.boundary_bytes / bytes_per_second for one in cuts), 0.0]
@@ -132,11 +147,13 @@ def choose_cuts(
             options = [
                 (max(slowest, cost(start, end)), sent + sends[end], (*chosen, end))
                 for start, (slowest, sent, chosen) in best.items()
-                if start < end
+                if start < end and allowed(stage - 1, start, end)
             ]
             if options:
                 found[end] = min(options)
         best = found
+    if last not in best:
+        raise ValueError(f"num_stages={num_stages}: none of the {len(cuts)} possible cuts will do.")
     return [place - 1 for place in best[last][2][:-1]]
 
 

@@ -141,8 +141,9 @@ class PipelineStrategy(DDPStrategy):
             # Lightning clears the gradients between here and backward.
             for one, gradient in zip(parameters, earlier, strict=True):
                 one.grad = gradient
-        if self._owners is None:
-            self._owners = Owners(self.lightning_module, self._step.owned, None)
+        owned = self._step.ownership.names
+        if self._owners is None or owned != self._owners.names:
+            self._owners = Owners(self.lightning_module, owned, None)
         self._steps_done += 1
         return result
 

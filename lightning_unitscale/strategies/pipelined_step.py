@@ -20,8 +20,10 @@ from lightning_unitscale.graph.compiled_graph import CompiledGraph
 from lightning_unitscale.graph.steps import ModuleSteps
 from lightning_unitscale.pipeline.flow import MultiUseParameterConfig
 from lightning_unitscale.pipeline.front import build_pipe, cut_by
-from lightning_unitscale.pipeline.pipe import Pipe
+from lightning_unitscale.pipeline.ownership import Ownership
 from lightning_unitscale.pipeline.runner import PipelineRunner
+from lightning_unitscale.pipeline.schedules import find_schedule
+from lightning_unitscale.pipeline.shared import SharedGradients
 from lightning_unitscale.pipeline.step_program import (
     example_outputs,
     program_of_step,
@@ -64,7 +66,7 @@ class PipelinedStep:
         group: The pipeline's process group.
 
     Attributes:
-        owned: For each rank the names of what its stages have; empty before the first step.
+        ownership: Which ranks have which parameters.
         runners: The pipelines, one for each graph.
     """
 
@@ -78,7 +80,10 @@ class PipelinedStep:
         group: dist.ProcessGroup | None,
     ) -> None:
         self.module = module
-        self.owned: list[set[str]] = []
+        num_ranks = dist.get_world_size(group)
+        self.ownership = Ownership(
+            module, num_ranks, lambda stage: find_schedule(schedule).rank_of(stage, num_ranks)
+        )
         self.runners: dict[int, PipelineRunner] = {}
         self._schedule = schedule
         self._num_microbatches = num_microbatches
@@ -150,7 +155,8 @@ class PipelinedStep:
         program, own = program_of_step(graph.base, graph.inputs, self.module, call[1], found[0])
         has_marks = cut_by(program, None, required=False)
         if not has_marks:
-            cut_by(program, self._policy, required=True)
+            later = self.ownership.policy() if self.ownership.is_settled else self._policy
+            cut_by(program, later, required=True)
         pipe = build_pipe(program, self.module, lambda name: MultiUseParameterConfig.REPLICATE)
         runner = PipelineRunner(
             pipe,
@@ -159,28 +165,16 @@ class PipelinedStep:
             device=self._device,
             group=self._group,
         )
-        self._note_owners(pipe, runner)
+        self.ownership.note(pipe)
+        # A replica that this graph does not use must not fall behind the others.
+        rank = dist.get_rank(self._group)
+        owned = self.ownership.parameters_of(rank)
+        runner.shared = SharedGradients(owned, self.ownership.replicas(), self._group)
         # Kept, so that its id stays its own.
         self._graphs.append(graph)
         self._inputs[id(graph)] = own
         self.runners[id(graph)] = runner
         return runner
-
-    def _note_owners(self, pipe: Pipe, runner: PipelineRunner) -> None:
-        num_ranks = dist.get_world_size(self._group)
-        owned: list[set[str]] = [set() for _ in range(num_ranks)]
-        for index, info in enumerate(pipe.info().stages):
-            rank = runner.schedule.rank_of(index, num_ranks)
-            owned[rank].update(info.parameters, info.buffers)
-        if self.owned and owned != self.owned:
-            moved = sorted(set().union(*(a ^ b for a, b in zip(owned, self.owned, strict=True))))
-            raise RuntimeError(
-                f"{type(self.module).__name__}.{_NAME} was captured anew (another batch size, or "
-                f"Python state that it reads has changed) and {moved[:3]} would move to other "
-                "ranks; expected the same cuts for every graph; mark the cuts with pipe_split() or "
-                "split={path: SplitPoint.BEGINNING}."
-            )
-        self.owned = owned
 
     def _shared_results(
         self, runner: PipelineRunner, examples: list[Any], outputs: list[Any] | None

@@ -3,48 +3,21 @@
 from __future__ import annotations
 
 import json
-import socket
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
 from tests.distributed.alerts_ddp_run import NAN_STEP
-from tests.distributed.test_ddp import NUM_RANKS, _environment
+from tests.distributed.launch import run_ranks
 
+NUM_RANKS = 2
 pytestmark = pytest.mark.distributed
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("alerts")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "tests.distributed.alerts_ddp_run", str(folder)]
-    processes: list[subprocess.Popen[str]] = []
-    try:
-        for rank in range(NUM_RANKS):
-            with (folder / f"{rank}.txt").open("w") as log:
-                environment = _environment(rank, port)
-                processes.append(
-                    subprocess.Popen(
-                        command,
-                        cwd=folder,
-                        env=environment,
-                        stdout=log,
-                        stderr=subprocess.STDOUT,
-                        text=True,
-                    )
-                )
-        codes = [one.wait(timeout=120) for one in processes]
-    finally:
-        for one in processes:
-            one.kill()
-            one.wait()
-    outputs = [(folder / f"{rank}.txt").read_text()[-3000:] for rank in range(NUM_RANKS)]
-    assert codes == [0] * NUM_RANKS, "\n".join(outputs)
+    run_ranks("tests.distributed.alerts_ddp_run", folder, num_ranks=NUM_RANKS, timeout=120)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(NUM_RANKS)]
 
 

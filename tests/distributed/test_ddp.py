@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from tests.distributed.ddp_run import KINDS
+from tests.distributed.launch import run_ranks
 from tests.helpers import assert_same_bits
 
-ROOT = Path(__file__).parents[2]
 NUM_RANKS = 2
 CASES = [*((kind, "both") for kind in KINDS), ("plain", "both, all"), ("plain", "monitor")]
 CASES += [(kind, "held") for kind in ("plain", "accumulating", "unused")]
@@ -29,51 +24,14 @@ Ranks = list[dict[str, Any]]
 def results(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Ranks]:
     """What every rank computed; two processes run all of the cases."""
     folder = tmp_path_factory.mktemp("ddp")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     runs = [f"{kind}:without" for kind in KINDS] + [":".join(case) for case in CASES]
-    command = [sys.executable, "-m", "tests.distributed.ddp_run", str(folder), *runs]
-    processes = []
-    try:
-        for rank in range(NUM_RANKS):
-            with (folder / f"{rank}.txt").open("w") as log:
-                processes.append(
-                    subprocess.Popen(
-                        command,
-                        cwd=folder,
-                        env=_environment(rank, port),
-                        stdout=log,
-                        stderr=subprocess.STDOUT,
-                    )
-                )
-        codes = [one.wait(timeout=240) for one in processes]
-    finally:
-        for one in processes:
-            one.kill()
-            one.wait()
-    outputs = [(folder / f"{rank}.txt").read_text()[-3000:] for rank in range(NUM_RANKS)]
-    assert codes == [0] * NUM_RANKS, "\n".join(outputs)
+    run_ranks("tests.distributed.ddp_run", folder, *runs, num_ranks=NUM_RANKS)
 
     def of(kind: str, how: str) -> Ranks:
         paths = [folder / f"{kind}:{how}-{rank}.pt" for rank in range(NUM_RANKS)]
         return [torch.load(path, weights_only=True) for path in paths]
 
     return of
-
-
-def _environment(rank: int, port: int) -> dict[str, str]:
-    return {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "LOCAL_RANK": str(rank),
-        "NODE_RANK": "0",
-        "WORLD_SIZE": str(NUM_RANKS),
-        "GLOO_SOCKET_IFNAME": "lo",
-    }
 
 
 @pytest.mark.timeout(300)

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import socket
 import statistics
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from tests.callbacks.rule_runs import rms
+from tests.distributed.launch import run_ranks
 from tests.distributed.rules_ddp_run import KINDS
 from tests.helpers import assert_same_bits
 
-ROOT = Path(__file__).parents[2]
 NUM_RANKS = 2
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
 
@@ -29,37 +24,7 @@ Ranks = list[dict[str, Any]]
 def results(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Ranks]:
     """What every rank computed; two processes run all of the kinds."""
     folder = tmp_path_factory.mktemp("ddp")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "tests.distributed.rules_ddp_run", str(folder)]
-    processes = []
-    try:
-        for rank in range(NUM_RANKS):
-            with (folder / f"{rank}.txt").open("w") as log:
-                environment = {
-                    **os.environ,
-                    "PYTHONPATH": str(ROOT),
-                    "OMP_NUM_THREADS": "1",
-                    "MASTER_ADDR": "127.0.0.1",
-                    "MASTER_PORT": str(port),
-                    "LOCAL_RANK": str(rank),
-                    "NODE_RANK": "0",
-                    "WORLD_SIZE": str(NUM_RANKS),
-                    "GLOO_SOCKET_IFNAME": "lo",
-                }
-                processes.append(
-                    subprocess.Popen(
-                        command, cwd=folder, env=environment, stdout=log, stderr=subprocess.STDOUT
-                    )
-                )
-        codes = [one.wait(timeout=240) for one in processes]
-    finally:
-        for one in processes:
-            one.kill()
-            one.wait()
-    outputs = [(folder / f"{rank}.txt").read_text()[-3000:] for rank in range(NUM_RANKS)]
-    assert codes == [0] * NUM_RANKS, "\n".join(outputs)
+    run_ranks("tests.distributed.rules_ddp_run", folder, num_ranks=NUM_RANKS)
 
     def of(kind: str) -> Ranks:
         paths = [folder / f"{kind}-{rank}.pt" for rank in range(NUM_RANKS)]

@@ -1,0 +1,213 @@
+"""Which stages, and so which ranks, own a parameter: settled once, kept by every later graph.
+
+A step is captured anew for another batch size and when Python state that it reads has changed. The
+parameters, their optimizer state and their current values stay on the ranks that have them, so the
+cuts of a later graph follow the owners.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor, fx, nn
+
+from lightning_unitscale.graph.out_of_place import memory_roots, mutated_argument
+from lightning_unitscale.pipeline.cuts import keep_items_with_their_tuples
+from lightning_unitscale.pipeline.marks import insert_mark
+from lightning_unitscale.pipeline.pipe import Pipe
+from lightning_unitscale.pipeline.policy import choose_cuts, possible_cuts
+from lightning_unitscale.pipeline.stage import stage_info
+
+
+class Ownership:
+    """The owners of a module's parameters and of the buffers that its steps write.
+
+    Args:
+        module: The module.
+        num_ranks: Ranks of the pipeline.
+        rank_of: The rank of a stage.
+    """
+
+    def __init__(self, module: nn.Module, num_ranks: int, rank_of: Callable[[int], int]) -> None:
+        self._num_ranks = num_ranks
+        self._rank_of = rank_of
+        # The first of a tied tensor's names, whichever of them a graph knows it by.
+        tensors: dict[str, Tensor] = {**dict(module.named_parameters()),
+                                      **dict(module.named_buffers())}  # fmt: skip
+        self._tensors = tensors
+        self._names = {id(one): name for name, one in tensors.items()}
+        self._stages: dict[str, frozenset[int]] = {}
+        self._readers: dict[str, frozenset[int]] = {}
+        self._written: frozenset[str] = frozenset()
+        self._num_stages: int | None = None
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether a graph has been noted."""
+        return self._num_stages is not None
+
+    @property
+    def names(self) -> list[set[str]]:
+        """For each rank, the names of what it owns; a tensor of several names under its first."""
+        owned: list[set[str]] = [set() for _ in range(self._num_ranks)]
+        for name, stages in self._stages.items():
+            for rank in self._ranks(stages):
+                owned[rank].add(name)
+        return owned
+
+    def replicas(self) -> dict[str, tuple[int, ...]]:
+        """Parameters of several ranks, with those."""
+        found = {name: tuple(sorted(self._ranks(one))) for name, one in self._stages.items()}
+        return {
+            name: ranks
+            for name, ranks in found.items()
+            if len(ranks) > 1 and isinstance(self._tensors[name], nn.Parameter)
+        }
+
+    def parameters_of(self, rank: int) -> dict[str, nn.Parameter]:
+        """The parameters of a rank, by name."""
+        owned = self.names[rank]
+        return {
+            name: one
+            for name, one in self._tensors.items()
+            if name in owned and isinstance(one, nn.Parameter)
+        }
+
+    def policy(self) -> FollowingSplit:
+        """The split policy of later graphs."""
+        assert self._num_stages is not None
+        stages = {id(self._tensors[name]): one for name, one in self._stages.items()}
+        return FollowingSplit(self._num_stages, stages)
+
+    def note(self, pipe: Pipe) -> None:
+        """Note the parameters of a graph's stages; those not seen before get their owners.
+
+        Raises:
+            RuntimeError: If what one rank owns would be used by another. Nothing is noted then.
+        """
+        used, readers, written = self._uses(pipe)
+        moved = [
+            name
+            for name, stages in used.items()
+            if name in self._stages and not self._ranks(stages) <= self._ranks(self._stages[name])
+        ]
+        # What nobody writes is the same everywhere, whoever reads it.
+        all_written = self._written | written
+        all_readers = {
+            name: self._readers.get(name, frozenset()) | self._ranks(readers.get(name, ()))
+            for name in {*self._readers, *readers}
+        }
+        moved += [name for name in all_written if len(all_readers[name]) > 1]
+        if moved:
+            raise RuntimeError(
+                f"the step was captured anew (another batch size, or Python state that it reads "
+                f"has changed) and {sorted(moved)[:3]} would be used by other ranks than those "
+                "that own them; expected the same parameters in the same stages of every graph; "
+                "mark the cuts with pipe_split() or split={path: SplitPoint.BEGINNING}."
+            )
+        self._stages = {**used, **self._stages}
+        for name in all_written:
+            self._stages.setdefault(name, frozenset(readers.get(name, ())))
+        self._readers, self._written = all_readers, all_written
+        self._num_stages = pipe.num_stages
+
+    def _uses(
+        self, pipe: Pipe
+    ) -> tuple[dict[str, frozenset[int]], dict[str, frozenset[int]], frozenset[str]]:
+        """Stages of the parameters, stages of the buffers, and the buffers that are written."""
+        graph_module = pipe.program.graph_module
+        parameters = dict(graph_module.named_parameters(remove_duplicate=False))
+        buffers = dict(graph_module.named_buffers(remove_duplicate=False))
+        used: dict[str, frozenset[int]] = {}
+        readers: dict[str, frozenset[int]] = {}
+        for index, stage in enumerate(pipe.stages):
+            info = stage_info(stage)
+            for found, names, tensors in (
+                (used, info.parameters, parameters),
+                (readers, info.buffers, buffers),
+            ):
+                for name in names:
+                    known = self._names.get(id(tensors[name]))
+                    if known is not None:
+                        found[known] = found.get(known, frozenset()) | {index}
+        roots = memory_roots(graph_module.graph)
+        targets = (mutated_argument(node) for node in graph_module.graph.nodes)
+        attributes = {str(roots[one].target) for one in targets
+                      if one is not None and roots[one].op == "get_attr"}  # fmt: skip
+        known_buffers = (self._names.get(id(buffers[one])) for one in attributes & buffers.keys())
+        return used, readers, frozenset(filter(None, known_buffers))
+
+    def _ranks(self, stages: frozenset[int] | tuple[()]) -> frozenset[int]:
+        return frozenset(map(self._rank_of, stages))
+
+
+@dataclass(frozen=True)
+class FollowingSplit:
+    """A split policy: every parameter stays in one of the stages that have it.
+
+    Of the cuts that are possible then, those are taken for which the slowest stage is fastest.
+
+    Attributes:
+        num_stages: How many stages.
+        stages: Stages of a tensor, by its ``id``; others may be anywhere.
+        bytes_per_second: Rate at which a boundary's tensors are sent.
+    """
+
+    num_stages: int
+    stages: Mapping[int, frozenset[int]]
+    bytes_per_second: float = 2e9
+
+    def __call__(self, graph_module: fx.GraphModule) -> fx.GraphModule:
+        """Put the cuts into the graph.
+
+        Raises:
+            RuntimeError: If there are no such cuts.
+        """
+        graph = graph_module.graph
+        keep_items_with_their_tuples(graph)
+        cuts, total = possible_cuts(graph_module)
+        wrong = self._wrong_before(graph_module, [one.before for one in cuts])
+
+        def allowed(stage: int, start: int, end: int) -> bool:
+            return wrong[stage][start] == wrong[stage][end]
+
+        try:
+            chosen = choose_cuts(cuts, total, self.num_stages, self.bytes_per_second, allowed)
+        except ValueError as error:
+            raise RuntimeError(
+                "the step was captured anew (another batch size, or Python state that it reads has "
+                "changed), and its graph uses the parameters in another order, so that no cuts "
+                "leave them on the ranks that own them; expected the same parameters in the same "
+                "stages of every graph; mark the cuts with pipe_split() or "
+                "split={path: SplitPoint.BEGINNING}."
+            ) from error
+        nodes = {node.name: node for node in graph.nodes}
+        for place in chosen:
+            insert_mark(graph, nodes[cuts[place].before])
+        graph_module.recompile()
+        return graph_module
+
+    def _wrong_before(self, graph_module: fx.GraphModule, cuts: list[str]) -> list[list[int]]:
+        """For each stage and end of a stage, how many operations before may not be in the stage."""
+        tensors = {
+            **dict(graph_module.named_parameters(remove_duplicate=False)),
+            **dict(graph_module.named_buffers(remove_duplicate=False)),
+        }
+        ends = set(cuts)
+        counts = [[0] * self.num_stages for _ in range(len(cuts) + 2)]
+        end = 1
+        for node in graph_module.graph.nodes:
+            if node.name in ends:
+                end += 1
+            for one in node.all_input_nodes:
+                tensor = tensors.get(str(one.target)) if one.op == "get_attr" else None
+                stages = self.stages.get(id(tensor)) if node.op != "output" else None
+                if stages is not None:
+                    for stage in range(self.num_stages):
+                        counts[end][stage] += stage not in stages
+        return [
+            list(itertools.accumulate(one[stage] for one in counts))
+            for stage in range(self.num_stages)
+        ]
