@@ -174,7 +174,7 @@ def lstm(rate: float, num_steps: int) -> tuple[pl.LightningModule, pl.LightningD
 Task = Callable[[float, int], tuple[pl.LightningModule, pl.LightningDataModule]]
 # Steps, and exponents of 2 for the rates of the plain model and under u-muP.
 TASKS: dict[str, tuple[Task, int, range, range]] = {
-    "GPT": (gpt, 250, range(-10, -5), range(-2, 2)),
+    "GPT": (gpt, 250, range(-10, -5), range(-1, 3)),
     "ResNet": (resnet, 200, range(-8, -3), range(-1, 4)),
     "LSTM": (lstm, 200, range(-6, -1), range(-2, 2)),
 }

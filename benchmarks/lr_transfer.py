@@ -41,7 +41,7 @@ BASE_WIDTH, BASE_DEPTH = 64, 4
 HEAD_SIZE = 16
 CONTEXT, BATCH, STEPS = 64, 16, 150
 # Exponents of 2, around the best rate of the base model.
-RATES = {"standard": range(-11, -5), "u-mup": range(-4, 3)}
+RATES = {"standard": range(-11, -5), "u-mup": range(-4, 4)}
 
 Run = dict[str, object]
 

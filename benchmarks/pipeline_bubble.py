@@ -1,0 +1,157 @@
+"""The bubble of 1F1B: simulated against the formula, and measured on two processes.
+
+The formula is (stages - 1) / (microbatches + stages - 1), for stages that take equally long and
+with nothing lost between them. Measured is 1 - one / (2 * pipeline): the seconds that one process
+needs for all microbatches over the seconds of both devices. So what the pipeline itself costs
+counts as bubble, and so does whatever else runs on the machine: run it on an idle one.
+
+    python benchmarks/pipeline_bubble.py
+    python benchmarks/pipeline_bubble.py --microbatches 2 4 --rounds 5   # a short one
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+import torch.distributed as dist
+from tabulate import tabulate
+from torch import nn
+from torch.nn import functional as F
+
+from benchmarks.measure import RESULTS, interleaved_medians, machine
+from lightning_unitscale.pipeline import (
+    PipelineRunner,
+    SplitPoint,
+    TrivialLossWrapper,
+    pipeline,
+)
+from lightning_unitscale.pipeline.simulate import simulate_1f1b
+
+NUM_RANKS = 2
+RESULT = "pipeline_bubble.json"
+
+
+def formula(num_stages: int, num_microbatches: int) -> float:
+    """The bubble of equal stages."""
+    return (num_stages - 1) / (num_microbatches + num_stages - 1)
+
+
+def simulated() -> list[dict[str, float]]:
+    """The simulation beside the formula."""
+    rows = []
+    for num_stages in (2, 4, 8, 64):
+        for num_microbatches in (num_stages, 2 * num_stages, 8 * num_stages):
+            # A backward pass takes about twice as long as a forward pass.
+            timeline = simulate_1f1b([1.0] * num_stages, [2.0] * num_stages, num_microbatches)
+            expected = formula(num_stages, num_microbatches)
+            rows.append(
+                {
+                    "stages": num_stages,
+                    "microbatches": num_microbatches,
+                    "formula": expected,
+                    "simulated": timeline.bubble,
+                    "difference": timeline.bubble - expected,
+                }
+            )
+    return rows
+
+
+def measured(counts: list[int], rounds: int, width: int, depth: int) -> list[dict[str, float]]:
+    """This rank's part of the measurement; the rows are of use on the first one."""
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(depth)]
+    module = TrivialLossWrapper(nn.Sequential(*layers), F.mse_loss)
+    size = 256
+    x, y = torch.randn(2, size, width)
+    cut = {f"module.{depth // 2}": SplitPoint.BEGINNING}
+    pipe = pipeline(module, (x, y), split_spec=cut)
+    steps: dict[str, Callable[[], object]] = {}
+    for count in counts:
+        runner = PipelineRunner(pipe, "1F1B", num_microbatches=count)
+        microbatches = [[x, y]] * count
+
+        def one(count: int = count) -> None:
+            if dist.get_rank() == 0:
+                for _ in range(count):
+                    (module(x, y) / count).backward()
+            dist.barrier()
+
+        def several(
+            runner: PipelineRunner = runner, microbatches: list[list[torch.Tensor]] = microbatches
+        ) -> None:
+            runner.step_flat(microbatches)
+            dist.barrier()
+
+        steps[f"one {count}"], steps[f"pipeline {count}"] = one, several
+    seconds = interleaved_medians(steps, rounds=rounds, warmup=2)
+    rows = []
+    for count in counts:
+        alone, both = seconds[f"one {count}"], seconds[f"pipeline {count}"]
+        bubble = 1 - alone / (NUM_RANKS * both)
+        rows.append(
+            {
+                "microbatches": count,
+                "one process ms": 1e3 * alone,
+                "pipeline ms": 1e3 * both,
+                "formula": formula(NUM_RANKS, count),
+                "measured": bubble,
+                "difference": bubble - formula(NUM_RANKS, count),
+            }
+        )
+    return rows
+
+
+def launch(arguments: list[str]) -> int:
+    """Start a process for each rank; returns the first exit code that is not 0."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    common = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    command = [sys.executable, str(Path(__file__).resolve()), *arguments]
+    processes = [
+        subprocess.Popen(command, env={**common, "RANK": str(rank), "WORLD_SIZE": str(NUM_RANKS)})
+        for rank in range(NUM_RANKS)
+    ]
+    return next((code for one in processes if (code := one.wait())), 0)
+
+
+def main() -> int:
+    """Measure on two processes; the first of them prints and writes the tables."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--microbatches", type=int, nargs="+", default=[2, 4, 8, 16])
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--width", type=int, default=768)
+    parser.add_argument("--depth", type=int, default=8)
+    options = parser.parse_args()
+    if "RANK" not in os.environ:
+        return launch(sys.argv[1:])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rows = measured(options.microbatches, options.rounds, options.width, options.depth)
+    if dist.get_rank() == 0:
+        title = f"1F1B on {NUM_RANKS} processes of one thread, {options.depth} equal layers"
+        simulation = simulated()
+        print(tabulate(simulation, headers="keys", floatfmt=".4f"))
+        print(f"{title}\n{tabulate(rows, headers='keys', floatfmt='.3f')}")
+        about = machine()
+        print(", ".join(f"{key} {value}" for key, value in about.items()))
+        RESULTS.mkdir(exist_ok=True)
+        content = {"title": title, "machine": about, "rows": rows, "simulated": simulation}
+        (RESULTS / RESULT).write_text(json.dumps(content, indent=1) + "\n")
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
