@@ -1,9 +1,10 @@
 """The bubble of 1F1B: simulated against the formula, and measured on two processes.
 
 The formula is (stages - 1) / (microbatches + stages - 1), for stages that take equally long and
-with nothing lost between them. Measured is 1 - one / (2 * pipeline): the seconds that one process
-needs for all microbatches over the seconds of both devices. So what the pipeline itself costs
-counts as bubble, and so does whatever else runs on the machine: run it on an idle one.
+with nothing lost between them. Measured is 1 - whole / (2 * pipeline): the seconds that a process
+needs for all microbatches of the whole module, while the other does the same, over the seconds of
+both devices. So what the pipeline itself costs counts as bubble. The slowdown is what the two lose
+by running at once; far from 1 the machine is not idle, and the figures say little.
 
     python benchmarks/pipeline_bubble.py
     python benchmarks/pipeline_bubble.py --microbatches 2 4 --rounds 5   # a short one
@@ -81,11 +82,14 @@ def measured(counts: list[int], rounds: int, width: int, depth: int) -> list[dic
         runner = PipelineRunner(pipe, "1F1B", num_microbatches=count)
         microbatches = [[x, y]] * count
 
-        def one(count: int = count) -> None:
-            if dist.get_rank() == 0:
+        def whole(count: int = count, ranks: int = NUM_RANKS) -> None:
+            if dist.get_rank() < ranks:
                 for _ in range(count):
                     (module(x, y) / count).backward()
             dist.barrier()
+
+        def alone(count: int = count) -> None:
+            whole(count, ranks=1)
 
         def several(
             runner: PipelineRunner = runner, microbatches: list[list[torch.Tensor]] = microbatches
@@ -93,16 +97,17 @@ def measured(counts: list[int], rounds: int, width: int, depth: int) -> list[dic
             runner.step_flat(microbatches)
             dist.barrier()
 
-        steps[f"one {count}"], steps[f"pipeline {count}"] = one, several
+        steps |= {f"alone {count}": alone, f"whole {count}": whole, f"pipeline {count}": several}
     seconds = interleaved_medians(steps, rounds=rounds, warmup=2)
     rows = []
     for count in counts:
-        alone, both = seconds[f"one {count}"], seconds[f"pipeline {count}"]
-        bubble = 1 - alone / (NUM_RANKS * both)
+        at_once, both = seconds[f"whole {count}"], seconds[f"pipeline {count}"]
+        bubble = 1 - at_once / (NUM_RANKS * both)
         rows.append(
             {
                 "microbatches": count,
-                "one process ms": 1e3 * alone,
+                "whole ms": 1e3 * at_once,
+                "slowdown": at_once / seconds[f"alone {count}"],
                 "pipeline ms": 1e3 * both,
                 "formula": formula(NUM_RANKS, count),
                 "measured": bubble,
@@ -130,8 +135,8 @@ def main() -> int:
     """Measure on two processes; the first of them prints and writes the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--microbatches", type=int, nargs="+", default=[2, 4, 8, 16])
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--width", type=int, default=768)
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--depth", type=int, default=8)
     options = parser.parse_args()
     if "RANK" not in os.environ:
