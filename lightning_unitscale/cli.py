@@ -17,6 +17,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from typing_extensions import override
 
 from lightning_unitscale.callbacks import ScaleMonitor
+from lightning_unitscale.pipeline.explain_step import explain_step
 from lightning_unitscale.profiler import DeviceType, profile_graph
 from lightning_unitscale.report.command import main as report_command
 
@@ -25,7 +26,7 @@ _EXIT_INTERRUPTED = 130
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Runs `fit`, `validate`, `test`, `predict`, `profile` or `report`, as the command line says.
+    """Runs `fit`, `validate`, `test`, `predict`, `profile`, `explain-pipeline` or `report`.
 
     Args:
         args: The command line without the program's name; by default the process's own.
@@ -52,6 +53,8 @@ def main(args: Sequence[str] | None = None) -> None:
     try:
         if given[:1] == ["profile"]:
             ProfileCLI(given[1:]).profile()
+        elif given[:1] == ["explain-pipeline"]:
+            ExplainPipelineCLI(given[1:]).explain()
         else:
             UnitScaleCLI(args=None if args is None else list(args))
     except KeyboardInterrupt:  # before or after the training, which has an answer of its own
@@ -79,7 +82,8 @@ class UnitScaleCLI(LightningCLI):
             parser_kwargs={
                 "prog": "lightning-unitscale",
                 "epilog": "lightning-unitscale report RUN_DIR shows the scales of a finished run; "
-                "lightning-unitscale profile --config FILE its memory before it is begun.",
+                "lightning-unitscale profile --config FILE its memory before it is begun, "
+                "lightning-unitscale explain-pipeline --config FILE its stages on several devices.",
             },
             # Loggers make a new folder for each run; who names one and the same folder twice, or
             # resumes, means it.
@@ -202,8 +206,6 @@ class ProfileCLI(UnitScaleCLI):
         # Outside of a loop of the trainer's there is nowhere to log to.
         for name in ("log", "log_dict"):
             model.__dict__[name] = _ignored
-        given = {"batch_idx": 0, "dataloader_idx": 0}
-        wanted = inspect.signature(model.training_step).parameters
         profile = profile_graph(
             model,
             batch,
@@ -211,7 +213,7 @@ class ProfileCLI(UnitScaleCLI):
             optimizer=self._optimizer(),
             method="training_step",
             context=context,
-            **{name: value for name, value in given.items() if name in wanted},  # type: ignore[arg-type]
+            **self._step_arguments(),
         )
         print(f"{profile.module_table(depth=2)}\n")
         print(profile.table(self.config.sort_by, self.config.limit))
@@ -222,6 +224,11 @@ class ProfileCLI(UnitScaleCLI):
             profile.save(self.config.json)
         if self.config.plot is not None:
             profile.plot(self.config.plot)
+
+    def _step_arguments(self) -> dict[str, Any]:
+        given = {"batch_idx": 0, "dataloader_idx": 0}
+        wanted = inspect.signature(self.model.training_step).parameters
+        return {name: value for name, value in given.items() if name in wanted}
 
     def _first_batch(self) -> Any:
         data, model = self.datamodule, self.model
@@ -249,6 +256,38 @@ class ProfileCLI(UnitScaleCLI):
                 print(f"Of {len(made)} optimizers, the step is profiled with the first.")
             made = first["optimizer"] if isinstance(first, Mapping) else first
         return made
+
+
+class ExplainPipelineCLI(ProfileCLI):
+    """`explain-pipeline --config run.yaml --num_stages 4`: the stages of a pipeline, not run.
+
+    Args:
+        args: The command line as a list, without the program and the subcommand.
+    """
+
+    @override
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.add_argument("--num_stages", type=int, default=2, help="Stages, one per device.")
+        parser.add_argument(
+            "--num_microbatches",
+            type=int | None,
+            help="Equal parts of a batch; by default twice the stages.",
+        )
+        parser.add_argument("--device", type=Literal["cpu"], default="cpu", help="Of the costs.")
+        parser.add_argument("--ckpt_path", type=str | None, help="As of `fit`; not read.")
+
+    def explain(self) -> None:
+        """Prints what the stages of the training step would cost."""
+        batch = self._first_batch()
+        plan = explain_step(
+            self.model,
+            batch,
+            self.config.num_stages,
+            num_microbatches=self.config.num_microbatches,
+            context=self.trainer.precision_plugin.forward_context,
+            **self._step_arguments(),
+        )
+        print(plan)
 
 
 def _ignored(*args: Any, **kwargs: Any) -> None:

@@ -300,3 +300,23 @@ class TestProfile:
         printed = capsys.readouterr().out
         assert " on cuda in the " in printed
         assert "more nodes)" in printed
+
+
+class TestExplainPipeline:
+    """`explain-pipeline` on the configuration of a run that it does not start."""
+
+    def test_a_table_and_a_picture(
+        self, tiny: list[str], capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        config = f"--config={ROOT / 'configs/gpt_pipeline.yaml'}"
+        options = ["--num_stages=2", "--model.depth=2", "--data.batch_size=4"]
+        main(["explain-pipeline", config, *tiny, *options])
+        printed = capsys.readouterr().out
+        assert re.search(r"imbalance \d\.\d+, bubble 0\.\d+, step \d+\.\d+ ms", printed)
+        assert "stage 1 |." in printed
+        assert not Path("logs").exists()
+
+    def test_a_batch_that_cannot_be_divided(self, tiny: list[str]) -> None:
+        config = f"--config={BASELINE}"
+        with pytest.raises(ValueError, match="num_microbatches=3: a batch of 2 samples"):
+            main(["explain-pipeline", config, *tiny, "--num_microbatches=3"])

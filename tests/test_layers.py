@@ -83,6 +83,7 @@ TORCH_ADAPTERS = (
     "pipeline/step_program.py",
     "profiler/memory.py",
     "remat/partitioner.py",
+    "strategies/freed.py",
 )
 
 # Private by name only: all of the ecosystem walks nested inputs with it, and there is no other way.

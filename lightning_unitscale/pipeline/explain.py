@@ -104,12 +104,6 @@ def explain_pipeline(
         >>> [one.parameter_bytes for one in plan.stages]
         [33280, 33280]
     """
-    count = 2 * num_stages if num_microbatches is None else num_microbatches
-    if count < num_stages:
-        raise ValueError(
-            f"num_microbatches={num_microbatches}: 1F1B keeps {num_stages} stages busy with a "
-            f"microbatch each; expected at least {num_stages}."
-        )
     args = batch if isinstance(batch, tuple) else (batch,)
     kwargs = dict(batch) if isinstance(batch, Mapping) else None
     pipe = pipeline(
@@ -118,6 +112,21 @@ def explain_pipeline(
         kwargs,
         split_policy=balanced_split(num_stages),
     )
+    return plan_of(pipe, module, num_microbatches)
+
+
+def plan_of(pipe: Pipe, module: nn.Module, num_microbatches: int | None) -> PipelinePlan:
+    """What the stages of a pipeline cost, and a step of theirs; arguments as above.
+
+    Raises:
+        ValueError: If there are fewer microbatches than stages.
+    """
+    count = 2 * pipe.num_stages if num_microbatches is None else num_microbatches
+    if count < pipe.num_stages:
+        raise ValueError(
+            f"num_microbatches={num_microbatches}: 1F1B keeps {pipe.num_stages} stages busy with "
+            f"a microbatch each; expected at least {pipe.num_stages}."
+        )
     device = next((one.device.type for one in module.parameters()), "cpu")
     model = default_cost_model(device)
     stages = tuple(_costs(stage, model, count) for stage in pipe.stages)

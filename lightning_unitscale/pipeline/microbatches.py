@@ -1,4 +1,4 @@
-"""Cut a batch into the microbatches that a pipeline was captured for."""
+"""Cut a batch into microbatches."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_unitscale.pipeline.program import Program, TensorInfo
 
@@ -32,6 +33,32 @@ def split_batch(
         for microbatch, piece in zip(microbatches, pieces, strict=True):
             microbatch.append(piece)
     return microbatches
+
+
+def split_evenly(batch: Any, num_microbatches: int) -> list[Any]:
+    """The batch in equal parts along the first dimension of its tensors.
+
+    Tensors of another first dimension than the first tensor, and what is no tensor, are for all.
+
+    Raises:
+        ValueError: If the batch cannot be divided.
+    """
+    flat, spec = tree_flatten(batch)
+    sizes = [len(one) for one in flat if isinstance(one, Tensor) and one.ndim]
+    if not sizes or sizes[0] % num_microbatches:
+        size = sizes[0] if sizes else 0
+        raise ValueError(
+            f"num_microbatches={num_microbatches}: a batch of {size} samples cannot be divided "
+            "into as many equal parts; expected a multiple; change one of the two, and pass "
+            "drop_last=True to the DataLoader if it is the last batch."
+        )
+    parts: list[list[Any]] = [[] for _ in range(num_microbatches)]
+    for one in flat:
+        divided = isinstance(one, Tensor) and one.ndim and len(one) == sizes[0]
+        pieces = one.chunk(num_microbatches) if divided else [one] * num_microbatches
+        for part, piece in zip(parts, pieces, strict=True):
+            part.append(piece)
+    return [tree_unflatten(part, spec) for part in parts]
 
 
 def _pieces(given: Any, name: str, example: TensorInfo, count: int) -> list[Tensor]:

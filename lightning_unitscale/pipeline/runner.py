@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,7 +21,9 @@ from lightning_unitscale.pipeline.runtime import (
 )
 from lightning_unitscale.pipeline.schedules import find_schedule
 from lightning_unitscale.pipeline.shared import SharedGradients
-from lightning_unitscale.pipeline.stage import StageModule, stage_info
+from lightning_unitscale.pipeline.stage import StageInfo, StageModule, stage_info
+
+Finish = Callable[[int, tuple[Any, ...]], Tensor]
 
 
 class PipelineRunner:
@@ -105,9 +108,17 @@ class PipelineRunner:
         """Forward of one batch, without gradients; arguments and result as in :meth:`step`."""
         return self.eval_flat(split_batch(self.pipe.program, args, kwargs, self.num_microbatches))
 
-    def step_flat(self, microbatches: list[list[Any]]) -> list[Any] | None:
-        """:meth:`step` for the flat inputs of each microbatch."""
-        if self.pipe.program.loss is None:
+    def step_flat(
+        self, microbatches: list[list[Any]], finish: Finish | None = None
+    ) -> list[Any] | None:
+        """:meth:`step` for the flat inputs of each microbatch.
+
+        Args:
+            microbatches: The inputs.
+            finish: Makes the loss of a microbatch from its place and the flat outputs of the last
+                stage, where that runs; given to all steps of a pipeline or to none.
+        """
+        if self.pipe.program.loss is None and finish is None:
             raise ValueError(
                 "PipelineRunner.step: the pipeline has no loss to differentiate; expected a module "
                 "that returns one; wrap it in TrivialLossWrapper, or name the output with "
@@ -117,6 +128,7 @@ class PipelineRunner:
             self._training = make_schedule(
                 self.schedule, self._engine_stages(True), self.num_microbatches, self._mean_part
             )
+        self._batch.finish = finish
         self.shared.put_aside()
         with torch.enable_grad():
             result = self._run(self._training, microbatches)
@@ -149,7 +161,7 @@ class PipelineRunner:
             schedule.step(microbatch=places, target=places, return_outputs=False)
             outputs = [self._batch.outputs[place] for place in range(count) if self.is_last]
         finally:
-            self._batch.inputs, self._batch.outputs = [], {}
+            self._batch.inputs, self._batch.outputs, self._batch.finish = [], {}, None
         if not self.is_last:
             return None
         return [self.pipe.program.unflatten(list(one)) for one in outputs]
@@ -158,13 +170,18 @@ class PipelineRunner:
         return [
             EngineStage(
                 _Fed(stage, self._batch, self.pipe.program.loss),
-                stage_info(stage),
+                self._engine_info(stage),
                 self.device,
                 self.group,
                 has_backward=has_backward,
             )
             for stage in self.stages
         ]
+
+    def _engine_info(self, stage: StageModule) -> StageInfo:
+        info = stage_info(stage)
+        # What a loss outside of the graph does with the stage's parameters is not known.
+        return replace(info, separable=info.separable and self.pipe.program.loss is not None)
 
     def _mean_part(self, loss: Tensor, microbatch: Tensor) -> Tensor:
         # Dividing here rather than the gradients afterwards leaves alone what was accumulated.
@@ -177,6 +194,7 @@ class _Batch:
     def __init__(self) -> None:
         self.inputs: list[list[Any]] = []
         self.outputs: dict[int, tuple[Any, ...]] = {}
+        self.finish: Finish | None = None
 
 
 class _Fed(nn.Module):
@@ -203,6 +221,8 @@ class _Fed(nn.Module):
         self._batch.outputs[place] = tuple(
             one.detach() if isinstance(one, Tensor) else one for one in outputs
         )
+        if self._batch.finish is not None:
+            return self._batch.finish(place, outputs)
         if self._loss is not None:
             return outputs[self._loss]
         return next(one for one in outputs if isinstance(one, Tensor))

@@ -8,7 +8,8 @@ What is worked around here:
 
 - Zero-bubble schedules drop the gradient of a parameter that reaches a stage's result by a path
   that touches nothing the stage received (a second embedding that is only handed on). Such a stage
-  runs its whole backward at once.
+  runs its whole backward at once. For the last stage the engine hands over the loss as a tuple
+  there, of which a whole backward would differentiate nothing.
 - A stage with nothing to differentiate (a frozen one) has no backward.
 - Zero-bubble schedules send gradients as they come, and only contiguous tensors can be sent.
 - ``LoopedBFS`` runs the backward passes from the last microbatch to the first, which adds the
@@ -98,6 +99,9 @@ class EngineStage(PipelineStage):
         if backward_type == "weight" and not bwd_kwargs["param_groups"]:
             return (), None
         at_once = backward_type == "input" and not self._separable
+        if at_once and bwd_kwargs["output_grads"] is None:
+            # The loss: of a tuple without gradients the engine would differentiate nothing.
+            bwd_kwargs = {**bwd_kwargs, "stage_output": outputs[0]}
         # The caller's autocast is for the forward passes, between which this one runs.
         with torch.autocast(self.device.type, enabled=False):
             gradients, groups = super().backward_maybe_with_nosync(

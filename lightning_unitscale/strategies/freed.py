@@ -2,16 +2,20 @@
 
 A tensor whose storage is gone crashes the process when an operation reads it (a segmentation fault
 on a CPU, torch 2.13). So while a parameter is freed its class is one that raises instead.
+
+Private names, checked on torch 2.13: ``torch._C.DisableTorchFunctionSubclass``, ``_cdata``.
 """
 
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 # What asks for no value of the tensor.
 _DESCRIBES = frozenset(
@@ -43,11 +47,11 @@ class FreedParameter(nn.Parameter):
                 return func(*args, **(kwargs or {}))
         raise RuntimeError(
             f"{attribute or name or func}: the values of this parameter are on another rank of "
-            "the pipeline (free_unowned=True); expected reads of it in validation, where all ranks "
-            "have all weights; read it there, or pass PipelineStrategy(free_unowned=False)."
+            "the pipeline (free_unowned=True); expected reads of weights in validation and after "
+            "the training, when every rank has all of them; read it there, or save a checkpoint."
         )
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         with torch._C.DisableTorchFunctionSubclass():
             return f"FreedParameter({tuple(self.shape)}, {self.dtype}, {self.device})"
 
@@ -62,12 +66,12 @@ class FreedStorage:
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], kept: Iterable[Tensor]) -> None:
-        held = [_storage(one) for one in kept] + [_storage(one) for one in parameters.values()]
+        held = Counter(_storage(one) for one in (*kept, *parameters.values()))
         self.parameters = {
             name: one
             for name, one in parameters.items()
             # A storage that two parameters share is freed by neither.
-            if held.count(_storage(one)) == 1
+            if held[_storage(one)] == 1
             and type(one) is nn.Parameter
             and one.untyped_storage().nbytes() == one.numel() * one.element_size() > 0
         }
@@ -101,6 +105,26 @@ class FreedStorage:
             lost = torch.empty(one.shape, dtype=one.dtype)
             one.data = lost.fill_(torch.nan) if lost.is_floating_point() else lost.zero_()
         self.is_free = False
+
+    def copied(self, state: Any) -> Any:
+        """The structure, with copies on the CPU of what lies in the memory that will be freed."""
+        own = {_storage(one) for one in self.parameters.values()}
+        copies: dict[Any, Tensor] = {}
+
+        def copy(one: Any) -> Any:
+            if not isinstance(one, Tensor) or _storage(one) not in own:
+                return one
+            # Tied weights stay one tensor.
+            key = (_storage(one), one.storage_offset(), one.shape, one.stride())
+            if key not in copies:
+                copies[key] = one.detach().to("cpu", copy=True)
+            return copies[key]
+
+        if not isinstance(state, dict):
+            return tree_map(copy, state)
+        for key, value in state.items():  # in place: a state dict carries versions with it
+            state[key] = tree_map(copy, value)
+        return state
 
     @contextlib.contextmanager
     def plain(self) -> Iterator[None]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from lightning_unitscale.strategies.freed import FreedStorage
 
 
 class Owners:
@@ -18,12 +20,22 @@ class Owners:
         module: The whole module.
         names: Names of what each rank of the group has in its stages.
         group: The pipeline's process group.
+        frees: Whether :meth:`free` frees memory here.
 
     What no stage has is the same on all ranks and counts as the first rank's.
+
+    Attributes:
+        names: As given.
+        freed: The parameters that are others'.
     """
 
     def __init__(
-        self, module: nn.Module, names: list[set[str]], group: dist.ProcessGroup | None
+        self,
+        module: nn.Module,
+        names: list[set[str]],
+        group: dist.ProcessGroup | None,
+        *,
+        frees: bool = False,
     ) -> None:
         self._group = group
         self._rank = dist.get_rank(group)
@@ -36,6 +48,15 @@ class Owners:
         }
         self._tensors = tensors
         self._by_id = {id(one): name for name, one in tensors.items()}
+        others = {
+            name: one
+            for name, one in tensors.items()
+            if isinstance(one, nn.Parameter)
+            and any(name in own for own in names)
+            and name not in names[self._rank]
+        }
+        kept = [one for name, one in tensors.items() if name not in others]
+        self.freed = FreedStorage(others if frees else {}, kept)
 
     def counts_here(self, tensor: Tensor) -> bool:
         """Whether this rank is the first owner, and so the one that counts it."""
@@ -44,11 +65,46 @@ class Owners:
     @torch.no_grad()
     def synchronize(self) -> None:
         """Give every rank the owners' values of all parameters and buffers."""
+        self.freed.take()
         for name, one in self._tensors.items():
             self._broadcast(one.data, self._first[name])
 
+    def free(self, optimizers: Iterable[Optimizer]) -> None:
+        """Free what is others': values, gradients and the optimizers' state."""
+        for optimizer in optimizers:
+            for one in self.freed.parameters.values():
+                optimizer.state.pop(one, None)
+        self.freed.free()
+
+    @torch.no_grad()
+    def state_on_first(self, state: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """What ``state`` returns on the first rank with the owners' values; ``{}`` on the others.
+
+        Nothing in it lies in memory that is freed later.
+        """
+        was_free = self.freed.is_free
+        if self._rank == 0:
+            self.freed.take()
+        for name, one in self._tensors.items():
+            owner = self._first[name]
+            if owner and self._rank == owner:
+                dist.send(one.data.contiguous(), group=self._group, group_dst=0)
+            elif owner and self._rank == 0:
+                given = one.data.contiguous()
+                dist.recv(given, group=self._group, group_src=owner)
+                if given.data_ptr() != one.data_ptr():
+                    one.data.copy_(given)
+        if self._rank:
+            return {}
+        try:
+            found: dict[str, Any] = self.freed.copied(state())
+        finally:
+            if was_free:
+                self.freed.free()
+        return found
+
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The state dict that one device would have, on all ranks."""
+        """The state dict that one device would have, on the first rank; ``{}`` on the others."""
         found = optimizer.state_dict()
         parameters = [one for group in optimizer.param_groups for one in group["params"]]
         own = {
@@ -56,8 +112,12 @@ class Owners:
             for index, state in found["state"].items()
             if self.counts_here(parameters[index])
         }
-        parts: list[Any] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(parts, _on_cpu(own), group=self._group)
+        parts: list[Any] | None = None
+        if self._rank == 0:
+            parts = [None] * dist.get_world_size(self._group)
+        dist.gather_object(_on_cpu(own), parts, group=self._group, group_dst=0)
+        if parts is None:
+            return {}
         together = {index: state for part in parts for index, state in part.items()}
         return {**found, "state": dict(sorted(together.items()))}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
@@ -20,11 +21,16 @@ from typing_extensions import override
 
 from lightning_unitscale.graph.steps import steps_of
 from lightning_unitscale.pipeline.marks import SplitPoint, annotate_split_points
+from lightning_unitscale.pipeline.ownership import Ownership
 from lightning_unitscale.pipeline.policy import balanced_split
 from lightning_unitscale.pipeline.schedules import find_schedule
 from lightning_unitscale.strategies import batches
 from lightning_unitscale.strategies.owners import Owners
-from lightning_unitscale.strategies.pipelined_step import PipelinedStep, Policy
+from lightning_unitscale.strategies.pipelined_forward import PipelinedForward
+from lightning_unitscale.strategies.pipelined_method import NotOneGraphError, Pipelining, Policy
+from lightning_unitscale.strategies.pipelined_step import PipelinedStep
+
+_CAPTURES = ("auto", "step", "forward")
 
 
 class PipelineStrategy(DDPStrategy):
@@ -43,6 +49,13 @@ class PipelineStrategy(DDPStrategy):
         stages_per_rank: Stages on each device; ``"auto"`` for as few as the schedule has use for.
         split: ``"auto"`` balances the stages by the profiler's costs, unless the code calls
             ``pipe_split()``; paths of submodules to the edge that is a cut; or a split policy.
+        capture: ``"step"`` runs ``training_step`` as a pipeline, with its loss; ``"forward"`` only
+            ``forward``, and the step around it on the rank of the last stage; ``"auto"`` the step,
+            and where that is not one graph ``forward``, with the reason in a warning.
+        free_unowned: Whether a rank frees, after the first step, the parameters that stages of
+            other ranks have, with their gradients and optimizer state. Validation brings them back
+            for as long as it runs, a checkpoint on the first rank, the end of the training for
+            good. Reading a freed parameter raises; with ``False`` it has old values.
         check_batches: In so many first steps the ranks compare their batches.
         process_group_backend: As in DDP.
         timeout: Seconds after which a rank that waits for another gives up.
@@ -62,6 +75,8 @@ class PipelineStrategy(DDPStrategy):
         num_microbatches: int,
         stages_per_rank: int | str = "auto",
         split: str | Mapping[str, SplitPoint] | Policy = "auto",
+        capture: str = "auto",
+        free_unowned: bool = True,
         check_batches: int = 2,
         process_group_backend: str | None = None,
         timeout: float = 1800.0,
@@ -82,6 +97,8 @@ class PipelineStrategy(DDPStrategy):
                 f"split={split!r}: expected 'auto', a dict of paths of submodules to a SplitPoint, "
                 "or a split policy."
             )
+        if capture not in _CAPTURES:
+            raise ValueError(f"capture={capture!r}: expected one of {', '.join(_CAPTURES)}.")
         if not timeout > 0:
             raise ValueError(f"timeout={timeout!r}: expected seconds above 0.")
         super().__init__(
@@ -91,11 +108,15 @@ class PipelineStrategy(DDPStrategy):
         self.num_microbatches = num_microbatches
         self.stages_per_rank = stages_per_rank
         self.split = split
+        self.capture = capture
+        self.free_unowned = free_unowned
         self.check_batches = check_batches
-        self._step: PipelinedStep | None = None
+        self._step: PipelinedStep | PipelinedForward | None = None
+        self._how: Pipelining
         self._owners: Owners | None = None
         self._marks: Any = ()
         self._steps_done = 0
+        self._is_training = False
         self._stash: dict[nn.Parameter, Tensor] = {}
 
     @property
@@ -110,6 +131,7 @@ class PipelineStrategy(DDPStrategy):
         module = self.lightning_module
         assert module is not None and self.model is not None and self.accelerator is not None
         self._refuse(trainer, module)
+        self._owners = None
         self.accelerator.setup(trainer)
         self.precision_plugin.convert_module(self.model)
         self.model_to_device()
@@ -135,15 +157,13 @@ class PipelineStrategy(DDPStrategy):
             one.grad = None
         try:
             with self.precision_plugin.train_step_context():
-                result = self._step(*args, **kwargs)
+                result = self._run_step(*args, **kwargs)
             self._stash = {one: one.grad for one in parameters if one.grad is not None}
         finally:
             # Lightning clears the gradients between here and backward.
             for one, gradient in zip(parameters, earlier, strict=True):
                 one.grad = gradient
-        owned = self._step.ownership.names
-        if self._owners is None or owned != self._owners.names:
-            self._owners = Owners(self.lightning_module, owned, None)
+        self._own(self._how.ownership.names)
         self._steps_done += 1
         return result
 
@@ -165,13 +185,14 @@ class PipelineStrategy(DDPStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The state dict that one device would have, on all ranks."""
-        self._synchronize()
-        return super().lightning_module_state_dict()
+        """The state dict that one device would have, on the first rank; ``{}`` on the others."""
+        if self._owners is None or self._is_interrupted:
+            return super().lightning_module_state_dict()
+        return self._owners.state_on_first(super().lightning_module_state_dict)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The optimizer's state that one device would have, on all ranks."""
+        """The optimizer's state that one device would have, on the first rank alone."""
         inner = getattr(optimizer, "_optimizer", optimizer)
         if self._owners is None or self._is_interrupted:
             state: dict[str, Any] = inner.state_dict()
@@ -203,9 +224,16 @@ class PipelineStrategy(DDPStrategy):
         self._synchronize()
 
     @override
+    def on_validation_end(self) -> None:
+        """Frees the memory that only the validation needed."""
+        if self._is_training and self._owners is not None and not self._is_interrupted:
+            self._owners.free(self.optimizers)
+
+    @override
     def on_train_end(self) -> None:
         """Leaves the trained weights on all ranks."""
         self._synchronize()
+        self._is_training = False
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -230,11 +258,18 @@ class PipelineStrategy(DDPStrategy):
             self._marks = annotate_split_points(module, self.split)
         elif not isinstance(self.split, str):
             policy = self.split
-        self._step = PipelinedStep(
-            module, self.schedule.name, self.num_microbatches, policy, self.root_device, None
+        ownership = Ownership(
+            module, num_ranks, lambda stage: self.schedule.rank_of(stage, num_ranks)
         )
-        self._step.attach()
-        self._owners, self._steps_done = None, 0
+        self._how = Pipelining(
+            self.schedule.name, self.num_microbatches, policy, self.root_device, None, ownership
+        )
+        if self.capture == "forward":
+            self._step = PipelinedForward(module, self._how, self._plain_parameters)
+        else:
+            self._step = PipelinedStep(module, self._how)
+            self._step.attach()
+        self._steps_done, self._is_training = 0, True
 
     def _refuse(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         if not module.automatic_optimization:
@@ -276,14 +311,51 @@ class PipelineStrategy(DDPStrategy):
         if self._owners is not None and not self._is_interrupted:
             self._owners.synchronize()
 
+    def _run_step(self, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(self._step, PipelinedStep):
+            try:
+                with self._plain_parameters():
+                    return self._step(*args, **kwargs)
+            except NotOneGraphError as error:
+                if self.capture == "step":
+                    raise
+                reason = error
+            # All ranks come here: they have captured the same step for the same batch.
+            module = self.lightning_module
+            assert module is not None
+            self._step.detach()
+            rank_zero_warn(
+                f"PipelineStrategy: only forward runs as a pipeline from here on, and the step "
+                f"around it on the rank of the last stage: {reason}"
+            )
+            self._step = PipelinedForward(module, self._how, self._plain_parameters)
+        assert self._step is not None
+        return self._step(*args, **kwargs)
+
+    def _own(self, names: list[set[str]]) -> None:
+        """After a step: who has what; a step that was captured anew may use more parameters."""
+        module = self.lightning_module
+        assert module is not None
+        if self._owners is None or names != self._owners.names:
+            if self._owners is not None:
+                self._owners.freed.take()
+            self._owners = Owners(module, names, None, frees=self.free_unowned)
+        self._owners.free(self.optimizers)
+
+    def _plain_parameters(self) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext() if self._owners is None else self._owners.freed.plain()
+
     def _release(self) -> None:
+        self._is_training = False
+        if self._owners is not None:
+            self._owners.freed.lose()
         self.precision_plugin.__dict__.pop("clip_grad_by_norm", None)
         for one in self._marks:
             one.remove()
         self._marks = ()
-        if self._step is not None:
+        if isinstance(self._step, PipelinedStep):
             self._step.detach()
-            self._step = None
+        self._step = None
 
     def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         if self._owners is not None:

@@ -20,6 +20,20 @@ def run_ranks(
         AssertionError: If one of them fails, with the end of what each of them printed.
         subprocess.TimeoutExpired: If they take longer than ``timeout`` seconds.
     """
+    codes, outputs = codes_of_ranks(
+        module, folder, *arguments, num_ranks=num_ranks, timeout=timeout
+    )
+    assert codes == [0] * num_ranks, "\n".join(one[-3000:] for one in outputs)
+
+
+def codes_of_ranks(
+    module: str, folder: Path, *arguments: str, num_ranks: int = 2, timeout: float = 240
+) -> tuple[list[int], list[str]]:
+    """As :func:`run_ranks`; returns each rank's exit code and what it printed.
+
+    Raises:
+        subprocess.TimeoutExpired: If they take longer than ``timeout`` seconds.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -42,8 +56,7 @@ def run_ranks(
         for one in processes:
             one.kill()
             one.wait()
-    outputs = [(folder / f"{rank}.txt").read_text()[-3000:] for rank in range(num_ranks)]
-    assert codes == [0] * num_ranks, "\n".join(outputs)
+    return codes, [(folder / f"{rank}.txt").read_text() for rank in range(num_ranks)]
 
 
 def _environment(rank: int, num_ranks: int, port: int) -> dict[str, str]:

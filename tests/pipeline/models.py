@@ -115,7 +115,8 @@ class Odd(nn.Module):
         z = self.third(z * mask.unsqueeze(-1) + kind)
         weight, power = pairs
         value = self.last(z).squeeze(-1) * weight
-        return value.abs().pow(power).mean() + 0 * unused.detach()
+        decay = 0.01 * self.last.weight.square().sum()
+        return value.abs().pow(power).mean() + decay + 0 * unused.detach()
 
 
 def _text(vocabulary: int = 256) -> Tensor:

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +11,8 @@ import pytest
 pytest.importorskip("transformers")
 
 from lightning_unitscale.pipeline import SCHEDULES
+from tests.distributed.launch import run_ranks
 
-ROOT = Path(__file__).parents[2]
 TIED = {"GPT", "GPT-2", "BERT", "T5"}
 RUNS = {
     2: [
@@ -40,26 +36,9 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str
 
 
 def _run(folder: Path, num_ranks: int) -> list[dict[str, Any]]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    arguments = [str(folder), str(num_ranks), *RUNS[num_ranks]]
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.pipeline.engine_run", *arguments],
-        cwd=folder,
-        env={
-            **os.environ,
-            "PYTHONPATH": str(ROOT),
-            "OMP_NUM_THREADS": "1",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "GLOO_SOCKET_IFNAME": "lo",
-        },
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    # One process that forks the ranks, once it has captured the models.
+    arguments = (str(num_ranks), *RUNS[num_ranks])
+    run_ranks("tests.pipeline.engine_run", folder, *arguments, num_ranks=1, timeout=280)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(num_ranks)]
 
 

@@ -36,6 +36,49 @@ class Recorder(pl.Callback):
         self.losses.append(float(outputs["loss"]))
 
 
+class Memory(pl.Callback):
+    """Counts bytes: before the first step and after every step, and in every validation."""
+
+    def __init__(self) -> None:
+        self.parameters: list[int] = []
+        self.gradients: list[int] = []
+        self.optimizer: list[int] = []
+        self.validated: list[int] = []
+        self.reads: set[str] = set()
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if not self.parameters:
+            self.parameters.append(_bytes(module.parameters()))
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+        self.parameters.append(_bytes(module.parameters()))
+        self.gradients.append(_bytes(one.grad for one in module.parameters()))
+        states = [state for one in trainer.optimizers for state in one.state.values()]
+        self.optimizer.append(_bytes(one for state in states for one in state.values()))
+        for one in module.parameters():
+            try:
+                one.sum()
+            except RuntimeError as error:
+                self.reads.add(str(error).partition(": ")[2].partition(" of the pipeline")[0])
+
+    def on_validation_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+        if trainer.global_step:
+            self.validated.append(_bytes(module.parameters()))
+
+    def found(self, trainer: Any, module: Any) -> dict[str, Any]:
+        """All counts, and what this rank has in the end: an optimizer's state for what it owns."""
+        owned = [one for each in trainer.optimizers for one in each.state]
+        sizes = {"whole": _bytes(module.parameters()), "owned": _bytes(owned)}
+        counts = ("parameters", "gradients", "optimizer", "validated", "reads")
+        found = {name: vars(self)[name] for name in counts}
+        return {**found, **sizes, "num_owned": len(owned)}
+
+
+def _bytes(tensors: Any) -> int:
+    storages = {id(one): one.untyped_storage().nbytes() for one in tensors if one is not None}
+    return sum(storages.values())
+
+
 class Ends(pl.Callback):
     """Ends the second rank before its third step: by an error, or as ``kill -9`` does."""
 
@@ -82,6 +125,42 @@ class Groups(pl.LightningModule):
         }
 
 
+class Changing(Groups):
+    """Uses another layer in every second epoch, from the second on."""
+
+    odd = False
+
+    def on_train_epoch_start(self) -> None:
+        self.odd = bool(self.current_epoch % 2)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        hidden = self.net(x)
+        if self.odd:
+            hidden = hidden + self.never(hidden).tanh()
+        loss = F.cross_entropy(self.head(hidden), y)
+        self.log("train_loss", loss, on_epoch=True)
+        return loss
+
+
+class Branching(Groups):
+    """A step that looks at its loss, prints it, and logs numbers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.net(x))
+
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
+        x, y = batch
+        logits = self(x * 2)
+        loss = F.cross_entropy(logits, y)
+        if loss.item() > 0:
+            loss = 3 * loss
+        print("the loss is", loss.item())
+        self.log("number", loss.item(), on_epoch=True)
+        self.log_dict({"accuracy": (logits.argmax(-1) == y).float().mean()}, prog_bar=True)
+        return {"loss": loss, "logits": logits.detach()}
+
+
 def _text() -> TensorDataset:
     data = torch.randint(256, (160, CONTEXT + 1), generator=torch.Generator().manual_seed(1))
     return TensorDataset(data[:, :-1], data[:, 1:])
@@ -93,14 +172,23 @@ def _points() -> TensorDataset:
     return TensorDataset(x, (x[:, :3]).argmax(-1))
 
 
+def _few() -> TensorDataset:
+    """Two batches of 16 and a smaller one of 8."""
+    return TensorDataset(*_points()[:40])
+
+
 def _gpt() -> pl.LightningModule:
     return GPT(width=16, depth=4, num_heads=2, context=CONTEXT, warmup_steps=2, decay_steps=40)
 
 
 CASES: dict[str, dict[str, Any]] = {
-    "gpt": {"module": _gpt, "data": _text, "clip": 0.5},
+    "gpt": {"module": _gpt, "data": _text, "clip": 0.5, "saves": True},
     "gpt-v": {"module": _gpt, "data": _text, "schedule": "ZBVZeroBubble", "clip": 0.5},
     "groups": {"module": Groups, "data": _points, "accumulate": 2, "clip": 0.01},
+    "gpt-kept": {"module": _gpt, "data": _text, "clip": 0.5, "free_unowned": False},
+    "changes": {"module": Changing, "data": _few, "clip": 0.5},
+    "branches": {"module": Branching, "data": _few, "clip": 0.5},
+    "branches-v": {"module": Branching, "data": _few, "clip": 0.5, "schedule": "ZBVZeroBubble"},
     "bf16": {"module": Groups, "data": _points, "clip": 1.0, "precision": "bf16-mixed"},
     "killed": {"module": Groups, "data": _points, "clip": 1.0, "ends": "killed"},
     "raises": {"module": Groups, "data": _points, "clip": 1.0, "ends": "raises"},
@@ -118,16 +206,23 @@ def train(folder: Path, case: str, num_ranks: int, resume_from: str) -> None:
         with torch.no_grad():
             for one in module.parameters():
                 one.add_(1.0)
-    recorder = Recorder()
+    recorder, memory = Recorder(), Memory()
     saving = pl.callbacks.ModelCheckpoint(
         folder, f"{case}-ended", every_n_train_steps=1000, save_on_exception=True
     )
     ending = [Ends(options["ends"]), saving] if "ends" in options else []
+    if options.get("saves"):
+        # In the middle of the training, where most weights are on one rank alone.
+        saving = pl.callbacks.ModelCheckpoint(
+            folder, f"{case}-{{step}}", every_n_train_steps=STEPS // 2, save_top_k=-1
+        )
+        ending = [saving]
     strategy: Any = "auto"
     if num_ranks > 1:
         strategy = PipelineStrategy(
             options.get("schedule", "1F1B"),
             num_microbatches=4,
+            free_unowned=options.get("free_unowned", True),
             process_group_backend="gloo",
             timeout=60,
         )
@@ -139,7 +234,7 @@ def train(folder: Path, case: str, num_ranks: int, resume_from: str) -> None:
         max_steps=options.get("steps", STEPS),
         gradient_clip_val=options["clip"],
         accumulate_grad_batches=options.get("accumulate", 1),
-        callbacks=[recorder, *ending],
+        callbacks=[recorder, memory, *ending],
         val_check_interval=4,
         check_val_every_n_epoch=None,
         limit_val_batches=2,
@@ -164,6 +259,7 @@ def train(folder: Path, case: str, num_ranks: int, resume_from: str) -> None:
         "weights": weights,
         "metrics": dict(trainer.callback_metrics),
         "attributes": sorted(module.__dict__),
+        "memory": memory.found(trainer, module),
         "step": trainer.global_step,
     }
     torch.save(found, folder / f"{case}-{trainer.global_rank}.pt")

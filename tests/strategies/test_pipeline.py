@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import socket
-import subprocess
-import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +17,14 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.strategies import StrategyRegistry
 from torch import nn
 
+from lightning_unitscale.pipeline.microbatches import split_evenly
 from lightning_unitscale.strategies import PipelineStrategy, batches
+from tests.distributed.launch import codes_of_ranks, run_ranks
 from tests.strategies.pipeline_run import Groups, Recorder, _points
 
-ROOT = Path(__file__).parents[2]
 NUM_RANKS = 2
-CASES = ["gpt", "gpt-v", "groups"]
+CASES = ["gpt", "gpt-v", "groups", "changes", "branches", "branches-v"]
+KEPT = "gpt-kept"
 MIXED = "bf16"
 
 
@@ -37,7 +36,7 @@ class Runs:
         for one in self.folders.values():
             one.mkdir()
         # Each resumes from what the other has saved.
-        self._run("first", {n: ("-", [*CASES, MIXED]) for n in (1, NUM_RANKS)})
+        self._run("first", {n: ("-", [*CASES, MIXED, KEPT]) for n in (1, NUM_RANKS)})
         saved = {n: str(self.folders[n, "first"]) for n in (1, NUM_RANKS)}
         self._run("on", {1: (saved[NUM_RANKS], ["resumed"]), NUM_RANKS: (saved[1], ["resumed"])})
 
@@ -52,45 +51,19 @@ class Runs:
         return torch.load(folder / f"{case}.ckpt", weights_only=False)
 
     def _run(self, stage: str, given: dict[int, tuple[str, list[str]]]) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        processes, logs = [], []
-        try:
-            for num_ranks, (resume_from, cases) in given.items():
-                folder = self.folders[num_ranks, stage]
-                for rank in range(num_ranks):
-                    logs.append(folder / f"{rank}.txt")
-                    with logs[-1].open("w") as log:
-                        arguments = [str(folder), str(num_ranks), resume_from, *cases]
-                        processes.append(
-                            subprocess.Popen(
-                                [sys.executable, "-m", "tests.strategies.pipeline_run", *arguments],
-                                cwd=folder,
-                                env=_environment(rank, num_ranks, port),
-                                stdout=log,
-                                stderr=subprocess.STDOUT,
-                            )
-                        )
-            codes = [one.wait(timeout=240) for one in processes]
-        finally:
-            for one in processes:
-                one.kill()
-                one.wait()
-        assert not any(codes), "\n".join(one.read_text()[-3000:] for one in logs)
-
-
-def _environment(rank: int, num_ranks: int, port: int) -> dict[str, str]:
-    several = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "LOCAL_RANK": str(rank),
-        "NODE_RANK": "0",
-        "WORLD_SIZE": str(num_ranks),
-        "GLOO_SOCKET_IFNAME": "lo",
-    }
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return {**environment, **several} if num_ranks > 1 else environment
+        with ThreadPoolExecutor() as pool:
+            running = [
+                pool.submit(
+                    run_ranks,
+                    "tests.strategies.pipeline_run",
+                    self.folders[num_ranks, stage],
+                    *(str(num_ranks), resume_from, *cases),
+                    num_ranks=num_ranks,
+                )
+                for num_ranks, (resume_from, cases) in given.items()
+            ]
+            for one in running:
+                one.result()
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +99,7 @@ def test_the_training_of_one_device(case: str, runs: Runs) -> None:
 @pytest.mark.distributed
 @pytest.mark.slow
 @pytest.mark.timeout(560)
-@pytest.mark.parametrize("case", [*CASES, "resumed"])
+@pytest.mark.parametrize("case", [*CASES, "resumed", "gpt-step=5"])
 def test_the_checkpoint_of_one_device(case: str, runs: Runs) -> None:
     expected, found = runs.checkpoint(1, case), runs.checkpoint(NUM_RANKS, case)
     assert found.keys() == expected.keys()
@@ -139,6 +112,45 @@ def test_the_checkpoint_of_one_device(case: str, runs: Runs) -> None:
             assert state.keys() == theirs["state"][index].keys()
             for name, one in state.items():
                 _assert_close(one, theirs["state"][index][name])
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.timeout(560)
+def test_the_memory_of_what_others_own_is_freed(runs: Runs) -> None:
+    """Parameters, gradients and the state of AdamW, after every step."""
+    for case in CASES:
+        found = [runs.found(NUM_RANKS, case, rank)["memory"] for rank in range(NUM_RANKS)]
+        (whole,) = {one["whole"] for one in found}
+        for one in found:
+            assert 0 < one["owned"] < 0.85 * whole
+            assert one["parameters"][0] == whole, "all are there for the first step"
+            # What no step has used yet stays everywhere.
+            unused = 4 * (8 * 8 + 8) if case in {"groups", "branches", "branches-v"} else 0
+            used = one["parameters"][4 if case == "changes" else 1 :]
+            assert max(used) <= 1.05 * one["owned"] + unused
+            assert max(one["gradients"]) <= 1.05 * one["owned"]
+            # Two moments, and a number of steps for each parameter.
+            assert max(one["optimizer"]) <= 1.05 * (2 * one["owned"] + 4 * one["num_owned"])
+            assert set(one["validated"]) == {whole}
+            assert one["reads"] == {"the values of this parameter are on another rank"}
+        tied = sum(one["owned"] for one in found) - whole
+        assert (tied > 0) == (case == "gpt")
+    for rank in range(NUM_RANKS):
+        kept = runs.found(NUM_RANKS, KEPT, rank)["memory"]
+        assert set(kept["parameters"]) == {kept["whole"]}
+        assert kept["reads"] == set()
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.timeout(560)
+def test_freeing_changes_nothing(runs: Runs) -> None:
+    found, kept = runs.found(NUM_RANKS, "gpt"), runs.found(NUM_RANKS, KEPT)
+    assert found["losses"] == kept["losses"]
+    assert found["metrics"] == kept["metrics"]
+    for name, one in found["weights"].items():
+        assert torch.equal(one, kept["weights"][name])
 
 
 @pytest.mark.distributed
@@ -166,32 +178,13 @@ def test_training_goes_on_where_the_other_stopped(runs: Runs) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("how", "code"), [("killed", -signal.SIGKILL), ("raises", 1)])
 def test_the_end_of_one_rank_ends_all(how: str, code: int, tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "tests.strategies.pipeline_run", str(tmp_path), "2", "-", how]
-    processes = [
-        subprocess.Popen(
-            command,
-            cwd=tmp_path,
-            env=_environment(rank, NUM_RANKS, port),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(NUM_RANKS)
-    ]
-    try:
-        errors = [one.communicate(timeout=120)[1] for one in processes]
-    finally:
-        for one in processes:
-            one.kill()
-            one.wait()
-    assert processes[1].returncode == code
+    codes, outputs = codes_of_ranks(
+        "tests.strategies.pipeline_run", tmp_path, "2", "-", how, timeout=120
+    )
     # The first rank does not wait for the timeout, and saves nothing with weights missing.
-    assert processes[0].returncode == 1
-    assert "Connection" in errors[0]
-    assert how == "killed" or "KeyError: 'of the second rank'" in errors[1]
+    assert codes == [1, code]
+    assert "Connection" in outputs[0]
+    assert how == "killed" or "KeyError: 'of the second rank'" in outputs[1]
     assert not list(tmp_path.glob("*.ckpt"))
 
 
@@ -244,10 +237,65 @@ class Normalized(Groups):
         self.net.append(nn.BatchNorm1d(8))
 
 
-class Branching(Groups):
+class Noisy(Groups):
+    """Looks at its loss; draws random numbers, and checks what forward has made of them."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.net(x))
+
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = F.cross_entropy(self.head(self.net(batch[0])), batch[1])
+        noisy = batch[0] + torch.randn_like(batch[0])
+        logits = self(noisy)
+        assert torch.allclose(logits, self.head(self.net(noisy)), atol=1e-6)
+        loss = F.cross_entropy(logits, batch[1])
         return loss * 2 if loss.item() > 0 else loss
+
+
+class Changed(Noisy):
+    """Writes into a parameter before it calls forward."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        with torch.no_grad():
+            self.never.weight.mul_(0.5)
+        return super().training_step(batch, batch_idx)
+
+
+class Outside(Noisy):
+    """Uses a parameter that forward does not use."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return F.cross_entropy(self(batch[0]), batch[1]) + self.never.weight.sum()
+
+
+class Embeds(Noisy):
+    """Calls forward with what depends on a parameter."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return F.cross_entropy(self(self.never(batch[0])), batch[1])
+
+
+class Twice(Noisy):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return F.cross_entropy(self(batch[0]) + self(batch[0] + 1), batch[1])
+
+
+class Counts(Noisy):
+    calls = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.calls += 1
+        return F.cross_entropy(self(batch[0] + self.calls), batch[1])
+
+
+class Without(Noisy):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return F.cross_entropy(self.head(self.net(batch[0])), batch[1])
+
+
+class Logs(Noisy):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("layer", nn.Identity())
+        return F.cross_entropy(self(batch[0]), batch[1])
 
 
 @pytest.mark.parametrize(
@@ -256,7 +304,6 @@ class Branching(Groups):
         (Manual, 16, MisconfigurationException, "automatic_optimization=False"),
         (Normalized, 16, MisconfigurationException, "net.4 takes its statistics"),
         (Groups, 5, ValueError, "a batch of 5 samples cannot be divided"),
-        (Branching, 16, RuntimeError, "is not one graph for every microbatch"),
     ],
 )
 def test_what_cannot_be_pipelined_is_refused(
@@ -274,8 +321,44 @@ def test_what_cannot_be_pipelined_is_refused(
 
 
 @pytest.mark.parametrize(
+    ("module", "capture", "match"),
+    [
+        (Noisy, "step", "is not one graph for every microbatch"),
+        (Changed, "forward", "changes parameters or buffers before it calls self.forward"),
+        (Outside, "forward", r"uses \['never.weight'\] outside of forward"),
+        (Embeds, "forward", "with a tensor that needs a gradient"),
+        (Twice, "forward", "more than once"),
+        (Counts, "forward", "with other arguments the second time"),
+        (Without, "forward", "did not call self.forward"),
+        (Logs, "forward", "expected tensors and numbers"),
+    ],
+)
+def test_what_cannot_be_captured_is_refused(
+    module: type[pl.LightningModule], capture: str, match: str, one_rank: dict[str, Any]
+) -> None:
+    strategy = PipelineStrategy("GPipe", num_microbatches=2, capture=capture)
+    made = module()
+    with pytest.raises(RuntimeError, match=match):
+        pl.Trainer(strategy=strategy, **one_rank).fit(made, _loader(), _loader())
+    assert not {"training_step", "forward", "log"} & made.__dict__.keys()
+
+
+def test_a_step_that_is_no_graph_runs_around_forward(one_rank: dict[str, Any]) -> None:
+    recorder = Recorder()
+    module = Noisy()
+    before = module.head.weight.detach().clone()
+    strategy = PipelineStrategy("GPipe", num_microbatches=2)
+    trainer = pl.Trainer(strategy=strategy, callbacks=[recorder], **one_rank)
+    with pytest.warns(UserWarning, match="only forward runs as a pipeline.* is not one graph"):
+        trainer.fit(module, _loader(), _loader())
+    assert len(recorder.losses) == 4
+    assert not torch.equal(module.head.weight, before)
+
+
+@pytest.mark.parametrize(
     ("options", "match"),
     [
+        ({"capture": "loss"}, "capture='loss'"),
         ({"schedule": "2F2B"}, "schedule='2F2B'"),
         ({"num_microbatches": 0}, "num_microbatches=0"),
         ({"stages_per_rank": "many"}, "stages_per_rank='many'"),
@@ -294,7 +377,7 @@ def test_the_strategy_has_a_name() -> None:
 
 def test_results_of_microbatches_are_put_together() -> None:
     batch = {"x": torch.arange(6.0), "mask": torch.ones(2), "name": "a"}
-    parts = batches.split(batch, 3)
+    parts = split_evenly(batch, 3)
     assert [one["x"].tolist() for one in parts] == [[0, 1], [2, 3], [4, 5]]
     assert all(one["mask"] is batch["mask"] and one["name"] == "a" for one in parts)
     results = [[one["x"], one["x"].mean(), torch.tensor(2), None] for one in parts]
@@ -304,4 +387,4 @@ def test_results_of_microbatches_are_put_together() -> None:
     assert whole[2] == 6
     assert whole[3] is None
     with pytest.raises(ValueError, match="num_microbatches=4: a batch of 6"):
-        batches.split(batch, 4)
+        split_evenly(batch, 4)

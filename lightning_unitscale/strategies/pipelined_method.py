@@ -1,0 +1,211 @@
+"""A module's method whose graph runs as a pipeline: it is captured, and cut, when it first runs.
+
+The method is called once for each microbatch with the graph left out, which gives the graph's
+inputs; then the pipeline runs. Dynamo guards the Python state that the method reads, and the graph
+is captured anew when that changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import fx, nn
+
+from lightning_unitscale.graph.capture import graph_breaks_since, num_graph_breaks
+from lightning_unitscale.graph.compiled_graph import CompiledGraph
+from lightning_unitscale.graph.steps import ModuleSteps
+from lightning_unitscale.pipeline.flow import MultiUseParameterConfig
+from lightning_unitscale.pipeline.front import build_pipe, cut_by
+from lightning_unitscale.pipeline.ownership import Ownership
+from lightning_unitscale.pipeline.runner import PipelineRunner
+from lightning_unitscale.pipeline.shared import SharedGradients
+from lightning_unitscale.pipeline.step_program import example_outputs, program_of_step
+
+# A graph, its inputs, and stand-ins for its outputs.
+Call = tuple[CompiledGraph, tuple[Any, ...], list[Any]]
+Policy = Callable[[fx.GraphModule], fx.GraphModule]
+
+
+class NotOneGraphError(RuntimeError):
+    """A method of the module does not run as one graph."""
+
+
+class Replay:
+    """Puts the pipeline's results in the place of the one graph that they are of."""
+
+    def __init__(self, name: str, graph: CompiledGraph, values: list[Any]) -> None:
+        self._name = name
+        self._graph = graph
+        self._values = values
+
+    def __call__(self, graph: CompiledGraph, inputs: tuple[Any, ...]) -> Any:
+        """The results.
+
+        Raises:
+            RuntimeError: If it is another graph.
+        """
+        if graph is not self._graph:
+            raise RuntimeError(
+                f"{self._name}: another graph ran with the pipeline's results than without them; "
+                "expected a step whose course does not depend on how often it is called; keep "
+                "counters of calls out of it."
+            )
+        return self._values
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """Calls of a method for every microbatch, with the one graph of theirs left out.
+
+    Attributes:
+        calls: The graph's calls.
+        results: What the method returned.
+    """
+
+    calls: list[Call]
+    results: list[Any]
+
+    @property
+    def graph(self) -> CompiledGraph:
+        """The graph."""
+        return self.calls[0][0]
+
+
+@dataclass(frozen=True)
+class Pipelining:
+    """How a module's graphs become pipelines.
+
+    Attributes:
+        schedule: Name of the schedule.
+        num_microbatches: Microbatches of a batch.
+        policy: Says where the first graph is cut, if the code does not.
+        device: Where this rank's stages run.
+        group: The pipeline's process group.
+        ownership: Which ranks have which parameters.
+    """
+
+    schedule: str
+    num_microbatches: int
+    policy: Policy
+    device: torch.device
+    group: dist.ProcessGroup | None
+    ownership: Ownership
+
+
+class PipelinedMethod:
+    """A method of a module whose graphs run on several ranks; the base of the two ways to train.
+
+    Args:
+        module: The module.
+        name: The method.
+        how: The schedule, and the rest.
+        defer: Methods of the module whose calls are made after the step.
+
+    Attributes:
+        runners: The pipelines, one for each graph.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        name: str,
+        how: Pipelining,
+        *,
+        defer: tuple[str, ...] = (),
+    ) -> None:
+        self.module = module
+        self.name = name
+        self.how = how
+        self.runners: dict[int, PipelineRunner] = {}
+        self._graphs: list[CompiledGraph] = []
+        self._inputs: dict[int, list[int]] = {}
+        self.steps = ModuleSteps(module, (name,), defer=defer)
+
+    def rehearse(self, given: list[tuple[tuple[Any, ...], dict[str, Any]]]) -> Rehearsal:
+        """Call the method for every microbatch with its graph left out.
+
+        Args:
+            given: Arguments of the calls.
+
+        Raises:
+            NotOneGraphError: If a call is not one graph, or the calls are not the same graph.
+        """
+        step = self.steps.steps[self.name]
+        calls: list[Call] = []
+        results: list[Any] = []
+
+        def record(graph: CompiledGraph, inputs: tuple[Any, ...]) -> Any:
+            calls.append((graph, inputs, example_outputs(graph.base)))
+            return calls[-1][2]
+
+        for args, kwargs in given:
+            before = num_graph_breaks()
+            try:
+                results.append(step.rehearse(record, *args, **kwargs))
+            except Exception as error:
+                # Such as the logarithm of a value that a rehearsal does not have.
+                if found := graph_breaks_since(before):
+                    raise self._not_one_graph("; ".join(dict.fromkeys(found))) from error
+                raise
+            # After a graph break the step may look at values, and the rehearsal has none.
+            breaks = list(dict.fromkeys(self.steps.graph_breaks))
+            if breaks or len(calls) != len(results) or calls[-1][0] is not calls[0][0]:
+                reasons = "; ".join(breaks) or f"{len(calls)} graphs ran for {len(results)}"
+                raise self._not_one_graph(reasons)
+        return Rehearsal(calls, results)
+
+    def _not_one_graph(self, reasons: str) -> NotOneGraphError:
+        return NotOneGraphError(
+            f"{type(self.module).__name__}.{self.name} is not one graph for every microbatch "
+            f"({reasons}); expected tensor operations without branches on values, printing or "
+            "third-party calls between them; keep those out of it."
+        )
+
+    def inputs_of(self, rehearsal: Rehearsal) -> list[list[Any]]:
+        """The flat inputs of the pipeline for every microbatch."""
+        own = self._inputs[id(rehearsal.graph)]
+        return [[one[1][place] for place in own] for one in rehearsal.calls]
+
+    def runner_for(self, rehearsal: Rehearsal, loss: int | None) -> PipelineRunner:
+        """The pipeline of a graph; made when it first runs.
+
+        Args:
+            rehearsal: The graph, with its inputs.
+            loss: Position of the loss among the graph's outputs.
+
+        Raises:
+            RuntimeError: If parameters would move to other ranks.
+        """
+        graph = rehearsal.graph
+        if id(graph) in self.runners:
+            return self.runners[id(graph)]
+        values = rehearsal.calls[0][1]
+        program, own = program_of_step(graph.base, graph.inputs, self.module, values, loss)
+        has_marks = cut_by(program, None, required=False)
+        if not has_marks:
+            later = (
+                self.how.ownership.policy() if self.how.ownership.is_settled else self.how.policy
+            )
+            cut_by(program, later, required=True)
+        pipe = build_pipe(program, self.module, lambda name: MultiUseParameterConfig.REPLICATE)
+        runner = PipelineRunner(
+            pipe,
+            self.how.schedule,
+            num_microbatches=self.how.num_microbatches,
+            device=self.how.device,
+            group=self.how.group,
+        )
+        self.how.ownership.note(pipe)
+        # A replica that this graph does not use must not fall behind the others.
+        rank = dist.get_rank(self.how.group)
+        owned = self.how.ownership.parameters_of(rank)
+        runner.shared = SharedGradients(owned, self.how.ownership.replicas(), self.how.group)
+        # Kept, so that its id stays its own.
+        self._graphs.append(graph)
+        self._inputs[id(graph)] = own
+        self.runners[id(graph)] = runner
+        return runner
