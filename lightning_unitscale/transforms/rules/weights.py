@@ -23,6 +23,9 @@ from lightning_unitscale.transforms.rules.rehearsal import parameter_rms
 # Beyond this a gradient is taken for zero, or for broken: its unit would be noise.
 _MAX_LOG2 = 100
 _TELLING_FAN_IN = 5
+# Below this share of a sibling's RMS a gradient is rounding: a key's bias moves all logits of a query
+# alike, one before a batch norm is subtracted again, and what is left of their gradients is noise.
+_ROUNDING = 2.0**-18
 
 
 def set_to_unit_scale(
@@ -165,8 +168,10 @@ class ParameterGradients(GraphPass):
         # mean over n shrinks by as much.
         global_batch = math.sqrt(num_accumulated / num_replicas)
         self.num_accumulated, self._log2_shift = num_accumulated, 0
+        largest = _largest_by_module(measured)
         for fqn, rms in measured.items():
-            total = rms * global_batch
+            of_module = largest[_module_of(fqn)]
+            total = (of_module if 0 < rms < _ROUNDING * of_module else rms) * global_batch
             known = total > 0 and math.isfinite(total)
             exponent = -round(math.log2(total)) if known else 0
             self.log2_factors[fqn] = max(-_MAX_LOG2, min(_MAX_LOG2, exponent))
@@ -181,6 +186,19 @@ class ParameterGradients(GraphPass):
         new.log2_factors = dict(self.log2_factors)
         new.num_accumulated = self.num_accumulated
         return new
+
+
+def _largest_by_module(measured: Mapping[str, float]) -> dict[str, float]:
+    """The largest finite RMS among the parameters of each module itself."""
+    largest: dict[str, float] = {}
+    for fqn, rms in measured.items():
+        module = _module_of(fqn)
+        largest[module] = max(largest.get(module, 0.0), rms if math.isfinite(rms) else 0.0)
+    return largest
+
+
+def _module_of(fqn: str) -> str:
+    return fqn.rpartition(".")[0]
 
 
 class _Factor:

@@ -206,3 +206,25 @@ def test_a_parameter_with_a_hook_can_be_saved() -> None:
         kept = pickle.loads(pickle.dumps(gradients))
     assert torch.equal(weight, module.weight)
     assert kept.log2_factors == {"weight": 1}
+
+
+class _Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(32, 32) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (one(x)[:, None] for one in (self.query, self.key, self.value))
+        return nn.functional.scaled_dot_product_attention(q, k, v).square().mean()
+
+
+def test_a_gradient_of_rounding_errors_is_not_brought_to_unit_scale() -> None:
+    """A key's bias moves all logits of a query alike, so the softmax does not see it."""
+    torch.manual_seed(0)
+    scaled = unit_scale(_Attention())
+    for _ in range(2):
+        scaled.zero_grad()
+        scaled(torch.randn(8, 16, 32)).backward()
+    found = {name: rms(one.grad) for name, one in scaled.named_parameters()}
+    assert 0 < found.pop("key.bias") < 1e-4
+    assert all(0.1 < one < 10 for one in found.values()), found
