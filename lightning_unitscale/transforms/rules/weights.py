@@ -23,8 +23,9 @@ from lightning_unitscale.transforms.rules.rehearsal import parameter_rms
 # Beyond this a gradient is taken for zero, or for broken: its unit would be noise.
 _MAX_LOG2 = 100
 _TELLING_FAN_IN = 5
-# Below this share of a sibling's RMS a gradient is rounding: a key's bias moves all logits of a query
-# alike, one before a batch norm is subtracted again, and what is left of their gradients is noise.
+# Below this share of a sibling's RMS a gradient is rounding: a key's bias moves all logits of a
+# query alike, one before a batch norm is subtracted again, and what their gradients have left is
+# noise.
 _ROUNDING = 2.0**-18
 
 
