@@ -14,7 +14,9 @@ PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3
 PIP_ARGS ?=
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
-BENCHMARKS ?= unit_scale_overhead monitor_overhead same_training architectures rule_coverage rule_transform_cost best_rates lr_transfer low_precision_training memory_prediction remat_pareto
+# Processes that run tests side by side; files are not divided.
+TEST_WORKERS ?= 2
+BENCHMARKS ?= unit_scale_overhead monitor_overhead same_training architectures rule_coverage rule_transform_cost best_rates lr_transfer low_precision_training memory_prediction remat_pareto planning_time pipeline_bubble
 
 BIN := $(VENV)/bin
 # A stamp is younger than what it was installed from, so that a second call installs nothing.
@@ -37,7 +39,7 @@ demo-pipeline: $(INSTALLED_DEMO)
 	$(BIN)/python -m lightning_unitscale fit --config configs/gpt_pipeline.yaml $(DEMO_ARGS)
 
 test: $(INSTALLED_ALL)
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 lint: $(INSTALLED_ALL)
 	$(BIN)/ruff check .
