@@ -72,6 +72,7 @@ MAY_NOT_IMPORT_TORCH = (
 # The only files that may use names of torch that start with an underscore: when one moves, there is
 # one place to mend.
 TORCH_ADAPTERS = (
+    "functional/func_transforms.py",
     "functional/scaled_product.py",
     "graph/capture.py",
     "graph/exported.py",

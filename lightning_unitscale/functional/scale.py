@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_unitscale.functional.func_transforms import is_transforming
+
 Factor = float | Tensor
 
 
@@ -36,7 +38,8 @@ def scale(input: Tensor, forward_factor: Factor, backward_factor: Factor) -> Ten
     References:
         Blake, Orr, Luschi, "Unit Scaling" (arXiv 2303.11257), section 4, scaled ops.
     """
-    result: Tensor = _Scale.apply(input, forward_factor, backward_factor)
+    function = _TransformableScale if is_transforming() else _Scale
+    result: Tensor = function.apply(input, forward_factor, backward_factor)
     return result
 
 
@@ -48,7 +51,8 @@ def scale_fwd(input: Tensor, factor: Factor) -> Tensor:
 @torch.compiler.allow_in_graph
 def scale_bwd(input: Tensor, factor: Factor) -> Tensor:
     """Multiply the gradient by ``factor``; the forward value passes as it is."""
-    result: Tensor = _ScaleGradient.apply(input, factor)
+    function = _TransformableScaleGradient if is_transforming() else _ScaleGradient
+    result: Tensor = function.apply(input, factor)
     return result
 
 
@@ -114,7 +118,30 @@ def _alignment(tensor: Tensor) -> int:
     )
 
 
+# Each twice: torch calls a function that it can transform at three times the cost.
 class _Scale(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, forward_factor: Factor, backward_factor: Factor) -> Tensor:
+        _keep_factor(ctx, backward_factor)
+        return multiply(input, forward_factor)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None]:
+        return _scaled(grad_output, _kept_factor(ctx)), None, None
+
+
+class _ScaleGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, factor: Factor) -> Tensor:
+        _keep_factor(ctx, factor)
+        return input.view_as(input)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
+        return _scaled(grad_output, _kept_factor(ctx)), None
+
+
+class _TransformableScale(torch.autograd.Function):
     @staticmethod
     def forward(input: Tensor, forward_factor: Factor, backward_factor: Factor) -> Tensor:
         return multiply(input, forward_factor)
@@ -129,11 +156,10 @@ class _Scale(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Tensor, int]:
-        result: Tensor = _Scale.apply(*_with_batch_first(info.batch_size, in_dims, inputs))
-        return result, 0
+        return scale(*_with_batch_first(info.batch_size, in_dims, inputs)), 0
 
 
-class _ScaleGradient(torch.autograd.Function):
+class _TransformableScaleGradient(torch.autograd.Function):
     @staticmethod
     def forward(input: Tensor, factor: Factor) -> Tensor:
         return input.view_as(input)
@@ -148,17 +174,15 @@ class _ScaleGradient(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Tensor, int]:
-        result: Tensor = _ScaleGradient.apply(*_with_batch_first(info.batch_size, in_dims, inputs))
-        return result, 0
+        return scale_bwd(*_with_batch_first(info.batch_size, in_dims, inputs)), 0
 
 
-def _scaled(tensor: Tensor, factor: Factor) -> Tensor:
-    """``tensor * factor`` as a differentiable operation that ``torch.func`` can transform.
+def _scaled(gradient: Tensor, factor: Factor) -> Tensor:
+    """``gradient * factor`` as a differentiable operation.
 
     A gradient may be a tensor of an outer ``vmap``, in whose memory ``multiply`` must not look.
     """
-    result: Tensor = _Scale.apply(tensor, factor, factor)
-    return result
+    return scale(gradient, factor, factor) if is_transforming() else multiply(gradient, factor)
 
 
 def _with_batch_first(
