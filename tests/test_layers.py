@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[1]
 # A file's layer is that of its longest prefix here. A lower layer never imports a higher one.
 LAYERS = {
     "formats.py": 0,
+    "shadowing.py": 0,
     "alerts.py": 1,
     "cpu_kernel.py": 1,
     "cpu_rows.py": 1,

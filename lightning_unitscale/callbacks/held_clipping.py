@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+import contextlib
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch.optim import Optimizer
 
+from lightning_unitscale.shadowing import shadowed
 from lightning_unitscale.transforms.held_parameters import HeldParameters
-
-_MISSING = object()
 
 
 class HeldClipping:
@@ -27,19 +26,15 @@ class HeldClipping:
     def __init__(self, trainer: pl.Trainer, held: HeldParameters) -> None:
         self._plugin = trainer.precision_plugin
         self._held = held
-        self._shadowed: Any = _MISSING
+        self._attached = contextlib.ExitStack()
 
     def attach(self) -> None:
         """Clip true gradients from now on."""
-        self._shadowed = vars(self._plugin).get("clip_gradients", _MISSING)
-        vars(self._plugin)["clip_gradients"] = self._clip
+        self._attached.enter_context(shadowed(self._plugin, clip_gradients=self._clip))
 
     def remove(self) -> None:
         """Leave clipping to the plugin again."""
-        if self._shadowed is _MISSING:
-            del vars(self._plugin)["clip_gradients"]
-        else:
-            vars(self._plugin)["clip_gradients"] = self._shadowed
+        self._attached.close()
 
     def _clip(
         self,

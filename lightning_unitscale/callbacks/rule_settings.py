@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,13 +13,13 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info  # type: ignore
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_unitscale.shadowing import shadowed
 from lightning_unitscale.transforms.learning_rates import Method, check_group
 from lightning_unitscale.transforms.parameter_info import ParameterInfo
 from lightning_unitscale.transforms.scaled_step import ScaledStep, scale_learning_rates
 
 # torch.amp.GradScaler's own default: one that starts elsewhere was chosen by the user.
 _DEFAULT_LOSS_SCALE = 2.0**16
-_MISSING = object()
 
 
 class RuleSettings:
@@ -131,26 +132,20 @@ class UnitClipping:
 
     def __init__(self, trainer: pl.Trainer) -> None:
         self._plugin = trainer.precision_plugin
-        self._shadowed: Any = _MISSING
+        self._attached = contextlib.ExitStack()
         self._is_attached = False
         self._is_reported = False
 
     def attach(self) -> None:
         """Scale thresholds from now on."""
         if not self._is_attached:
-            self._shadowed = vars(self._plugin).get("clip_gradients", _MISSING)
             self._clip_gradients = self._plugin.clip_gradients
-            vars(self._plugin)["clip_gradients"] = self._clip
+            self._attached.enter_context(shadowed(self._plugin, clip_gradients=self._clip))
             self._is_attached = True
 
     def remove(self) -> None:
         """Take thresholds as they are again."""
-        if not self._is_attached:
-            return
-        if self._shadowed is _MISSING:
-            del vars(self._plugin)["clip_gradients"]
-        else:
-            vars(self._plugin)["clip_gradients"] = self._shadowed
+        self._attached.close()
         self._is_attached = False
 
     def _clip(

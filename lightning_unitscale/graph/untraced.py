@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_unitscale.shadowing import shadowed
+
 # An object, the name of its method and, where a rehearsal is to do something in its place, what.
 Calls = Iterable[tuple[Any, str] | tuple[Any, str, Callable[..., None]]]
 
@@ -45,23 +47,14 @@ class UntracedCalls:
     @contextlib.contextmanager
     def replaced(self) -> Iterator[None]:
         """Within this context the methods run untraced; the real ones are back afterwards."""
-        shadowed = []
-        try:
+        with contextlib.ExitStack() as stack:
             for one, name, *rehearsed in self._find():
                 call = self._calls.setdefault((id(one), name), _Untraced(one, self))
-                attributes = one.__dict__
-                if attributes.get(name) is call.run:
+                if vars(one).get(name) is call.run:
                     continue  # a step within a step
-                shadowed.append((attributes, name, attributes.get(name, _MISSING)))
                 call.stand_in_for(getattr(one, name), *rehearsed)
-                attributes[name] = call.run
+                stack.enter_context(shadowed(one, **{name: call.run}))
             yield
-        finally:
-            for attributes, name, before in reversed(shadowed):
-                if before is _MISSING:
-                    del attributes[name]
-                else:
-                    attributes[name] = before
 
 
 @contextlib.contextmanager
@@ -83,9 +76,6 @@ def plain_forward(module: nn.Module) -> Iterator[None]:
     finally:
         if is_own:
             attributes.setdefault("forward", forward)
-
-
-_MISSING = object()
 
 
 class _Untraced:

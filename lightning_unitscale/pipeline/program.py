@@ -19,6 +19,7 @@ from lightning_unitscale.graph.exported import export_forward
 from lightning_unitscale.graph.nodes import MODULE, NAME, example_tensor, tensor_name
 from lightning_unitscale.graph.out_of_place import memory_roots, mutated_argument
 from lightning_unitscale.pipeline.loss import LossSpec, LossWrapper, loss_index
+from lightning_unitscale.shadowing import shadowed
 
 # What a captured graph can return.
 _RETURNABLE = (Tensor, int, float, bool, str, type(None), tuple, list)
@@ -273,11 +274,8 @@ def _returnable(module: nn.Module, left_out: list[str]) -> Iterator[None]:
                 return type(result)(**kept)
         return result
 
-    module.__dict__["forward"] = types.MethodType(forward, module)
-    try:
+    with shadowed(module, forward=types.MethodType(forward, module)):
         yield
-    finally:
-        module.__dict__.pop("forward", None)
 
 
 def _name_by_origin(graph: fx.Graph) -> None:

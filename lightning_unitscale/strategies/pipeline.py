@@ -24,6 +24,7 @@ from lightning_unitscale.pipeline.marks import SplitPoint, annotate_split_points
 from lightning_unitscale.pipeline.ownership import Ownership
 from lightning_unitscale.pipeline.policy import balanced_split
 from lightning_unitscale.pipeline.schedules import find_schedule
+from lightning_unitscale.shadowing import shadowed
 from lightning_unitscale.strategies import batches
 from lightning_unitscale.strategies.owners import Owners
 from lightning_unitscale.strategies.pipelined_forward import PipelinedForward
@@ -115,6 +116,7 @@ class PipelineStrategy(DDPStrategy):
         self._how: Pipelining
         self._owners: Owners | None = None
         self._marks: Any = ()
+        self._clipping = contextlib.ExitStack()
         self._steps_done = 0
         self._is_training = False
         self._stash: dict[nn.Parameter, Tensor] = {}
@@ -143,7 +145,9 @@ class PipelineStrategy(DDPStrategy):
             self._prepare_step(module)
         self.setup_precision_plugin()
         # The norm of a rank's own gradients is not the norm of all.
-        self.precision_plugin.__dict__["clip_grad_by_norm"] = self._clip_by_norm
+        self._clipping.close()
+        clipping = shadowed(self.precision_plugin, clip_grad_by_norm=self._clip_by_norm)
+        self._clipping.enter_context(clipping)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -349,7 +353,7 @@ class PipelineStrategy(DDPStrategy):
         self._is_training = False
         if self._owners is not None:
             self._owners.freed.lose()
-        self.precision_plugin.__dict__.pop("clip_grad_by_norm", None)
+        self._clipping.close()
         for one in self._marks:
             one.remove()
         self._marks = ()

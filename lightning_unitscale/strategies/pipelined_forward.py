@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from lightning_unitscale.pipeline.microbatches import split_evenly
 from lightning_unitscale.pipeline.runner import PipelineRunner
 from lightning_unitscale.pipeline.step_program import static_shapes
+from lightning_unitscale.shadowing import shadowed
 from lightning_unitscale.strategies import batches
 from lightning_unitscale.strategies.pipelined_method import (
     PipelinedMethod,
@@ -123,7 +124,7 @@ class PipelinedForward(PipelinedMethod):
         before = [one._version for one in tensors]
         ignored = dict.fromkeys(_LOGS, lambda *a, **k: None)
         try:
-            with self._methods(forward=forward, **ignored):
+            with shadowed(self.module, forward=forward, **ignored):
                 self._training_step(*args, **kwargs)
         except _ReachedError as reached:
             given = reached.given
@@ -177,7 +178,7 @@ class PipelinedForward(PipelinedMethod):
                 )
             return forward(*given, **named)
 
-        with self._methods(forward=once, **{one: recorder(one) for one in _LOGS}):
+        with shadowed(self.module, forward=once, **{one: recorder(one) for one in _LOGS}):
             result = self._training_step(*args, **kwargs)
         return result, logged
 
@@ -268,18 +269,6 @@ class PipelinedForward(PipelinedMethod):
     def _training_step(self, *args: Any, **kwargs: Any) -> Any:
         step: Callable[..., Any] = getattr(self.module, "training_step")  # noqa: B009
         return step(*args, **kwargs)
-
-    @contextlib.contextmanager
-    def _methods(self, **methods: Any) -> Iterator[None]:
-        attributes = self.module.__dict__
-        shadowed = {name: attributes[name] for name in methods if name in attributes}
-        attributes.update(methods)
-        try:
-            yield
-        finally:
-            for name in methods:
-                attributes.pop(name, None)
-            attributes.update(shadowed)
 
     def _common_seed(self) -> int:
         seed = torch.randint(2**62, (1,)).to(self.how.device)
