@@ -17,7 +17,11 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def interleaved_medians(
-    steps: Mapping[str, Callable[[], object]], *, rounds: int, warmup: int
+    steps: Mapping[str, Callable[[], object]],
+    *,
+    rounds: int,
+    warmup: int,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, float]:
     """Median seconds of every step function.
 
@@ -27,9 +31,9 @@ def interleaved_medians(
     samples: dict[str, list[float]] = {name: [] for name in steps}
     for round_index in range(warmup + rounds):
         for name, step in steps.items():
-            start = time.perf_counter()
+            start = clock()
             step()
-            elapsed = time.perf_counter() - start
+            elapsed = clock() - start
             if round_index >= warmup:
                 samples[name].append(elapsed)
     return {name: statistics.median(values) for name, values in samples.items()}

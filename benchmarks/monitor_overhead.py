@@ -11,14 +11,13 @@ Run: ``python benchmarks/monitor_overhead.py``
 from __future__ import annotations
 
 import argparse
-import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
 from demo_step import DemoLoss, demo_batch, training_step
-from measure import report
+from measure import interleaved_medians, report
 from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 from unit_scaling.transforms import track_scales as peer_track_scales
@@ -60,21 +59,6 @@ def monitored_step(
     return run
 
 
-def interleaved_cpu_medians(
-    steps: Mapping[str, Callable[[], object]], *, rounds: int, warmup: int
-) -> dict[str, float]:
-    """Median CPU seconds of every step function, one step of each in turn."""
-    samples: dict[str, list[float]] = {name: [] for name in steps}
-    for round_index in range(warmup + rounds):
-        for name, step in steps.items():
-            start = time.process_time()
-            step()
-            elapsed = time.process_time() - start
-            if round_index >= warmup:
-                samples[name].append(elapsed)
-    return {name: statistics.median(values) for name, values in samples.items()}
-
-
 def main() -> None:
     """Measure all variants in one process, interleaved."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -99,7 +83,9 @@ def main() -> None:
             "Inductor, not sampled": monitored_step(plain, batch, False, "inductor", f"{folder}/3"),
             "Inductor, every step": monitored_step(plain, batch, True, "inductor", f"{folder}/2"),
         }
-        seconds = interleaved_cpu_medians(steps, rounds=options.rounds, warmup=options.warmup)
+        seconds = interleaved_medians(
+            steps, rounds=options.rounds, warmup=options.warmup, clock=time.process_time
+        )
     for executor in ("eager", "Inductor"):
         # A median over 50 steps would not see the one that is sampled.
         rare = 49 * seconds[f"{executor}, not sampled"] + seconds[f"{executor}, every step"]
