@@ -111,9 +111,8 @@ class RematCallback(pl.Callback):
         states = [dict(state) for one in trainer.optimizers for state in one.state.values()]
         gradients = [one.grad for one in parameters if one.grad is not None]
         alive = [parameters, list(pl_module.buffers()), gradients, states, batch]
-        if not self._meter.is_marked:
-            self._meter.mark(alive, beside=_bucket_bytes(trainer))
-            self._gradients_seen = 0
+        self._meter.mark(alive, beside=_bucket_bytes(trainer))
+        self._gradients_seen = 0
 
     @override
     def on_train_batch_end(

@@ -44,7 +44,8 @@ class PipelineRunner:
     Attributes:
         stage_indices: This rank's stages, in ascending order.
         stages: Their modules.
-        is_last: Whether the last stage, and so every result, is on this rank.
+        last_rank: The rank of the last stage, and so of every result.
+        is_last: Whether that is this rank.
 
     Raises:
         ValueError: If the schedule cannot run the pipeline's stages on the group's ranks.
@@ -76,7 +77,8 @@ class PipelineRunner:
         self.stages = tuple(
             pipe.get_stage_module(index).on_device(self.device) for index in self.stage_indices
         )
-        self.is_last = pipe.num_stages - 1 in self.stage_indices
+        self.last_rank = self.schedule.rank_of(pipe.num_stages - 1, num_ranks)
+        self.is_last = self.last_rank == rank
         owners = {
             name: tuple(sorted({self.schedule.rank_of(one, num_ranks) for one in stages}))
             for name, stages in pipe.shared_parameters().items()

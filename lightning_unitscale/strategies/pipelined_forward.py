@@ -254,10 +254,7 @@ class PipelinedForward(PipelinedMethod):
             payload = [
                 tree_unflatten([_mean(list(one)) for one in zip(*leaves, strict=True)], spec)
             ]
-        last = runner.schedule.rank_of(
-            runner.pipe.num_stages - 1, dist.get_world_size(self.how.group)
-        )
-        dist.broadcast_object_list(payload, group=self.how.group, group_src=last)
+        dist.broadcast_object_list(payload, group=self.how.group, group_src=runner.last_rank)
         result, logged = tree_map(self._here, payload[0])
         for method, args, kwargs in logged:
             getattr(self.module, method)(*args, **kwargs)

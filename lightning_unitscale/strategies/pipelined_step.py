@@ -78,10 +78,8 @@ class PipelinedStep(PipelinedMethod):
             values = batches.combined(outputs)
         else:
             values = batches.combined_like(examples, self.how.num_microbatches)
-        num_ranks = dist.get_world_size(self.how.group)
-        last = runner.schedule.rank_of(runner.pipe.num_stages - 1, num_ranks)
         for place, one in enumerate(values):
             if isinstance(one, Tensor):
                 values[place] = one.contiguous()
-                dist.broadcast(values[place], group=self.how.group, group_src=last)
+                dist.broadcast(values[place], group=self.how.group, group_src=runner.last_rank)
         return values

@@ -90,8 +90,8 @@ class HeldParameters:
         for one in self._module.modules():
             if any(id(p) in mine for p in one._parameters.values()):
                 self._handles += [
-                    one.register_state_dict_post_hook(_after_save(self)),
-                    one.register_load_state_dict_pre_hook(_before_load(self)),
+                    one.register_state_dict_post_hook(_converting(self, 1)),
+                    one.register_load_state_dict_pre_hook(_converting(self, -1)),
                     one.register_forward_pre_hook(_stop_others(self)),
                 ]
 
@@ -275,20 +275,9 @@ def _wide(tensor: Tensor) -> torch.dtype:
 
 
 # Functions, since torch marks what it is given as a hook.
-def _after_save(held: HeldParameters) -> Callable[..., None]:
-    def convert(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-        for name, parameter in module._parameters.items():
-            if parameter is not None and prefix + name in state:
-                exponent = held.shown_exponent(parameter)
-                if exponent:
-                    value = state[prefix + name]
-                    state[prefix + name] = value.to(_wide(value), copy=True)
-                    _rescale(state[prefix + name], exponent)
+def _converting(held: HeldParameters, sign: int) -> Callable[..., None]:
+    """A hook that brings a state dict's parameters to true units (1), or to held ones (-1)."""
 
-    return convert
-
-
-def _before_load(held: HeldParameters) -> Callable[..., None]:
     def convert(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
         for name, parameter in module._parameters.items():
             if parameter is not None and prefix + name in state:
@@ -296,7 +285,7 @@ def _before_load(held: HeldParameters) -> Callable[..., None]:
                 if exponent:
                     value = state[prefix + name]
                     state[prefix + name] = value.to(_wide(value), copy=True)
-                    _rescale(state[prefix + name], -exponent)
+                    _rescale(state[prefix + name], sign * exponent)
 
     return convert
 

@@ -6,10 +6,8 @@ Run it once per rank. Every rank writes ``FOLDER/rank.json``: how each training 
 from __future__ import annotations
 
 import json
-import logging
 import os
 import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +20,7 @@ from lightning_unitscale import ScaleMonitor
 from lightning_unitscale.callbacks import ScaleViolation
 from tests.callbacks.modules import Regression
 from tests.callbacks.runs import QUIET, loader
+from tests.distributed.launch import quiet_rank
 
 NAN_STEP = 4
 
@@ -63,9 +62,7 @@ def train(on_violation: Any, every_n_steps: int) -> dict[str, Any]:
 
 def main(folder: Path) -> None:
     """Stop, raise, and a loss that is NaN in between."""
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
+    quiet_rank()
     # Raising comes last: the process group is of no use after it.
     cases = {"stop": ("stop", 2), "between": ("warn", 3), "raise": ("raise", 2)}
     found = {name: train(*options) for name, options in cases.items()}

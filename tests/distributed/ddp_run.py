@@ -6,9 +6,7 @@ Run it once per rank, with Lightning's environment variables. Every rank writes 
 
 from __future__ import annotations
 
-import logging
 import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +20,7 @@ from lightning_unitscale import ScaleMonitor, UnitScaleCallback
 from tests.callbacks.modules import Regression, adamw
 from tests.callbacks.runs import ARRANGEMENTS, QUIET, Recorder, loader
 from tests.callbacks.test_manual_optimization import Adversarial
+from tests.distributed.launch import quiet_rank
 
 
 class Unused(Regression):
@@ -107,9 +106,7 @@ def train(folder: Path, kind: str, how: str) -> None:
 
 def main(folder: Path, *runs: str) -> None:
     """Train all of the runs, one after the other, in one process group."""
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
+    quiet_rank()
     for one in runs:
         train(folder, *one.split(":"))
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import subprocess
 import sys
+import warnings
 from pathlib import Path
+
+import torch
 
 ROOT = Path(__file__).parents[2]
 
@@ -71,3 +75,10 @@ def _environment(rank: int, num_ranks: int, port: int) -> dict[str, str]:
         "WORLD_SIZE": str(num_ranks),
         "GLOO_SOCKET_IFNAME": "lo",
     }
+
+
+def quiet_rank() -> None:
+    """What every rank does first: nothing of Lightning's below errors, no warnings, one thread."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)

@@ -6,9 +6,7 @@ Run it once per rank, with Lightning's environment variables. Every rank writes 
 
 from __future__ import annotations
 
-import logging
 import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ from lightning.pytorch.strategies import DDPStrategy
 
 from tests.callbacks.rule_runs import Classifier, Gradients, loader, plan_of, unit_scale, weights
 from tests.callbacks.runs import QUIET, Recorder
+from tests.distributed.launch import quiet_rank
 
 
 def still(module: Any) -> Any:
@@ -61,9 +60,7 @@ def train(folder: Path, kind: str) -> None:
 
 def main(folder: Path) -> None:
     """All of the trainings, one after the other, in one process group."""
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
+    quiet_rank()
     for kind in KINDS:
         train(folder, kind)
 

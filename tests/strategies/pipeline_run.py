@@ -6,11 +6,9 @@ without the strategy. Every rank writes what it computed to ``FOLDER/CASE-RANK.p
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from examples.gpt import GPT
 from lightning_unitscale.strategies import PipelineStrategy
+from tests.distributed.launch import quiet_rank
 
 CONTEXT, STEPS = 16, 10
 
@@ -267,9 +266,7 @@ def train(folder: Path, case: str, num_ranks: int, resume_from: str) -> None:
 
 def main(folder: Path, num_ranks: int, resume_from: str, *cases: str) -> None:
     """Train all of the cases, one after the other."""
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
+    quiet_rank()
     for one in cases:
         train(folder, one, num_ranks, resume_from)
 
