@@ -59,7 +59,7 @@ from lightning_unitscale.transforms.scaled_step import scale_learning_rates
 from lightning_unitscale.transforms.simulate_format import find_sites, insert_at_sites
 
 Batch = tuple[Tensor, Tensor]
-PLOT = Path(__file__).parents[1] / "docs" / "images" / "low_precision_training.png"
+PLOTS = Path(__file__).parents[1] / "docs" / "images"
 
 # configs/gpt_unit_scaled.yaml
 LEARNING_RATE, WEIGHT_DECAY, BETAS = 3e-3, 0.1, (0.9, 0.95)
@@ -308,7 +308,7 @@ def table(results: dict[str, dict[int, float]]) -> list[dict[str, Any]]:
     return rows
 
 
-def plot(curves: dict[str, list[float]], setting: str) -> None:
+def plot(curves: dict[str, list[float]], setting: str, path: Path) -> None:
     """Training losses of the first seed, smoothed."""
     import matplotlib
 
@@ -332,8 +332,8 @@ def plot(curves: dict[str, list[float]], setting: str) -> None:
     axes.set_title(setting, fontsize=9)
     axes.legend(fontsize=7, ncols=2)
     axes.grid(alpha=0.3)
-    PLOT.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(PLOT, dpi=130)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
 
 
 def main() -> None:
@@ -343,14 +343,19 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--val-samples", type=int, default=512)
     parser.add_argument("--executor", choices=["eager", "aot_eager", "inductor"], default="eager")
-    parser.add_argument("--only", default="", help="run the methods whose name contains this")
+    parser.add_argument(
+        "--only", nargs="+", default=[""], help="run the methods whose name contains one of these"
+    )
+    parser.add_argument(
+        "--name", default="low_precision_training", help="of the result file and of the plot"
+    )
     parser.add_argument("--resume", action="store_true", help="keep what the result file has")
     args = parser.parse_args()
 
     setting = {
         key: getattr(args, key) for key in ("steps", "batch_size", "val_samples", "executor")
     }
-    path = RESULTS / "low_precision_training.json"
+    path = RESULTS / f"{args.name}.json"
     results: dict[str, dict[int, float]] = {}
     curves: dict[str, list[float]] = {}
     if args.resume and path.exists():
@@ -363,7 +368,7 @@ def main() -> None:
             curves = stored["curves"]
     for seed in range(1, args.seeds + 1):
         for method in METHODS:
-            wanted = args.only in method.name or method is METHODS[0]
+            wanted = method is METHODS[0] or any(one in method.name for one in args.only)
             if not wanted or seed in results.get(method.name, {}):
                 continue
             start = time.perf_counter()
@@ -380,7 +385,7 @@ def main() -> None:
             path.write_text(json.dumps({**content, "curves": curves}, indent=1) + "\n")
     title = f"{args.steps} steps of {args.batch_size} windows of the standard library's source"
     print(f"\n{title}, {args.seeds} seed(s)\n{tabulate(table(results), headers='keys')}")
-    plot(curves, f"{title}, seed 1")
+    plot(curves, f"{title}, seed 1", PLOTS / f"{args.name}.png")
 
 
 if __name__ == "__main__":

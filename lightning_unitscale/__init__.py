@@ -1,11 +1,14 @@
 """Unit scaling, scale tracking, rematerialization and pipelines for any LightningModule.
 
 Names are imported when they are first used: TensorBoard executes this package at its own start to
-find the dashboard, and must not wait for torch or Lightning.
+find the dashboard, and must not wait for torch or Lightning. For the same reason
+``Trainer(strategy="pipeline")`` is registered when Lightning is imported.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from lightning_unitscale.registration import register_strategies
 
 if TYPE_CHECKING:
     from lightning_unitscale.callbacks import RematCallback, ScaleMonitor, UnitScaleCallback
@@ -45,6 +48,9 @@ __all__ = [
     "UnitScaleCallback",
     "__version__",
 ]
+
+
+register_strategies()
 
 
 def __getattr__(name: str) -> Any:

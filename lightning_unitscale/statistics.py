@@ -182,7 +182,12 @@ def _exponent_bins(sample: Tensor) -> Tensor:
 
 
 _LIBRARY = torch.library.Library("lightning_unitscale", "FRAGMENT")
-_LIBRARY.define("statistics_row(Tensor tensor, Tensor? factor, str layout) -> Tensor")
+# Any strides will do: without the tag Inductor writes a tensor twice that it would have fused, once
+# for this operator and once for everybody else.
+_LIBRARY.define(
+    "statistics_row(Tensor tensor, Tensor? factor, str layout) -> Tensor",
+    tags=(torch.Tag.flexible_layout,),
+)
 _OPERATOR = torch.ops.lightning_unitscale.statistics_row.default
 
 

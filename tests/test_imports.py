@@ -23,6 +23,28 @@ def test_the_package_loads_neither_torch_nor_lightning() -> None:
     assert not loaded & {"torch", "lightning", "pytorch_lightning", "numpy", "tensorboard", "scipy"}
 
 
+@pytest.mark.parametrize(
+    "imports",
+    [
+        "import lightning_unitscale, lightning.pytorch",
+        "import lightning.pytorch, lightning_unitscale",
+        # Looked for, and not imported yet.
+        "import lightning_unitscale as one; from importlib.util import find_spec; "
+        "find_spec('lightning.pytorch.strategies'); import lightning.pytorch",
+    ],
+)
+def test_the_strategy_has_a_name_once_the_package_is_imported(imports: str) -> None:
+    code = (
+        f"{imports}\n"
+        "import sys\n"
+        "from lightning.pytorch.strategies import StrategyRegistry, __loader__ as loader\n"
+        "print('lightning_unitscale.strategies' in sys.modules, 'exec_module' in vars(loader),\n"
+        "      any('unitscale' in type(one).__module__ for one in sys.meta_path),\n"
+        "      type(StrategyRegistry.get('pipeline')).__name__)"
+    )
+    assert _run(code).split() == ["False", "False", "False", "PipelineStrategy"]
+
+
 def test_a_listed_name_is_there_when_it_is_asked_for() -> None:
     code = (
         "import lightning_unitscale as lus\n"

@@ -48,6 +48,7 @@ LAYERS = {
     "callbacks": 5,
     "strategies": 5,
     "cli.py": 6,
+    "registration.py": 6,
     "__init__.py": 6,
     "__main__.py": 6,
 }
@@ -57,6 +58,7 @@ STDLIB_ONLY = ("alerts.py", "formats.py")
 MAY_NOT_IMPORT_TORCH = (
     "__init__.py",
     "alerts.py",
+    "registration.py",
     "report/__init__.py",
     "report/command.py",
     "report/figure.py",

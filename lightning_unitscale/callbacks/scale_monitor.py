@@ -281,7 +281,7 @@ class ScaleMonitor(pl.Callback):
     def _restore(self) -> None:
         if self._steps is None:
             return
-        self._probes.clear()
+        self._probes.forget()
         self._writers.clear()
         self._steps.detach(type(self).__name__, self._probes)
         self._steps = None

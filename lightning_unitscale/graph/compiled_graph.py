@@ -91,6 +91,7 @@ class CompiledGraph:
     Attributes:
         base: The captured graph with composites expanded and names assigned; passes copy it.
         index: Which graph of the step, in the order of capture.
+        num_rewrites: How often what was rewritten has been forgotten.
     """
 
     def __init__(self, step: CapturedStep, captured: CapturedGraph, executor: Executor) -> None:
@@ -104,6 +105,7 @@ class CompiledGraph:
         self._example_inputs = captured.example_inputs
         self._variants: dict[bool, Variant] = {}
         self._interpreted: dict[bool, StepGraph] = {}
+        self.num_rewrites = 0
         if executor != "eager":
             # Compiling may specialise on shapes, and only while Dynamo is still collecting its
             # guards do those become part of them. The eager executor specialises on nothing.
@@ -125,6 +127,7 @@ class CompiledGraph:
 
     def forget_variants(self) -> None:
         """Rewrite the base again at the next run, for passes that have changed their minds."""
+        self.num_rewrites += 1
         self._variants.clear()
         self._interpreted.clear()
 
@@ -155,12 +158,26 @@ class CompiledGraph:
         graph = self._interpreted[observed]
         return Variant(graph, interpret(graph.graph_module)).run(*inputs)
 
-    def _build(self, step: CapturedStep, observed: bool) -> Variant:
+    def rewritten(self) -> StepGraph:
+        """The plain variant as a graph, out of place: for whoever runs it in another way."""
+        step = self._step()
+        assert step is not None
+        return self._rewrite(step, observed=False, out_of_place=True)
+
+    def _rewrite(
+        self, step: CapturedStep, observed: bool, *, out_of_place: bool = False
+    ) -> StepGraph:
         base = capture.copy_graph_module(self.base)
         graph = StepGraph(base, observed=observed, step=step.name)
+        if out_of_place:
+            make_out_of_place(graph.graph)
         step.owner.records += run_passes(
             graph, step.owner.passes, step=step.name, graph_index=self.index
         )
+        return graph
+
+    def _build(self, step: CapturedStep, observed: bool) -> Variant:
+        graph = self._rewrite(step, observed)
         inputs = graph.example_inputs(self._example_inputs)
         partition_fn = step.owner.partition_fn
         options = {} if partition_fn is None else {"partition_fn": partition_fn}

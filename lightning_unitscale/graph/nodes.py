@@ -20,6 +20,8 @@ INTERNAL = "internal"
 INPUT = "graph_input"
 # Set on nodes inside a ``vmap`` or ``grad`` transform, where a tensor is not yet what it seems.
 TRANSFORMED = "transformed"
+# Set on nodes of a part of a cut graph whose tensor is another part's: received, or made again.
+ELSEWHERE = "elsewhere"
 
 _ROOT = re.compile(r"^(L\[['\"]\w+['\"]\]|G\[['\"]\w+['\"]\]|self)\.?")
 _INDEX = re.compile(r"\[['\"]?([\w.\- ]+?)['\"]?\]")

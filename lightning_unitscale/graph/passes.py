@@ -192,6 +192,20 @@ class GraphPass(abc.ABC):
         """What ``explain()`` says of the pass beyond its changes to each graph."""
         return ""
 
+    def before_cut(self, graph: StepGraph) -> frozenset[str]:
+        """Called with a rewritten graph, not observed, that is cut into parts; on every rank.
+
+        Returns:
+            Names of parameters that are wanted by :meth:`see_shared` if several parts use them.
+        """
+        return frozenset()
+
+    def observe_part(self, graph: StepGraph) -> None:  # noqa: B027
+        """Add to a part of a cut graph what the pass observes, but for what is ``ELSEWHERE``."""
+
+    def see_shared(self, name: str, value: Tensor, gradient: Tensor | None) -> None:  # noqa: B027
+        """Called for a parameter of several parts, with the sum of the parts' gradients."""
+
     def before_step(self, module: nn.Module) -> None:  # noqa: B027
         """Called before each call of a captured step of ``module``."""
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from lightning_unitscale.graph.nodes import tensor_name
+from lightning_unitscale.graph.nodes import ELSEWHERE, tensor_name
 from lightning_unitscale.pipeline.cuts import assign_stages
 from lightning_unitscale.pipeline.flow import (
     Gradients,
@@ -87,6 +87,8 @@ class _Builder:
         self._take_received()
         for node in (*reads.inputs, *reads.attributes, *reads.recomputed):
             self._copy(node)
+        for node in reads.recomputed:
+            self._new[node].meta[ELSEWHERE] = True
         with_own_switches(list(self._graph.nodes))
         entered = enter(self._graph, self._before)
         self._new.update(entered)
@@ -114,11 +116,13 @@ class _Builder:
             self._new[node].meta.update(node.meta)
         self._reads.inputs = [one for one in self._reads.inputs if one not in self._new]
         for node, value in taken:
+            value.meta[ELSEWHERE] = True
             order = _memory_order(_example(node, self._program))
             if order is not None:
                 back = tuple(order.index(place) for place in range(len(order)))
                 value = self._graph.call_method("permute", (value, back))
             value.meta.update(node.meta)
+            value.meta[ELSEWHERE] = True
             self._new[node] = value
 
     def _send(self, node: fx.Node) -> fx.Node:

@@ -49,6 +49,17 @@ class Ownership:
         return self._num_stages is not None
 
     @property
+    def stages(self) -> tuple[int, dict[str, frozenset[int]]]:
+        """How many stages there are, and those of each parameter: what :meth:`adopt` takes."""
+        assert self._num_stages is not None
+        return self._num_stages, self._stages
+
+    def adopt(self, given: tuple[int, dict[str, frozenset[int]]]) -> None:
+        """Settle on what another pipeline of the same module has settled on."""
+        assert not self.is_settled
+        self._num_stages, self._stages = given
+
+    @property
     def names(self) -> list[set[str]]:
         """For each rank, the names of what it owns; a tensor of several names under its first."""
         owned: list[set[str]] = [set() for _ in range(self._num_ranks)]

@@ -24,6 +24,8 @@ from lightning_unitscale.pipeline.shared import SharedGradients
 from lightning_unitscale.pipeline.stage import StageInfo, StageModule, stage_info
 
 Finish = Callable[[int, tuple[Any, ...]], Tensor]
+# What runs in the place of some stages, by their indices.
+Replaced = Mapping[int, Callable[..., Any]]
 
 
 class PipelineRunner:
@@ -44,6 +46,7 @@ class PipelineRunner:
     Attributes:
         stage_indices: This rank's stages, in ascending order.
         stages: Their modules.
+        num_accumulated: Batches whose gradients are added up: each has so much less of a share.
         last_rank: The rank of the last stage, and so of every result.
         is_last: Whether that is this rank.
 
@@ -69,6 +72,7 @@ class PipelineRunner:
         self.pipe = pipe
         self.schedule = find_schedule(schedule)
         self.num_microbatches = num_microbatches
+        self.num_accumulated = 1
         self.device = torch.device(device)
         self.group = group
         rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
@@ -87,6 +91,7 @@ class PipelineRunner:
         self.shared = SharedGradients(own, owners, group)
         self._batch = _Batch()
         self._training: EngineSchedule = None
+        self._trained: list[EngineStage] = []
         self._forward: EngineSchedule = None
 
     def step(self, *args: Any, **kwargs: Any) -> list[Any] | None:
@@ -111,7 +116,10 @@ class PipelineRunner:
         return self.eval_flat(split_batch(self.pipe.program, args, kwargs, self.num_microbatches))
 
     def step_flat(
-        self, microbatches: list[list[Any]], finish: Finish | None = None
+        self,
+        microbatches: list[list[Any]],
+        finish: Finish | None = None,
+        replaced: Replaced | None = None,
     ) -> list[Any] | None:
         """:meth:`step` for the flat inputs of each microbatch.
 
@@ -119,6 +127,8 @@ class PipelineRunner:
             microbatches: The inputs.
             finish: Makes the loss of a microbatch from its place and the flat outputs of the last
                 stage, where that runs; given to all steps of a pipeline or to none.
+            replaced: What runs in the place of some of this rank's stages, with their arguments and
+                results; its backward passes are not taken apart.
         """
         if self.pipe.program.loss is None and finish is None:
             raise ValueError(
@@ -127,10 +137,13 @@ class PipelineRunner:
                 "loss_spec."
             )
         if self._training is None:
+            self._trained = self._engine_stages(True)
             self._training = make_schedule(
-                self.schedule, self._engine_stages(True), self.num_microbatches, self._mean_part
+                self.schedule, self._trained, self.num_microbatches, self._mean_part
             )
-        self._batch.finish = finish
+        self._batch.finish, self._batch.replaced = finish, replaced or {}
+        for index, one in zip(self.stage_indices, self._trained, strict=True):
+            one.at_once = index in self._batch.replaced
         self.shared.put_aside()
         with torch.enable_grad():
             result = self._run(self._training, microbatches)
@@ -164,6 +177,7 @@ class PipelineRunner:
             outputs = [self._batch.outputs[place] for place in range(count) if self.is_last]
         finally:
             self._batch.inputs, self._batch.outputs, self._batch.finish = [], {}, None
+            self._batch.replaced = {}
         if not self.is_last:
             return None
         return [self.pipe.program.unflatten(list(one)) for one in outputs]
@@ -187,7 +201,7 @@ class PipelineRunner:
 
     def _mean_part(self, loss: Tensor, microbatch: Tensor) -> Tensor:
         # Dividing here rather than the gradients afterwards leaves alone what was accumulated.
-        return loss / self.num_microbatches
+        return loss / (self.num_microbatches * self.num_accumulated)
 
 
 class _Batch:
@@ -197,6 +211,7 @@ class _Batch:
         self.inputs: list[list[Any]] = []
         self.outputs: dict[int, tuple[Any, ...]] = {}
         self.finish: Finish | None = None
+        self.replaced: Replaced = {}
 
 
 class _Fed(nn.Module):
@@ -213,7 +228,8 @@ class _Fed(nn.Module):
     def forward(self, *received: Tensor, microbatch: Tensor) -> Any:
         place = int(microbatch)
         given = self._batch.inputs[place]
-        outputs = self.stage(*received, *(given[one] for one in self._info.inputs))
+        run = self._batch.replaced.get(self._info.index, self.stage)
+        outputs = run(*received, *(given[one] for one in self._info.inputs))
         if not self._info.is_last:
             # A gradient of zeros would reach parameters that get none on one device.
             return tuple(

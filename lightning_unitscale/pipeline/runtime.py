@@ -86,6 +86,8 @@ class EngineStage(PipelineStage):
             group=group,
         )
         self._separable = info.separable
+        # Whether gradients of inputs and of weights must come from one pass for other reasons.
+        self.at_once = False
 
     @override
     def backward_maybe_with_nosync(
@@ -98,7 +100,7 @@ class EngineStage(PipelineStage):
             return (None,) * len(bwd_kwargs["input_values"]), []
         if backward_type == "weight" and not bwd_kwargs["param_groups"]:
             return (), None
-        at_once = backward_type == "input" and not self._separable
+        at_once = backward_type == "input" and (self.at_once or not self._separable)
         if at_once and bwd_kwargs["output_grads"] is None:
             # The loss: of a tuple without gradients the engine would differentiate nothing.
             bwd_kwargs = {**bwd_kwargs, "stage_output": outputs[0]}

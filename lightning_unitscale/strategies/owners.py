@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_unitscale.strategies.freed import FreedStorage
+from lightning_unitscale.strategies.replicas import Replicas
 
 
 class Owners:
@@ -42,6 +43,7 @@ class Owners:
         tensors: dict[str, Tensor] = {**dict(module.named_parameters()),
                                       **dict(module.named_buffers())}  # fmt: skip
         self.names = names
+        self._device = next(iter(tensors.values())).device
         self._first = {
             name: next((rank for rank, own in enumerate(names) if name in own), 0)
             for name in tensors
@@ -103,6 +105,44 @@ class Owners:
                 self.freed.free()
         return found
 
+    @torch.no_grad()
+    def average_gradients(self, replicas: Replicas) -> None:
+        """Average the gradients over the pipelines.
+
+        The first owner of a tied weight does it for the others: sums over the pipelines, made by
+        each owner for itself, could differ in their last bits, and the owners with them.
+        """
+        if replicas.count == 1:
+            return
+        parameters = {
+            name: one for name, one in self._tensors.items() if isinstance(one, nn.Parameter)
+        }
+        own = {name: one for name, one in parameters.items()
+               if name in self.names[self._rank] and self._first[name] == self._rank}  # fmt: skip
+        replicas.average(own, parameters, self._device)
+        for name, one in parameters.items():
+            ranks = [rank for rank, owned in enumerate(self.names) if name in owned]
+            if len(ranks) > 1 and self._rank in ranks:
+                self._hand_out_gradient(one, ranks)
+
+    def _hand_out_gradient(self, parameter: nn.Parameter, ranks: list[int]) -> None:
+        """The first rank's gradient for the other owners."""
+        first, *others = ranks
+        present = torch.tensor([parameter.grad is not None], device=self._device).int()
+        if self._rank != first:
+            dist.recv(present, group=self._group, group_src=first)
+            parameter.grad = torch.empty_like(parameter) if present.item() else None
+        for rank in others if self._rank == first else ():
+            dist.send(present, group=self._group, group_dst=rank)
+        if parameter.grad is None:
+            return
+        given = parameter.grad.contiguous()
+        if self._rank != first:
+            dist.recv(given, group=self._group, group_src=first)
+            parameter.grad = given
+        for rank in others if self._rank == first else ():
+            dist.send(given, group=self._group, group_dst=rank)
+
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The state dict that one device would have, on the first rank; ``{}`` on the others."""
         found = optimizer.state_dict()
@@ -127,10 +167,13 @@ class Owners:
         gradients = [one for one in parameters if one.grad is not None]
         counted = [one.grad for one in gradients if self.counts_here(one)]
         norms = torch.stack([torch.linalg.vector_norm(one) for one in counted]) if counted else None
-        device = next(iter(self._tensors.values())).device
-        square = torch.zeros((), device=device) if norms is None else norms.float().square().sum()
-        dist.all_reduce(square, group=self._group)
-        total = square.sqrt()
+        square = torch.zeros((), device=self._device)
+        if norms is not None:
+            square = norms.float().square().sum()
+        # Added in one order everywhere: another norm in another pipeline would part their weights.
+        squares = [torch.empty_like(square) for _ in range(dist.get_world_size(self._group))]
+        dist.all_gather(squares, square, group=self._group)
+        total = torch.stack(squares).sum().sqrt()
         factor = (limit / (total + 1e-6)).clamp(max=1.0)
         for one in gradients:
             assert one.grad is not None

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.plugins.precision import MixedPrecision
-from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn  # type: ignore[attr-defined]
 from torch import Tensor, nn
@@ -26,6 +25,7 @@ from lightning_unitscale.pipeline.policy import balanced_split
 from lightning_unitscale.pipeline.schedules import find_schedule
 from lightning_unitscale.shadowing import shadowed
 from lightning_unitscale.strategies import batches
+from lightning_unitscale.strategies.grid import GridStrategy
 from lightning_unitscale.strategies.owners import Owners
 from lightning_unitscale.strategies.pipelined_forward import PipelinedForward
 from lightning_unitscale.strategies.pipelined_method import NotOneGraphError, Pipelining, Policy
@@ -34,7 +34,7 @@ from lightning_unitscale.strategies.pipelined_step import PipelinedStep
 _CAPTURES = ("auto", "step", "forward")
 
 
-class PipelineStrategy(DDPStrategy):
+class PipelineStrategy(GridStrategy):
     """Cuts the module's ``training_step`` into stages and trains them on the Trainer's devices.
 
     Nothing of the module is rewritten: the step is captured with its loss, balanced over the ranks
@@ -47,6 +47,8 @@ class PipelineStrategy(DDPStrategy):
         schedule: One of ``GPipe``, ``1F1B``, ``Interleaved1F1B``, ``LoopedBFS``,
             ``InterleavedZeroBubble``, ``ZBVZeroBubble``, ``DualPipeV``.
         num_microbatches: Equal parts of every batch.
+        data_parallel: Pipelines side by side, each with batches of its own, whose gradients are
+            averaged as in DDP; the devices are divided among them.
         stages_per_rank: Stages on each device; ``"auto"`` for as few as the schedule has use for.
         split: ``"auto"`` balances the stages by the profiler's costs, unless the code calls
             ``pipe_split()``; paths of submodules to the edge that is a cut; or a split policy.
@@ -74,6 +76,7 @@ class PipelineStrategy(DDPStrategy):
         schedule: str = "1F1B",
         *,
         num_microbatches: int,
+        data_parallel: int = 1,
         stages_per_rank: int | str = "auto",
         split: str | Mapping[str, SplitPoint] | Policy = "auto",
         capture: str = "auto",
@@ -85,6 +88,10 @@ class PipelineStrategy(DDPStrategy):
         if not isinstance(num_microbatches, int) or num_microbatches < 1:
             raise ValueError(
                 f"num_microbatches={num_microbatches!r}: expected a whole number of at least 1."
+            )
+        if not isinstance(data_parallel, int) or data_parallel < 1:
+            raise ValueError(
+                f"data_parallel={data_parallel!r}: expected a whole number of at least 1."
             )
         if stages_per_rank != "auto" and (
             not isinstance(stages_per_rank, int) or stages_per_rank < 1
@@ -107,6 +114,7 @@ class PipelineStrategy(DDPStrategy):
         )
         self.schedule = find_schedule(schedule)
         self.num_microbatches = num_microbatches
+        self.data_parallel = data_parallel
         self.stages_per_rank = stages_per_rank
         self.split = split
         self.capture = capture
@@ -116,16 +124,10 @@ class PipelineStrategy(DDPStrategy):
         self._how: Pipelining
         self._owners: Owners | None = None
         self._marks: Any = ()
-        self._clipping = contextlib.ExitStack()
+        self._changes = contextlib.ExitStack()
         self._steps_done = 0
         self._is_training = False
         self._stash: dict[nn.Parameter, Tensor] = {}
-
-    @property
-    @override
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Every rank has the same batches."""
-        return {"num_replicas": 1, "rank": 0}
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -145,16 +147,17 @@ class PipelineStrategy(DDPStrategy):
             self._prepare_step(module)
         self.setup_precision_plugin()
         # The norm of a rank's own gradients is not the norm of all.
-        self._clipping.close()
+        self._changes.close()
         clipping = shadowed(self.precision_plugin, clip_grad_by_norm=self._clip_by_norm)
-        self._clipping.enter_context(clipping)
+        self._changes.enter_context(clipping)
+        self._changes.enter_context(self.metrics_over_pipelines(module))
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Runs forward and backward of all microbatches; the gradients wait for ``backward``."""
         assert self._step is not None and self.lightning_module is not None
         if self._steps_done < self.check_batches:
-            batches.check_equal(args[0], None)
+            batches.check_equal(args[0], self.grid.pipeline)
         parameters = list(self.lightning_module.parameters())
         earlier = [one.grad for one in parameters]
         for one in parameters:
@@ -184,6 +187,8 @@ class PipelineStrategy(DDPStrategy):
             part = gradient if share == 1 else gradient / share
             parameter.grad = part if parameter.grad is None else parameter.grad + part
         self._stash = {}
+        if not self._is_accumulating and self._owners is not None:
+            self._owners.average_gradients(self.grid.replicas)
         closure_loss = self.precision_plugin.post_backward(closure_loss, module)
         return closure_loss
 
@@ -192,6 +197,8 @@ class PipelineStrategy(DDPStrategy):
         """The state dict that one device would have, on the first rank; ``{}`` on the others."""
         if self._owners is None or self._is_interrupted:
             return super().lightning_module_state_dict()
+        if self.grid.replicas.rank:
+            return {}
         return self._owners.state_on_first(super().lightning_module_state_dict)
 
     @override
@@ -201,7 +208,7 @@ class PipelineStrategy(DDPStrategy):
         if self._owners is None or self._is_interrupted:
             state: dict[str, Any] = inner.state_dict()
             return state
-        return self._owners.optimizer_state(inner)
+        return {} if self.grid.replicas.rank else self._owners.optimizer_state(inner)
 
     @override
     def save_checkpoint(
@@ -251,7 +258,8 @@ class PipelineStrategy(DDPStrategy):
         super().teardown()
 
     def _prepare_step(self, module: pl.LightningModule) -> None:
-        num_ranks = dist.get_world_size()
+        group = self.grid.pipeline
+        num_ranks = dist.get_world_size(group)
         per_rank = self.stages_per_rank
         if per_rank == "auto":
             per_rank = 1 if self.schedule.placement == "single" else 2
@@ -266,7 +274,13 @@ class PipelineStrategy(DDPStrategy):
             module, num_ranks, lambda stage: self.schedule.rank_of(stage, num_ranks)
         )
         self._how = Pipelining(
-            self.schedule.name, self.num_microbatches, policy, self.root_device, None, ownership
+            schedule=self.schedule.name,
+            num_microbatches=self.num_microbatches,
+            policy=policy,
+            device=self.root_device,
+            group=group,
+            ownership=ownership,
+            replicas=self.grid.replicas,
         )
         if self.capture == "forward":
             self._step = PipelinedForward(module, self._how, self._plain_parameters)
@@ -343,7 +357,7 @@ class PipelineStrategy(DDPStrategy):
         if self._owners is None or names != self._owners.names:
             if self._owners is not None:
                 self._owners.freed.take()
-            self._owners = Owners(module, names, None, frees=self.free_unowned)
+            self._owners = Owners(module, names, self.grid.pipeline, frees=self.free_unowned)
         self._owners.free(self.optimizers)
 
     def _plain_parameters(self) -> contextlib.AbstractContextManager[Any]:
@@ -353,7 +367,7 @@ class PipelineStrategy(DDPStrategy):
         self._is_training = False
         if self._owners is not None:
             self._owners.freed.lose()
-        self._clipping.close()
+        self._changes.close()
         for one in self._marks:
             one.remove()
         self._marks = ()

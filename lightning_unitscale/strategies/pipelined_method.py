@@ -24,6 +24,7 @@ from lightning_unitscale.pipeline.ownership import Ownership
 from lightning_unitscale.pipeline.runner import PipelineRunner
 from lightning_unitscale.pipeline.shared import SharedGradients
 from lightning_unitscale.pipeline.step_program import example_outputs, program_of_step
+from lightning_unitscale.strategies.replicas import Replicas
 
 # A graph, its inputs, and stand-ins for its outputs.
 Call = tuple[CompiledGraph, tuple[Any, ...], list[Any]]
@@ -86,6 +87,7 @@ class Pipelining:
         device: Where this rank's stages run.
         group: The pipeline's process group.
         ownership: Which ranks have which parameters.
+        replicas: This rank in every pipeline, of which the first chooses the cuts.
     """
 
     schedule: str
@@ -94,6 +96,7 @@ class Pipelining:
     device: torch.device
     group: dist.ProcessGroup | None
     ownership: Ownership
+    replicas: Replicas
 
 
 class PipelinedMethod:
@@ -184,13 +187,15 @@ class PipelinedMethod:
         if id(graph) in self.runners:
             return self.runners[id(graph)]
         values = rehearsal.calls[0][1]
+        ownership, replicas = self.how.ownership, self.how.replicas
+        is_first = not ownership.is_settled
+        if is_first and replicas.rank > 0:
+            ownership.adopt(replicas.of_first(None))
         program, own = program_of_step(graph.base, graph.inputs, self.module, values, loss)
         has_marks = cut_by(program, None, required=False)
         if not has_marks:
-            later = (
-                self.how.ownership.policy() if self.how.ownership.is_settled else self.how.policy
-            )
-            cut_by(program, later, required=True)
+            policy = ownership.policy() if ownership.is_settled else self.how.policy
+            cut_by(program, policy, required=True)
         pipe = build_pipe(program, self.module, lambda name: MultiUseParameterConfig.REPLICATE)
         runner = PipelineRunner(
             pipe,
@@ -199,11 +204,13 @@ class PipelinedMethod:
             device=self.how.device,
             group=self.how.group,
         )
-        self.how.ownership.note(pipe)
+        ownership.note(pipe)
+        if is_first and replicas.rank == 0:
+            replicas.of_first(ownership.stages)
         # A replica that this graph does not use must not fall behind the others.
         rank = dist.get_rank(self.how.group)
-        owned = self.how.ownership.parameters_of(rank)
-        runner.shared = SharedGradients(owned, self.how.ownership.replicas(), self.how.group)
+        owned = ownership.parameters_of(rank)
+        runner.shared = SharedGradients(owned, ownership.replicas(), self.how.group)
         # Kept, so that its id stays its own.
         self._graphs.append(graph)
         self._inputs[id(graph)] = own

@@ -29,24 +29,49 @@ def runs_in_fp16(module: nn.Module) -> bool:
 def full_precision(module: nn.Module) -> Iterator[None]:
     """Within this context FP16 parameters and buffers are FP32, and autocast is off.
 
-    The tensors that were there come back afterwards, untouched.
+    So are attributes of the modules that name FP16, to which steps cast: a LightningModule's
+    ``dtype`` is one. The tensors that were there come back afterwards, untouched.
     """
     tensors = [*module.parameters(), *module.buffers()]
-    halves = [(one, one.data) for one in tensors if one.dtype == torch.float16]
+    wide = {
+        one: nn.Parameter(one.detach().float(), one.requires_grad)
+        if isinstance(one, nn.Parameter)
+        else one.float()
+        for one in tensors
+        if one.dtype == torch.float16
+    }
+    places = [
+        (owner, name, one)
+        for owner in module.modules()
+        for name, one in (*owner._parameters.items(), *owner._buffers.items())
+        if one is not None and one in wide
+    ]
+    named = [
+        (attributes, key)
+        for attributes in map(vars, module.modules())
+        for key, value in attributes.items()
+        if value is torch.float16
+    ]
     default = torch.get_default_dtype()
     with contextlib.ExitStack() as stack:
         for kind in {one.device.type for one in tensors}:
             stack.enter_context(torch.autocast(kind, enabled=False))
         try:
-            for one, _ in halves:
-                one.data = one.data.float()
+            # Other objects, not other ``data`` in them: with a change of type a parameter loses its
+            # node of the autograd graph, and with it DDP's hook that averages the gradient.
+            for owner, name, one in places:
+                setattr(owner, name, wide[one])
+            for attributes, key in named:
+                attributes[key] = torch.float32
             if default == torch.float16:
                 torch.set_default_dtype(torch.float32)
             yield
         finally:
             torch.set_default_dtype(default)
-            for one, data in halves:
-                one.data = data
+            for attributes, key in named:
+                attributes[key] = torch.float16
+            for owner, name, one in places:
+                setattr(owner, name, one)
 
 
 def in_full_precision(value: Any) -> Any:

@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 from torch import fx, nn
 
 from lightning_unitscale.graph.nodes import (
+    ELSEWHERE,
     TRANSFORMED,
     is_float_tensor,
     requires_grad,
@@ -45,6 +46,7 @@ from lightning_unitscale.transforms.stored_gauge import (
     true_arguments,
 )
 from lightning_unitscale.transforms.units import (
+    EDIT,
     FACTOR,
     GAUGE,
     HELD,
@@ -53,6 +55,7 @@ from lightning_unitscale.transforms.units import (
     NodePlan,
     Units,
     apply_plan,
+    is_scale,
 )
 
 Depth = Literal["products", "all"]
@@ -120,6 +123,16 @@ class LosslessUnitScale(GraphPass):
         if graph.observed and self.observes:
             self.drift.insert(graph, applied)
         return tuple(self._changes(graph, plans, len(applied)))
+
+    def observe_part(self, graph: StepGraph) -> None:
+        """Measure the drift at the scales of a part of a graph that was rewritten whole."""
+        if self.observes:
+            applied = [
+                (node.meta[EDIT], node)
+                for node in graph.graph.nodes
+                if EDIT in node.meta and ELSEWHERE not in node.meta and is_scale(node)
+            ]
+            self.drift.insert(graph, applied)
 
     def set_gauge(self, gauge: Gauge) -> None:
         """Put a gauge into force from the next call on; nothing is captured or compiled anew."""

@@ -122,19 +122,22 @@ def calibrate(
         # What FP16 loses measures as zero. Tensors that are there in FP16 only (autocast may choose
         # other kernels) keep what was measured above.
         is_wide = True
-        with restoring(module), full_precision(module):
-            try:
+        wide: Mapping[str, float] | None = None
+        try:
+            with restoring(module), full_precision(module):
                 wide = rehearse()
-            except RuntimeError as error:
-                warnings.warn(
-                    f"{type(module).__name__}.{step.name}: it runs in FP16 and not in FP32 "
-                    f"({str(error).splitlines()[0]}), so units are measured in FP16, where small "
-                    "gradients are zero; expected a step without casts to torch.float16 of its "
-                    "own; use tensor.to(other.dtype) for them.",
-                    stacklevel=2,
-                )
-            else:
-                measured = None if measured is None or wide is None else {**measured, **wide}
+        except RuntimeError as error:
+            is_wide = False
+            warnings.warn(
+                f"{type(module).__name__}.{step.name}: it runs in FP16 and not in FP32 "
+                f"({str(error).splitlines()[0]}), so units are measured in FP16, where small "
+                "gradients are zero; expected a step without casts to torch.float16 of its "
+                "own; use tensor.to(other.dtype) for them.",
+                stacklevel=2,
+            )
+            with restoring(module):
+                rehearse()  # the error has discarded what was captured
+        measured = None if measured is None else {**measured, **(wide or {})}
     return measured
 
 

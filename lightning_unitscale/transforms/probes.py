@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from lightning_unitscale.graph.nodes import (
+    ELSEWHERE,
     INTERNAL,
     MODULE,
     example_tensor,
@@ -27,45 +27,18 @@ from lightning_unitscale.graph.out_of_place import (
     same_tensor,
 )
 from lightning_unitscale.graph.passes import GraphPass, Stage, StepGraph
-from lightning_unitscale.graph.recording import CallRecord, CallRecorder
+from lightning_unitscale.graph.recording import CallRecorder
 from lightning_unitscale.row_layout import RowLayout
 from lightning_unitscale.row_reduction import merge_rows, shift_rows
 from lightning_unitscale.snapshot import ScaleSnapshot
 from lightning_unitscale.statistics import statistics_row
 from lightning_unitscale.transforms.gauge import ONE, Factor, FactorTable, Gauge
+from lightning_unitscale.transforms.probed_calls import CutGraph, ProbedCall, ProbedTensor
 from lightning_unitscale.transforms.units import GAUGE, HELD, FactorNodes, Held
 
 Select = Callable[[fx.Node], bool]
 RowOf = Callable[..., Tensor]
 _UNIT_GAUGE = Gauge()
-
-
-@dataclass(frozen=True)
-class ProbedTensor:
-    """One tensor under observation.
-
-    Attributes:
-        name: Its name, stable across runs.
-        module: Path of the module that makes it.
-        held: Units in which it is stored.
-        inputs: Names of the probed tensors that it is computed from.
-    """
-
-    name: str
-    module: str
-    held: Held
-    inputs: tuple[str, ...] = ()
-
-
-@dataclass
-class _ProbedCall:
-    tensors: tuple[ProbedTensor, ...]
-    record: CallRecord
-    gauge: Gauge
-
-    def exponents(self, which: Literal["sigma", "gamma"]) -> list[int]:
-        """Units of the tensors, forward or backward, under the gauge of the call."""
-        return [getattr(one.held, which).exponent(self.gauge) for one in self.tensors]
 
 
 class ScaleProbes(GraphPass):
@@ -84,15 +57,40 @@ class ScaleProbes(GraphPass):
     def __init__(self, layout: RowLayout, select: Select = lambda _: True) -> None:
         self.layout = layout
         self.select = select
-        self._calls: list[_ProbedCall] = []
+        self._calls: list[ProbedCall] = []
+        self._cut: dict[str, CutGraph] = {}
 
     def run(self, graph: StepGraph) -> tuple[str, ...]:
         """Insert the probes."""
-        nodes = [node for node in probeable_nodes(graph.graph) if self.select(node)]
-        if not nodes:
-            return ("no tensor to probe",)
-        # Probes of inputs go before it and after the states, which are inputs themselves.
-        anchor = first_operation(graph.graph)
+        self._cut.pop(graph.step, None)
+        return self._insert(graph, self._selected(graph))
+
+    def before_cut(self, graph: StepGraph) -> frozenset[str]:
+        """From now on a snapshot has all tensors of this graph, recorded on this rank or not."""
+        tensors, gauge = self._tensors(graph, self._selected(graph))
+        known = CutGraph(tensors, gauge, self.layout, graph.device)
+        if graph.step in self._cut:
+            # A step that was captured anew: the graphs of earlier batches may run again.
+            known = self._cut[graph.step].joined(known)
+        self._cut[graph.step] = known
+        return known.names
+
+    def observe_part(self, graph: StepGraph) -> None:
+        """Insert the probes of a part."""
+        self._insert(graph, [one for one in self._selected(graph) if ELSEWHERE not in one.meta])
+
+    def see_shared(self, name: str, value: Tensor, gradient: Tensor | None) -> None:
+        """Record a parameter with the sum of its parts' gradients."""
+        for one in self._cut.values():
+            if name in one.names:
+                self._calls.append(one.shared(name, value, gradient))
+
+    def _selected(self, graph: StepGraph) -> list[fx.Node]:
+        return [node for node in probeable_nodes(graph.graph) if self.select(node)]
+
+    def _tensors(
+        self, graph: StepGraph, nodes: list[fx.Node]
+    ) -> tuple[tuple[ProbedTensor, ...], Callable[[], Gauge]]:
         held: dict[str, Held] = graph.notes.get(HELD, {})
         gauge_in_force: Callable[[], Gauge] = graph.notes.get(GAUGE, lambda: _UNIT_GAUGE)
         inputs = _probed_inputs(graph.graph, nodes)
@@ -105,12 +103,20 @@ class ScaleProbes(GraphPass):
             )
             for node in nodes
         )
+        return tensors, gauge_in_force
+
+    def _insert(self, graph: StepGraph, nodes: list[fx.Node]) -> tuple[str, ...]:
+        if not nodes:
+            return ("no tensor to probe",)
+        # Probes of inputs go before it and after the states, which are inputs themselves.
+        anchor = first_operation(graph.graph)
+        tensors, gauge_in_force = self._tensors(graph, nodes)
         counted = _CountFactors(graph, tensors, gauge_in_force)
         recorder = CallRecorder(
             graph,
             len(nodes),
             self.layout.num_columns,
-            lambda record: self._calls.append(_ProbedCall(tensors, record, gauge_in_force())),
+            lambda record: self._calls.append(ProbedCall(tensors, record, gauge_in_force())),
         )
         functions = ProbeFunctions(self.layout)
         mutated = aliased_by_mutation(graph.graph)
@@ -132,6 +138,11 @@ class ScaleProbes(GraphPass):
         """Forget what was recorded and not taken."""
         self._calls.clear()
 
+    def forget(self) -> None:
+        """Forget the graphs as well."""
+        self._calls.clear()
+        self._cut.clear()
+
     def take(self, step: int, *, grad_scale: float = 1.0) -> ScaleSnapshot | None:
         """What was recorded since the last call, with one transfer from the device.
 
@@ -144,6 +155,8 @@ class ScaleProbes(GraphPass):
             times (micro-batches, repeated calls) are merged.
         """
         calls, self._calls = self._calls, []
+        # A rank that recorded nothing has to join in with the others.
+        calls = [*(one.absent() for one in self._cut.values() if one.names), *calls]
         if not calls:
             return None
         device = calls[0].record.forward.device
@@ -328,7 +341,7 @@ class _Probe(torch.autograd.Function):
 
 
 def _snapshot(
-    step: int, calls: list[_ProbedCall], table: Tensor, layout: RowLayout, grad_scale: float
+    step: int, calls: list[ProbedCall], table: Tensor, layout: RowLayout, grad_scale: float
 ) -> ScaleSnapshot:
     forward, backward = table.split(len(table) // 2)
     # A slot that no gradient reached holds zeros, and a real row has elements.

@@ -36,6 +36,8 @@ GAUGE = "gauge"
 HELD = "held"
 # Key of a node's meta: the number by which a rule multiplies the node's first input there.
 FACTOR = "rule_factor"
+# Key of a scale's meta: the ``Edit`` that it was made for.
+EDIT = "edit"
 
 
 def meant_name(node: fx.Node) -> str:
@@ -157,6 +159,7 @@ def apply_plan(plan: NodePlan, factor_node: FactorNode) -> list[tuple[Edit, fx.N
                 scaled = graph.call_function(scale, (source, forward, backward))
         scaled.meta["example_value"] = edit.source.meta["example_value"]
         scaled.meta[NAME] = edit.name
+        scaled.meta[EDIT] = edit
         scaled.meta[MODULE] = node.meta.get(MODULE, "")
         if edit.path is None:
             if INTERNAL in node.meta:
@@ -172,6 +175,11 @@ def apply_plan(plan: NodePlan, factor_node: FactorNode) -> list[tuple[Edit, fx.N
     if plan.kwargs:
         node.kwargs = {**node.kwargs, **dict(plan.kwargs)}
     return applied
+
+
+def is_scale(node: fx.Node) -> bool:
+    """Whether the node is a change of units by itself, and not one that an operation took in."""
+    return node.target in (scale, scale_bwd)
 
 
 class FactorNodes:

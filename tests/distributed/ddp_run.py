@@ -50,6 +50,7 @@ class Synchronized(Regression):
 HOWS = {
     **ARRANGEMENTS,
     "held": lambda: [UnitScaleCallback(hold_parameters=True), ScaleMonitor(every_n_steps=3)],
+    "held, all": lambda: [UnitScaleCallback(depth="all")],
 }
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {"module": lambda: Regression(adamw)},
@@ -59,12 +60,17 @@ KINDS: dict[str, dict[str, Any]] = {
     "synchronized": {"module": Synchronized, "strategy": {"gradient_as_bucket_view": True}},
     "manual": {"module": Adversarial, "strategy": {"find_unused_parameters": True}, "clip": None},
 }
+# One training in two types: results are near each other, and not the same.
+PRECISIONS: dict[str, dict[str, Any]] = {
+    one: {"module": lambda: Regression(adamw, dropout=0.0, norm=False), "precision": one}
+    for one in ("32-true", "16-true")
+}
 
 
 def train(folder: Path, kind: str, how: str) -> None:
     """Train and write down what came out."""
     pl.seed_everything(4, verbose=False)
-    options = dict(KINDS[kind])
+    options = dict({**KINDS, **PRECISIONS}[kind])
     module = options.pop("module")()
     clip = options.pop("clip", 0.5)
     strategy = DDPStrategy(process_group_backend="gloo", **options.pop("strategy", {}))
@@ -88,6 +94,7 @@ def train(folder: Path, kind: str, how: str) -> None:
     for one in callbacks:
         if isinstance(one, UnitScaleCallback):
             found["gauge"] = one.gauge.state()
+            found["held"] = one.state_dict().get("held", {})
         elif isinstance(one, ScaleMonitor):
             found["snapshots"] = [
                 {

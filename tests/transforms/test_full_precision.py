@@ -88,3 +88,23 @@ def test_a_step_that_casts_by_itself_is_measured_as_it_is() -> None:
         scaled = lossless_unit_scale(module, x)
     assert scaled.gauge()["layer.linear"].log2_gamma < 0  # type: ignore[operator]
     assert_same_bits(scaled(x), module(x))
+    assert len(scaled.forward.graphs) == 1  # type: ignore[union-attr]
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_step_that_casts_to_its_own_dtype_is_measured_in_full_precision() -> None:
+    class Casts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+            self.compute_dtype = torch.float16
+
+        def forward(self, x: Tensor) -> Tensor:
+            # Its gradients are below what FP16 can hold.
+            return self.layer(x.to(self.compute_dtype)).square().mean().float() * 1e-9
+
+    torch.manual_seed(0)
+    module, x = Casts().half(), torch.randn(4, 8)
+    scaled = lossless_unit_scale(module, x)
+    assert scaled.gauge()["layer.linear"].log2_gamma < -28  # type: ignore[operator]
+    assert scaled.compute_dtype is module.compute_dtype is torch.float16
