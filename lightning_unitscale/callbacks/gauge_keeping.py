@@ -18,6 +18,7 @@ from lightning_unitscale.callbacks.module_steps import (
     step_arguments,
     takes_iterator,
 )
+from lightning_unitscale.callbacks.pipelined import num_microbatches, refuse_live, rehearsed
 from lightning_unitscale.callbacks.ranks import joint_reasons, joint_rms
 from lightning_unitscale.callbacks.recalibration import Looks
 from lightning_unitscale.callbacks.rule_scaling import RuleScaling
@@ -101,6 +102,8 @@ class GaugeKeeping:
         if drift is not None and self._looks.at(self._step_index):
             forward, backward = joint_rms(drift.forward, drift.backward)
             (outside,) = joint_rms(drift.outside)
+            if self._fp8 is not None:
+                self._leave_out(self._fp8, drift.unfit, f"step {self._step_index}")
             if self._recalibrate != "auto" or outside:
                 self._take_gauge(forward, backward, f"step {self._step_index}", outside)
         if self._holding is not None and self._looks.at(self._step_index):
@@ -159,19 +162,22 @@ class GaugeKeeping:
             if self._holding is not None:
                 self._holding.load_state_dict(state.get("held", {}))
             if self._fp8 is not None:
-                self._leave_out(self._fp8, state.get("fp8_unfit", {}))
+                self._fp8.leave_out(state.get("fp8_unfit", {}))
+                self._rewrite_anew()
 
     def _calibrate(self, trainer: pl.Trainer, batch: Any, batch_idx: int) -> None:
         assert self._steps is not None
         module = trainer.lightning_module
         if not module.automatic_optimization or takes_iterator(module):
+            refuse_live(trainer, "it cannot be rehearsed on a batch")
             # Such a step updates weights or consumes batches by itself: it cannot be rehearsed.
             if self._holding is not None:
                 self._holding.decline("a step that cannot be rehearsed gives no units in time")
             self._measure_live()
             return
+        batch = rehearsed(trainer, batch)
         arguments = step_arguments(module, "training_step", batch, batch_idx)
-        accumulated = trainer.accumulate_grad_batches
+        accumulated = trainer.accumulate_grad_batches * num_microbatches(trainer)
         with trainer.precision_plugin.train_step_context():
             measured = calibrate(
                 self._steps.steps["training_step"],
@@ -191,6 +197,7 @@ class GaugeKeeping:
                 breaks = self._steps.graph_breaks[self._num_breaks :]
                 self._holding.measured(trainer, step, gradients, breaks)
         else:
+            refuse_live(trainer, "a rehearsal of it has no loss to start from")
             self._measure_live()
 
     def _measure_live(self) -> None:
@@ -234,11 +241,23 @@ class GaugeKeeping:
     def _joint_results(self, calibrator: Calibrator) -> tuple[Measured, Measured]:
         forward, backward = joint_rms(*calibrator.results())
         if self._fp8 is not None and isinstance(calibrator, RangeCalibrator):
-            self._leave_out(self._fp8, joint_reasons(calibrator.unfit()))
+            self._leave_out(self._fp8, calibrator.unfit())
         return forward, backward
 
-    def _leave_out(self, fp8: FP8Linears, reasons: Mapping[str, str]) -> None:
-        """Keep products out of FP8; what was rewritten with them in it is rewritten anew."""
-        if reasons and fp8.leave_out(reasons) and self._steps is not None:
+    def _leave_out(self, fp8: FP8Linears, unfit: Mapping[str, str], when: str = "") -> None:
+        """Keep products out of FP8 that no longer fit; what has them in it is rewritten anew."""
+        if when:
+            unfit = {name: why for name, why in unfit.items() if fp8.runs(name)}
+        reasons = joint_reasons(unfit)
+        if not fp8.leave_out(reasons):
+            return
+        self._rewrite_anew()
+        if when:
+            listed = "; ".join(f"{name}, since {why}" for name, why in reasons.items())
+            self.events.append(f"Out of FP8 from {when} on: {listed}")
+            rank_zero_info(f"UnitScaleCallback: {self.events[-1]}")
+
+    def _rewrite_anew(self) -> None:
+        if self._steps is not None:
             for step in self._steps.steps.values():
                 step.rewrite_anew()

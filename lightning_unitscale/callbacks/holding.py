@@ -20,6 +20,7 @@ from lightning.pytorch.utilities.rank_zero import (  # type: ignore[attr-defined
 from torch.optim import Optimizer
 
 from lightning_unitscale.callbacks.held_clipping import HeldClipping
+from lightning_unitscale.callbacks.pipelined import pipeline_of
 from lightning_unitscale.callbacks.ranks import joint_reasons
 from lightning_unitscale.graph.steps import CapturedStep
 from lightning_unitscale.transforms.calibration import root_mean_square
@@ -345,7 +346,7 @@ def without_held(gauge: Gauge) -> Gauge:
 
 def _check(trainer: pl.Trainer) -> None:
     strategy = trainer.strategy
-    if not isinstance(strategy, (SingleDeviceStrategy, DDPStrategy)):
+    if not isinstance(strategy, (SingleDeviceStrategy, DDPStrategy)) or pipeline_of(trainer):
         raise MisconfigurationException(
             f"hold_parameters with {type(strategy).__name__}: it shards or moves parameters, whose "
             "units would be lost on the way; expected a single device or DDP; pass "

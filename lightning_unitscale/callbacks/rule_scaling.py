@@ -15,6 +15,7 @@ from lightning.pytorch.utilities.rank_zero import (  # type: ignore[attr-defined
 from torch import Tensor, nn
 
 from lightning_unitscale.callbacks.module_steps import loss_scale, takes_iterator
+from lightning_unitscale.callbacks.pipelined import num_microbatches, num_replicas
 from lightning_unitscale.callbacks.rule_settings import RuleSettings
 from lightning_unitscale.graph.steps import CapturedStep
 from lightning_unitscale.transforms.deploy import PLAN_ATTRIBUTE
@@ -130,11 +131,13 @@ class RuleScaling:
     def measured(self, trainer: pl.Trainer, measured: Mapping[str, float]) -> None:
         """Take over the size of each parameter's gradient, as it is before the optimizer step."""
         unscaled = 1 / loss_scale(trainer)
+        # A batch's gradient is the sum of its microbatches', which are nearly independent.
+        unscaled *= num_microbatches(trainer) ** 0.5
         # The rehearsal's loss was divided by the number of batches already.
         self.gradients.set_measured(
             {fqn: rms * unscaled for fqn, rms in measured.items()},
             num_accumulated=trainer.accumulate_grad_batches,
-            num_replicas=trainer.world_size,
+            num_replicas=num_replicas(trainer),
         )
 
     def restore(self) -> None:

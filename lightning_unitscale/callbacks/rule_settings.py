@@ -13,6 +13,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info  # type: ignore
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_unitscale.callbacks.pipelined import num_gradient_elements
 from lightning_unitscale.shadowing import shadowed
 from lightning_unitscale.transforms.learning_rates import Method, check_group
 from lightning_unitscale.transforms.parameter_info import ParameterInfo
@@ -131,6 +132,7 @@ class UnitClipping:
     """
 
     def __init__(self, trainer: pl.Trainer) -> None:
+        self._trainer = trainer
         self._plugin = trainer.precision_plugin
         self._attached = contextlib.ExitStack()
         self._is_attached = False
@@ -157,7 +159,7 @@ class UnitClipping:
         factor = 1.0
         if clip_val > 0:
             parameters = self._plugin.main_params(optimizer)
-            factor = sum(one.numel() for one in parameters if one.grad is not None) ** 0.5
+            factor = num_gradient_elements(self._trainer, parameters) ** 0.5
             if not self._is_reported:
                 self._is_reported = True
                 rank_zero_info(

@@ -15,6 +15,7 @@ from lightning_unitscale.callbacks.fp8 import check_fp8, fp8_of
 from lightning_unitscale.callbacks.gauge_keeping import GaugeKeeping
 from lightning_unitscale.callbacks.holding import holding_of
 from lightning_unitscale.callbacks.module_steps import attach_steps, step_arguments
+from lightning_unitscale.callbacks.pipelined import refuse_fp8_looks, rehearsed
 from lightning_unitscale.callbacks.remat import step_partitioner
 from lightning_unitscale.callbacks.rule_scaling import rules_of
 from lightning_unitscale.callbacks.rule_settings import start_loss_scale_at_one
@@ -67,10 +68,10 @@ class UnitScaleCallback(pl.Callback):
             both, or one for each. What is stored at RMS 1 is rounded; units are measured before.
         simulate_rounding: ``"nearest"``, or ``"stochastic"``, whose random numbers are its own.
         precision: ``"fp8"`` runs linear layers, and their two gradients, in real FP8 with constant
-            scales: those whose features are multiples of 16 and whose operands fit, as measured on
-            the first batch. It goes with any precision of the Trainer, whose types the results
-            have; ``explain()`` tells what was decided on each product. FP8 needs a GPU of compute
-            capability 8.9, or a CPU, where it is slow.
+            scales: those whose features are multiples of 16 and whose operands fit, on the first
+            batch and whenever units are looked at. It goes with any precision of the Trainer, whose
+            types the results have; ``explain()`` tells what was decided on each product. FP8 needs
+            a GPU of compute capability 8.9, or a CPU, where it is slow.
         fp8_exclude: Globs of module paths or tensor names to keep out of FP8. ``"auto"`` is none
             for ``"lossless"``, where measuring decides, and for rule-based methods what u-muP keeps
             out: attention's output, a feed-forward's last layer and the readout, by usual names.
@@ -170,6 +171,8 @@ class UnitScaleCallback(pl.Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if self._fp8 is not None:
             check_fp8(trainer)
+            if stage == "fit" and self.recalibrate is not None:
+                refuse_fp8_looks(trainer)
         is_first = self._module is None
         is_new = self._module is None or self._module() is not pl_module
         if self._rules is not None:
@@ -306,8 +309,10 @@ class UnitScaleCallback(pl.Callback):
     def _plan(self, trainer: pl.Trainer, name: str, *batch: Any) -> None:
         if self._rules is not None:
             assert self._steps is not None
-            arguments = step_arguments(trainer.lightning_module, name, *batch)
             train = name == "training_step"
+            if train:
+                batch = (rehearsed(trainer, batch[0]), *batch[1:])
+            arguments = step_arguments(trainer.lightning_module, name, *batch)
             self._rules.plan_step(trainer, self._steps.steps[name], arguments, train=train)
 
     def _before_evaluation(self, trainer: pl.Trainer, name: str, *batch: Any) -> None:

@@ -28,11 +28,14 @@ class Ownership:
         module: The module.
         num_ranks: Ranks of the pipeline.
         rank_of: The rank of a stage.
+
+    Attributes:
+        rank_of: As given.
     """
 
     def __init__(self, module: nn.Module, num_ranks: int, rank_of: Callable[[int], int]) -> None:
         self._num_ranks = num_ranks
-        self._rank_of = rank_of
+        self.rank_of = rank_of
         # The first of a tied tensor's names, whichever of them a graph knows it by.
         tensors: dict[str, Tensor] = {**dict(module.named_parameters()),
                                       **dict(module.named_buffers())}  # fmt: skip
@@ -151,7 +154,7 @@ class Ownership:
         return used, readers, frozenset(filter(None, known_buffers))
 
     def _ranks(self, stages: frozenset[int] | tuple[()]) -> frozenset[int]:
-        return frozenset(map(self._rank_of, stages))
+        return frozenset(map(self.rank_of, stages))
 
 
 @dataclass(frozen=True)

@@ -8,14 +8,12 @@ References:
 
 from __future__ import annotations
 
-import bisect
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from lightning_unitscale.remat.options import BlockOptions, Option, RunOptions
+from lightning_unitscale.remat.options import BlockOptions, EndingRuns, Option
 from lightning_unitscale.remat.problem import Floats, Ints
 
 Budget = int | float | str
@@ -24,6 +22,8 @@ _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _QUANTITY = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([kKmMgGtT]?[iI]?[bB])\s*")
 # States kept per block boundary: different numbers of bytes saved so far.
 _MAX_STATES = 64
+# More than all bytes that can be saved: where the states of each boundary start among all keys.
+_BOUNDARY = 2**52
 
 
 def check_budget(budget: Budget, *, name: str = "budget") -> Budget:
@@ -96,37 +96,42 @@ class _States:
         # The state before each, and the option that led from there.
         self.before = np.zeros(capacity, dtype=np.int64)
         self.option = np.zeros(capacity, dtype=np.int64)
+        # Ascending over all boundaries, to search several of them at once.
+        self._keys = np.zeros(capacity, dtype=np.int64)
         self._options: list[Option] = []
-        self._starts = [0, 1]  # where the states of each boundary start; the first has one
+        self._starts = np.zeros(num_blocks + 2, dtype=np.int64)
+        self._starts[1] = 1  # the first boundary has one state
+        self._num_boundaries = 1
 
     def of(self, boundary: int) -> slice:
         """Where the states of a boundary lie."""
-        return slice(self._starts[boundary], self._starts[boundary + 1])
+        return slice(int(self._starts[boundary]), int(self._starts[boundary + 1]))
 
-    def add_boundary(self, runs: Sequence[tuple[int, RunOptions, Ints]]) -> None:
+    def add_boundary(self, ending: EndingRuns, free_bytes: Ints) -> None:
         """Add the states that the runs before a boundary lead to.
 
         Args:
-            runs: For each run: the boundary it starts at, its options, and for each of these from
-                how many of the states there it can be taken.
+            ending: The options of these runs.
+            free_bytes: For each of them, the most that may have been saved where its run starts.
         """
-        counts = np.concatenate([fitting for _, _, fitting in runs])
-        first = np.repeat(
-            [self.of(start).start for start, _, _ in runs], [len(n) for *_, n in runs]
-        )
-        before = np.arange(counts.sum()) + np.repeat(first - np.cumsum(counts) + counts, counts)
-        own_bytes = np.concatenate([one.saved_bytes for _, one, _ in runs])
-        own_seconds = np.concatenate([one.seconds for _, one, _ in runs])
-        saved = self.saved[before] + np.repeat(own_bytes, counts)
-        seconds = self.seconds[before] + np.repeat(own_seconds, counts)
+        boundary = self._num_boundaries
+        filled = int(self._starts[boundary])
+        limits = free_bytes.clip(-1, _BOUNDARY - 1) + ending.starts * _BOUNDARY
+        first = self._starts[ending.starts]
+        counts = self._keys[:filled].searchsorted(limits, "right") - first
+        option = np.repeat(np.arange(len(counts)), counts)
+        before = np.arange(len(option)) + np.repeat(first - np.cumsum(counts) + counts, counts)
+        saved = self.saved[before] + ending.saved_bytes[option]
+        seconds = self.seconds[before] + ending.seconds[option]
         kept = _improving(saved, seconds)
-        start = self._starts[-1]
-        here = slice(start, start + len(kept))
+        here = slice(filled, filled + len(kept))
         self.saved[here], self.seconds[here] = saved[kept], seconds[kept]
+        self._keys[here] = saved[kept] + boundary * _BOUNDARY
         self.before[here] = before[kept]
-        self.option[here] = np.searchsorted(np.cumsum(counts), kept, "right") + len(self._options)
-        self._options += [option for _, one, _ in runs for option in one.options]
-        self._starts.append(here.stop)
+        self.option[here] = option[kept] + len(self._options)
+        self._options += ending.options
+        self._starts[boundary + 1] = here.stop
+        self._num_boundaries += 1
 
     def traced(self, boundary: int) -> Choice | None:
         """The fastest choice that leads to a boundary, ``None`` if none does."""
@@ -138,7 +143,7 @@ class _States:
         runs: list[tuple[int, int, Option]] = []
         while state > 0:
             before = int(self.before[state])
-            start = bisect.bisect_right(self._starts, before) - 1
+            start = int(self._starts[:boundary].searchsorted(before, "right")) - 1
             runs.append((start, boundary, self._options[self.option[state]]))
             state, boundary = before, start
         return Choice(tuple(reversed(runs)), seconds)
@@ -157,19 +162,11 @@ def choose_options(
         budget_bytes: Bytes for activations and gradients: beyond what is resident.
         forward_bytes: Bytes alive during the forward pass only.
     """
-    count = len(options.blocks)
-    after = options.gradients_after
-    states = _States(count)
-    for stop in range(1, count + 1):
-        runs: list[tuple[int, RunOptions, Ints]] = []
-        for start in options.starts[stop]:
-            found = options.of(start, stop)
-            backward = found.backward_bytes + after[stop]
-            need = np.maximum(backward, found.forward_bytes + forward_bytes)
-            saved = states.saved[states.of(start)]
-            runs.append((start, found, saved.searchsorted(budget_bytes - need, "right")))
-        states.add_boundary(runs)
-    return states.traced(count)
+    states = _States(len(options.blocks))
+    for ending in options.ending:
+        need = np.maximum(ending.backward_bytes, ending.forward_bytes + forward_bytes)
+        states.add_boundary(ending, budget_bytes - need)
+    return states.traced(len(options.blocks))
 
 
 def _improving(saved: Ints, seconds: Floats) -> Ints:

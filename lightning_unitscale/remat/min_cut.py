@@ -237,7 +237,7 @@ class CutNetwork:
         runs = recomputed(problem, saved)
         again = self._seconds[runs]
         seconds = float(again[np.isfinite(again)].sum())
-        return Cut(saved, seconds, problem.saved_bytes(saved))
+        return Cut(saved, seconds, problem.saved_bytes(saved, runs))
 
     def hull(self, max_cuts: int = 40) -> list[Cut]:
         """The lower convex hull of all plans, from the least time to the fewest bytes.

@@ -16,7 +16,7 @@ import numpy as np
 
 from lightning_unitscale.remat.blocks import Blocks, segment_members
 from lightning_unitscale.remat.min_cut import CutNetwork
-from lightning_unitscale.remat.problem import Floats, Ints, Mask, Region, RematNode, RematProblem
+from lightning_unitscale.remat.problem import Floats, Ints, Mask, Region, RematNode, RematProblem, recomputed
 from lightning_unitscale.remat.schedule import backward_order
 from lightning_unitscale.remat.simulate import simulate
 
@@ -49,30 +49,25 @@ class Option:
 
 
 @dataclass(frozen=True)
-class RunOptions:
-    """The options of one run of blocks, the fastest first, and their numbers as arrays."""
+class EndingRuns:
+    """The options of all runs of blocks that end at one boundary, and their numbers as arrays.
+
+    Attributes:
+        options: The options, run after run, those of one run the fastest first.
+        starts: First block of the run of each option.
+        seconds: Time of each option.
+        saved_bytes: Bytes that each keeps.
+        forward_bytes: The most that is alive in its forward pass, beyond what was before.
+        backward_bytes: The most that is alive in its backward pass, with the gradients of all later
+            blocks.
+    """
 
     options: tuple[Option, ...]
-
-    @cached_property
-    def seconds(self) -> Floats:
-        """Time of each option."""
-        return np.array([one.seconds for one in self.options])
-
-    @cached_property
-    def saved_bytes(self) -> Ints:
-        """Bytes that each option keeps."""
-        return np.array([one.saved_bytes for one in self.options], dtype=np.int64)
-
-    @cached_property
-    def forward_bytes(self) -> Ints:
-        """Forward bytes of each option."""
-        return np.array([one.forward_bytes for one in self.options], dtype=np.int64)
-
-    @cached_property
-    def backward_bytes(self) -> Ints:
-        """Backward bytes of each option."""
-        return np.array([one.backward_bytes for one in self.options], dtype=np.int64)
+    starts: Ints
+    seconds: Floats
+    saved_bytes: Ints
+    forward_bytes: Ints
+    backward_bytes: Ints
 
 
 class BlockOptions:
@@ -84,23 +79,31 @@ class BlockOptions:
 
     def __init__(self, blocks: Blocks) -> None:
         self.blocks = blocks
-        self._found: dict[tuple[int, ...], RunOptions] = {}
+        self._found: dict[tuple[int, ...], tuple[Option, ...]] = {}
         self._multiplicity = Counter(blocks.classes)
 
     @cached_property
-    def gradients_after(self) -> list[int]:
-        """Bytes of the gradients of all blocks from each on; the last entry is 0."""
-        from_end = np.cumsum(self.blocks.gradient_bytes()[::-1])[::-1]
-        after: list[int] = [*from_end.tolist(), 0]
-        return after
+    def ending(self) -> list[EndingRuns]:
+        """The runs that end after the first, the second, ... and the last block."""
+        # Bytes of the gradients of all blocks after each.
+        after = np.append(np.cumsum(self.blocks.gradient_bytes()[::-1])[::-1], 0)
+        return [self._ending(stop, int(after[stop])) for stop in range(1, len(self.blocks) + 1)]
 
-    @cached_property
-    def starts(self) -> list[list[int]]:
-        """For each boundary, the first blocks of the runs that end there."""
-        return [
-            [stop - n for n in _LENGTHS if n <= stop and self._may_join(stop - n, stop)]
-            for stop in range(len(self.blocks) + 1)
-        ]
+    def _ending(self, stop: int, gradient_bytes: int) -> EndingRuns:
+        lengths = [n for n in _LENGTHS if n <= stop and self._may_join(stop - n, stop)]
+        runs = [self.of(stop - length, stop) for length in lengths]
+        options = tuple(one for run in runs for one in run)
+        firsts = np.array([stop - length for length in lengths])
+        sizes = [(o.saved_bytes, o.forward_bytes, o.backward_bytes) for o in options]
+        saved_bytes, forward_bytes, backward_bytes = np.array(sizes, dtype=np.int64).T
+        return EndingRuns(
+            options,
+            np.repeat(firsts, [len(run) for run in runs]),
+            np.array([one.seconds for one in options]),
+            saved_bytes,
+            forward_bytes,
+            backward_bytes + gradient_bytes,
+        )
 
     def _may_join(self, start: int, stop: int) -> bool:
         if stop - start <= _ANY_BLOCKS:
@@ -109,11 +112,11 @@ class BlockOptions:
         classes = self.blocks.classes
         return all(self._multiplicity[one] > 1 for one in classes[start:stop])
 
-    def of(self, start: int, stop: int) -> RunOptions:
+    def of(self, start: int, stop: int) -> tuple[Option, ...]:
         """The options of blocks ``start`` to ``stop - 1``."""
         key = self.blocks.classes[start:stop]
         if key not in self._found:
-            self._found[key] = RunOptions(self._options(start, stop))
+            self._found[key] = self._options(start, stop)
         return self._found[key]
 
     def _options(self, start: int, stop: int) -> tuple[Option, ...]:
@@ -145,8 +148,9 @@ class _Local:
 def _option(local: _Local, saved: Mask, kept: Mask | None) -> Option:
     problem = local.problem
     segments = None if kept is None else local.segments
-    order = backward_order(problem, saved, segments=segments, kept=kept)
-    timeline = simulate(problem, saved, order=order)
+    again = recomputed(problem, saved)
+    order = backward_order(problem, saved, segments=segments, kept=kept, again=again)
+    timeline = simulate(problem, saved, order=order, again=again)
     chosen = saved & (local.places >= 0) & (problem.region == Region.FORWARD)
     dropped = np.zeros(0, dtype=np.int64) if kept is None else local.places[~kept]
     return Option(

@@ -225,6 +225,7 @@ class Planner:
             resident_bytes=self.resident_bytes,
             forward_bytes=self.forward_bytes,
             order=order,
+            again=again,
         )
         given = None if segments is None else tuple(segments)
         return RematPlan(self.problem, name, saved, kept, given, order, timeline)

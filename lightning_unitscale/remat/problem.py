@@ -201,19 +201,24 @@ class RematProblem:
         found[self.owner[found]] = True
         return found
 
-    def saved_bytes(self, saved: Mask) -> int:
-        """Bytes that a plan keeps for the backward pass beyond what is there anyway."""
+    def saved_bytes(self, saved: Mask, again: Mask | None = None) -> int:
+        """Bytes that a plan keeps for the backward pass beyond what is there anyway.
+
+        Args:
+            saved: What the plan keeps.
+            again: ``recomputed(self, saved)``, if it is known.
+        """
         kept = np.zeros(len(self), dtype=np.bool_)
         kept[self.base[saved]] = True
         kept[self.base[list(self.forward_outputs)]] = False
         kept &= self.region != Region.INPUT
-        return int(self.num_bytes[kept].sum()) + self.replayed_bytes(saved)
+        return int(self.num_bytes[kept].sum()) + self.replayed_bytes(saved, again)
 
-    def replayed_bytes(self, saved: Mask) -> int:
+    def replayed_bytes(self, saved: Mask, again: Mask | None = None) -> int:
         """Bytes of the generators' states that a plan keeps for random operations to run again."""
         if not self._random:
             return 0
-        runs = recomputed(self, saved)
+        runs = recomputed(self, saved) if again is None else again
         return sum(self.nodes[index].replay_bytes for index in self._random if runs[index])
 
     @cached_property
@@ -228,18 +233,18 @@ def recomputed(problem: RematProblem, saved: Mask) -> Mask:
         ValueError: If a node would run there that must not.
     """
     # Lists: a step of this loop is too small for numpy.
-    forward = np.flatnonzero(problem.region == Region.FORWARD)[::-1].tolist()
-    wanted: list[bool] = problem.wanted.tolist()
-    is_saved: list[bool] = saved.tolist()
+    ends = saved | (problem.region != Region.FORWARD)
+    reached = problem.wanted & ~ends
+    pending: list[int] = np.flatnonzero(reached).tolist()
+    seen: list[bool] = (reached | ends).tolist()
     inputs = problem.inputs_of
-    runs: list[int] = []
-    for index in forward:
-        if wanted[index] and not is_saved[index]:
-            runs.append(index)
-            for producer in inputs[index]:
-                wanted[producer] = True
+    for index in pending:  # which grows
+        for producer in inputs[index]:
+            if not seen[producer]:
+                seen[producer] = True
+                pending.append(producer)
     found = np.zeros(len(problem), dtype=np.bool_)
-    found[runs] = True
+    found[pending] = True
     wrong = np.flatnonzero(found & ~problem.can_recompute)
     if len(wrong):
         node = problem.nodes[wrong[-1]]

@@ -53,11 +53,12 @@ class BackwardOrder:
 def lazy_order(
     inputs: Sequence[Sequence[int]],
     anchors: Sequence[int],
-    runs: Sequence[bool],
+    runs: Sequence[bool] | Mask,
     *,
     wanted_at_end: Iterable[int] = (),
     segments: Sequence[int] | None = None,
-    kept: Sequence[bool] | None = None,
+    kept: Sequence[bool] | Mask | None = None,
+    edges: tuple[Ints, Ints] | None = None,
 ) -> BackwardOrder:
     """Anchors in their order, each preceded by what it needs and is not there yet.
 
@@ -72,45 +73,56 @@ def lazy_order(
         wanted_at_end: Nodes that the pass returns; executed last if nobody needed them before.
         segments: Segment of each anchor, by node; one segment if it is left out.
         kept: Nodes whose value outlives its segment; all if it is left out. Anchors always do.
+        edges: (producer, user) of all inputs, sorted by user, if they are known.
     """
     count = len(inputs)
+    is_anchor = np.zeros(count, dtype=np.bool_)
+    is_anchor[list(anchors)] = True
     outlives = np.ones(count, dtype=np.bool_) if kept is None else np.array(kept, dtype=np.bool_)
-    outlives[list(anchors)] = True
+    outlives |= is_anchor
     # Moments are the anchors, then what is wanted at the end; each lies in a run of one segment.
     run_of = _runs_of_segments(anchors, segments)
     end, never = len(anchors), len(anchors) + 1
     run_of.append(run_of[-1] if run_of else 0)
-    # From the last node to the first: when a node is needed first, and so when its inputs are. What
-    # is there already is "needed" before all moments; what outlives its run is executed once.
-    once = np.where(np.array(runs, dtype=np.bool_), never, -1)
-    once[list(anchors)] = np.arange(end)
-    first: list[int] = once.tolist()
+    # When a node is needed first. What is there already is "needed" before all moments; what
+    # outlives its run is executed once.
+    first_of = np.where(np.asarray(runs, dtype=np.bool_), never, -1)
+    first_of[list(anchors)] = np.arange(end)
+    producers, users = _edges(inputs) if edges is None else edges
+    by_anchor = is_anchor[users]
+    read, moment_of_read = producers[by_anchor], first_of[users[by_anchor]]
+    alone = outlives[read]
+    np.minimum.at(first_of, read[alone], moment_of_read[alone])
+    first: list[int] = first_of.tolist()
     is_single: list[bool] = outlives.tolist()
-    first_in_run: list[dict[int, int]] = [{}] * count
-    for node in wanted_at_end:
+    first_in_run: dict[int, dict[int, int]] = {}
+
+    def need(node: int, moment: int) -> None:
         if is_single[node]:
-            first[node] = min(first[node], end)
+            if first[node] > moment:
+                first[node] = moment
         elif first[node] >= 0:
-            first_in_run[node] = {run_of[end]: end}
-    for node in range(count - 1, -1, -1):
-        if is_single[node]:
-            moments: Iterable[int] = (first[node],) if 0 <= first[node] < never else ()
-        else:
-            moments = first_in_run[node].values()
-        for moment in moments:
+            known = first_in_run.setdefault(node, {})
+            run = run_of[moment]
+            known[run] = min(moment, known.get(run, never))
+
+    for node, moment in zip(read[~alone].tolist(), moment_of_read[~alone].tolist(), strict=True):
+        need(node, moment)
+    for node in wanted_at_end:
+        need(node, end)
+    # From the last node to the first: its users have said when they need it.
+    for node in np.flatnonzero((first_of >= 0) & ~is_anchor)[::-1].tolist():
+        if not is_single[node]:
+            for moment in first_in_run.get(node, {}).values():
+                for i in inputs[node]:
+                    need(i, moment)
+        elif first[node] < never:
+            moment = first[node]
             for i in inputs[node]:
-                if is_single[i]:
-                    if first[i] > moment:
-                        first[i] = moment
-                elif first[i] >= 0:
-                    known = first_in_run[i]
-                    if not known:
-                        first_in_run[i] = {run_of[moment]: moment}
-                    elif known.get(run_of[moment], never) > moment:
-                        known[run_of[moment]] = moment
+                need(i, moment)
     once = np.array(first, dtype=np.int64)
     single = np.flatnonzero(outlives & (once >= 0) & (once < never))
-    several = [(i, one) for i, moments in enumerate(first_in_run) for one in moments.values()]
+    several = [(i, one) for i, moments in first_in_run.items() for one in moments.values()]
     others, moment_of_others = np.array(several, dtype=np.int64).reshape(-1, 2).T
     nodes = np.concatenate([single, others])
     moment_of = np.concatenate([once[single], moment_of_others])
@@ -118,6 +130,13 @@ def lazy_order(
     order = np.lexsort((nodes, moment_of))
     runs_of_moments = np.array(run_of, dtype=np.int64)
     return BackwardOrder(nodes[order], runs_of_moments[moment_of[order]], outlives)
+
+
+def _edges(inputs: Sequence[Sequence[int]]) -> tuple[Ints, Ints]:
+    """(producer, user) of every edge, sorted by user."""
+    producers = [i for one in inputs for i in one]
+    users = np.repeat(np.arange(len(inputs)), [len(one) for one in inputs])
+    return np.array(producers, dtype=np.int64), users
 
 
 def _runs_of_segments(anchors: Sequence[int], segments: Sequence[int] | None) -> list[int]:
@@ -151,10 +170,11 @@ def backward_order(
     return lazy_order(
         problem.inputs_of,
         np.flatnonzero(is_backward).tolist(),
-        (runs | is_backward).tolist(),
+        runs | is_backward,
         wanted_at_end=problem.backward_outputs,
         segments=segments,
-        kept=None if kept is None else kept.tolist(),
+        kept=kept,
+        edges=problem.edges,
     )
 
 

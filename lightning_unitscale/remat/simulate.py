@@ -49,6 +49,7 @@ def simulate(
     resident_bytes: int = 0,
     forward_bytes: int = 0,
     order: BackwardOrder | None = None,
+    again: Mask | None = None,
 ) -> Timeline:
     """Follow every storage of a plan through the forward and the backward pass.
 
@@ -62,13 +63,14 @@ def simulate(
             optimizer's state.
         forward_bytes: Bytes alive during the forward pass only.
         order: The order of the backward pass; by default the plan's own.
+        again: ``recomputed(problem, saved)``, if it is known.
     """
     base_bytes = resident_bytes + input_bytes(problem)
     forward, kept_bytes = _forward(problem, saved)
-    order = backward_order(problem, saved) if order is None else order
+    order = backward_order(problem, saved, again=again) if order is None else order
     backward = _backward(problem, saved, order)
     # States of generators are kept from the moment of drawing; counted from the start.
-    base_bytes += problem.replayed_bytes(saved)
+    base_bytes += problem.replayed_bytes(saved, again)
     live = np.concatenate([forward[1] + forward_bytes, kept_bytes + backward]) + base_bytes
     nodes = np.concatenate([forward[0], order.nodes])
     return Timeline(nodes, live, len(forward[0]))

@@ -105,7 +105,7 @@ class GridStrategy(DDPStrategy):
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         """Reduces over the pipelines, all of whose ranks have the same values."""
-        if not isinstance(tensor, Tensor) or group is not None:
+        if not isinstance(tensor, Tensor) or group not in (None, dist.group.WORLD):
             return super().reduce(tensor, group, reduce_op)
         if self.data_parallel == 1:
             return tensor
@@ -116,9 +116,12 @@ class GridStrategy(DDPStrategy):
         self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False
     ) -> Tensor:
         """Gathers from the pipelines: ``(data_parallel, ...)``, or the tensor itself of one."""
-        if group is None and self.data_parallel == 1:
+        # ``LightningModule.all_gather`` names the group of all ranks where its caller names none.
+        if group not in (None, dist.group.WORLD):
+            return super().all_gather(tensor, group, sync_grads)
+        if self.data_parallel == 1:
             return tensor
-        return super().all_gather(tensor, group or self.grid.replicas.group, sync_grads)
+        return super().all_gather(tensor, self.grid.replicas.group, sync_grads)
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:

@@ -161,6 +161,13 @@ class Owners:
         together = {index: state for part in parts for index, state in part.items()}
         return {**found, "state": dict(sorted(together.items()))}
 
+    def num_gradient_elements(self, parameters: Iterable[Tensor]) -> int:
+        """Elements with a gradient among the parameters of all ranks."""
+        own = [one for one in parameters if one.grad is not None and self.counts_here(one)]
+        count = torch.tensor(sum(one.numel() for one in own), device=self._device)
+        dist.all_reduce(count, group=self._group)
+        return int(count)
+
     @torch.no_grad()
     def clip_norm(self, parameters: Iterable[Tensor], limit: float) -> Tensor:
         """Scale the gradients of all ranks so that their norm together is at most ``limit``."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -25,6 +25,7 @@ from lightning_unitscale.pipeline.policy import balanced_split
 from lightning_unitscale.pipeline.schedules import find_schedule
 from lightning_unitscale.shadowing import shadowed
 from lightning_unitscale.strategies import batches
+from lightning_unitscale.strategies.captured_steps import not_one_graph, refuse_steps
 from lightning_unitscale.strategies.grid import GridStrategy
 from lightning_unitscale.strategies.owners import Owners
 from lightning_unitscale.strategies.pipelined_forward import PipelinedForward
@@ -182,15 +183,19 @@ class PipelineStrategy(GridStrategy):
         module = self.lightning_module
         assert module is not None
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
-        share = module.trainer.accumulate_grad_batches
         for parameter, gradient in self._stash.items():
-            part = gradient if share == 1 else gradient / share
-            parameter.grad = part if parameter.grad is None else parameter.grad + part
+            before = parameter.grad
+            parameter.grad = gradient if before is None else before + gradient
         self._stash = {}
         if not self._is_accumulating and self._owners is not None:
             self._owners.average_gradients(self.grid.replicas)
         closure_loss = self.precision_plugin.post_backward(closure_loss, module)
         return closure_loss
+
+    def num_gradient_elements(self, parameters: Iterable[Tensor]) -> int:
+        """Elements with a gradient among these parameters, on all ranks together."""
+        assert self._owners is not None
+        return self._owners.num_gradient_elements(parameters)
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -281,6 +286,7 @@ class PipelineStrategy(GridStrategy):
             group=group,
             ownership=ownership,
             replicas=self.grid.replicas,
+            num_accumulated=lambda: int(module.trainer.accumulate_grad_batches),
         )
         if self.capture == "forward":
             self._step = PipelinedForward(module, self._how, self._plain_parameters)
@@ -295,11 +301,9 @@ class PipelineStrategy(GridStrategy):
                 "PipelineStrategy: automatic_optimization=False; expected automatic optimization: "
                 "the strategy runs forward and backward together."
             )
-        if steps_of(module) is not None:
-            raise MisconfigurationException(
-                "PipelineStrategy: a callback has captured the module's steps (UnitScaleCallback, "
-                "ScaleMonitor, RematCallback), which the strategy does yet not cut; leave it out."
-            )
+        steps = steps_of(module)
+        if steps is not None and trainer.state.fn == TrainerFn.FITTING:
+            refuse_steps(steps, self.capture)
         if isinstance(self.precision_plugin, MixedPrecision) and self.precision_plugin.scaler:
             raise MisconfigurationException(
                 "PipelineStrategy: precision='16-mixed' scales the loss outside of the step, where "
@@ -342,6 +346,9 @@ class PipelineStrategy(GridStrategy):
             module = self.lightning_module
             assert module is not None
             self._step.detach()
+            steps = steps_of(module)
+            if steps is not None:
+                raise not_one_graph(steps, reason) from reason
             rank_zero_warn(
                 f"PipelineStrategy: only forward runs as a pipeline from here on, and the step "
                 f"around it on the rank of the last stage: {reason}"

@@ -17,10 +17,12 @@ from torch import fx, nn
 
 from lightning_unitscale.graph.capture import graph_breaks_since, num_graph_breaks
 from lightning_unitscale.graph.compiled_graph import CompiledGraph
-from lightning_unitscale.graph.steps import ModuleSteps
+from lightning_unitscale.graph.steps import ModuleSteps, steps_of
 from lightning_unitscale.pipeline.flow import MultiUseParameterConfig
 from lightning_unitscale.pipeline.front import build_pipe, cut_by
+from lightning_unitscale.pipeline.observed import ObservedStages
 from lightning_unitscale.pipeline.ownership import Ownership
+from lightning_unitscale.pipeline.rewritten import RewrittenGraph
 from lightning_unitscale.pipeline.runner import PipelineRunner
 from lightning_unitscale.pipeline.shared import SharedGradients
 from lightning_unitscale.pipeline.step_program import example_outputs, program_of_step
@@ -88,6 +90,7 @@ class Pipelining:
         group: The pipeline's process group.
         ownership: Which ranks have which parameters.
         replicas: This rank in every pipeline, of which the first chooses the cuts.
+        num_accumulated: Says how many batches one optimizer step adds up.
     """
 
     schedule: str
@@ -97,6 +100,24 @@ class Pipelining:
     group: dist.ProcessGroup | None
     ownership: Ownership
     replicas: Replicas
+    num_accumulated: Callable[[], int]
+
+
+@dataclass(frozen=True)
+class PipelinedGraph:
+    """A graph that runs as a pipeline.
+
+    Attributes:
+        graph: The captured graph; kept, so that its identity stays its own.
+        rewritten: What was cut.
+        inputs: Which of its inputs are the pipeline's.
+        runner: The pipeline.
+    """
+
+    graph: CompiledGraph
+    rewritten: RewrittenGraph
+    inputs: list[int]
+    runner: PipelineRunner
 
 
 class PipelinedMethod:
@@ -109,7 +130,7 @@ class PipelinedMethod:
         defer: Methods of the module whose calls are made after the step.
 
     Attributes:
-        runners: The pipelines, one for each graph.
+        steps: The captured method, with the passes of the callbacks over its graphs.
     """
 
     def __init__(
@@ -123,10 +144,9 @@ class PipelinedMethod:
         self.module = module
         self.name = name
         self.how = how
-        self.runners: dict[int, PipelineRunner] = {}
-        self._graphs: list[CompiledGraph] = []
-        self._inputs: dict[int, list[int]] = {}
-        self.steps = ModuleSteps(module, (name,), defer=defer)
+        self._pipelines: dict[tuple[int, int], PipelinedGraph] = {}
+        self._observed: dict[int, ObservedStages] = {}
+        self.steps = steps_of(module) or ModuleSteps(module, (name,), defer=defer)
 
     def rehearse(self, given: list[tuple[tuple[Any, ...], dict[str, Any]]]) -> Rehearsal:
         """Call the method for every microbatch with its graph left out.
@@ -170,8 +190,9 @@ class PipelinedMethod:
 
     def inputs_of(self, rehearsal: Rehearsal) -> list[list[Any]]:
         """The flat inputs of the pipeline for every microbatch."""
-        own = self._inputs[id(rehearsal.graph)]
-        return [[one[1][place] for place in own] for one in rehearsal.calls]
+        known = self._pipelines[_key(rehearsal.graph)]
+        given = [known.rewritten.values(one[1]) for one in rehearsal.calls]
+        return [[one[place] for place in known.inputs] for one in given]
 
     def runner_for(self, rehearsal: Rehearsal, loss: int | None) -> PipelineRunner:
         """The pipeline of a graph; made when it first runs.
@@ -183,15 +204,36 @@ class PipelinedMethod:
         Raises:
             RuntimeError: If parameters would move to other ranks.
         """
-        graph = rehearsal.graph
-        if id(graph) in self.runners:
-            return self.runners[id(graph)]
-        values = rehearsal.calls[0][1]
+        key = _key(rehearsal.graph)
+        if key not in self._pipelines:
+            self._pipelines[key] = self._cut(rehearsal, loss)
+        runner = self._pipelines[key].runner
+        runner.num_accumulated = self.how.num_accumulated()
+        return runner
+
+    def observed_stages(self, rehearsal: Rehearsal) -> ObservedStages:
+        """The stages of a graph with the probes of all passes; made when it is first observed."""
+        known = self._pipelines[_key(rehearsal.graph)]
+        if id(known) not in self._observed:
+            self._observed[id(known)] = ObservedStages(
+                known.runner.pipe,
+                known.rewritten.graph,
+                self.steps.passes,
+                self.how.ownership.rank_of,
+                self.how.group,
+            )
+        return self._observed[id(known)]
+
+    def _cut(self, rehearsal: Rehearsal, loss: int | None) -> PipelinedGraph:
+        rewritten = RewrittenGraph(rehearsal.graph)
+        values = rewritten.values(rehearsal.calls[0][1])
         ownership, replicas = self.how.ownership, self.how.replicas
         is_first = not ownership.is_settled
         if is_first and replicas.rank > 0:
             ownership.adopt(replicas.of_first(None))
-        program, own = program_of_step(graph.base, graph.inputs, self.module, values, loss)
+        program, own = program_of_step(
+            rewritten.graph.graph_module, rewritten.inputs, self.module, values, loss
+        )
         has_marks = cut_by(program, None, required=False)
         if not has_marks:
             policy = ownership.policy() if ownership.is_settled else self.how.policy
@@ -211,8 +253,9 @@ class PipelinedMethod:
         rank = dist.get_rank(self.how.group)
         owned = ownership.parameters_of(rank)
         runner.shared = SharedGradients(owned, ownership.replicas(), self.how.group)
-        # Kept, so that its id stays its own.
-        self._graphs.append(graph)
-        self._inputs[id(graph)] = own
-        self.runners[id(graph)] = runner
-        return runner
+        return PipelinedGraph(rehearsal.graph, rewritten, own, runner)
+
+
+def _key(graph: CompiledGraph) -> tuple[int, int]:
+    """A graph, as its passes rewrite it now."""
+    return id(graph), graph.num_rewrites

@@ -15,7 +15,12 @@ from lightning_unitscale.pipeline.microbatches import split_evenly
 from lightning_unitscale.pipeline.runner import PipelineRunner
 from lightning_unitscale.pipeline.step_program import static_shapes
 from lightning_unitscale.strategies import batches
-from lightning_unitscale.strategies.pipelined_method import PipelinedMethod, Pipelining, Replay
+from lightning_unitscale.strategies.pipelined_method import (
+    PipelinedMethod,
+    Pipelining,
+    Rehearsal,
+    Replay,
+)
 
 _NAME = "training_step"
 
@@ -52,13 +57,24 @@ class PipelinedStep(PipelinedMethod):
             rehearsal = self.rehearse([((part, *args), kwargs) for part in parts])
             examples = rehearsal.calls[0][2]
             runner = self.runner_for(rehearsal, self._loss(rehearsal.results[0], examples))
-            outputs = runner.step_flat(self.inputs_of(rehearsal))
+            outputs = self._run(runner, rehearsal)
             values = self._shared_results(runner, examples, outputs)
             step.interpreter = Replay(_NAME, rehearsal.graph, values)
             try:
                 return step(parts[0], *args, **kwargs)
             finally:
                 step.interpreter = None
+
+    def _run(self, runner: PipelineRunner, rehearsal: Rehearsal) -> list[Any] | None:
+        for one in self.steps.passes:
+            one.before_step(self.module)
+        if not self.steps.observed:
+            return runner.step_flat(self.inputs_of(rehearsal))
+        observed = self.observed_stages(rehearsal)
+        observed.begin()
+        outputs = runner.step_flat(self.inputs_of(rehearsal), replaced=observed.run)
+        observed.finish()
+        return outputs
 
     def _loss(self, result: Any, examples: list[Any]) -> int:
         loss = result["loss"] if isinstance(result, dict) else result

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,8 +14,13 @@ from torch import Tensor, fx
 from lightning_unitscale.graph.nodes import INTERNAL
 from lightning_unitscale.graph.passes import StepGraph
 from lightning_unitscale.graph.recording import CallRecord, CallRecorder
-from lightning_unitscale.transforms.calibration import combined_rms, root_mean_square
+from lightning_unitscale.transforms.calibration import (
+    Direction,
+    combined_rms,
+    root_mean_square,
+)
 from lightning_unitscale.transforms.gauge import Gauge
+from lightning_unitscale.transforms.range_loss import FORMATS, stored_shares, unfit_products
 from lightning_unitscale.transforms.units import Edit
 
 # What lossless unit scaling promises of an operand: a stored RMS outside of this is drift.
@@ -29,11 +35,14 @@ class Drift:
         forward: RMS as the model means it.
         backward: RMS of the gradient as the model means it.
         outside: Tensors whose stored RMS has left [1/4, 4], with that RMS.
+        unfit: Products whose tensors FP8 no longer holds, though their RMS has not left it, with
+            the reason.
     """
 
     forward: Mapping[str, float]
     backward: Mapping[str, float]
     outside: Mapping[str, float]
+    unfit: Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -48,10 +57,12 @@ class DriftProbes:
 
     Args:
         gauge: Gives the gauge in force.
+        measures_range: Whether to measure what FP8 would lose as well.
     """
 
-    def __init__(self, gauge: Callable[[], Gauge]) -> None:
+    def __init__(self, gauge: Callable[[], Gauge], *, measures_range: bool = False) -> None:
         self._gauge = gauge
+        self._measures_range = measures_range
         self._calls: list[_Call] = []
 
     def insert(self, graph: StepGraph, applied: Sequence[tuple[Edit, fx.Node]]) -> None:
@@ -70,12 +81,13 @@ class DriftProbes:
             gammas = tuple((name, gauge.pair(name).log2_gamma) for name in arriving)
             self._calls.append(_Call(units, gammas, record))
 
-        recorder = CallRecorder(graph, count, 1, on_record)
+        width = 3 if self._measures_range else 1
+        recorder = CallRecorder(graph, count, width, on_record)
         for row, (_, node) in enumerate(backward):
             # Between the product and its scale: there the gradient is as it is stored.
             slot, product = recorder.slot(row), node.args[0]
             with graph.graph.inserting_before(node):
-                probe = graph.graph.call_function(probe_gradient_rms, (product, slot))
+                probe = graph.graph.call_function(probe_gradient, (product, slot))
             probe.meta.update(node.meta)
             probe.meta[INTERNAL] = True
             node.args = (probe, *node.args[1:])
@@ -83,7 +95,7 @@ class DriftProbes:
         for index in range(count):
             source = forward[index % len(forward)][1]
             with graph.graph.inserting_after(source):
-                rows.append(graph.graph.call_function(_rms_row, (source,)))
+                rows.append(graph.graph.call_function(_row, (source, width, "forward")))
         recorder.finish(rows)
 
     def clear(self) -> None:
@@ -96,39 +108,49 @@ class DriftProbes:
         if not calls:
             return None
         rows = [part for call in calls for part in (call.record.forward, call.record.backward)]
-        numbers = torch.cat([one.flatten().to(rows[0].device) for one in rows]).tolist()
-        true: tuple[dict[str, list[float]], ...] = ({}, {})
+        width = rows[0].shape[-1]
+        numbers = torch.cat([one.flatten().to(rows[0].device) for one in rows]).view(-1, width)
+        left = iter(numbers.tolist())
+        true: dict[Direction, dict[str, list[float]]] = {"forward": {}, "backward": {}}
         outside: dict[str, float] = {}
+        shares: list[tuple[Direction, str, float, float]] = []
         for call in calls:
             count = len(call.record.forward)
-            for values, units in zip(true, (call.forward, call.backward), strict=True):
-                for (name, exponent), rms in zip(units, numbers[:count], strict=False):
-                    if math.isfinite(rms) and rms > 0.0:
-                        values.setdefault(name, []).append(math.ldexp(rms, exponent))
-                        if not LOW <= rms <= HIGH:
-                            outside[name] = rms
-                del numbers[:count]
+            for direction, units in (("forward", call.forward), ("backward", call.backward)):
+                measured = list(itertools.islice(left, count))
+                for (name, exponent), (rms, *lost) in zip(units, measured, strict=False):
+                    if not math.isfinite(rms) or rms <= 0.0:
+                        continue
+                    true[direction].setdefault(name, []).append(math.ldexp(rms, exponent))
+                    if not LOW <= rms <= HIGH:
+                        outside[name] = rms
+                    elif lost:
+                        shares.append((direction, name, lost[0], lost[1]))
         forward, backward = (
-            {name: combined_rms(values) for name, values in one.items()} for one in true
+            {name: combined_rms(values) for name, values in one.items()} for one in true.values()
         )
-        return Drift(forward, backward, outside)
+        return Drift(forward, backward, outside, unfit_products(shares))
 
 
-def probe_gradient_rms(tensor: Tensor, slot: Tensor) -> Tensor:
-    """``tensor`` itself; the RMS of its gradient becomes the gradient of ``slot``."""
-    result: Tensor = _GradientRms.apply(tensor, slot)
+def probe_gradient(tensor: Tensor, slot: Tensor) -> Tensor:
+    """``tensor`` itself; what is measured of its gradient becomes the gradient of ``slot``."""
+    result: Tensor = _GradientRow.apply(tensor, slot)
     return result
 
 
-class _GradientRms(torch.autograd.Function):
+class _GradientRow(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, slot: Tensor) -> Tensor:
+        ctx.width = slot.numel()
         return tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor]:
-        return grad_output, _rms_row(grad_output)
+        return grad_output, _row(grad_output, ctx.width, "backward")
 
 
-def _rms_row(tensor: Tensor) -> Tensor:
-    return root_mean_square(tensor).reshape(1)
+def _row(tensor: Tensor, width: int, direction: Direction) -> Tensor:
+    rms = root_mean_square(tensor).reshape(1)
+    if width == 1:
+        return rms
+    return torch.cat([rms, stored_shares(tensor, FORMATS[direction]).to(rms.dtype)])

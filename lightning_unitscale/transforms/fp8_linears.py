@@ -100,6 +100,10 @@ class FP8Linears(GraphPass):
         self.unfit.update(reasons)
         return is_new
 
+    def runs(self, name: str) -> bool:
+        """Whether the product of this name is in FP8 in what was rewritten last."""
+        return self.decisions.get(name, "not seen") is None
+
     def forget(self) -> None:
         """Forget what is known of one module's products."""
         self.unfit.clear()

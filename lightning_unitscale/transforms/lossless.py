@@ -101,7 +101,7 @@ class LosslessUnitScale(GraphPass):
         self.holds_parameters = holds_parameters
         self.gauge = Gauge()
         self.is_running = False
-        self.drift = DriftProbes(lambda: self.gauge)
+        self.drift = DriftProbes(lambda: self.gauge, measures_range=measures_range)
 
     def run(self, graph: StepGraph) -> tuple[str, ...]:
         """Rewrite one graph."""

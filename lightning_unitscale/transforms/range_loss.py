@@ -12,6 +12,7 @@ References:
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, fx
@@ -24,7 +25,7 @@ from lightning_unitscale.transforms.gauge import MAX_LOG2_SIGMA
 # One that becomes zero was worth less than 2**-10 of the RMS: only many of them matter.
 MAX_FLUSHED = 0.25
 
-_FORMATS: dict[Direction, NumberFormat] = {"forward": E4M3FN, "backward": E5M2}
+FORMATS: dict[Direction, NumberFormat] = {"forward": E4M3FN, "backward": E5M2}
 
 
 class RangeCalibrator(Calibrator):
@@ -41,7 +42,7 @@ class RangeCalibrator(Calibrator):
         rms = super().record(direction, name, tensor)
         # At depth "all" results are measured as well, which nothing reads in FP8.
         if direction == "backward" or name in self._operands:
-            lost = lost_shares(tensor.detach(), rms, _FORMATS[direction])
+            lost = lost_shares(tensor.detach(), rms, FORMATS[direction])
             self._lost[direction, name].append(lost)
         return rms
 
@@ -57,24 +58,34 @@ class RangeCalibrator(Calibrator):
             return {}
         parts = [one for parts in self._lost.values() for one in parts]
         shares = torch.stack([one.to(parts[0].device) for one in parts]).tolist()
-        reasons: dict[str, str] = {}
-        for (direction, name), (beyond, flushed) in zip(places, shares, strict=True):
-            product = name.partition(":")[0]
-            what = name.rpartition(":")[2] if direction == "forward" else "gradient"
-            if beyond > 0.0:
-                reasons[product] = (
-                    f"{beyond:.2g} of its {what} is beyond {_FORMATS[direction]}'s range"
-                )
-            elif flushed > MAX_FLUSHED:
-                reasons.setdefault(
-                    product, f"{flushed:.0%} of its {what} would be zero in {_FORMATS[direction]}"
-                )
-        return reasons
+        return unfit_products(
+            (direction, name, beyond, flushed)
+            for (direction, name), (beyond, flushed) in zip(places, shares, strict=True)
+        )
 
     def _operands_of(self, node: fx.Node) -> list[tuple[str, fx.Node]]:
         operands = self._arguments_of(node)
         self._operands.update(name for name, _ in operands)
         return operands
+
+
+def unfit_products(shares: Iterable[tuple[Direction, str, float, float]]) -> dict[str, str]:
+    """Products that lose too much in FP8, with what they lose.
+
+    Args:
+        shares: Direction and name in the gauge of tensors, with what :func:`lost_shares` says.
+    """
+    reasons: dict[str, str] = {}
+    for direction, name, beyond, flushed in shares:
+        product = name.partition(":")[0]
+        what = name.rpartition(":")[2] if direction == "forward" else "gradient"
+        if beyond > 0.0:
+            reasons[product] = f"{beyond:.2g} of its {what} is beyond {FORMATS[direction]}'s range"
+        elif flushed > MAX_FLUSHED:
+            reasons.setdefault(
+                product, f"{flushed:.0%} of its {what} would be zero in {FORMATS[direction]}"
+            )
+    return reasons
 
 
 def lost_shares(tensor: Tensor, rms: Tensor, format: NumberFormat) -> Tensor:
@@ -92,8 +103,13 @@ def lost_shares(tensor: Tensor, rms: Tensor, format: NumberFormat) -> Tensor:
     usable = rms.isfinite() & (rms > 0)
     exponent = torch.log2(torch.where(usable, rms, 1.0)).round()
     unit = torch.exp2(exponent.clamp(-MAX_LOG2_SIGMA, MAX_LOG2_SIGMA)).float()
-    magnitudes = tensor.abs().float() / unit
+    return torch.where(usable, stored_shares(tensor.float() / unit, format), 0.0)
+
+
+def stored_shares(tensor: Tensor, format: NumberFormat) -> Tensor:
+    """What a format would lose of a tensor as it is: :func:`lost_shares` without units."""
+    magnitudes = tensor.abs().float()
     count = (magnitudes > 0).sum()
     beyond = (magnitudes > format.overflow_threshold).sum() / max(tensor.numel(), 1)
     flushed = ((magnitudes > 0) & (magnitudes <= format.flush_threshold)).sum() / count.clamp(min=1)
-    return torch.where(usable, torch.stack([beyond, flushed]), 0.0)
+    return torch.stack([beyond, flushed])

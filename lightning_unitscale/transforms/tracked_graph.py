@@ -19,7 +19,7 @@ from lightning_unitscale.graph.out_of_place import (
 )
 from lightning_unitscale.graph.passes import Region
 from lightning_unitscale.graph.recording import CallRecord
-from lightning_unitscale.transforms.drift import probe_gradient_rms
+from lightning_unitscale.transforms.drift import probe_gradient
 from lightning_unitscale.transforms.metrics import Metrics
 from lightning_unitscale.transforms.scales_graph import (
     CLEAN_NAME,
@@ -218,7 +218,7 @@ def is_passed_through(node: fx.Node, checkpoints: Mapping[fx.Node, Any]) -> bool
     if node.op != "call_function" or not node.args:
         return False
     of_checkpoint = node.target is operator.getitem and node.args[0] in checkpoints
-    return of_checkpoint or node.target is probe_gradient_rms
+    return of_checkpoint or node.target is probe_gradient
 
 
 def _is_plumbing(node: fx.Node, checkpoints: Mapping[fx.Node, Any]) -> bool:

@@ -29,6 +29,8 @@ def _row(generator: torch.Generator) -> tuple[Tensor, Tensor]:
 class Tower(pl.LightningModule):
     """Two layers that FP8 can take, and a last one of 8 features that it cannot."""
 
+    outlier: float | Tensor
+
     def __init__(self, outlier: float = 0.0) -> None:
         super().__init__()
         self.outlier = outlier
@@ -135,6 +137,29 @@ def test_layers_that_fp8_does_not_fit_are_kept(tmp_path: Any) -> None:
     # Another module is measured for itself.
     _losses([resumed])
     assert "2 of 3 products in FP8" in resumed.explain()
+
+
+@pytest.mark.parametrize(("depth", "compile"), [("products", True), ("all", False)])
+def test_a_layer_that_stops_fitting_leaves_fp8(depth: Any, compile: bool) -> None:
+    class Later(Tower):
+        """Its outlier comes while it trains, as those of language models do."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("height", torch.zeros(()))
+            self.outlier = self.height
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            if self.global_step == 4:
+                self.height += 1e6
+
+    callback = UnitScaleCallback(depth=depth, precision="fp8", compile=compile)
+    losses = _losses([callback], Later)
+    text = callback.explain()
+    # At step 8 its units are too small by far; in those that it then gets, the rest is nothing.
+    assert "Out of FP8 from step 16 on: fc2.linear, since" in text
+    assert "of its input would be zero in E4M3FN" in text and "1 of 3 products in FP8" in text
+    assert torch.isfinite(losses).all()
 
 
 def test_what_is_excluded() -> None:

@@ -87,7 +87,7 @@ def train(folder: Path, kind: str, resume_from: str, case: str) -> None:
     records = Records()
     callbacks: list[Any] = [records]
     if options.get("saves"):
-        callbacks.append(pl.callbacks.ModelCheckpoint(folder, "first", save_top_k=-1))
+        callbacks.append(pl.callbacks.ModelCheckpoint(folder, "first-{epoch}", save_top_k=-1))
     accumulate = options.get("accumulate", 1)
     size = BATCH
     strategy: Any = pl.strategies.DDPStrategy(
@@ -118,7 +118,7 @@ def train(folder: Path, kind: str, resume_from: str, case: str) -> None:
         enable_model_summary=False,
         default_root_dir=folder,
     )
-    path = Path(resume_from) / "first.ckpt" if options.get("resume") else None
+    path = Path(resume_from) / "first-epoch=0.ckpt" if options.get("resume") else None
     trainer.fit(module, DataLoader(data, size), DataLoader(data, BATCH), ckpt_path=path)
     found = {
         "losses": records.losses,

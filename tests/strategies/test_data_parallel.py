@@ -76,7 +76,9 @@ def test_the_training_of_ddp(case: str, runs: Runs) -> None:
         assert one["losses"] == pytest.approx(theirs["losses"], rel=1e-5)
         assert one["losses"][0] == pytest.approx(theirs["losses"][0], rel=1e-7, abs=0)
         assert one["metrics"].keys() == theirs["metrics"].keys()
-        for name, value in one["metrics"].items():
+        # DDP's step is a microbatch, and the last value of one.
+        for name in one["metrics"].keys() - {"train_loss", "train_loss_step"}:
+            value = one["metrics"][name]
             assert value.item() == pytest.approx(theirs["metrics"][name].item(), rel=1e-5), name
         assert one["gathered"] == theirs["gathered"]
         assert one["weights"].keys() == theirs["weights"].keys()
@@ -104,7 +106,8 @@ def test_the_gradients_of_ddp(case: str, runs: Runs) -> None:
             assert difference == 0.0 if exact else difference <= 1e-7, name
     assert names[0] == names[1] and names[2] == names[3], "replicas own the same"
     assert names[0] | names[2] == expected.keys()
-    assert names[0] & names[2] == ({TIED} if case.startswith("gpt") else set())
+    # A schedule in the form of a V has the first and the last stage on one rank.
+    assert names[0] & names[2] == ({TIED} if case == "gpt" else set())
 
 
 @pytest.mark.distributed
@@ -112,10 +115,11 @@ def test_the_gradients_of_ddp(case: str, runs: Runs) -> None:
 @pytest.mark.timeout(560)
 def test_one_checkpoint_is_written(runs: Runs) -> None:
     ddp, pipelines = (
-        torch.load(runs.root / "first" / kind / "first.ckpt", weights_only=False)
+        torch.load(runs.root / "first" / kind / "first-epoch=0.ckpt", weights_only=False)
         for kind in ("ddp", "pipeline")
     )
-    assert len(list((runs.root / "first" / "pipeline").glob("*.ckpt"))) == 2, "one each epoch"
+    written = sorted(one.name for one in (runs.root / "first" / "pipeline").glob("*.ckpt"))
+    assert written == ["first-epoch=0.ckpt", "first-epoch=1.ckpt"]
     assert pipelines.keys() == ddp.keys()
     assert pipelines["state_dict"].keys() == ddp["state_dict"].keys()
     for ours, theirs in zip(pipelines["optimizer_states"], ddp["optimizer_states"], strict=True):
