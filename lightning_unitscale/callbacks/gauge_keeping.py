@@ -18,12 +18,18 @@ from lightning_unitscale.callbacks.module_steps import (
     step_arguments,
     takes_iterator,
 )
-from lightning_unitscale.callbacks.pipelined import num_microbatches, refuse_live, rehearsed
+from lightning_unitscale.callbacks.pipelined import (
+    num_microbatches,
+    pipeline_of,
+    refuse_live,
+    rehearsed,
+)
 from lightning_unitscale.callbacks.ranks import joint_reasons, joint_rms
 from lightning_unitscale.callbacks.recalibration import Looks
 from lightning_unitscale.callbacks.rule_scaling import RuleScaling
 from lightning_unitscale.graph.steps import ModuleSteps
 from lightning_unitscale.transforms.calibration import Calibrator, Measured
+from lightning_unitscale.transforms.drift import Drift
 from lightning_unitscale.transforms.fp8_linears import FP8Linears
 from lightning_unitscale.transforms.gauge import Gauge
 from lightning_unitscale.transforms.lossless import LosslessUnitScale
@@ -99,6 +105,8 @@ class GaugeKeeping:
         if not has_stepped(trainer, trainer.lightning_module, self._global_step_before):
             return  # the accumulated batches share one gauge
         drift = self._rewrite.drift.take()
+        if drift is None and pipeline_of(trainer) is not None:
+            drift = Drift({}, {}, {}, {})  # stages without a product join in with the others
         if drift is not None and self._looks.at(self._step_index):
             forward, backward = joint_rms(drift.forward, drift.backward)
             (outside,) = joint_rms(drift.outside)

@@ -69,6 +69,15 @@ class CallRecorder:
         with self._graph.graph.inserting_after(self._unbound):
             return self._graph.graph.call_function(operator.getitem, (self._unbound, row))
 
+    def no_row(self, after: fx.Node) -> fx.Node:
+        """A row of zeros, for what is recorded by other rows."""
+        with self._graph.graph.inserting_after(after):
+            return self._graph.graph.call_function(
+                torch.zeros,
+                (self._shape[1],),
+                {"dtype": self._dtype, "device": self._graph.device},
+            )
+
     def finish(self, rows: Sequence[fx.Node]) -> None:
         """Make the forward rows, in their order, an output of the graph."""
         graph = self._graph.graph

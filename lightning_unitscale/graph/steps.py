@@ -303,6 +303,17 @@ class CapturedStep:
             if self._deferred is not None:
                 self._deferred.discard()
 
+    def replay(self, interpreter: Interpreter, *args: Any, **kwargs: Any) -> Any:
+        """Run the step with ``interpreter`` running its graphs, eagerly; then log for real."""
+        previous, self.interpreter = self.interpreter, interpreter
+        try:
+            result = self._run("eager", args, kwargs)
+        finally:
+            self.interpreter = previous
+        if self._deferred is not None:
+            self._deferred.replay()
+        return result
+
     def rewrite_anew(self) -> None:
         """Have the passes rewrite what is captured once more, before the next run of a graph.
 

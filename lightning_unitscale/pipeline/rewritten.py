@@ -46,6 +46,10 @@ class RewrittenGraph:
         self.inputs: tuple[GraphInput, ...] = (*graph.inputs, *own)
         fill_examples(self.graph.graph)
 
+    def examples(self, given: Sequence[Any]) -> list[Any]:
+        """As :meth:`values`, with examples of the passes' own inputs."""
+        return [*given, *(node.meta[_EXAMPLE] for node, _ in self.graph.states)]
+
     def values(self, given: Sequence[Any]) -> list[Any]:
         """The user's inputs of one call, followed by the passes' own."""
         return [*given, *(supply() for _, supply in self.graph.states)]

@@ -92,7 +92,7 @@ class PipelineRunner:
         self._batch = _Batch()
         self._training: EngineSchedule = None
         self._trained: list[EngineStage] = []
-        self._forward: EngineSchedule = None
+        self._forward: dict[int, EngineSchedule] = {}
 
     def step(self, *args: Any, **kwargs: Any) -> list[Any] | None:
         """Forward and backward of one batch.
@@ -136,6 +136,11 @@ class PipelineRunner:
                 "that returns one; wrap it in TrivialLossWrapper, or name the output with "
                 "loss_spec."
             )
+        if len(microbatches) != self.num_microbatches:
+            raise ValueError(
+                f"microbatches: {len(microbatches)} of them; expected "
+                f"num_microbatches={self.num_microbatches}."
+            )
         if self._training is None:
             self._trained = self._engine_stages(True)
             self._training = make_schedule(
@@ -151,24 +156,19 @@ class PipelineRunner:
         return result
 
     def eval_flat(self, microbatches: list[list[Any]]) -> list[Any] | None:
-        """:meth:`eval` for the flat inputs of each microbatch."""
-        if self._forward is None:
-            self._forward = ForwardOnly(
-                self.schedule, self._engine_stages(False), self.num_microbatches
-            )
+        """:meth:`eval` for the flat inputs of each microbatch, of which there may be any number."""
+        count = len(microbatches)
+        if count not in self._forward:
+            self._forward[count] = ForwardOnly(self.schedule, self._engine_stages(False), count)
         with torch.no_grad():
-            return self._run(self._forward, microbatches)
+            return self._run(self._forward[count], microbatches)
 
     def named_parameters(self) -> Mapping[str, nn.Parameter]:
         """Parameters of this rank's stages, by name."""
         return {name: one for stage in self.stages for name, one in stage.named_parameters()}
 
     def _run(self, schedule: EngineSchedule, microbatches: list[list[Any]]) -> list[Any] | None:
-        count = self.num_microbatches
-        if len(microbatches) != count:
-            raise ValueError(
-                f"microbatches: {len(microbatches)} of them; expected num_microbatches={count}."
-            )
+        count = len(microbatches)
         self._batch.inputs, self._batch.outputs = microbatches, {}
         # All that the engine hands to a stage is which microbatch it is.
         places = torch.arange(count)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -37,13 +36,11 @@ class Blocks:
         return len(self.separators) + 1
 
     @cached_property
-    def members(self) -> tuple[tuple[int, ...], ...]:
+    def members(self) -> tuple[Ints, ...]:
         """Nodes of each block: forward and backward, ascending."""
-        found: list[list[int]] = [[] for _ in range(len(self))]
-        for node, block in enumerate(self.block.tolist()):
-            if block >= 0:
-                found[block].append(node)
-        return tuple(tuple(one) for one in found)
+        by_block = np.argsort(self.block, kind="stable")
+        ends = np.searchsorted(self.block[by_block], np.arange(len(self) + 1))
+        return tuple(np.split(by_block, ends)[1:-1])
 
     @cached_property
     def classes(self) -> tuple[int, ...]:
@@ -71,12 +68,13 @@ class Blocks:
 
     def _signature(self, index: int) -> object:
         nodes = self.problem.nodes
-        place = {node: i for i, node in enumerate(self.members[index])}
+        members: list[int] = self.members[index].tolist()
+        place = {node: i for i, node in enumerate(members)}
         boundary = self.separators[index - 1] if index else -1
         end = self.separators[index] if index < len(self.separators) else -1
         returned = set(self.problem.backward_outputs)
         rows: list[object] = [index == 0, index == len(self) - 1, place.get(end, -1)]
-        for member in self.members[index]:
+        for member in members:
             node = nodes[member]
             reads = tuple(
                 (place[i], 0)
@@ -209,8 +207,6 @@ def _shared(problem: RematProblem, block: Ints) -> Mask:
     return np.bincount(pairs[0], minlength=len(problem)) > 2
 
 
-def segment_members(blocks: Blocks, start: int, stop: int) -> Sequence[int]:
+def segment_members(blocks: Blocks, start: int, stop: int) -> Ints:
     """Nodes of blocks ``start`` to ``stop - 1``, ascending."""
-    if stop - start == 1:
-        return blocks.members[start]
-    return sorted(node for index in range(start, stop) for node in blocks.members[index])
+    return np.sort(np.concatenate(blocks.members[start:stop]))

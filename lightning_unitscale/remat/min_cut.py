@@ -15,6 +15,7 @@ from functools import cached_property
 
 import numpy as np
 
+from lightning_unitscale.remat.flow import HAS_SCIPY, FlowNetwork
 from lightning_unitscale.remat.problem import (
     Floats,
     Ints,
@@ -23,117 +24,6 @@ from lightning_unitscale.remat.problem import (
     RematProblem,
     recomputed,
 )
-
-try:
-    from scipy.sparse import csr_matrix
-    from scipy.sparse.csgraph import breadth_first_order, maximum_flow
-
-    HAS_SCIPY = True
-except ImportError:  # pragma: no cover - scipy is a dependency, but may be broken on a platform
-    HAS_SCIPY = False
-
-# scipy's maximum_flow computes in 32-bit integers and wraps silently: all finite capacities
-# together stay below this, and an infinite one is one more than all of them.
-_FINITE_SUM = 2**29
-
-
-def source_side(
-    num_nodes: int,
-    tails: Ints,
-    heads: Ints,
-    capacities: Floats,
-    source: int,
-    sink: int,
-    *,
-    use_scipy: bool = HAS_SCIPY,
-) -> Mask:
-    """The larger source side of a minimum cut: the cut lies as near to the sink as it can.
-
-    Args:
-        num_nodes: Number of nodes; edges join nodes ``0 .. num_nodes - 1``.
-        tails: Start of every edge; no edge is given twice.
-        heads: End of every edge.
-        capacities: Non-negative capacity of every edge, ``inf`` where it must not be cut.
-        source: Node on the source side.
-        sink: Node on the sink side.
-        use_scipy: Whether scipy's flow is used, else networkx's.
-
-    Returns:
-        A mask of the nodes on the source side.
-
-    Raises:
-        ValueError: If no cut of finite capacity exists.
-
-    References:
-        Ford, Fulkerson (1956): every maximum flow gives the cut nearest to the sink as the nodes
-        that cannot reach it in the residual graph.
-    """
-    infinite = np.isinf(capacities)
-    if _reaches(num_nodes, tails[infinite], heads[infinite], source)[sink]:
-        raise ValueError("capacities: no finite cut separates the source from the sink")
-    total = float(capacities[~infinite].sum())
-    scale = (_FINITE_SUM - len(capacities) - 2) / total if total > 0 else 1.0
-    scaled = np.zeros(len(capacities), dtype=np.int64)
-    # A positive capacity stays positive, or cutting there would be free.
-    finite = capacities[~infinite]
-    scaled[~infinite] = np.where(finite > 0, np.maximum(np.floor(finite * scale), 1), 0)
-    scaled[infinite] = int(scaled.sum()) + 1
-    find = _residual_by_scipy if use_scipy else _residual_by_networkx
-    from_tails, from_heads = find(num_nodes, tails, heads, scaled, source, sink)
-    # Backwards from the sink along edges with capacity left.
-    return ~_reaches(num_nodes, from_heads, from_tails, sink)
-
-
-def _reaches(num_nodes: int, tails: Ints, heads: Ints, start: int) -> Mask:
-    reached = np.zeros(num_nodes, dtype=np.bool_)
-    if HAS_SCIPY:
-        graph = csr_matrix(
-            (np.ones(len(tails), dtype=np.int8), (tails, heads)), shape=(num_nodes, num_nodes)
-        )
-        reached[breadth_first_order(graph, start, return_predecessors=False)] = True
-        return reached
-    following: list[list[int]] = [[] for _ in range(num_nodes)]
-    for tail, head in zip(tails.tolist(), heads.tolist(), strict=True):
-        following[tail].append(head)
-    pending = [start]
-    reached[start] = True
-    while pending:
-        for head in following[pending.pop()]:
-            if not reached[head]:
-                reached[head] = True
-                pending.append(head)
-    return reached
-
-
-def _residual_by_scipy(
-    num_nodes: int, tails: Ints, heads: Ints, capacities: Ints, source: int, sink: int
-) -> tuple[Ints, Ints]:
-    graph = csr_matrix((capacities.astype(np.int32), (tails, heads)), shape=(num_nodes, num_nodes))
-    flow = maximum_flow(graph, source, sink).flow
-    residual = (graph - flow).tocoo()
-    left = residual.data > 0
-    return residual.row[left].astype(np.int64), residual.col[left].astype(np.int64)
-
-
-def _residual_by_networkx(
-    num_nodes: int, tails: Ints, heads: Ints, capacities: Ints, source: int, sink: int
-) -> tuple[Ints, Ints]:
-    import networkx as nx
-
-    graph = nx.DiGraph()
-    graph.add_nodes_from(range(num_nodes))
-    for tail, head, capacity in zip(
-        tails.tolist(), heads.tolist(), capacities.tolist(), strict=True
-    ):
-        graph.add_edge(tail, head, capacity=capacity)
-    flow = nx.algorithms.flow.boykov_kolmogorov(graph, source, sink)
-    pairs = [
-        (tail, head)
-        for tail, head, data in flow.edges(data=True)
-        if data["capacity"] - data["flow"] > 0
-    ]
-    rows = np.array(pairs, dtype=np.int64).reshape(-1, 2)
-    return rows[:, 0], rows[:, 1]
 
 
 @dataclass(frozen=True)
@@ -188,16 +78,30 @@ class CutNetwork:
         self._bytes = np.where(saves, np.where(free, 0.0, size), math.inf)
 
     @cached_property
-    def _structure(self) -> tuple[Ints, Ints, Ints, int]:
+    def _kept(self) -> Ints:
+        """Nodes that are in the network."""
         problem = self.problem
-        usable = problem.needed & (problem.region != Region.BACKWARD)
+        return np.flatnonzero(problem.needed & (problem.region != Region.BACKWARD))
+
+    @cached_property
+    def _network(self) -> tuple[FlowNetwork, int]:
+        """The network, and how many of its edges come after those that cost time or bytes."""
+        problem, kept = self.problem, self._kept
         number = np.full(len(problem), -1, dtype=np.int64)
-        kept = np.flatnonzero(usable)
         number[kept] = np.arange(len(kept))
         producers, users = problem.edges
-        inner = usable[producers] & usable[users] & (problem.region[users] == Region.FORWARD)
-        pairs = np.unique(np.stack([producers[inner], users[inner]]), axis=1)
-        return kept, 2 * number[pairs[0]] + 1, 2 * number[pairs[1]], len(kept)
+        inner = (number[producers] >= 0) & (number[users] >= 0)
+        inner &= problem.region[users] == Region.FORWARD
+        count = len(kept)
+        source, sink = 2 * count, 2 * count + 1
+        firsts = 2 * np.arange(count)
+        pairs = np.unique(number[producers[inner]] * count + number[users[inner]])
+        roots = np.flatnonzero((problem.wanted | _read_inputs(problem))[kept])
+        sources, sinks = np.full(count, source), np.full(len(roots), sink)
+        tails = np.concatenate([sources, firsts, 2 * (pairs // count) + 1, 2 * roots + 1])
+        heads = np.concatenate([firsts, firsts + 1, 2 * (pairs % count), sinks])
+        network = FlowNetwork(2 * count + 2, tails, heads, source, sink, use_scipy=self._use_scipy)
+        return network, len(pairs) + len(roots)
 
     def cut(self, seconds_per_byte: float) -> Cut:
         """The plan with the least time plus ``seconds_per_byte`` for each byte saved.
@@ -205,29 +109,16 @@ class CutNetwork:
         Raises:
             ValueError: If something may neither be saved nor run again.
         """
-        problem = self.problem
-        kept, inner_tails, inner_heads, count = self._structure
-        source, sink = 2 * count, 2 * count + 1
-        firsts = 2 * np.arange(count)
-        wanted = problem.wanted | _read_inputs(problem)
-        roots = np.flatnonzero(wanted[kept])
+        kept = self._kept
+        network, num_others = self._network
         size = self._bytes[kept]
-        weights = np.where(
-            np.isinf(size), math.inf, seconds_per_byte * np.where(np.isinf(size), 0.0, size)
-        )
-        tails = np.concatenate([np.full(count, source), firsts, inner_tails, 2 * roots + 1])
-        heads = np.concatenate([firsts, firsts + 1, inner_heads, np.full(len(roots), sink)])
-        capacities = np.concatenate(
-            [
-                self._seconds[kept],
-                weights,
-                np.full(len(inner_tails) + len(roots), math.inf),
-            ]
-        )
-        side = source_side(
-            2 * count + 2, tails, heads, capacities, source, sink, use_scipy=self._use_scipy
-        )
-        saved = np.zeros(len(problem), dtype=np.bool_)
+        bounded = np.isfinite(size)
+        weights = np.full(len(kept), math.inf)
+        weights[bounded] = seconds_per_byte * size[bounded]
+        others = np.full(num_others, math.inf)
+        side = network.source_side(np.concatenate([self._seconds[kept], weights, others]))
+        firsts = 2 * np.arange(len(kept))
+        saved = np.zeros(len(self.problem), dtype=np.bool_)
         saved[kept] = side[firsts] & ~side[firsts + 1]
         return self.priced(saved)
 

@@ -157,7 +157,7 @@ def _option(local: _Local, saved: Mask, kept: Mask | None) -> Option:
         tuple(local.places[chosen].tolist()),
         tuple(dropped.tolist()),
         float(problem.seconds[order.again(problem)].sum()),
-        problem.saved_bytes(chosen),
+        problem.saved_bytes(chosen, again),
         int(timeline.live_bytes[: timeline.num_forward].max(initial=0)),
         int(timeline.live_bytes[timeline.num_forward :].max(initial=0)),
     )
@@ -171,7 +171,7 @@ def _local_problem(blocks: Blocks, start: int, stop: int) -> _Local:
     blocks read of it has been read when the run's own backward pass begins.
     """
     problem = blocks.problem
-    members = segment_members(blocks, start, stop)
+    members: list[int] = segment_members(blocks, start, stop).tolist()
     inside = set(members)
     outside: dict[int, None] = {}
     for member in members:

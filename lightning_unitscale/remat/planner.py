@@ -25,7 +25,7 @@ from lightning_unitscale.remat.schedule import BackwardOrder, backward_order
 from lightning_unitscale.remat.simulate import Timeline, input_bytes, simulate
 
 # Changes whenever the same problem may get another plan.
-PLANNER_VERSION = 2
+PLANNER_VERSION = 3
 # An operation with more operations per byte than this is a product: the classic cut keeps it.
 _PRODUCT_FLOPS_PER_ELEMENT = 4.0
 _TIGHTENINGS = 6
@@ -270,7 +270,7 @@ class Planner:
         saved = np.zeros(len(self.problem), dtype=np.bool_)
         kept = np.ones(len(self.problem), dtype=np.bool_)
         for start, stop, option in choice.runs:
-            members = np.array(segment_members(self.blocks, start, stop), dtype=np.int64)
+            members = segment_members(self.blocks, start, stop)
             saved[members[list(option.saved)]] = True
             kept[members[[place for place in option.dropped if place >= 0]]] = False
         saved |= self.problem.region == Region.INPUT

@@ -103,6 +103,11 @@ class RematProblem:
         return np.array([node.workspace_bytes for node in self.nodes], dtype=np.int64)
 
     @cached_property
+    def replay_bytes(self) -> Ints:
+        """What is kept for each node if it is random and runs again."""
+        return np.array([node.replay_bytes for node in self.nodes], dtype=np.int64)
+
+    @cached_property
     def seconds(self) -> Floats:
         """Estimated seconds of each node."""
         return np.array([node.seconds for node in self.nodes], dtype=np.float64)
@@ -189,6 +194,14 @@ class RematProblem:
         return found
 
     @cached_property
+    def item_bytes(self) -> Ints:
+        """Bytes of the outputs of each operation that has several, 0 for the others."""
+        found = np.zeros(len(self), dtype=np.int64)
+        items = np.flatnonzero((self.owner != np.arange(len(self))) & (self.num_bytes > 0))
+        np.add.at(found, self.owner[items], self.num_bytes[items])
+        return found
+
+    @cached_property
     def tagged(self) -> Mask:
         """What a user's checkpoint wants to run again, so that it cannot be saved."""
         found = np.array(
@@ -212,18 +225,25 @@ class RematProblem:
         kept[self.base[saved]] = True
         kept[self.base[list(self.forward_outputs)]] = False
         kept &= self.region != Region.INPUT
-        return int(self.num_bytes[kept].sum()) + self.replayed_bytes(saved, again)
+        states = self.replay_bytes[self.replayed(saved, again)]
+        return int(self.num_bytes[kept].sum()) + int(states.sum())
 
-    def replayed_bytes(self, saved: Mask, again: Mask | None = None) -> int:
-        """Bytes of the generators' states that a plan keeps for random operations to run again."""
-        if not self._random:
-            return 0
+    def replayed(self, saved: Mask, again: Mask | None = None) -> Ints:
+        """Random operations that a plan runs again, from the generator's state that it keeps.
+
+        Args:
+            saved: What the plan keeps.
+            again: ``recomputed(self, saved)``, if it is known.
+        """
+        random = self._random
+        if not len(random):
+            return random
         runs = recomputed(self, saved) if again is None else again
-        return sum(self.nodes[index].replay_bytes for index in self._random if runs[index])
+        return random[runs[random]]
 
     @cached_property
-    def _random(self) -> tuple[int, ...]:
-        return tuple(i for i, node in enumerate(self.nodes) if node.replay_bytes)
+    def _random(self) -> Ints:
+        return np.flatnonzero(self.replay_bytes)
 
 
 def recomputed(problem: RematProblem, saved: Mask) -> Mask:

@@ -119,7 +119,11 @@ def lazy_order(
         elif first[node] < never:
             moment = first[node]
             for i in inputs[node]:
-                need(i, moment)
+                # As ``need`` does, without a call for what is most common.
+                if not is_single[i]:
+                    need(i, moment)
+                elif first[i] > moment:
+                    first[i] = moment
     once = np.array(first, dtype=np.int64)
     single = np.flatnonzero(outlives & (once >= 0) & (once < never))
     several = [(i, one) for i, moments in first_in_run.items() for one in moments.values()]

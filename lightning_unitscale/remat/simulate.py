@@ -54,7 +54,8 @@ def simulate(
     """Follow every storage of a plan through the forward and the backward pass.
 
     The inputs stay alive throughout, what the forward pass returns from there on, gradients to the
-    end of the step. A view keeps the whole storage that it lies in.
+    end of the step. A view keeps the whole storage that it lies in. The state of a generator is
+    kept from a random operation to its replay.
 
     Args:
         problem: The joint graph.
@@ -66,17 +67,18 @@ def simulate(
         again: ``recomputed(problem, saved)``, if it is known.
     """
     base_bytes = resident_bytes + input_bytes(problem)
-    forward, kept_bytes = _forward(problem, saved)
+    replayed = problem.replayed(saved, again)
+    forward, kept_bytes = _forward(problem, saved, replayed)
     order = backward_order(problem, saved, again=again) if order is None else order
-    backward = _backward(problem, saved, order)
-    # States of generators are kept from the moment of drawing; counted from the start.
-    base_bytes += problem.replayed_bytes(saved, again)
+    backward = _backward(problem, saved, replayed, order)
     live = np.concatenate([forward[1] + forward_bytes, kept_bytes + backward]) + base_bytes
     nodes = np.concatenate([forward[0], order.nodes])
     return Timeline(nodes, live, len(forward[0]))
 
 
-def _forward(problem: RematProblem, saved: Mask) -> tuple[tuple[Ints, Ints], int]:
+def _forward(
+    problem: RematProblem, saved: Mask, replayed: Ints
+) -> tuple[tuple[Ints, Ints], int]:
     """((nodes, bytes alive at each), bytes alive at the end)."""
     nodes = forward_nodes(problem, saved)
     count = len(nodes)
@@ -97,11 +99,12 @@ def _forward(problem: RematProblem, saved: Mask) -> tuple[tuple[Ints, Ints], int
     np.add.at(changes, time[problem.owner[bases]], sizes[bases])
     freed = bases[~stays[bases]]
     np.add.at(changes, last[freed] + 1, -sizes[freed])
+    np.add.at(changes, time[replayed], problem.replay_bytes[replayed])
     live = np.cumsum(changes)
     return (nodes, live[:count] + problem.workspace[nodes]), int(live[count])
 
 
-def _backward(problem: RematProblem, saved: Mask, order: BackwardOrder) -> Ints:
+def _backward(problem: RematProblem, saved: Mask, replayed: Ints, order: BackwardOrder) -> Ints:
     """Bytes alive at each execution, beyond those alive when the pass starts."""
     nodes = order.nodes
     count = len(nodes)
@@ -136,7 +139,15 @@ def _backward(problem: RematProblem, saved: Mask, order: BackwardOrder) -> Ints:
     held[base[[*problem.forward_outputs, *problem.backward_outputs]]] = False
     given_up = np.flatnonzero(held & (problem.region == Region.FORWARD))
     np.add.at(changes, last_of_saved[given_up] + 1, -sizes[given_up])
-    return np.cumsum(changes[:count]) + problem.workspace[nodes]
+    # While it replays, an operation puts the generator's present state aside.
+    state = np.zeros(len(problem), dtype=np.int64)
+    state[replayed] = problem.replay_bytes[replayed]
+    np.add.at(changes, 1 + np.arange(count), -state[nodes])
+    # Of an operation with several outputs all are made, also those that nobody takes here.
+    taken = np.zeros(count, dtype=np.int64)
+    np.add.at(taken, sources[items], sizes[nodes[readers[items]]])
+    untaken = problem.item_bytes[nodes] - taken
+    return np.cumsum(changes[:count]) + problem.workspace[nodes] + state[nodes] + untaken
 
 
 def _storages(problem: RematProblem, nodes: Ints, readers: Ints, read: Ints, sources: Ints) -> Ints:

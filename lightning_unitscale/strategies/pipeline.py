@@ -10,8 +10,6 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn  # type: ignore[attr-defined]
 from torch import Tensor, nn
@@ -25,24 +23,25 @@ from lightning_unitscale.pipeline.policy import balanced_split
 from lightning_unitscale.pipeline.schedules import find_schedule
 from lightning_unitscale.shadowing import shadowed
 from lightning_unitscale.strategies import batches
-from lightning_unitscale.strategies.captured_steps import not_one_graph, refuse_steps
-from lightning_unitscale.strategies.grid import GridStrategy
+from lightning_unitscale.strategies.captured_steps import not_one_graph
+from lightning_unitscale.strategies.evaluating import EVALUATIONS, EvaluatingStrategy
 from lightning_unitscale.strategies.owners import Owners
 from lightning_unitscale.strategies.pipelined_forward import PipelinedForward
 from lightning_unitscale.strategies.pipelined_method import NotOneGraphError, Pipelining, Policy
 from lightning_unitscale.strategies.pipelined_step import PipelinedStep
+from lightning_unitscale.strategies.supported import refuse_unsupported
 
 _CAPTURES = ("auto", "step", "forward")
 
 
-class PipelineStrategy(GridStrategy):
+class PipelineStrategy(EvaluatingStrategy):
     """Cuts the module's ``training_step`` into stages and trains them on the Trainer's devices.
 
     Nothing of the module is rewritten: the step is captured with its loss, balanced over the ranks
     and run by microbatches. A step gives the gradients of the mean of the microbatches' losses,
     which is the batch's own loss where that is a mean over samples. ``self.log`` works on all
     ranks; single numbers are averaged over the microbatches. Checkpoints have the layout and the
-    names of a single device. Validation, test and prediction run the whole module on every rank.
+    names of a single device.
 
     Args:
         schedule: One of ``GPipe``, ``1F1B``, ``Interleaved1F1B``, ``LoopedBFS``,
@@ -57,9 +56,15 @@ class PipelineStrategy(GridStrategy):
             ``forward``, and the step around it on the rank of the last stage; ``"auto"`` the step,
             and where that is not one graph ``forward``, with the reason in a warning.
         free_unowned: Whether a rank frees, after the first step, the parameters that stages of
-            other ranks have, with their gradients and optimizer state. Validation brings them back
-            for as long as it runs, a checkpoint on the first rank, the end of the training for
-            good. Reading a freed parameter raises; with ``False`` it has old values.
+            other ranks have, with their gradients and optimizer state. A checkpoint brings them
+            back on the first rank, whole validation for as long as it runs, the end of the training
+            for good. Reading a freed parameter raises; with ``False`` it has old values.
+        evaluation: ``"pipeline"`` runs validation, test and prediction through the stages;
+            ``"whole"`` all of the module on every rank, with all weights; ``"auto"`` the first, and
+            where a step is not one graph the second, with the reason in a warning.
+        num_eval_microbatches: Equal parts of every batch of theirs. With one, they compute what
+            they do on one device; with more, several stages work at once, and numbers that a step
+            logs or returns are averaged as in the training.
         check_batches: In so many first steps the ranks compare their batches.
         process_group_backend: As in DDP.
         timeout: Seconds after which a rank that waits for another gives up.
@@ -82,18 +87,20 @@ class PipelineStrategy(GridStrategy):
         split: str | Mapping[str, SplitPoint] | Policy = "auto",
         capture: str = "auto",
         free_unowned: bool = True,
+        evaluation: str = "auto",
+        num_eval_microbatches: int = 1,
         check_batches: int = 2,
         process_group_backend: str | None = None,
         timeout: float = 1800.0,
     ) -> None:
-        if not isinstance(num_microbatches, int) or num_microbatches < 1:
-            raise ValueError(
-                f"num_microbatches={num_microbatches!r}: expected a whole number of at least 1."
-            )
-        if not isinstance(data_parallel, int) or data_parallel < 1:
-            raise ValueError(
-                f"data_parallel={data_parallel!r}: expected a whole number of at least 1."
-            )
+        counts = {
+            "num_microbatches": num_microbatches,
+            "data_parallel": data_parallel,
+            "num_eval_microbatches": num_eval_microbatches,
+        }
+        for name, count in counts.items():
+            if not isinstance(count, int) or count < 1:
+                raise ValueError(f"{name}={count!r}: expected a whole number of at least 1.")
         if stages_per_rank != "auto" and (
             not isinstance(stages_per_rank, int) or stages_per_rank < 1
         ):
@@ -108,6 +115,10 @@ class PipelineStrategy(GridStrategy):
             )
         if capture not in _CAPTURES:
             raise ValueError(f"capture={capture!r}: expected one of {', '.join(_CAPTURES)}.")
+        if evaluation not in EVALUATIONS:
+            raise ValueError(
+                f"evaluation={evaluation!r}: expected one of {', '.join(EVALUATIONS)}."
+            )
         if not timeout > 0:
             raise ValueError(f"timeout={timeout!r}: expected seconds above 0.")
         super().__init__(
@@ -120,14 +131,17 @@ class PipelineStrategy(GridStrategy):
         self.split = split
         self.capture = capture
         self.free_unowned = free_unowned
+        self.evaluation = evaluation
+        self.num_eval_microbatches = num_eval_microbatches
         self.check_batches = check_batches
         self._step: PipelinedStep | PipelinedForward | None = None
-        self._how: Pipelining
         self._owners: Owners | None = None
         self._marks: Any = ()
         self._changes = contextlib.ExitStack()
         self._steps_done = 0
         self._is_training = False
+        # Whether this rank's weights are those of all owners.
+        self._has_weights = True
         self._stash: dict[nn.Parameter, Tensor] = {}
 
     @override
@@ -135,8 +149,8 @@ class PipelineStrategy(GridStrategy):
         """Gives all ranks the same weights, and makes the optimizers."""
         module = self.lightning_module
         assert module is not None and self.model is not None and self.accelerator is not None
-        self._refuse(trainer, module)
-        self._owners = None
+        refuse_unsupported(trainer, module, self.precision_plugin, self.capture)
+        self._owners, self._has_weights = None, True
         self.accelerator.setup(trainer)
         self.precision_plugin.convert_module(self.model)
         self.model_to_device()
@@ -145,7 +159,7 @@ class PipelineStrategy(GridStrategy):
                 dist.broadcast(one.data, src=0)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
-            self._prepare_step(module)
+        self._prepare_step(module, trains=trainer.state.fn == TrainerFn.FITTING)
         self.setup_precision_plugin()
         # The norm of a rank's own gradients is not the norm of all.
         self._changes.close()
@@ -235,15 +249,22 @@ class PipelineStrategy(GridStrategy):
             super().barrier(*args, **kwargs)
 
     @override
-    def on_validation_start(self) -> None:
-        """Brings the weights together: every rank validates with all of them."""
-        self._synchronize()
+    def bring_weights(self) -> None:
+        """Gives every rank the owners' weights, unless it has got them since the last step."""
+        if not self._has_weights:
+            self._synchronize()
 
     @override
-    def on_validation_end(self) -> None:
-        """Frees the memory that only the validation needed."""
+    def free_weights(self) -> None:
+        """Frees again, within a training, what :meth:`bring_weights` has brought."""
         if self._is_training and self._owners is not None and not self._is_interrupted:
             self._owners.free(self.optimizers)
+            self._has_weights = False
+
+    @override
+    def plain_parameters(self) -> contextlib.AbstractContextManager[Any]:
+        """Entered where freed parameters may be captured: they are of the usual class."""
+        return contextlib.nullcontext() if self._owners is None else self._owners.freed.plain()
 
     @override
     def on_train_end(self) -> None:
@@ -262,7 +283,7 @@ class PipelineStrategy(GridStrategy):
         self._release()
         super().teardown()
 
-    def _prepare_step(self, module: pl.LightningModule) -> None:
+    def _prepare_step(self, module: pl.LightningModule, *, trains: bool) -> None:
         group = self.grid.pipeline
         num_ranks = dist.get_world_size(group)
         per_rank = self.stages_per_rank
@@ -278,7 +299,7 @@ class PipelineStrategy(GridStrategy):
         ownership = Ownership(
             module, num_ranks, lambda stage: self.schedule.rank_of(stage, num_ranks)
         )
-        self._how = Pipelining(
+        how = Pipelining(
             schedule=self.schedule.name,
             num_microbatches=self.num_microbatches,
             policy=policy,
@@ -288,38 +309,15 @@ class PipelineStrategy(GridStrategy):
             replicas=self.grid.replicas,
             num_accumulated=lambda: int(module.trainer.accumulate_grad_batches),
         )
+        self.prepare_evaluation(how)
+        self._steps_done, self._is_training = 0, trains
+        if not trains:
+            return
         if self.capture == "forward":
-            self._step = PipelinedForward(module, self._how, self._plain_parameters)
+            self._step = PipelinedForward(module, self._how, self.plain_parameters)
         else:
             self._step = PipelinedStep(module, self._how)
             self._step.attach()
-        self._steps_done, self._is_training = 0, True
-
-    def _refuse(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        if not module.automatic_optimization:
-            raise MisconfigurationException(
-                "PipelineStrategy: automatic_optimization=False; expected automatic optimization: "
-                "the strategy runs forward and backward together."
-            )
-        steps = steps_of(module)
-        if steps is not None and trainer.state.fn == TrainerFn.FITTING:
-            refuse_steps(steps, self.capture)
-        if isinstance(self.precision_plugin, MixedPrecision) and self.precision_plugin.scaler:
-            raise MisconfigurationException(
-                "PipelineStrategy: precision='16-mixed' scales the loss outside of the step, where "
-                "the pipeline's backward has run already; expected '32-true' or 'bf16-mixed'."
-            )
-        normalized = [
-            name
-            for name, one in module.named_modules()
-            if isinstance(one, nn.modules.batchnorm._BatchNorm) and one.track_running_stats
-        ]
-        if normalized and trainer.state.fn == TrainerFn.FITTING:
-            raise MisconfigurationException(
-                f"PipelineStrategy: {normalized[0]} takes its statistics over each microbatch, not "
-                "over the batch; expected normalization of single samples; use GroupNorm or "
-                "LayerNorm."
-            )
 
     @property
     def _is_interrupted(self) -> bool:
@@ -332,11 +330,12 @@ class PipelineStrategy(GridStrategy):
         # After an exception the other ranks may wait for something else, or be gone.
         if self._owners is not None and not self._is_interrupted:
             self._owners.synchronize()
+            self._has_weights = True
 
     def _run_step(self, *args: Any, **kwargs: Any) -> Any:
         if isinstance(self._step, PipelinedStep):
             try:
-                with self._plain_parameters():
+                with self.plain_parameters():
                     return self._step(*args, **kwargs)
             except NotOneGraphError as error:
                 if self.capture == "step":
@@ -353,7 +352,7 @@ class PipelineStrategy(GridStrategy):
                 f"PipelineStrategy: only forward runs as a pipeline from here on, and the step "
                 f"around it on the rank of the last stage: {reason}"
             )
-            self._step = PipelinedForward(module, self._how, self._plain_parameters)
+            self._step = PipelinedForward(module, self._how, self.plain_parameters)
         assert self._step is not None
         return self._step(*args, **kwargs)
 
@@ -366,9 +365,7 @@ class PipelineStrategy(GridStrategy):
                 self._owners.freed.take()
             self._owners = Owners(module, names, self.grid.pipeline, frees=self.free_unowned)
         self._owners.free(self.optimizers)
-
-    def _plain_parameters(self) -> contextlib.AbstractContextManager[Any]:
-        return contextlib.nullcontext() if self._owners is None else self._owners.freed.plain()
+        self._has_weights = False
 
     def _release(self) -> None:
         self._is_training = False
@@ -381,6 +378,7 @@ class PipelineStrategy(GridStrategy):
         if isinstance(self._step, PipelinedStep):
             self._step.detach()
         self._step = None
+        self.forget_evaluations()
 
     def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         if self._owners is not None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from lightning_unitscale.graph.capture import graph_breaks_since, num_graph_breaks
 from lightning_unitscale.graph.compiled_graph import CompiledGraph
@@ -26,6 +26,7 @@ from lightning_unitscale.pipeline.rewritten import RewrittenGraph
 from lightning_unitscale.pipeline.runner import PipelineRunner
 from lightning_unitscale.pipeline.shared import SharedGradients
 from lightning_unitscale.pipeline.step_program import example_outputs, program_of_step
+from lightning_unitscale.strategies import batches
 from lightning_unitscale.strategies.replicas import Replicas
 
 # A graph, its inputs, and stand-ins for its outputs.
@@ -146,7 +147,10 @@ class PipelinedMethod:
         self.how = how
         self._pipelines: dict[tuple[int, int], PipelinedGraph] = {}
         self._observed: dict[int, ObservedStages] = {}
-        self.steps = steps_of(module) or ModuleSteps(module, (name,), defer=defer)
+        known = steps_of(module)
+        if known is None or name not in known.steps:
+            known = ModuleSteps(module, (name,), defer=defer)
+        self.steps = known
 
     def rehearse(self, given: list[tuple[tuple[Any, ...], dict[str, Any]]]) -> Rehearsal:
         """Call the method for every microbatch with its graph left out.
@@ -211,6 +215,27 @@ class PipelinedMethod:
         runner.num_accumulated = self.how.num_accumulated()
         return runner
 
+    def shared_results(
+        self, runner: PipelineRunner, examples: list[Any], outputs: list[Any] | None, count: int
+    ) -> list[Any]:
+        """The combined results of ``count`` microbatches, on all ranks: each of them logs.
+
+        Args:
+            runner: The pipeline.
+            examples: Stand-ins for the results of a microbatch.
+            outputs: The results, on the rank of the last stage.
+            count: How many microbatches there are.
+        """
+        if outputs is not None:
+            values = batches.combined(outputs)
+        else:
+            values = batches.combined_like(examples, count)
+        for place, one in enumerate(values):
+            if isinstance(one, Tensor):
+                values[place] = one.contiguous()
+                dist.broadcast(values[place], group=self.how.group, group_src=runner.last_rank)
+        return values
+
     def observed_stages(self, rehearsal: Rehearsal) -> ObservedStages:
         """The stages of a graph with the probes of all passes; made when it is first observed."""
         known = self._pipelines[_key(rehearsal.graph)]
@@ -226,7 +251,7 @@ class PipelinedMethod:
 
     def _cut(self, rehearsal: Rehearsal, loss: int | None) -> PipelinedGraph:
         rewritten = RewrittenGraph(rehearsal.graph)
-        values = rewritten.values(rehearsal.calls[0][1])
+        values = rewritten.examples(rehearsal.calls[0][1])
         ownership, replicas = self.how.ownership, self.how.replicas
         is_first = not ownership.is_settled
         if is_first and replicas.rank > 0:

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_unitscale.pipeline.microbatches import split_evenly
 from lightning_unitscale.pipeline.runner import PipelineRunner
 from lightning_unitscale.pipeline.step_program import static_shapes
-from lightning_unitscale.strategies import batches
 from lightning_unitscale.strategies.pipelined_method import (
     PipelinedMethod,
     Pipelining,
@@ -58,7 +56,7 @@ class PipelinedStep(PipelinedMethod):
             examples = rehearsal.calls[0][2]
             runner = self.runner_for(rehearsal, self._loss(rehearsal.results[0], examples))
             outputs = self._run(runner, rehearsal)
-            values = self._shared_results(runner, examples, outputs)
+            values = self.shared_results(runner, examples, outputs, self.how.num_microbatches)
             step.interpreter = Replay(_NAME, rehearsal.graph, values)
             try:
                 return step(parts[0], *args, **kwargs)
@@ -85,17 +83,3 @@ class PipelinedStep(PipelinedMethod):
                 "result of its captured graph; expected the loss, or a dict with the key 'loss'."
             )
         return found[0]
-
-    def _shared_results(
-        self, runner: PipelineRunner, examples: list[Any], outputs: list[Any] | None
-    ) -> list[Any]:
-        """The combined results, on all ranks: each of them logs."""
-        if outputs is not None:
-            values = batches.combined(outputs)
-        else:
-            values = batches.combined_like(examples, self.how.num_microbatches)
-        for place, one in enumerate(values):
-            if isinstance(one, Tensor):
-                values[place] = one.contiguous()
-                dist.broadcast(values[place], group=self.how.group, group_src=runner.last_rank)
-        return values

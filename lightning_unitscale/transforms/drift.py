@@ -93,7 +93,8 @@ class DriftProbes:
             node.args = (probe, *node.args[1:])
         rows = []
         for index in range(count):
-            source = forward[index % len(forward)][1]
+            # A part of a cut graph may have nothing but gradients to measure.
+            source = (forward or backward)[index % len(forward or backward)][1]
             with graph.graph.inserting_after(source):
                 rows.append(graph.graph.call_function(_row, (source, width, "forward")))
         recorder.finish(rows)

@@ -14,6 +14,7 @@ from lightning_unitscale.row_layout import RowLayout
 from lightning_unitscale.row_reduction import absent_rows
 from lightning_unitscale.statistics import statistics_row
 from lightning_unitscale.transforms.gauge import Factor, Gauge
+from lightning_unitscale.transforms.shared_rows import SharedRows
 from lightning_unitscale.transforms.units import Held
 
 
@@ -42,14 +43,18 @@ class ProbedCall:
         tensors: The tensors of the rows.
         record: The rows.
         gauge: The gauge of the call.
+        shared: Rows that were left out, since they follow from others.
     """
 
     tensors: tuple[ProbedTensor, ...]
     record: CallRecord
     gauge: Gauge
+    shared: SharedRows | None = None
 
     def exponents(self, which: Literal["sigma", "gamma"]) -> list[int]:
         """Units of the tensors, forward or backward, under the gauge of the call."""
+        if not self.gauge:
+            return [getattr(one.held, which).constant for one in self.tensors]
         return [getattr(one.held, which).exponent(self.gauge) for one in self.tensors]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -29,11 +28,12 @@ from lightning_unitscale.graph.out_of_place import (
 from lightning_unitscale.graph.passes import GraphPass, Stage, StepGraph
 from lightning_unitscale.graph.recording import CallRecorder
 from lightning_unitscale.row_layout import RowLayout
-from lightning_unitscale.row_reduction import merge_rows, shift_rows
 from lightning_unitscale.snapshot import ScaleSnapshot
 from lightning_unitscale.statistics import statistics_row
 from lightning_unitscale.transforms.gauge import ONE, Factor, FactorTable, Gauge
 from lightning_unitscale.transforms.probed_calls import CutGraph, ProbedCall, ProbedTensor
+from lightning_unitscale.transforms.probed_snapshot import snapshot_of
+from lightning_unitscale.transforms.shared_rows import find_shared_rows
 from lightning_unitscale.transforms.units import GAUGE, HELD, FactorNodes, Held
 
 Select = Callable[[fx.Node], bool]
@@ -112,27 +112,33 @@ class ScaleProbes(GraphPass):
         anchor = first_operation(graph.graph)
         tensors, gauge_in_force = self._tensors(graph, nodes)
         counted = _CountFactors(graph, tensors, gauge_in_force)
+        mutated = aliased_by_mutation(graph.graph)
+        alone = returned_alone(graph.graph)
+        differentiable = [requires_grad(node) and node not in mutated for node in nodes]
+        shared = find_shared_rows(nodes, [one.held for one in tensors], differentiable, mutated)
         recorder = CallRecorder(
             graph,
             len(nodes),
             self.layout.num_columns,
-            lambda record: self._calls.append(ProbedCall(tensors, record, gauge_in_force())),
+            lambda record: self._calls.append(
+                ProbedCall(tensors, record, gauge_in_force(), shared)
+            ),
         )
         functions = ProbeFunctions(self.layout)
-        mutated = aliased_by_mutation(graph.graph)
-        alone = returned_alone(graph.graph)
         rows = []
         for index, node in enumerate(nodes):
-            differentiable = requires_grad(node) and node not in mutated
+            if index in shared.parts:
+                rows.append(recorder.no_row(node))
+                continue
+            has_own = differentiable[index] and index not in shared.twins
+            slot = recorder.slot(index) if has_own else None
             factors = counted.of(index)
-            slot = recorder.slot(index) if differentiable else None
             row = insert_probe(
                 graph.graph, node, anchor, slot, functions, factors, alone=node in alone
             )
             rows.append(row)
         recorder.finish(rows)
-        backward = sum(requires_grad(node) and node not in mutated for node in nodes)
-        return (f"{len(nodes)} tensors probed, {backward} of them in both directions",)
+        return (f"{len(nodes)} tensors probed, {sum(differentiable)} of them in both directions",)
 
     def clear(self) -> None:
         """Forget what was recorded and not taken."""
@@ -162,7 +168,7 @@ class ScaleProbes(GraphPass):
         device = calls[0].record.forward.device
         rows = [call.record.forward.to(device) for call in calls]
         rows += [call.record.backward.to(device) for call in calls]
-        return _snapshot(step, calls, torch.cat(rows).cpu(), self.layout, grad_scale)
+        return snapshot_of(step, calls, torch.cat(rows).cpu(), self.layout, grad_scale)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ScaleProbes:
         new = type(self)(self.layout, self.select)
@@ -338,48 +344,3 @@ class _Probe(torch.autograd.Function):
         is_dense = grad_output.layout == torch.strided
         dense = grad_output if is_dense else grad_output.coalesce().values()
         return grad_output, ctx.row_of(dense, factor=ctx.factor), None, None, None, None
-
-
-def _snapshot(
-    step: int, calls: list[ProbedCall], table: Tensor, layout: RowLayout, grad_scale: float
-) -> ScaleSnapshot:
-    forward, backward = table.split(len(table) // 2)
-    # A slot that no gradient reached holds zeros, and a real row has elements.
-    arrived = backward[:, :1] > 0
-    backward = torch.where(arrived, backward, torch.nan)
-    sigmas, gammas = (
-        torch.tensor([unit for call in calls for unit in call.exponents(which)])
-        for which in ("sigma", "gamma")
-    )
-    in_graph = torch.tensor([one.held.in_graph for call in calls for one in call.tensors])
-    zero = torch.zeros_like(sigmas)
-    forward = shift_rows(forward, torch.where(in_graph, sigmas, zero), layout)
-    # A loss scaler moves by factors of two, so taking it off again is a shift as well.
-    loss_exponent = round(math.log2(grad_scale))
-    backward = shift_rows(backward, torch.where(in_graph, gammas, zero) - loss_exponent, layout)
-    names: dict[str, int] = {}
-    tensors = [one for call in calls for one in call.tensors]
-    first: list[int] = []
-    merged: list[list[Tensor]] = [[], []]
-    for index, one in enumerate(tensors):
-        if one.name not in names:
-            names[one.name] = len(names)
-            first.append(index)
-            merged[0].append(forward[index])
-            merged[1].append(backward[index])
-        else:
-            position = names[one.name]
-            for rows, new in zip(merged, (forward, backward), strict=True):
-                rows[position] = merge_rows(rows[position], new[index], layout)
-    return ScaleSnapshot(
-        step=step,
-        names=tuple(names),
-        forward=torch.stack(merged[0]).double().numpy(),
-        backward=torch.stack(merged[1]).double().numpy(),
-        layout=layout,
-        modules=tuple(tensors[index].module for index in first),
-        log2_sigma=sigmas[first].numpy(),
-        log2_gamma=gammas[first].numpy(),
-        counted_as_stored=True,
-        inputs=tuple(tensors[index].inputs for index in first),
-    )

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from lightning_unitscale.pipeline import Pipe, PipelineRunner, pipeline
+from lightning_unitscale.pipeline import Pipe, PipelineRunner, balanced_split, pipeline
 from lightning_unitscale.pipeline.schedules import find_schedule
 from tests.pipeline.models import MODELS
 
@@ -49,7 +49,11 @@ def prepare(model: str, num_stages: int) -> Prepared:
     whole = tree_map(
         lambda *one: torch.cat(one) if isinstance(one[0], Tensor) else one[0], *microbatches
     )
-    pipe = pipeline(module, (), microbatches[0], split_spec=case.spec(num_stages))
+    # Cuts that a person would choose, and where there are more of them, those of the profiler.
+    chosen: dict[str, Any] = {"split_spec": case.spec(num_stages)}
+    if num_stages > 4:
+        chosen = {"split_policy": balanced_split(num_stages)}
+    pipe = pipeline(module, (), microbatches[0], **chosen)
     losses = []
     for _ in range(2):
         step = [_loss(module(**one)) for one in microbatches]
@@ -82,6 +86,8 @@ def compare(one: Prepared, schedule: str) -> dict[str, Any]:
     report: dict[str, Any] = {
         "stages": runner.stage_indices,
         "num_gradients": len(differences),
+        "has_gradient": sorted(differences),
+        "in_several_stages": sorted(one.pipe.shared_parameters()),
         "gradients": {name: value for name, value in differences.items() if value},
         "losses": None,
     }
@@ -98,8 +104,8 @@ def _loss(output: Any) -> Tensor:
 
 
 def num_stages_of(schedule: str, num_ranks: int) -> int:
-    """Stages of a schedule: at least two on each rank where it can have several."""
-    return num_ranks if find_schedule(schedule).placement == "single" else 4
+    """Stages of a schedule: two on each rank where it can have several."""
+    return num_ranks if find_schedule(schedule).placement == "single" else 2 * num_ranks
 
 
 def run_rank(folder: Path, rank: int, num_ranks: int, runs: list[tuple[str, str, Any]]) -> None:

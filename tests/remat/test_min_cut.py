@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from lightning_unitscale.remat.min_cut import CutNetwork, source_side
+from lightning_unitscale.remat.min_cut import CutNetwork
 from lightning_unitscale.remat.problem import recomputed
 from tests.remat.programs import all_plans, random_problem
 
@@ -38,22 +38,3 @@ def test_the_hull_is_the_hull_of_all_plans(seed: int) -> None:
         assert found == pytest.approx(best, rel=1e-4, abs=1e-3)
     assert [cut.seconds for cut in hull] == sorted(cut.seconds for cut in hull)
     assert len({cut.saved_bytes for cut in hull}) == len(hull)
-
-
-def test_capacities_beyond_32_bits_do_not_wrap() -> None:
-    tails, heads = np.array([0, 0, 1, 2]), np.array([1, 2, 3, 3])
-    capacities = np.array([5e12, 7e12, 6e12, 4e12])
-    for use_scipy in (True, False):
-        side = source_side(4, tails, heads, capacities, 0, 3, use_scipy=use_scipy)
-        assert side.tolist() == [True, False, True, False]
-
-
-def test_of_two_equal_cuts_the_one_near_the_sink_is_taken() -> None:
-    tails, heads = np.array([0, 1, 2]), np.array([1, 2, 3])
-    side = source_side(4, tails, heads, np.array([2.0, 2.0, 2.0]), 0, 3)
-    assert side.tolist() == [True, True, True, False]
-
-
-def test_an_infinite_path_is_an_error() -> None:
-    with pytest.raises(ValueError, match="no finite cut"):
-        source_side(2, np.array([0]), np.array([1]), np.array([np.inf]), 0, 1)

@@ -1,8 +1,8 @@
 """Trainings with this package's callbacks under PipelineStrategy, and the same on one device.
 
 ``python -m tests.strategies.scaled_pipeline_run FOLDER NUM_RANKS RESUME_FROM CASE ...``, once per
-rank. With one rank the batches are the microbatches, accumulated. Every rank writes what it saw to
-``FOLDER/CASE-RANK.pt``.
+rank. With one rank the batches are the microbatches, accumulated, but for the cases that a
+checkpoint is handed on to. Every rank writes what it saw to ``FOLDER/CASE-RANK.pt``.
 """
 
 from __future__ import annotations
@@ -13,15 +13,19 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from torch.utils.data import DataLoader
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.loggers import TensorBoardLogger
+from torch.utils.data import DataLoader, TensorDataset
 
+from examples.gpt import GPT
 from lightning_unitscale import ScaleMonitor, UnitScaleCallback
+from lightning_unitscale.callbacks import ScaleViolation
 from lightning_unitscale.strategies import PipelineStrategy
 from tests.distributed.launch import quiet_rank
-from tests.strategies.pipeline_run import Groups, _gpt, _points, _text
+from tests.strategies.pipeline_run import CONTEXT, Groups, _points, _text
 
 NUM_MICROBATCHES, STEPS = 4, 4
-SIZE = 16
+SIZE, BROKEN_STEP = 16, 2
 
 
 class Seen(pl.Callback):
@@ -40,28 +44,72 @@ class Seen(pl.Callback):
         )
 
 
+class Breaks(pl.Callback):
+    """Multiplies a weight of the last stage: by infinity, or so that its units no longer fit."""
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+        self.is_done = False
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        weight = module.head.weight
+        # Freed where another rank has it.
+        is_here = weight.untyped_storage().nbytes() > 0
+        if trainer.global_step == BROKEN_STEP and not self.is_done and is_here:
+            weight.data.mul_(self.factor)
+            self.is_done = True
+
+
+V = {"schedule": "ZBVZeroBubble"}
 CASES: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "products": {"scale": {}},
-    "all": {"scale": {"depth": "all"}},
-    "all-v": {"scale": {"depth": "all"}, "schedule": "ZBVZeroBubble"},
-    "looks": {"scale": {"recalibrate": 2}, "lr": 30.0},
-    "rules": {"scale": {"method": "unit-scaling"}},
-    "u-mup": {"scale": {"method": "u-mup"}, "module": Groups, "data": _points},
-    "u-mup-v": {"scale": {"method": "u-mup"}, "schedule": "ZBVZeroBubble"},
-    "simulated": {"scale": {"simulate": "fp8"}},
+    "plain": {"clip": 0.5},
+    "products": {"scale": {}, "monitor": {}, "clip": 0.5},
+    "all-v": {"scale": {"depth": "all"}, **V},
+    "looks": {"scale": {"recalibrate": 1}, "breaks": 64.0, "points": True},
+    "rules-v": {"scale": {"method": "unit-scaling"}, "clip": 0.01, "monitor": {}, **V},
+    "u-mup": {"scale": {"method": "u-mup"}, "points": True, "sgd": True},
+    "simulated": {
+        "scale": {"simulate": "fp8", "simulate_rounding": "stochastic"},
+        "points": True,
+    },
     "fp8": {"scale": {"precision": "fp8", "recalibrate": None}},
-    "monitored": {"monitor": {}},
-    "monitored-v": {"monitor": {}, "schedule": "ZBVZeroBubble"},
-    "both": {"scale": {}, "monitor": {}, "accumulate": 2},
+    "monitored": {"monitor": {}, "points": True, "logs": True},
+    "accumulated": {"scale": {}, "monitor": {}, "points": True, "accumulate": 2},
+    "stops": {"monitor": {"on_violation": "stop"}, "points": True, "breaks": float("inf")},
+    "raises": {"monitor": {"on_violation": "raise"}, "points": True, "breaks": float("inf")},
 }
+# Three parts, each of which goes on from the one before.
+PARTS: dict[str, dict[str, Any]] = {
+    "lossless": {"scale": {"recalibrate": None}, "saves": True},
+    "by-rules": {"scale": {"method": "u-mup", "recalibrate": None}, "saves": True, "points": True},
+}
+for _name in PARTS:
+    for _part in range(3):
+        CASES[f"{_name}-{_part}"] = {
+            **PARTS[_name],
+            "max_steps": (1 + _part) * STEPS,
+            "resume": f"{_name}-{_part - 1}" if _part else None,
+        }
+
+
+class PlainSGD(Groups):
+    """Steps whose size is that of the gradient."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+def _module(options: dict[str, Any]) -> pl.LightningModule:
+    if options.get("points"):
+        return PlainSGD() if options.get("sgd") else Groups()
+    return GPT(width=16, depth=2, num_heads=2, context=CONTEXT, warmup_steps=2, decay_steps=40)
 
 
 def train(folder: Path, case: str, num_ranks: int, resume_from: str) -> None:
     """Train and write down what came out."""
     options = CASES[case]
     pl.seed_everything(4, workers=True, verbose=False)
-    module = options.get("module", _gpt)()
+    module = _module(options)
     seen = Seen()
     callbacks: list[pl.Callback] = [seen]
     scaling = monitor = None
@@ -71,8 +119,10 @@ def train(folder: Path, case: str, num_ranks: int, resume_from: str) -> None:
     if "monitor" in options:
         monitor = ScaleMonitor(every_n_steps=2, **options["monitor"])
         callbacks.append(monitor)
+    if "breaks" in options:
+        callbacks.append(Breaks(options["breaks"]))
     strategy: Any = "auto"
-    accumulated = options.get("accumulate", 1)
+    size, accumulated = SIZE, options.get("accumulate", 1)
     if num_ranks > 1:
         strategy = PipelineStrategy(
             options.get("schedule", "1F1B"),
@@ -80,41 +130,101 @@ def train(folder: Path, case: str, num_ranks: int, resume_from: str) -> None:
             process_group_backend="gloo",
             timeout=60,
         )
-    else:
-        accumulated *= NUM_MICROBATCHES
+    elif not options.get("saves"):
+        size, accumulated = SIZE // NUM_MICROBATCHES, accumulated * NUM_MICROBATCHES
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=num_ranks,
         strategy=strategy,
-        max_steps=STEPS,
+        max_steps=options.get("max_steps", STEPS),
         gradient_clip_val=options.get("clip"),
         accumulate_grad_batches=accumulated,
         callbacks=callbacks,
         use_distributed_sampler=False,
-        logger=False,
+        logger=TensorBoardLogger(folder, "logs") if options.get("logs") else False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         default_root_dir=folder,
     )
-    data = options.get("data", _text)()
-    size = SIZE if num_ranks > 1 else SIZE // NUM_MICROBATCHES
-    trainer.fit(module, DataLoader(data, batch_size=size))
+    data = _points() if options.get("points") else _text()
+    if options.get("saves"):
+        # A part is an epoch.
+        data = TensorDataset(*data[: STEPS * SIZE])
+    path = None
+    if options.get("resume"):
+        path = Path(resume_from) / f"{options['resume']}.ckpt"
+    raised = None
+    try:
+        trainer.fit(module, DataLoader(data, batch_size=size), ckpt_path=path)
+    except ScaleViolation as violation:
+        raised = str(violation)
     found = {
         "losses": seen.losses,
         "gradients": seen.gradients,
-        "gauge": None if scaling is None else scaling.gauge.state(),
-        "weights": {name: one.clone() for name, one in module.state_dict().items()},
-        "snapshots": None if monitor is None else monitor.snapshots,
+        "steps": trainer.global_step,
+        "raised": raised,
+        "attributes": sorted(module.__dict__),
+        "modules": sorted(name for name, _ in module.named_modules()),
     }
+    if scaling is not None:
+        found |= {"gauge": scaling.gauge.state(), "explained": scaling.explain()}
+    if monitor is not None:
+        found |= {"snapshots": monitor.snapshots, "alerts": [str(one) for one in monitor.alerts]}
+    if raised is None:
+        found["weights"] = {name: one.clone() for name, one in module.state_dict().items()}
+    if options.get("saves"):
+        trainer.save_checkpoint(folder / f"{case}.ckpt")
     torch.save(found, folder / f"{case}-{trainer.global_rank}.pt")
+
+
+_STEPS = {"training_step", "validation_step", "_captured_steps"}
+# What does not go with stages, and what the error names.
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "recalibrate=None": ({"precision": "fp8"}, {}, {}),
+    "compile=False": ({"compile": True}, {}, {}),
+    "memory budget": ({"remat": 0.5}, {}, {}),
+    "hold_parameters=False": ({}, {}, {"precision": "bf16-true"}),
+    "capture='auto' or 'step'": ({}, {"capture": "forward"}, {}),
+}
+
+
+def refuse(folder: Path) -> None:
+    """Write down the errors."""
+    errors = {}
+    for name, (scaling, strategy, options) in REFUSED.items():
+        trainer = pl.Trainer(
+            accelerator="cpu",
+            devices=2,
+            strategy=PipelineStrategy(
+                num_microbatches=2, process_group_backend="gloo", timeout=60, **strategy
+            ),
+            callbacks=[UnitScaleCallback(**scaling)],
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            default_root_dir=folder,
+            max_steps=1,
+            **options,
+        )
+        module = Groups()
+        try:
+            trainer.fit(module, DataLoader(_points(), batch_size=SIZE))
+        except MisconfigurationException as error:
+            errors[name] = str(error)
+        errors[f"{name} left"] = str([key for key in vars(module) if key in _STEPS])
+    torch.save(errors, folder / f"refused-{trainer.global_rank}.pt")
 
 
 def main(folder: Path, num_ranks: int, resume_from: str, *cases: str) -> None:
     """Train all of the cases, one after the other."""
     quiet_rank()
     for one in cases:
-        train(folder, one, num_ranks, resume_from)
+        if one == "refused":
+            refuse(folder)
+        else:
+            train(folder, one, num_ranks, resume_from)
 
 
 if __name__ == "__main__":

@@ -74,7 +74,9 @@ def test_the_training_of_ddp(case: str, runs: Runs) -> None:
         assert one["step"] == theirs["step"]
         assert one["sampler"] == theirs["sampler"] == "DistributedSampler"
         assert one["losses"] == pytest.approx(theirs["losses"], rel=1e-5)
-        assert one["losses"][0] == pytest.approx(theirs["losses"][0], rel=1e-7, abs=0)
+        if case != "accumulated":
+            # The mean of eight microbatches is not, to the last bit, that of two means of four.
+            assert one["losses"][0] == theirs["losses"][0]
         assert one["metrics"].keys() == theirs["metrics"].keys()
         # DDP's step is a microbatch, and the last value of one.
         for name in one["metrics"].keys() - {"train_loss", "train_loss_step"}:

@@ -132,7 +132,8 @@ def test_the_memory_of_what_others_own_is_freed(runs: Runs) -> None:
             assert max(one["gradients"]) <= 1.05 * one["owned"]
             # Two moments, and a number of steps for each parameter.
             assert max(one["optimizer"]) <= 1.05 * (2 * one["owned"] + 4 * one["num_owned"])
-            assert set(one["validated"]) == {whole}
+            # Validation runs through the same stages, and needs no other weights.
+            assert max(one["validated"]) <= 1.05 * one["owned"] + unused
             assert one["reads"] == {"the values of this parameter are on another rank"}
         tied = sum(one["owned"] for one in found) - whole
         assert (tied > 0) == (case == "gpt")

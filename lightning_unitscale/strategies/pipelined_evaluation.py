@@ -1,0 +1,67 @@
+"""Run a module's own validation, test and prediction steps forward through the pipeline.
+
+A batch is one microbatch, unless the strategy is told otherwise, so that the step computes what it
+computes on one device, whatever it makes of its batch: nothing is averaged. The stages then run one
+after the other, which takes as long as every rank running all of them, and needs no more weights.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from lightning_unitscale.pipeline.microbatches import split_evenly
+from lightning_unitscale.pipeline.step_program import static_shapes
+from lightning_unitscale.strategies.pipelined_method import (
+    NotOneGraphError,
+    PipelinedMethod,
+    Pipelining,
+    Replay,
+)
+
+
+class NotPipelinedError(RuntimeError):
+    """A step cannot run as a pipeline; nothing of it has run."""
+
+
+class PipelinedEvaluation(PipelinedMethod):
+    """A step without a backward pass, whose graph runs on several ranks.
+
+    Args:
+        module: The module.
+        name: The method.
+        how: The schedule, and the rest.
+        num_microbatches: Equal parts of a batch.
+    """
+
+    def __init__(
+        self, module: nn.Module, name: str, how: Pipelining, num_microbatches: int
+    ) -> None:
+        super().__init__(module, name, how, defer=("log", "log_dict"))
+        self._num_microbatches = num_microbatches
+
+    def __call__(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """The result of the step for a batch, on all ranks.
+
+        Raises:
+            NotPipelinedError: If the step cannot run as a pipeline.
+            ValueError: If the batch cannot be divided.
+        """
+        count = self._num_microbatches
+        parts = [batch] if count == 1 else split_evenly(batch, count)
+        with static_shapes():
+            try:
+                rehearsal = self.rehearse([((part, *args), kwargs) for part in parts])
+            except NotOneGraphError as error:
+                raise NotPipelinedError(str(error)) from error
+            try:
+                runner = self.runner_for(rehearsal, None)
+            except (RuntimeError, ValueError) as error:
+                # Its parameters are on other ranks, or it has too few places to cut.
+                raise NotPipelinedError(str(error)) from error
+            outputs = runner.eval_flat(self.inputs_of(rehearsal))
+            examples = rehearsal.calls[0][2]
+            values = self.shared_results(runner, examples, outputs, count)
+            replay = Replay(self.name, rehearsal.graph, values)
+            return self.steps.steps[self.name].replay(replay, parts[0], *args, **kwargs)

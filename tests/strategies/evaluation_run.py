@@ -1,0 +1,132 @@
+"""Validation, test and prediction: ``python -m tests.strategies.evaluation_run FOLDER RANKS``.
+
+Once per rank; with one rank everything runs on one device without the strategy. Every rank writes
+what came out to ``FOLDER/RANK.pt``.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torchmetrics
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from examples.gpt import GPT
+from lightning_unitscale.pipeline import SCHEDULES
+from lightning_unitscale.strategies import PipelineStrategy
+from tests.distributed.launch import quiet_rank
+from tests.strategies.pipeline_run import CONTEXT, Groups, Memory, _points, _text
+
+
+class Evaluated(GPT):
+    """Logs what is no mean over samples; the last batch is smaller and cannot be divided."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self._loss(batch)
+        self.log("val_loss", loss, batch_size=len(batch[0]))
+        self.log("perplexity", loss.exp(), batch_size=len(batch[0]))
+        self.log("norm", self(batch[0]).square().sum().sqrt(), reduce_fx="sum")
+
+    def test_step(self, batch: Any, batch_idx: int) -> Any:
+        logits = self(batch[0])
+        self.log_dict({"test_loss": self._loss(batch), "largest": logits.amax()}, batch_size=1)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        logits = self(batch[0])
+        return {"logits": logits, "first": logits.argmax(-1)[:, 0], "index": batch_idx}
+
+
+class Metric(Groups):
+    """Its metric object is no part of a graph, and counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = torchmetrics.SumMetric()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.seen(self.head(self.net(batch[0])).sum())
+        self.log("seen", self.seen)
+
+
+class Stepless(Groups):
+    """A head that the training never uses."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.never(self.net(batch[0])).square().mean())
+
+
+def _gpt() -> Evaluated:
+    return Evaluated(width=16, depth=8, num_heads=2, context=CONTEXT, warmup_steps=2)
+
+
+def run(num_ranks: int, folder: Path, options: dict[str, Any] | None = None) -> pl.Trainer:
+    """A Trainer for one device, or with the strategy."""
+    strategy: Any = "auto"
+    options = dict(options or {})
+    memory = options.pop("memory", None)
+    if num_ranks > 1:
+        given = {"num_microbatches": 4, "process_group_backend": "gloo", "timeout": 60, **options}
+        strategy = PipelineStrategy(**given)
+    return pl.Trainer(
+        accelerator="cpu",
+        devices=num_ranks,
+        strategy=strategy,
+        max_steps=4,
+        val_check_interval=2,
+        check_val_every_n_epoch=None,
+        callbacks=[memory] if memory else [],
+        use_distributed_sampler=False,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+    )
+
+
+def _cpu(values: dict[str, Tensor]) -> dict[str, float]:
+    return {name: one.item() for name, one in values.items()}
+
+
+def main(folder: Path, num_ranks: int) -> None:
+    """Train with validation, then test and predict by every schedule."""
+    quiet_rank()
+    torch.manual_seed(3)
+    # Three batches, the last one of five samples.
+    evaluated = DataLoader(torch.utils.data.Subset(_text(), range(37)), 16)
+    found: dict[str, Any] = {"predictions": {}, "test": {}, "warnings": {}}
+    module, memory = _gpt(), Memory()
+    trainer = run(num_ranks, folder, {"memory": memory, "evaluation": "pipeline"})
+    trainer.fit(module, DataLoader(_text(), 16), evaluated)
+    found["validation"] = _cpu(trainer.callback_metrics)
+    found["memory"] = memory.found(trainer, module)
+    for name in SCHEDULES if num_ranks > 1 else ["1F1B"]:
+        trainer = run(num_ranks, folder, {"schedule": name, "evaluation": "pipeline"})
+        trainer.test(module, evaluated, verbose=False)
+        found["test"][name] = _cpu(trainer.callback_metrics)
+        found["predictions"][name] = trainer.predict(module, evaluated)
+    points = DataLoader(_points(), 16)
+    parts = {"num_eval_microbatches": 4, "schedule": "GPipe", "evaluation": "pipeline"}
+    trainer = run(num_ranks, folder, parts)
+    trainer.validate(Groups(), points, verbose=False)
+    found["divided"] = _cpu(trainer.callback_metrics)
+    for kind in (Metric, Stepless):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer = run(num_ranks, folder, {"memory": None})
+            trainer.fit(kind(), points, points)
+        found[kind.__name__] = _cpu(trainer.callback_metrics)
+        found["warnings"][kind.__name__] = [
+            str(one.message) for one in caught if "validation_step" in str(one.message)
+        ]
+    torch.save(found, folder / f"{trainer.global_rank}.pt")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))
