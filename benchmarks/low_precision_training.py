@@ -209,14 +209,14 @@ def train(method: Method, seed: int, args: argparse.Namespace) -> tuple[float, l
         context=CONTEXT, batch_size=args.batch_size, val_samples=args.val_samples, seed=seed
     )
     data.text = _text(data)
-    batches = _forever(data)
+    batches = endless_batches(data)
     first = next(batches)
     module = method.make(plain, first)
     if args.executor != "eager" and (steps := steps_of(module)) is not None:
         steps.use_executor(args.executor)
     elif args.executor != "eager":
         module = torch.compile(module, backend=args.executor)
-    optimizer, schedule = _optimizer(module, args.steps)
+    optimizer, schedule = optimizer_of(module, args.steps)
     clip = CLIP
     if method.by_rules:
         with torch.random.fork_rng():
@@ -254,12 +254,13 @@ def _text(data: TextDataModule) -> Any:
     return _texts[0]
 
 
-def _forever(data: TextDataModule) -> Iterator[Batch]:
+def endless_batches(data: TextDataModule) -> Iterator[Batch]:
+    """Training batches, epoch after epoch."""
     while True:
         yield from data.train_dataloader()
 
 
-def _optimizer(module: nn.Module, steps: int) -> tuple[Any, Any]:
+def optimizer_of(module: nn.Module, steps: int) -> tuple[Any, Any]:
     """What ``GPT.configure_optimizers`` makes for a run of this length."""
     matrices = [one for one in module.parameters() if one.ndim >= 2]
     vectors = [one for one in module.parameters() if one.ndim < 2]

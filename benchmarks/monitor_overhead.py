@@ -1,9 +1,10 @@
 """Step time with the scale monitor, sampled every step and every 50, against the peer's tracking.
 
 A monitored step includes taking the snapshot to the host and writing it to a TensorBoard event
-file. Times are CPU time of the process, the thread that writes the file included, so that what
-else runs on the machine counts little. The peer is ``unit_scaling.transforms.track_scales``, which
-always tracks every step.
+file, but for the rows that say so: the first sixteen samples of a run are the dearest to write, and
+``monitor_writer.py`` has what a long run writes. Times are CPU time of the process, the thread that
+writes the file included, so that what else runs on the machine counts little. The peer is
+``unit_scaling.transforms.track_scales``, which always tracks every step.
 
 Run: ``python benchmarks/monitor_overhead.py``
 """
@@ -35,14 +36,17 @@ def monitored_step(
     batch: tuple[torch.Tensor, ...],
     sampled: bool,
     executor: Executor,
-    folder: str,
+    folder: str | None,
 ) -> Callable[[], object]:
-    """One training step with what ``ScaleMonitor`` does around it when it samples, or does not."""
+    """One training step with what ``ScaleMonitor`` does around it when it samples, or does not.
+
+    Without a folder, snapshots are taken to the host and not written.
+    """
     probes = ScaleProbes(RowLayout(), lambda node: not is_whole_view(node))
     monitored, captured = captured_forward(module, "monitor", probes)
     captured.owner.use_executor(executor)
-    experiment = SummaryWriter(folder)
-    writer = ScaleWriter(experiment)
+    experiment = None if folder is None else SummaryWriter(folder)
+    writer = None if experiment is None else ScaleWriter(experiment)
     step = training_step(monitored, batch)  # type: ignore[arg-type]
     count = 0
 
@@ -50,7 +54,8 @@ def monitored_step(
         nonlocal count
         captured.owner.observe("monitor", sampled)
         step()
-        if sampled and (snapshot := probes.take(count)) is not None:
+        snapshot = probes.take(count) if sampled else None
+        if snapshot is not None and writer is not None and experiment is not None:
             writer.write(snapshot)
             # Events are written by a thread: without this, during the next variant's step.
             experiment.flush()
@@ -72,16 +77,21 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         # A step pays for the memory that its predecessor gave back to the system: a plain step goes
         # before each one that must cost nothing.
+        compiled = torch.compile(DemoLoss())
         steps = {
             "eager, plain": training_step(plain, batch),
-            "eager, not sampled": monitored_step(plain, batch, False, "eager", f"{folder}/1"),
+            "eager, not sampled": monitored_step(plain, batch, False, "eager", None),
+            "eager, every step, not written": monitored_step(plain, batch, True, "eager", None),
             "eager, every step": monitored_step(plain, batch, True, "eager", f"{folder}/0"),
             "eager, unit-scaling's track_scales": training_step(
                 peer_track_scales(DemoLoss()), batch
             ),
-            "Inductor, plain": training_step(torch.compile(DemoLoss()), batch),
-            "Inductor, not sampled": monitored_step(plain, batch, False, "inductor", f"{folder}/3"),
-            "Inductor, every step": monitored_step(plain, batch, True, "inductor", f"{folder}/2"),
+            "Inductor, plain": training_step(compiled, batch),
+            "Inductor, not sampled": monitored_step(plain, batch, False, "inductor", None),
+            "Inductor, every step, not written": monitored_step(
+                plain, batch, True, "inductor", None
+            ),
+            "Inductor, every step": monitored_step(plain, batch, True, "inductor", f"{folder}/1"),
         }
         seconds = interleaved_medians(
             steps, rounds=options.rounds, warmup=options.warmup, clock=time.process_time

@@ -86,9 +86,7 @@ def main() -> int:
     content = {"title": __doc__.splitlines()[0], "machine": about, "rows": rows}
     (RESULTS / RESULT).write_text(json.dumps(content, indent=1) + "\n")
     return int(
-        any(
-            one["losses"] or one["gradients"] or (one["tied"] or 0.0) > TIED_LIMIT for one in rows
-        )
+        any(one["losses"] or one["gradients"] or (one["tied"] or 0.0) > TIED_LIMIT for one in rows)
     )
 
 

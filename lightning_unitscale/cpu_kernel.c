@@ -40,13 +40,6 @@ typedef struct {
     int64_t numel, row_length, row_stride;
 } Rows;
 
-/* The cuts, each once. */
-typedef struct {
-    int32_t number;
-    int32_t code[MAX_CUTS];
-    int32_t place[MAX_CUTS]; /* of every cut that was asked for */
-} Cuts;
-
 typedef struct {
     Floats sum, abs_sum, square_sum;
     Codes largest, smallest;
@@ -176,7 +169,8 @@ static void find_zeros(const float *x, int32_t n, int32_t *zeros, uint32_t *abov
 }
 
 /* Returns whether the block has subnormals. */
-static int32_t add_block(Partial *p, const float *x, int32_t n, const Cuts *cuts) {
+static int32_t add_block(Partial *p, const float *x, int32_t n, const uint32_t *cuts,
+                         int32_t num_cuts) {
     float cleaned[BLOCK];
     int32_t left_out = 0, zeros = 0;
     const Look found = look(x, n);
@@ -209,23 +203,22 @@ static int32_t add_block(Partial *p, const float *x, int32_t n, const Cuts *cuts
     }
     p->zeros += zeros;
     if (largest == 0) {
-        for (int32_t k = 0; k < cuts->number; k++) p->below[k] += zeros;
+        for (int32_t k = 0; k < num_cuts; k++) p->below[k] += zeros;
         return 0;
     }
     p->largest = largest > p->largest ? largest : p->largest;
     p->smallest = smallest < p->smallest ? smallest : p->smallest;
     int64_t *below[MAX_CUTS];
     int32_t open[MAX_CUTS], num_open = 0;
-    for (int32_t k = 0; k < cuts->number; k++) {
-        const uint32_t cut = (uint32_t)cuts->code[k];
-        if (largest < cut) {
+    for (int32_t k = 0; k < num_cuts; k++) {
+        if (largest < cuts[k]) {
             p->below[k] += n - left_out;
-        } else if (smallest >= cut) {
+        } else if (smallest >= cuts[k]) {
             p->below[k] += zeros;
         } else {
             p->below[k] -= left_out; /* which are zeros in what is counted */
             below[num_open] = &p->below[k];
-            open[num_open++] = cuts->code[k];
+            open[num_open++] = (int32_t)cuts[k];
         }
     }
     count_all_below(below, open, num_open, x, n);
@@ -299,19 +292,6 @@ static const float *block_of(const Rows *rows, int64_t first, int32_t n, float *
     return buffer;
 }
 
-/* The cuts without repetitions: formats may have an edge in common. */
-static Cuts different_cuts(const uint32_t *cuts, int32_t num_cuts) {
-    Cuts all = {0};
-    for (int32_t k = 0; k < num_cuts; k++) {
-        int32_t place = 0;
-        while (place < all.number && all.code[place] != (int32_t)cuts[k]) place++;
-        all.code[place] = (int32_t)cuts[k];
-        all.place[k] = place;
-        all.number = place == all.number ? place + 1 : all.number;
-    }
-    return all;
-}
-
 /* data: numel floats, in rows of row_length numbers next to each other whose beginnings are
  * row_stride numbers apart. cuts: three codes per format. sample_size: 0 for no exponent counts.
  * row: as RowLayout lists its columns. Returns 0, or 1 when there is no memory. */
@@ -321,7 +301,6 @@ int statistics_row_fp32(const float *data, int64_t numel, int64_t row_length, in
     const Rows rows = {data, numel, row_length, row_stride};
     const int64_t num_chunks = (numel + CHUNK - 1) / CHUNK;
     if (num_cuts > MAX_CUTS) return 1;
-    const Cuts different = different_cuts(cuts, num_cuts);
     Partial *partials = calloc((size_t)num_chunks + 1, sizeof(Partial));
     if (partials == NULL) return 1;
 #pragma omp parallel for num_threads(num_threads) if (num_threads > 1)
@@ -333,7 +312,7 @@ int statistics_row_fp32(const float *data, int64_t numel, int64_t row_length, in
         for (int64_t i = start; i < end; i += BLOCK) {
             const int32_t n = (int32_t)(end - i < BLOCK ? end - i : BLOCK);
             const float *x = block_of(&rows, i, n, buffer);
-            const int32_t has_subnormals = add_block(&partials[chunk], x, n, &different);
+            const int32_t has_subnormals = add_block(&partials[chunk], x, n, cuts, num_cuts);
             if (sample_size > 0)
                 count_exponents(&partials[chunk], x, i, i + n, numel, sample_size, has_subnormals);
         }
@@ -350,7 +329,7 @@ int statistics_row_fp32(const float *data, int64_t numel, int64_t row_length, in
         all->zeros += p->zeros;
         all->nans += p->nans;
         all->infs += p->infs;
-        for (int32_t k = 0; k < different.number; k++) all->below[k] += p->below[k];
+        for (int32_t k = 0; k < num_cuts; k++) all->below[k] += p->below[k];
         all->largest = p->largest > all->largest ? p->largest : all->largest;
         all->smallest = p->smallest < all->smallest ? p->smallest : all->smallest;
     }
@@ -368,10 +347,9 @@ int statistics_row_fp32(const float *data, int64_t numel, int64_t row_length, in
     *row++ = extremes[1];
     const int64_t finite = numel - all->nans - all->infs;
     for (int32_t k = 0; k < num_cuts; k += 3) {
-        const int32_t *place = different.place + k;
-        *row++ = (double)(finite - all->below[place[2]]);
-        *row++ = (double)(all->below[place[1]] - all->below[place[0]]);
-        *row++ = (double)(all->below[place[0]] - all->zeros);
+        *row++ = (double)(finite - all->below[k + 2]);
+        *row++ = (double)(all->below[k + 1] - all->below[k]);
+        *row++ = (double)(all->below[k] - all->zeros);
     }
     if (sample_size > 0) {
         int64_t counts[NUM_EXPONENTS] = {0};

@@ -1,10 +1,14 @@
 """The compiled kernel reads tensors where they lie; the reference reads copies."""
 
+import platform
+from pathlib import Path
+
 import pytest
 import torch
 
 from lightning_unitscale import cpu_kernel
 from lightning_unitscale.cpu_kernel import kernel_row, rows_in_memory
+from lightning_unitscale.formats import NumberFormat
 from lightning_unitscale.row_layout import RowLayout
 from lightning_unitscale.statistics import functional_row
 
@@ -61,3 +65,67 @@ def test_a_sample_across_blocks(numel, sample_size):
     assert abs(row[4] - expected[4]) <= 1e-5 * expected[5]
     row[moments] = expected[moments] = 0
     torch.testing.assert_close(row, expected, rtol=0, atol=0)
+
+
+# What the kernel becomes on processors of other kinds: vectors of 16, 32 or 64 bytes.
+TARGETS = {"AVX512": ("-mavx512f",), "AVX2": ("-mavx2", "-mfma"), "DEFAULT": ()}
+
+
+@pytest.fixture(params=TARGETS)
+def target_row(request, monkeypatch, tmp_path_factory):
+    """``kernel_row`` for another processor, if this one can run that."""
+    order = list(TARGETS)
+    capability = torch.backends.cpu.get_cpu_capability()
+    if request.param != "DEFAULT" and (
+        platform.machine() not in {"x86_64", "AMD64"}
+        or capability not in TARGETS
+        or order.index(capability) > order.index(request.param)
+    ):
+        pytest.skip(f"a processor of capability {capability}")
+    path = tmp_path_factory.mktemp("kernel") / request.param
+    compiled = cpu_kernel._compiled(["cc"], TARGETS[request.param], Path(path))
+    monkeypatch.setattr(cpu_kernel, "_kernel", lambda: compiled)
+    return kernel_row
+
+
+def assert_counts(row, expected):
+    """Sums may be off in their last digits, in proportion to the magnitudes; nothing else may."""
+    torch.testing.assert_close(row[5:7], expected[5:7], rtol=1e-5, atol=0)
+    assert abs(row[4] - expected[4]) <= 1e-5 * expected[5]
+    torch.testing.assert_close(row[:4], expected[:4], rtol=0, atol=0)
+    torch.testing.assert_close(row[7:], expected[7:], rtol=0, atol=0)
+
+
+def special_values(numel):
+    """All magnitudes and the cuts, with subnormals, zeros, NaN and infinities among them."""
+    generator = torch.Generator().manual_seed(numel)
+    codes = torch.randint(-(2**31), 2**31, (numel,), generator=generator, dtype=torch.int64)
+    values = codes.to(torch.int32).view(torch.float32)
+    cuts = torch.tensor(LAYOUT.fp32_cuts)
+    boundary = torch.cat([cuts, torch.nextafter(cuts, torch.tensor(0.0)), -cuts])
+    values[3::7] = boundary[torch.arange(len(values[3::7])) % len(boundary)]
+    values[5::11] = 2.0 ** -torch.arange(149, 120, -1)[torch.arange(len(values[5::11])) % 29]
+    values[9::13] = 0.0
+    return values
+
+
+@needs_kernel
+@pytest.mark.parametrize("numel", [1, 3, 31, 512, 2047, 20_000, 70_001])
+def test_kinds_of_processors(target_row, numel):
+    calm = torch.randn(numel, generator=torch.Generator().manual_seed(1))
+    # FP32 sums of what is beyond 2**64 are infinite in the reference as well: keep to what is not.
+    wild = special_values(numel)
+    wild = torch.where(wild.abs() < 2.0**60, wild, torch.where(wild.isfinite(), calm, wild))
+    cases = [calm, calm * 1e-6, calm.relu(), torch.zeros(numel), wild, wild[: numel // 2 + 1]]
+    for sample_size in (None, 1000):
+        layout = RowLayout(sample_size=sample_size)
+        for x in (*cases, calm * 2.0**-130, calm[: numel // 2 + 1].repeat(2).view(2, -1)[:, :16]):
+            assert_counts(target_row(x, layout, layout.fp32_cuts), functional_row(x, layout))
+
+
+@needs_kernel
+def test_more_cuts_than_one_loop_takes(target_row):
+    formats = [NumberFormat(f"E{e}M{m}", e, m) for e in (3, 4, 5) for m in (1, 2, 3, 4)]
+    layout = RowLayout(tuple(formats), sample_size=None)
+    x = torch.randn(5000) * 2.0 ** torch.randint(-20, 12, (5000,))
+    assert_counts(target_row(x, layout, layout.fp32_cuts), functional_row(x, layout))

@@ -23,6 +23,7 @@ from lightning_unitscale.callbacks.pipelined import (
     pipeline_of,
     refuse_live,
     rehearsed,
+    rehearsing,
 )
 from lightning_unitscale.callbacks.ranks import joint_reasons, joint_rms
 from lightning_unitscale.callbacks.recalibration import Looks
@@ -186,7 +187,7 @@ class GaugeKeeping:
         batch = rehearsed(trainer, batch)
         arguments = step_arguments(module, "training_step", batch, batch_idx)
         accumulated = trainer.accumulate_grad_batches * num_microbatches(trainer)
-        with trainer.precision_plugin.train_step_context():
+        with trainer.precision_plugin.train_step_context(), rehearsing(trainer):
             measured = calibrate(
                 self._steps.steps["training_step"],
                 self._rewrite,

@@ -6,6 +6,7 @@ There, what is captured, cut and run is the step of one microbatch.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
 import lightning.pytorch as pl
@@ -46,6 +47,15 @@ def rehearsed(trainer: pl.Trainer, batch: Any) -> Any:
     from lightning_unitscale.pipeline.microbatches import split_evenly
 
     return split_evenly(batch, num_microbatches(trainer))[0]
+
+
+def rehearsing(trainer: pl.Trainer) -> AbstractContextManager[Any]:
+    """Entered where a training step is rehearsed: what is captured there is what will be cut."""
+    if pipeline_of(trainer) is None:
+        return nullcontext()
+    from lightning_unitscale.pipeline.step_program import static_shapes
+
+    return static_shapes()
 
 
 def num_gradient_elements(trainer: pl.Trainer, parameters: Iterable[Tensor]) -> int:

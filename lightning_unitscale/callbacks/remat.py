@@ -95,6 +95,8 @@ class RematCallback(pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
+        if self._partitioner is not None:
+            self._partitioner.begin_step()
         if self.measured_peak_bytes is not None:
             return
         if self._meter is None:
@@ -123,6 +125,7 @@ class RematCallback(pl.Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
+        self._refuse_if_unplanned(pl_module)
         if self._meter is None:
             return
         self._gradients_seen += 1
@@ -152,9 +155,25 @@ class RematCallback(pl.Callback):
     ) -> None:
         self._restore()
 
+    def _refuse_if_unplanned(self, module: pl.LightningModule) -> None:
+        """Raise if a step has made gradients without a plan: the budget would mean nothing."""
+        if self.reports or all(one.grad is None for one in module.parameters()):
+            return
+        breaks = [] if self._steps is None else self._steps.graph_breaks
+        reasons = (
+            "; ".join(dict.fromkeys(breaks)) or "Dynamo passes over functions whose loops break"
+        )
+        raise RuntimeError(
+            f"budget={self.budget!r}: nothing of {type(module).__name__}.training_step could be "
+            f"captured, so that nothing is planned ({reasons}); expected a step that Dynamo "
+            "captures, whole or in parts; keep printing, .item() and shapes that depend on values "
+            "out of its loops, or train without RematCallback."
+        )
+
     def _summary(self) -> str:
         predicted, measured = self.predicted_peak_bytes, self.measured_peak_bytes
-        assert predicted is not None
+        if predicted is None:
+            return "nothing was planned"
         text = f"predicted peak {format_bytes(predicted)}"
         if measured is None:
             return f"{text}, not measured: the run had too few steps"

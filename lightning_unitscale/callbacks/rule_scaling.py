@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import asdict
 from typing import Any, cast
 
@@ -15,7 +16,7 @@ from lightning.pytorch.utilities.rank_zero import (  # type: ignore[attr-defined
 from torch import Tensor, nn
 
 from lightning_unitscale.callbacks.module_steps import loss_scale, takes_iterator
-from lightning_unitscale.callbacks.pipelined import num_microbatches, num_replicas
+from lightning_unitscale.callbacks.pipelined import num_microbatches, num_replicas, rehearsing
 from lightning_unitscale.callbacks.rule_settings import RuleSettings
 from lightning_unitscale.graph.steps import CapturedStep
 from lightning_unitscale.transforms.deploy import PLAN_ATTRIBUTE
@@ -104,7 +105,8 @@ class RuleScaling:
             # What an evaluation has decided before is of no use for training: it saw no gradient.
             known = RulePlan() if train else self.plan
             context = getattr(trainer.precision_plugin, _context_of(step.name))
-            with context(), keeping_parameters(module):
+            shapes = rehearsing(trainer) if train else nullcontext()
+            with context(), keeping_parameters(module), shapes:
                 found = plan_step(
                     step,
                     arguments,

@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from tabulate import tabulate
 from torch import nn
 
 from lightning_unitscale.graph import capture
@@ -24,6 +23,7 @@ from lightning_unitscale.graph.deferred import DeferredCalls
 from lightning_unitscale.graph.kept_whole import kept_whole
 from lightning_unitscale.graph.nodes import Names
 from lightning_unitscale.graph.passes import GraphPass, PassRecord, Stage
+from lightning_unitscale.graph.steps_report import breaks_list, passes_table
 from lightning_unitscale.graph.untraced import Calls, UntracedCalls, plain_forward
 
 LIGHTNING_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -184,25 +184,7 @@ class ModuleSteps:
 
     def explain(self) -> str:
         """A table of every pass over every graph, and the graph breaks with their reasons."""
-        rows = [
-            (
-                record.step,
-                record.graph_index,
-                "observed" if record.observed else "plain",
-                record.pass_name,
-                f"{record.nodes_before} -> {record.nodes_after}",
-                f"{1e3 * record.seconds:.1f}",
-                "\n".join(record.changes),
-            )
-            for record in self.records
-        ]
-        headers = ("step", "graph", "variant", "pass", "nodes", "ms", "changes")
-        parts = [tabulate(rows, headers=headers) if rows else "No graph has been captured yet."]
-        if self.graph_breaks:
-            breaks = list(dict.fromkeys(self.graph_breaks))
-            parts.append(f"{len(breaks)} graph breaks:\n" + "\n".join(f"  {one}" for one in breaks))
-        else:
-            parts.append("No graph breaks.")
+        parts = [passes_table(self.records), breaks_list(self.graph_breaks)]
         parts += [text for one in self.passes if (text := one.report())]
         return "\n\n".join(parts)
 
@@ -261,6 +243,7 @@ class CapturedStep:
         # Names are a step's own: whether a validation ran before the training must not change them.
         self.names = Names()
         self.graphs: list[CompiledGraph] = []
+        self.graph_breaks: list[str] = []
         self.num_graph_calls = 0
         self._warned = False
         self._running: Executor = "eager"
@@ -366,7 +349,9 @@ class CapturedStep:
             if inner is error:
                 raise
             raise inner from None
-        self.owner.graph_breaks += capture.graph_breaks_since(num_breaks)
+        found = capture.graph_breaks_since(num_breaks)
+        self.graph_breaks += found
+        self.owner.graph_breaks += found
         if result is not None or self._deferred.calls:
             # Otherwise the step has skipped this batch.
             self._warn_if_nothing_ran()

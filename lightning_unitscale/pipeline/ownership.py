@@ -7,17 +7,19 @@ cuts of a later graph follow the owners.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor, fx, nn
 
 from lightning_unitscale.graph.out_of_place import memory_roots, mutated_argument
 from lightning_unitscale.pipeline.cuts import keep_items_with_their_tuples
 from lightning_unitscale.pipeline.marks import insert_mark
 from lightning_unitscale.pipeline.pipe import Pipe
-from lightning_unitscale.pipeline.policy import choose_cuts, possible_cuts
+from lightning_unitscale.pipeline.policy import possible_cuts
+from lightning_unitscale.pipeline.search import choose_cuts
 from lightning_unitscale.pipeline.stage import stage_info
 
 
@@ -184,8 +186,8 @@ class FollowingSplit:
         cuts, total = possible_cuts(graph_module)
         wrong = self._wrong_before(graph_module, [one.before for one in cuts])
 
-        def allowed(stage: int, start: int, end: int) -> bool:
-            return wrong[stage][start] == wrong[stage][end]
+        def allowed(stage: int) -> NDArray[np.bool_]:
+            return wrong[stage][:, None] == wrong[stage][None, :]
 
         try:
             chosen = choose_cuts(cuts, total, self.num_stages, self.bytes_per_second, allowed)
@@ -203,14 +205,14 @@ class FollowingSplit:
         graph_module.recompile()
         return graph_module
 
-    def _wrong_before(self, graph_module: fx.GraphModule, cuts: list[str]) -> list[list[int]]:
+    def _wrong_before(self, graph_module: fx.GraphModule, cuts: list[str]) -> NDArray[np.int_]:
         """For each stage and end of a stage, how many operations before may not be in the stage."""
         tensors = {
             **dict(graph_module.named_parameters(remove_duplicate=False)),
             **dict(graph_module.named_buffers(remove_duplicate=False)),
         }
         ends = set(cuts)
-        counts = [[0] * self.num_stages for _ in range(len(cuts) + 2)]
+        counts = np.zeros((self.num_stages, len(cuts) + 2), dtype=int)
         end = 1
         for node in graph_module.graph.nodes:
             if node.name in ends:
@@ -220,8 +222,5 @@ class FollowingSplit:
                 stages = self.stages.get(id(tensor)) if node.op != "output" else None
                 if stages is not None:
                     for stage in range(self.num_stages):
-                        counts[end][stage] += stage not in stages
-        return [
-            list(itertools.accumulate(one[stage] for one in counts))
-            for stage in range(self.num_stages)
-        ]
+                        counts[stage, end] += stage not in stages
+        return counts.cumsum(axis=1)

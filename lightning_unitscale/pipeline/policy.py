@@ -1,13 +1,9 @@
-"""Where to cut so that every stage has as much to do: costs from the profiler, the cuts by search.
-
-The search is over positions in the order of the graph. A stage's cost is the estimated seconds of
-its operations, forward and backward, and of sending and receiving what crosses its edges.
-"""
+"""Where to cut so that every device has as much to do: costs from the profiler, then a search."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor, fx
@@ -16,31 +12,23 @@ from lightning_unitscale.pipeline.cuts import keep_items_with_their_tuples, lega
 from lightning_unitscale.pipeline.marks import insert_mark
 from lightning_unitscale.pipeline.program import TensorInfo
 from lightning_unitscale.pipeline.recompute import Recomputable
+from lightning_unitscale.pipeline.search import Cut, balance_ranks
 from lightning_unitscale.profiler import MetaInfoProp, NodeCosts
 from lightning_unitscale.remat.costs import CostModel, default_cost_model
 
 
-@dataclass(frozen=True)
-class Cut:
-    """A possible place of a cut.
-
-    Attributes:
-        before: Name of the operation behind it.
-        seconds_before: Estimated seconds of all operations in front of it, both directions.
-        boundary_bytes: Bytes that cross it, in one direction.
-    """
-
-    before: str
-    seconds_before: float
-    boundary_bytes: int
-
-
-def balanced_split(num_stages: int, *, bytes_per_second: float = 2e9) -> BalancedSplit:
-    """A split policy that gives every stage as much to do, by the profiler's costs.
+def balanced_split(
+    num_stages: int,
+    *,
+    bytes_per_second: float = 2e9,
+    rank_of: Callable[[int], int] | None = None,
+) -> BalancedSplit:
+    """A split policy that gives every device as much to do, by the profiler's costs.
 
     Args:
         num_stages: How many stages, 1 for none but the whole.
         bytes_per_second: Rate at which a boundary's tensors are sent.
+        rank_of: The rank of a stage, if one has several: their sums are balanced then.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -49,7 +37,7 @@ def balanced_split(num_stages: int, *, bytes_per_second: float = 2e9) -> Balance
         >>> balanced_split(4).num_stages
         4
     """
-    return BalancedSplit(num_stages, bytes_per_second)
+    return BalancedSplit(num_stages, bytes_per_second, rank_of)
 
 
 @dataclass(frozen=True)
@@ -58,6 +46,7 @@ class BalancedSplit:
 
     num_stages: int
     bytes_per_second: float = 2e9
+    rank_of: Callable[[int], int] | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.num_stages, int) or self.num_stages < 1:
@@ -84,7 +73,9 @@ class BalancedSplit:
                 f"places; expected at most {len(cuts) + 1} stages."
             )
         nodes = {node.name: node for node in graph.nodes}
-        for place in choose_cuts(cuts, total, self.num_stages, self.bytes_per_second):
+        rank_of = self.rank_of or (lambda stage: stage)
+        chosen = balance_ranks(cuts, total, self.num_stages, self.bytes_per_second, rank_of)
+        for place in chosen:
             insert_mark(graph, nodes[cuts[place].before])
         graph_module.recompile()
         return graph_module
@@ -107,54 +98,6 @@ def possible_cuts(graph_module: fx.GraphModule) -> tuple[list[Cut], float]:
             cuts.append(Cut(node.name, passed, crossing[node]))
         passed += seconds.get(node.name, 0.0)
     return cuts, passed
-
-
-def choose_cuts(
-    cuts: Sequence[Cut],
-    total: float,
-    num_stages: int,
-    bytes_per_second: float,
-    allowed: Callable[[int, int, int], bool] = lambda stage, start, end: True,
-) -> list[int]:
-    """The cuts, as places in ``cuts``, for which the slowest stage is fastest. Pure.
-
-    Of equally fast ones those with the fewest bytes at all boundaries are taken.
-
-    Args:
-        cuts: Possible cuts in the order of the graph.
-        total: Seconds of the whole graph.
-        num_stages: How many stages.
-        bytes_per_second: Rate at which a boundary's tensors are sent.
-        allowed: Whether a stage may reach from one end to another; end 0 is the graph's start, end
-            ``i`` the cut ``i - 1``, and ``len(cuts) + 1`` the graph's end.
-
-    Raises:
-        ValueError: If no choice is allowed.
-    """
-    ends = [0.0, *(one.seconds_before for one in cuts), total]
-    sends = [0.0, *(2 * one.boundary_bytes / bytes_per_second for one in cuts), 0.0]
-    last = len(ends) - 1
-
-    def cost(start: int, end: int) -> float:
-        return ends[end] - ends[start] + sends[start] + sends[end]
-
-    # best[e]: the least (slowest stage, seconds of sending) over cuts with the last one at e.
-    best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
-    for stage in range(1, num_stages + 1):
-        places = [last] if stage == num_stages else range(1, last)
-        found: dict[int, tuple[float, float, tuple[int, ...]]] = {}
-        for end in places:
-            options = [
-                (max(slowest, cost(start, end)), sent + sends[end], (*chosen, end))
-                for start, (slowest, sent, chosen) in best.items()
-                if start < end and allowed(stage - 1, start, end)
-            ]
-            if options:
-                found[end] = min(options)
-        best = found
-    if last not in best:
-        raise ValueError(f"num_stages={num_stages}: none of the {len(cuts)} possible cuts will do.")
-    return [place - 1 for place in best[last][2][:-1]]
 
 
 def seconds_of(costs: NodeCosts, model: CostModel) -> tuple[float, float]:

@@ -84,7 +84,7 @@ def simulate_1f1b(
         section 3.2.
     """
     num_stages = len(forward_seconds)
-    orders = [_order(stage, num_stages, num_microbatches) for stage in range(num_stages)]
+    orders = [order_of_1f1b(stage, num_stages, num_microbatches) for stage in range(num_stages)]
     ended: dict[tuple[int, int, bool], float] = {}
     free = [0.0] * num_stages
     work: list[Work] = []
@@ -103,8 +103,11 @@ def simulate_1f1b(
     return Timeline(tuple(work), num_stages)
 
 
-def _order(stage: int, num_stages: int, num_microbatches: int) -> list[tuple[int, bool]]:
-    """As many forward passes as stages follow, then backward and forward in turn."""
+def order_of_1f1b(stage: int, num_stages: int, num_microbatches: int) -> list[tuple[int, bool]]:
+    """What a stage does under 1F1B: each microbatch, and whether it goes forward.
+
+    As many forward passes as stages follow, then backward and forward in turn.
+    """
     ahead = min(num_microbatches, num_stages - stage)
     order = [(microbatch, True) for microbatch in range(ahead)]
     for microbatch in range(num_microbatches):

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
+import numpy.typing as npt
 
 from lightning_unitscale.remat.problem import Floats, Ints, Mask
 
@@ -16,6 +15,7 @@ try:
 except ImportError:  # pragma: no cover - scipy is a dependency, but may be broken on a platform
     HAS_SCIPY = False
 
+Ints32 = npt.NDArray[np.int32]
 # scipy's maximum_flow computes in 32-bit integers and wraps silently: all finite capacities
 # together stay below this, and an infinite one is one more than all of them.
 _FINITE_SUM = 2**29
@@ -43,12 +43,15 @@ class FlowNetwork:
         *,
         use_scipy: bool = HAS_SCIPY,
     ) -> None:
-        # By tail, then head: the order of scipy's rows.
-        self._order = np.lexsort((heads, tails))
-        self._tails, self._heads = tails[self._order], heads[self._order]
-        self._starts = np.searchsorted(self._tails, np.arange(num_nodes + 1))
         self._num_nodes, self._source, self._sink = num_nodes, source, sink
-        self._residual = self._residual_by_scipy if use_scipy else self._residual_by_networkx
+        # Every edge and its reverse, by tail, then head: the rows of scipy's flow.
+        forth, back = tails * num_nodes + heads, heads * num_nodes + tails
+        codes = np.unique(np.concatenate([forth, back]))
+        self._tails, self._heads = codes // num_nodes, codes % num_nodes
+        self._starts = np.searchsorted(self._tails, np.arange(num_nodes + 1))
+        self._place = np.searchsorted(codes, forth)
+        self._reverse = np.searchsorted(codes, self._heads * num_nodes + self._tails)
+        self._flow = self._flow_by_scipy if use_scipy else self._flow_by_networkx
         # Infinite edges that are known to leave a way to cut.
         self._uncut: Mask | None = None
 
@@ -68,7 +71,6 @@ class FlowNetwork:
             Ford, Fulkerson (1956): every maximum flow gives the cut nearest to the sink as the
             nodes that cannot reach it in the residual graph.
         """
-        capacities = capacities[self._order]
         infinite = np.isinf(capacities)
         self._check_finite(infinite)
         finite = capacities[~infinite]
@@ -78,44 +80,62 @@ class FlowNetwork:
         # A positive capacity stays positive, or cutting there would be free.
         scaled[~infinite] = np.where(finite > 0, np.maximum(np.floor(finite * scale), 1), 0)
         scaled[infinite] = int(scaled.sum()) + 1
-        starts, into = self._residual(scaled)
+        limits = np.zeros(len(self._heads), dtype=np.int32)
+        limits[self._place] = scaled
         # Backwards from the sink along edges with capacity left.
-        return ~_reached(starts, into, self._sink)
+        is_left = (limits - self._flow(limits) > 0)[self._reverse]
+        return ~self._reached(is_left, self._sink)
 
     def _check_finite(self, infinite: Mask) -> None:
         if self._uncut is not None and np.array_equal(infinite, self._uncut):
             return
-        before = np.concatenate([[0], np.cumsum(infinite)])
-        if _reached(before[self._starts], self._heads[infinite], self._source)[self._sink]:
+        uncut = np.zeros(len(self._heads), dtype=np.bool_)
+        uncut[self._place[infinite]] = True
+        if self._reached(uncut, self._source)[self._sink]:
             raise ValueError("capacities: no finite cut separates the source from the sink")
         self._uncut = infinite
 
-    def _residual_by_scipy(self, capacities: Ints) -> tuple[Ints, Ints]:
-        """Where edges with capacity left into each node start, and the nodes they come from."""
-        graph = csr_matrix(
-            (capacities.astype(np.int32), self._heads, self._starts),
-            shape=(self._num_nodes, self._num_nodes),
-        )
-        # The difference holds no zeros.
-        residual = (graph - maximum_flow(graph, self._source, self._sink).flow).tocsc()
-        return residual.indptr, residual.indices
+    def _flow_by_scipy(self, limits: Ints32) -> Ints32:
+        shape = (self._num_nodes, self._num_nodes)
+        graph = csr_matrix((limits, self._heads, self._starts), shape=shape)
+        flow = maximum_flow(graph, self._source, self._sink).flow
+        if len(flow.data) == len(limits):  # every edge has its reverse: nothing was added
+            return np.asarray(flow.data)
+        return np.asarray(flow[self._tails, self._heads]).ravel()  # pragma: no cover
 
-    def _residual_by_networkx(self, capacities: Ints) -> tuple[Ints, Ints]:
+    def _flow_by_networkx(self, limits: Ints32) -> Ints32:
         import networkx as nx
 
         graph = nx.DiGraph()
         graph.add_nodes_from(range(self._num_nodes))
-        edges = zip(self._tails.tolist(), self._heads.tolist(), capacities.tolist(), strict=True)
-        for tail, head, capacity in edges:
-            graph.add_edge(tail, head, capacity=capacity)
-        flow = nx.algorithms.flow.boykov_kolmogorov(graph, self._source, self._sink)
-        pairs = [
-            (head, tail)
-            for tail, head, data in flow.edges(data=True)
-            if data["capacity"] - data["flow"] > 0
-        ]
-        into, tails = np.array(sorted(pairs), dtype=np.int64).reshape(-1, 2).T
-        return np.searchsorted(into, np.arange(self._num_nodes + 1)), tails
+        edges = list(zip(self._tails.tolist(), self._heads.tolist(), strict=True))
+        for (tail, head), capacity in zip(edges, limits.tolist(), strict=True):
+            if capacity:
+                graph.add_edge(tail, head, capacity=capacity)
+        found = nx.algorithms.flow.boykov_kolmogorov(graph, self._source, self._sink)
+        flows = [found.edges[edge]["flow"] if found.has_edge(*edge) else 0 for edge in edges]
+        return np.array(flows, dtype=np.int32)
+
+    def _reached(self, is_open: Mask, start: int) -> Mask:
+        """Nodes that open edges lead to from ``start``."""
+        reached = np.zeros(self._num_nodes, dtype=np.bool_)
+        starts = np.concatenate([[0], np.cumsum(is_open)])[self._starts]
+        heads = self._heads[is_open]
+        if HAS_SCIPY:
+            shape = (self._num_nodes, self._num_nodes)
+            graph = csr_matrix((np.ones(len(heads)), heads, starts), shape=shape)
+            reached[breadth_first_order(graph, start, return_predecessors=False)] = True
+            return reached
+        following, first = heads.tolist(), starts.tolist()
+        pending = [start]
+        reached[start] = True
+        while pending:
+            node = pending.pop()
+            for head in following[first[node] : first[node + 1]]:
+                if not reached[head]:
+                    reached[head] = True
+                    pending.append(head)
+        return reached
 
 
 def source_side(
@@ -131,25 +151,3 @@ def source_side(
     """:meth:`FlowNetwork.source_side` of a network that is cut once."""
     network = FlowNetwork(num_nodes, tails, heads, source, sink, use_scipy=use_scipy)
     return network.source_side(capacities)
-
-
-def _reached(starts: Ints, heads: Ints, start: int) -> Mask:
-    """Nodes that edges lead to from ``start``; those of node i end at ``heads[starts[i]:...]``."""
-    num_nodes = len(starts) - 1
-    reached = np.zeros(num_nodes, dtype=np.bool_)
-    if HAS_SCIPY:
-        ones = np.ones(len(heads))
-        graph = csr_matrix((ones, heads, starts), shape=(num_nodes, num_nodes))
-        reached[breadth_first_order(graph, start, return_predecessors=False)] = True
-        return reached
-    following: Sequence[int] = heads.tolist()
-    first: Sequence[int] = starts.tolist()
-    pending = [start]
-    reached[start] = True
-    while pending:
-        node = pending.pop()
-        for head in following[first[node] : first[node + 1]]:
-            if not reached[head]:
-                reached[head] = True
-                pending.append(head)
-    return reached

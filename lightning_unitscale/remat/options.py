@@ -208,11 +208,10 @@ def _local_problem(blocks: Blocks, start: int, stop: int) -> _Local:
             unread.clear()
         in_backward |= is_backward
         number[member] = len(nodes)
-        copy = replace(
-            node,
-            inputs=tuple(sorted(number[i] for i in node.inputs)),
-            base=number.get(node.base, len(nodes)),
-            owner=number.get(node.owner, len(nodes)),
+        copy = node.moved(
+            tuple(sorted([number[i] for i in node.inputs])),
+            number.get(node.base, len(nodes)),
+            number.get(node.owner, len(nodes)),
         )
         if member == end:
             copy = replace(copy, can_save=True, can_recompute=False)

@@ -108,6 +108,8 @@ class Planner:
         self.resident_bytes = resident_bytes
         self.forward_bytes = forward_bytes
         self._chosen: dict[int, RematPlan | None] = {}
+        # Different budgets often lead to the same plan; its segments are always the blocks.
+        self._made: dict[object, RematPlan] = {}
 
     @cached_property
     def blocks(self) -> Blocks:
@@ -169,7 +171,7 @@ class Planner:
             fitting.append(chosen)
         if not fitting:
             if self.floor.peak_bytes > limit:
-                self._refuse(limit)
+                self._refuse(limit, budget)
             fitting.append(self.floor)
         return min(fitting, key=lambda one: (one.seconds, one.peak_bytes))
 
@@ -218,6 +220,19 @@ class Planner:
         """A plan from what it keeps, without what nobody would read."""
         again = recomputed(self.problem, saved)
         saved = _pruned(self.problem, saved, again)
+        key = (name, saved.tobytes(), None if kept is None else kept.tobytes())
+        if key not in self._made:
+            self._made[key] = self._simulated(name, saved, again, kept, segments)
+        return self._made[key]
+
+    def _simulated(
+        self,
+        name: str,
+        saved: Mask,
+        again: Mask,
+        kept: Mask | None,
+        segments: Sequence[int] | None,
+    ) -> RematPlan:
         order = backward_order(self.problem, saved, segments=segments, kept=kept, again=again)
         timeline = simulate(
             self.problem,
@@ -278,11 +293,12 @@ class Planner:
             return self.made("blocks", saved)
         return self.made("blocks", saved, kept, self.blocks.block.tolist())
 
-    def _refuse(self, limit: int) -> None:
+    def _refuse(self, limit: int, budget: Budget) -> None:
         floor, default = self.floor, self.default
+        given = f"{budget}, {format_bytes(limit)}" if budget != limit else format_bytes(limit)
         where, node = floor.timeline.peak_at
         raise ValueError(
-            f"budget={format_bytes(limit)} ({limit} bytes): no plan needs so little; expected at "
+            f"budget={given} ({limit} bytes): no plan needs so little; expected at "
             f"least {format_bytes(floor.peak_bytes)} ({floor.peak_bytes} bytes), the floor, which "
             f"the {where} pass reaches at {self.problem.nodes[node].name}; "
             f"{format_bytes(self._inputs())} of it are parameters, inputs and optimizer state. "

@@ -10,9 +10,9 @@ from torch import nn
 from lightning_unitscale.graph.capture import num_graph_breaks
 from lightning_unitscale.remat.budget import Budget
 from lightning_unitscale.remat.partitioner import RematPartitioner
-from lightning_unitscale.remat.planner import RematPlan
+from lightning_unitscale.remat.planner import Planner, RematPlan
 from lightning_unitscale.remat.report import RematReport
-from lightning_unitscale.remat.resident import module_bytes
+from lightning_unitscale.remat.resident import gradient_bytes, module_bytes
 
 
 class StepPartitioner(RematPartitioner):
@@ -40,7 +40,13 @@ class StepPartitioner(RematPartitioner):
         self.reports: list[RematReport] = []
         self._module = module
         self._around = around
+        self._largest_limit = 0
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        """What is captured from here on belongs to one step."""
         self._breaks_before = num_graph_breaks()
+        self._kept_bytes = self._static_bytes = 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StepPartitioner:
         """One for the copied module; what its callback knows is not taken along."""
@@ -53,8 +59,22 @@ class StepPartitioner(RematPartitioner):
             return "Nothing has been planned yet: run a step with gradients."
         return "\n\n".join(f"graph {i}\n{one.table()}" for i, one in enumerate(self.reports))
 
+    def choose(self, planner: Planner) -> RematPlan:
+        """The plan of one graph.
+
+        Of a fraction a smaller last batch would have fewer bytes than its parameters leave: it gets
+        those that an earlier graph was granted, which the run takes anyway.
+        """
+        if isinstance(self.budget, float):
+            limit = int(self.budget * planner.default.peak_bytes)
+            if limit < self._largest_limit and limit < planner.floor.peak_bytes:
+                return planner.plan(self._largest_limit)
+            self._largest_limit = max(self._largest_limit, limit)
+        return super().choose(planner)
+
     def _resident(self, static_bytes: int) -> tuple[int, int]:
-        if isinstance(self.budget, int) and num_graph_breaks() > self._breaks_before:
+        breaks = num_graph_breaks() > self._breaks_before
+        if isinstance(self.budget, int) and breaks:
             raise ValueError(
                 f"budget={self.budget!r}: the step breaks into several graphs, which are planned "
                 "one by one, so that bytes cannot be promised for all of them together; expected a "
@@ -62,7 +82,15 @@ class StepPartitioner(RematPartitioner):
                 "each graph; explain() shows where it breaks."
             )
         always, forward = self._around()
+        # The graphs before this one in a step keep theirs until their own backward passes.
+        always += self._kept_bytes
+        self._static_bytes += static_bytes
+        if breaks and forward:
+            # Its backward pass meets the gradients of the graphs after it.
+            later = max(0, gradient_bytes(self._module) - self._static_bytes)
+            always, forward = always + later, forward - later
         return always + max(0, module_bytes(self._module) - static_bytes), forward
 
     def _keep(self, plan: RematPlan) -> None:
+        self._kept_bytes += plan.saved_bytes
         self.reports.append(RematReport.of(plan))

@@ -5,14 +5,18 @@ from __future__ import annotations
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_unitscale.graph.steps import ModuleSteps
+from lightning_unitscale.pipeline.schedules import Schedule
+from lightning_unitscale.remat.step_partitioner import StepPartitioner
+from lightning_unitscale.strategies.stage_remat import check_schedule
 
 
-def refuse_steps(steps: ModuleSteps, capture: str) -> None:
+def refuse_steps(steps: ModuleSteps, capture: str, schedule: Schedule) -> None:
     """Refuse steps that the strategy cannot run as a pipeline, before anything has run.
 
     Args:
         steps: The steps of the module, with what callbacks have asked of them.
         capture: The strategy's argument.
+        schedule: The strategy's schedule.
 
     Raises:
         MisconfigurationException: With the reason.
@@ -23,14 +27,9 @@ def refuse_steps(steps: ModuleSteps, capture: str) -> None:
             "training_step as one graph, and forward alone is captured here; expected "
             "capture='auto' or 'step'; change it, or leave the callbacks out."
         )
-    if steps.partition_fn is not None:
-        raise MisconfigurationException(
-            "PipelineStrategy with a memory budget (RematCallback, UnitScaleCallback(remat=...)): "
-            "a budget is planned for one graph on one device, and here every rank keeps several "
-            "microbatches of its stages; expected no budget; leave it out, and use more "
-            "microbatches or the schedule 1F1B for less memory."
-        )
-    if steps.executor != "eager":
+    if isinstance(steps.partition_fn, StepPartitioner):
+        check_schedule(steps.partition_fn.budget, schedule)
+    if steps.executor == "inductor":
         raise MisconfigurationException(
             "PipelineStrategy with compile=True: the stages run operation by operation; expected "
             "compile=False; leave it out."

@@ -149,7 +149,7 @@ class PipelineStrategy(EvaluatingStrategy):
         """Gives all ranks the same weights, and makes the optimizers."""
         module = self.lightning_module
         assert module is not None and self.model is not None and self.accelerator is not None
-        refuse_unsupported(trainer, module, self.precision_plugin, self.capture)
+        refuse_unsupported(trainer, module, self.precision_plugin, self.capture, self.schedule)
         self._owners, self._has_weights = None, True
         self.accelerator.setup(trainer)
         self.precision_plugin.convert_module(self.model)
@@ -291,14 +291,16 @@ class PipelineStrategy(EvaluatingStrategy):
             per_rank = 1 if self.schedule.placement == "single" else 2
         num_stages = int(per_rank) * num_ranks
         self.schedule.check(num_stages, num_ranks, self.num_microbatches)
-        policy: Policy = balanced_split(num_stages)
+
+        def rank_of(stage: int) -> int:
+            return self.schedule.rank_of(stage, num_ranks)
+
+        policy: Policy = balanced_split(num_stages, rank_of=rank_of)
         if isinstance(self.split, Mapping):
             self._marks = annotate_split_points(module, self.split)
         elif not isinstance(self.split, str):
             policy = self.split
-        ownership = Ownership(
-            module, num_ranks, lambda stage: self.schedule.rank_of(stage, num_ranks)
-        )
+        ownership = Ownership(module, num_ranks, rank_of)
         how = Pipelining(
             schedule=self.schedule.name,
             num_microbatches=self.num_microbatches,
@@ -308,6 +310,7 @@ class PipelineStrategy(EvaluatingStrategy):
             ownership=ownership,
             replicas=self.grid.replicas,
             num_accumulated=lambda: int(module.trainer.accumulate_grad_batches),
+            free_unowned=self.free_unowned,
         )
         self.prepare_evaluation(how)
         self._steps_done, self._is_training = 0, trains

@@ -58,8 +58,11 @@ class PipelinedEvaluation(PipelinedMethod):
             try:
                 runner = self.runner_for(rehearsal, None)
             except (RuntimeError, ValueError) as error:
-                # Its parameters are on other ranks, or it has too few places to cut.
-                raise NotPipelinedError(str(error)) from error
+                # It uses parameters in another order than the training, or has too few places.
+                raise NotPipelinedError(
+                    f"{type(self.module).__name__}.{self.name} cannot be cut as the training is: "
+                    f"{error}"
+                ) from error
             outputs = runner.eval_flat(self.inputs_of(rehearsal))
             examples = rehearsal.calls[0][2]
             values = self.shared_results(runner, examples, outputs, count)

@@ -92,6 +92,7 @@ class Pipelining:
         ownership: Which ranks have which parameters.
         replicas: This rank in every pipeline, of which the first chooses the cuts.
         num_accumulated: Says how many batches one optimizer step adds up.
+        free_unowned: Whether a rank frees the parameters that other ranks have.
     """
 
     schedule: str
@@ -102,6 +103,14 @@ class Pipelining:
     ownership: Ownership
     replicas: Replicas
     num_accumulated: Callable[[], int]
+    free_unowned: bool
+
+    @property
+    def names_elsewhere(self) -> tuple[str, ...]:
+        """Names of the parameters that other ranks have, and this one has not."""
+        names = self.ownership.names
+        own = names[dist.get_rank(self.group)]
+        return tuple(sorted(set().union(*names) - own))
 
 
 @dataclass(frozen=True)
@@ -179,7 +188,7 @@ class PipelinedMethod:
                     raise self._not_one_graph("; ".join(dict.fromkeys(found))) from error
                 raise
             # After a graph break the step may look at values, and the rehearsal has none.
-            breaks = list(dict.fromkeys(self.steps.graph_breaks))
+            breaks = list(dict.fromkeys(step.graph_breaks))
             if breaks or len(calls) != len(results) or calls[-1][0] is not calls[0][0]:
                 reasons = "; ".join(breaks) or f"{len(calls)} graphs ran for {len(results)}"
                 raise self._not_one_graph(reasons)

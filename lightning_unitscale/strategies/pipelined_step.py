@@ -6,6 +6,7 @@ place, and what it logs and returns is made of them.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -13,12 +14,14 @@ from torch import nn
 from lightning_unitscale.pipeline.microbatches import split_evenly
 from lightning_unitscale.pipeline.runner import PipelineRunner
 from lightning_unitscale.pipeline.step_program import static_shapes
+from lightning_unitscale.remat.step_partitioner import StepPartitioner
 from lightning_unitscale.strategies.pipelined_method import (
     PipelinedMethod,
     Pipelining,
     Rehearsal,
     Replay,
 )
+from lightning_unitscale.strategies.stage_remat import RematStage, remat_stages
 
 _NAME = "training_step"
 
@@ -33,6 +36,8 @@ class PipelinedStep(PipelinedMethod):
 
     def __init__(self, module: nn.Module, how: Pipelining) -> None:
         super().__init__(module, _NAME, how, defer=("log", "log_dict"))
+        self._remat: dict[int, dict[int, RematStage]] = {}
+        self._granted: dict[int, int] = {}
 
     def attach(self) -> None:
         """Capture the module's step from now on."""
@@ -66,13 +71,27 @@ class PipelinedStep(PipelinedMethod):
     def _run(self, runner: PipelineRunner, rehearsal: Rehearsal) -> list[Any] | None:
         for one in self.steps.passes:
             one.before_step(self.module)
+        inputs = self.inputs_of(rehearsal)
+        planned = self._planned(runner, inputs[0])
         if not self.steps.observed:
-            return runner.step_flat(self.inputs_of(rehearsal))
+            return runner.step_flat(inputs, replaced=planned)
         observed = self.observed_stages(rehearsal)
         observed.begin()
-        outputs = runner.step_flat(self.inputs_of(rehearsal), replaced=observed.run)
+        outputs = runner.step_flat(inputs, replaced=observed.run)
         observed.finish()
         return outputs
+
+    def _planned(self, runner: PipelineRunner, microbatch: list[Any]) -> Mapping[int, RematStage]:
+        """The stages within a memory budget, if there is one."""
+        partitioner = self.steps.partition_fn
+        if not isinstance(partitioner, StepPartitioner):
+            return {}
+        if id(runner) not in self._remat:
+            elsewhere = self.how.names_elsewhere if self.how.free_unowned else ()
+            self._remat[id(runner)] = remat_stages(
+                runner, microbatch, partitioner, self.module, elsewhere, self._granted
+            )
+        return self._remat[id(runner)]
 
     def _loss(self, result: Any, examples: list[Any]) -> int:
         loss = result["loss"] if isinstance(result, dict) else result

@@ -9,11 +9,16 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 
 from lightning_unitscale.graph.steps import steps_of
+from lightning_unitscale.pipeline.schedules import Schedule
 from lightning_unitscale.strategies.captured_steps import refuse_steps
 
 
 def refuse_unsupported(
-    trainer: pl.Trainer, module: pl.LightningModule, precision: Precision, capture: str
+    trainer: pl.Trainer,
+    module: pl.LightningModule,
+    precision: Precision,
+    capture: str,
+    schedule: Schedule,
 ) -> None:
     """Refuse what cannot run as a pipeline.
 
@@ -22,6 +27,7 @@ def refuse_unsupported(
         module: The module.
         precision: The Trainer's precision plugin.
         capture: The strategy's argument.
+        schedule: The strategy's schedule.
 
     Raises:
         MisconfigurationException: With the reason.
@@ -34,7 +40,7 @@ def refuse_unsupported(
     trains = trainer.state.fn == TrainerFn.FITTING
     steps = steps_of(module)
     if steps is not None and trains:
-        refuse_steps(steps, capture)
+        refuse_steps(steps, capture, schedule)
     if isinstance(precision, MixedPrecision) and precision.scaler:
         raise MisconfigurationException(
             "PipelineStrategy: precision='16-mixed' scales the loss outside of the step, where "

@@ -50,11 +50,12 @@ class SharedRows:
                 continue
             parts = list(self.parts[index])
             forward[index] = _together(forward[parts], layout)
-            arrived = backward[parts, 0] > 0
+            rows = backward[parts]
+            arrived = rows[:, :1] > 0
             if arrived.any():
-                # Autograd fills up with zeros what has no gradient.
-                none = _rows_of_zeros(forward[parts], layout)
-                rows = torch.where(arrived[:, None], backward[parts], none)
+                if not arrived.all():
+                    # Autograd fills up with zeros what has no gradient.
+                    rows = torch.where(arrived, rows, _rows_of_zeros(forward[parts], layout))
                 backward[index] = _together(rows, layout)
 
 
@@ -125,7 +126,8 @@ def _sum_of(node: fx.Node, probed: dict[fx.Node, int]) -> fx.Node | None:
     # Twice the same summand has twice the gradient; one that is broadcast has a sum of it.
     if total.args[0] is total.args[1] or any(one is None for one in examples):
         return None
-    kinds = {(one.shape, one.dtype) for one in examples if one is not None}
+    # As text: a size that changes from batch to batch is a symbol, which cannot be hashed.
+    kinds = {(str(one.shape), one.dtype) for one in examples if one is not None}
     return total if len(kinds) == 1 else None
 
 

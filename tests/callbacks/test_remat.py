@@ -143,6 +143,139 @@ def test_a_fraction_holds_for_each_graph_of_a_step_that_breaks() -> None:
     assert len(callback.reports) == 2
 
 
+class _Parts(Regression):
+    """Two graphs with a layer each, and a validation step that breaks as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(_layers() for _ in range(2))
+
+    def training_step(self, batch, batch_idx):
+        x = self.parts[0](batch[0])
+        torch._dynamo.graph_break()
+        return self.parts[1](x).square().mean()
+
+
+def _layers() -> nn.Sequential:
+    wide = [nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 8)]
+    return nn.Sequential(*wide)
+
+
+class _Wide(Rows):
+    def __init__(self, length: int = 1024) -> None:
+        super().__init__(length, lambda generator: (torch.randn(8, generator=generator),))
+
+
+def test_what_other_graphs_of_a_step_hold_is_counted() -> None:
+    torch.manual_seed(0)
+    callback = RematCallback(0.9)
+    _fit(_Parts(), DataLoader(_Wide(), batch_size=256), callback)
+    assert len(callback.reports) == 2
+    assert callback.predicted_peak_bytes == pytest.approx(callback.measured_peak_bytes, rel=0.03)
+
+
+class _Whole(_Parts):
+    def training_step(self, batch, batch_idx):
+        return self.parts[1](self.parts[0](batch[0])).square().mean()
+
+
+class _Validated(Regression):
+    def validation_step(self, batch, batch_idx):
+        torch._dynamo.graph_break()
+
+
+def test_a_break_elsewhere_does_not_stop_a_budget_in_bytes() -> None:
+    module, callback = _Validated(dropout=0.0), RematCallback("1GiB")
+    trainer = pl.Trainer(callbacks=[callback], max_epochs=1, **QUIET)
+    trainer.fit(module, loader(8), loader(8))
+    assert len(callback.reports) == 1
+
+
+def test_a_smaller_last_batch_has_the_bytes_of_the_others() -> None:
+    data = DataLoader(_Wide(1024 + 40), batch_size=256)
+    torch.manual_seed(0)
+    plain = _Whole()
+    planned = copy.deepcopy(plain)
+    _fit(plain, data)
+    callback = RematCallback(0.7)
+    _fit(planned, data, callback)
+    _assert_same_weights(plain, planned)
+    assert len(callback.reports) == 2
+    assert callback.predicted_peak_bytes == callback.reports[0].peak_bytes
+    with pytest.raises(ValueError, match=r"budget=0.7, .* the floor"):
+        _fit(_Whole(), DataLoader(_Wide(160), batch_size=40), RematCallback(0.7))
+
+
+class _Looping(Regression):
+    def training_step(self, batch, batch_idx):
+        x = batch[0]
+        for layer in (self.first, self.second):
+            x = layer(x)
+            torch._dynamo.graph_break()
+        return x.square().mean()
+
+
+@pytest.mark.filterwarnings("ignore:.*no graph could be captured")
+def test_a_step_of_which_nothing_is_captured_is_refused() -> None:
+    module = _Looping()
+    with pytest.raises(RuntimeError, match=r"budget=0.8: nothing of _Looping.training_step"):
+        _fit(module, loader(8), RematCallback(0.8))
+    assert steps_of(module) is None
+
+
+class _Doubled(torch.autograd.Function):
+    """An exponential whose gradient the user makes twice as large."""
+
+    @staticmethod
+    def forward(ctx, x):
+        y = x.exp()
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):
+        (y,) = ctx.saved_tensors
+        return 2 * grad * y
+
+
+class _Custom(_Parts):
+    def training_step(self, batch, batch_idx):
+        return self.parts[1](_Doubled.apply(self.parts[0](batch[0]))).square().mean()
+
+
+@pytest.mark.parametrize("budget", [0.7, "min_cut"])
+def test_the_gradient_of_a_function_of_the_user_is_his(budget) -> None:
+    data = DataLoader(_Wide(), batch_size=256)
+    torch.manual_seed(0)
+    plain = _Custom()
+    planned = copy.deepcopy(plain)
+    _fit(plain, data)
+    callback = RematCallback(budget)
+    _fit(planned, data, callback)
+    _assert_same_weights(plain, planned)
+    assert callback.reports[0].recomputed
+
+
+class _Chosen(_Parts):
+    """Rows whose number depends on their values."""
+
+    def training_step(self, batch, batch_idx):
+        x = self.parts[0](batch[0])
+        return self.parts[1](x[x.sum(-1) > 0]).square().mean()
+
+
+def test_shapes_that_depend_on_values_are_planned_in_parts() -> None:
+    data = DataLoader(_Wide(), batch_size=256)
+    torch.manual_seed(0)
+    plain = _Chosen()
+    planned = copy.deepcopy(plain)
+    _fit(plain, data)
+    callback = RematCallback("min_cut")
+    _fit(planned, data, callback)
+    _assert_same_weights(plain, planned)
+    assert len(callback.reports) >= 2
+
+
 def test_bytes_are_refused_for_a_step_that_breaks() -> None:
     with pytest.raises(ValueError, match="breaks into several graphs"):
         _fit(_Broken(), loader(8), RematCallback("1GiB"))

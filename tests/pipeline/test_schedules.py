@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_unitscale.pipeline import SCHEDULES, PipelineRunner, SplitPoint, pipeline
 from lightning_unitscale.pipeline.microbatches import split_batch
-from lightning_unitscale.pipeline.policy import Cut, choose_cuts
+from lightning_unitscale.pipeline.search import Cut, balance_ranks, choose_cuts
 from lightning_unitscale.pipeline.schedules import find_schedule
 
 
@@ -94,3 +94,27 @@ def test_the_slowest_stage_is_as_fast_as_it_can_be() -> None:
             slowest(cuts, seconds[-1], one, 200.0) for one in combinations(range(8), num_stages - 1)
         )
         assert slowest(cuts, seconds[-1], tuple(found), 200.0) == pytest.approx(best)
+
+
+def test_a_rank_with_one_large_stage_gets_less_of_the_others() -> None:
+    """Of sixteen equal operations and one of four times their cost, in four stages in a V."""
+    seconds = [float(one) for one in range(1, 17)]
+    cuts = [Cut(str(i), one, 1) for i, one in enumerate(seconds)]
+    ranks = [0, 1, 1, 0]
+
+    def loads(chosen: list[int]) -> list[float]:
+        ends = [0.0, *(cuts[one].seconds_before for one in chosen), 20.0]
+        found = [b - a for a, b in pairwise(ends)]
+        return [found[0] + found[3], found[1] + found[2]]
+
+    assert loads(balance_ranks(cuts, 20.0, 4, 1e9, ranks.__getitem__)) == [10.0, 10.0]
+    # The last operation alone is as much as it should be at most, of 20 in 5 stages.
+    five = [0, 1, 2, 1, 0]
+    chosen = balance_ranks(cuts, 20.0, 5, 1e9, five.__getitem__)
+    ends = [0.0, *(cuts[one].seconds_before for one in chosen), 20.0]
+    found = [b - a for a, b in pairwise(ends)]
+    assert max(found[0] + found[4], found[1] + found[3], found[2]) == 7.0
+    by_stage = choose_cuts(cuts, 20.0, 5, 1e9)
+    ends = [0.0, *(cuts[one].seconds_before for one in by_stage), 20.0]
+    found = [b - a for a, b in pairwise(ends)]
+    assert max(found[0] + found[4], found[1] + found[3]) >= 8.0

@@ -18,7 +18,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from torch.utils.data import DataLoader, TensorDataset
 
 from examples.gpt import GPT
-from lightning_unitscale import ScaleMonitor, UnitScaleCallback
+from lightning_unitscale import RematCallback, ScaleMonitor, UnitScaleCallback
 from lightning_unitscale.callbacks import ScaleViolation
 from lightning_unitscale.strategies import PipelineStrategy
 from tests.distributed.launch import quiet_rank
@@ -75,6 +75,8 @@ CASES: dict[str, dict[str, Any]] = {
     "fp8": {"scale": {"precision": "fp8", "recalibrate": None}},
     "monitored": {"monitor": {}, "points": True, "logs": True},
     "accumulated": {"scale": {}, "monitor": {}, "points": True, "accumulate": 2},
+    "min-cut": {"remat": "min_cut", "clip": 0.5},
+    "share": {"remat": 0.85, "scale": {}, "clip": 0.5},
     "stops": {"monitor": {"on_violation": "stop"}, "points": True, "breaks": float("inf")},
     "raises": {"monitor": {"on_violation": "raise"}, "points": True, "breaks": float("inf")},
 }
@@ -119,6 +121,9 @@ def train(folder: Path, case: str, num_ranks: int, resume_from: str) -> None:
     if "monitor" in options:
         monitor = ScaleMonitor(every_n_steps=2, **options["monitor"])
         callbacks.append(monitor)
+    remat = RematCallback(options["remat"]) if "remat" in options and num_ranks > 1 else None
+    if remat is not None:
+        callbacks.append(remat)
     if "breaks" in options:
         callbacks.append(Breaks(options["breaks"]))
     strategy: Any = "auto"
@@ -169,6 +174,8 @@ def train(folder: Path, case: str, num_ranks: int, resume_from: str) -> None:
     }
     if scaling is not None:
         found |= {"gauge": scaling.gauge.state(), "explained": scaling.explain()}
+    if remat is not None:
+        found |= {"reports": remat.reports, "measured": remat.measured_peak_bytes}
     if monitor is not None:
         found |= {"snapshots": monitor.snapshots, "alerts": [str(one) for one in monitor.alerts]}
     if raised is None:
@@ -183,7 +190,8 @@ _STEPS = {"training_step", "validation_step", "_captured_steps"}
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "recalibrate=None": ({"precision": "fp8"}, {}, {}),
     "compile=False": ({"compile": True}, {}, {}),
-    "memory budget": ({"remat": 0.5}, {}, {}),
+    "'1F1B' or 'GPipe'": ({"remat": 0.5}, {"schedule": "ZBVZeroBubble"}, {}),
+    "needs so little": ({"remat": "1KiB"}, {}, {}),
     "hold_parameters=False": ({}, {}, {"precision": "bf16-true"}),
     "capture='auto' or 'step'": ({}, {"capture": "forward"}, {}),
 }
@@ -211,7 +219,7 @@ def refuse(folder: Path) -> None:
         module = Groups()
         try:
             trainer.fit(module, DataLoader(_points(), batch_size=SIZE))
-        except MisconfigurationException as error:
+        except (MisconfigurationException, ValueError) as error:
             errors[name] = str(error)
         errors[f"{name} left"] = str([key for key in vars(module) if key in _STEPS])
     torch.save(errors, folder / f"refused-{trainer.global_rank}.pt")

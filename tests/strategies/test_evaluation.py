@@ -72,23 +72,29 @@ def test_validation_within_the_training(found: Found) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(560)
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_test_and_prediction(schedule: str, found: Found) -> None:
+def test_prediction(schedule: str, found: Found) -> None:
     (expected,) = found[1]
-    ours, theirs = (one["test"][schedule] for one in found[NUM_RANKS])
-    assert ours == theirs
-    # Trained on other numbers of devices, the weights differ in their last bits.
-    assert ours == pytest.approx(expected["test"]["1F1B"], rel=1e-5)
+    first = found[NUM_RANKS][0]["predictions"]["GPipe"]
     for rank in range(NUM_RANKS):
         predictions = found[NUM_RANKS][rank]["predictions"][schedule]
-        assert len(predictions) == 3
+        assert len(predictions) == 2
         for one, other in zip(predictions, expected["predictions"]["1F1B"], strict=True):
             assert one["index"] == other["index"]
+            # Trained on other numbers of devices, the weights differ in their last bits.
             assert torch.allclose(one["logits"], other["logits"], rtol=1e-4, atol=1e-5)
             assert torch.equal(one["first"], other["first"])
-        first = found[NUM_RANKS][0]["predictions"]["GPipe"]
-        assert all(
-            torch.equal(a["logits"], b["logits"]) for a, b in zip(predictions, first, strict=True)
-        )
+        for one, other in zip(predictions, first, strict=True):
+            assert torch.equal(one["logits"], other["logits"])
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.timeout(560)
+def test_test(found: Found) -> None:
+    (expected,) = found[1]
+    for one in found[NUM_RANKS]:
+        assert one["test"] == pytest.approx(expected["test"], rel=1e-5)
+        assert one["test"].keys() == expected["test"].keys() == {"test_loss", "largest"}
 
 
 @pytest.mark.distributed
@@ -106,7 +112,7 @@ def test_divided_batches_and_steps_that_are_no_pipelines(found: Found) -> None:
 def test_what_must_be_a_pipeline_and_is_none_is_refused(one_rank: dict[str, Any]) -> None:
     strategy = PipelineStrategy("GPipe", num_microbatches=2, evaluation="pipeline")
     with pytest.raises(MisconfigurationException, match="validation_step is not one graph"):
-        pl.Trainer(strategy=strategy, **one_rank).fit(Metric(), _loader(), _loader())
+        pl.Trainer(strategy=strategy, **one_rank).validate(Metric(), _loader())
 
 
 def test_a_batch_that_cannot_be_divided(one_rank: dict[str, Any]) -> None:

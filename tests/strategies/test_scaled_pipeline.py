@@ -21,6 +21,8 @@ from tests.strategies.scaled_pipeline_run import NUM_MICROBATCHES, PARTS, REFUSE
 NUM_RANKS = 2
 CASES = ["products", "all-v", "looks", "rules-v", "u-mup", "simulated", "fp8", "monitored",
          "accumulated", "stops", "raises"]  # fmt: skip
+REMATERIALIZED = ["min-cut", "share"]
+PIPELINED = ["plain", *REMATERIALIZED, "refused"]
 # With two groups of gradients added to each other, one process adds up in another order.
 OTHER_ORDER = {"accumulated"}
 
@@ -42,9 +44,7 @@ class Runs:
             self._run(NUM_RANKS, NUM_RANKS, "-", parts[0])
             self._run(1, 1, str(self.folders[NUM_RANKS]), parts[1])
             # What raises leaves no process group behind that were of use, so it comes last.
-            self._run(
-                NUM_RANKS, NUM_RANKS, str(self.folders[1]), [*parts[2], "plain", "refused", *CASES]
-            )
+            self._run(NUM_RANKS, NUM_RANKS, str(self.folders[1]), [*parts[2], *PIPELINED, *CASES])
             alone.result()
 
     def _run_alone(self, parts: Sequence[str]) -> None:
@@ -114,14 +114,26 @@ def test_accumulation_in_one_process(case: str, runs: Runs) -> None:
                 )
 
 
-def test_the_same_pipeline_without_the_callback(runs: Runs) -> None:
-    """Unit scaling in FP32 changes no bit, those of tied weights included."""
+@pytest.mark.parametrize("case", ["products", *REMATERIALIZED])
+def test_the_same_pipeline_without_the_callback(case: str, runs: Runs) -> None:
+    """Unit scaling in FP32, and running again, change no bit, those of tied weights included."""
     for rank in range(NUM_RANKS):
-        plain, scaled = (runs.found(NUM_RANKS, case, rank) for case in ("plain", "products"))
-        assert scaled["losses"] == plain["losses"]
-        for ours, theirs in zip(scaled["gradients"], plain["gradients"], strict=True):
+        plain, changed = (runs.found(NUM_RANKS, one, rank) for one in ("plain", case))
+        assert changed["losses"] == plain["losses"]
+        for ours, theirs in zip(changed["gradients"], plain["gradients"], strict=True):
             assert ours.keys() == theirs.keys(), "the cuts are the same"
             assert all(torch.equal(one, theirs[name]) for name, one in ours.items())
+
+
+@pytest.mark.parametrize("case", REMATERIALIZED)
+def test_memory_budgets_within_a_stage(case: str, runs: Runs) -> None:
+    """Every rank has a plan by which something runs again, and its peak is what it says."""
+    for rank in range(NUM_RANKS):
+        found = runs.found(NUM_RANKS, case, rank)
+        (report,) = found["reports"]
+        assert sum(report.recomputed.values()) > 0
+        # The measuring does not see the buffers to receive in: they are there before it begins.
+        assert 0.75 < found["measured"] / report.peak_bytes < 1.02
 
 
 @pytest.mark.parametrize("case", ["products", "all-v", "looks", "rules-v", "u-mup", "fp8"])

@@ -1,0 +1,365 @@
+"""How equal the ranks of a balanced pipeline are, and what that is worth.
+
+Planned: the cost of the slowest rank over the mean of all, by the profiler's estimates, for
+balanced cuts and for equal numbers of layers. No cut can be better than what one operation costs: that bound
+stands beside it. The parameters of a rank are compared with those that its stages use.
+
+Measured, on two processes of one thread: seconds of a step under 1F1B, and the seconds that each
+process computes in it. Three ways to cut: balanced, equal layers, and equal layers by
+torch.distributed.pipelining's own tracing and splitting, which has no other way than named modules.
+
+    python benchmarks/pipeline_balance.py
+    python benchmarks/pipeline_balance.py --models GPT-2 --rounds 3
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+import torch.distributed as dist
+import transformers
+from tabulate import tabulate
+from torch import Tensor, nn
+from torch.distributed.pipelining import Schedule1F1B
+from torch.distributed.pipelining import SplitPoint as TorchSplitPoint
+from torch.distributed.pipelining import pipeline as torch_pipeline
+
+from benchmarks.measure import RESULTS, interleaved_medians, machine
+from examples.gpt import GPT
+from lightning_unitscale.pipeline import (
+    SCHEDULES,
+    Pipe,
+    PipelineRunner,
+    SplitPoint,
+    balanced_split,
+    pipeline,
+)
+from lightning_unitscale.pipeline.explain import PipelinePlan, plan_of
+from lightning_unitscale.pipeline.policy import seconds_of
+from lightning_unitscale.profiler.meta_info_prop import COSTS
+from lightning_unitscale.remat.costs import default_cost_model
+
+NUM_RANKS, MICROBATCHES = 2, 8
+RESULT = "pipeline_balance.json"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model with its loss, a microbatch, and its layers.
+
+    Attributes:
+        module: The model.
+        kwargs: Arguments of one microbatch.
+        layers: Paths of the layers, in order.
+    """
+
+    module: nn.Module
+    kwargs: dict[str, Tensor]
+    layers: list[str]
+
+
+class _DemoGPT(nn.Module):
+    """The demo with its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gpt = GPT(width=192, depth=8, num_heads=4, context=64)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        logits = self.gpt(input_ids)
+        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def _text(vocabulary: int) -> dict[str, Tensor]:
+    return {name: torch.randint(3, vocabulary, (4, 64)) for name in ("input_ids", "labels")}
+
+
+def _hugging_face(model: str, config: str, layers: list[str], **options: Any) -> Case:
+    common = {
+        "vocab_size": 8192,
+        "hidden_size": 192,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 4,
+        "intermediate_size": 768,
+        "use_cache": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    made = getattr(transformers, config)(**{**common, **options})
+    module = getattr(transformers, model)(made).train()
+    for one in module.modules():
+        if isinstance(one, nn.Dropout):
+            one.p = 0.0
+    return Case(module, _text(8192), layers)
+
+
+_QUIET = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+_T5 = {"d_model": 192, "d_kv": 48, "d_ff": 768, "num_layers": 4, "num_heads": 4,
+       "decoder_start_token_id": 0, "dropout_rate": 0.0}  # fmt: skip
+MODELS: dict[str, Callable[[], Case]] = {
+    "demo GPT": lambda: Case(_DemoGPT(), _text(256), [f"gpt.blocks.{i}" for i in range(8)]),
+    # Its output layer costs as much as three of its layers.
+    "GPT-2": lambda: _hugging_face(
+        "GPT2LMHeadModel", "GPT2Config", [f"transformer.h.{i}" for i in range(8)], **_QUIET
+    ),
+    "Llama": lambda: _hugging_face(
+        "LlamaForCausalLM",
+        "LlamaConfig",
+        [f"model.layers.{i}" for i in range(8)],
+        num_key_value_heads=2,
+    ),
+    "BERT": lambda: _hugging_face(
+        "BertForMaskedLM",
+        "BertConfig",
+        [f"bert.encoder.layer.{i}" for i in range(8)],
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    ),
+    "T5": lambda: _hugging_face(
+        "T5ForConditionalGeneration",
+        "T5Config",
+        [f"{side}.block.{i}" for side in ("encoder", "decoder") for i in range(4)],
+        **_T5,
+    ),
+}
+
+
+def equal_layers(case: Case, num_stages: int) -> dict[str, Any]:
+    """Cuts between equal numbers of layers."""
+    size = len(case.layers) // num_stages
+    return {case.layers[i * size]: SplitPoint.BEGINNING for i in range(1, num_stages)}
+
+
+def _plan(case: Case, pipe: Pipe) -> PipelinePlan:
+    return plan_of(pipe, case.module, None)
+
+
+def _rank_imbalance(plan: PipelinePlan, schedule: str, num_ranks: int) -> float:
+    ranks = [0.0] * num_ranks
+    for index, one in enumerate(plan.stages):
+        rank = SCHEDULES[schedule].rank_of(index, num_ranks)
+        ranks[rank] += one.forward_seconds + one.backward_seconds
+    return max(ranks) * num_ranks / sum(ranks)
+
+
+def _largest_share(pipe: Pipe) -> float:
+    """The share of the largest operation in the whole."""
+    model = default_cost_model("cpu")
+    nodes = [
+        sum(seconds_of(node.meta[COSTS], model))
+        for stage in pipe.stages
+        for node in stage.graph.nodes
+        if COSTS in node.meta
+    ]
+    return max(nodes) / sum(nodes)
+
+
+def planned(names: list[str]) -> list[dict[str, Any]]:
+    """Imbalance by the profiler's costs, with one stage per rank and with two in a V."""
+    rows = []
+    for name in names:
+        case = MODELS[name]()
+        for num_ranks in (2, 4, 8):
+            single = _capture(case, {"split_policy": balanced_split(num_ranks)})
+            schedule = SCHEDULES["ZBVZeroBubble"]
+            policy = balanced_split(
+                2 * num_ranks, rank_of=functools.partial(schedule.rank_of, num_ranks=num_ranks)
+            )
+            double = _capture(case, {"split_policy": policy})
+            equal = None
+            if len(case.layers) % num_ranks == 0:
+                pipe = _capture(
+                    case, {"split_policy": _marked(equal_layers(case, num_ranks), case)}
+                )
+                equal = _rank_imbalance(_plan(case, pipe), "1F1B", num_ranks)
+            owned = [sum(_size(one) for one in stage.parameters()) for stage in single.stages]
+            whole = sum(_size(one) for one in case.module.parameters())
+            rows.append(
+                {
+                    "model": name,
+                    "ranks": num_ranks,
+                    "balanced": _rank_imbalance(_plan(case, single), "1F1B", num_ranks),
+                    "two stages each, V": _rank_imbalance(
+                        _plan(case, double), "ZBVZeroBubble", num_ranks
+                    ),
+                    "equal layers": equal,
+                    "at least": max(1.0, _largest_share(single) * num_ranks),
+                    "largest part of the parameters": max(owned) / whole,
+                }
+            )
+    return rows
+
+
+def _capture(case: Case, cut: dict[str, Any]) -> Pipe:
+    return pipeline(case.module, (), case.kwargs, **cut)
+
+
+def _marked(spec: dict[str, Any], case: Case) -> Any:
+    """A policy that cuts in front of the first operation of each named module.
+
+    So that the profiler, which a policy calls, has seen the graph in the same way.
+    """
+    from lightning_unitscale.graph.nodes import MODULE
+    from lightning_unitscale.pipeline.marks import insert_mark
+    from lightning_unitscale.pipeline.policy import possible_cuts
+
+    def policy(graph_module: torch.fx.GraphModule) -> torch.fx.GraphModule:
+        possible_cuts(graph_module)  # notes the costs
+        for path in spec:
+            node = next(
+                one
+                for one in graph_module.graph.nodes
+                if one.op not in {"placeholder", "get_attr"}
+                and f"{one.meta.get(MODULE, '')}.".startswith(f"{path}.")
+            )
+            insert_mark(graph_module.graph, node)
+        graph_module.recompile()
+        return graph_module
+
+    return policy
+
+
+def _size(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def measured(name: str, rounds: int) -> list[dict[str, Any]]:
+    """This rank's part of the measurement of one model; of use on the first rank."""
+    torch.manual_seed(0)
+    case = MODELS[name]()
+    whole = {key: value.repeat(MICROBATCHES, 1) for key, value in case.kwargs.items()}
+    steps: dict[str, Callable[[], object]] = {}
+    failures: dict[str, str] = {}
+    for way, cut in (
+        ("balanced", {"split_policy": balanced_split(NUM_RANKS)}),
+        ("equal layers", {"split_spec": equal_layers(case, NUM_RANKS)}),
+    ):
+        runner = PipelineRunner(_capture(case, cut), "1F1B", num_microbatches=MICROBATCHES)
+        steps[way] = lambda runner=runner: runner.step(**whole)
+    try:
+        steps["torch's splitting"] = _torch_step(case, whole)
+    except Exception as error:
+        failures["torch's splitting"] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    # Both or none: the ranks run in step.
+    found: list[Any] = [None] * NUM_RANKS
+    dist.all_gather_object(found, failures)
+    for one in found:
+        for way, reason in one.items():
+            steps.pop(way, None)
+            failures[way] = reason
+    busy: dict[str, list[float]] = {way: [] for way in steps}
+
+    def timed(way: str) -> Callable[[], object]:
+        def run() -> None:
+            start = time.process_time()
+            steps[way]()
+            busy[way].append(time.process_time() - start)
+            dist.barrier()
+
+        return run
+
+    seconds = interleaved_medians({way: timed(way) for way in steps}, rounds=rounds, warmup=2)
+    rows = []
+    for way in steps:
+        own = sorted(busy[way][2:])[rounds // 2]
+        ranks: list[Any] = [None] * NUM_RANKS
+        dist.all_gather_object(ranks, own)
+        rows.append(
+            {
+                "model": name,
+                "cut": way,
+                "step ms": 1e3 * seconds[way],
+                "computing ms": " ".join(f"{1e3 * one:.0f}" for one in ranks),
+                "slowest over mean": max(ranks) * NUM_RANKS / sum(ranks),
+            }
+        )
+    rows += [{"model": name, "cut": way, "reason": reason} for way, reason in failures.items()]
+    return rows
+
+
+def _torch_step(case: Case, whole: dict[str, Tensor]) -> Callable[[], object]:
+    """A step of torch's own pipeline, traced by torch.export and cut at the same layer."""
+    rank = dist.get_rank()
+    spec = dict.fromkeys(equal_layers(case, NUM_RANKS), TorchSplitPoint.BEGINNING)
+    pipe = torch_pipeline(case.module, (), case.kwargs, split_spec=spec)
+    stage = pipe.build_stage(rank, torch.device("cpu"))
+    schedule = Schedule1F1B(
+        stage,
+        MICROBATCHES,
+        loss_fn=lambda output, target: output if isinstance(output, Tensor) else output["loss"],
+    )
+    target = torch.zeros(MICROBATCHES)
+
+    def step() -> None:
+        if rank == 0:
+            schedule.step(**whole)
+        else:
+            schedule.step(target=target, losses=[])
+
+    # A first one here, so that what fails does so before anything is measured.
+    step()
+    return step
+
+
+def launch(arguments: list[str]) -> int:
+    """Start a process for each rank; returns the first exit code that is not 0."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    common = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    command = [sys.executable, str(Path(__file__).resolve()), *arguments]
+    processes = [
+        subprocess.Popen(command, env={**common, "RANK": str(rank), "WORLD_SIZE": str(NUM_RANKS)})
+        for rank in range(NUM_RANKS)
+    ]
+    return next((code for one in processes if (code := one.wait())), 0)
+
+
+def main() -> int:
+    """Plan in one process, measure in two, print and write the tables."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--rounds", type=int, default=10)
+    options = parser.parse_args()
+    if "RANK" not in os.environ:
+        return launch(sys.argv[1:])
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rows = [row for name in options.models for row in measured(name, options.rounds)]
+    if dist.get_rank() == 0:
+        plans = planned(options.models)
+        print(tabulate(plans, headers="keys", floatfmt=".3f"))
+        print(tabulate(rows, headers="keys", floatfmt=".3f"))
+        about = machine()
+        print(", ".join(f"{key} {value}" for key, value in about.items()))
+        RESULTS.mkdir(exist_ok=True)
+        content = {
+            "title": __doc__.splitlines()[0],
+            "machine": about,
+            "planned": plans,
+            "measured": rows,
+        }
+        (RESULTS / RESULT).write_text(json.dumps(content, indent=1) + "\n")
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

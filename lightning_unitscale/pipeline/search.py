@@ -1,0 +1,142 @@
+"""The search for cuts: stages, and the ranks that have several of them, of equal cost. Pure.
+
+The search is over positions in the order of the graph. A stage's cost is the estimated seconds of
+its operations, forward and backward, and of sending and receiving what crosses its edges.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+_ROUNDS = 12
+# No stage of a rank is planned smaller than this part of the rank's share.
+_LEAST_PART = 0.05
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A possible place of a cut.
+
+    Attributes:
+        before: Name of the operation behind it.
+        seconds_before: Estimated seconds of all operations in front of it, both directions.
+        boundary_bytes: Bytes that cross it, in one direction.
+    """
+
+    before: str
+    seconds_before: float
+    boundary_bytes: int
+
+
+def choose_cuts(
+    cuts: Sequence[Cut],
+    total: float,
+    num_stages: int,
+    bytes_per_second: float,
+    allowed: Callable[[int], NDArray[np.bool_]] | None = None,
+    shares: Sequence[float] | None = None,
+) -> list[int]:
+    """The cuts, as places in ``cuts``, for which the slowest stage is fastest.
+
+    Of equally fast ones those with the fewest bytes at all boundaries are taken, and of those the
+    first.
+
+    Args:
+        cuts: Possible cuts in the order of the graph.
+        total: Seconds of the whole graph.
+        num_stages: How many stages.
+        bytes_per_second: Rate at which a boundary's tensors are sent.
+        allowed: For a stage, whether it may reach from one end (row) to another (column); end 0 is
+            the graph's start, end ``i`` the cut ``i - 1``, and ``len(cuts) + 1`` the graph's end.
+        shares: How much each stage shall have to do, in any unit; as much as the others by default.
+            A stage is as slow as its cost over its share.
+
+    Raises:
+        ValueError: If no choice is allowed.
+    """
+    ends, sends = _ends(cuts, total, bytes_per_second)
+    costs = _costs(ends, sends)
+    costs[np.tril_indices(len(ends))] = np.inf
+    found = []
+    for stage in range(num_stages):
+        slow = costs / (1.0 if shares is None else shares[stage])
+        found.append(slow if allowed is None else np.where(allowed(stage), slow, np.inf))
+    slowest = np.full(len(ends), np.inf)
+    slowest[0] = 0.0
+    for slow in found:
+        slowest = np.maximum(slowest[:, None], slow).min(axis=0)
+    if not np.isfinite(slowest[-1]):
+        raise ValueError(f"num_stages={num_stages}: none of the {len(cuts)} possible cuts will do.")
+    # Among all that are as fast, the fewest bytes; the last bits of a sum do not count.
+    limit = slowest[-1] * (1 + 1e-9)
+    sent = np.full(len(ends), np.inf)
+    sent[0] = 0.0
+    before: list[NDArray[np.intp]] = []
+    for slow in found:
+        options = np.where(slow <= limit, sent[:, None] + sends[None, :], np.inf)
+        before.append(options.argmin(axis=0))
+        sent = options.min(axis=0)
+    chosen, end = [], len(ends) - 1
+    for starts in reversed(before[1:]):
+        end = int(starts[end])
+        chosen.append(end - 1)
+    return chosen[::-1]
+
+
+def balance_ranks(
+    cuts: Sequence[Cut],
+    total: float,
+    num_stages: int,
+    bytes_per_second: float,
+    rank_of: Callable[[int], int],
+) -> list[int]:
+    """The cuts for which the slowest rank is fastest, as far as a few rounds of search find them.
+
+    Where one stage of a rank must cost more than the others (an output layer that is one product),
+    the rank's other stages are given less. Each round plans the stages of a rank half-way between
+    what they were planned to cost and what they came to, in proportion to the rank's share.
+
+    Args:
+        cuts: As in :func:`choose_cuts`.
+        total: As there.
+        num_stages: As there.
+        bytes_per_second: As there.
+        rank_of: The rank of a stage.
+    """
+    ranks = [rank_of(stage) for stage in range(num_stages)]
+    ends, sends = _ends(cuts, total, bytes_per_second)
+    costs = _costs(ends, sends)
+    per_rank = np.bincount(ranks)
+    shares = 1.0 / per_rank[ranks]
+    best: tuple[float, float, list[int]] | None = None
+    for _ in range(_ROUNDS if per_rank.max() > 1 else 1):
+        chosen = choose_cuts(cuts, total, num_stages, bytes_per_second, shares=list(shares))
+        places = [0, *(one + 1 for one in chosen), len(ends) - 1]
+        found = costs[places[:-1], places[1:]]
+        loads = np.bincount(ranks, weights=found)
+        reached = (float(loads.max()), float(found.max()), chosen)
+        best = reached if best is None else min(best, reached)
+        # What a rank's stages were planned to cost adds up to 1, and so does what they came to.
+        shares = np.maximum((shares + found / loads[ranks]) / 2, _LEAST_PART)
+        shares /= np.bincount(ranks, weights=shares)[ranks]
+    assert best is not None
+    return best[2]
+
+
+def _ends(
+    cuts: Sequence[Cut], total: float, bytes_per_second: float
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Seconds before each end, and of sending at it."""
+    ends = np.array([0.0, *(one.seconds_before for one in cuts), total])
+    sends = np.array([0.0, *(2 * one.boundary_bytes / bytes_per_second for one in cuts), 0.0])
+    return ends, sends
+
+
+def _costs(ends: NDArray[np.float64], sends: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Of a stage from one end (row) to another (column)."""
+    costs: NDArray[np.float64] = ends[None, :] - ends[:, None] + sends[:, None] + sends[None, :]
+    return costs

@@ -1,0 +1,271 @@
+"""Rematerialization within a stage: its graph is planned for as many microbatches as it keeps.
+
+A rank keeps what the backward passes read of every microbatch that is under way, more of them the
+earlier its stage is. So a budget for the rank is one for parameters, gradients and the optimizer's
+state, one pass, and so many times what the stage saves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor, fx, nn
+
+from lightning_unitscale.graph.capture import add_placeholder, copy_graph_module, execute_with
+from lightning_unitscale.pipeline.modes import outer_grad_mode
+from lightning_unitscale.pipeline.runner import PipelineRunner
+from lightning_unitscale.pipeline.schedules import Schedule
+from lightning_unitscale.pipeline.stage import Passed, StageModule, stage_info
+from lightning_unitscale.remat.budget import Budget, format_bytes
+from lightning_unitscale.remat.partitioner import RematPartitioner
+from lightning_unitscale.remat.planner import Planner, RematPlan
+from lightning_unitscale.remat.problem import Region
+from lightning_unitscale.remat.report import RematReport
+from lightning_unitscale.remat.resident import (
+    gradient_bytes,
+    optimizer_state_bytes,
+    storage_bytes,
+)
+from lightning_unitscale.remat.step_partitioner import StepPartitioner
+
+_NUM_PLANS = 40
+
+
+def num_in_flight(
+    schedule: Schedule, stage: int, num_stages: int, num_microbatches: int
+) -> int | None:
+    """Microbatches whose saved values a stage holds at once; ``None`` if that is not known."""
+    if schedule.name == "1F1B":
+        return min(num_microbatches, num_stages - stage)
+    return num_microbatches if schedule.name == "GPipe" else None
+
+
+def check_schedule(budget: Budget, schedule: Schedule) -> None:
+    """Refuse a budget that cannot be kept under a schedule.
+
+    Raises:
+        MisconfigurationException: Naming the schedules under which it can.
+    """
+    if budget != "min_cut" and num_in_flight(schedule, 0, 1, 1) is None:
+        raise MisconfigurationException(
+            f"budget={budget!r} with PipelineStrategy({schedule.name!r}): its ranks have several "
+            "stages, whose passes alternate, and how many microbatches each of them keeps at the "
+            "peak is not known here; expected budget='min_cut', or the schedule '1F1B' or 'GPipe'; "
+            "change one of the two."
+        )
+
+
+class StagePartitioner(RematPartitioner):
+    """Plans the joint graph of one stage.
+
+    Args:
+        budget: Bytes of the rank at its peak, a fraction of its peak without rematerialization, or
+            ``"min_cut"``.
+        stage: The stage's index, for errors.
+        num_in_flight: Microbatches that are kept at once.
+        resident_bytes: Bytes alive throughout beside the stage's parameters.
+        sent_bytes: What the engine keeps of each microbatch until its backward pass.
+        reports: Gets the report.
+        granted: What the graphs before this one were granted of a fraction, by stage.
+    """
+
+    def __init__(
+        self,
+        budget: Budget,
+        *,
+        stage: int,
+        num_in_flight: int,
+        resident_bytes: int,
+        sent_bytes: int,
+        reports: list[RematReport],
+        granted: dict[int, int],
+    ) -> None:
+        super().__init__(budget, resident=lambda static: (resident_bytes, 0))
+        self._stage = stage
+        self._num_in_flight = num_in_flight
+        self._sent_bytes = sent_bytes
+        self._reports = reports
+        self._granted = granted
+
+    def choose(self, planner: Planner) -> RematPlan:
+        """The fastest plan with which the rank stays within the budget."""
+        plan = self._chosen(planner)
+        self._reports.append(replace(RematReport.of(plan), peak_bytes=self.peak_bytes(plan)))
+        return plan
+
+    def peak_bytes(self, plan: RematPlan) -> int:
+        """Bytes of the rank at its peak: one pass, and what earlier ones have saved."""
+        problem = plan.problem
+        made = plan.saved & (problem.region != Region.INPUT)
+        earlier = (self._num_in_flight - 1) * problem.saved_bytes(made)
+        return plan.peak_bytes + earlier + self._num_in_flight * self._sent_bytes
+
+    def _chosen(self, planner: Planner) -> RematPlan:
+        if self.budget == "min_cut":
+            return planner.min_cut
+        default = self.peak_bytes(planner.default)
+        plans = [planner.default, *planner.front(_NUM_PLANS)]
+        least = min(map(self.peak_bytes, plans))
+        if isinstance(self.budget, float):
+            limit = int(self.budget * default)
+            # A smaller last batch may have what the stage was granted for the others.
+            if limit < least:
+                limit = max(limit, self._granted.get(self._stage, 0))
+            self._granted[self._stage] = max(limit, self._granted.get(self._stage, 0))
+        else:
+            limit = int(self.budget)
+        fitting = [one for one in plans if self.peak_bytes(one) <= limit]
+        if not fitting:
+            raise ValueError(
+                f"budget={format_bytes(limit)} ({limit} bytes): stage {self._stage} keeps "
+                f"{self._num_in_flight} microbatches at once, and no plan of it needs so little; "
+                f"expected at least {format_bytes(least)} ({least} bytes); without "
+                f"rematerialization its rank has {format_bytes(default)} at the peak. Raise the "
+                "budget, or use more and smaller microbatches."
+            )
+        return min(fitting, key=lambda one: (one.seconds, self.peak_bytes(one)))
+
+
+def remat_stages(
+    runner: PipelineRunner,
+    microbatch: Sequence[Any],
+    partitioner: StepPartitioner,
+    module: nn.Module,
+    elsewhere: Sequence[str],
+    granted: dict[int, int],
+) -> dict[int, RematStage]:
+    """What runs in the place of a rank's stages; every rank calls it.
+
+    Args:
+        runner: The pipeline.
+        microbatch: The pipeline's inputs for one microbatch.
+        partitioner: Has the budget, and keeps the reports.
+        module: The module, whose Trainer has the optimizers.
+        elsewhere: Names of parameters whose memory is freed here.
+        granted: What earlier graphs of the step were granted, by stage; added to.
+
+    Raises:
+        ValueError: On all ranks, if one of them cannot keep the budget.
+    """
+    share = _state_share(module)
+    found, problem = {}, ""
+    for index, stage in zip(runner.stage_indices, runner.stages, strict=True):
+        info = stage_info(stage)
+        in_flight = num_in_flight(
+            runner.schedule, index, runner.pipe.num_stages, runner.num_microbatches
+        )
+        planner = StagePartitioner(
+            partitioner.budget,
+            stage=index,
+            num_in_flight=in_flight or runner.num_microbatches,
+            resident_bytes=resident_bytes(module, stage, elsewhere, share)
+            # The engine has a buffer to receive in for every microbatch, in both directions.
+            + runner.num_microbatches * (_num_bytes(info.received) + info.sent_bytes),
+            sent_bytes=info.sent_bytes,
+            reports=partitioner.reports,
+            granted=granted,
+        )
+        inputs = [microbatch[place] for place in info.inputs]
+        try:
+            found[index] = RematStage(stage, inputs, planner, runner.device)
+        except ValueError as error:
+            problem = problem or str(error)
+    problems: list[Any] = [None] * dist.get_world_size(runner.group)
+    dist.all_gather_object(problems, problem, group=runner.group)
+    if any(problems):
+        raise ValueError(next(filter(None, problems)))
+    return found
+
+
+class RematStage:
+    """A stage that runs as a planned forward and a planned backward graph.
+
+    Args:
+        stage: The stage.
+        inputs: Its inputs of the call, for one microbatch.
+        partitioner: Plans it.
+        device: Where it runs.
+    """
+
+    def __init__(
+        self,
+        stage: StageModule,
+        inputs: Sequence[Any],
+        partitioner: StagePartitioner,
+        device: torch.device,
+    ) -> None:
+        graph_module, self._attributes = _lifted(stage)
+        # As the engine hands them over.
+        received = [
+            torch.zeros(one.tensor.shape, dtype=one.tensor.dtype, device=device).requires_grad_(
+                one.feeds_loss
+            )
+            for one in stage_info(stage).received
+        ]
+        with outer_grad_mode(), torch.enable_grad():
+            given = (*received, *inputs, *self._attributes)
+            self._run = execute_with("aot_eager", graph_module, given, partition_fn=partitioner)
+
+    def __call__(self, *inputs: Any) -> Any:
+        """The stage's outputs."""
+        with outer_grad_mode():
+            return self._run(*inputs, *self._attributes)
+
+
+def resident_bytes(
+    module: nn.Module, stage: StageModule, elsewhere: Sequence[str], state_share: float
+) -> int:
+    """Bytes of a rank beside its stage's parameters and its activations.
+
+    Args:
+        module: The module.
+        stage: The rank's stage.
+        elsewhere: Names of parameters whose memory is freed here.
+        state_share: Bytes of the optimizers' state per byte of a parameter.
+    """
+    freed = set(elsewhere)
+    here = {name: one for name, one in module.named_parameters() if name not in freed}
+    own = storage_bytes([*stage.parameters(), *stage.buffers()])
+    trained = storage_bytes([one for one in here.values() if one.requires_grad])
+    everything = storage_bytes([*here.values(), *module.buffers()])
+    # The gradients of the step before are alive until Lightning clears them, behind this one.
+    return max(0, everything - own) + int(trained * (2 + state_share))
+
+
+def _state_share(module: nn.Module) -> float:
+    """Bytes of the optimizers' state per byte of a parameter."""
+    optimizers = module.trainer.optimizers if isinstance(module, pl.LightningModule) else []
+    # Once there is state, there is none of what is freed here.
+    stepped = [one for each in optimizers for one in each.state]
+    trained = storage_bytes(stepped) if stepped else gradient_bytes(module)
+    return optimizer_state_bytes(optimizers) / max(1, trained)
+
+
+def _num_bytes(passed: Sequence[Passed]) -> int:
+    return sum(one.tensor.num_bytes for one in passed)
+
+
+def _lifted(stage: StageModule) -> tuple[fx.GraphModule, list[Tensor]]:
+    """The stage's graph with its parameters and buffers as its last arguments."""
+    copy = copy_graph_module(stage)
+    graph = copy.graph
+    attributes: list[Tensor] = []
+    for node in list(graph.find_nodes(op="get_attr")):
+        value: Any = stage
+        for part in str(node.target).split("."):
+            value = getattr(value, part)
+        if isinstance(value, Tensor):
+            name = f"attribute_{len(attributes)}"
+            placeholder = add_placeholder(graph, name, value, nested=True)
+            node.replace_all_uses_with(placeholder)
+            graph.erase_node(node)
+            attributes.append(value)
+    graph.lint()
+    copy.recompile()
+    return copy, attributes
