@@ -1,8 +1,8 @@
 """How equal the ranks of a balanced pipeline are, and what that is worth.
 
 Planned: the cost of the slowest rank over the mean of all, by the profiler's estimates, for
-balanced cuts and for equal numbers of layers. No cut can be better than what one operation costs: that bound
-stands beside it. The parameters of a rank are compared with those that its stages use.
+balanced cuts and for equal numbers of layers. No cut can be better than what one operation costs:
+that bound stands beside it.
 
 Measured, on two processes of one thread: seconds of a step under 1F1B, and the seconds that each
 process computes in it. Three ways to cut: balanced, equal layers, and equal layers by

@@ -66,20 +66,6 @@ def num_gradient_elements(trainer: pl.Trainer, parameters: Iterable[Tensor]) -> 
     return sum(one.numel() for one in parameters if one.grad is not None)
 
 
-def refuse_fp8_looks(trainer: pl.Trainer) -> None:
-    """Refuse to look at the units of FP8 products in stages.
-
-    Raises:
-        MisconfigurationException: If the strategy is a pipeline.
-    """
-    if pipeline_of(trainer) is not None:
-        raise MisconfigurationException(
-            "UnitScaleCallback(precision='fp8') with PipelineStrategy: units that have drifted are "
-            "not measured, since the stages' FP8 products take them in; expected recalibrate=None, "
-            "which keeps those of the first batch; pass it."
-        )
-
-
 def refuse_live(trainer: pl.Trainer, why: str) -> None:
     """Refuse to measure units while the step runs.
 

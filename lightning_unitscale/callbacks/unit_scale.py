@@ -15,7 +15,7 @@ from lightning_unitscale.callbacks.fp8 import check_fp8, fp8_of
 from lightning_unitscale.callbacks.gauge_keeping import GaugeKeeping
 from lightning_unitscale.callbacks.holding import holding_of
 from lightning_unitscale.callbacks.module_steps import attach_steps, step_arguments
-from lightning_unitscale.callbacks.pipelined import refuse_fp8_looks, rehearsed
+from lightning_unitscale.callbacks.pipelined import pipeline_of, rehearsed
 from lightning_unitscale.callbacks.remat import step_partitioner
 from lightning_unitscale.callbacks.rule_scaling import rules_of
 from lightning_unitscale.callbacks.rule_settings import start_loss_scale_at_one
@@ -171,8 +171,9 @@ class UnitScaleCallback(pl.Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if self._fp8 is not None:
             check_fp8(trainer)
-            if stage == "fit" and self.recalibrate is not None:
-                refuse_fp8_looks(trainer)
+            # Stages are cut from one rewritten graph, whether their units are looked at or not.
+            is_cut = pipeline_of(trainer) is not None
+            self._fp8.takes_units_in = not is_cut or self.recalibrate is None
         is_first = self._module is None
         is_new = self._module is None or self._module() is not pl_module
         if self._rules is not None:

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-_ROUNDS = 12
-# No stage of a rank is planned smaller than this part of the rank's share.
-_LEAST_PART = 0.05
+_ROUNDS = 50
+_POWER = 16
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,6 @@ def choose_cuts(
     num_stages: int,
     bytes_per_second: float,
     allowed: Callable[[int], NDArray[np.bool_]] | None = None,
-    shares: Sequence[float] | None = None,
 ) -> list[int]:
     """The cuts, as places in ``cuts``, for which the slowest stage is fastest.
 
@@ -52,8 +50,6 @@ def choose_cuts(
         bytes_per_second: Rate at which a boundary's tensors are sent.
         allowed: For a stage, whether it may reach from one end (row) to another (column); end 0 is
             the graph's start, end ``i`` the cut ``i - 1``, and ``len(cuts) + 1`` the graph's end.
-        shares: How much each stage shall have to do, in any unit; as much as the others by default.
-            A stage is as slow as its cost over its share.
 
     Raises:
         ValueError: If no choice is allowed.
@@ -61,10 +57,10 @@ def choose_cuts(
     ends, sends = _ends(cuts, total, bytes_per_second)
     costs = _costs(ends, sends)
     costs[np.tril_indices(len(ends))] = np.inf
-    found = []
-    for stage in range(num_stages):
-        slow = costs / (1.0 if shares is None else shares[stage])
-        found.append(slow if allowed is None else np.where(allowed(stage), slow, np.inf))
+    found = [
+        costs if allowed is None else np.where(allowed(stage), costs, np.inf)
+        for stage in range(num_stages)
+    ]
     slowest = np.full(len(ends), np.inf)
     slowest[0] = 0.0
     for slow in found:
@@ -94,11 +90,11 @@ def balance_ranks(
     bytes_per_second: float,
     rank_of: Callable[[int], int],
 ) -> list[int]:
-    """The cuts for which the slowest rank is fastest, as far as a few rounds of search find them.
+    """Cuts for which the slowest rank is fast, where ranks have several stages.
 
-    Where one stage of a rank must cost more than the others (an output layer that is one product),
-    the rank's other stages are given less. Each round plans the stages of a rank half-way between
-    what they were planned to cost and what they came to, in proportion to the rank's share.
+    From the cuts of :func:`choose_cuts`, each is moved to where the ranks are most equal, in turn,
+    until none moves. So where one stage of a rank costs more than the others (an output layer that
+    is one product), the rank's other stages get less. The result is no proven optimum.
 
     Args:
         cuts: As in :func:`choose_cuts`.
@@ -107,24 +103,34 @@ def balance_ranks(
         bytes_per_second: As there.
         rank_of: The rank of a stage.
     """
-    ranks = [rank_of(stage) for stage in range(num_stages)]
+    chosen = choose_cuts(cuts, total, num_stages, bytes_per_second)
+    ranks = np.array([rank_of(stage) for stage in range(num_stages)])
+    if len(set(ranks.tolist())) == num_stages:
+        return chosen
     ends, sends = _ends(cuts, total, bytes_per_second)
     costs = _costs(ends, sends)
-    per_rank = np.bincount(ranks)
-    shares = 1.0 / per_rank[ranks]
-    best: tuple[float, float, list[int]] | None = None
-    for _ in range(_ROUNDS if per_rank.max() > 1 else 1):
-        chosen = choose_cuts(cuts, total, num_stages, bytes_per_second, shares=list(shares))
-        places = [0, *(one + 1 for one in chosen), len(ends) - 1]
-        found = costs[places[:-1], places[1:]]
-        loads = np.bincount(ranks, weights=found)
-        reached = (float(loads.max()), float(found.max()), chosen)
-        best = reached if best is None else min(best, reached)
-        # What a rank's stages were planned to cost adds up to 1, and so does what they came to.
-        shares = np.maximum((shares + found / loads[ranks]) / 2, _LEAST_PART)
-        shares /= np.bincount(ranks, weights=shares)[ranks]
-    assert best is not None
-    return best[2]
+    places = np.array([0, *(one + 1 for one in chosen), len(ends) - 1])
+    reached = np.inf
+    for _ in range(_ROUNDS):
+        for index in range(1, num_stages):
+            # The two stages beside this cut, for every place that it can be moved to.
+            free = np.arange(places[index - 1] + 1, places[index + 1])
+            found = np.tile(costs[places[:-1], places[1:]], (len(free), 1))
+            found[:, index - 1] = costs[places[index - 1], free]
+            found[:, index] = costs[free, places[index + 1]]
+            loads = found @ (ranks[:, None] == np.arange(ranks.max() + 1))
+            places[index] = free[_unequal(loads).argmin()]
+            now = _unequal(loads).min()
+        if now >= reached * (1 - 1e-9):
+            break
+        reached = now
+    return [int(one) - 1 for one in places[1:-1]]
+
+
+def _unequal(loads: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Nearly the largest load of each row; the others count a little, so that they move as well."""
+    mean: NDArray[np.float64] = np.mean((loads / loads.mean()) ** _POWER, axis=1)
+    return mean
 
 
 def _ends(

@@ -117,7 +117,11 @@ class DriftProbes:
         shares: list[tuple[Direction, str, float, float]] = []
         for call in calls:
             count = len(call.record.forward)
-            for direction, units in (("forward", call.forward), ("backward", call.backward)):
+            pairs: tuple[tuple[Direction, tuple[tuple[str, int], ...]], ...] = (
+                ("forward", call.forward),
+                ("backward", call.backward),
+            )
+            for direction, units in pairs:
                 measured = list(itertools.islice(left, count))
                 for (name, exponent), (rms, *lost) in zip(units, measured, strict=False):
                     if not math.isfinite(rms) or rms <= 0.0:

@@ -72,6 +72,8 @@ class FP8Linears(GraphPass):
     Attributes:
         decisions: For every product seen, why it is not in FP8, or ``None`` if it is.
         unfit: Products that are kept out of FP8 for reasons of the caller's.
+        takes_units_in: Whether changes of units around a product become its own factors. If not,
+            they are operations by themselves, at which drift can be measured.
     """
 
     name = "fp8 linears"
@@ -89,6 +91,7 @@ class FP8Linears(GraphPass):
         self.patterns = NamePatterns(exclude=exclude)
         self.decisions: dict[str, str | None] = {}
         self.unfit: dict[str, str] = {}
+        self.takes_units_in = True
 
     def leave_out(self, reasons: Mapping[str, str]) -> bool:
         """Keep products as they are for reasons of the caller's, by their tensors' names.
@@ -126,7 +129,7 @@ class FP8Linears(GraphPass):
                             f"{name} on {graph.device}: {reason}; expected a GPU of compute "
                             "capability 8.9 or above, or a CPU; leave FP8 out, or simulate it."
                         )
-                    _rewrite(region, linear, self.scaling)
+                    _rewrite(region, linear, self.scaling, self.takes_units_in)
         self.decisions.update(found)
         count = sum(one is None for one in found.values())
         return (f"{count} of {len(found)} products in FP8 with {self.scaling} scales",)
@@ -150,10 +153,11 @@ class FP8Linears(GraphPass):
         new = FP8Linears(self.scaling, exclude=self.patterns.exclude)
         memo[id(self)] = new
         new.unfit = dict(self.unfit)
+        new.takes_units_in = self.takes_units_in
         return new
 
 
-def _rewrite(region: Region, linear: Linear, scaling: Scaling) -> None:
+def _rewrite(region: Region, linear: Linear, scaling: Scaling, takes_units_in: bool) -> None:
     """Let the node of the product run in FP8, with the changes of units around it taken in."""
     graph, node = region.graph, linear.product.node
     paths = [one.path for one in (linear.input, linear.weight)]
@@ -161,7 +165,7 @@ def _rewrite(region: Region, linear: Linear, scaling: Scaling) -> None:
     input, weight = (argument_at(node, one) for one in paths)
     factors: tuple[_Factor, ...] = (1.0,) * 6
     result = None
-    if scaling == "constant":
+    if scaling == "constant" and takes_units_in:
         input, of_input, of_grad_input = _source(node, linear.input.path)
         weight, of_weight, of_grad_weight = _source(node, linear.weight.path)
         result = _result(node)

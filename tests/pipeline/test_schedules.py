@@ -10,8 +10,8 @@ from torch import nn
 
 from lightning_unitscale.pipeline import SCHEDULES, PipelineRunner, SplitPoint, pipeline
 from lightning_unitscale.pipeline.microbatches import split_batch
-from lightning_unitscale.pipeline.search import Cut, balance_ranks, choose_cuts
 from lightning_unitscale.pipeline.schedules import find_schedule
+from lightning_unitscale.pipeline.search import Cut, balance_ranks, choose_cuts
 
 
 def test_placement() -> None:
