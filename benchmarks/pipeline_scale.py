@@ -4,7 +4,8 @@ The order of the work is the engine's own (torch.distributed.pipelining's); when
 follows from what it waits for. Nothing is measured. Assumed:
 
 - A decoder of 80 layers of width 8192 (64 billion parameters without its embeddings), sequences of
-  4096 tokens, one to a microbatch, and 4096 of them in every step, however many devices there are.
+  4096 tokens, and 4096 of them in every step, however many devices there are: one to a microbatch,
+  or as many as leave a pipeline 128 microbatches.
 - A device does 400 TFLOP/s. A layer takes as long everywhere; the backward pass takes twice the
   forward pass, half of it for the inputs and half for the weights.
 - An imbalance of 1.05 means that one rank in the middle has 1.05 times the mean, the others less.
@@ -39,7 +40,7 @@ from lightning_unitscale.pipeline.schedules import SCHEDULES
 from lightning_unitscale.pipeline.simulate import order_of_1f1b
 
 RESULT = "pipeline_scale.json"
-LAYERS, WIDTH, LENGTH, SEQUENCES = 80, 8192, 4096, 4096
+LAYERS, WIDTH, LENGTH, SEQUENCES, MOST_MICROBATCHES = 80, 8192, 4096, 4096, 128
 FLOPS_PER_SECOND = 400e12
 LATENCY_SECONDS = 10e-6
 LAYER_PARAMETERS = 12 * WIDTH**2
@@ -166,7 +167,8 @@ def rows_of(
 ) -> list[dict[str, Any]]:
     """All schedules on one division of the devices."""
     pipelines = devices // num_ranks
-    num_microbatches = SEQUENCES // pipelines
+    num_microbatches = min(SEQUENCES // pipelines, MOST_MICROBATCHES)
+    together = SEQUENCES // pipelines // num_microbatches
     rows = []
     for name, schedule in SCHEDULES.items():
         num_stages = num_ranks * (1 if schedule.placement == "single" else 2)
@@ -176,9 +178,11 @@ def rows_of(
             continue  # too few microbatches for it
         orders = orders_of(name, num_ranks, num_microbatches)
         for imbalance in imbalances:
-            seconds = _forward_seconds(name, num_ranks, num_stages, imbalance)
+            seconds = [
+                together * one for one in _forward_seconds(name, num_ranks, num_stages, imbalance)
+            ]
             for bandwidth in bandwidths:
-                sending = LATENCY_SECONDS + BOUNDARY_BYTES / bandwidth
+                sending = LATENCY_SECONDS + together * BOUNDARY_BYTES / bandwidth
                 found = simulate(orders, seconds, sending)
                 size = 2 * LAYERS * LAYER_PARAMETERS / num_ranks
                 ring = 2 * (pipelines - 1) / pipelines * size / bandwidth

@@ -14,7 +14,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -232,7 +232,9 @@ class Bench:
                     modules[i] = block
 
 
-def examine(subject: Subject, num_plans: int, rounds: int) -> list[dict[str, Any]]:
+def examine(
+    subject: Subject, num_plans: int, rounds: int, torch_budgets: Sequence[float]
+) -> list[dict[str, Any]]:
     """One row for each variant."""
     torch._dynamo.reset()
     bench = Bench(subject)
@@ -243,7 +245,7 @@ def examine(subject: Subject, num_plans: int, rounds: int) -> list[dict[str, Any
         name = f"ours {plan.peak_bytes / 1e6:.1f} MB ({plan.name})"
         function, counts[name] = bench.compiled(_Chosen(plan))
         bench.add(name, function, predicted_mb=plan.peak_bytes / 1e6, kind="ours")
-    for budget in TORCH_BUDGETS:
+    for budget in torch_budgets:
         name = f"torch budget {budget}"
         function, counts[name] = bench.compiled(_torch_partition(budget))
         bench.add(name, function, kind="torch")
@@ -293,6 +295,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="*", default=["gpt6"], choices=["all", *SUBJECTS])
     parser.add_argument("--plans", type=int, default=9)
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--torch-budgets", type=float, nargs="*", default=TORCH_BUDGETS)
     options = parser.parse_args()
     torch.set_num_threads(1)
     file = RESULTS / "remat_pareto.json"
@@ -300,7 +303,7 @@ def main() -> None:
     for name in SUBJECTS if "all" in options.models else options.models:
         torch.manual_seed(0)
         subject = SUBJECTS[name]()
-        rows = examine(subject, options.plans, options.rounds)
+        rows = examine(subject, options.plans, options.rounds, options.torch_budgets)
         print(f"{subject.title}\n{tabulate(rows, headers='keys')}\n", flush=True)
         results[name] = {"title": subject.title, "rows": rows}
         file.write_text(json.dumps({"machine": machine(), "models": results}, indent=1) + "\n")

@@ -95,8 +95,6 @@ class RematCallback(pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        if self._partitioner is not None:
-            self._partitioner.begin_step()
         if self.measured_peak_bytes is not None:
             return
         if self._meter is None:

@@ -330,6 +330,9 @@ class CapturedStep:
             self._compiled[executor] = self._traced(executor, self.__wrapped__)
         self.num_graph_calls = 0
         self._running = executor
+        begin_step = getattr(self.owner.partition_fn, "begin_step", None)
+        if begin_step is not None:
+            begin_step()
         num_breaks = capture.num_graph_breaks()
         try:
             with (

@@ -7,11 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from tabulate import tabulate
 from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
 from typing_extensions import override
 
+from lightning_unitscale.pipeline.engine_stage import NamedInputs
 from lightning_unitscale.pipeline.program import Program
+from lightning_unitscale.pipeline.runtime import EngineStage
 from lightning_unitscale.pipeline.stage import StageInfo, StageModule, stage_info
 
 
@@ -101,6 +105,39 @@ class Pipe(nn.Module):
                 f"an index from 0 to {self.num_stages - 1}."
             )
         return self._stages[stage_index]
+
+    def build_stage(
+        self,
+        stage_index: int,
+        device: torch.device | str = "cpu",
+        group: dist.ProcessGroup | None = None,
+    ) -> PipelineStage:
+        """One stage for a schedule of ``torch.distributed.pipelining``.
+
+        Give the module's arguments to ``schedule.step`` by name, on every rank. Results are the
+        loss, if it is known, which the engine cannot put together: ``return_outputs=False``. Pass
+        ``scale_grads=False`` to the schedule and divide the loss by the number of microbatches.
+        Gradients of parameters in stages of several ranks
+        (``info().shared_parameters``) are not summed; :class:`PipelineRunner` does all of that.
+
+        Args:
+            stage_index: Which stage.
+            device: Where it runs; it is moved there.
+            group: The pipeline's process group; all ranks by default.
+
+        Raises:
+            ValueError: If there is no such stage.
+            RuntimeError: If there is no process group.
+        """
+        stage = self.get_stage_module(stage_index)
+        if not dist.is_initialized():
+            raise RuntimeError(
+                "Pipe.build_stage: there is no process group; expected one rank per device; call "
+                "torch.distributed.init_process_group first."
+            )
+        device = torch.device(device)
+        module = NamedInputs(stage.on_device(device), self.program.loss)
+        return EngineStage(module, stage_info(stage), device, group, has_backward=True)
 
     def info(self) -> PipeInfo:
         """What every stage takes, has and hands on."""

@@ -119,18 +119,14 @@ def balance_ranks(
             found[:, index - 1] = costs[places[index - 1], free]
             found[:, index] = costs[free, places[index + 1]]
             loads = found @ (ranks[:, None] == np.arange(ranks.max() + 1))
-            places[index] = free[_unequal(loads).argmin()]
-            now = _unequal(loads).min()
+            # Nearly the largest load; the others count a little, so that they move as well.
+            unequal = ((loads / ends[-1]) ** _POWER).sum(axis=1)
+            places[index] = free[unequal.argmin()]
+            now = unequal.min()
         if now >= reached * (1 - 1e-9):
             break
         reached = now
     return [int(one) - 1 for one in places[1:-1]]
-
-
-def _unequal(loads: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Nearly the largest load of each row; the others count a little, so that they move as well."""
-    mean: NDArray[np.float64] = np.mean((loads / loads.mean()) ** _POWER, axis=1)
-    return mean
 
 
 def _ends(

@@ -22,6 +22,10 @@ _CHANNEL_BLOCK = 16
 # Fewer channels than this are read from the plain layout.
 _PLAIN_CHANNELS = 3
 _SCRATCH_ALIGNMENT = 128
+# One filter per channel on channels-last images: with more taps in a row than this the gradient of
+# the weights is summed up from so many partial ones, whatever the batch and the number of threads.
+_DEPTHWISE_TAPS = 3
+_DEPTHWISE_COPIES = 257
 _REDUCED_TILES_BYTES = 258 * 1024
 # Keys that the CPU's attention kernel takes at a time.
 _KEY_BLOCK = 512
@@ -132,6 +136,10 @@ def _convolution_backward(args: Sequence[Any], kwargs: Mapping[str, Any], result
     """First the gradient of the input, then those of weight and bias, then their plain copies."""
     grad, given, weight, mask = args[0], args[1], args[2], args[10]
     if _is_channels_last(given):
+        is_depthwise = args[9] > 1 and int(weight.shape[1]) == 1
+        if is_depthwise and int(weight.shape[-1]) > _DEPTHWISE_TAPS:
+            bias = int(weight.shape[0]) * weight.element_size() if mask[2] else 0
+            return _DEPTHWISE_COPIES * _bytes(weight) + bias
         return 3 * _bytes(weight)
     blocked = _blocked(grad) + _blocked(given)
     thinned = _thinned(args[4], weight, grad)

@@ -16,7 +16,15 @@ import numpy as np
 
 from lightning_unitscale.remat.blocks import Blocks, segment_members
 from lightning_unitscale.remat.min_cut import CutNetwork
-from lightning_unitscale.remat.problem import Floats, Ints, Mask, Region, RematNode, RematProblem, recomputed
+from lightning_unitscale.remat.problem import (
+    Floats,
+    Ints,
+    Mask,
+    Region,
+    RematNode,
+    RematProblem,
+    recomputed,
+)
 from lightning_unitscale.remat.schedule import backward_order
 from lightning_unitscale.remat.simulate import simulate
 

@@ -76,9 +76,7 @@ def simulate(
     return Timeline(nodes, live, len(forward[0]))
 
 
-def _forward(
-    problem: RematProblem, saved: Mask, replayed: Ints
-) -> tuple[tuple[Ints, Ints], int]:
+def _forward(problem: RematProblem, saved: Mask, replayed: Ints) -> tuple[tuple[Ints, Ints], int]:
     """((nodes, bytes alive at each), bytes alive at the end)."""
     nodes = forward_nodes(problem, saved)
     count = len(nodes)

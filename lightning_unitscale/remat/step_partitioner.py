@@ -44,7 +44,7 @@ class StepPartitioner(RematPartitioner):
         self.begin_step()
 
     def begin_step(self) -> None:
-        """What is captured from here on belongs to one step."""
+        """What is captured from here on belongs to one step; called before each."""
         self._breaks_before = num_graph_breaks()
         self._kept_bytes = self._static_bytes = 0
 

@@ -6,7 +6,9 @@ from itertools import combinations, pairwise
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.pipelining import ScheduleInterleaved1F1B
 
 from lightning_unitscale.pipeline import SCHEDULES, PipelineRunner, SplitPoint, pipeline
 from lightning_unitscale.pipeline.microbatches import split_batch
@@ -118,3 +120,45 @@ def test_a_rank_with_one_large_stage_gets_less_of_the_others() -> None:
     ends = [0.0, *(cuts[one].seconds_before for one in by_stage), 20.0]
     found = [b - a for a, b in pairwise(ends)]
     assert max(found[0] + found[4], found[1] + found[3]) >= 8.0
+
+
+class _Scored(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return (self.second(self.first(x).tanh()).squeeze(-1) - y).square().mean()
+
+
+def test_stages_for_schedules_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two stages of one rank, driven by torch's own schedule."""
+    module = _Scored()
+    x, y = torch.randn(8, 3), torch.randn(8)
+    pipe = pipeline(module, (x[:2], y[:2]), split_spec={"second": SplitPoint.BEGINNING})
+    with pytest.raises(RuntimeError, match=r"Pipe.build_stage: there is no process group"):
+        pipe.build_stage(0)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        stages = [pipe.build_stage(index) for index in range(2)]
+        with pytest.raises(ValueError, match="stage_index=2"):
+            pipe.build_stage(2)
+        schedule = ScheduleInterleaved1F1B(
+            stages, 4, loss_fn=lambda loss, _: loss / 4, scale_grads=False
+        )
+        losses: list[torch.Tensor] = []
+        schedule.step(x=x, y=y, target=torch.zeros(4), losses=losses, return_outputs=False)
+    finally:
+        dist.destroy_process_group()
+    found = {name: one.grad for name, one in pipe.named_parameters()}
+    module.zero_grad(set_to_none=True)
+    expected = [module(a, b) / 4 for a, b in zip(x.split(2), y.split(2), strict=True)]
+    for one in expected:
+        one.backward()
+    assert [one.item() for one in losses] == [one.item() for one in expected]
+    for name, one in module.named_parameters():
+        gradient = found[name]
+        assert gradient is not None and torch.equal(gradient, one.grad)
+    with pytest.raises(ValueError, match="expected the module's arguments by name"):
+        stages[0].submod(x)

@@ -79,6 +79,21 @@ def test_convolutions(
     assert predicted == pytest.approx(seen, rel=0.01)
 
 
+@needs_avx512
+@pytest.mark.parametrize(("taps", "size"), [(7, 8), (5, 14), (7, 14)])
+def test_one_filter_per_channel_on_channels_last_images(taps: int, size: int) -> None:
+    given = torch.randn(4, 32, size, size).to(memory_format=torch.channels_last)
+    weight = torch.randn(32, 1, taps, taps)
+    grad = torch.randn_like(given)
+    padding = [taps // 2] * 2
+    rest = ([32], [1, 1], padding, [1, 1], False, [0, 0], 32, [True, True, True])
+    arguments = (grad, given, weight, *rest)
+    result = aten.convolution_backward(*arguments)
+    measured = _allocated(lambda: aten.convolution_backward(*arguments))
+    expected = _predicted(aten.convolution_backward, arguments, result)
+    assert measured == pytest.approx(expected, abs=1024)
+
+
 def test_drawing_a_mask_takes_nothing_beside_it() -> None:
     arguments = (torch.empty(1000), 0.5)
     result = aten.bernoulli.p(*arguments)

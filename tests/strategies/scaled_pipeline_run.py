@@ -22,7 +22,7 @@ from lightning_unitscale import RematCallback, ScaleMonitor, UnitScaleCallback
 from lightning_unitscale.callbacks import ScaleViolation
 from lightning_unitscale.strategies import PipelineStrategy
 from tests.distributed.launch import quiet_rank
-from tests.strategies.pipeline_run import CONTEXT, Groups, _points, _text
+from tests.strategies.pipeline_run import CONTEXT, Branching, Groups, _points, _text
 
 NUM_MICROBATCHES, STEPS = 4, 4
 SIZE, BROKEN_STEP = 16, 2
@@ -66,7 +66,13 @@ CASES: dict[str, dict[str, Any]] = {
     "products": {"scale": {}, "monitor": {}, "clip": 0.5},
     "all-v": {"scale": {"depth": "all"}, **V},
     "looks": {"scale": {"recalibrate": 1}, "breaks": 64.0, "points": True},
-    "rules-v": {"scale": {"method": "unit-scaling"}, "clip": 0.01, "monitor": {}, **V},
+    "rules-v": {
+        "scale": {"method": "unit-scaling"},
+        "clip": 0.01,
+        "monitor": {},
+        "validates": True,
+        **V,
+    },
     "u-mup": {"scale": {"method": "u-mup"}, "points": True, "sgd": True},
     "simulated": {
         "scale": {"simulate": "fp8", "simulate_rounding": "stochastic"},
@@ -74,7 +80,8 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "fp8": {"scale": {"precision": "fp8", "recalibrate": None}},
     "fp8-looks": {"scale": {"precision": "fp8", "recalibrate": 1}, "breaks": 64.0},
-    "monitored": {"monitor": {}, "points": True, "logs": True},
+    "monitored": {"monitor": {}, "points": True, "logs": True, "validates": True},
+    "bf16": {"scale": {}, "monitor": {}, "points": True, "precision": "bf16-mixed"},
     "accumulated": {"scale": {}, "monitor": {}, "points": True, "accumulate": 2},
     "min-cut": {"remat": "min_cut", "clip": 0.5},
     "share": {"remat": 0.85, "scale": {}, "clip": 0.5},
@@ -143,6 +150,11 @@ def train(folder: Path, case: str, num_ranks: int, resume_from: str) -> None:
         devices=num_ranks,
         strategy=strategy,
         max_steps=options.get("max_steps", STEPS),
+        precision=options.get("precision", "32-true"),
+        # In the middle of the training, where most weights are on one rank alone.
+        val_check_interval=2 * accumulated if options.get("validates") else None,
+        check_val_every_n_epoch=None if options.get("validates") else 1,
+        limit_val_batches=2,
         gradient_clip_val=options.get("clip"),
         accumulate_grad_batches=accumulated,
         callbacks=callbacks,
@@ -162,7 +174,8 @@ def train(folder: Path, case: str, num_ranks: int, resume_from: str) -> None:
         path = Path(resume_from) / f"{options['resume']}.ckpt"
     raised = None
     try:
-        trainer.fit(module, DataLoader(data, batch_size=size), ckpt_path=path)
+        validation = DataLoader(data, batch_size=SIZE) if options.get("validates") else None
+        trainer.fit(module, DataLoader(data, batch_size=size), validation, ckpt_path=path)
     except ScaleViolation as violation:
         raised = str(violation)
     found = {
@@ -170,6 +183,9 @@ def train(folder: Path, case: str, num_ranks: int, resume_from: str) -> None:
         "gradients": seen.gradients,
         "steps": trainer.global_step,
         "raised": raised,
+        "validated": {
+            name: float(one) for name, one in trainer.callback_metrics.items() if "val" in name
+        },
         "attributes": sorted(module.__dict__),
         "modules": sorted(name for name, _ in module.named_modules()),
     }
@@ -194,6 +210,8 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "needs so little": ({"remat": "1KiB"}, {}, {}),
     "hold_parameters=False": ({}, {}, {"precision": "bf16-true"}),
     "capture='auto' or 'step'": ({}, {"capture": "forward"}, {}),
+    # A step that looks at its loss.
+    "the step cannot be cut": ({}, {}, {"limit_train_batches": 2}),
 }
 
 
@@ -216,7 +234,7 @@ def refuse(folder: Path) -> None:
             max_steps=1,
             **options,
         )
-        module = Groups()
+        module = Branching() if "limit_train_batches" in options else Groups()
         try:
             trainer.fit(module, DataLoader(_points(), batch_size=SIZE))
         except (MisconfigurationException, ValueError) as error:

@@ -19,8 +19,8 @@ from tests.distributed.launch import run_ranks
 from tests.strategies.scaled_pipeline_run import NUM_MICROBATCHES, PARTS, REFUSED, STEPS
 
 NUM_RANKS = 2
-CASES = ["products", "all-v", "looks", "rules-v", "u-mup", "simulated", "fp8", "fp8-looks", "monitored",
-         "accumulated", "stops", "raises"]  # fmt: skip
+SCALED = ["products", "all-v", "looks", "rules-v", "u-mup", "fp8", "fp8-looks"]
+CASES = [*SCALED, "simulated", "bf16", "monitored", "accumulated", "stops", "raises"]
 REMATERIALIZED = ["min-cut", "share"]
 PIPELINED = ["plain", *REMATERIALIZED, "refused"]
 # With two groups of gradients added to each other, one process adds up in another order.
@@ -96,6 +96,8 @@ def test_accumulation_in_one_process(case: str, runs: Runs) -> None:
         found = runs.found(NUM_RANKS, case, rank)
         assert found["steps"] == expected["steps"] == (3 if case in {"stops", "raises"} else STEPS)
         assert found["attributes"] == expected["attributes"]
+        assert found["validated"] == pytest.approx(expected["validated"], rel=1e-5)
+        assert bool(found["validated"]) == (case in {"rules-v", "monitored"})
         relative = 1e-6 if case in OTHER_ORDER else 0.0
         assert found["losses"] == pytest.approx(
             _accumulated(expected["losses"]), rel=relative, abs=0, nan_ok=True
@@ -136,9 +138,7 @@ def test_memory_budgets_within_a_stage(case: str, runs: Runs) -> None:
         assert 0.75 < found["measured"] / report.peak_bytes < 1.02
 
 
-@pytest.mark.parametrize(
-    "case", ["products", "all-v", "looks", "rules-v", "u-mup", "fp8", "fp8-looks"]
-)
+@pytest.mark.parametrize("case", SCALED)
 def test_one_gauge(case: str, runs: Runs) -> None:
     """All ranks have the units that one process has, those taken later included."""
     expected = runs.found("alone", case)
@@ -146,12 +146,13 @@ def test_one_gauge(case: str, runs: Runs) -> None:
     for rank in range(NUM_RANKS):
         found = runs.found(NUM_RANKS, case, rank)
         assert found["gauge"] == expected["gauge"]
-        events = [
-            [line for line in one["explained"].splitlines() if line.startswith("New units")]
-            for one in (found, expected)
-        ]
+        events = [_events(one["explained"]) for one in (found, expected)]
         assert events[0] == events[1]
         assert case.endswith("looks") == any("at RMS" in one for one in events[0])
+
+
+def _events(explained: str) -> list[str]:
+    return [line for line in explained.splitlines() if line.startswith(("New units", "Out of FP8"))]
 
 
 def _assert_same(found: ScaleSnapshot, expected: ScaleSnapshot, *, exact: bool) -> None:
