@@ -83,8 +83,16 @@ def main() -> int:
     about = machine()
     print(", ".join(f"{key} {value}" for key, value in about.items()))
     RESULTS.mkdir(exist_ok=True)
-    content = {"title": __doc__.splitlines()[0], "machine": about, "rows": rows}
-    (RESULTS / RESULT).write_text(json.dumps(content, indent=1) + "\n")
+    path = RESULTS / RESULT
+    # What was run on other numbers of processes before stays.
+    known = json.loads(path.read_text()) if path.exists() else {"rows": []}
+    others = [one for one in known["rows"] if one["ranks"] not in options.ranks]
+    content = {
+        "title": __doc__.splitlines()[0],
+        "machine": about,
+        "rows": sorted([*others, *rows], key=lambda one: one["ranks"]),
+    }
+    path.write_text(json.dumps(content, indent=1) + "\n")
     return int(
         any(one["losses"] or one["gradients"] or (one["tied"] or 0.0) > TIED_LIMIT for one in rows)
     )

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -29,6 +30,7 @@ from tabulate import tabulate
 from torch import Tensor, fx, nn
 from torch._functorch import config as functorch_config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.measure import RESULTS, interleaved_medians, machine
@@ -46,6 +48,8 @@ from lightning_unitscale.remat.measure import PeakMeter
 TORCH_BUDGETS = (1.0, 0.8, 0.6, 0.4, 0.3, 0.2, 0.1, 0.0)
 PLOT = Path(__file__).parent.parent / "docs" / "images" / "remat_pareto.png"
 Step = Callable[[], float]
+# Operations that count as random, attention among them, run inside of these when they run again.
+_REPLAYS = {run_and_save_rng_state: 0, run_with_rng_state: 1}
 
 
 class _Checkpointed(nn.Module):
@@ -86,6 +90,10 @@ class _Counting:
 
 def _product_flops(node: fx.Node) -> float:
     """Operations of matrix products and attention; one per element is what all others cost."""
+    for wrapper, place in _REPLAYS.items():
+        if node.target is wrapper:
+            given = {"target": node.args[place], "args": node.args[place + 1 :]}
+            return node_flops(cast(fx.Node, SimpleNamespace(**given, kwargs=node.kwargs, meta={})))
     flops = node_flops(node)
     elements = sum(size_of(one) // one.element_size() for one in tensors_of(node.meta.get("val")))
     return flops if flops > 4 * elements else 0.0

@@ -110,6 +110,7 @@ def balance_ranks(
     ends, sends = _ends(cuts, total, bytes_per_second)
     costs = _costs(ends, sends)
     places = np.array([0, *(one + 1 for one in chosen), len(ends) - 1])
+    scale = ends[-1] or 1.0
     reached = np.inf
     for _ in range(_ROUNDS):
         for index in range(1, num_stages):
@@ -120,7 +121,7 @@ def balance_ranks(
             found[:, index] = costs[free, places[index + 1]]
             loads = found @ (ranks[:, None] == np.arange(ranks.max() + 1))
             # Nearly the largest load; the others count a little, so that they move as well.
-            unequal = ((loads / ends[-1]) ** _POWER).sum(axis=1)
+            unequal = ((loads / scale) ** _POWER).sum(axis=1)
             places[index] = free[unequal.argmin()]
             now = unequal.min()
         if now >= reached * (1 - 1e-9):

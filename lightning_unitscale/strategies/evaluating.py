@@ -93,8 +93,8 @@ class EvaluatingStrategy(GridStrategy):
         module = self.lightning_module
         assert module is not None
         steps = steps_of(module)
-        if steps is not None and steps.passes:
-            # Callbacks rewrite or observe the step.
+        if steps is not None and name in steps.steps:
+            # Callbacks have captured it, to rewrite or to observe it.
             return False
         # Before the first step of a training all weights are everywhere, and that step shall be
         # the one by whose costs the stages are balanced.

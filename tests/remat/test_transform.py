@@ -44,3 +44,12 @@ def test_an_impossible_budget_is_refused() -> None:
         transforms.remat(Net(1), 1000)(torch.randn(2, 8, 64)).backward()
     with pytest.raises(ValueError, match="budget="):
         transforms.remat(Net(1), "much")
+
+
+def test_another_batch_is_planned_as_a_step_of_its_own() -> None:
+    planned = transforms.remat(Net(1), 1.0)
+    for size in (8, 2):
+        planned(torch.randn(size, 64, 64)).backward()
+        planned.zero_grad()
+    large, small = planned.remat_reports()
+    assert small.peak_bytes < large.peak_bytes - large.saved_bytes / 2

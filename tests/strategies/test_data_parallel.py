@@ -49,6 +49,7 @@ class Runs:
                         folder,
                         *(kind, resume_from, *cases),
                         num_ranks=count,
+                        timeout=500,
                     )
                 )
             for one in running:

@@ -43,6 +43,7 @@ def _run(root: Path) -> Found:
                 folders[count],
                 str(count),
                 num_ranks=count,
+                timeout=500,
             )
             for count in counts
         ]

@@ -45,7 +45,7 @@ class Runs:
     def _run(self, name: str, num_ranks: int, schedule: str, *cases: str) -> None:
         folder = self.root / name
         folder.mkdir()
-        run_ranks(RUN, folder, str(num_ranks), schedule, *cases, num_ranks=num_ranks)
+        run_ranks(RUN, folder, str(num_ranks), schedule, *cases, num_ranks=num_ranks, timeout=500)
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,7 @@ PIPELINED = ["plain", *REMATERIALIZED, "refused"]
 # With two groups of gradients added to each other, one process adds up in another order.
 OTHER_ORDER = {"accumulated"}
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(560)]
+pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 class Runs:
@@ -72,7 +72,7 @@ class Runs:
             resume_from,
             *cases,
             num_ranks=num_ranks,
-            timeout=540,
+            timeout=800,
         )
 
 
