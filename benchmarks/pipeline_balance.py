@@ -4,9 +4,8 @@ Planned: the cost of the slowest rank over the mean of all, by the profiler's es
 balanced cuts and for equal numbers of layers. No cut can be better than what one operation costs:
 that bound stands beside it.
 
-Measured, on two processes of one thread: seconds of a step under 1F1B, and the seconds that each
-process computes in it. Three ways to cut: balanced, equal layers, and equal layers by
-torch.distributed.pipelining's own tracing and splitting, which has no other way than named modules.
+Measured, on two processes of one thread, cut so and between equal numbers of layers: seconds of a
+step under 1F1B, and the seconds that each process computes in it.
 
     python benchmarks/pipeline_balance.py
     python benchmarks/pipeline_balance.py --models GPT-2 --rounds 3
@@ -36,9 +35,6 @@ import torch.distributed as dist
 import transformers
 from tabulate import tabulate
 from torch import Tensor, nn
-from torch.distributed.pipelining import Schedule1F1B
-from torch.distributed.pipelining import SplitPoint as TorchSplitPoint
-from torch.distributed.pipelining import pipeline as torch_pipeline
 
 from benchmarks.measure import RESULTS, interleaved_medians, machine
 from examples.gpt import GPT
@@ -245,24 +241,12 @@ def measured(name: str, rounds: int) -> list[dict[str, Any]]:
     case = MODELS[name]()
     whole = {key: value.repeat(MICROBATCHES, 1) for key, value in case.kwargs.items()}
     steps: dict[str, Callable[[], object]] = {}
-    failures: dict[str, str] = {}
     for way, cut in (
         ("balanced", {"split_policy": balanced_split(NUM_RANKS)}),
         ("equal layers", {"split_spec": equal_layers(case, NUM_RANKS)}),
     ):
         runner = PipelineRunner(_capture(case, cut), "1F1B", num_microbatches=MICROBATCHES)
         steps[way] = lambda runner=runner: runner.step(**whole)
-    try:
-        steps["torch's splitting"] = _torch_step(case, whole)
-    except Exception as error:
-        failures["torch's splitting"] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-    # Both or none: the ranks run in step.
-    found: list[Any] = [None] * NUM_RANKS
-    dist.all_gather_object(found, failures)
-    for one in found:
-        for way, reason in one.items():
-            steps.pop(way, None)
-            failures[way] = reason
     busy: dict[str, list[float]] = {way: [] for way in steps}
 
     def timed(way: str) -> Callable[[], object]:
@@ -289,32 +273,7 @@ def measured(name: str, rounds: int) -> list[dict[str, Any]]:
                 "slowest over mean": max(ranks) * NUM_RANKS / sum(ranks),
             }
         )
-    rows += [{"model": name, "cut": way, "reason": reason} for way, reason in failures.items()]
     return rows
-
-
-def _torch_step(case: Case, whole: dict[str, Tensor]) -> Callable[[], object]:
-    """A step of torch's own pipeline, traced by torch.export and cut at the same layer."""
-    rank = dist.get_rank()
-    spec = dict.fromkeys(equal_layers(case, NUM_RANKS), TorchSplitPoint.BEGINNING)
-    pipe = torch_pipeline(case.module, (), case.kwargs, split_spec=spec)
-    stage = pipe.build_stage(rank, torch.device("cpu"))
-    schedule = Schedule1F1B(
-        stage,
-        MICROBATCHES,
-        loss_fn=lambda output, target: output if isinstance(output, Tensor) else output["loss"],
-    )
-    target = torch.zeros(MICROBATCHES)
-
-    def step() -> None:
-        if rank == 0:
-            schedule.step(**whole)
-        else:
-            schedule.step(target=target, losses=[])
-
-    # A first one here, so that what fails does so before anything is measured.
-    step()
-    return step
 
 
 def launch(arguments: list[str]) -> int:
