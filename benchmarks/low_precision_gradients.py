@@ -91,7 +91,7 @@ def main() -> None:
     optimizer, schedule = optimizer_of(trained, max(args.steps))
     first_batch = Method("E4M3/E5M2", "lossless, first batch", lambda *_: trained)
     methods: list[tuple[Method, Callable[[Loss, Batch], nn.Module]]] = [
-        (one, one.make) for one in METHODS[1:] if not one.by_rules
+        (one, one.make) for one in METHODS[1:] if one.by_rules is None
     ]
     place = next(i for i, (one, _) in enumerate(methods) if one.name == "E4M3/E5M2, lossless") + 1
     stale = in_units_of(start, first)

@@ -7,7 +7,8 @@ simulated, so that any machine gives the numbers. What differs is what the produ
 - "dynamic": as torchao's tensorwise float8 training scales them, each tensor by the format's
   maximum over its own largest magnitude at every use;
 - "lossless": in units of powers of two measured once, on the first batch, and never updated;
-- "rules": the model unit-scaled by rules, with learning rates that keep its relative updates;
+- "rules": the model unit-scaled by rules, with learning rates that keep its relative updates, which
+  is another model whose best rate is elsewhere; "u-mup": at the rate of ``configs/gpt_u_mup.yaml``;
 - "real FP8": linear layers through FP8 products, as a GPU runs them, and other products in FP32.
 
 The setting is one in which naive low precision visibly suffers: a loss that is a mean over all
@@ -28,7 +29,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -63,6 +64,12 @@ PLOTS = Path(__file__).parents[1] / "docs" / "images"
 
 # configs/gpt_unit_scaled.yaml
 LEARNING_RATE, WEIGHT_DECAY, BETAS = 3e-3, 0.1, (0.9, 0.95)
+# Rate and weight decay by how rates follow the rules; the last as configs/gpt_u_mup.yaml has them.
+RATES = {
+    None: (LEARNING_RATE, WEIGHT_DECAY),
+    "match": (LEARNING_RATE, WEIGHT_DECAY),
+    "u-mup": (2.0, 1.2e-4),
+}
 WARMUP, CLIP, CONTEXT = 30, 1.0, 128
 
 
@@ -145,7 +152,7 @@ class Method:
     scaling: str
     make: Callable[[Loss, Batch], nn.Module]
     dtype: torch.dtype = torch.float32
-    by_rules: bool = False
+    by_rules: Literal["match", "u-mup"] | None = None
 
     @property
     def name(self) -> str:
@@ -180,13 +187,15 @@ SR: dict[str, Any] = {"rounding": "stochastic"}
 METHODS = [
     Method("FP32", "none", lambda module, batch: module),
     Method("BF16 autocast", "none", lambda module, batch: module, torch.bfloat16),
-    Method("FP32", "rules", lambda module, batch: unit_scale(module), by_rules=True),
+    Method("FP32", "rules", lambda module, batch: unit_scale(module), by_rules="match"),
+    Method("FP32", "u-mup", lambda module, batch: unit_scale(module), by_rules="u-mup"),
     Method("FP16", "none", _plain("FP16", "FP16")),
     Method("FP16", "lossless", _lossless("FP16", "FP16")),
     Method("E4M3/E5M2", "none", _plain("E4M3FN", "E5M2")),
     Method("E4M3/E5M2", "dynamic", _dynamic("E4M3FN", "E5M2")),
     Method("E4M3/E5M2", "lossless", _lossless("E4M3FN", "E5M2")),
-    Method("E4M3/E5M2", "rules", _rules("E4M3FN", "E5M2"), by_rules=True),
+    Method("E4M3/E5M2", "rules", _rules("E4M3FN", "E5M2"), by_rules="match"),
+    Method("E4M3/E5M2", "u-mup", _rules("E4M3FN", "E5M2"), by_rules="u-mup"),
     Method("real FP8 linears", "lossless", _real_fp8),
     Method("E4M3/E4M3", "lossless", _lossless("E4M3FN", "E4M3FN")),
     Method("E3M2", "dynamic", _dynamic("E3M2FN", "E3M2FN")),
@@ -216,12 +225,12 @@ def train(method: Method, seed: int, args: argparse.Namespace) -> tuple[float, l
         steps.use_executor(args.executor)
     elif args.executor != "eager":
         module = torch.compile(module, backend=args.executor)
-    optimizer, schedule = optimizer_of(module, args.steps)
+    optimizer, schedule = optimizer_of(module, args.steps, *RATES[method.by_rules])
     clip = CLIP
-    if method.by_rules:
+    if method.by_rules is not None:
         with torch.random.fork_rng():
             module(*first)  # decides on every operation, and sets the weights
-        scale_learning_rates(optimizer, _parameter_infos(module), "match")
+        scale_learning_rates(optimizer, _parameter_infos(module), method.by_rules)
         # Gradients at unit scale have RMS 1 each, and the threshold is meant for a norm near 1.
         clip *= math.sqrt(sum(one.numel() for one in module.parameters()))
     losses = []
@@ -260,15 +269,17 @@ def endless_batches(data: TextDataModule) -> Iterator[Batch]:
         yield from data.train_dataloader()
 
 
-def optimizer_of(module: nn.Module, steps: int) -> tuple[Any, Any]:
+def optimizer_of(
+    module: nn.Module, steps: int, rate: float = LEARNING_RATE, decay: float = WEIGHT_DECAY
+) -> tuple[Any, Any]:
     """What ``GPT.configure_optimizers`` makes for a run of this length."""
     matrices = [one for one in module.parameters() if one.ndim >= 2]
     vectors = [one for one in module.parameters() if one.ndim < 2]
     groups = [
-        {"params": matrices, "weight_decay": WEIGHT_DECAY},
+        {"params": matrices, "weight_decay": decay},
         {"params": vectors, "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(groups, LEARNING_RATE, BETAS)
+    optimizer = torch.optim.AdamW(groups, rate, BETAS)
 
     def factor(step: int) -> float:
         if step < WARMUP:
@@ -316,7 +327,7 @@ def plot(curves: dict[str, list[float]], setting: str, path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    shown = {"none": "--", "dynamic": ":", "lossless": "-", "rules": "-."}
+    shown = {"none": "--", "dynamic": ":", "lossless": "-", "rules": "-.", "u-mup": "-."}
     colours: dict[str, Any] = {}
     figure, axes = plt.subplots(figsize=(7.5, 4.5), constrained_layout=True)
     for method in METHODS:
