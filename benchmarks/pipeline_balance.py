@@ -5,7 +5,8 @@ balanced cuts and for equal numbers of layers. No cut can be better than what on
 that bound stands beside it.
 
 Measured, on two processes of one thread, cut so and between equal numbers of layers: seconds of a
-step under 1F1B, and the seconds that each process computes in it.
+step under 1F1B, and the seconds that each process computes in it. For the demo's GPT also what
+``torch.distributed.pipelining.pipeline`` makes of it with the same equal layers.
 
     python benchmarks/pipeline_balance.py
     python benchmarks/pipeline_balance.py --models GPT-2 --rounds 3
@@ -32,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 import torch.distributed as dist
+import torch.distributed.pipelining as torch_pipelining
 import transformers
 from tabulate import tabulate
 from torch import Tensor, nn
@@ -247,6 +249,8 @@ def measured(name: str, rounds: int) -> list[dict[str, Any]]:
     ):
         runner = PipelineRunner(_capture(case, cut), "1F1B", num_microbatches=MICROBATCHES)
         steps[way] = lambda runner=runner: runner.step(**whole)
+    if isinstance(case.module, _DemoGPT):
+        steps["torch's pipeline, equal layers"] = _torch_step(case, case.module.gpt, whole)
     busy: dict[str, list[float]] = {way: [] for way in steps}
 
     def timed(way: str) -> Callable[[], object]:
@@ -274,6 +278,23 @@ def measured(name: str, rounds: int) -> list[dict[str, Any]]:
             }
         )
     return rows
+
+
+def _torch_step(case: Case, model: nn.Module, whole: dict[str, Tensor]) -> Callable[[], object]:
+    """A step of torch's own pipeline, which has the loss in its schedule."""
+    (cut,) = (path.removeprefix("gpt.") for path in equal_layers(case, NUM_RANKS))
+    microbatch = case.kwargs["input_ids"]
+    split = {cut: torch_pipelining.SplitPoint.BEGINNING}
+    pipe = torch_pipelining.pipeline(model, (microbatch,), split_spec=split)
+    stage = pipe.build_stage(dist.get_rank(), torch.device("cpu"))
+
+    def loss(logits: Tensor, labels: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+    schedule = torch_pipelining.Schedule1F1B(stage, MICROBATCHES, loss_fn=loss)
+    if dist.get_rank() == 0:
+        return lambda: schedule.step(whole["input_ids"])
+    return lambda: schedule.step(target=whole["labels"], losses=[])
 
 
 def launch(arguments: list[str]) -> int:
