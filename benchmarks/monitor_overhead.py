@@ -68,7 +68,8 @@ def main() -> None:
     """Measure all variants in one process, interleaved."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=50)
-    parser.add_argument("--warmup", type=int, default=2)
+    # The writer's first 16 samples have all histograms and cost more than those of a long run.
+    parser.add_argument("--warmup", type=int, default=20)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     options = parser.parse_args()
     torch.set_num_threads(options.threads)

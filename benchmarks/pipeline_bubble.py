@@ -136,7 +136,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--microbatches", type=int, nargs="+", default=[2, 4, 8, 16])
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--depth", type=int, default=8)
     options = parser.parse_args()
     if "RANK" not in os.environ:
