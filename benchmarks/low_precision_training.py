@@ -95,7 +95,8 @@ class DynamicScaling(GraphPass):
     name = "dynamic scaling"
     stage = Stage.QUANTIZE
 
-    def __init__(self, fwd_format: str, bwd_format: str) -> None:
+    def __init__(self, fwd_format: str, bwd_format: str, exclude: tuple[str, ...] = ()) -> None:
+        self.patterns = NamePatterns(exclude=exclude or None)
         self.fwd_format, self.bwd_format = get_format(fwd_format), get_format(bwd_format)
 
     def run(self, graph: StepGraph) -> tuple[str, ...]:
@@ -111,7 +112,7 @@ class DynamicScaling(GraphPass):
 
             return insert
 
-        sites = find_sites(graph, NamePatterns())
+        sites = find_sites(graph, self.patterns)
         insert_at_sites(sites, inserter(operand), inserter(gradient))
         return (f"{len(sites)} products with dynamic scales",)
 
@@ -169,9 +170,11 @@ def _lossless(forward: str, backward: str, **options: Any) -> Callable[[Loss, Ba
     )
 
 
-def _dynamic(forward: str, backward: str) -> Callable[[Loss, Batch], nn.Module]:
+def _dynamic(
+    forward: str, backward: str, exclude: tuple[str, ...] = ()
+) -> Callable[[Loss, Batch], nn.Module]:
     return lambda module, batch: captured_forward(
-        module, "dynamic", DynamicScaling(forward, backward)
+        module, "dynamic", DynamicScaling(forward, backward, exclude)
     )[0]
 
 
@@ -184,6 +187,9 @@ def _real_fp8(module: Loss, batch: Batch) -> nn.Module:
 
 
 SR: dict[str, Any] = {"rounding": "stochastic"}
+FP8 = ("E4M3FN", "E5M2")
+# What is usually left out of FP8: attention's two products, and the readout.
+BEYOND_LINEARS = ("*.scaled_dot_product_attention", "*head.linear")
 METHODS = [
     Method("FP32", "none", lambda module, batch: module),
     Method("BF16 autocast", "none", lambda module, batch: module, torch.bfloat16),
@@ -194,6 +200,8 @@ METHODS = [
     Method("E4M3/E5M2", "none", _plain("E4M3FN", "E5M2")),
     Method("E4M3/E5M2", "dynamic", _dynamic("E4M3FN", "E5M2")),
     Method("E4M3/E5M2", "lossless", _lossless("E4M3FN", "E5M2")),
+    Method("E4M3/E5M2, linears in blocks", "dynamic", _dynamic(*FP8, exclude=BEYOND_LINEARS)),
+    Method("E4M3/E5M2, linears in blocks", "lossless", _lossless(*FP8, exclude=BEYOND_LINEARS)),
     Method("E4M3/E5M2", "rules", _rules("E4M3FN", "E5M2"), by_rules="match"),
     Method("E4M3/E5M2", "u-mup", _rules("E4M3FN", "E5M2"), by_rules="u-mup"),
     Method("real FP8 linears", "lossless", _real_fp8),
