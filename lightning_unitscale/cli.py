@@ -23,6 +23,8 @@ from lightning_unitscale.report.command import main as report_command
 
 # What a shell reports for a program that Ctrl-C ended.
 _EXIT_INTERRUPTED = 130
+# How jsonargparse begins where a value has another type altogether.
+_OTHER_TYPE = "Expected a <class"
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -59,6 +61,13 @@ def main(args: Sequence[str] | None = None) -> None:
             UnitScaleCLI(args=None if args is None else list(args))
     except KeyboardInterrupt:  # before or after the training, which has an answer of its own
         raise SystemExit(_EXIT_INTERRUPTED) from None
+
+
+def _complaint(message: str) -> str:
+    """What the types of a union said of a value, but for those that it was not meant for."""
+    _, _, listed = message.partition("\nErrors:\n  - ")
+    reasons = listed.partition("\nGiven value type:")[0].split("\n  - ")
+    return "\n".join(one for one in reasons if one and not one.startswith(_OTHER_TYPE))
 
 
 class UnitScaleCLI(LightningCLI):
@@ -109,6 +118,9 @@ class UnitScaleCLI(LightningCLI):
             cause: BaseException = error
             while cause.__cause__ is not None and "Union subtypes" in str(cause):
                 cause = cause.__cause__
+            # It is the first type's complaint, which may be that it is not of that type at all.
+            if str(cause).startswith(_OTHER_TYPE) and (complaint := _complaint(str(error))):
+                raise ValueError(complaint) from None
             raise cause from None
 
     def fit(self, **kwargs: Any) -> None:

@@ -209,6 +209,22 @@ def test_an_unknown_option_is_named(tiny: list[str], capsys: pytest.CaptureFixtu
     assert "max_stepps" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("option", "expected"),
+    [("schedule=1F2B", r"^schedule='1F2B': expected one of GPipe, 1F1B"),
+     ("num_microbatches=0", r"^num_microbatches=0: expected a whole number")],
+)  # fmt: skip
+def test_a_strategy_that_is_wrong_is_one_clear_error(
+    tiny: list[str], option: str, expected: str
+) -> None:
+    """A strategy may be a name too: what the name's type says of it is of no interest."""
+    given = {"schedule": "GPipe", "num_microbatches": "2", **dict([option.split("=")])}
+    options = [f"--trainer.strategy.init_args.{name}={value}" for name, value in given.items()]
+    with pytest.raises(ValueError, match=expected):
+        strategy = "--trainer.strategy=lightning_unitscale.PipelineStrategy"
+        _fit(BASELINE, *tiny, strategy, *options)
+
+
 def test_without_the_extra_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli, "find_spec", lambda name: None)
     with pytest.raises(SystemExit, match=r"jsonargparse.*pip install 'lightning-unitscale\[cli\]'"):
