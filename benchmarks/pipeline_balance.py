@@ -18,8 +18,6 @@ import argparse
 import functools
 import json
 import os
-import socket
-import subprocess
 import sys
 import time
 import warnings
@@ -39,6 +37,7 @@ from tabulate import tabulate
 from torch import Tensor, nn
 
 from benchmarks.measure import RESULTS, interleaved_medians, machine
+from benchmarks.ranks import run_as_ranks
 from examples.gpt import GPT
 from lightning_unitscale.pipeline import (
     SCHEDULES,
@@ -297,20 +296,6 @@ def _torch_step(case: Case, model: nn.Module, whole: dict[str, Tensor]) -> Calla
     return lambda: schedule.step(target=whole["labels"], losses=[])
 
 
-def launch(arguments: list[str]) -> int:
-    """Start a process for each rank; returns the first exit code that is not 0."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    common = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    command = [sys.executable, str(Path(__file__).resolve()), *arguments]
-    processes = [
-        subprocess.Popen(command, env={**common, "RANK": str(rank), "WORLD_SIZE": str(NUM_RANKS)})
-        for rank in range(NUM_RANKS)
-    ]
-    return next((code for one in processes if (code := one.wait())), 0)
-
-
 def main() -> int:
     """Plan in one process, measure in two, print and write the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -318,7 +303,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=10)
     options = parser.parse_args()
     if "RANK" not in os.environ:
-        return launch(sys.argv[1:])
+        return run_as_ranks(Path(__file__), NUM_RANKS, sys.argv[1:])
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

@@ -15,8 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -31,6 +29,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from benchmarks.measure import RESULTS, interleaved_medians, machine
+from benchmarks.ranks import run_as_ranks
 from lightning_unitscale.pipeline import (
     PipelineRunner,
     SplitPoint,
@@ -117,20 +116,6 @@ def measured(counts: list[int], rounds: int, width: int, depth: int) -> list[dic
     return rows
 
 
-def launch(arguments: list[str]) -> int:
-    """Start a process for each rank; returns the first exit code that is not 0."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    common = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    command = [sys.executable, str(Path(__file__).resolve()), *arguments]
-    processes = [
-        subprocess.Popen(command, env={**common, "RANK": str(rank), "WORLD_SIZE": str(NUM_RANKS)})
-        for rank in range(NUM_RANKS)
-    ]
-    return next((code for one in processes if (code := one.wait())), 0)
-
-
 def main() -> int:
     """Measure on two processes; the first of them prints and writes the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -140,7 +125,7 @@ def main() -> int:
     parser.add_argument("--depth", type=int, default=8)
     options = parser.parse_args()
     if "RANK" not in os.environ:
-        return launch(sys.argv[1:])
+        return run_as_ranks(Path(__file__), NUM_RANKS, sys.argv[1:])
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rows = measured(options.microbatches, options.rounds, options.width, options.depth)
