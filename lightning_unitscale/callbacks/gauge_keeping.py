@@ -112,7 +112,11 @@ class GaugeKeeping:
             forward, backward = joint_rms(drift.forward, drift.backward)
             (outside,) = joint_rms(drift.outside)
             if self._fp8 is not None:
-                self._leave_out(self._fp8, drift.unfit, f"step {self._step_index}")
+                unfit = {one: why for one, why in drift.unfit.items() if self._fp8.runs(one)}
+                if reasons := self._leave_out(self._fp8, joint_reasons(unfit)):
+                    listed = "; ".join(f"{name}, since {why}" for name, why in reasons.items())
+                    self.events.append(f"Out of FP8 from step {self._step_index} on: {listed}")
+                    rank_zero_info(f"UnitScaleCallback: {self.events[-1]}")
             if self._recalibrate != "auto" or outside:
                 self._take_gauge(forward, backward, f"step {self._step_index}", outside)
         if self._holding is not None and self._looks.at(self._step_index):
@@ -171,8 +175,7 @@ class GaugeKeeping:
             if self._holding is not None:
                 self._holding.load_state_dict(state.get("held", {}))
             if self._fp8 is not None:
-                self._fp8.leave_out(state.get("fp8_unfit", {}))
-                self._rewrite_anew()
+                self._leave_out(self._fp8, state.get("fp8_unfit", {}))
 
     def _calibrate(self, trainer: pl.Trainer, batch: Any, batch_idx: int) -> None:
         assert self._steps is not None
@@ -250,23 +253,18 @@ class GaugeKeeping:
     def _joint_results(self, calibrator: Calibrator) -> tuple[Measured, Measured]:
         forward, backward = joint_rms(*calibrator.results())
         if self._fp8 is not None and isinstance(calibrator, RangeCalibrator):
-            self._leave_out(self._fp8, calibrator.unfit())
+            self._leave_out(self._fp8, joint_reasons(calibrator.unfit()))
         return forward, backward
 
-    def _leave_out(self, fp8: FP8Linears, unfit: Mapping[str, str], when: str = "") -> None:
-        """Keep products out of FP8 that no longer fit; what has them in it is rewritten anew."""
-        if when:
-            unfit = {name: why for name, why in unfit.items() if fp8.runs(name)}
-        reasons = joint_reasons(unfit)
-        if not fp8.leave_out(reasons):
-            return
-        self._rewrite_anew()
-        if when:
-            listed = "; ".join(f"{name}, since {why}" for name, why in reasons.items())
-            self.events.append(f"Out of FP8 from {when} on: {listed}")
-            rank_zero_info(f"UnitScaleCallback: {self.events[-1]}")
+    def _leave_out(self, fp8: FP8Linears, reasons: Mapping[str, str]) -> Mapping[str, str]:
+        """Keep products out of FP8; what was rewritten with them in it is rewritten anew.
 
-    def _rewrite_anew(self) -> None:
+        Returns:
+            The reasons, if one of the products was in FP8 before.
+        """
+        if not fp8.leave_out(reasons):
+            return {}
         if self._steps is not None:
             for step in self._steps.steps.values():
                 step.rewrite_anew()
+        return reasons

@@ -15,6 +15,29 @@ from lightning_unitscale.remat.report import RematReport
 from lightning_unitscale.remat.resident import gradient_bytes, module_bytes
 
 
+class Granted:
+    """The most bytes that the graphs of a run were granted of a fraction.
+
+    Of a fraction a smaller last batch would have fewer bytes than its parameters leave: it gets
+    those that an earlier graph was granted, which the run takes anyway.
+    """
+
+    def __init__(self) -> None:
+        self._bytes = 0
+
+    def limit(self, own: int, floor: Callable[[], int]) -> int:
+        """The limit of a graph; noted for later ones.
+
+        Args:
+            own: The fraction of the graph's own peak.
+            floor: The least bytes that a plan of it needs; asked for where it matters.
+        """
+        if own < self._bytes and own < floor():
+            return self._bytes
+        self._bytes = max(self._bytes, own)
+        return own
+
+
 class StepPartitioner(RematPartitioner):
     """Plans every graph of a module's steps and keeps the reports.
 
@@ -40,7 +63,7 @@ class StepPartitioner(RematPartitioner):
         self.reports: list[RematReport] = []
         self._module = module
         self._around = around
-        self._largest_limit = 0
+        self._granted = Granted()
         self.begin_step()
 
     def begin_step(self) -> None:
@@ -60,16 +83,12 @@ class StepPartitioner(RematPartitioner):
         return "\n\n".join(f"graph {i}\n{one.table()}" for i, one in enumerate(self.reports))
 
     def choose(self, planner: Planner) -> RematPlan:
-        """The plan of one graph.
-
-        Of a fraction a smaller last batch would have fewer bytes than its parameters leave: it gets
-        those that an earlier graph was granted, which the run takes anyway.
-        """
+        """The plan of one graph."""
         if isinstance(self.budget, float):
-            limit = int(self.budget * planner.default.peak_bytes)
-            if limit < self._largest_limit and limit < planner.floor.peak_bytes:
-                return planner.plan(self._largest_limit)
-            self._largest_limit = max(self._largest_limit, limit)
+            own = int(self.budget * planner.default.peak_bytes)
+            limit = self._granted.limit(own, lambda: planner.floor.peak_bytes)
+            if limit != own:
+                return planner.plan(limit)
         return super().choose(planner)
 
     def _resident(self, static_bytes: int) -> tuple[int, int]:

@@ -14,7 +14,7 @@ from torch import nn
 from lightning_unitscale.pipeline.microbatches import split_evenly
 from lightning_unitscale.pipeline.runner import PipelineRunner
 from lightning_unitscale.pipeline.step_program import static_shapes
-from lightning_unitscale.remat.step_partitioner import StepPartitioner
+from lightning_unitscale.remat.step_partitioner import Granted, StepPartitioner
 from lightning_unitscale.strategies.pipelined_method import (
     PipelinedMethod,
     Pipelining,
@@ -37,7 +37,7 @@ class PipelinedStep(PipelinedMethod):
     def __init__(self, module: nn.Module, how: Pipelining) -> None:
         super().__init__(module, _NAME, how, defer=("log", "log_dict"))
         self._remat: dict[int, dict[int, RematStage]] = {}
-        self._granted: dict[int, int] = {}
+        self._granted: dict[int, Granted] = {}
 
     def attach(self) -> None:
         """Capture the module's step from now on."""

@@ -32,7 +32,7 @@ from lightning_unitscale.remat.resident import (
     optimizer_state_bytes,
     storage_bytes,
 )
-from lightning_unitscale.remat.step_partitioner import StepPartitioner
+from lightning_unitscale.remat.step_partitioner import Granted, StepPartitioner
 
 _NUM_PLANS = 40
 
@@ -72,7 +72,7 @@ class StagePartitioner(RematPartitioner):
         resident_bytes: Bytes alive throughout beside the stage's parameters.
         sent_bytes: What the engine keeps of each microbatch until its backward pass.
         reports: Gets the report.
-        granted: What the graphs before this one were granted of a fraction, by stage.
+        granted: What the graphs before this one were granted of a fraction.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class StagePartitioner(RematPartitioner):
         resident_bytes: int,
         sent_bytes: int,
         reports: list[RematReport],
-        granted: dict[int, int],
+        granted: Granted,
     ) -> None:
         super().__init__(budget, resident=lambda static: (resident_bytes, 0))
         self._stage = stage
@@ -113,11 +113,7 @@ class StagePartitioner(RematPartitioner):
         plans = [planner.default, *planner.front(_NUM_PLANS)]
         least = min(map(self.peak_bytes, plans))
         if isinstance(self.budget, float):
-            limit = int(self.budget * default)
-            # A smaller last batch may have what the stage was granted for the others.
-            if limit < least:
-                limit = max(limit, self._granted.get(self._stage, 0))
-            self._granted[self._stage] = max(limit, self._granted.get(self._stage, 0))
+            limit = self._granted.limit(int(self.budget * default), lambda: least)
         else:
             limit = int(self.budget)
         fitting = [one for one in plans if self.peak_bytes(one) <= limit]
@@ -138,7 +134,7 @@ def remat_stages(
     partitioner: StepPartitioner,
     module: nn.Module,
     elsewhere: Sequence[str],
-    granted: dict[int, int],
+    granted: dict[int, Granted],
 ) -> dict[int, RematStage]:
     """What runs in the place of a rank's stages; every rank calls it.
 
@@ -169,7 +165,7 @@ def remat_stages(
             + runner.num_microbatches * (_num_bytes(info.received) + info.sent_bytes),
             sent_bytes=info.sent_bytes,
             reports=partitioner.reports,
-            granted=granted,
+            granted=granted.setdefault(index, Granted()),
         )
         inputs = [microbatch[place] for place in info.inputs]
         try:

@@ -47,8 +47,8 @@ class Drift:
 
 @dataclass(frozen=True)
 class _Call:
-    forward: tuple[tuple[str, int], ...]
-    backward: tuple[tuple[str, int], ...]
+    # Names of what the rows of each direction are of, with the exponents of their units.
+    units: Mapping[Direction, tuple[tuple[str, int], ...]]
     record: CallRecord
 
 
@@ -79,7 +79,7 @@ class DriftProbes:
             units = tuple((str(e.forward_name), e.forward_unit.exponent(gauge)) for e, _ in forward)
             arriving = (str(edit.backward_name) for edit, _ in backward)
             gammas = tuple((name, gauge.pair(name).log2_gamma) for name in arriving)
-            self._calls.append(_Call(units, gammas, record))
+            self._calls.append(_Call({"forward": units, "backward": gammas}, record))
 
         width = 3 if self._measures_range else 1
         recorder = CallRecorder(graph, count, width, on_record)
@@ -117,11 +117,7 @@ class DriftProbes:
         shares: list[tuple[Direction, str, float, float]] = []
         for call in calls:
             count = len(call.record.forward)
-            pairs: tuple[tuple[Direction, tuple[tuple[str, int], ...]], ...] = (
-                ("forward", call.forward),
-                ("backward", call.backward),
-            )
-            for direction, units in pairs:
+            for direction, units in call.units.items():
                 measured = list(itertools.islice(left, count))
                 for (name, exponent), (rms, *lost) in zip(units, measured, strict=False):
                     if not math.isfinite(rms) or rms <= 0.0:

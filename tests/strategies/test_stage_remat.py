@@ -15,6 +15,7 @@ from lightning_unitscale.pipeline.schedules import find_schedule
 from lightning_unitscale.pipeline.stage import StageModule
 from lightning_unitscale.remat.budget import Budget
 from lightning_unitscale.remat.report import RematReport
+from lightning_unitscale.remat.step_partitioner import Granted
 from lightning_unitscale.strategies.stage_remat import (
     RematStage,
     StagePartitioner,
@@ -37,7 +38,7 @@ def _stage() -> StageModule:
 
 
 def _planned(
-    stage: StageModule, budget: Budget, in_flight: int, granted: dict[int, int] | None = None
+    stage: StageModule, budget: Budget, in_flight: int, granted: Granted | None = None
 ) -> tuple[RematStage, RematReport]:
     reports: list[RematReport] = []
     partitioner = StagePartitioner(
@@ -47,7 +48,7 @@ def _planned(
         resident_bytes=0,
         sent_bytes=0,
         reports=reports,
-        granted={} if granted is None else granted,
+        granted=Granted() if granted is None else granted,
     )
     made = RematStage(stage, [], partitioner, torch.device("cpu"))
     (report,) = reports
@@ -118,7 +119,8 @@ def test_a_budget_below_the_floor_names_it() -> None:
 
 
 def test_a_smaller_batch_has_what_the_others_were_granted() -> None:
-    granted = {1: 10**9}
+    granted = Granted()
+    assert granted.limit(10**9, lambda: 0) == 10**9
     _, report = _planned(_stage(), 0.01, NUM_MICROBATCHES, granted)
     assert report.peak_bytes < 10**9
     with pytest.raises(ValueError, match="no plan of it needs so little"):
