@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -38,18 +39,22 @@ def logdir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def server(logdir: Path) -> Iterator[str]:
-    yield from serve(logdir)
+    with serving(logdir) as url:
+        yield url
 
 
-def serve(logdir: Path) -> Iterator[str]:
+@contextmanager
+def serving(logdir: Path) -> Iterator[str]:
     """TensorBoard's own application on a log folder, with the plugin."""
     server = make_server("127.0.0.1", 0, wsgi_app(logdir), threaded=True)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
-    yield f"http://127.0.0.1:{server.port}"
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    try:
+        yield f"http://127.0.0.1:{server.port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
 
 
 class Page:
@@ -57,6 +62,19 @@ class Page:
 
     def __init__(self, browser: Browser) -> None:
         self.browser = browser
+
+    @contextmanager
+    def served(self, logdir: Path) -> Iterator[str]:
+        """A server for this page alone.
+
+        The page is closed before its server: one that still asks for data would see the
+        connection reset, and rightly complain.
+        """
+        with serving(logdir) as url:
+            try:
+                yield url
+            finally:
+                self.browser("leave")
 
     def open(self, url: str, **options: object) -> None:
         self.browser("open", url=url, **options)

@@ -28,7 +28,7 @@ let requests;
 const actions = {
   /** Opens a page of its own; what goes wrong on it is collected. */
   async open({ url, scheme, host }) {
-    if (page) await page.close();
+    await leave();
     page = await context.newPage();
     troubles = [];
     requests = [];
@@ -47,6 +47,7 @@ const actions = {
     }
     await page.goto(url);
   },
+  leave,
   wait: ({ script }) => wait(script),
   evaluate: ({ script }) => page.evaluate(script),
   press: ({ key }) => page.keyboard.press(key),
@@ -60,6 +61,12 @@ const actions = {
   resize: ({ width, height }) => page.setViewportSize({ width, height }),
   report: () => ({ troubles, requests }),
 };
+
+/** Closes the page; what went wrong on it stays in the report. */
+async function leave() {
+  if (page) await page.close();
+  page = undefined;
+}
 
 // Playwright's own way evaluates a string on the page, which a report's content policy forbids.
 async function wait(script) {

@@ -5,7 +5,6 @@ from lightning.pytorch.loggers import TensorBoardLogger
 
 from lightning_unitscale import ScaleMonitor
 from lightning_unitscale.report import write_report
-from tests.browser.conftest import serve
 from tests.browser.test_dashboard import FRAME, rgb, show
 from tests.callbacks.injected import FAULT_STEP, nan_bias, overflow, train
 
@@ -42,7 +41,7 @@ def runs(tmp_path_factory):
 )
 def test_an_alert_leads_to_the_tensor_and_the_step(page, runs, run, tensor, kind, text):
     folder, monitors = runs
-    for url in serve(folder):
+    with page.served(folder) as url:
         page.open(url + FRAME)
         show(page, run=run, filter="")
         (title,) = page.texts(".alerts summary")
@@ -69,7 +68,7 @@ def flag_color(page, row, column):
 
 def test_cells_with_alerts_have_a_flag(page, runs):
     folder, monitors = runs
-    for url in serve(folder):
+    with page.served(folder) as url:
         page.open(url + FRAME)
         show(page, run="overflow")
         page.settle("app.panels[0].data.alerts.length > 0")
@@ -90,7 +89,7 @@ def test_an_alert_of_a_gradient_turns_the_page(page, runs):
     folder, monitors = runs
     wanted = next(one for one in monitors["flushed"].alerts if one.direction == "backward")
     place = monitors["flushed"].alerts.index(wanted)
-    for url in serve(folder):
+    with page.served(folder) as url:
         page.open(url + FRAME)
         show(page, run="flushed", direction="forward")
         page.browser("tap", selector=".alerts summary")

@@ -8,7 +8,7 @@ import pytest
 from lightning_unitscale.exponents import fraction_from_counts
 from lightning_unitscale.report import write_report
 from lightning_unitscale.report.figure import BAD, STOPS, ZERO
-from tests.browser.conftest import STEPS, serve
+from tests.browser.conftest import STEPS
 from tests.tensorboard.runs import NAMES, snapshot, unit_scaled, with_nan, write
 from tests.tensorboard.test_plugin import STATIC
 
@@ -247,7 +247,7 @@ def test_a_tooltip_reads_the_cell_out(dashboard):
 def test_the_first_nan_is_named_and_coloured(page, tmp_path, direction, first):
     later = with_nan(snapshot(20), 0, 4)
     write(tmp_path / "run", [snapshot(0), with_nan(snapshot(10), 1, 3), later])
-    for url in serve(tmp_path):
+    with page.served(tmp_path) as url:
         page.open(url + FRAME)
         show(page, direction=direction)
         assert page.texts(".notice") == [f"NaN or inf since step 10: {NAMES[first]}"]
@@ -286,7 +286,7 @@ def test_dark_theme_of_tensorboard(page, server, browser):
 
 
 def test_an_empty_folder_says_what_to_do(page, tmp_path):
-    for url in serve(tmp_path):
+    with page.served(tmp_path) as url:
         page.open(url + FRAME)
         assert page.texts(".message h2") == ["No scales yet."]
         assert "ScaleMonitor(" in page.texts(".message pre")[0]
