@@ -7,6 +7,7 @@ simulated, so that any machine gives the numbers. What differs is what the produ
 - "dynamic": as torchao's tensorwise float8 training scales them, each tensor by the format's
   maximum over its own largest magnitude at every use;
 - "lossless": in units of powers of two measured once, on the first batch, and never updated;
+  "followed": measured again at the steps at which ``recalibrate="auto"`` looks;
 - "rules": the model unit-scaled by rules, with learning rates that keep its relative updates, which
   is another model whose best rate is elsewhere; "u-mup": at the rate of ``configs/gpt_u_mup.yaml``;
 - "real FP8": linear layers through FP8 products, as a GPU runs them, and other products in FP32.
@@ -42,6 +43,7 @@ from benchmarks.demo_step import VOCABULARY
 from benchmarks.measure import RESULTS, machine
 from examples.gpt import GPT
 from examples.text import TextDataModule
+from lightning_unitscale.callbacks.recalibration import Looks
 from lightning_unitscale.formats import NumberFormat, get_format
 from lightning_unitscale.graph.passes import GraphPass, Region, Stage, StepGraph
 from lightning_unitscale.graph.patterns import NamePatterns
@@ -54,6 +56,8 @@ from lightning_unitscale.transforms import (
     unit_scale,
 )
 from lightning_unitscale.transforms.attach import captured_forward
+from lightning_unitscale.transforms.lossless import LosslessUnitScale
+from lightning_unitscale.transforms.lossless_unit_scale import calibrate
 from lightning_unitscale.transforms.parameter_info import ParameterInfo
 from lightning_unitscale.transforms.rules.rewrite import RuleRewrite
 from lightning_unitscale.transforms.scaled_step import scale_learning_rates
@@ -62,14 +66,9 @@ from lightning_unitscale.transforms.simulate_format import find_sites, insert_at
 Batch = tuple[Tensor, Tensor]
 PLOTS = Path(__file__).parents[1] / "docs" / "images"
 
-# configs/gpt_unit_scaled.yaml
-LEARNING_RATE, WEIGHT_DECAY, BETAS = 3e-3, 0.1, (0.9, 0.95)
-# Rate and weight decay by how rates follow the rules; the last as configs/gpt_u_mup.yaml has them.
-RATES = {
-    None: (LEARNING_RATE, WEIGHT_DECAY),
-    "match": (LEARNING_RATE, WEIGHT_DECAY),
-    "u-mup": (2.0, 1.2e-4),
-}
+# configs/gpt_unit_scaled.yaml, and rate and weight decay of configs/gpt_u_mup.yaml.
+WEIGHT_DECAY, BETAS = 0.1, (0.9, 0.95)
+U_MUP = (2.0, 1.2e-4)
 WARMUP, CLIP, CONTEXT = 30, 1.0, 128
 
 
@@ -154,6 +153,7 @@ class Method:
     make: Callable[[Loss, Batch], nn.Module]
     dtype: torch.dtype = torch.float32
     by_rules: Literal["match", "u-mup"] | None = None
+    follows: bool = False
 
     @property
     def name(self) -> str:
@@ -208,18 +208,29 @@ METHODS = [
     Method("E4M3/E4M3", "lossless", _lossless("E4M3FN", "E4M3FN")),
     Method("E3M2", "dynamic", _dynamic("E3M2FN", "E3M2FN")),
     Method("E3M2", "lossless", _lossless("E3M2FN", "E3M2FN")),
+    Method("E3M2", "lossless, followed", _lossless("E3M2FN", "E3M2FN"), follows=True),
     Method("E3M2 stochastic", "lossless", _lossless("E3M2FN", "E3M2FN", **SR)),
     Method("E2M3 stochastic", "lossless", _lossless("E2M3FN", "E2M3FN", **SR)),
     Method("E2M1 stochastic", "lossless", _lossless("E2M1FN", "E2M1FN", **SR)),
 ]
 
 
-def train(method: Method, seed: int, args: argparse.Namespace) -> tuple[float, list[float]]:
-    """Train once.
+@dataclass(frozen=True)
+class Outcome:
+    """Of one training.
 
-    Returns:
-        The final validation loss, and the training loss of every step.
+    Attributes:
+        validation: Final validation loss, computed as the training was.
+        checkpoint: That of the same weights in FP32: of the checkpoint that the training leaves.
+        losses: Training loss of every step.
     """
+
+    validation: float
+    checkpoint: float | None
+    losses: list[float]
+
+
+def train(method: Method, seed: int, args: argparse.Namespace) -> Outcome:
     torch.manual_seed(seed)
     plain = Loss()
     data = TextDataModule(
@@ -232,8 +243,9 @@ def train(method: Method, seed: int, args: argparse.Namespace) -> tuple[float, l
     if args.executor != "eager" and (steps := steps_of(module)) is not None:
         steps.use_executor(args.executor)
     elif args.executor != "eager":
-        module = torch.compile(module, backend=args.executor)
-    optimizer, schedule = optimizer_of(module, args.steps, *RATES[method.by_rules])
+        module.compile(backend=args.executor)
+    rates = U_MUP if method.by_rules == "u-mup" else (args.learning_rate, WEIGHT_DECAY)
+    optimizer, schedule = optimizer_of(module, args.steps, *rates)
     clip = CLIP
     if method.by_rules is not None:
         with torch.random.fork_rng():
@@ -243,7 +255,10 @@ def train(method: Method, seed: int, args: argparse.Namespace) -> tuple[float, l
         clip *= math.sqrt(sum(one.numel() for one in module.parameters()))
     losses = []
     batch = first
-    for _ in range(args.steps):
+    looks = Looks("auto" if method.follows else None)
+    for step in range(args.steps):
+        if looks.at(step):
+            take_new_units(module, batch)
         with torch.autocast("cpu", method.dtype, enabled=method.dtype is not torch.float32):
             loss = module(*batch)
         loss.backward()
@@ -253,12 +268,27 @@ def train(method: Method, seed: int, args: argparse.Namespace) -> tuple[float, l
         schedule.step()
         losses.append(float(loss.detach()))
         batch = next(batches)
-    with (
-        torch.no_grad(),
-        torch.autocast("cpu", method.dtype, enabled=method.dtype is not torch.float32),
-    ):
-        evaluated = [float(module(*one)) for one in data.val_dataloader()]
-    return statistics.fmean(evaluated), losses
+    validation = list(data.val_dataloader())
+    with torch.autocast("cpu", method.dtype, enabled=method.dtype is not torch.float32):
+        evaluated = evaluate(module, validation)
+    checkpoint = None
+    if method.by_rules is None:  # by rules, the module as written is another function
+        plain.load_state_dict(module.state_dict())
+        checkpoint = evaluate(plain, validation)
+    return Outcome(evaluated, checkpoint, losses)
+
+
+@torch.no_grad()
+def evaluate(module: nn.Module, batches: list[Batch]) -> float:
+    return statistics.fmean(float(module(*one)) for one in batches)
+
+
+def take_new_units(module: nn.Module, batch: Batch) -> None:
+    """Measure a lossless module again, as the callback does when an operand left [1/4, 4]."""
+    steps = steps_of(module)
+    assert steps is not None
+    (rewrite,) = (one for one in steps.passes if isinstance(one, LosslessUnitScale))
+    calibrate(steps.steps["forward"], rewrite, batch, {})
 
 
 _texts: list[Any] = []
@@ -277,9 +307,7 @@ def endless_batches(data: TextDataModule) -> Iterator[Batch]:
         yield from data.train_dataloader()
 
 
-def optimizer_of(
-    module: nn.Module, steps: int, rate: float = LEARNING_RATE, decay: float = WEIGHT_DECAY
-) -> tuple[Any, Any]:
+def optimizer_of(module: nn.Module, steps: int, rate: float, decay: float) -> tuple[Any, Any]:
     """What ``GPT.configure_optimizers`` makes for a run of this length."""
     matrices = [one for one in module.parameters() if one.ndim >= 2]
     vectors = [one for one in module.parameters() if one.ndim < 2]
@@ -306,7 +334,10 @@ def _parameter_infos(module: nn.Module) -> dict[Tensor, ParameterInfo]:
     return {one: known[fqn].info for fqn, one in module.named_parameters() if fqn in known}
 
 
-def table(results: dict[str, dict[int, float]]) -> list[dict[str, Any]]:
+Losses = dict[str, dict[int, float]]
+
+
+def table(results: Losses, checkpoints: Losses) -> list[dict[str, Any]]:
     """One row per method: mean, spread over the seeds, and the mean of the ratios to FP32."""
     reference = results[METHODS[0].name]
     rows = []
@@ -315,6 +346,8 @@ def table(results: dict[str, dict[int, float]]) -> list[dict[str, Any]]:
         if not losses:
             continue
         ratios = [losses[seed] / reference[seed] for seed in losses]
+        found = checkpoints.get(method.name, {})
+        exact = [loss / reference[seed] for seed, loss in found.items()]
         rows.append(
             {
                 "products in": method.products,
@@ -323,6 +356,9 @@ def table(results: dict[str, dict[int, float]]) -> list[dict[str, Any]]:
                 "spread": round(max(losses.values()) - min(losses.values()), 4),
                 "to FP32": f"{100 * (statistics.fmean(ratios) - 1):+.2f} %",
                 "worst seed": f"{100 * (max(ratios) - 1):+.2f} %",
+                "its checkpoint in FP32": f"{100 * (statistics.fmean(exact) - 1):+.2f} %"
+                if exact
+                else "",
             }
         )
     return rows
@@ -335,7 +371,8 @@ def plot(curves: dict[str, list[float]], setting: str, path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    shown = {"none": "--", "dynamic": ":", "lossless": "-", "rules": "-.", "u-mup": "-."}
+    shown: dict[str, Any] = {"none": "--", "dynamic": ":", "lossless": "-"}
+    shown |= {"lossless, followed": (0, (5, 1)), "rules": "-.", "u-mup": "-."}
     colours: dict[str, Any] = {}
     figure, axes = plt.subplots(figsize=(7.5, 4.5), constrained_layout=True)
     for method in METHODS:
@@ -346,7 +383,8 @@ def plot(curves: dict[str, list[float]], setting: str, path: Path) -> None:
         smooth = losses.unfold(0, width, 1).mean(1)
         colour = colours.setdefault(method.products, f"C{len(colours)}")
         steps = range(width, width + len(smooth))
-        axes.plot(steps, smooth, shown[method.scaling], color=colour, label=method.name, lw=1.3)
+        style = shown[method.scaling]
+        axes.plot(steps, smooth, ls=style, color=colour, label=method.name, lw=1.3)
     axes.set_xlabel("step")
     axes.set_ylabel("training loss, nats per byte")
     axes.set_title(setting, fontsize=9)
@@ -360,6 +398,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--seeds", type=int, default=3, help="how many, starting from 1")
     parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--val-samples", type=int, default=512)
     parser.add_argument("--executor", choices=["eager", "aot_eager", "inductor"], default="eager")
@@ -373,18 +412,23 @@ def main() -> None:
     args = parser.parse_args()
 
     setting = {
-        key: getattr(args, key) for key in ("steps", "batch_size", "val_samples", "executor")
+        key: getattr(args, key)
+        for key in ("steps", "learning_rate", "batch_size", "val_samples", "executor")
     }
     path = RESULTS / f"{args.name}.json"
-    results: dict[str, dict[int, float]] = {}
+    results: Losses = {}
+    checkpoints: Losses = {}
     curves: dict[str, list[float]] = {}
     if args.resume and path.exists():
         stored = json.loads(path.read_text())
         if stored["setting"] == setting:
-            results = {
-                name: {int(seed): loss for seed, loss in losses.items()}
-                for name, losses in stored["losses"].items()
-            }
+            results, checkpoints = (
+                {
+                    name: {int(seed): loss for seed, loss in losses.items()}
+                    for name, losses in stored[key].items()
+                }
+                for key in ("losses", "checkpoints")
+            )
             curves = stored["curves"]
     for seed in range(1, args.seeds + 1):
         for method in METHODS:
@@ -392,19 +436,27 @@ def main() -> None:
             if not wanted or seed in results.get(method.name, {}):
                 continue
             start = time.perf_counter()
-            loss, losses = train(method, seed, args)
-            results.setdefault(method.name, {})[seed] = loss
+            outcome = train(method, seed, args)
+            results.setdefault(method.name, {})[seed] = outcome.validation
+            if outcome.checkpoint is not None:
+                checkpoints.setdefault(method.name, {})[seed] = outcome.checkpoint
             if seed == 1:
-                curves[method.name] = [round(one, 4) for one in losses]
+                curves[method.name] = [round(one, 4) for one in outcome.losses]
             seconds = time.perf_counter() - start
-            print(f"seed {seed}  {method.name:32} {loss:.4f}  ({seconds:.0f} s)", flush=True)
+            print(
+                f"seed {seed}  {method.name:32} {outcome.validation:.4f}  ({seconds:.0f} s)",
+                flush=True,
+            )
             torch._dynamo.reset()
             RESULTS.mkdir(exist_ok=True)
-            rows = table(results)
-            content = {"setting": setting, "machine": machine(), "rows": rows, "losses": results}
-            path.write_text(json.dumps({**content, "curves": curves}, indent=1) + "\n")
+            content = {"setting": setting, "machine": machine()}
+            content |= {"rows": table(results, checkpoints), "losses": results}
+            content |= {"checkpoints": checkpoints, "curves": curves}
+            path.write_text(json.dumps(content, indent=1) + "\n")
     title = f"{args.steps} steps of {args.batch_size} windows of the standard library's source"
-    print(f"\n{title}, {args.seeds} seed(s)\n{tabulate(table(results), headers='keys')}")
+    print(
+        f"\n{title}, {args.seeds} seed(s)\n{tabulate(table(results, checkpoints), headers='keys')}"
+    )
     plot(curves, f"{title}, seed 1", PLOTS / f"{args.name}.png")
 
 

@@ -1,8 +1,10 @@
 """How equal the ranks of a balanced pipeline are, and what that is worth.
 
-Planned: the cost of the slowest rank over the mean of all, by the profiler's estimates, for
-balanced cuts and for equal numbers of layers. No cut can be better than what one operation costs:
-that bound stands beside it.
+Planned, by the profiler's estimates and without running anything: what the slowest rank computes
+over the mean of all, for balanced cuts and for equal numbers of layers. Beside it stand what the
+largest operation allows, and the most equal of all cuts, found by exact search. Balanced cuts are
+those of the shortest step, so the simulated steps are there too, under 1F1B with twice as many
+microbatches as ranks, each over that of equal ranks that send nothing.
 
 Measured, on two processes of one thread, cut so and between equal numbers of layers: seconds of a
 step under 1F1B, and the seconds that each process computes in it. For the demo's GPT also what
@@ -10,6 +12,7 @@ step under 1F1B, and the seconds that each process computes in it. For the demo'
 
     python benchmarks/pipeline_balance.py
     python benchmarks/pipeline_balance.py --models GPT-2 --rounds 3
+    python benchmarks/pipeline_balance.py --planned
 """
 
 from __future__ import annotations
@@ -39,6 +42,7 @@ from torch import Tensor, nn
 from benchmarks.measure import RESULTS, interleaved_medians, machine
 from benchmarks.ranks import run_as_ranks
 from examples.gpt import GPT
+from lightning_unitscale.graph.nodes import MODULE
 from lightning_unitscale.pipeline import (
     SCHEDULES,
     Pipe,
@@ -48,9 +52,8 @@ from lightning_unitscale.pipeline import (
     pipeline,
 )
 from lightning_unitscale.pipeline.explain import PipelinePlan, plan_of
-from lightning_unitscale.pipeline.policy import seconds_of
-from lightning_unitscale.profiler.meta_info_prop import COSTS
-from lightning_unitscale.remat.costs import default_cost_model
+from lightning_unitscale.pipeline.marks import insert_mark
+from lightning_unitscale.pipeline.policy import note_costs
 
 NUM_RANKS, MICROBATCHES = 2, 8
 RESULT = "pipeline_balance.json"
@@ -155,20 +158,8 @@ def _rank_imbalance(plan: PipelinePlan, schedule: str, num_ranks: int) -> float:
     return max(ranks) * num_ranks / sum(ranks)
 
 
-def _largest_share(pipe: Pipe) -> float:
-    """The share of the largest operation in the whole."""
-    model = default_cost_model("cpu")
-    nodes = [
-        sum(seconds_of(node.meta[COSTS], model))
-        for stage in pipe.stages
-        for node in stage.graph.nodes
-        if COSTS in node.meta
-    ]
-    return max(nodes) / sum(nodes)
-
-
 def planned(names: list[str]) -> list[dict[str, Any]]:
-    """Imbalance by the profiler's costs, with one stage per rank and with two in a V."""
+    """Imbalance and steps by the profiler's costs: one stage per rank, and two in a V."""
     rows = []
     for name in names:
         case = MODELS[name]()
@@ -179,28 +170,39 @@ def planned(names: list[str]) -> list[dict[str, Any]]:
                 2 * num_ranks, rank_of=functools.partial(schedule.rank_of, num_ranks=num_ranks)
             )
             double = _capture(case, {"split_policy": policy})
+            # Of all cuts the most equal: as if sending cost next to nothing.
+            policy = balanced_split(num_ranks, bytes_per_second=1e15, num_microbatches=10**6)
+            most_equal = _plan(case, _capture(case, {"split_policy": policy}))
             equal = None
             if len(case.layers) % num_ranks == 0:
-                pipe = _capture(
-                    case, {"split_policy": _marked(equal_layers(case, num_ranks), case)}
-                )
-                equal = _rank_imbalance(_plan(case, pipe), "1F1B", num_ranks)
+                spec = equal_layers(case, num_ranks)
+                equal = _plan(case, _capture(case, {"split_policy": _marked(spec, case)}))
+            plan = _plan(case, single)
             owned = [sum(_size(one) for one in stage.parameters()) for stage in single.stages]
             whole = sum(_size(one) for one in case.module.parameters())
             rows.append(
                 {
                     "model": name,
                     "ranks": num_ranks,
-                    "balanced": _rank_imbalance(_plan(case, single), "1F1B", num_ranks),
+                    "largest operation": plan.least_imbalance,
+                    "most equal": most_equal.imbalance,
+                    "balanced": plan.imbalance,
+                    "equal layers": equal and equal.imbalance,
                     "two stages each, V": _rank_imbalance(
                         _plan(case, double), "ZBVZeroBubble", num_ranks
                     ),
-                    "equal layers": equal,
-                    "at least": max(1.0, _largest_share(single) * num_ranks),
+                    "step, most equal": _step(most_equal),
+                    "step, balanced": _step(plan),
+                    "step, equal layers": equal and _step(equal),
                     "largest part of the parameters": max(owned) / whole,
                 }
             )
     return rows
+
+
+def _step(plan: PipelinePlan) -> float:
+    """The simulated step over that of equal stages that send nothing."""
+    return plan.timeline.seconds / plan.ideal_seconds
 
 
 def _capture(case: Case, cut: dict[str, Any]) -> Pipe:
@@ -212,12 +214,9 @@ def _marked(spec: dict[str, Any], case: Case) -> Any:
 
     So that the profiler, which a policy calls, has seen the graph in the same way.
     """
-    from lightning_unitscale.graph.nodes import MODULE
-    from lightning_unitscale.pipeline.marks import insert_mark
-    from lightning_unitscale.pipeline.policy import possible_cuts
 
     def policy(graph_module: torch.fx.GraphModule) -> torch.fx.GraphModule:
-        possible_cuts(graph_module)  # notes the costs
+        note_costs(graph_module)
         for path in spec:
             node = next(
                 one
@@ -301,29 +300,36 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--planned", action="store_true", help="leave the measured table as it is")
     options = parser.parse_args()
-    if "RANK" not in os.environ:
-        return run_as_ranks(Path(__file__), NUM_RANKS, sys.argv[1:])
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    if options.planned:
+        before = json.loads((RESULTS / RESULT).read_text())
+        _write(planned(options.models), before["measured"], before["machine"])
+        return 0
+    if "RANK" not in os.environ:
+        return run_as_ranks(Path(__file__), NUM_RANKS, sys.argv[1:])
     dist.init_process_group("gloo")
     rows = [row for name in options.models for row in measured(name, options.rounds)]
     if dist.get_rank() == 0:
-        plans = planned(options.models)
-        print(tabulate(plans, headers="keys", floatfmt=".3f"))
-        print(tabulate(rows, headers="keys", floatfmt=".3f"))
-        about = machine()
-        print(", ".join(f"{key} {value}" for key, value in about.items()))
-        RESULTS.mkdir(exist_ok=True)
-        content = {
-            "title": __doc__.splitlines()[0],
-            "machine": about,
-            "planned": plans,
-            "measured": rows,
-        }
-        (RESULTS / RESULT).write_text(json.dumps(content, indent=1) + "\n")
+        _write(planned(options.models), rows, machine())
     dist.destroy_process_group()
     return 0
+
+
+def _write(plans: list[dict[str, Any]], rows: list[dict[str, Any]], about: dict[str, str]) -> None:
+    print(tabulate(plans, headers="keys", floatfmt=".3f"))
+    print(tabulate(rows, headers="keys", floatfmt=".3f"))
+    print(", ".join(f"{key} {value}" for key, value in about.items()))
+    RESULTS.mkdir(exist_ok=True)
+    content = {
+        "title": __doc__.splitlines()[0],
+        "machine": about,
+        "planned": plans,
+        "measured": rows,
+    }
+    (RESULTS / RESULT).write_text(json.dumps(content, indent=1) + "\n")
 
 
 if __name__ == "__main__":

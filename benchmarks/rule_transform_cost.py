@@ -28,7 +28,7 @@ from tabulate import tabulate
 from benchmarks.demo_step import DemoLoss, demo_batch
 from benchmarks.measure import RESULTS, machine
 from lightning_unitscale.graph.steps import ModuleSteps
-from lightning_unitscale.transforms.calibration import restoring
+from lightning_unitscale.transforms.restoring import restoring
 from lightning_unitscale.transforms.rules.decide import Decider
 from lightning_unitscale.transforms.rules.flow import Recorder
 from lightning_unitscale.transforms.rules.plan import RuleOptions, RulePlan, key

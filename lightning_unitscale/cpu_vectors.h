@@ -65,3 +65,36 @@ static inline uint32_t code_at(const float *x, int64_t place) {
     memcpy(&code, x + place, sizeof(code));
     return code & SIGN_OFF;
 }
+
+static inline uint16_t upper_half_at(const float *x, int64_t place) {
+    uint32_t code;
+    memcpy(&code, x + place, sizeof(code));
+    return (uint16_t)(code >> 16);
+}
+
+typedef uint8_t Bytes __attribute__((vector_size(LANES * 4)));
+
+/* How many of n bytes, a multiple of what a vector holds and 4,000 at most, are of this value. */
+#if defined(__AVX512BW__)
+static inline int32_t count_bytes(const uint8_t *bytes, int32_t n, uint8_t value) {
+    const __m512i wanted = _mm512_set1_epi8((char)value);
+    int32_t count = 0;
+    for (int32_t i = 0; i < n; i += (int32_t)sizeof(Bytes)) {
+        const __m512i found = _mm512_loadu_si512(bytes + i);
+        count += __builtin_popcountll(_mm512_cmpeq_epi8_mask(found, wanted));
+    }
+    return count;
+}
+#else
+static inline int32_t count_bytes(const uint8_t *bytes, int32_t n, uint8_t value) {
+    const Bytes wanted = (Bytes){0} + value;
+    Bytes found, equal = {0};
+    int32_t count = 0;
+    for (int32_t i = 0; i < n; i += (int32_t)sizeof(Bytes)) {
+        memcpy(&found, bytes + i, sizeof(found));
+        equal -= (Bytes)(found == wanted);
+    }
+    for (uint32_t k = 0; k < sizeof(Bytes); k++) count += equal[k];
+    return count;
+}
+#endif

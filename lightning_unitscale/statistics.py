@@ -44,7 +44,7 @@ def statistics_row(tensor: Tensor, layout: RowLayout, *, factor: Tensor | None =
     _check(tensor)
     tensor = tensor.detach()
     if tensor.device.type == "cpu":
-        row: Tensor = _OPERATOR(tensor, factor, layout.key)
+        row: Tensor = ROW_OPERATOR(tensor, factor, layout.key)
         return row
     return functional_row(tensor, layout, factor=factor)
 
@@ -188,23 +188,47 @@ _LIBRARY.define(
     "statistics_row(Tensor tensor, Tensor? factor, str layout) -> Tensor",
     tags=(torch.Tag.flexible_layout,),
 )
-_OPERATOR = torch.ops.lightning_unitscale.statistics_row.default
+_LIBRARY.define(
+    "statistics_rows(Tensor[] tensors, str layout) -> Tensor", tags=(torch.Tag.flexible_layout,)
+)
+ROW_OPERATOR = torch.ops.lightning_unitscale.statistics_row.default
+ROWS_OPERATOR = torch.ops.lightning_unitscale.statistics_rows.default
 
 
 @torch.library.impl(_LIBRARY, "statistics_row", "CPU")
 def _cpu_row(tensor: Tensor, factor: Tensor | None, key: str) -> Tensor:
     layout = RowLayout.from_key(key)
-    if tensor.dtype == torch.float64 or tensor.numel() == 0:
+    if _is_special(tensor):
         return functional_row(tensor, layout, factor=factor)
     cuts = layout.fp32_cuts if factor is None else _scaled_cuts(key, float(factor))
     wide = _widen(tensor)
     if len(cuts) <= cpu_kernel.MAX_CUTS and cpu_kernel.is_available():
-        return cpu_kernel.kernel_row(wide, layout, cuts)
+        return cpu_kernel.kernel_rows((wide,), layout, cuts)[0]
     wide = _in_a_row(wide)
     row = cpu_rows.moments_and_counts(wide.detach(), cuts)
     if not layout.histogram:
         return row
     return torch.cat([row, _exponent_counts(wide, layout.sample_size, row.dtype)])
+
+
+@torch.library.impl(_LIBRARY, "statistics_rows", "CPU")
+def _cpu_rows(tensors: Sequence[Tensor], key: str) -> Tensor:
+    """The rows of several tensors, without a factor."""
+    layout = RowLayout.from_key(key)
+    for_kernel = len(layout.fp32_cuts) <= cpu_kernel.MAX_CUTS and cpu_kernel.is_available()
+    if not for_kernel or any(_is_special(one) for one in tensors):
+        return torch.stack([_cpu_row(one, None, key) for one in tensors])
+    return cpu_kernel.kernel_rows([_widen(one) for one in tensors], layout, layout.fp32_cuts)
+
+
+def _is_special(tensor: Tensor) -> bool:
+    return tensor.dtype == torch.float64 or tensor.numel() == 0
+
+
+@torch.library.register_fake("lightning_unitscale::statistics_rows", lib=_LIBRARY)
+def _fake_rows(tensors: Sequence[Tensor], key: str) -> Tensor:
+    shape = (len(tensors), RowLayout.from_key(key).num_columns)
+    return tensors[0].new_empty(shape, dtype=torch.float64)
 
 
 @torch.library.register_fake("lightning_unitscale::statistics_row", lib=_LIBRARY)

@@ -1,13 +1,15 @@
 """The compiled kernel reads tensors where they lie; the reference reads copies."""
 
+import functools
 import platform
+import tempfile
 from pathlib import Path
 
 import pytest
 import torch
 
-from lightning_unitscale import cpu_kernel
-from lightning_unitscale.cpu_kernel import kernel_row, rows_in_memory
+from lightning_unitscale import cpu_kernel, native
+from lightning_unitscale.cpu_kernel import kernel_rows, rows_in_memory
 from lightning_unitscale.formats import NumberFormat
 from lightning_unitscale.row_layout import RowLayout
 from lightning_unitscale.statistics import functional_row
@@ -30,6 +32,10 @@ VIEWS = {
     "overlapping": (X.as_strided((100, 40), (20, 1)), None),
     "one element": (X[0, 0, 0], (1, 1)),
 }
+
+
+def kernel_row(tensor, layout, cuts):
+    return kernel_rows([tensor], layout, cuts)[0]
 
 
 @pytest.mark.parametrize("name", VIEWS)
@@ -68,23 +74,35 @@ def test_a_sample_across_blocks(numel, sample_size):
 
 
 # What the kernel becomes on processors of other kinds: vectors of 16, 32 or 64 bytes.
-TARGETS = {"AVX512": ("-mavx512f",), "AVX2": ("-mavx2", "-mfma"), "DEFAULT": ()}
+TARGETS = {
+    "AVX512": ("-mavx512f", "-mavx512bw"),
+    "AVX512 without bytes": ("-mavx512f",),
+    "AVX2": ("-mavx2", "-mfma"),
+    "DEFAULT": (),
+}
+
+
+@functools.cache
+def kernel_for(target):
+    with tempfile.TemporaryDirectory() as folder:
+        flags = (*cpu_kernel.FLAGS, *TARGETS[target])
+        library = native.compiled(["cc"], cpu_kernel.SOURCE, flags, Path(folder) / "kernel")
+    return cpu_kernel.kernel_of(library)
 
 
 @pytest.fixture(params=TARGETS)
-def target_row(request, monkeypatch, tmp_path_factory):
+def target_row(request, monkeypatch):
     """``kernel_row`` for another processor, if this one can run that."""
-    order = list(TARGETS)
+    order = ["AVX512", "AVX2", "DEFAULT"]
     capability = torch.backends.cpu.get_cpu_capability()
-    if request.param != "DEFAULT" and (
+    wanted = request.param.split()[0]
+    if wanted != "DEFAULT" and (
         platform.machine() not in {"x86_64", "AMD64"}
-        or capability not in TARGETS
-        or order.index(capability) > order.index(request.param)
+        or capability not in order
+        or order.index(capability) > order.index(wanted)
     ):
         pytest.skip(f"a processor of capability {capability}")
-    path = tmp_path_factory.mktemp("kernel") / request.param
-    compiled = cpu_kernel._compiled(["cc"], TARGETS[request.param], Path(path))
-    monkeypatch.setattr(cpu_kernel, "_kernel", lambda: compiled)
+    monkeypatch.setattr(cpu_kernel, "_kernel", lambda: kernel_for(request.param))
     return kernel_row
 
 
@@ -128,4 +146,52 @@ def test_more_cuts_than_one_loop_takes(target_row):
     formats = [NumberFormat(f"E{e}M{m}", e, m) for e in (3, 4, 5) for m in (1, 2, 3, 4)]
     layout = RowLayout(tuple(formats), sample_size=None)
     x = torch.randn(5000) * 2.0 ** torch.randint(-20, 12, (5000,))
+    assert_counts(target_row(x, layout, layout.fp32_cuts), functional_row(x, layout))
+
+
+@needs_kernel
+def test_tensors_together(target_row):
+    generator = torch.Generator().manual_seed(3)
+    whole = torch.randn(2, 300, 3, 128, generator=generator)
+    parts = whole.unbind(2)
+    scaled = [torch.randn(n, generator=generator) * 2.0**-e for n, e in ((70_001, 9), (1, 0))]
+    tensors = [*parts, *scaled, whole.mT, special_values(3000).clamp(-1e9, 1e9)]
+    layout = RowLayout(sample_size=1000)
+    rows = kernel_rows(tensors, layout, layout.fp32_cuts)
+    assert rows.shape == (len(tensors), layout.num_columns)
+    for row, tensor in zip(rows, tensors, strict=True):
+        torch.testing.assert_close(
+            row, target_row(tensor, layout, layout.fp32_cuts), rtol=0, atol=0
+        )
+        # A dense tensor is sampled in the order of memory.
+        in_order = whole if tensor.data_ptr() == whole.data_ptr() and tensor.dim() == 4 else tensor
+        assert_counts(row, functional_row(in_order, layout))
+
+
+@needs_kernel
+def test_exponents_of_all_kinds(target_row):
+    """More different exponents than are looked for one by one, with zeros and no zeros."""
+    for first, last in ((-149, 127), (-126, 127), (-100, -20), (0, 0)):
+        powers = torch.arange(first, last + 1, dtype=torch.float64)
+        x = (1.5 * 2.0 ** powers.repeat(9000 // len(powers) + 1)).float()
+        for tensor in (x, torch.where(torch.arange(len(x)) % 3 == 0, 0.0, x)):
+            for sample_size in (None, 700):
+                layout = RowLayout(sample_size=sample_size)
+                row, expected = (
+                    one(tensor, layout, *cuts)
+                    for one, cuts in ((target_row, [layout.fp32_cuts]), (functional_row, []))
+                )
+                torch.testing.assert_close(row[7:], expected[7:], rtol=0, atol=0)
+                torch.testing.assert_close(row[:4], expected[:4], rtol=0, atol=0)
+
+
+@needs_kernel
+def test_blocks_unlike_the_one_before(target_row):
+    """What the last block had open is no matter of the next one's counts."""
+    generator = torch.Generator().manual_seed(4)
+    scales = 2.0 ** torch.randint(-40, 20, (60, 1), generator=generator)
+    x = (torch.randn(60, 700, generator=generator) * scales).flatten()
+    x[10_000:14_000] = 0.0
+    x[20_000], x[20_001], x[30_000] = torch.nan, torch.inf, 2.0**-25
+    layout = RowLayout(sample_size=None)
     assert_counts(target_row(x, layout, layout.fp32_cuts), functional_row(x, layout))

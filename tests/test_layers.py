@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[1]
 # A file's layer is that of its longest prefix here. A lower layer never imports a higher one.
 LAYERS = {
     "formats.py": 0,
+    "native.py": 0,
     "shadowing.py": 0,
     "alerts.py": 1,
     "cpu_kernel.py": 1,
@@ -80,8 +81,10 @@ TORCH_ADAPTERS = (
     "graph/capture.py",
     "graph/exported.py",
     "graph/kept_whole.py",
+    "graph/lowering.py",
     "graph/partitioned.py",
     "graph/plain_algorithm.py",
+    "graph/plain_numbers.py",
     "pipeline/modes.py",
     "pipeline/runtime.py",
     "pipeline/step_program.py",

@@ -333,6 +333,6 @@ def test_without_a_compiler(monkeypatch, tmp_path):
         tensor = torch.randn(50)
         assert_row(statistics_row(tensor, LAYOUT), functional_row(tensor, LAYOUT), LAYOUT)
         with pytest.raises(RuntimeError, match="no C compiler"):
-            cpu_kernel.kernel_row(tensor, LAYOUT, LAYOUT.fp32_cuts)
+            cpu_kernel.kernel_rows([tensor], LAYOUT, LAYOUT.fp32_cuts)
     finally:
         cpu_kernel._kernel.cache_clear()

@@ -28,6 +28,10 @@ from lightning_unitscale.callbacks.pipelined import (
 from lightning_unitscale.callbacks.ranks import joint_reasons, joint_rms
 from lightning_unitscale.callbacks.recalibration import Looks
 from lightning_unitscale.callbacks.rule_scaling import RuleScaling
+from lightning_unitscale.functional.change_units import (
+    forget_recorded_backward,
+    takes_true_derivatives,
+)
 from lightning_unitscale.graph.steps import ModuleSteps
 from lightning_unitscale.transforms.calibration import Calibrator, Measured
 from lightning_unitscale.transforms.drift import Drift
@@ -78,6 +82,7 @@ class GaugeKeeping:
     def attach(self, steps: ModuleSteps, *, is_new: bool) -> None:
         """Keep the gauge of these steps; what is known of another module's tensors is forgotten."""
         self._steps = steps
+        forget_recorded_backward()
         if is_new:
             self._rewrite.set_gauge(Gauge())
             self.is_calibrated = False
@@ -124,7 +129,17 @@ class GaugeKeeping:
             self._holding.after_step(f"step {self._step_index}", always=always)
 
     def before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Look at the parameters and gradients that an optimizer is about to use."""
+        """Look at the parameters and gradients that an optimizer is about to use.
+
+        Raises:
+            RuntimeError: If second derivatives were taken and parameters are held in units.
+        """
+        if self._holding is not None and self._holding.is_wanted and takes_true_derivatives():
+            raise RuntimeError(
+                "hold_parameters: a step took a backward pass with create_graph=True, and second "
+                "derivatives of parameters in units of their own are not those of the model; "
+                "expected first derivatives only; pass UnitScaleCallback(hold_parameters=False)."
+            )
         if self._holding is not None and self._looks.at(self._step_index):
             self._holding.before_step(optimizer)
 

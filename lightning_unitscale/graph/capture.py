@@ -26,8 +26,10 @@ from torch._dynamo.source import GlobalSource
 from torch._dynamo.utils import graph_break_reasons
 from torch._guards import CompileContext
 
+from lightning_unitscale.graph.lowering import inductor_options
 from lightning_unitscale.graph.partitioned import partitioned_by, run_boxed
 from lightning_unitscale.graph.plain_algorithm import plain_answers
+from lightning_unitscale.graph.plain_numbers import plain_numbers
 
 Executor = Literal["eager", "aot_eager", "inductor"]
 Backend = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
@@ -141,16 +143,15 @@ def capture_settings() -> Iterator[None]:
     """Dynamo's settings under which a step is captured and looked up.
 
     ``optimize_ddp`` would cut the graph at DDP's buckets before the backend sees it, and the same
-    tensor would then have another name with and without DDP. ``use_numpy_random_stream`` keeps
-    NumPy's random numbers (masks of speech models): traced, they would be drawn from torch's.
-    ``allow_rnn`` takes recurrent kernels into the graph as single operations; without it Dynamo
-    gives up on the whole frame that mentions an ``nn.GRU``.
+    tensor would then have another name with and without DDP. ``allow_rnn`` takes recurrent kernels
+    into the graph as single operations; without it Dynamo gives up on the whole frame that mentions
+    an ``nn.GRU``.
     """
     with (
         plain_answers(),
+        plain_numbers(),
         torch._dynamo.config.patch(
             optimize_ddp=False,
-            use_numpy_random_stream=True,
             allow_rnn=True,
             recompile_limit=_RECOMPILE_LIMIT,
             accumulated_recompile_limit=4 * _RECOMPILE_LIMIT,
@@ -258,6 +259,7 @@ def execute_with(
     graph_module: fx.GraphModule,
     inputs: Sequence[Any],
     partition_fn: Any = None,
+    lowering_rewrite: Callable[[fx.Graph], None] | None = None,
 ) -> Callable[..., Any]:
     """Turn a rewritten graph into something that runs.
 
@@ -268,6 +270,7 @@ def execute_with(
         inputs: Example inputs in placeholder order.
         partition_fn: Splits AOTAutograd's joint graph into forward and backward graph; torch's own
             does if it is left out. Inductor takes a ``CustomPartitionerFn``.
+        lowering_rewrite: Rewrites the graphs that Inductor compiles; see ``inductor_options``.
     """
     if executor == "eager":
         _restore_checkpointing(graph_module)
@@ -283,8 +286,10 @@ def execute_with(
     # Imported here: Inductor takes a second to load and most runs never need it.
     from torch._inductor.compile_fx import compile_fx
 
+    patches = None if lowering_rewrite is None else inductor_options(lowering_rewrite)
     with partitioned_by(partition_fn):
-        return cast(Callable[..., Any], compile_fx(graph_module, list(inputs)))
+        run = compile_fx(graph_module, list(inputs), config_patches=patches)
+        return cast(Callable[..., Any], run)
 
 
 def graph_breaks_since(count: int) -> list[str]:

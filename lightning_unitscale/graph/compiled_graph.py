@@ -12,6 +12,7 @@ from torch import fx
 from lightning_unitscale.graph import capture
 from lightning_unitscale.graph.capture import CapturedGraph, Executor
 from lightning_unitscale.graph.expand import expand_composites
+from lightning_unitscale.graph.lowering import REWRITE
 from lightning_unitscale.graph.out_of_place import make_out_of_place
 from lightning_unitscale.graph.passes import Run, Stage, StepGraph, run_passes
 from lightning_unitscale.graph.plain_algorithm import refuse_other_algorithms
@@ -181,6 +182,8 @@ class CompiledGraph:
         inputs = graph.example_inputs(self._example_inputs)
         partition_fn = step.owner.partition_fn
         options = {} if partition_fn is None else {"partition_fn": partition_fn}
+        if REWRITE in graph.notes:
+            options["lowering_rewrite"] = graph.notes[REWRITE]
         run = capture.execute_with(self.executor, graph.graph_module, inputs, **options)
         return Variant(graph, run)
 

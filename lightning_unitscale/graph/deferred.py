@@ -1,8 +1,8 @@
 """Hold back a module's logging calls while its step runs under Dynamo, and make them after it.
 
 Dynamo cannot trace Lightning's ``self.log``: tracing into it is an internal error, skipping it
-breaks the graph in two. A recorder that appends to a list is traced without either; the tensors
-become outputs of the graph.
+breaks the graph in two. A recorder that appends to a list is traced without either; copies of the
+tensors become outputs of the graph: a step may go on to write into what it has logged.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 
 class DeferredCalls:
@@ -65,4 +65,17 @@ class _Recorder:
         self.calls = calls
 
     def record(self, *args: Any, **kwargs: Any) -> None:
-        self.calls.append((self.index, args, kwargs))
+        copied = tuple(_as_it_is(one) for one in args)
+        self.calls.append((self.index, copied, {k: _as_it_is(one) for k, one in kwargs.items()}))
+
+
+def _as_it_is(value: Any) -> Any:
+    """What stays the same when the step goes on; a metric is logged with what it has seen by then.
+
+    A plain function over plain dictionaries, which Dynamo traces without a break.
+    """
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {key: _as_it_is(one) for key, one in value.items()}
+    return value

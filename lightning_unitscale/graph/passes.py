@@ -88,6 +88,14 @@ class Region:
             )
         return self._threaded[node]
 
+    def origin(self, node: fx.Node) -> fx.Node:
+        """The node whose tensor it is: an argument of a checkpoint stands outside of its body."""
+        if self.parent is None or self.call is None or node.op != "placeholder":
+            return node
+        position = self.graph.find_nodes(op="placeholder").index(node)
+        given = self.call.args[1 + position]
+        return self.parent.origin(given) if isinstance(given, fx.Node) else node
+
 
 class StepGraph:
     """A graph under rewrite, with inputs and outputs of its own beside the user's.
@@ -236,8 +244,12 @@ def run_passes(
         )
 
     if any(one.out_of_place for one in due):
-        record("out of place", lambda: make_out_of_place(graph.graph))
+        record("out of place", lambda: _make_out_of_place(graph))
     for one in due:
         record(one.name, lambda one=one: one.run(graph))  # type: ignore[misc]
     graph.finish()
     return records
+
+
+def _make_out_of_place(graph: StepGraph) -> tuple[str, ...]:
+    return tuple(line for one in list(graph.regions()) for line in make_out_of_place(one.graph))

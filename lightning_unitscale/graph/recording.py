@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx
 
-from lightning_unitscale.graph.passes import StepGraph
+from lightning_unitscale.graph.capture import fake_like
+from lightning_unitscale.graph.passes import Region, StepGraph
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,9 @@ class CallRecorder:
         self._dtype = torch.float32 if graph.device.type == "mps" else torch.float64
         self._on_record = on_record
         self._slots: Tensor | None = None
-        self._vector = graph.add_state("slots", self._fresh_slots, self._fresh_slots())
+        slots = self._fresh_slots()
+        self._vector = graph.add_state("slots", self._fresh_slots, slots)
+        self._example = fake_like(graph.graph, slots.detach()[0])
         with graph.graph.inserting_after(self._vector):
             # Unbound once: the backward of one select per row would fill the whole tensor each.
             self._unbound = graph.graph.call_function(torch.unbind, (self._vector,))
@@ -67,12 +70,15 @@ class CallRecorder:
     def slot(self, row: int) -> fx.Node:
         """The slot of a row, to be given to the autograd function that fills it."""
         with self._graph.graph.inserting_after(self._unbound):
-            return self._graph.graph.call_function(operator.getitem, (self._unbound, row))
+            slot = self._graph.graph.call_function(operator.getitem, (self._unbound, row))
+        # A checkpoint that the slot is handed into asks what it is.
+        slot.meta["example_value"] = self._example
+        return slot
 
-    def no_row(self, after: fx.Node) -> fx.Node:
+    def no_row(self, region: Region, after: fx.Node) -> fx.Node:
         """A row of zeros, for what is recorded by other rows."""
-        with self._graph.graph.inserting_after(after):
-            return self._graph.graph.call_function(
+        with region.graph.inserting_after(after):
+            return region.graph.call_function(
                 torch.zeros,
                 (self._shape[1],),
                 {"dtype": self._dtype, "device": self._graph.device},

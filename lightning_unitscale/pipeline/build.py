@@ -21,6 +21,7 @@ from lightning_unitscale.pipeline.marks import is_mark
 from lightning_unitscale.pipeline.modes import Modes, enter, is_switch, leave, with_own_switches
 from lightning_unitscale.pipeline.program import Program, TensorInfo
 from lightning_unitscale.pipeline.stage import Passed, StageInfo, StageModule, make_stage
+from lightning_unitscale.profiler.meta_info_prop import COSTS
 
 
 def build_stages(
@@ -123,6 +124,8 @@ class _Builder:
                 value = self._graph.call_method("permute", (value, back))
             value.meta.update(node.meta)
             value.meta[ELSEWHERE] = True
+            # Its costs are those of the stage that makes it.
+            value.meta.pop(COSTS, None)
             self._new[node] = value
 
     def _send(self, node: fx.Node) -> fx.Node:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tabulate import tabulate
 from torch import Tensor, nn
 
+from lightning_unitscale.graph.nodes import ELSEWHERE, MODULE
 from lightning_unitscale.pipeline.front import pipeline
 from lightning_unitscale.pipeline.pipe import Pipe
-from lightning_unitscale.pipeline.policy import balanced_split, seconds_of
+from lightning_unitscale.pipeline.policy import (
+    balanced_split,
+    device_type_of,
+    seconds_of,
+    sending_rate,
+)
 from lightning_unitscale.pipeline.simulate import Timeline, simulate_1f1b
 from lightning_unitscale.pipeline.stage import StageModule, stage_info
 from lightning_unitscale.profiler.meta_info_prop import COSTS
@@ -29,7 +35,8 @@ class StageCosts:
         parameter_bytes: Parameters that the stage has.
         saved_bytes: What one microbatch keeps for its backward pass.
         peak_saved_bytes: The same for as many microbatches as 1F1B has in flight there.
-        sent_bytes: Sent to the next stage; as many come back as gradients.
+        sent_bytes: Sent to the next stage.
+        returned_bytes: Gradients that come back from it.
     """
 
     first_module: str
@@ -39,6 +46,7 @@ class StageCosts:
     saved_bytes: int
     peak_saved_bytes: int
     sent_bytes: int
+    returned_bytes: int
 
 
 @dataclass(frozen=True)
@@ -48,14 +56,18 @@ class PipelinePlan:
     Attributes:
         pipe: The pipeline.
         stages: Costs of its stages.
-        timeline: One step under 1F1B.
-        imbalance: Seconds of the slowest stage over their mean.
+        timeline: One step under 1F1B. Sending and receiving count on both sides.
+        imbalance: Seconds that the slowest stage computes over their mean.
+        least_imbalance: What the largest operation alone makes of it: no cuts get below.
+        ideal_seconds: The step of equal stages that send nothing.
     """
 
     pipe: Pipe
     stages: tuple[StageCosts, ...]
     timeline: Timeline
     imbalance: float
+    least_imbalance: float
+    ideal_seconds: float
 
     def __str__(self) -> str:
         rows = [
@@ -71,12 +83,14 @@ class PipelinePlan:
             for index, one in enumerate(self.stages)
         ]
         headers = ("stage", "from", "forward ms", "backward ms", "parameters", "saved", "sent")
-        total = 1e3 * self.timeline.seconds
+        total, ideal = 1e3 * self.timeline.seconds, 1e3 * self.ideal_seconds
         return "\n".join(
             [
                 tabulate(rows, headers=headers, floatfmt=".3f"),
                 f"imbalance {self.imbalance:.3f}, bubble {self.timeline.bubble:.3f}, "
                 f"step {total:.3f} ms (estimated)",
+                f"at best: imbalance {self.least_imbalance:.3f} by the largest operation, "
+                f"step {ideal:.3f} ms by equal stages that send nothing",
                 self.timeline.picture(),
             ]
         )
@@ -110,7 +124,7 @@ def explain_pipeline(
         module,
         () if kwargs is not None else args,
         kwargs,
-        split_policy=balanced_split(num_stages),
+        split_policy=balanced_split(num_stages, num_microbatches=num_microbatches),
     )
     return plan_of(pipe, module, num_microbatches)
 
@@ -127,14 +141,43 @@ def plan_of(pipe: Pipe, module: nn.Module, num_microbatches: int | None) -> Pipe
             f"num_microbatches={num_microbatches}: 1F1B keeps {pipe.num_stages} stages busy with "
             f"a microbatch each; expected at least {pipe.num_stages}."
         )
-    device = next((one.device.type for one in module.parameters()), "cpu")
+    device = device_type_of(module)
     model = default_cost_model(device)
     stages = tuple(_costs(stage, model, count) for stage in pipe.stages)
     seconds = [one.forward_seconds + one.backward_seconds for one in stages]
+    mean = sum(seconds) / len(seconds)
+    operations = [
+        sum(seconds_of(node.meta[COSTS], model))
+        for stage in pipe.stages
+        for node in stage.graph.nodes
+        if COSTS in node.meta
+    ]
+    rate = sending_rate(device)
     timeline = simulate_1f1b(
-        [one.forward_seconds for one in stages], [one.backward_seconds for one in stages], count
+        _with_sending(
+            [one.forward_seconds for one in stages], [one.sent_bytes for one in stages], rate
+        ),
+        _with_sending(
+            [one.backward_seconds for one in stages], [one.returned_bytes for one in stages], rate
+        ),
+        count,
     )
-    return PipelinePlan(pipe, stages, timeline, max(seconds) * len(seconds) / sum(seconds))
+    return PipelinePlan(
+        pipe,
+        stages,
+        timeline,
+        imbalance=max(seconds) / mean,
+        least_imbalance=max(1.0, max(operations) / mean),
+        ideal_seconds=mean * (count + len(seconds) - 1),
+    )
+
+
+def _with_sending(seconds: Sequence[float], behind: Sequence[int], rate: float) -> list[float]:
+    """Seconds of the stages' passes, with what goes over the boundary behind each stage."""
+    return [
+        one + (behind[index] + (behind[index - 1] if index else 0)) / rate
+        for index, one in enumerate(seconds)
+    ]
 
 
 def _costs(stage: StageModule, model: CostModel, num_microbatches: int) -> StageCosts:
@@ -143,7 +186,10 @@ def _costs(stage: StageModule, model: CostModel, num_microbatches: int) -> Stage
     directions = [seconds_of(one, model) for one in nodes]
     saved = sum(one.saved_bytes for one in nodes)
     own = {id(one): one for one in stage.parameters()}
-    named = [node.meta.get("module_path", "") for node in stage.graph.nodes if COSTS in node.meta]
+    own_nodes = [
+        one for one in stage.graph.nodes if COSTS in one.meta and ELSEWHERE not in one.meta
+    ]
+    named = [one.meta.get(MODULE, "") for one in own_nodes]
     return StageCosts(
         first_module=next(iter(named), ""),
         forward_seconds=sum(forward for forward, _ in directions),
@@ -152,6 +198,7 @@ def _costs(stage: StageModule, model: CostModel, num_microbatches: int) -> Stage
         saved_bytes=saved,
         peak_saved_bytes=saved * min(num_microbatches, info.num_stages - info.index),
         sent_bytes=info.sent_bytes,
+        returned_bytes=sum(one.tensor.num_bytes for one in info.sent if one.feeds_loss),
     )
 
 

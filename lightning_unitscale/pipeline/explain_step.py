@@ -14,7 +14,7 @@ from lightning_unitscale.pipeline.explain import PipelinePlan, plan_of
 from lightning_unitscale.pipeline.flow import MultiUseParameterConfig
 from lightning_unitscale.pipeline.front import build_pipe, cut_by
 from lightning_unitscale.pipeline.microbatches import split_evenly
-from lightning_unitscale.pipeline.policy import balanced_split
+from lightning_unitscale.pipeline.policy import balanced_split, note_costs
 from lightning_unitscale.pipeline.step_program import (
     example_outputs,
     program_of_step,
@@ -51,8 +51,8 @@ def explain_step(
             be cut so often.
         RuntimeError: If the step is not one graph, or returns no loss.
     """
-    policy = balanced_split(num_stages)
     count = 2 * num_stages if num_microbatches is None else num_microbatches
+    policy = balanced_split(num_stages, num_microbatches=count)
     part = split_evenly(batch, count)[0]
     steps = ModuleSteps(module, (method,), defer=("log", "log_dict"))
     calls: list[tuple[CompiledGraph, tuple[Any, ...], list[Any]]] = []
@@ -76,7 +76,9 @@ def explain_step(
         loss = result["loss"] if isinstance(result, dict) else result
         place = next((place for place, one in enumerate(outputs) if one is loss), None)
         program, _ = program_of_step(graph.base, graph.inputs, module, inputs, place)
-        if not cut_by(program, None, required=False):
+        if cut_by(program, None, required=False):
+            note_costs(program.graph_module)
+        else:
             cut_by(program, policy, required=True)
         pipe = build_pipe(program, module, lambda name: MultiUseParameterConfig.REPLICATE)
         return plan_of(pipe, module, num_microbatches)

@@ -12,6 +12,7 @@ from lightning_unitscale.pipeline.flow import MultiUseParameterConfig
 from lightning_unitscale.pipeline.loss import LossSpec
 from lightning_unitscale.pipeline.marks import SplitPoint, is_mark, marked
 from lightning_unitscale.pipeline.pipe import Pipe
+from lightning_unitscale.pipeline.policy import LOSS
 from lightning_unitscale.pipeline.program import Program, capture_program
 
 SplitPolicy = Callable[[fx.GraphModule], fx.GraphModule]
@@ -85,11 +86,15 @@ def pipeline(
 def cut_by(program: Program, policy: SplitPolicy | None, *, required: bool) -> bool:
     """Put a policy's cuts into the graph; returns whether there were marks before.
 
+    A policy finds the position of the loss among the graph's outputs in ``meta["loss"]`` of the
+    graph module: the backward pass starts there and nowhere else.
+
     Raises:
         ValueError: If there is no cut and one is required, or both marks and a policy.
     """
     graph = program.graph_module.graph
     has_marks = any(map(is_mark, graph.nodes))
+    program.graph_module.meta[LOSS] = program.loss
     if policy is not None:
         if has_marks:
             raise ValueError(

@@ -18,7 +18,7 @@ from lightning_unitscale.graph.out_of_place import memory_roots, mutated_argumen
 from lightning_unitscale.pipeline.cuts import keep_items_with_their_tuples
 from lightning_unitscale.pipeline.marks import insert_mark
 from lightning_unitscale.pipeline.pipe import Pipe
-from lightning_unitscale.pipeline.policy import possible_cuts
+from lightning_unitscale.pipeline.policy import device_type_of, possible_cuts, sending_rate
 from lightning_unitscale.pipeline.search import choose_cuts
 from lightning_unitscale.pipeline.stage import stage_info
 
@@ -163,17 +163,15 @@ class Ownership:
 class FollowingSplit:
     """A split policy: every parameter stays in one of the stages that have it.
 
-    Of the cuts that are possible then, those are taken for which the slowest stage is fastest.
+    Of the cuts that are possible then, those are taken for which a step is shortest.
 
     Attributes:
         num_stages: How many stages.
         stages: Stages of a tensor, by its ``id``; others may be anywhere.
-        bytes_per_second: Rate at which a boundary's tensors are sent.
     """
 
     num_stages: int
     stages: Mapping[int, frozenset[int]]
-    bytes_per_second: float = 2e9
 
     def __call__(self, graph_module: fx.GraphModule) -> fx.GraphModule:
         """Put the cuts into the graph.
@@ -190,7 +188,8 @@ class FollowingSplit:
             return wrong[stage][:, None] == wrong[stage][None, :]
 
         try:
-            chosen = choose_cuts(cuts, total, self.num_stages, self.bytes_per_second, allowed)
+            rate = sending_rate(device_type_of(graph_module))
+            chosen = choose_cuts(cuts, total, self.num_stages, rate, 2 * self.num_stages, allowed)
         except ValueError as error:
             raise RuntimeError(
                 "the step was captured anew (another batch size, or Python state that it reads has "

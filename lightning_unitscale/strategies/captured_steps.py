@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from lightning.fabric.utilities.exceptions import MisconfigurationException
+from collections.abc import Callable
+from typing import Any
 
-from lightning_unitscale.graph.steps import ModuleSteps
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from typing_extensions import override
+
+from lightning_unitscale.graph.passes import Stage
+from lightning_unitscale.graph.steps import ModuleSteps, steps_of
 from lightning_unitscale.pipeline.schedules import Schedule
 from lightning_unitscale.remat.step_partitioner import StepPartitioner
 from lightning_unitscale.strategies.stage_remat import check_schedule
@@ -34,6 +39,27 @@ def refuse_steps(steps: ModuleSteps, capture: str, schedule: Schedule) -> None:
             "PipelineStrategy with compile=True: the stages run operation by operation; expected "
             "compile=False; leave it out."
         )
+
+
+def changes_results(steps: ModuleSteps) -> bool:
+    """Whether a step with its passes returns something else than the user's own.
+
+    Changes of units are lossless and probes only look. Rules, simulated formats and FP8 products
+    change what is computed.
+    """
+    return any(one.stage not in {Stage.REWRITE, Stage.OBSERVE} for one in steps.passes)
+
+
+class PlainSteps(ModuleSteps):
+    """Captures the user's own methods beside what callbacks have captured of them."""
+
+    @override
+    def original(self, name: str) -> Callable[..., Any]:
+        """The user's own method, also where captured steps stand in its place."""
+        known = steps_of(self.module)
+        if known is None or name not in known.steps:
+            return super().original(name)
+        return known.original(name)
 
 
 def not_one_graph(steps: ModuleSteps, reason: Exception) -> MisconfigurationException:

@@ -11,7 +11,8 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn  # type: ignore[attr-defined]
 from typing_extensions import override
 
-from lightning_unitscale.graph.steps import steps_of
+from lightning_unitscale.graph.steps import ModuleSteps, steps_of
+from lightning_unitscale.strategies.captured_steps import changes_results
 from lightning_unitscale.strategies.grid import GridStrategy
 from lightning_unitscale.strategies.pipelined_evaluation import (
     NotPipelinedError,
@@ -93,12 +94,19 @@ class EvaluatingStrategy(GridStrategy):
         module = self.lightning_module
         assert module is not None
         steps = steps_of(module)
-        if steps is not None and name in steps.steps:
-            # Callbacks have captured it, to rewrite or to observe it.
+        if steps is not None and name in steps.steps and self._needs_passes(steps):
             return False
         # Before the first step of a training all weights are everywhere, and that step shall be
         # the one by whose costs the stages are balanced.
         return not self._is_training or self._how.ownership.is_settled
+
+    def _needs_passes(self, steps: ModuleSteps) -> bool:
+        """Whether an evaluation has to be what callbacks make of its step.
+
+        Within a training lossless passes make nothing else of it, and nothing of an evaluation is
+        observed: its stages are cut from the user's own step. On its own it measures units.
+        """
+        return not self._is_training or changes_results(steps)
 
     def _evaluate(
         self,

@@ -55,8 +55,8 @@ class PipelineStrategy(EvaluatingStrategy):
         capture: ``"step"`` runs ``training_step`` as a pipeline, with its loss; ``"forward"`` only
             ``forward``, and the step around it on the rank of the last stage; ``"auto"`` the step,
             and where that is not one graph ``forward``, with the reason in a warning.
-        free_unowned: Whether a rank frees, after the first step, the parameters that stages of
-            other ranks have, with their gradients and optimizer state. A checkpoint brings them
+        free_unowned: Whether a rank frees, once the first step is cut, the parameters that stages
+            of other ranks have, with their gradients and optimizer state. A checkpoint brings them
             back on the first rank, whole validation for as long as it runs, the end of the training
             for good. Reading a freed parameter raises; with ``False`` it has old values.
         evaluation: ``"pipeline"`` runs validation, test and prediction through the stages;
@@ -295,7 +295,9 @@ class PipelineStrategy(EvaluatingStrategy):
         def rank_of(stage: int) -> int:
             return self.schedule.rank_of(stage, num_ranks)
 
-        policy: Policy = balanced_split(num_stages, rank_of=rank_of)
+        policy: Policy = balanced_split(
+            num_stages, rank_of=rank_of, num_microbatches=self.num_microbatches
+        )
         if isinstance(self.split, Mapping):
             self._marks = annotate_split_points(module, self.split)
         elif not isinstance(self.split, str):
@@ -319,7 +321,7 @@ class PipelineStrategy(EvaluatingStrategy):
         if self.capture == "forward":
             self._step = PipelinedForward(module, self._how, self.plain_parameters)
         else:
-            self._step = PipelinedStep(module, self._how)
+            self._step = PipelinedStep(module, self._how, self._own_first)
             self._step.attach()
 
     @property
@@ -358,6 +360,13 @@ class PipelineStrategy(EvaluatingStrategy):
             self._step = PipelinedForward(module, self._how, self.plain_parameters)
         assert self._step is not None
         return self._step(*args, **kwargs)
+
+    def _own_first(self) -> contextlib.AbstractContextManager[Any]:
+        """Before the first step runs: its values need not lie beside the parameters of others."""
+        if self._owners is not None:
+            return contextlib.nullcontext()
+        self._own(self._how.ownership.names)
+        return self.plain_parameters()
 
     def _own(self, names: list[set[str]]) -> None:
         """After a step: who has what; a step that was captured anew may use more parameters."""

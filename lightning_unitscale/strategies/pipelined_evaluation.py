@@ -38,7 +38,8 @@ class PipelinedEvaluation(PipelinedMethod):
     def __init__(
         self, module: nn.Module, name: str, how: Pipelining, num_microbatches: int
     ) -> None:
-        super().__init__(module, name, how, defer=("log", "log_dict"))
+        # What callbacks make of it runs whole, where it is something else.
+        super().__init__(module, name, how, defer=("log", "log_dict"), plain=True)
         self._num_microbatches = num_microbatches
 
     def __call__(self, batch: Any, *args: Any, **kwargs: Any) -> Any:

@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 
 from lightning_unitscale.graph.capture import graph_breaks_since, num_graph_breaks
 from lightning_unitscale.graph.compiled_graph import CompiledGraph
-from lightning_unitscale.graph.steps import ModuleSteps, steps_of
+from lightning_unitscale.graph.steps import steps_of
 from lightning_unitscale.pipeline.flow import MultiUseParameterConfig
 from lightning_unitscale.pipeline.front import build_pipe, cut_by
 from lightning_unitscale.pipeline.observed import ObservedStages
@@ -27,7 +27,9 @@ from lightning_unitscale.pipeline.runner import PipelineRunner
 from lightning_unitscale.pipeline.shared import SharedGradients
 from lightning_unitscale.pipeline.step_program import example_outputs, program_of_step
 from lightning_unitscale.strategies import batches
+from lightning_unitscale.strategies.captured_steps import PlainSteps
 from lightning_unitscale.strategies.replicas import Replicas
+from lightning_unitscale.strategies.same_cuts import check_same_cuts
 
 # A graph, its inputs, and stand-ins for its outputs.
 Call = tuple[CompiledGraph, tuple[Any, ...], list[Any]]
@@ -138,6 +140,7 @@ class PipelinedMethod:
         name: The method.
         how: The schedule, and the rest.
         defer: Methods of the module whose calls are made after the step.
+        plain: Whether the passes of callbacks are left out.
 
     Attributes:
         steps: The captured method, with the passes of the callbacks over its graphs.
@@ -150,6 +153,7 @@ class PipelinedMethod:
         how: Pipelining,
         *,
         defer: tuple[str, ...] = (),
+        plain: bool = False,
     ) -> None:
         self.module = module
         self.name = name
@@ -157,8 +161,8 @@ class PipelinedMethod:
         self._pipelines: dict[tuple[int, int], PipelinedGraph] = {}
         self._observed: dict[int, ObservedStages] = {}
         known = steps_of(module)
-        if known is None or name not in known.steps:
-            known = ModuleSteps(module, (name,), defer=defer)
+        if known is None or name not in known.steps or plain:
+            known = PlainSteps(module, (name,), defer=defer)
         self.steps = known
 
     def rehearse(self, given: list[tuple[tuple[Any, ...], dict[str, Any]]]) -> Rehearsal:
@@ -273,6 +277,8 @@ class PipelinedMethod:
             policy = ownership.policy() if ownership.is_settled else self.how.policy
             cut_by(program, policy, required=True)
         pipe = build_pipe(program, self.module, lambda name: MultiUseParameterConfig.REPLICATE)
+        if is_first:
+            check_same_cuts(pipe, self.how.group)
         runner = PipelineRunner(
             pipe,
             self.how.schedule,

@@ -6,7 +6,8 @@ place, and what it logs and returns is made of them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import nn
@@ -32,10 +33,17 @@ class PipelinedStep(PipelinedMethod):
     Args:
         module: The module.
         how: The schedule, and the rest.
+        cut: Entered from where a step is cut, if it had to be, until it has run.
     """
 
-    def __init__(self, module: nn.Module, how: Pipelining) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        how: Pipelining,
+        cut: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
         super().__init__(module, _NAME, how, defer=("log", "log_dict"))
+        self._is_cut = cut
         self._remat: dict[int, dict[int, RematStage]] = {}
         self._granted: dict[int, Granted] = {}
 
@@ -60,19 +68,27 @@ class PipelinedStep(PipelinedMethod):
             rehearsal = self.rehearse([((part, *args), kwargs) for part in parts])
             examples = rehearsal.calls[0][2]
             runner = self.runner_for(rehearsal, self._loss(rehearsal.results[0], examples))
-            outputs = self._run(runner, rehearsal)
-            values = self.shared_results(runner, examples, outputs, self.how.num_microbatches)
-            step.interpreter = Replay(_NAME, rehearsal.graph, values)
-            try:
-                return step(parts[0], *args, **kwargs)
-            finally:
-                step.interpreter = None
+            for one in self.steps.passes:
+                one.before_step(self.module)
+            inputs = self.inputs_of(rehearsal)
+            # A budget that is refused leaves the module as it is.
+            planned = self._planned(runner, inputs[0])
+            with self._is_cut():
+                outputs = self._run(runner, rehearsal, inputs, planned)
+                values = self.shared_results(runner, examples, outputs, self.how.num_microbatches)
+                step.interpreter = Replay(_NAME, rehearsal.graph, values)
+                try:
+                    return step(parts[0], *args, **kwargs)
+                finally:
+                    step.interpreter = None
 
-    def _run(self, runner: PipelineRunner, rehearsal: Rehearsal) -> list[Any] | None:
-        for one in self.steps.passes:
-            one.before_step(self.module)
-        inputs = self.inputs_of(rehearsal)
-        planned = self._planned(runner, inputs[0])
+    def _run(
+        self,
+        runner: PipelineRunner,
+        rehearsal: Rehearsal,
+        inputs: list[list[Any]],
+        planned: Mapping[int, RematStage],
+    ) -> list[Any] | None:
         if not self.steps.observed:
             return runner.step_flat(inputs, replaced=planned)
         observed = self.observed_stages(rehearsal)

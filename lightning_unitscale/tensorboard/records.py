@@ -1,9 +1,10 @@
-"""Checksums of event file records, thirty times as fast as TensorBoard's own.
+"""Checksums of event file records, thousands of times as fast as TensorBoard's own.
 
 Every record of an event file ends in a CRC-32C of its bytes. TensorBoard without TensorFlow takes
 it byte by byte in Python: three megabytes a second, in a thread that holds the interpreter and so
-slows the training down. Here the bytes lie in lanes of 64 that NumPy works on side by side; two
-neighbouring lanes become one by what a CRC is, a linear map (Mark Adler's ``crc32_combine``).
+slows the training down. Here a C function does it, compiled at the first record. Without a compiler
+the bytes lie in lanes of 64 that NumPy works on side by side; two neighbouring lanes become one by
+what a CRC is, a linear map (Mark Adler's ``crc32_combine``).
 
 ``speed_up`` puts this into one open event file, at a private place (checked on TensorBoard 2.21);
 where that place has changed, the file stays as it is, only slow.
@@ -11,14 +12,19 @@ where that place has changed, the file stays as it is, only slow.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import logging
 import struct
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 from tensorboard.summary.writer.record_writer import RecordWriter
+
+from lightning_unitscale import native
 
 Words = npt.NDArray[np.uint32]
 
@@ -31,6 +37,12 @@ _log = logging.getLogger(__name__)
 
 def crc32c(data: bytes) -> int:
     """CRC-32C of some bytes."""
+    compiled = _compiled()
+    return crc32c_by_numpy(data) if compiled is None else compiled(data)
+
+
+def crc32c_by_numpy(data: bytes) -> int:
+    """The same without a compiled function."""
     if len(data) < 4:
         # The initial value, which goes onto the first four bytes below, has no room here.
         register = _ALL
@@ -96,6 +108,25 @@ def _masked(data: bytes) -> bytes:
     """The checksum as the TFRecord format stores it: rotated, with a constant added."""
     crc = crc32c(data)
     return struct.pack("<I", (((crc >> 15) | (crc << 17)) + _MASK_DELTA) & _ALL)
+
+
+@functools.cache
+def _compiled() -> Callable[[bytes], int] | None:
+    library = native.first_that_compiles(Path(__file__).with_name("crc32c.c"), native.TARGETS)
+    return None if library is None else crc32c_of(library)
+
+
+def crc32c_of(library: ctypes.CDLL) -> Callable[[bytes], int]:
+    """The function of the compiled C file; other threads run while it does."""
+    function = library.crc32c
+    function.argtypes = (ctypes.c_char_p, ctypes.c_int64, ctypes.c_void_p)
+    function.restype = ctypes.c_uint32
+    table = np.ascontiguousarray(_byte_table())
+
+    def checksum(data: bytes) -> int:
+        return int(function(data, len(data), table.ctypes.data))
+
+    return checksum
 
 
 @functools.cache

@@ -11,7 +11,6 @@ two runs side by side, with and without, show what unit scaling does.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, Literal, Protocol, TypeAlias, get_args
@@ -19,10 +18,9 @@ from typing import Any, Final, Literal, Protocol, TypeAlias, get_args
 import numpy as np
 import numpy.typing as npt
 from tensorboard.compat.proto.event_pb2 import Event
-from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
 
 from lightning_unitscale.alerts import ScaleAlert, alerts_text, alerts_to_json
-from lightning_unitscale.row_layout import MIN_EXPONENT
 from lightning_unitscale.scale_table import scale_table
 from lightning_unitscale.snapshot import ScaleSnapshot
 from lightning_unitscale.tensorboard.graph_def import annotated_graph
@@ -37,10 +35,12 @@ from lightning_unitscale.tensorboard.schema import (
     content,
 )
 from lightning_unitscale.tensorboard.summaries import (
-    exponent_histograms,
+    PresentCounts,
+    event_of,
+    field_values,
     plugin_metadata,
-    present_ranges,
-    tensor_proto,
+    scalar_values,
+    tensor_value,
     text_proto,
 )
 
@@ -56,6 +56,7 @@ _BEFORE_THINNING: Final[dict[Part, int]] = {
     "exponents": 64,
     "histograms": 16,
 }
+_OF_EXPONENTS: Final[tuple[Part, ...]] = ("exponents", "histograms")
 
 
 class SummaryWriter(Protocol):
@@ -164,12 +165,12 @@ class ScaleWriter:
         if observed.key not in self._sets:
             self._sets.add(observed.key)
             self._experiment.add_custom_scalars(custom_scalars_layout(snapshot))
-        summary = Summary(value=self._values(snapshot, observed, parts))
-        file_writer.add_summary(summary, global_step=snapshot.step)
+        event = event_of(self._values(snapshot, observed, parts))
+        file_writer.add_event(event, step=snapshot.step)
 
     def _values(
         self, snapshot: ScaleSnapshot, observed: TensorSet, parts: set[Part]
-    ) -> Iterator[Summary.Value]:
+    ) -> Iterator[bytes]:
         for direction in DIRECTIONS:
             if np.isnan(snapshot.column("numel", direction)).all():
                 continue  # no backward pass, as in validation
@@ -180,17 +181,22 @@ class ScaleWriter:
                 fractions = snapshot.fractions(direction, stored=True).astype(np.float16)
                 yield self._tensor(Series(direction, "fractions", observed.key), fractions)
             if "scalars" in parts:
-                for name, value in zip(snapshot.names, log2_rms.tolist(), strict=True):
-                    if math.isfinite(value):
-                        yield Summary.Value(tag=scalar_tag(direction, name), simple_value=value)
-            if self._histograms and "exponents" in parts:
-                yield from self._exponents(snapshot, direction)
-            if self._histograms and "histograms" in parts:
-                yield from _stock_histograms(snapshot, direction)
+                yield from scalar_values(
+                    [scalar_tag(direction, name) for name in snapshot.names], log2_rms
+                )
+            counts = snapshot.exponent_counts(direction)
+            if counts is None or not self._histograms or parts.isdisjoint(_OF_EXPONENTS):
+                continue
+            present = PresentCounts(counts, snapshot.log2_units(direction))
+            if "exponents" in parts:
+                yield from self._exponents(snapshot, direction, present)
+            if "histograms" in parts:
+                tags = [histogram_tag(direction, name) for name in snapshot.names]
+                yield from field_values(tags, present.histograms())
 
     def _vectors(
         self, snapshot: ScaleSnapshot, direction: Direction, log2_rms: Array, observed: TensorSet
-    ) -> Iterator[Summary.Value]:
+    ) -> Iterator[bytes]:
         series = Series(direction, "log2_rms", observed.key)
         yield self._tensor(series, log2_rms.astype(np.float32), observed.to_content)
         units = snapshot.log2_units(direction).astype(np.float32)
@@ -200,47 +206,31 @@ class ScaleWriter:
             series = Series(direction, "nonfinite", observed.key)
             yield self._tensor(series, nonfinite.astype(np.float32))
 
-    def _exponents(self, snapshot: ScaleSnapshot, direction: Direction) -> Iterator[Summary.Value]:
-        counts = snapshot.exponent_counts(direction)
-        if counts is None:
-            return
-        counts = np.nan_to_num(counts)
-        ranges = present_ranges(counts)
-        single = counts.astype(np.float32)
-        heads = np.stack(
-            [
-                np.nan_to_num(snapshot.column("sampled", direction)),
-                snapshot.log2_units(direction),
-                np.array([MIN_EXPONENT + first for first, _ in ranges]),
-            ],
-            axis=1,
-        ).astype(np.float32)
-        for name, head, row, (first, stop) in zip(
-            snapshot.names, heads, single, ranges, strict=True
-        ):
-            if head[0] > 0:
-                # As ExponentCounts.to_vector lays it out.
-                vector = np.concatenate([head, row[first:stop]])
-                yield self._tensor(Series(direction, "exponents", name), vector)
+    def _exponents(
+        self, snapshot: ScaleSnapshot, direction: Direction, present: PresentCounts
+    ) -> Iterator[bytes]:
+        num_sampled = snapshot.column("sampled", direction)
+        tags = [Series(direction, "exponents", name).tag for name in snapshot.names]
+        # A tensor without elements to look at is described when it has some.
+        metadata = [
+            self._metadata(tag) if number > 0 else None
+            for tag, number in zip(tags, num_sampled.tolist(), strict=True)
+        ]
+        yield from field_values(tags, present.vectors(num_sampled), metadata)
 
     def _tensor(
         self, series: Series, array: Array, description: Callable[[], bytes] = content
-    ) -> Summary.Value:
-        value = Summary.Value(tag=series.tag, tensor=tensor_proto(array))
-        if series.tag not in self._described:
-            self._described.add(series.tag)
-            value.metadata.CopyFrom(plugin_metadata(description()))
-        return value
+    ) -> bytes:
+        return tensor_value(series.tag, array, self._metadata(series.tag, description))
 
-
-def _stock_histograms(snapshot: ScaleSnapshot, direction: Direction) -> Iterator[Summary.Value]:
-    counts = snapshot.exponent_counts(direction)
-    if counts is None:
-        return
-    histograms = exponent_histograms(np.nan_to_num(counts), snapshot.log2_units(direction))
-    for name, histogram in zip(snapshot.names, histograms, strict=True):
-        if histogram is not None:
-            yield Summary.Value(tag=histogram_tag(direction, name), histo=histogram)
+    def _metadata(
+        self, tag: str, description: Callable[[], bytes] = content
+    ) -> SummaryMetadata | None:
+        """What makes a tag the plugin's, which is written with its first value."""
+        if tag in self._described:
+            return None
+        self._described.add(tag)
+        return plugin_metadata(description())
 
 
 def _tensor_set(snapshot: ScaleSnapshot) -> TensorSet:

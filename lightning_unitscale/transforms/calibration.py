@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import math
-import random
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-import numpy as np
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
 from lightning_unitscale.graph.capture import is_checkpoint
 from lightning_unitscale.graph.compiled_graph import CompiledGraph
@@ -166,82 +162,3 @@ def find_loss(output: object) -> Tensor | None:
         if isinstance(one, Tensor) and one.numel() == 1 and one.requires_grad:
             return one
     return None
-
-
-@contextlib.contextmanager
-def restoring(module: nn.Module) -> Iterator[None]:
-    """Undo, on leaving, what a rehearsal of a step does to the module and to random numbers.
-
-    Covered: random states of torch on every device, of Python and of NumPy; buffers; gradients; and
-    the Python attributes of every submodule, with the containers and tensors in them (a list that a
-    step appends to, a counter, metric states). Objects of other classes are left alone.
-    """
-    devices = {one.device for one in (*module.parameters(), *module.buffers())}
-    accelerators = [one for one in devices if one.type == "cuda"]
-    gradients = [(one, one.grad) for one in module.parameters()]
-    attributes = [(one.__dict__, _attributes(one)) for one in module.modules()]
-    contents = _Contents()
-    for one in module.modules():
-        contents.add(one._buffers)
-        contents.add(_attributes(one))
-    python_state, numpy_state = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=accelerators):
-        try:
-            # A backward pass in the step would add to a gradient in place.
-            for parameter, _ in gradients:
-                parameter.grad = None
-            yield
-        finally:
-            random.setstate(python_state)
-            np.random.set_state(numpy_state)
-            for current, saved in attributes:
-                for name in [one for one in current if one not in _MODULE_INTERNALS]:
-                    del current[name]
-                current.update(saved)
-            contents.restore()
-            for parameter, gradient in gradients:
-                parameter.grad = gradient
-
-
-# Restored by other means. Hooks are not among them: a step may install some in its first call.
-_MODULE_INTERNALS = frozenset(
-    {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_compiled_call_impl"}
-)
-
-
-def _attributes(module: nn.Module) -> dict[str, Any]:
-    return {name: one for name, one in module.__dict__.items() if name not in _MODULE_INTERNALS}
-
-
-class _Contents:
-    """What is in containers and tensors, put back in place: others may hold the same objects."""
-
-    def __init__(self) -> None:
-        # The objects are kept as well: an identity is worth something only while its object lives.
-        self._saved: dict[int, tuple[Any, Any]] = {}
-
-    def add(self, value: object) -> None:
-        """Remember a container and everything in it, or a tensor."""
-        if id(value) in self._saved:
-            return
-        if isinstance(value, Tensor):
-            self._saved[id(value)] = (value, value.detach().clone())
-        elif isinstance(value, (list, dict, set, deque)):
-            self._saved[id(value)] = (value, copy.copy(value))
-        if isinstance(value, (list, tuple, deque)):
-            for one in value:
-                self.add(one)
-        elif isinstance(value, dict):
-            for one in value.values():
-                self.add(one)
-
-    def restore(self) -> None:
-        """Give every container and every tensor its old contents."""
-        for current, saved in self._saved.values():
-            if isinstance(current, Tensor):
-                if not torch.equal(current.detach(), saved):
-                    with torch.inference_mode(current.is_inference()):
-                        current.data.copy_(saved)
-            else:
-                current.clear()
-                (current.extend if isinstance(current, (list, deque)) else current.update)(saved)

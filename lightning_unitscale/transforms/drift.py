@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from lightning_unitscale.functional.change_units import takes_true_derivatives
 from lightning_unitscale.graph.nodes import INTERNAL
 from lightning_unitscale.graph.passes import StepGraph
 from lightning_unitscale.graph.recording import CallRecord, CallRecorder
@@ -147,6 +148,9 @@ class _GradientRow(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor]:
+        if takes_true_derivatives():
+            # It is not in the units that it would be judged by; a row of zeros says nothing.
+            return grad_output, grad_output.new_zeros(ctx.width)
         return grad_output, _row(grad_output, ctx.width, "backward")
 
 

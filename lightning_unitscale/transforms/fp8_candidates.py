@@ -26,6 +26,7 @@ _FORMS = {
 }
 _LINEAR = "linear"
 _KEEPS_PARAMETER = {"scale", "scale_bwd", "mul", "to", "float", "bfloat16", "half", "type"}
+_KEEPS_PARAMETER |= {"change_units", "change_gradient_units"}
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from typing import Any, get_args
 from tabulate import tabulate
 from torch import fx, nn
 
+from lightning_unitscale.functional.change_units import change_gradient_units, change_units
 from lightning_unitscale.functional.fp8_linear import Scaling, fp8_linear
-from lightning_unitscale.functional.scale import scale, scale_bwd
 from lightning_unitscale.functional.scaled_product import why_no_fp8
 from lightning_unitscale.graph.nodes import INTERNAL, MODULE, argument_at
 from lightning_unitscale.graph.passes import GraphPass, Region, Stage, StepGraph
@@ -213,7 +213,7 @@ def _result(node: fx.Node) -> fx.Node | None:
 
 def _is_change_of_units(node: fx.Node) -> bool:
     """Whether the node changes units of the gauge, whose factors are nodes: powers of two."""
-    known = node.op == "call_function" and node.target in (scale, scale_bwd)
+    known = node.op == "call_function" and node.target in (change_units, change_gradient_units)
     return known and all(isinstance(one, fx.Node) for one in node.args)
 
 
@@ -232,5 +232,5 @@ def _inner(node: fx.Node, source: fx.Node, product: fx.Node) -> fx.Node:
 
 def _factors(change: fx.Node) -> tuple[_Factor, _Factor]:
     """Factors forward and backward of a change of units."""
-    forward, backward = change.args[1:] if change.target is scale else (1.0, change.args[1])
+    forward, backward = change.args[1:] if change.target is change_units else (1.0, change.args[1])
     return forward, backward  # type: ignore[return-value]

@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 
 from torch import fx, nn
 
+from lightning_unitscale.functional.change_units import takes_true_derivatives
 from lightning_unitscale.graph.nodes import (
     ELSEWHERE,
     TRANSFORMED,
@@ -134,6 +135,15 @@ class LosslessUnitScale(GraphPass):
             ]
             self.drift.insert(graph, applied)
 
+    def report(self) -> str:
+        """What ``explain()`` says of the pass, beside what it did to each graph."""
+        if not takes_true_derivatives():
+            return ""
+        return (
+            "A backward pass was recorded (create_graph=True): since then gradients are in the "
+            "units of their values, so that second derivatives are those of the plain step."
+        )
+
     def set_gauge(self, gauge: Gauge) -> None:
         """Put a gauge into force from the next call on; nothing is captured or compiled anew."""
         self.gauge = gauge
@@ -192,37 +202,22 @@ class LosslessUnitScale(GraphPass):
 
     def _held(self, graph: StepGraph) -> dict[str, Held]:
         """In which units each tensor is stored, by its name; read before the graph is rewritten."""
+        held: dict[str, Held] = {}
         if self.depth == "all":
             units = StoredUnits(graph.graph, holds_parameters=self.holds_parameters)
-            return {
+            held = {
                 tensor_name(node): Held(units.sigma(node), units.gamma(node), in_graph=True)
                 for node in graph.graph.nodes
                 if units.owner(node) is not None
             }
-        held: dict[str, Held] = {}
-        if self.holds_parameters:
+        elif self.holds_parameters:
             held = {
                 tensor_name(node): Held(sigma(name), gamma(name), in_graph=True)
                 for node, name in held_parameters(graph.graph).items()
             }
-        for node in graph.graph.nodes:
-            product = product_of(node)
-            if product is None:
-                continue
-            for one in product.operands:
-                unit = sigma(operand_name(product, one))
-                # A rule's factor comes between what people know and what the product reads.
-                known = one.node.all_input_nodes[0] if FACTOR in one.node.meta else one.node
-                for read, stored in ((one.node, unit), (known, unit / _constant(one.node))):
-                    name = tensor_name(read)
-                    # A tensor that several products read is shown in the units of the first.
-                    if held.get(name, _TRUE).sigma == ONE:
-                        held[name] = replace(held.get(name, _TRUE), sigma=stored)
-            arriving = gamma(tensor_name(node))
-            for made in (node, *(reader for reader in node.users if FACTOR in reader.meta)):
-                name = tensor_name(made)
-                stored = arriving if made is node else arriving / _constant(made)
-                held[name] = replace(held.get(name, _TRUE), gamma=stored)
+        for region in graph.regions():
+            if self.depth == "products" or region.parent is not None:
+                _add_held_for_products(held, region)
         return held
 
     def _changes(self, graph: StepGraph, plans: list[NodePlan], num_scales: int) -> Iterator[str]:
@@ -232,6 +227,28 @@ class LosslessUnitScale(GraphPass):
         if left:
             names = ", ".join(tensor_name(one) for one in left[:4])
             yield f"{len(left)} products left as they are: {names}"
+
+
+def _add_held_for_products(held: dict[str, Held], region: Region) -> None:
+    """Units in which the products of a region read their operands and meet their gradients."""
+    for node in region.graph.nodes:
+        product = product_of(node)
+        if product is None:
+            continue
+        for one in product.operands:
+            unit = sigma(operand_name(product, one))
+            # A rule's factor comes between what people know and what the product reads.
+            known = one.node.all_input_nodes[0] if FACTOR in one.node.meta else one.node
+            for read, stored in ((one.node, unit), (known, unit / _constant(one.node))):
+                name = tensor_name(region.origin(read))
+                # A tensor that several products read is shown in the units of the first.
+                if held.get(name, _TRUE).sigma == ONE:
+                    held[name] = replace(held.get(name, _TRUE), sigma=stored)
+        arriving = gamma(tensor_name(node))
+        for made in (node, *(reader for reader in node.users if FACTOR in reader.meta)):
+            name = tensor_name(made)
+            stored = arriving if made is node else arriving / _constant(made)
+            held[name] = replace(held.get(name, _TRUE), gamma=stored)
 
 
 def _constant(node: fx.Node) -> Factor:

@@ -16,7 +16,6 @@ from lightning_unitscale.transforms.attach import captured_forward
 from lightning_unitscale.transforms.calibration import (
     Calibrator,
     find_loss,
-    restoring,
     root_mean_square,
 )
 from lightning_unitscale.transforms.full_precision import (
@@ -26,6 +25,7 @@ from lightning_unitscale.transforms.full_precision import (
 )
 from lightning_unitscale.transforms.gauge import Gauge, GaugePair
 from lightning_unitscale.transforms.lossless import Depth, LosslessUnitScale
+from lightning_unitscale.transforms.restoring import restoring
 
 # Pairs of an output and a gradient for it.
 Seeds = Callable[[Any], Sequence[tuple[Tensor, Tensor]]]

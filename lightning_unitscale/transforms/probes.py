@@ -9,29 +9,27 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from lightning_unitscale.graph.lowering import REWRITE
 from lightning_unitscale.graph.nodes import (
     ELSEWHERE,
-    INTERNAL,
     MODULE,
-    example_tensor,
     first_operation,
-    is_float_tensor,
-    op_name,
     requires_grad,
     tensor_name,
 )
 from lightning_unitscale.graph.out_of_place import (
     aliased_by_mutation,
     returned_alone,
-    same_tensor,
 )
-from lightning_unitscale.graph.passes import GraphPass, Stage, StepGraph
+from lightning_unitscale.graph.passes import GraphPass, Region, Stage, StepGraph
 from lightning_unitscale.graph.recording import CallRecorder
 from lightning_unitscale.row_layout import RowLayout
 from lightning_unitscale.snapshot import ScaleSnapshot
 from lightning_unitscale.statistics import statistics_row
 from lightning_unitscale.transforms.gauge import ONE, Factor, FactorTable, Gauge
+from lightning_unitscale.transforms.grouped_rows import group_rows
 from lightning_unitscale.transforms.probed_calls import CutGraph, ProbedCall, ProbedTensor
+from lightning_unitscale.transforms.probed_places import Place, Places, bring_out
 from lightning_unitscale.transforms.probed_snapshot import snapshot_of
 from lightning_unitscale.transforms.shared_rows import find_shared_rows
 from lightning_unitscale.transforms.units import GAUGE, HELD, FactorNodes, Held
@@ -63,11 +61,13 @@ class ScaleProbes(GraphPass):
     def run(self, graph: StepGraph) -> tuple[str, ...]:
         """Insert the probes."""
         self._cut.pop(graph.step, None)
-        return self._insert(graph, self._selected(graph))
+        places = Places(graph)
+        return self._insert(graph, places, self._selected(places))
 
     def before_cut(self, graph: StepGraph) -> frozenset[str]:
         """From now on a snapshot has all tensors of this graph, recorded on this rank or not."""
-        tensors, gauge = self._tensors(graph, self._selected(graph))
+        places = Places(graph)
+        tensors, gauge = self._tensors(graph, places, self._selected(places))
         known = CutGraph(tensors, gauge, self.layout, graph.device)
         if graph.step in self._cut:
             # A step that was captured anew: the graphs of earlier batches may run again.
@@ -77,7 +77,9 @@ class ScaleProbes(GraphPass):
 
     def observe_part(self, graph: StepGraph) -> None:
         """Insert the probes of a part."""
-        self._insert(graph, [one for one in self._selected(graph) if ELSEWHERE not in one.meta])
+        places = Places(graph)
+        own = [one for one in self._selected(places) if ELSEWHERE not in one.node.meta]
+        self._insert(graph, places, own)
 
     def see_shared(self, name: str, value: Tensor, gradient: Tensor | None) -> None:
         """Record a parameter with the sum of its parts' gradients."""
@@ -85,15 +87,15 @@ class ScaleProbes(GraphPass):
             if name in one.names:
                 self._calls.append(one.shared(name, value, gradient))
 
-    def _selected(self, graph: StepGraph) -> list[fx.Node]:
-        return [node for node in probeable_nodes(graph.graph) if self.select(node)]
+    def _selected(self, places: Places) -> list[Place]:
+        return [one for one in places.probeable() if self.select(one.node)]
 
     def _tensors(
-        self, graph: StepGraph, nodes: list[fx.Node]
+        self, graph: StepGraph, places: Places, selected: Sequence[Place]
     ) -> tuple[tuple[ProbedTensor, ...], Callable[[], Gauge]]:
         held: dict[str, Held] = graph.notes.get(HELD, {})
         gauge_in_force: Callable[[], Gauge] = graph.notes.get(GAUGE, lambda: _UNIT_GAUGE)
-        inputs = _probed_inputs(graph.graph, nodes)
+        inputs = places.inputs_of(selected)
         tensors = tuple(
             ProbedTensor(
                 tensor_name(node),
@@ -101,18 +103,21 @@ class ScaleProbes(GraphPass):
                 held.get(tensor_name(node), Held()),
                 inputs[tensor_name(node)],
             )
-            for node in nodes
+            for _, node in selected
         )
         return tensors, gauge_in_force
 
-    def _insert(self, graph: StepGraph, nodes: list[fx.Node]) -> tuple[str, ...]:
-        if not nodes:
+    def _insert(
+        self, graph: StepGraph, places: Places, selected: Sequence[Place]
+    ) -> tuple[str, ...]:
+        if not selected:
             return ("no tensor to probe",)
+        nodes = [one.node for one in selected]
         # Probes of inputs go before it and after the states, which are inputs themselves.
         anchor = first_operation(graph.graph)
-        tensors, gauge_in_force = self._tensors(graph, nodes)
+        tensors, gauge_in_force = self._tensors(graph, places, selected)
         counted = _CountFactors(graph, tensors, gauge_in_force)
-        mutated = aliased_by_mutation(graph.graph)
+        mutated = set[fx.Node]().union(*(aliased_by_mutation(r.graph) for r in places.regions))
         alone = returned_alone(graph.graph)
         differentiable = [requires_grad(node) and node not in mutated for node in nodes]
         shared = find_shared_rows(nodes, [one.held for one in tensors], differentiable, mutated)
@@ -126,18 +131,19 @@ class ScaleProbes(GraphPass):
         )
         functions = ProbeFunctions(self.layout)
         rows = []
-        for index, node in enumerate(nodes):
+        for index, (region, node) in enumerate(selected):
             if index in shared.parts:
-                rows.append(recorder.no_row(node))
+                rows.append(recorder.no_row(region, node))
                 continue
             has_own = differentiable[index] and index not in shared.twins
-            slot = recorder.slot(index) if has_own else None
-            factors = counted.of(index)
+            slot = region.thread(recorder.slot(index)) if has_own else None
+            factors = counted.of(index, region)
             row = insert_probe(
-                graph.graph, node, anchor, slot, functions, factors, alone=node in alone
+                region.graph, node, anchor, slot, functions, factors, alone=node in alone
             )
             rows.append(row)
-        recorder.finish(rows)
+        recorder.finish(bring_out(places.regions, [one.region for one in selected], rows))
+        graph.notes[REWRITE] = group_rows
         return (f"{len(nodes)} tensors probed, {sum(differentiable)} of them in both directions",)
 
     def clear(self) -> None:
@@ -168,50 +174,17 @@ class ScaleProbes(GraphPass):
         device = calls[0].record.forward.device
         rows = [call.record.forward.to(device) for call in calls]
         rows += [call.record.backward.to(device) for call in calls]
-        return snapshot_of(step, calls, torch.cat(rows).cpu(), self.layout, grad_scale)
+        if device.type == "cpu" and len(calls) == 1:
+            forward, backward = rows
+        else:
+            forward, backward = torch.cat(rows).cpu().chunk(2)
+        values, gradients = (one.detach().double().numpy() for one in (forward, backward))
+        return snapshot_of(step, calls, values, gradients, self.layout, grad_scale)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ScaleProbes:
         new = type(self)(self.layout, self.select)
         memo[id(self)] = new
         return new
-
-
-def probeable_nodes(graph: fx.Graph, *, internal: bool = False) -> list[fx.Node]:
-    """Nodes that make a plain floating-point tensor of the user's step, in graph order.
-
-    Left out: what passes inserted, unless ``internal``; what is handed back as it is, which is the
-    tensor of another node; and what is made inside a ``vmap`` or ``grad`` transform, where a tensor
-    is not yet what it seems.
-    """
-    nodes, depth = [], 0
-    for node in graph.nodes:
-        name = op_name(node)
-        depth += ("increment_nesting" in name) - ("decrement_nesting" in name)
-        if depth or node.op not in {"placeholder", "call_function", "call_method", "get_attr"}:
-            continue
-        if (node.meta.get(INTERNAL) and not internal) or not is_float_tensor(node):
-            continue
-        if same_tensor(node) is not None:
-            continue
-        example = example_tensor(node)
-        if example is not None and example.layout == torch.strided and not example.is_nested:
-            nodes.append(node)
-    return nodes
-
-
-def _probed_inputs(graph: fx.Graph, probed: Sequence[fx.Node]) -> dict[str, tuple[str, ...]]:
-    """For every probed tensor the probed ones that it is computed from, through all others."""
-    inputs: dict[str, dict[str, None]] = {tensor_name(node): {} for node in probed}
-    sources: dict[fx.Node, dict[str, None]] = {}
-    for node in graph.nodes:
-        found = {name: None for one in node.all_input_nodes for name in sources[one]}
-        # What a rewrite keeps beside a tensor is called the same up to a colon.
-        own = tensor_name(node).partition(":")[0]
-        if own in inputs:
-            found.pop(own, None)
-            inputs[own].update(found)
-        sources[node] = {own: None} if own in inputs else found
-    return {name: tuple(found) for name, found in inputs.items()}
 
 
 class ProbeFunctions:
@@ -268,17 +241,16 @@ class _CountFactors:
                 "count_factors", lambda: table.tensor(gauge()), table.tensor(gauge())
             )
             self._nodes = FactorNodes(vector, table.row)
-        self._region = next(graph.regions())
 
-    def of(self, index: int) -> tuple[fx.Node | None, fx.Node | None]:
-        """Forward and backward factor of a tensor; ``None`` for 1."""
+    def of(self, index: int, region: Region) -> tuple[fx.Node | None, fx.Node | None]:
+        """Forward and backward factor of a tensor in a region; ``None`` for 1."""
         forward, backward = self._pairs[index]
-        return self._node(forward), self._node(backward)
+        return self._node(forward, region), self._node(backward, region)
 
-    def _node(self, factor: Factor) -> fx.Node | None:
+    def _node(self, factor: Factor, region: Region) -> fx.Node | None:
         if factor == ONE or self._nodes is None:
             return None
-        return self._nodes(self._region, factor)
+        return self._nodes(region, factor)
 
 
 def insert_probe(

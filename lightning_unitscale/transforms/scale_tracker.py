@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import operator
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,6 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_unitscale.graph.capture import (
     GraphInput,
-    fake_like,
     is_checkpoint,
     is_custom_operator,
     is_higher_order,
@@ -38,13 +36,17 @@ from lightning_unitscale.graph.out_of_place import (
 from lightning_unitscale.graph.passes import GraphPass, Region, Run, Stage, StepGraph
 from lightning_unitscale.graph.recording import CallRecord, CallRecorder
 from lightning_unitscale.transforms.metrics import MOMENTS
-from lightning_unitscale.transforms.probes import ProbeFunctions, insert_probe, probeable_nodes
+from lightning_unitscale.transforms.probed_places import (
+    bring_out,
+    is_passed_through,
+    probeable_nodes,
+)
+from lightning_unitscale.transforms.probes import ProbeFunctions, insert_probe
 from lightning_unitscale.transforms.scales_graph import ScalesGraph
 from lightning_unitscale.transforms.tracked_graph import (
     TrackedCall,
     TrackedGraph,
     assemble,
-    is_passed_through,
 )
 
 # Sources of inputs that are the module's own state, not an argument or an intermediate tensor.
@@ -191,9 +193,7 @@ class _Attach(torch.autograd.Function):
 
 def _tracked_nodes(region: Region) -> list[fx.Node]:
     """Nodes of a region to track; its own inputs and outputs are tensors of the outer graph."""
-    nodes = probeable_nodes(region.graph, internal=True)
-    if region.parent is not None:
-        return [node for node in nodes if node.op != "placeholder"]
+    nodes = probeable_nodes(region.graph, region.parent, internal=True)
     # Placeholders that a pass added carry its factors and slots.
     return [node for node in nodes if node.op != "placeholder" or INPUT in node.meta]
 
@@ -211,40 +211,15 @@ def _insert_probes(
     mutated = {id(region): aliased_by_mutation(region.graph) for region in regions}
     # What a checkpoint returns, the graph around it may write into: the rule is for that graph.
     alone = returned_alone(graph.graph)
-    example = fake_like(graph.graph, torch.zeros(MOMENTS.num_columns, dtype=torch.float64))
     rows: list[fx.Node] = []
     for index, (region, node) in enumerate(places):
         slot = None
         if node not in mutated[id(region)]:
-            slot = recorder.slot(index)
-            slot.meta["example_value"] = example
-            slot = region.thread(slot)
+            slot = region.thread(recorder.slot(index))
         functions = forced if _is_argument(node) else existing
         anchor = anchors[id(region)]
         rows.append(insert_probe(region.graph, node, anchor, slot, functions, alone=node in alone))
-    return _bring_out(regions, [region for region, _ in places], rows)
-
-
-def _bring_out(
-    regions: Sequence[Region], region_of_row: Sequence[Region], rows: list[fx.Node]
-) -> list[fx.Node]:
-    """Hand the rows made in checkpoints through to the outermost graph as further outputs."""
-    place = [id(one) for one in region_of_row]
-    # A region comes after the one around it.
-    for region in reversed(regions):
-        own = [index for index, one in enumerate(place) if one == id(region)]
-        if region.parent is None or region.call is None or not own:
-            continue
-        output = region.graph.output_node()
-        returned = output.args[0]
-        outputs = list(returned) if isinstance(returned, (tuple, list)) else [returned]
-        output.args = ((*outputs, *(rows[index] for index in own)),)
-        around = region.parent.graph
-        for offset, index in enumerate(own, start=len(outputs)):
-            with around.inserting_after(region.call):
-                rows[index] = around.call_function(operator.getitem, (region.call, offset))
-            place[index] = id(region.parent)
-    return rows
+    return bring_out(regions, [region for region, _ in places], rows)
 
 
 def _is_argument(node: fx.Node) -> bool:

@@ -11,9 +11,11 @@ import operator
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
-from torch import Tensor, fx
+from torch import fx
 
+from lightning_unitscale.exponents import FloatArray
 from lightning_unitscale.graph.nodes import example_tensor, is_whole_view, op_name
 from lightning_unitscale.graph.out_of_place import same_tensor
 from lightning_unitscale.row_layout import RowLayout
@@ -35,7 +37,7 @@ class SharedRows:
     parts: dict[int, tuple[int, ...]]
     twins: dict[int, int]
 
-    def fill(self, forward: Tensor, backward: Tensor, layout: RowLayout) -> None:
+    def fill(self, forward: FloatArray, backward: FloatArray, layout: RowLayout) -> None:
         """Write the rows that were left out, in place.
 
         Args:
@@ -55,7 +57,7 @@ class SharedRows:
             if arrived.any():
                 if not arrived.all():
                     # Autograd fills up with zeros what has no gradient.
-                    rows = torch.where(arrived, rows, _rows_of_zeros(forward[parts], layout))
+                    rows = np.where(arrived, rows, _rows_of_zeros(forward[parts], layout))
                 backward[index] = _together(rows, layout)
 
 
@@ -149,21 +151,21 @@ def _seen_as(node: fx.Node, probed: dict[fx.Node, int]) -> fx.Node:
     return node
 
 
-def _together(rows: Tensor, layout: RowLayout) -> Tensor:
+def _together(rows: FloatArray, layout: RowLayout) -> FloatArray:
     """As ``merge_rows``, of any number of rows, none of which is absent."""
-    row = rows.sum(0)
+    row: FloatArray = rows.sum(axis=0)
     largest, smallest = layout.index("abs_max"), layout.index("abs_min")
-    row[largest] = rows[:, largest].amax()
-    row[smallest] = rows[:, smallest].amin()
+    row[largest] = rows[:, largest].max()
+    row[smallest] = rows[:, smallest].min()
     return row
 
 
-def _rows_of_zeros(rows: Tensor, layout: RowLayout) -> Tensor:
+def _rows_of_zeros(rows: FloatArray, layout: RowLayout) -> FloatArray:
     """Rows of tensors of zeros that are as large as those of ``rows``."""
-    zeros = torch.zeros_like(rows)
+    zeros: FloatArray = np.zeros_like(rows)
     for column in ("numel", "zeros"):
         zeros[:, layout.index(column)] = rows[:, layout.index("numel")]
-    zeros[:, layout.index("abs_min")] = torch.inf
+    zeros[:, layout.index("abs_min")] = np.inf
     if layout.histogram:
         zeros[:, layout.index("sampled")] = rows[:, layout.index("sampled")]
     return zeros

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,8 +18,8 @@ from lightning_unitscale.graph.out_of_place import (
 )
 from lightning_unitscale.graph.passes import Region
 from lightning_unitscale.graph.recording import CallRecord
-from lightning_unitscale.transforms.drift import probe_gradient
 from lightning_unitscale.transforms.metrics import Metrics
+from lightning_unitscale.transforms.probed_places import is_passed_through
 from lightning_unitscale.transforms.scales_graph import (
     CLEAN_NAME,
     FLOAT_TENSOR,
@@ -211,14 +210,6 @@ def _describe(node: fx.Node, metrics: Metrics | None) -> None:
     node.meta[METRICS] = metrics
     node.meta[FLOAT_TENSOR] = metrics is not None
     node.meta[CLEAN_NAME] = _AROUND_NAME.sub("", node.name) or node.name
-
-
-def is_passed_through(node: fx.Node, checkpoints: Mapping[fx.Node, Any]) -> bool:
-    """Whether the node hands on another one's tensor: a checkpoint's, or one that is measured."""
-    if node.op != "call_function" or not node.args:
-        return False
-    of_checkpoint = node.target is operator.getitem and node.args[0] in checkpoints
-    return of_checkpoint or node.target is probe_gradient
 
 
 def _is_plumbing(node: fx.Node, checkpoints: Mapping[fx.Node, Any]) -> bool:

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from lightning_unitscale.functional.scale import scale, scale_bwd
+from lightning_unitscale.functional.change_units import change_gradient_units, change_units
+from lightning_unitscale.graph.capture import fake_mode_of
 from lightning_unitscale.graph.nodes import (
     INTERNAL,
     MODULE,
@@ -153,10 +154,10 @@ def apply_plan(plan: NodePlan, factor_node: FactorNode) -> list[tuple[Edit, fx.N
             source = argument_at(node, edit.path) if edit.path else node
             backward = factor_node(plan.region, edit.backward)
             if edit.forward == ONE:
-                scaled = graph.call_function(scale_bwd, (source, backward))
+                scaled = graph.call_function(change_gradient_units, (source, backward))
             else:
                 forward = factor_node(plan.region, edit.forward)
-                scaled = graph.call_function(scale, (source, forward, backward))
+                scaled = graph.call_function(change_units, (source, forward, backward))
         scaled.meta["example_value"] = edit.source.meta["example_value"]
         scaled.meta[NAME] = edit.name
         scaled.meta[EDIT] = edit
@@ -179,11 +180,11 @@ def apply_plan(plan: NodePlan, factor_node: FactorNode) -> list[tuple[Edit, fx.N
 
 def is_scale(node: fx.Node) -> bool:
     """Whether the node is a change of units by itself, and not one that an operation took in."""
-    return node.target in (scale, scale_bwd)
+    return node.target in (change_units, change_gradient_units)
 
 
 class FactorNodes:
-    """Hands out the factors of a graph as 0-d tensors, unbound once in each region.
+    """Hands out the factors of a graph as 0-d tensors.
 
     Args:
         vector: The node of the factor vector in the outermost graph.
@@ -193,21 +194,30 @@ class FactorNodes:
     def __init__(self, vector: fx.Node, row: Callable[[Factor], int]) -> None:
         self._vector = vector
         self._row = row
-        self._unbound: dict[int, fx.Node] = {}
-        self._items: dict[tuple[int, int], fx.Node] = {}
+        self._unbound: fx.Node | None = None
+        self._example: Any = None
+        self._items: dict[int, fx.Node] = {}
 
     def __call__(self, region: Region, factor: Factor) -> fx.Node:
-        """The 0-d tensor of ``factor`` in ``region``."""
-        graph, row = region.graph, self._row(factor)
-        key = (id(graph), row)
-        if key not in self._items:
-            unbound = self._unbound.get(id(graph))
-            if unbound is None:
-                inside = region.thread(self._vector)
-                *_, last = graph.find_nodes(op="placeholder")
-                with graph.inserting_after(last):
-                    unbound = graph.call_function(torch.unbind, (inside,))
-                self._unbound[id(graph)] = unbound
-            with graph.inserting_after(unbound):
-                self._items[key] = graph.call_function(operator.getitem, (unbound, row))
-        return self._items[key]
+        """The 0-d tensor of ``factor`` in ``region``.
+
+        A checkpoint gets each as an argument. Inductor can neither recompute an ``unbind`` in one
+        nor save its result, which is a tuple.
+        """
+        row = self._row(factor)
+        if row not in self._items:
+            self._items[row] = self._item(row)
+        return region.thread(self._items[row])
+
+    def _item(self, row: int) -> fx.Node:
+        graph = self._vector.graph
+        if self._unbound is None:
+            *_, last = graph.find_nodes(op="placeholder")
+            with graph.inserting_after(last):
+                self._unbound = graph.call_function(torch.unbind, (self._vector,))
+            with fake_mode_of(graph):
+                self._example = self._vector.meta["example_value"][0]
+        with graph.inserting_after(self._unbound):
+            item = graph.call_function(operator.getitem, (self._unbound, row))
+        item.meta["example_value"] = self._example
+        return item

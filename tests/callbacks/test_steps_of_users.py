@@ -179,6 +179,29 @@ def test_logging(depth: str) -> None:
     assert "first.linear" in unit_scale_of(callbacks).gauge
 
 
+def _log_and_go_on(self: Any, batch: Any, batch_idx: int) -> Any:
+    """What was logged is written into, and the dictionary gets the loss."""
+    loss = self.loss(batch)
+    average = batch[0].mean(0)
+    self.log("average", average[0])
+    self.log("mean", value=average[1], on_step=True, on_epoch=True)
+    average.mul_(0.5)
+    values = {"double": loss.detach() * 2}
+    self.log_dict(values)
+    values["double"].add_(1)
+    values["loss"] = loss
+    return values
+
+
+@pytest.mark.parametrize("depth", ["products", "all"])
+def test_a_step_that_goes_on_with_what_it_has_logged(depth: str) -> None:
+    found, _ = assert_same_run(
+        regression_with(_log_and_go_on), lambda: [UnitScaleCallback(depth=depth), both()[1]]
+    )
+    assert {"average", "mean_step", "mean_epoch", "double"} <= set(found.metrics)
+    assert "loss" not in found.metrics
+
+
 # What a step leaves on the module.
 
 

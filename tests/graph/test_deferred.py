@@ -55,7 +55,7 @@ def test_order_and_values_are_those_of_the_plain_step(executor: str) -> None:
         assert torch.equal(module.events[2][1]["loss"], expected[2][1]["loss"])
         assert module.events[2][1]["number"] == 2.5
         assert module.events[2][2] == ("more",)
-        assert module.events[3][2] is loss
+        assert torch.equal(module.events[3][2], loss)
     (graph,) = steps.steps["training_step"].graphs
     assert graph.index == 0
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
-from lightning_unitscale.pipeline import explain_pipeline
+from lightning_unitscale.pipeline import balanced_split, explain_pipeline, pipe_split, pipeline
+from lightning_unitscale.pipeline.explain import PipelinePlan, plan_of
 from lightning_unitscale.pipeline.explain_step import explain_step
+from lightning_unitscale.pipeline.marks import insert_mark
+from lightning_unitscale.pipeline.policy import possible_cuts
 from lightning_unitscale.pipeline.simulate import simulate_1f1b
 
 
@@ -42,6 +45,84 @@ def test_a_plan() -> None:
         explain_pipeline(module, torch.ones(128, 256), 2, num_microbatches=1)
 
 
+class Scored(nn.Module):
+    """A loss, and what it is of."""
+
+    def __init__(self, returns: bool = True) -> None:
+        super().__init__()
+        self.net = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(4)))
+        self.returns = returns
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        # Transposed and with a second way around, so that several tensors go over a cut.
+        found = self.net[:3](x).t()
+        found = self.net[3](found.t()) + found.t()
+        shown = found.exp() if self.returns else None
+        loss = (found - y).square().mean()
+        return {"loss": loss} if shown is None else {"loss": loss, "shown": shown}
+
+
+def _sums(plan: PipelinePlan) -> list[float]:
+    return [
+        sum(one.forward_seconds for one in plan.stages),
+        sum(one.backward_seconds for one in plan.stages),
+        sum(one.saved_bytes for one in plan.stages),
+    ]
+
+
+def test_every_operation_counts_in_one_stage() -> None:
+    batch = {"x": torch.ones(64, 64), "y": torch.ones(64, 64)}
+    whole = explain_pipeline(Scored(), batch, 1)
+    assert whole.imbalance == 1
+    assert whole.timeline.seconds == pytest.approx(whole.ideal_seconds)
+    for num_stages in (2, 3, 5):
+        plan = explain_pipeline(Scored(), batch, num_stages)
+        assert sum(len(one.received) for one in plan.pipe.info().stages) >= num_stages - 1
+        assert _sums(plan) == pytest.approx(_sums(whole))
+        assert 1 <= plan.least_imbalance <= plan.imbalance
+        assert plan.ideal_seconds < plan.timeline.seconds
+
+
+def test_the_backward_pass_starts_from_the_loss_alone() -> None:
+    batch = {"x": torch.ones(64, 64), "y": torch.ones(64, 64)}
+    alone, both = (explain_pipeline(Scored(one), batch, 2) for one in (False, True))
+    assert both.stages[1].forward_seconds > alone.stages[1].forward_seconds
+    assert _sums(both)[1] == pytest.approx(_sums(alone)[1])
+    # What the step only returns goes forward, and no gradient of it comes back.
+    late = pipeline(Scored(), (), batch, split_policy=_cut_at_loss)
+    plan = plan_of(late, Scored(), None)
+    assert plan.stages[0].sent_bytes == 2 * plan.stages[0].returned_bytes == 2 * 64 * 64 * 4
+
+
+def _cut_at_loss(graph_module: fx.GraphModule) -> fx.GraphModule:
+    """A cut in front of the square of the error: the error is sent, and what is returned."""
+    cuts, _ = possible_cuts(graph_module)
+    nodes = {node.name: node for node in graph_module.graph.nodes}
+    (square,) = (one for one in cuts if one.before.startswith("square"))
+    # There and back, and there.
+    assert square.boundary_bytes == 3 * 64 * 64 * 4
+    insert_mark(graph_module.graph, nodes[square.before])
+    return graph_module
+
+
+def test_what_is_sent_costs_both_sides() -> None:
+    layers = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    plan = explain_pipeline(layers, torch.ones(8, 64), 2, num_microbatches=2)
+    first, second = plan.stages
+    assert first.sent_bytes == first.returned_bytes == 8 * 64 * 4
+    sending = first.sent_bytes / 2e9
+    assert [(one.stage, one.end - one.start) for one in plan.timeline.work[:3]] == [
+        (0, pytest.approx(first.forward_seconds + sending)),
+        (0, pytest.approx(first.forward_seconds + sending)),
+        (1, pytest.approx(second.forward_seconds + sending)),
+    ]
+    assert "at best: imbalance 1.000 by the largest operation" in str(plan)
+    with pytest.raises(ValueError, match="bytes_per_second=0"):
+        balanced_split(2, bytes_per_second=0)
+    with pytest.raises(ValueError, match="num_microbatches=0"):
+        balanced_split(2, num_microbatches=0)
+
+
 class Stepping(nn.Module):
     """A module with a step of its own."""
 
@@ -58,6 +139,11 @@ class Stepping(nn.Module):
         loss = (self.net(x) - y).square().mean()
         self.log("loss", loss)
         return {"loss": loss}
+
+    def cut_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        hidden = self.net[0](batch[0])
+        pipe_split()
+        return (self.net[1:](hidden) - batch[1]).square().mean()
 
     def printing_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         loss = (self.net(batch[0]) - batch[1]).square().mean()
@@ -82,3 +168,10 @@ def test_a_plan_of_a_step() -> None:
     with pytest.raises(ValueError, match="num_microbatches=5: a batch of 64"):
         explain_step(module, batch, 2, batch_idx=0, num_microbatches=5)
     assert "printing_step" not in module.__dict__
+
+
+def test_a_plan_of_a_step_that_says_where_it_is_cut() -> None:
+    batch = [torch.ones(64, 64), torch.ones(64, 64)]
+    plan = explain_step(Stepping(), batch, 2, batch_idx=0, method="cut_step")
+    assert [one.parameter_bytes for one in plan.stages] == [16640, 3 * 16640]
+    assert plan.imbalance > 1.3

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import combinations, pairwise
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,7 +11,6 @@ from torch.distributed.pipelining import ScheduleInterleaved1F1B
 from lightning_unitscale.pipeline import SCHEDULES, PipelineRunner, SplitPoint, pipeline
 from lightning_unitscale.pipeline.microbatches import split_batch
 from lightning_unitscale.pipeline.schedules import find_schedule
-from lightning_unitscale.pipeline.search import Cut, balance_ranks, choose_cuts
 
 
 def test_placement() -> None:
@@ -75,51 +72,6 @@ def test_a_batch_is_cut_along_its_first_dimension() -> None:
         split_batch(pipe.program, (x[:5], mask, 2), {}, 3)
     with pytest.raises(RuntimeError, match="there is no process group"):
         PipelineRunner(pipe, num_microbatches=2)
-
-
-def test_the_slowest_stage_is_as_fast_as_it_can_be() -> None:
-    def slowest(cuts: list[Cut], total: float, chosen: tuple[int, ...], rate: float) -> float:
-        places = [Cut("", 0.0, 0), *(cuts[i] for i in chosen), Cut("", total, 0)]
-        pairs = pairwise(places)
-        return max(
-            b.seconds_before - a.seconds_before + 2 * (a.boundary_bytes + b.boundary_bytes) / rate
-            for a, b in pairs
-        )
-
-    generator = torch.Generator().manual_seed(0)
-    for num_stages in (1, 2, 3, 4):
-        seconds = torch.rand(9, generator=generator).cumsum(0).tolist()
-        sizes = torch.randint(1, 40, (8,), generator=generator).tolist()
-        cuts = [Cut(str(i), seconds[i], sizes[i]) for i in range(8)]
-        found = choose_cuts(cuts, seconds[-1], num_stages, 200.0)
-        best = min(
-            slowest(cuts, seconds[-1], one, 200.0) for one in combinations(range(8), num_stages - 1)
-        )
-        assert slowest(cuts, seconds[-1], tuple(found), 200.0) == pytest.approx(best)
-
-
-def test_a_rank_with_one_large_stage_gets_less_of_the_others() -> None:
-    """Of sixteen equal operations and one of four times their cost, in four stages in a V."""
-    seconds = [float(one) for one in range(1, 17)]
-    cuts = [Cut(str(i), one, 1) for i, one in enumerate(seconds)]
-    ranks = [0, 1, 1, 0]
-
-    def loads(chosen: list[int]) -> list[float]:
-        ends = [0.0, *(cuts[one].seconds_before for one in chosen), 20.0]
-        found = [b - a for a, b in pairwise(ends)]
-        return [found[0] + found[3], found[1] + found[2]]
-
-    assert loads(balance_ranks(cuts, 20.0, 4, 1e9, ranks.__getitem__)) == [10.0, 10.0]
-    # The last operation alone is as much as it should be at most, of 20 in 5 stages.
-    five = [0, 1, 2, 1, 0]
-    chosen = balance_ranks(cuts, 20.0, 5, 1e9, five.__getitem__)
-    ends = [0.0, *(cuts[one].seconds_before for one in chosen), 20.0]
-    found = [b - a for a, b in pairwise(ends)]
-    assert max(found[0] + found[4], found[1] + found[3], found[2]) == 7.0
-    by_stage = choose_cuts(cuts, 20.0, 5, 1e9)
-    ends = [0.0, *(cuts[one].seconds_before for one in by_stage), 20.0]
-    found = [b - a for a, b in pairwise(ends)]
-    assert max(found[0] + found[4], found[1] + found[3]) >= 8.0
 
 
 class _Scored(nn.Module):

@@ -11,6 +11,7 @@ import signal
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from examples.gpt import GPT
+from lightning_unitscale.pipeline import PipelineRunner
 from lightning_unitscale.strategies import PipelineStrategy
 from tests.distributed.launch import quiet_rank
 
@@ -250,10 +252,20 @@ def train(folder: Path, case: str, num_ranks: int, resume_from: str) -> None:
     path = None
     if "resume" in options:
         path = Path(resume_from) / f"{options['resume']}.ckpt"
-    trainer.fit(module, training, DataLoader(data, batch_size=16), ckpt_path=path)
+    ran_with: list[int] = []
+    step_flat = PipelineRunner.step_flat
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        """Counts the parameters that are there when a step runs, its capture behind it."""
+        ran_with.append(_bytes(module.parameters()))
+        return step_flat(*args, **kwargs)
+
+    with mock.patch.object(PipelineRunner, "step_flat", counted):
+        trainer.fit(module, training, DataLoader(data, batch_size=16), ckpt_path=path)
     weights = {name: one.clone() for name, one in module.state_dict().items()}
     trainer.save_checkpoint(folder / f"{case}.ckpt")
     found = {
+        "ran with": ran_with,
         "losses": recorder.losses,
         "weights": weights,
         "metrics": dict(trainer.callback_metrics),

@@ -44,6 +44,18 @@ class Seen(pl.Callback):
         )
 
 
+class Validated(pl.Callback):
+    """Counts the parameters that have memory in validations within the training, and all."""
+
+    def __init__(self) -> None:
+        self.counts: set[tuple[int, int]] = set()
+
+    def on_validation_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+        if not trainer.sanity_checking:
+            sizes = [one.untyped_storage().nbytes() for one in module.parameters()]
+            self.counts.add((sum(size > 0 for size in sizes), len(sizes)))
+
+
 class Breaks(pl.Callback):
     """Multiplies a weight of the last stage: by infinity, or so that its units no longer fit."""
 
@@ -63,7 +75,7 @@ class Breaks(pl.Callback):
 V = {"schedule": "ZBVZeroBubble"}
 CASES: dict[str, dict[str, Any]] = {
     "plain": {"clip": 0.5},
-    "products": {"scale": {}, "monitor": {}, "clip": 0.5},
+    "products": {"scale": {}, "monitor": {}, "clip": 0.5, "validates": True},
     "all-v": {"scale": {"depth": "all"}, **V},
     "looks": {"scale": {"recalibrate": 1}, "breaks": 64.0, "points": True},
     "rules-v": {
@@ -81,7 +93,13 @@ CASES: dict[str, dict[str, Any]] = {
     "fp8": {"scale": {"precision": "fp8", "recalibrate": None}},
     "fp8-looks": {"scale": {"precision": "fp8", "recalibrate": 1}, "breaks": 64.0},
     "monitored": {"monitor": {}, "points": True, "logs": True, "validates": True},
-    "bf16": {"scale": {}, "monitor": {}, "points": True, "precision": "bf16-mixed"},
+    "bf16": {
+        "scale": {},
+        "monitor": {},
+        "points": True,
+        "precision": "bf16-mixed",
+        "validates": True,
+    },
     "accumulated": {"scale": {}, "monitor": {}, "points": True, "accumulate": 2},
     "min-cut": {"remat": "min_cut", "clip": 0.5},
     "share": {"remat": 0.85, "scale": {}, "clip": 0.5},
@@ -121,7 +139,8 @@ def train(folder: Path, case: str, num_ranks: int, resume_from: str) -> None:
     pl.seed_everything(4, workers=True, verbose=False)
     module = _module(options)
     seen = Seen()
-    callbacks: list[pl.Callback] = [seen]
+    validated = Validated()
+    callbacks: list[pl.Callback] = [seen, validated]
     scaling = monitor = None
     if "scale" in options:
         scaling = UnitScaleCallback(**options["scale"])
@@ -186,6 +205,7 @@ def train(folder: Path, case: str, num_ranks: int, resume_from: str) -> None:
         "validated": {
             name: float(one) for name, one in trainer.callback_metrics.items() if "val" in name
         },
+        "validated with": validated.counts,
         "attributes": sorted(module.__dict__),
         "modules": sorted(name for name, _ in module.named_modules()),
     }
@@ -240,6 +260,7 @@ def refuse(folder: Path) -> None:
         except (MisconfigurationException, ValueError) as error:
             errors[name] = str(error)
         errors[f"{name} left"] = str([key for key in vars(module) if key in _STEPS])
+        errors[f"{name} lost"] = str(any(one.isnan().any() for one in module.parameters()))
     torch.save(errors, folder / f"refused-{trainer.global_rank}.pt")
 
 

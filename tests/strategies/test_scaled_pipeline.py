@@ -23,6 +23,7 @@ SCALED = ["products", "all-v", "looks", "rules-v", "u-mup", "fp8", "fp8-looks"]
 CASES = [*SCALED, "simulated", "bf16", "monitored", "accumulated", "stops", "raises"]
 REMATERIALIZED = ["min-cut", "share"]
 PIPELINED = ["plain", *REMATERIALIZED, "refused"]
+VALIDATED = {"rules-v", "monitored", "products", "bf16"}
 # With two groups of gradients added to each other, one process adds up in another order.
 OTHER_ORDER = {"accumulated"}
 
@@ -97,7 +98,7 @@ def test_accumulation_in_one_process(case: str, runs: Runs) -> None:
         assert found["steps"] == expected["steps"] == (3 if case in {"stops", "raises"} else STEPS)
         assert found["attributes"] == expected["attributes"]
         assert found["validated"] == pytest.approx(expected["validated"], rel=1e-5)
-        assert bool(found["validated"]) == (case in {"rules-v", "monitored"})
+        assert bool(found["validated"]) == (case in VALIDATED)
         relative = 1e-6 if case in OTHER_ORDER else 0.0
         assert found["losses"] == pytest.approx(
             _accumulated(expected["losses"]), rel=relative, abs=0, nan_ok=True
@@ -114,6 +115,18 @@ def test_accumulation_in_one_process(case: str, runs: Runs) -> None:
                 torch.testing.assert_close(
                     one, other, rtol=0, atol=1e-5 * float(scale), equal_nan=True
                 )
+
+
+@pytest.mark.parametrize("case", sorted(VALIDATED))
+def test_validation_runs_through_the_stages_where_no_pass_changes_it(case: str, runs: Runs) -> None:
+    """Of rules it runs whole, with all weights; otherwise each rank keeps to its own."""
+    for rank in range(NUM_RANKS):
+        found = runs.found(NUM_RANKS, case, rank)
+        ((present, number),) = found["validated with"]
+        assert (present == number) == (case == "rules-v")
+        expected = runs.found("alone", case)
+        if case in {"monitored", "bf16"}:
+            assert found["validated"] == expected["validated"], "no weight is tied: the same bits"
 
 
 @pytest.mark.parametrize("case", ["products", *REMATERIALIZED])
@@ -259,3 +272,5 @@ def test_what_does_not_go_with_stages_is_refused(runs: Runs) -> None:
         for name in REFUSED:
             assert name in found[name]
             assert found[f"{name} left"] == "[]"
+            # The last of them is found out in the middle of a step.
+            assert found[f"{name} lost"] == "False"

@@ -1,6 +1,9 @@
 """Checksums are TensorBoard's own, and so are the bytes in the file."""
 
 import random
+import shutil
+import subprocess
+from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
@@ -8,8 +11,17 @@ from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import crc32c as slow_
 from tensorboard.summary.writer.record_writer import RecordWriter
 from torch.utils.tensorboard import SummaryWriter
 
-from lightning_unitscale.tensorboard.records import FastRecordWriter, crc32c, speed_up
+from lightning_unitscale import native
+from lightning_unitscale.tensorboard import records
+from lightning_unitscale.tensorboard.records import (
+    FastRecordWriter,
+    crc32c,
+    crc32c_by_numpy,
+    crc32c_of,
+    speed_up,
+)
 
+SOURCE = Path(records.__file__).with_name("crc32c.c")
 LENGTHS = [*range(0, 12), 63, 64, 65, 127, 128, 129, 1000, 4096, 20_001]
 
 
@@ -18,12 +30,32 @@ def test_a_known_value():
     assert crc32c(b"123456789") == 0xE3069283
 
 
-@pytest.mark.parametrize("length", LENGTHS)
-def test_checksums(length):
-    data = random.Random(length).randbytes(length)
-    assert crc32c(data) == slow_crc32c(data)
-    zeros, ones = bytes(length), b"\xff" * length
-    assert (crc32c(zeros), crc32c(ones)) == (slow_crc32c(zeros), slow_crc32c(ones))
+# With the processor's instruction and without; of a kind of processor that this may not be.
+TARGETS = {"native": ("-march=native",), "SSE4.2": ("-msse4.2",), "plain": ()}
+needs_compiler = pytest.mark.skipif(not shutil.which("cc"), reason="no C compiler")
+
+
+@pytest.fixture(params=["numpy", *(pytest.param(one, marks=needs_compiler) for one in TARGETS)])
+def checksum(request, tmp_path_factory):
+    if request.param == "numpy":
+        return crc32c_by_numpy
+    path = tmp_path_factory.mktemp("crc32c") / "library"
+    try:
+        return crc32c_of(native.compiled(["cc"], SOURCE, TARGETS[request.param], path))
+    except subprocess.CalledProcessError:
+        pytest.skip(f"{request.param}: another kind of processor")
+
+
+def test_checksums(checksum):
+    for length in LENGTHS:
+        data = random.Random(length).randbytes(length)
+        for one in (data, bytes(length), b"\xff" * length):
+            assert checksum(one) == slow_crc32c(one), length
+
+
+def test_without_a_compiler(monkeypatch):
+    monkeypatch.setattr(records, "_compiled", lambda: None)
+    assert crc32c(b"123456789") == 0xE3069283
 
 
 def test_records_are_the_same_bytes(tmp_path):

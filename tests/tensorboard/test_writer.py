@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tensorboard.compat.proto.summary_pb2 import DATA_CLASS_TENSOR
+from tensorboard.compat.proto.summary_pb2 import DATA_CLASS_TENSOR, Summary
 from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 from tensorboard.util import tensor_util
 from torch.utils.tensorboard import SummaryWriter
@@ -17,7 +17,7 @@ from lightning_unitscale.row_reduction import absent_rows
 from lightning_unitscale.snapshot import ScaleSnapshot
 from lightning_unitscale.statistics import statistics_row
 from lightning_unitscale.tensorboard.schema import ExponentCounts, Series, TensorSet
-from lightning_unitscale.tensorboard.summaries import exponent_histograms
+from lightning_unitscale.tensorboard.summaries import PresentCounts
 from lightning_unitscale.tensorboard.writer import ScaleWriter
 
 LAYOUT = RowLayout()
@@ -145,8 +145,10 @@ def test_stock_histograms_are_binned_already(experiment):
 def test_moments_of_a_histogram():
     counts = np.zeros(279)
     counts[[150, 151]] = 3, 1
-    histogram, nothing = exponent_histograms(np.stack([counts, 0 * counts]), np.array([0, 3]))
+    present = PresentCounts(np.stack([counts, 0 * counts]), np.array([0, 3]))
+    field, nothing = present.histograms()
     assert nothing is None
+    histogram = Summary.Value.FromString(field).histo
     assert (histogram.num, histogram.sum) == (4, 3 * 0.5 + 1.5)
     assert histogram.sum_squares == 3 * 0.25 + 2.25
 

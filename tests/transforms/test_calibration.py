@@ -1,8 +1,6 @@
-"""Measuring does not change anything, and what a rehearsal changes is undone."""
+"""Measuring does not change anything."""
 
 import math
-import random
-from collections import Counter, deque
 
 import numpy as np
 import pytest
@@ -14,7 +12,6 @@ from lightning_unitscale.transforms import lossless_unit_scale
 from lightning_unitscale.transforms.calibration import (
     Calibrator,
     find_loss,
-    restoring,
     root_mean_square,
 )
 from lightning_unitscale.transforms.lossless import LosslessUnitScale
@@ -90,96 +87,6 @@ def test_find_loss() -> None:
         assert find_loss(output) is loss
     for output in (None, 3.0, torch.ones(3, requires_grad=True), torch.ones(()), {}, (), "loss"):
         assert find_loss(output) is None
-
-
-class Restless(nn.Module):
-    """Changes everything that a step may change."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(4)
-        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
-        self.register_buffer("late", None)
-        self.register_buffer("hidden", torch.zeros(2), persistent=False)
-        self.history = [1]
-        self.table = {"a": [1]}
-        self.seen = {1}
-        self.recent = deque([1], maxlen=3)
-        self.counter = Counter("aa")
-        self.plain = torch.zeros(2)
-        with torch.inference_mode():
-            self.inferred = torch.zeros(2)
-        self.number = 0
-        self.child = nn.Linear(4, 4)
-        self.child.note = "old"
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.count = self.count + 1  # a new tensor under the old name
-        self.hidden.add_(1)
-        self.late = torch.ones(3)
-        self.history.append(2)
-        self.table["b"] = 2
-        self.table["a"].append(2)
-        self.seen.add(2)
-        self.recent.append(2)
-        self.counter["a"] += 1
-        self.plain += 1
-        with torch.inference_mode():
-            self.inferred += 1
-        self.number += 1
-        self.child.note = "new"
-        self.extra = "made in the step"
-        self.train(False)
-        random.random(), np.random.rand(), torch.rand(1)
-        return self.child(self.norm(x)).sum()
-
-
-def _state(module: Restless) -> dict[str, object]:
-    return {
-        "buffers": {name: one.clone() for name, one in module.named_buffers()},
-        "history": list(module.history),
-        "table": {key: str(value) for key, value in module.table.items()},
-        "seen": sorted(module.seen),
-        "recent": list(module.recent),
-        "counter": dict(module.counter),
-        "plain": module.plain.clone(),
-        "inferred": module.inferred.tolist(),
-        "number": module.number,
-        "note": module.child.note,
-        "extra": hasattr(module, "extra"),
-        "modes": [one.training for one in module.modules()],
-        "torch": torch.get_rng_state(),
-        "python": str(random.getstate()),
-        "numpy": str(np.random.get_state()),
-        "grads": [None if one.grad is None else one.grad.clone() for one in module.parameters()],
-    }
-
-
-@pytest.mark.parametrize("raises", [False, True])
-def test_restoring_undoes_what_a_step_does(raises: bool) -> None:
-    module = Restless()
-    kept = {name: getattr(module, name) for name in ("history", "table", "seen", "recent", "plain")}
-    buffers = dict(module.named_buffers())
-    next(module.parameters()).grad = torch.ones(4)
-    before = _state(module)
-    try:
-        with restoring(module):
-            module(torch.randn(5, 4)).backward()  # adds to the gradient that was there
-            if raises:
-                raise KeyError("in the rehearsal")
-    except KeyError:
-        assert raises
-    assert_same_bits(_state(module), before)
-    # The objects themselves are the old ones: others may hold them too.
-    assert all(getattr(module, name) is one for name, one in kept.items())
-    assert all(dict(module.named_buffers())[name] is one for name, one in buffers.items())
-
-
-def test_restoring_lets_parameters_be_what_they_are() -> None:
-    module = nn.Linear(2, 2)
-    with restoring(module), torch.no_grad():
-        assert module.weight.grad is None
-    assert set(dict(module.named_parameters())) == {"weight", "bias"}
 
 
 def test_a_rehearsal_that_raises_leaves_the_module_usable() -> None:

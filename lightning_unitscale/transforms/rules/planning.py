@@ -14,7 +14,7 @@ from torch import fx
 from lightning_unitscale.graph.nodes import tensor_name
 from lightning_unitscale.graph.products import product_of
 from lightning_unitscale.graph.steps import CapturedStep
-from lightning_unitscale.transforms.calibration import restoring
+from lightning_unitscale.transforms.restoring import restoring
 from lightning_unitscale.transforms.rules.decide import Decider
 from lightning_unitscale.transforms.rules.flow import Flow, Recorder
 from lightning_unitscale.transforms.rules.plan import (

@@ -1,0 +1,70 @@
+"""Have a captured step compute its numbers as the plain step does: by NumPy and by Python.
+
+* Dynamo traces NumPy as torch operations, and makes a 0-d FP64 tensor of a NumPy number. In the
+  plain step it is a number: ``loss * np.exp(-x)`` stays FP32 there and would be FP64 when traced,
+  other last bits of ``tanh`` and random numbers of torch's aside. So calls of NumPy run as they
+  are, and break the graph; their results enter the graphs as Python's numbers.
+* Dynamo draws from a ``random.Random`` of the user's when it traces, and guards on nothing: every
+  later step would get the same number. So these calls run as they are, too.
+
+Private names used here were checked on torch 2.13: ``VariableBuilder``'s ``wrap_numpy_ndarray``, to
+which it hands every NumPy number, ``wrap_symfloat``, ``wrap_symint``; ``RandomVariable``, and
+``RandomClassVariable``, which makes one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch._dynamo.config
+from torch._dynamo.exc import unimplemented
+from torch._dynamo.variables.builder import VariableBuilder
+from torch._dynamo.variables.misc import RandomClassVariable, RandomVariable
+
+
+@contextlib.contextmanager
+def plain_numbers() -> Iterator[None]:
+    """Within this context neither NumPy nor a generator of the user's is traced."""
+    with (
+        _replaced(VariableBuilder, "wrap_numpy_ndarray", _as_number),
+        _replaced(RandomVariable, "is_supported_random_obj", staticmethod(lambda _: False)),
+        _replaced(RandomClassVariable, "call_function", _refuse_generator),
+        torch._dynamo.config.patch(trace_numpy=False),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _replaced(owner: type, name: str, value: Any) -> Iterator[None]:
+    usual = vars(owner)[name]
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, usual)
+
+
+def _refuse_generator(variable: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+    unimplemented(
+        gb_type="random.Random() in a step",
+        context=str(args),
+        explanation="What it draws would be drawn once and kept.",
+        hints=["Make it before, or draw from torch."],
+    )
+
+
+def _as_number(builder: Any, value: np.ndarray[Any, Any]) -> Any:
+    # Others round or wrap around where Python's numbers do not, so their arithmetic stays NumPy's.
+    if value.dtype == np.float64:
+        return builder.wrap_symfloat(value.item())
+    if value.dtype == np.int64:
+        return builder.wrap_symint(value.item())
+    unimplemented(
+        gb_type="NumPy number",
+        context=f"{value.dtype} {value}",
+        explanation=f"Arithmetic of {value.dtype} is not that of Python's numbers.",
+        hints=["Convert it by float() or int() before it meets a tensor."],
+    )

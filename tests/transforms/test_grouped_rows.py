@@ -1,0 +1,171 @@
+"""Rows that one call takes are those that many calls would, and fewer calls take them."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from lightning_unitscale import cpu_kernel
+from lightning_unitscale.graph.lowering import inductor_options
+from lightning_unitscale.graph.nodes import is_whole_view
+from lightning_unitscale.row_layout import RowLayout
+from lightning_unitscale.statistics import ROW_OPERATOR, ROWS_OPERATOR, functional_row
+from lightning_unitscale.transforms.attach import captured_forward
+from lightning_unitscale.transforms.grouped_rows import group_rows
+from lightning_unitscale.transforms.probes import ScaleProbes
+
+LAYOUT, OTHER = RowLayout(sample_size=None), RowLayout(histogram=False)
+SUMS = slice(LAYOUT.index("sum"), LAYOUT.index("square_sum") + 1)
+
+
+def row(tensor: Tensor, layout: RowLayout = LAYOUT, factor: Tensor | None = None) -> Tensor:
+    return ROW_OPERATOR(tensor, factor, layout.key)
+
+
+def _of_inputs(x: Tensor, y: Tensor) -> Sequence[Tensor]:
+    first = row(x)
+    return first, row(y * 2), row(y)
+
+
+def _of_outputs(x: Tensor, y: Tensor) -> Sequence[Tensor]:
+    a = x.exp()
+    first = row(a)
+    b = y.sin()
+    return a, b, first, row(b)
+
+
+def _of_parts(x: Tensor, y: Tensor) -> Sequence[Tensor]:
+    a, b = (x @ y).chunk(2, dim=-1)
+    return row(a), row(b), a + b
+
+
+def _one_after_the_other(x: Tensor, y: Tensor) -> Sequence[Tensor]:
+    a = x.exp()
+    first = row(a)
+    b = a.sin()
+    return first, row(b)
+
+
+def _of_other_kinds(x: Tensor, y: Tensor) -> Sequence[Tensor]:
+    factor = torch.full((), 0.5)
+    return row(x), row(y, OTHER), row(x, LAYOUT, factor)
+
+
+def _of_large_inputs(x: Tensor, y: Tensor) -> Sequence[Tensor]:
+    x, y = x.repeat(400, 1), y.repeat(400, 1)
+    first = row(x)
+    return x.exp(), first, y.exp(), row(y)
+
+
+# Calls for one row and sizes of the calls for several.
+EXPECTED = {
+    _of_inputs: (1, [2]),
+    _of_outputs: (0, [2]),
+    _of_parts: (0, [2]),
+    _one_after_the_other: (2, []),
+    _of_other_kinds: (3, []),
+    _of_large_inputs: (2, []),
+}
+
+
+@pytest.mark.parametrize("function", EXPECTED)
+def test_what_is_taken_together(function: Callable[..., Sequence[Tensor]]) -> None:
+    x, y = torch.randn(16, 16), torch.randn(16, 16)
+    module = make_fx(function, tracing_mode="fake")(x, y)
+    group_rows(module.graph)
+    module.graph.lint()
+    module.recompile()
+    single = module.graph.find_nodes(op="call_function", target=ROW_OPERATOR)
+    several = module.graph.find_nodes(op="call_function", target=ROWS_OPERATOR)
+    assert (len(single), [len(node.args[0]) for node in several]) == EXPECTED[function]
+    for found, expected in zip(module(x, y), function(x, y), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("with_kernel", [True, False])
+def test_the_operator(with_kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not with_kernel:
+        monkeypatch.setattr(cpu_kernel, "is_available", lambda: False)
+    ordinary = [torch.randn(300), torch.randn(8, 9).half(), torch.randn(70, 1000).bfloat16()]
+    for tensors in (ordinary, [*ordinary, torch.randn(5).double(), torch.randn(0)]):
+        rows = ROWS_OPERATOR(tensors, LAYOUT.key)
+        expected = torch.stack([functional_row(one, LAYOUT) for one in tensors])
+        torch.testing.assert_close(rows[:, SUMS], expected[:, SUMS], rtol=1e-5, atol=1e-3)
+        rows[:, SUMS] = expected[:, SUMS] = 0
+        torch.testing.assert_close(rows, expected, rtol=0, atol=0)
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(16), nn.Linear(16, 48), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm(x)).view(4, 8, 3, 2, 8).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(4, 8, 16)
+        return self.out(y).square().sum()
+
+
+@pytest.mark.skipif(not cpu_kernel.is_available(), reason="no C compiler")
+def test_inductor_makes_fewer_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    kernel_rows = cpu_kernel.kernel_rows
+
+    def counted(tensors: Sequence[Tensor], *others: object) -> Tensor:
+        sizes.append(len(tensors))
+        return kernel_rows(tensors, *others)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(cpu_kernel, "kernel_rows", counted)
+    torch.manual_seed(0)
+    module, x = Attention(), torch.randn(4, 8, 16)
+    snapshots, calls = [], []
+    for executor in ("eager", "inductor"):
+        probes = ScaleProbes(LAYOUT, lambda node: not is_whole_view(node))
+        monitored, step = captured_forward(module, "test", probes)
+        step.owner.use_executor(executor)  # type: ignore[arg-type]
+        step.owner.observe("test", True)
+        sizes.clear()
+        monitored(x).backward()
+        snapshot = probes.take(0)
+        assert snapshot is not None
+        snapshots.append(snapshot)
+        calls.append(list(sizes))
+    eager, inductor = snapshots
+    assert eager.names == inductor.names
+    assert max(calls[0]) == 1 and sum(calls[0]) == sum(calls[1])
+    assert len(calls[1]) < 0.6 * len(calls[0])
+    for direction in ("forward", "backward"):
+        ours, theirs = getattr(inductor, direction), getattr(eager, direction)
+        # Inductor's own arithmetic differs in the last digits.
+        np.testing.assert_allclose(ours[:, SUMS], theirs[:, SUMS], rtol=1e-4, atol=1e-3)
+        np.testing.assert_array_equal(ours[:, :4], theirs[:, :4])
+
+
+def test_a_pass_of_the_user_comes_first() -> None:
+    from torch._inductor import config
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    seen = []
+
+    class Theirs(CustomGraphPass):
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            seen.append(len(graph.find_nodes(op="call_function", target=ROW_OPERATOR)))
+
+        def uuid(self) -> str:
+            return "theirs"
+
+    module = make_fx(_of_inputs, tracing_mode="fake")(torch.randn(3, 3), torch.randn(3, 3))
+    with config.patch(post_grad_custom_post_pass=Theirs()):
+        own = inductor_options(group_rows)["post_grad_custom_post_pass"]
+    own(module.graph)
+    assert seen == [3]
+    assert len(module.graph.find_nodes(op="call_function", target=ROW_OPERATOR)) == 1
+    alone = inductor_options(group_rows)["post_grad_custom_post_pass"]
+    assert own.uuid() == (*alone.uuid(), "theirs")
+    for unknown in (seen.append, [Theirs(), seen.append]):  # nothing to know it by: no caching
+        with config.patch(post_grad_custom_post_pass=unknown):
+            assert inductor_options(group_rows)["post_grad_custom_post_pass"].uuid() is None
