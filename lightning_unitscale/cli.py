@@ -26,6 +26,8 @@ _EXIT_INTERRUPTED = 130
 # How jsonargparse begins where a value has another type altogether.
 _OTHER_TYPE = "Expected a <class"
 
+_COMMANDS = ("fit", "validate", "test", "predict", "profile", "explain-pipeline", "report")
+
 
 def main(args: Sequence[str] | None = None) -> None:
     """Runs `fit`, `validate`, `test`, `predict`, `profile`, `explain-pipeline` or `report`.
@@ -38,6 +40,11 @@ def main(args: Sequence[str] | None = None) -> None:
             the run was interrupted.
     """
     given = list(sys.argv[1:] if args is None else args)
+    if given and not given[0].startswith("-") and given[0] not in _COMMANDS:
+        raise SystemExit(
+            f"lightning-unitscale: {given[0]}: no such command; expected one of "
+            f"{', '.join(_COMMANDS)}; run one of them with --help to see what it takes"
+        )
     if given[:1] == ["report"]:
         report_command(given[1:])
         return

@@ -336,3 +336,8 @@ class TestExplainPipeline:
         config = f"--config={BASELINE}"
         with pytest.raises(ValueError, match="num_microbatches=3: a batch of 2 samples"):
             main(["explain-pipeline", config, *tiny, "--num_microbatches=3"])
+
+
+def test_a_command_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match=r"bogus: no such command; expected one of fit, .*report"):
+        main(["bogus"])

@@ -22,10 +22,15 @@ def attach_steps(
     """The captured steps of ``module``, put in place of its own by the first callback that asks.
 
     Raises:
-        MisconfigurationException: If the module is compiled already, or ``owner``'s class is in the
-            Trainer twice.
+        MisconfigurationException: If the module is compiled already or no module of
+            ``lightning.pytorch``, or ``owner``'s class is in the Trainer twice.
     """
     name = type(owner).__name__
+    if not isinstance(module, pl.LightningModule):
+        raise MisconfigurationException(
+            f"{name}: {type(module).__name__} is no lightning.pytorch.LightningModule; expected "
+            "one; import lightning.pytorch instead of pytorch_lightning, for the Trainer as well."
+        )
     twins = [one for one in _callbacks(trainer) if type(one) is type(owner)]
     if len(twins) > 1:
         raise MisconfigurationException(

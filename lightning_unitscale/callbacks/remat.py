@@ -157,6 +157,9 @@ class RematCallback(pl.Callback):
         """Raise if a step has made gradients without a plan: the budget would mean nothing."""
         if self.reports or all(one.grad is None for one in module.parameters()):
             return
+        graphs = [] if self._steps is None else self._steps.steps["training_step"].graphs
+        if any(one.executor == "eager" for one in graphs):
+            return  # unit scaling has measured this step while it ran; the next one is planned
         breaks = [] if self._steps is None else self._steps.graph_breaks
         reasons = (
             "; ".join(dict.fromkeys(breaks)) or "Dynamo passes over functions whose loops break"

@@ -76,25 +76,22 @@ class Region:
         """The nodes of this region."""
         return self.graph_module.graph
 
-    def thread(self, node: fx.Node) -> fx.Node:
-        """``node`` of the outermost graph as a node of this region, passed down as an argument."""
+    def thread(self, node: fx.Node, example: Tensor) -> fx.Node:
+        """``node`` of the outermost graph as a node of this region, passed down as an argument.
+
+        Args:
+            node: The node.
+            example: A fake tensor like its own.
+        """
         if self.parent is None or self.call is None:
             return node
         if node not in self._threaded:
-            outer = self.parent.thread(node)
+            outer = self.parent.thread(node, example)
             self.call.args = (*self.call.args, outer)
             self._threaded[node] = add_placeholder(
-                self.graph, f"{node.name}_inner", node.meta["example_value"], nested=True
+                self.graph, f"{node.name}_inner", example, nested=True
             )
         return self._threaded[node]
-
-    def origin(self, node: fx.Node) -> fx.Node:
-        """The node whose tensor it is: an argument of a checkpoint stands outside of its body."""
-        if self.parent is None or self.call is None or node.op != "placeholder":
-            return node
-        position = self.graph.find_nodes(op="placeholder").index(node)
-        given = self.call.args[1 + position]
-        return self.parent.origin(given) if isinstance(given, fx.Node) else node
 
 
 class StepGraph:

@@ -67,13 +67,11 @@ class CallRecorder:
             # Unbound once: the backward of one select per row would fill the whole tensor each.
             self._unbound = graph.graph.call_function(torch.unbind, (self._vector,))
 
-    def slot(self, row: int) -> fx.Node:
-        """The slot of a row, to be given to the autograd function that fills it."""
+    def slot(self, row: int, region: Region | None = None) -> fx.Node:
+        """The slot of a row, to be given to the autograd function that fills it in ``region``."""
         with self._graph.graph.inserting_after(self._unbound):
             slot = self._graph.graph.call_function(operator.getitem, (self._unbound, row))
-        # A checkpoint that the slot is handed into asks what it is.
-        slot.meta["example_value"] = self._example
-        return slot
+        return slot if region is None else region.thread(slot, self._example)
 
     def no_row(self, region: Region, after: fx.Node) -> fx.Node:
         """A row of zeros, for what is recorded by other rows."""

@@ -28,6 +28,7 @@ from lightning_unitscale.graph.untraced import Calls, UntracedCalls, plain_forwa
 
 LIGHTNING_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 _ATTRIBUTE = "_captured_steps"
+_NO_REASON = "no tensor operation in it, or a loop breaks the graph and Dynamo passes over it all"
 
 Interpreter = Callable[["CompiledGraph", tuple[Any, ...]], Any]
 # Called with the step and the arguments of the call that is about to be made.
@@ -381,7 +382,7 @@ class CapturedStep:
         if self.num_graph_calls or self._warned:
             return
         self._warned = True
-        reasons = "; ".join(dict.fromkeys(self.owner.graph_breaks)) or "no tensor operation in it"
+        reasons = "; ".join(dict.fromkeys(self.owner.graph_breaks)) or _NO_REASON
         warnings.warn(
             f"{type(self.owner.module).__name__}.{self.name}: no graph could be captured, so it "
             f"runs as it is, neither rewritten nor observed ({reasons}). Expected at least one "

@@ -34,6 +34,7 @@ from lightning_unitscale.transforms.gauge import (
     sigma,
 )
 from lightning_unitscale.transforms.held_units import HeldUnits, held_parameters
+from lightning_unitscale.transforms.probed_places import Places
 from lightning_unitscale.transforms.product_gauge import (
     operand_name,
     operands_to_measure,
@@ -215,9 +216,10 @@ class LosslessUnitScale(GraphPass):
                 tensor_name(node): Held(sigma(name), gamma(name), in_graph=True)
                 for node, name in held_parameters(graph.graph).items()
             }
-        for region in graph.regions():
+        places = Places(graph)
+        for region in places.regions:
             if self.depth == "products" or region.parent is not None:
-                _add_held_for_products(held, region)
+                _add_held_for_products(held, region, places)
         return held
 
     def _changes(self, graph: StepGraph, plans: list[NodePlan], num_scales: int) -> Iterator[str]:
@@ -229,7 +231,7 @@ class LosslessUnitScale(GraphPass):
             yield f"{len(left)} products left as they are: {names}"
 
 
-def _add_held_for_products(held: dict[str, Held], region: Region) -> None:
+def _add_held_for_products(held: dict[str, Held], region: Region, places: Places) -> None:
     """Units in which the products of a region read their operands and meet their gradients."""
     for node in region.graph.nodes:
         product = product_of(node)
@@ -240,7 +242,7 @@ def _add_held_for_products(held: dict[str, Held], region: Region) -> None:
             # A rule's factor comes between what people know and what the product reads.
             known = one.node.all_input_nodes[0] if FACTOR in one.node.meta else one.node
             for read, stored in ((one.node, unit), (known, unit / _constant(one.node))):
-                name = tensor_name(region.origin(read))
+                name = tensor_name(places.origin(region, read))
                 # A tensor that several products read is shown in the units of the first.
                 if held.get(name, _TRUE).sigma == ONE:
                     held[name] = replace(held.get(name, _TRUE), sigma=stored)

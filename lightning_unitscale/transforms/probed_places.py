@@ -61,6 +61,19 @@ class Places:
         again = {_known_as(one) for _, one in places if is_of_checkpoint(one, self.bodies)}
         return [one for one in places if one.node in nodes and tensor_name(one.node) not in again]
 
+    def origin(self, region: Region, node: fx.Node) -> fx.Node:
+        """The node that made the tensor, which may have come into a checkpoint or out of one."""
+        if is_of_checkpoint(node, self.bodies):
+            call, index = node.args
+            body = self.bodies[call]  # type: ignore[index]
+            made = _returned(body.graph.output_node())[index]  # type: ignore[index]
+            return self.origin(body, made) if isinstance(made, fx.Node) else node
+        if region.parent is None or region.call is None or node.op != "placeholder":
+            return node
+        position = region.graph.find_nodes(op="placeholder").index(node)
+        given = region.call.args[1 + position]
+        return self.origin(region.parent, given) if isinstance(given, fx.Node) else node
+
     def inputs_of(self, probed: Sequence[Place]) -> dict[str, tuple[str, ...]]:
         """For every probed tensor the probed ones that it is computed from, through all others."""
         inputs: dict[str, dict[str, None]] = {tensor_name(one.node): {} for one in probed}

@@ -136,7 +136,7 @@ class ScaleProbes(GraphPass):
                 rows.append(recorder.no_row(region, node))
                 continue
             has_own = differentiable[index] and index not in shared.twins
-            slot = region.thread(recorder.slot(index)) if has_own else None
+            slot = recorder.slot(index, region) if has_own else None
             factors = counted.of(index, region)
             row = insert_probe(
                 region.graph, node, anchor, slot, functions, factors, alone=node in alone

@@ -215,7 +215,7 @@ def _insert_probes(
     for index, (region, node) in enumerate(places):
         slot = None
         if node not in mutated[id(region)]:
-            slot = region.thread(recorder.slot(index))
+            slot = recorder.slot(index, region)
         functions = forced if _is_argument(node) else existing
         anchor = anchors[id(region)]
         rows.append(insert_probe(region.graph, node, anchor, slot, functions, alone=node in alone))

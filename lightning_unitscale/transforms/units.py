@@ -207,7 +207,7 @@ class FactorNodes:
         row = self._row(factor)
         if row not in self._items:
             self._items[row] = self._item(row)
-        return region.thread(self._items[row])
+        return region.thread(self._items[row], self._example)
 
     def _item(self, row: int) -> fx.Node:
         graph = self._vector.graph
@@ -218,6 +218,4 @@ class FactorNodes:
             with fake_mode_of(graph):
                 self._example = self._vector.meta["example_value"][0]
         with graph.inserting_after(self._unbound):
-            item = graph.call_function(operator.getitem, (self._unbound, row))
-        item.meta["example_value"] = self._example
-        return item
+            return graph.call_function(operator.getitem, (self._unbound, row))

@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
-from lightning_unitscale import ScaleMonitor, UnitScaleCallback
+from lightning_unitscale import RematCallback, ScaleMonitor, UnitScaleCallback
 from lightning_unitscale.graph.steps import CapturedStep, steps_of
 from tests.callbacks.modules import Regression, regression_with
 from tests.callbacks.runs import QUIET, MemoryLogger, both, loader, monitor_of, unit_scale_of
@@ -41,6 +41,23 @@ def test_a_module_that_is_compiled_already(make: Any, how: str) -> None:
         _fit(given, make())
     assert _is_in_the_form(str(raised.value))
     _assert_not_captured(module)
+
+
+@pytest.mark.parametrize("make", [UnitScaleCallback, ScaleMonitor, lambda: RematCallback(0.9)])
+def test_a_module_of_the_other_package(make: Any) -> None:
+    other = pytest.importorskip("pytorch_lightning")
+
+    class Other(other.LightningModule):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            raise AssertionError("not reached")
+
+        def configure_optimizers(self) -> None:
+            return None
+
+    trainer = other.Trainer(callbacks=[make()], **{**QUIET, "max_steps": 2})
+    with pytest.raises(MisconfigurationException, match="instead of pytorch_lightning") as raised:
+        trainer.fit(Other(), loader())
+    assert _is_in_the_form(str(raised.value))
 
 
 def _assert_not_captured(module: pl.LightningModule) -> None:

@@ -129,6 +129,33 @@ def test_it_plans_what_unit_scaling_made_and_the_monitor_sees() -> None:
     assert monitor.snapshots
 
 
+class _Manual(_GPT):
+    """Unit scaling measures its first step while it runs, op by op and without a plan."""
+
+    def __init__(self) -> None:
+        super().__init__(width=64, depth=2, context=64, dropout=0.0, decay_steps=10)
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        loss = super().training_step(batch, batch_idx)
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_it_plans_a_step_by_hand_after_unit_scaling_has_measured_it(order) -> None:
+    results = []
+    remat = RematCallback(0.8)
+    for callbacks in ([], [UnitScaleCallback(), remat][::order]):
+        torch.manual_seed(0)
+        results.append(_Manual())
+        _fit(results[-1], _batches(), *callbacks)
+    _assert_same_weights(*results)
+    assert remat.reports
+
+
 class _Broken(Regression):
     def training_step(self, batch, batch_idx):
         x = self.first(batch[0]).relu()

@@ -59,6 +59,7 @@ class Runs:
                     self.folders[num_ranks, stage],
                     *(str(num_ranks), resume_from, *cases),
                     num_ranks=num_ranks,
+                    timeout=500,
                 )
                 for num_ranks, (resume_from, cases) in given.items()
             ]

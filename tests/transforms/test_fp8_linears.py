@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lightning_unitscale.functional.change_units import change_gradient_units, change_units
 from lightning_unitscale.functional.fp8_linear import fp8_linear
-from lightning_unitscale.functional.scale import scale, scale_bwd
 from lightning_unitscale.graph.steps import steps_of
 from lightning_unitscale.transforms import fp8_linears, lossless_unit_scale, simulate_format
 from lightning_unitscale.transforms.fp8_linears import FP8Linears
@@ -120,6 +120,9 @@ def test_every_decision_is_reported() -> None:
         assert f"\n{name} " in text
 
 
+CHANGES = (change_units, change_gradient_units)
+
+
 def test_units_cost_nothing_around_a_layer_in_fp8() -> None:
     module, x = _forms()
     fp8 = fp8_linears(lossless_unit_scale(module, x), exclude=["last"])
@@ -127,15 +130,14 @@ def test_units_cost_nothing_around_a_layer_in_fp8() -> None:
     assert targets.count(fp8_linear) == 5
     # What is left: the three products that are kept, with a bias for one of them, and the changes
     # that biases of two layers in FP8 go through.
-    changes = sum(one in (scale, scale_bwd) for one in targets)
+    changes = sum(one in CHANGES for one in targets)
     plain = _nodes_of_units(module, x)
     assert changes < plain - 3 * 4
 
 
 def _nodes_of_units(module: nn.Module, x: Tensor) -> int:
     return sum(
-        one in (scale, scale_bwd)
-        for one in _nodes(fp8_linears(lossless_unit_scale(module, x), exclude="*"))
+        one in CHANGES for one in _nodes(fp8_linears(lossless_unit_scale(module, x), exclude="*"))
     )
 
 
