@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from lightning_unitscale.graph.capture import GraphInput
 from lightning_unitscale.graph.lowering import REWRITE
 from lightning_unitscale.graph.nodes import (
     ELSEWHERE,
+    INPUT,
     MODULE,
     first_operation,
     requires_grad,
@@ -119,7 +121,9 @@ class ScaleProbes(GraphPass):
         counted = _CountFactors(graph, tensors, gauge_in_force)
         mutated = set[fx.Node]().union(*(aliased_by_mutation(r.graph) for r in places.regions))
         alone = returned_alone(graph.graph)
-        differentiable = [requires_grad(node) and node not in mutated for node in nodes]
+        differentiable = [
+            requires_grad(node) and node not in mutated and not _is_gathered(node) for node in nodes
+        ]
         shared = find_shared_rows(nodes, [one.held for one in tensors], differentiable, mutated)
         recorder = CallRecorder(
             graph,
@@ -185,6 +189,16 @@ class ScaleProbes(GraphPass):
         new = type(self)(self.layout, self.select)
         memo[id(self)] = new
         return new
+
+
+def _is_gathered(node: fx.Node) -> bool:
+    """Whether the gradients of several readers of an input meet outside of the graph.
+
+    A probe would add up those of this graph first: with a reader in another graph of the step, that
+    is another order. The gradient of the whole is measured where the tensor was made.
+    """
+    given: GraphInput | None = node.meta.get(INPUT)
+    return given is not None and given.kind == "input" and len(node.users) > 1
 
 
 class ProbeFunctions:

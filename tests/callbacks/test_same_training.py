@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import nn
 
@@ -166,6 +167,21 @@ def test_layers_shared_by_training_and_validation_across_a_graph_break(
         val_check_interval=2,
         inference_mode=inference_mode,
     )
+
+
+@pytest.mark.parametrize("how", ["monitor", "both"])
+def test_a_tensor_read_by_several_graphs(how: str) -> None:
+    # Its gradient is a sum over readers here and there, whose order decides on the last bits.
+    class Gathered(Regression):
+        def loss(self, batch: Any) -> torch.Tensor:
+            x, y = batch
+            out = self.forward(x)
+            torch._dynamo.graph_break()
+            error = F.mse_loss(out, y) + 0.3 * out.pow(2).mean()
+            torch._dynamo.graph_break()
+            return error + 0.2 * out.abs().mean()
+
+    assert_same_run(lambda: Gathered(adamw), ARRANGEMENTS[how], max_steps=12)
 
 
 class Deep(Regression):
