@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from lightning_unitscale.callbacks.held_clipping import HeldClipping
 from lightning_unitscale.callbacks.pipelined import pipeline_of
 from lightning_unitscale.callbacks.ranks import joint_reasons
-from lightning_unitscale.graph.steps import CapturedStep
+from lightning_unitscale.graph.captured_step import CapturedStep
 from lightning_unitscale.transforms.calibration import root_mean_square
 from lightning_unitscale.transforms.drift import HIGH, LOW
 from lightning_unitscale.transforms.gauge import (

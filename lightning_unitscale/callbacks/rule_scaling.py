@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lightning_unitscale.callbacks.module_steps import loss_scale, takes_iterator
 from lightning_unitscale.callbacks.pipelined import num_microbatches, num_replicas, rehearsing
 from lightning_unitscale.callbacks.rule_settings import RuleSettings
-from lightning_unitscale.graph.steps import CapturedStep
+from lightning_unitscale.graph.captured_step import CapturedStep
 from lightning_unitscale.transforms.deploy import PLAN_ATTRIBUTE
 from lightning_unitscale.transforms.learning_rates import Method
 from lightning_unitscale.transforms.parameter_info import ParameterInfo, Role

@@ -18,7 +18,7 @@ from lightning_unitscale.graph.passes import Run, Stage, StepGraph, run_passes
 from lightning_unitscale.graph.plain_algorithm import refuse_other_algorithms
 
 if TYPE_CHECKING:
-    from lightning_unitscale.graph.steps import CapturedStep
+    from lightning_unitscale.graph.captured_step import CapturedStep
 
 
 class GraphBackend:

@@ -76,18 +76,19 @@ class Region:
         """The nodes of this region."""
         return self.graph_module.graph
 
-    def thread(self, node: fx.Node, example: Tensor) -> fx.Node:
+    def thread(self, node: fx.Node, example: Tensor | None = None) -> fx.Node:
         """``node`` of the outermost graph as a node of this region, passed down as an argument.
 
         Args:
             node: The node.
-            example: A fake tensor like its own.
+            example: A fake tensor like its own; for a node that says nothing of it.
         """
         if self.parent is None or self.call is None:
             return node
         if node not in self._threaded:
             outer = self.parent.thread(node, example)
             self.call.args = (*self.call.args, outer)
+            example = node.meta["example_value"] if example is None else example
             self._threaded[node] = add_placeholder(
                 self.graph, f"{node.name}_inner", example, nested=True
             )

@@ -7,8 +7,9 @@ import copy
 from torch import nn
 
 from lightning_unitscale.graph.capture import is_compiled
+from lightning_unitscale.graph.captured_step import CapturedStep
 from lightning_unitscale.graph.passes import GraphPass
-from lightning_unitscale.graph.steps import CapturedStep, ModuleSteps, steps_of
+from lightning_unitscale.graph.steps import ModuleSteps, steps_of
 
 
 def captured_forward(

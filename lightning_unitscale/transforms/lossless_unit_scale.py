@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_unitscale.graph.steps import CapturedStep
+from lightning_unitscale.graph.captured_step import CapturedStep
 from lightning_unitscale.transforms.attach import captured_forward
 from lightning_unitscale.transforms.calibration import (
     Calibrator,

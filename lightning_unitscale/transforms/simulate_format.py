@@ -195,11 +195,7 @@ class SimulateFormat(GraphPass):
 
         def inserter(function: Callable[..., Tensor], bits: Bits) -> Insert:
             def insert(region: Region, source: fx.Node) -> fx.Node:
-                random = (
-                    ()
-                    if keys is None
-                    else (region.thread(keys, keys.meta["example_value"]), next(index))
-                )
+                random = () if keys is None else (region.thread(keys), next(index))
                 return region.graph.call_function(function, (source, bits, saturate, *random))
 
             return insert

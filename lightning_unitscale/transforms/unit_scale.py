@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from lightning_unitscale.graph.steps import CapturedStep, steps_of
+from lightning_unitscale.graph.captured_step import CapturedStep
+from lightning_unitscale.graph.steps import steps_of
 from lightning_unitscale.transforms.attach import captured_forward
 from lightning_unitscale.transforms.lossless import LosslessUnitScale
 from lightning_unitscale.transforms.lossless_unit_scale import calibrate

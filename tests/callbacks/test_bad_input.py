@@ -13,7 +13,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from lightning_unitscale import RematCallback, ScaleMonitor, UnitScaleCallback
-from lightning_unitscale.graph.steps import CapturedStep, steps_of
+from lightning_unitscale.graph.captured_step import CapturedStep
+from lightning_unitscale.graph.steps import steps_of
 from tests.callbacks.modules import Regression, regression_with
 from tests.callbacks.runs import QUIET, MemoryLogger, both, loader, monitor_of, unit_scale_of
 

@@ -18,7 +18,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 from lightning_unitscale import UnitScaleCallback
-from lightning_unitscale.graph.steps import CapturedStep, steps_of
+from lightning_unitscale.graph.captured_step import CapturedStep
+from lightning_unitscale.graph.steps import steps_of
 from lightning_unitscale.transforms.deploy import PLAN_ATTRIBUTE
 from tests.callbacks.rule_runs import (
     Classifier,

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_unitscale.graph.steps import CapturedStep, steps_of
+from lightning_unitscale.graph.captured_step import CapturedStep
+from lightning_unitscale.graph.steps import steps_of
 from lightning_unitscale.transforms import Gauge, GaugePair, lossless_unit_scale
 from lightning_unitscale.transforms.gauge import MAX_LOG2_GAMMA, MAX_LOG2_SIGMA
 from lightning_unitscale.transforms.lossless import LosslessUnitScale

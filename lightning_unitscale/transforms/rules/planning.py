@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from lightning_unitscale.graph.captured_step import CapturedStep
 from lightning_unitscale.graph.nodes import tensor_name
 from lightning_unitscale.graph.products import product_of
-from lightning_unitscale.graph.steps import CapturedStep
 from lightning_unitscale.transforms.restoring import restoring
 from lightning_unitscale.transforms.rules.decide import Decider
 from lightning_unitscale.transforms.rules.flow import Flow, Recorder

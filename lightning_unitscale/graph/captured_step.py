@@ -1,0 +1,211 @@
+"""One step of a module, captured when it is first called and then run as rewritten graphs."""
+
+from __future__ import annotations
+
+import copy
+import types
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from lightning_unitscale.graph import capture
+from lightning_unitscale.graph.capture import Executor
+from lightning_unitscale.graph.compiled_graph import CompiledGraph, GraphBackend
+from lightning_unitscale.graph.deferred import DeferredCalls
+from lightning_unitscale.graph.kept_whole import kept_whole
+from lightning_unitscale.graph.nodes import Names
+from lightning_unitscale.graph.untraced import UntracedCalls, plain_forward
+
+if TYPE_CHECKING:
+    from lightning_unitscale.graph.steps import ModuleSteps
+
+_NO_REASON = "no tensor operation in it, or a loop breaks the graph and Dynamo passes over it all"
+
+Interpreter = Callable[["CompiledGraph", tuple[Any, ...]], Any]
+# Called with the step and the arguments of the call that is about to be made.
+BeforeCall = Callable[["CapturedStep", tuple[Any, ...], dict[str, Any]], None]
+
+
+class CapturedStep:
+    """Stands in for one method of a module: the same call, run as rewritten graphs."""
+
+    def __init__(self, owner: ModuleSteps, name: str) -> None:
+        self.owner = owner
+        self.name = name
+        self.__wrapped__ = owner.original(name)
+        self.__name__ = name
+        self.__doc__ = self.__wrapped__.__doc__
+        self.interpreter: Interpreter | None = None
+        self.is_rehearsing = False
+        self.before_call: BeforeCall | None = None
+        self.reset()
+
+    @property
+    def __code__(self) -> types.CodeType:
+        """The user's own code: ``torch.export`` asks a ``forward`` where it was written."""
+        code: types.CodeType = self.__wrapped__.__code__
+        return code
+
+    def reset(self) -> None:
+        """Forget what was captured."""
+        # Names are a step's own: whether a validation ran before the training must not change them.
+        self.names = Names()
+        self.graphs: list[CompiledGraph] = []
+        self.graph_breaks: list[str] = []
+        self.num_graph_calls = 0
+        self._warned = False
+        self._running: Executor = "eager"
+        self._compiled: dict[Executor, Callable[..., Any]] = {}
+        self._backends: dict[Executor, GraphBackend] = {}
+        self._deferred: DeferredCalls | None = None
+        self._untraced: UntracedCalls | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the step and then make the calls that it deferred."""
+        if not self.owner.is_attached:
+            # Detached, but somebody had wrapped it and still calls it.
+            return self.__wrapped__(*args, **kwargs)
+        if torch.compiler.is_exporting():
+            return self._run_within("eager", args, kwargs)
+        if self.before_call is not None:
+            self.before_call(self, args, kwargs)
+        # An interpreter needs the graph as captured; only the eager executor keeps it that way.
+        executor = self.owner.executor if self.interpreter is None else "eager"
+        # Within somebody else's captured step there is no call of ours.
+        hooked = () if torch.compiler.is_compiling() else tuple(self.owner.passes)
+        for one in hooked:
+            one.before_step(self.owner.module)
+        result = self._run(executor, args, kwargs)
+        for one in hooked:
+            one.after_step(self.owner.module, result)
+        if self._deferred is not None:
+            self._deferred.replay()
+        return result
+
+    def rehearse(self, interpreter: Interpreter, *args: Any, **kwargs: Any) -> Any:
+        """Run the step with ``interpreter`` running its graphs, eagerly; log nothing."""
+        previous, self.interpreter = self.interpreter, interpreter
+        self.is_rehearsing = True
+        try:
+            return self._run("eager", args, kwargs)
+        finally:
+            self.interpreter = previous
+            self.is_rehearsing = False
+            if self._deferred is not None:
+                self._deferred.discard()
+
+    def replay(self, interpreter: Interpreter, *args: Any, **kwargs: Any) -> Any:
+        """Run the step with ``interpreter`` running its graphs, eagerly; then log for real."""
+        previous, self.interpreter = self.interpreter, interpreter
+        try:
+            result = self._run("eager", args, kwargs)
+        finally:
+            self.interpreter = previous
+        if self._deferred is not None:
+            self._deferred.replay()
+        return result
+
+    def rewrite_anew(self) -> None:
+        """Have the passes rewrite what is captured once more, before the next run of a graph.
+
+        Compiled graphs are captured anew: they can be compiled only while Dynamo looks on.
+        """
+        if any(one.executor != "eager" for one in self.graphs):
+            self.reset()
+        for one in self.graphs:
+            one.forget_variants()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CapturedStep:
+        """The step of the same name of the copied owner."""
+        owner = copy.deepcopy(self.owner, memo)
+        return owner.steps[self.name]
+
+    def __reduce__(self) -> Any:
+        raise not_to_be_pickled(self.owner.module, self.name)
+
+    def _run(self, executor: Executor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if torch.compiler.is_compiling():
+            return self._run_within(executor, args, kwargs)
+        if self._deferred is None:
+            self._deferred = DeferredCalls(self.owner.module, self.owner.defer)
+            self._untraced = UntracedCalls(
+                self.owner.find_untraced,
+                lambda function: self._traced(self._running, function),
+            )
+        assert self._untraced is not None
+        self._untraced.is_rehearsing = self.is_rehearsing
+        if executor not in self._compiled:
+            self._compiled[executor] = self._traced(executor, self.__wrapped__)
+        self.num_graph_calls = 0
+        self._running = executor
+        begin_step = getattr(self.owner.partition_fn, "begin_step", None)
+        if begin_step is not None:
+            begin_step()
+        num_breaks = capture.num_graph_breaks()
+        try:
+            with (
+                capture.capture_settings(),
+                kept_whole([one for each in self.owner.passes for one in each.kept_whole]),
+                plain_forward(self.owner.module),
+                self._deferred.recording(),
+                self._untraced.replaced(),
+            ):
+                result = self._compiled[executor](*args, **kwargs)
+        except Exception as error:
+            self._deferred.discard()
+            # Dynamo never looks again at a frame in which an error was raised; the next call may.
+            capture.forget(self.__wrapped__)
+            self.reset()
+            inner = capture.original_error(error)
+            if inner is error:
+                raise
+            raise inner from None
+        found = capture.graph_breaks_since(num_breaks)
+        self.graph_breaks += found
+        self.owner.graph_breaks += found
+        if result is not None or self._deferred.calls:
+            # Otherwise the step has skipped this batch.
+            self._warn_if_nothing_ran()
+        return result
+
+    def _run_within(self, executor: Executor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run within somebody else's capture, which may look into the user's code if it is that."""
+        if not self.owner.changes_function:
+            return self.__wrapped__(*args, **kwargs)
+        if torch.compiler.is_exporting():
+            raise RuntimeError(
+                f"{type(self.owner.module).__name__}.{self.name} is unit-scaled by rules and "
+                "cannot be exported as it is; expected a plain module; export what "
+                "lightning_unitscale.transforms.deploy(module, *example_args) returns."
+            )
+        return torch.compiler.disable(self._run)(executor, args, kwargs)
+
+    def _traced(self, executor: Executor, function: Callable[..., Any]) -> Callable[..., Any]:
+        # One backend for all: Dynamo captures anew when it meets another.
+        backend = self._backends.setdefault(executor, GraphBackend(weakref.ref(self), executor))
+        return capture.compile_function(function, backend)
+
+    def _warn_if_nothing_ran(self) -> None:
+        if self.num_graph_calls or self._warned:
+            return
+        self._warned = True
+        reasons = "; ".join(dict.fromkeys(self.owner.graph_breaks)) or _NO_REASON
+        warnings.warn(
+            f"{type(self.owner.module).__name__}.{self.name}: no graph could be captured, so it "
+            f"runs as it is, neither rewritten nor observed ({reasons}). Expected at least one "
+            "traceable operation; keep printing, .item() and third-party calls out of the step.",
+            stacklevel=4,
+        )
+
+
+def not_to_be_pickled(module: nn.Module, step: str) -> TypeError:
+    """The error of whoever pickles a module, or a step of it, as it is captured."""
+    return TypeError(
+        f"{type(module).__name__}.{step} is captured and cannot be pickled; expected a module "
+        "without captured steps; save its state_dict() instead, or pickle the module before the "
+        "callbacks or transforms are attached."
+    )
