@@ -1,7 +1,7 @@
 """Calls ``cpu_kernel.c``, which makes statistics rows in one pass over memory.
 
 Separate torch kernels read and write the tensor some fifteen times for the same row. The C file is
-compiled when the first row is asked for (0.4 s); without a C compiler there is no kernel, and the
+compiled when the first row is asked for (0.9 s); without a C compiler there is no kernel, and the
 caller has another way.
 """
 
@@ -51,6 +51,22 @@ def kernel_rows(tensors: Sequence[Tensor], layout: RowLayout, cuts: Sequence[flo
     Raises:
         RuntimeError: If there is no kernel (see ``is_available``) or no memory for it.
     """
+    found = torch.empty((len(tensors), layout.num_columns), dtype=torch.float64)
+    _fill(found, tensors, layout, cuts)
+    return found
+
+
+def kernel_row(tensor: Tensor, layout: RowLayout, cuts: Sequence[float]) -> Tensor:
+    """``kernel_rows`` of one tensor, as shape ``(layout.num_columns,)``."""
+    # Not kernel_rows(...)[0]: a view costs as much as the row of a small tensor.
+    found = torch.empty(layout.num_columns, dtype=torch.float64)
+    _fill(found, (tensor,), layout, cuts)
+    return found
+
+
+def _fill(
+    found: Tensor, tensors: Sequence[Tensor], layout: RowLayout, cuts: Sequence[float]
+) -> None:
     kernel = _kernel()
     if kernel is None:
         raise RuntimeError("no C compiler was found: ask is_available() before")
@@ -63,11 +79,13 @@ def kernel_rows(tensors: Sequence[Tensor], layout: RowLayout, cuts: Sequence[flo
             kept.append(tensor)
             rows = tensor.numel(), tensor.numel()
         described.extend((tensor.data_ptr(), tensor.numel(), *rows))
-    found = torch.empty((len(tensors), layout.num_columns), dtype=torch.float64)
+    sample_size = _ALL_ELEMENTS if layout.sample_size is None else layout.sample_size
     failed = kernel(
         described.buffer_info()[0],
         len(tensors),
-        *_thresholds(layout, tuple(cuts)),
+        _codes(tuple(cuts)),
+        len(cuts),
+        sample_size if layout.histogram else 0,
         torch.get_num_threads(),
         found.data_ptr(),
         layout.num_columns,
@@ -75,7 +93,6 @@ def kernel_rows(tensors: Sequence[Tensor], layout: RowLayout, cuts: Sequence[flo
     if failed:
         numel = sum(tensor.numel() for tensor in tensors)
         raise RuntimeError(f"no memory for the statistics of {numel} elements")
-    return found
 
 
 def rows_in_memory(tensor: Tensor) -> tuple[int, int] | None:
@@ -105,13 +122,9 @@ def rows_in_memory(tensor: Tensor) -> tuple[int, int] | None:
 
 
 @functools.lru_cache(maxsize=4096)
-def _thresholds(
-    layout: RowLayout, cuts: tuple[float, ...]
-) -> tuple[ctypes.Array[ctypes.c_float], int, int]:
-    """The cuts as an array of floats, which the kernel reads as integers; how many; the sample."""
-    sample_size = _ALL_ELEMENTS if layout.sample_size is None else layout.sample_size
-    codes = (ctypes.c_float * len(cuts))(*cuts)
-    return codes, len(cuts), sample_size if layout.histogram else 0
+def _codes(cuts: tuple[float, ...]) -> ctypes.Array[ctypes.c_float]:
+    """The cuts as an array of floats, which the kernel reads as integers."""
+    return (ctypes.c_float * len(cuts))(*cuts)
 
 
 @functools.cache

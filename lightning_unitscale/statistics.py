@@ -203,7 +203,7 @@ def _cpu_row(tensor: Tensor, factor: Tensor | None, key: str) -> Tensor:
     cuts = layout.fp32_cuts if factor is None else _scaled_cuts(key, float(factor))
     wide = _widen(tensor)
     if len(cuts) <= cpu_kernel.MAX_CUTS and cpu_kernel.is_available():
-        return cpu_kernel.kernel_rows((wide,), layout, cuts)[0]
+        return cpu_kernel.kernel_row(wide, layout, cuts)
     wide = _in_a_row(wide)
     row = cpu_rows.moments_and_counts(wide.detach(), cuts)
     if not layout.histogram:

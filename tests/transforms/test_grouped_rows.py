@@ -113,13 +113,13 @@ class Attention(nn.Module):
 @pytest.mark.skipif(not cpu_kernel.is_available(), reason="no C compiler")
 def test_inductor_makes_fewer_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
-    kernel_rows = cpu_kernel.kernel_rows
+    fill = cpu_kernel._fill
 
-    def counted(tensors: Sequence[Tensor], *others: object) -> Tensor:
+    def counted(found: Tensor, tensors: Sequence[Tensor], *others: object) -> None:
         sizes.append(len(tensors))
-        return kernel_rows(tensors, *others)  # type: ignore[arg-type]
+        fill(found, tensors, *others)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(cpu_kernel, "kernel_rows", counted)
+    monkeypatch.setattr(cpu_kernel, "_fill", counted)
     torch.manual_seed(0)
     module, x = Attention(), torch.randn(4, 8, 16)
     snapshots, calls = [], []
