@@ -26,8 +26,8 @@ class RematCallback(pl.Callback):
     ``training_step`` is captured, and its forward and backward graph are planned together: what is
     kept between them and what runs again, at the least estimated time within the budget. Random
     operations are kept or replayed from their generator's state, checkpoints of the user's own are
-    honoured, and the plan changes no bit of a gradient. At the end of a run the predicted and the measured
-    peak are logged as ``remat/predicted_peak_bytes`` and ``remat/measured_peak_bytes``.
+    honoured, and the plan changes no bit of a gradient. At the end of a run the predicted and the
+    measured peak are logged as ``remat/predicted_peak_bytes`` and ``remat/measured_peak_bytes``.
 
     Args:
         budget: Limit on all tensor bytes alive at once in a training step: parameters, buffers,
