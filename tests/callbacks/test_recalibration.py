@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from lightning_unitscale import ScaleMonitor, UnitScaleCallback
-from lightning_unitscale.graph import steps
-from lightning_unitscale.graph.compiled_graph import GraphBackend, Variant
+from lightning_unitscale.graph.compiled_graph import CompiledGraph, GraphBackend, Variant
 from tests.callbacks.modules import Evaluated, Regression, regression_with
 from tests.callbacks.runs import (
     assert_same_run,
@@ -40,7 +39,7 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def variants(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Whether each graph that ran carried probes."""
     seen: list[bool] = []
-    build, call = steps.CompiledGraph._build, Variant.__call__
+    build, call = CompiledGraph._build, Variant.__call__
     observed: dict[int, bool] = {}
 
     def built(self: Any, step: Any, is_observed: bool) -> Any:
@@ -52,7 +51,7 @@ def variants(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         seen.append(observed[id(self)])
         return call(self, *args)
 
-    monkeypatch.setattr(steps.CompiledGraph, "_build", built)
+    monkeypatch.setattr(CompiledGraph, "_build", built)
     monkeypatch.setattr(Variant, "__call__", called)
     return seen
 
