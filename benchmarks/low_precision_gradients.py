@@ -78,7 +78,7 @@ def in_units_of(start: Loss, first: Batch) -> Callable[[Loss], nn.Module]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--steps", type=int, nargs="+", default=[0, 50, 200, 400])
-    parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument("--learning-rate", type=float, default=3e-3, help="the demo's")
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--batches", type=int, default=4, help="on which gradients are compared")
     args = parser.parse_args()

@@ -373,7 +373,8 @@ def plot(curves: dict[str, list[float]], setting: str, path: Path) -> None:
 
     shown: dict[str, Any] = {"none": "--", "dynamic": ":", "lossless": "-"}
     shown |= {"lossless, followed": (0, (5, 1)), "rules": "-.", "u-mup": "-."}
-    colours: dict[str, Any] = {}
+    # The reference in black, over the others: it lies below some of them.
+    colours: dict[str, Any] = {METHODS[0].products: "black"}
     figure, axes = plt.subplots(figsize=(7.5, 4.5), constrained_layout=True)
     for method in METHODS:
         if method.name not in curves:
@@ -384,7 +385,8 @@ def plot(curves: dict[str, list[float]], setting: str, path: Path) -> None:
         colour = colours.setdefault(method.products, f"C{len(colours)}")
         steps = range(width, width + len(smooth))
         style = shown[method.scaling]
-        axes.plot(steps, smooth, ls=style, color=colour, label=method.name, lw=1.3)
+        layer = 3 if method is METHODS[0] else 2
+        axes.plot(steps, smooth, ls=style, color=colour, label=method.name, lw=1.3, zorder=layer)
     axes.set_xlabel("step")
     axes.set_ylabel("training loss, nats per byte")
     axes.set_title(setting, fontsize=9)
