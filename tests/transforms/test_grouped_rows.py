@@ -142,7 +142,9 @@ def test_inductor_makes_fewer_calls(monkeypatch: pytest.MonkeyPatch) -> None:
         ours, theirs = getattr(inductor, direction), getattr(eager, direction)
         # Inductor's own arithmetic differs in the last digits.
         np.testing.assert_allclose(ours[:, SUMS], theirs[:, SUMS], rtol=1e-4, atol=1e-3)
-        np.testing.assert_array_equal(ours[:, :4], theirs[:, :4])
+        # Whether an element that is all rounding is zero is up to it as well.
+        counts = [LAYOUT.index(name) for name in ("numel", "nans", "infs")]
+        np.testing.assert_array_equal(ours[:, counts], theirs[:, counts])
 
 
 def test_a_pass_of_the_user_comes_first() -> None:
