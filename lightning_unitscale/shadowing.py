@@ -1,9 +1,9 @@
-"""Put attributes of one object in front of those of its class, for a while."""
+"""Give one object, class or Python module other attributes, for a while."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 _MISSING = object()
@@ -12,14 +12,24 @@ _MISSING = object()
 @contextlib.contextmanager
 def shadowed(owner: Any, **attributes: Any) -> Iterator[None]:
     """Within this context ``owner`` has these attributes; what it had itself is back afterwards."""
-    own = vars(owner)
-    before = {name: own.get(name, _MISSING) for name in attributes}
-    own.update(attributes)
+    before = {name: vars(owner).get(name, _MISSING) for name in attributes}
+    _put(owner, attributes)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is _MISSING:
-                own.pop(name, None)
-            else:
-                own[name] = value
+        _put(owner, before)
+
+
+def _put(owner: Any, attributes: Mapping[str, Any]) -> None:
+    for name, value in attributes.items():
+        if isinstance(owner, type):
+            # The dictionary of a class is read-only.
+            if value is not _MISSING:
+                setattr(owner, name, value)
+            elif name in vars(owner):
+                delattr(owner, name)
+        elif value is _MISSING:
+            vars(owner).pop(name, None)
+        else:
+            # Past a __setattr__ such as that of a torch module, which files what it is given.
+            vars(owner)[name] = value

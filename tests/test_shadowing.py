@@ -1,5 +1,7 @@
 """Attributes that stand in front of others for a while."""
 
+import math
+
 import pytest
 
 from lightning_unitscale.shadowing import shadowed
@@ -30,3 +32,18 @@ def test_somebody_may_have_removed_it() -> None:
     with shadowed(owner, kind="instance"):
         del owner.kind
     assert owner.kind == "class"
+
+
+def test_a_class_and_a_python_module() -> None:
+    class Derived(_Owner):
+        def own(self) -> int:
+            return 1
+
+    own = vars(Derived)["own"]
+    with shadowed(Derived, own=lambda _: 2, kind="shadow"):
+        assert (Derived().own(), Derived.kind) == (2, "shadow")
+    assert vars(Derived)["own"] is own
+    assert "kind" not in vars(Derived) and Derived.kind == "class"
+    with shadowed(math, pi=3):
+        assert math.pi == 3
+    assert math.pi > 3

@@ -13,7 +13,6 @@ from lightning_unitscale.graph import capture
 from lightning_unitscale.graph.capture import CapturedGraph, Executor
 from lightning_unitscale.graph.expand import expand_composites
 from lightning_unitscale.graph.lowering import REWRITE
-from lightning_unitscale.graph.out_of_place import make_out_of_place
 from lightning_unitscale.graph.passes import Run, Stage, StepGraph, run_passes
 from lightning_unitscale.graph.plain_algorithm import refuse_other_algorithms
 
@@ -151,10 +150,9 @@ class CompiledGraph:
         if observed not in self._interpreted:
             base = capture.copy_graph_module(self.base)
             graph = StepGraph(base, observed=observed, step=step.name)
-            make_out_of_place(graph.graph)
             stages = (Stage.REPARAMETRIZE, Stage.OBSERVE)
             passes = [one for one in step.owner.passes if one.stage in stages]
-            run_passes(graph, passes, step=step.name, graph_index=self.index)
+            run_passes(graph, passes, step=step.name, graph_index=self.index, out_of_place=True)
             self._interpreted[observed] = graph
         graph = self._interpreted[observed]
         return Variant(graph, interpret(graph.graph_module)).run(*inputs)
@@ -170,10 +168,12 @@ class CompiledGraph:
     ) -> StepGraph:
         base = capture.copy_graph_module(self.base)
         graph = StepGraph(base, observed=observed, step=step.name)
-        if out_of_place:
-            make_out_of_place(graph.graph)
         step.owner.records += run_passes(
-            graph, step.owner.passes, step=step.name, graph_index=self.index
+            graph,
+            step.owner.passes,
+            step=step.name,
+            graph_index=self.index,
+            out_of_place=out_of_place,
         )
         return graph
 

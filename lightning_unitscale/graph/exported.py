@@ -22,6 +22,7 @@ from lightning_unitscale.graph.capture import CapturedGraph
 from lightning_unitscale.graph.expand import expand_composites
 from lightning_unitscale.graph.nodes import Names
 from lightning_unitscale.graph.out_of_place import make_out_of_place
+from lightning_unitscale.shadowing import shadowed
 
 _STATE = "_compiling_state_context"
 
@@ -77,12 +78,8 @@ def _not_exporting() -> Iterator[None]:
             torch.compiler._is_exporting_flag = False
             yield
 
-    setattr(functional_export, _STATE, compiling)
-    try:
-        with warnings.catch_warnings():
-            # Their collector of hidden states, which is set and reset in every call.
-            collector = r"(?s)While compiling, we found certain side effects.*_active_collector"
-            warnings.filterwarnings("ignore", collector)
-            yield
-    finally:
-        setattr(functional_export, _STATE, usual)
+    with shadowed(functional_export, **{_STATE: compiling}), warnings.catch_warnings():
+        # Their collector of hidden states, which is set and reset in every call.
+        collector = r"(?s)While compiling, we found certain side effects.*_active_collector"
+        warnings.filterwarnings("ignore", collector)
+        yield

@@ -220,11 +220,17 @@ class GraphPass(abc.ABC):
 
 
 def run_passes(
-    graph: StepGraph, passes: Sequence[GraphPass], *, step: str, graph_index: int
+    graph: StepGraph,
+    passes: Sequence[GraphPass],
+    *,
+    step: str,
+    graph_index: int,
+    out_of_place: bool = False,
 ) -> list[PassRecord]:
     """Run the passes in the order of their stages; equal stages keep the order they were given.
 
-    Passes of stage ``OBSERVE`` run on the observed variant only.
+    Passes of stage ``OBSERVE`` run on the observed variant only. In-place operations are replaced
+    first, in every region, where a pass or the caller (``out_of_place``) wants that.
     """
     due = sorted(
         (one for one in passes if graph.observed or one.stage is not Stage.OBSERVE),
@@ -241,7 +247,7 @@ def run_passes(
             PassRecord(step, graph_index, name, graph.observed, before, after, seconds, changes)
         )
 
-    if any(one.out_of_place for one in due):
+    if out_of_place or any(one.out_of_place for one in due):
         record("out of place", lambda: _make_out_of_place(graph))
     for one in due:
         record(one.name, lambda one=one: one.run(graph))  # type: ignore[misc]

@@ -21,6 +21,8 @@ from torch import Tensor, fx
 from torch._dynamo import exc
 from torch._dynamo.variables import torch as torch_variables
 
+from lightning_unitscale.shadowing import shadowed
+
 # Code of functions, as (file, function), that asked while they were traced whether they are being
 # compiled; and of those among them that then took an algorithm which is not the plain step's.
 _asked: set[tuple[str, str]] = set()
@@ -29,19 +31,15 @@ _IS_COMPILING = frozenset({torch.compiler.is_compiling})
 _RESUMED = re.compile(r"^torch_dynamo_resume_in_(.*)_at_\d+$")
 _FRAME = re.compile(r'File "([^"]+)", line \d+, in (\S+)')
 _TORCH = torch.__path__[0]
-# Dynamo looks this function up whenever traced code asks.
-_QUESTIONS = "tracing_state_functions"
 
 
 @contextlib.contextmanager
 def plain_answers() -> Iterator[None]:
     """Within this context Dynamo answers functions that were seen to switch algorithms with no."""
     usual = torch_variables.tracing_state_functions
-    setattr(torch_variables, _QUESTIONS, lambda: _Answers(usual()))
-    try:
+    # Dynamo looks this function up whenever traced code asks.
+    with shadowed(torch_variables, tracing_state_functions=lambda: _Answers(usual())):
         yield
-    finally:
-        setattr(torch_variables, _QUESTIONS, usual)
 
 
 class _Answers(dict[Any, Any]):

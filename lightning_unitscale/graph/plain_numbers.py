@@ -24,27 +24,19 @@ from torch._dynamo.exc import unimplemented
 from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.misc import RandomClassVariable, RandomVariable
 
+from lightning_unitscale.shadowing import shadowed
+
 
 @contextlib.contextmanager
 def plain_numbers() -> Iterator[None]:
     """Within this context neither NumPy nor a generator of the user's is traced."""
     with (
-        _replaced(VariableBuilder, "wrap_numpy_ndarray", _as_number),
-        _replaced(RandomVariable, "is_supported_random_obj", staticmethod(lambda _: False)),
-        _replaced(RandomClassVariable, "call_function", _refuse_generator),
+        shadowed(VariableBuilder, wrap_numpy_ndarray=_as_number),
+        shadowed(RandomVariable, is_supported_random_obj=staticmethod(lambda _: False)),
+        shadowed(RandomClassVariable, call_function=_refuse_generator),
         torch._dynamo.config.patch(trace_numpy=False),
     ):
         yield
-
-
-@contextlib.contextmanager
-def _replaced(owner: type, name: str, value: Any) -> Iterator[None]:
-    usual = vars(owner)[name]
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, usual)
 
 
 def _refuse_generator(variable: Any, tx: Any, args: Any, kwargs: Any) -> Any:

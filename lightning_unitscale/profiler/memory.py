@@ -22,6 +22,8 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
+from lightning_unitscale.shadowing import shadowed
+
 DATA_DEPENDENT = (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -94,21 +96,11 @@ def simulating(device: torch.device) -> Iterator[None]:
         original(self, device_type, dtype, *args, **kwargs)
 
     with (
-        _replaced(torch.autocast, "__init__", init),
-        _replaced(torch.cuda, "get_device_capability", lambda *_: _COMPUTE_CAPABILITY),
+        shadowed(torch.autocast, __init__=init),
+        shadowed(torch.cuda, get_device_capability=lambda *_: _COMPUTE_CAPABILITY),
         torch._C._IncludeDispatchKeyGuard(torch.DispatchKey.AutocastCPU),
     ):
         yield
-
-
-@contextlib.contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    original = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)
 
 
 def run_backward(roots: Sequence[Tensor]) -> None:

@@ -53,9 +53,7 @@ class Places:
 
     def probeable(self) -> list[Place]:
         """Places of plain floating-point tensors of the user's step, each tensor once."""
-        nodes = {
-            one for region in self.regions for one in probeable_nodes(region.graph, region.parent)
-        }
+        nodes = {one for region in self.regions for one in probeable_nodes(region)}
         places = list(self.in_order())
         # By name: a rewrite may have put the same tensor in other units in its place.
         again = {_known_as(one) for _, one in places if is_of_checkpoint(one, self.bodies)}
@@ -107,14 +105,38 @@ class Places:
             sources[node] = {own: None} if own in inputs else found
         raise AssertionError("a graph without output")
 
+    def bring_out(self, made: Sequence[Place], rows: Sequence[fx.Node]) -> list[fx.Node]:
+        """Hand rows made in checkpoints through to the outermost graph as further outputs.
+
+        Args:
+            made: What each row is of.
+            rows: Nodes of the rows.
+
+        Returns:
+            The rows as nodes of the outermost graph.
+        """
+        brought = list(rows)
+        place = [id(one) for one, _ in made]
+        for region in reversed(self.regions):
+            own = [index for index, one in enumerate(place) if one == id(region)]
+            if region.parent is None or region.call is None or not own:
+                continue
+            output = region.graph.output_node()
+            outputs = _returned(output)
+            output.args = ((*outputs, *(brought[index] for index in own)),)
+            around = region.parent.graph
+            for offset, index in enumerate(own, start=len(outputs)):
+                with around.inserting_after(region.call):
+                    brought[index] = around.call_function(operator.getitem, (region.call, offset))
+                place[index] = id(region.parent)
+        return brought
+
 
 # An ordered set.
 _Names = dict[str, None]
 
 
-def probeable_nodes(
-    graph: fx.Graph, parent: Region | None = None, *, internal: bool = False
-) -> list[fx.Node]:
+def probeable_nodes(region: Region, *, internal: bool = False) -> list[fx.Node]:
     """Nodes that make a plain floating-point tensor of the user's step, in graph order.
 
     Left out: what passes inserted, unless ``internal``; what is handed back as it is, which is the
@@ -123,12 +145,12 @@ def probeable_nodes(
     graph around it.
     """
     nodes, depth = [], 0
-    for node in graph.nodes:
+    for node in region.graph.nodes:
         name = op_name(node)
         depth += ("increment_nesting" in name) - ("decrement_nesting" in name)
         if depth or node.op not in {"placeholder", "call_function", "call_method", "get_attr"}:
             continue
-        if node.op == "placeholder" and parent is not None:
+        if node.op == "placeholder" and region.parent is not None:
             continue
         if (node.meta.get(INTERNAL) and not internal) or not is_float_tensor(node):
             continue
@@ -153,36 +175,6 @@ def is_of_checkpoint(node: fx.Node, checkpoints: Mapping[fx.Node, Any]) -> bool:
         and node.target is operator.getitem
         and (node.args[0] in checkpoints)
     )
-
-
-def bring_out(
-    regions: Sequence[Region], region_of_row: Sequence[Region], rows: Sequence[fx.Node]
-) -> list[fx.Node]:
-    """Hand rows made in checkpoints through to the outermost graph as further outputs.
-
-    Args:
-        regions: All regions, each after the one around it.
-        region_of_row: Where each row was made.
-        rows: Nodes of the rows.
-
-    Returns:
-        The rows as nodes of the outermost graph.
-    """
-    brought = list(rows)
-    place = [id(one) for one in region_of_row]
-    for region in reversed(regions):
-        own = [index for index, one in enumerate(place) if one == id(region)]
-        if region.parent is None or region.call is None or not own:
-            continue
-        output = region.graph.output_node()
-        outputs = _returned(output)
-        output.args = ((*outputs, *(brought[index] for index in own)),)
-        around = region.parent.graph
-        for offset, index in enumerate(own, start=len(outputs)):
-            with around.inserting_after(region.call):
-                brought[index] = around.call_function(operator.getitem, (region.call, offset))
-            place[index] = id(region.parent)
-    return brought
 
 
 def _known_as(node: fx.Node) -> str:

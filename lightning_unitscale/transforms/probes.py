@@ -31,7 +31,7 @@ from lightning_unitscale.statistics import statistics_row
 from lightning_unitscale.transforms.gauge import ONE, Factor, FactorTable, Gauge
 from lightning_unitscale.transforms.grouped_rows import group_rows
 from lightning_unitscale.transforms.probed_calls import CutGraph, ProbedCall, ProbedTensor
-from lightning_unitscale.transforms.probed_places import Place, Places, bring_out
+from lightning_unitscale.transforms.probed_places import Place, Places
 from lightning_unitscale.transforms.probed_snapshot import snapshot_of
 from lightning_unitscale.transforms.shared_rows import find_shared_rows
 from lightning_unitscale.transforms.units import GAUGE, HELD, FactorNodes, Held
@@ -146,7 +146,7 @@ class ScaleProbes(GraphPass):
                 region.graph, node, anchor, slot, functions, factors, alone=node in alone
             )
             rows.append(row)
-        recorder.finish(bring_out(places.regions, [one.region for one in selected], rows))
+        recorder.finish(places.bring_out(selected, rows))
         graph.notes[REWRITE] = group_rows
         return (f"{len(nodes)} tensors probed, {sum(differentiable)} of them in both directions",)
 

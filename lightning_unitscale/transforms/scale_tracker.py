@@ -37,7 +37,8 @@ from lightning_unitscale.graph.passes import GraphPass, Region, Run, Stage, Step
 from lightning_unitscale.graph.recording import CallRecord, CallRecorder
 from lightning_unitscale.transforms.metrics import MOMENTS
 from lightning_unitscale.transforms.probed_places import (
-    bring_out,
+    Place,
+    Places,
     is_passed_through,
     probeable_nodes,
 )
@@ -73,29 +74,27 @@ class ScaleTracker(GraphPass):
 
     def run(self, graph: StepGraph) -> tuple[str, ...]:
         """Insert the probes."""
-        regions = list(graph.regions())
-        bodies = {one.call: one for one in regions if one.call is not None}
-        places = [
-            (region, node)
-            for region in regions
+        places = Places(graph)
+        chosen = [
+            Place(region, node)
+            for region in places.regions
             for node in _tracked_nodes(region)
-            if not is_passed_through(node, bodies)
+            if not is_passed_through(node, places.bodies)
         ]
-        tracked = TrackedGraph(
-            regions[0], bodies, {node: row for row, (_, node) in enumerate(places)}
-        )
+        rows_of = {node: row for row, (_, node) in enumerate(chosen)}
+        tracked = TrackedGraph(places.regions[0], places.bodies, rows_of)
         records: list[CallRecord] = []
         graph.wrap(functools.partial(self._around, tracked, records))
-        if not places:
+        if not chosen:
             return ("no tensor to track",)
-        for region in regions:
+        for region in places.regions:
             _keep_kernels(region)
         # Probes of inputs go before them, and after the slots, which are inputs themselves.
-        anchors = {id(region): first_operation(region.graph) for region in regions}
-        recorder = CallRecorder(graph, len(places), MOMENTS.num_columns, records.append)
-        rows = _insert_probes(graph, regions, places, recorder, anchors)
+        anchors = {id(region): first_operation(region.graph) for region in places.regions}
+        recorder = CallRecorder(graph, len(chosen), MOMENTS.num_columns, records.append)
+        rows = _insert_probes(graph, places, chosen, recorder, anchors)
         recorder.finish(rows)
-        return (f"{len(places)} tensors tracked",)
+        return (f"{len(chosen)} tensors tracked",)
 
     def before_step(self, module: nn.Module) -> None:
         """Begin a new record; the last complete one stays until this call has returned."""
@@ -193,33 +192,33 @@ class _Attach(torch.autograd.Function):
 
 def _tracked_nodes(region: Region) -> list[fx.Node]:
     """Nodes of a region to track; its own inputs and outputs are tensors of the outer graph."""
-    nodes = probeable_nodes(region.graph, region.parent, internal=True)
+    nodes = probeable_nodes(region, internal=True)
     # Placeholders that a pass added carry its factors and slots.
     return [node for node in nodes if node.op != "placeholder" or INPUT in node.meta]
 
 
 def _insert_probes(
     graph: StepGraph,
-    regions: Sequence[Region],
-    places: Sequence[tuple[Region, fx.Node]],
+    places: Places,
+    chosen: Sequence[Place],
     recorder: CallRecorder,
     anchors: Mapping[int, fx.Node],
 ) -> list[fx.Node]:
     """Probe the nodes; returns their rows, in the same order, as nodes of the outermost graph."""
     forced = ProbeFunctions(MOMENTS)
     existing = ProbeFunctions(MOMENTS, if_differentiable=True)
-    mutated = {id(region): aliased_by_mutation(region.graph) for region in regions}
+    mutated = {id(region): aliased_by_mutation(region.graph) for region in places.regions}
     # What a checkpoint returns, the graph around it may write into: the rule is for that graph.
     alone = returned_alone(graph.graph)
     rows: list[fx.Node] = []
-    for index, (region, node) in enumerate(places):
+    for index, (region, node) in enumerate(chosen):
         slot = None
         if node not in mutated[id(region)]:
             slot = recorder.slot(index, region)
         functions = forced if _is_argument(node) else existing
         anchor = anchors[id(region)]
         rows.append(insert_probe(region.graph, node, anchor, slot, functions, alone=node in alone))
-    return bring_out(regions, [region for region, _ in places], rows)
+    return places.bring_out(chosen, rows)
 
 
 def _is_argument(node: fx.Node) -> bool:

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 from lightning_unitscale.strategies import PipelineStrategy
 from tests.distributed.launch import quiet_rank
 from tests.strategies.pipeline_run import Groups, _gpt, _points, _text
+from tests.strategies.trainers import quiet_trainer
 
 BATCH, MICROBATCHES, REPLICAS = 16, 4, 2
 
@@ -104,19 +105,15 @@ def train(folder: Path, kind: str, resume_from: str, case: str) -> None:
     else:
         size, accumulate = BATCH // MICROBATCHES, accumulate * MICROBATCHES
     data = options["data"]()
-    trainer = pl.Trainer(
-        accelerator="cpu",
+    trainer = quiet_trainer(
+        folder,
         devices=2 * REPLICAS if kind == "pipeline" else REPLICAS,
         strategy=strategy,
         max_epochs=2,
         gradient_clip_val=options["clip"],
         accumulate_grad_batches=accumulate,
         callbacks=callbacks,
-        logger=False,
         enable_checkpointing=bool(options.get("saves")),
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=folder,
     )
     path = Path(resume_from) / "first-epoch=0.ckpt" if options.get("resume") else None
     trainer.fit(module, DataLoader(data, size), DataLoader(data, BATCH), ckpt_path=path)

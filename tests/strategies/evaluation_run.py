@@ -23,6 +23,7 @@ from lightning_unitscale.pipeline import SCHEDULES
 from lightning_unitscale.strategies import PipelineStrategy
 from tests.distributed.launch import quiet_rank
 from tests.strategies.pipeline_run import CONTEXT, Groups, Memory, _points, _text
+from tests.strategies.trainers import quiet_trainer
 
 
 class Evaluated(GPT):
@@ -76,8 +77,8 @@ def run(num_ranks: int, folder: Path, options: dict[str, Any] | None = None) -> 
     if num_ranks > 1:
         given = {"num_microbatches": 4, "process_group_backend": "gloo", "timeout": 60, **options}
         strategy = PipelineStrategy(**given)
-    return pl.Trainer(
-        accelerator="cpu",
+    return quiet_trainer(
+        folder,
         devices=num_ranks,
         strategy=strategy,
         max_steps=4,
@@ -85,11 +86,6 @@ def run(num_ranks: int, folder: Path, options: dict[str, Any] | None = None) -> 
         check_val_every_n_epoch=None,
         callbacks=[memory] if memory else [],
         use_distributed_sampler=False,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=folder,
     )
 
 

@@ -23,6 +23,7 @@ from examples.gpt import GPT
 from lightning_unitscale.pipeline import PipelineRunner
 from lightning_unitscale.strategies import PipelineStrategy
 from tests.distributed.launch import quiet_rank
+from tests.strategies.trainers import quiet_trainer
 
 CONTEXT, STEPS = 16, 10
 
@@ -227,8 +228,8 @@ def train(folder: Path, case: str, num_ranks: int, resume_from: str) -> None:
             process_group_backend="gloo",
             timeout=60,
         )
-    trainer = pl.Trainer(
-        accelerator="cpu",
+    trainer = quiet_trainer(
+        folder,
         devices=num_ranks,
         precision=options.get("precision", "32-true"),
         strategy=strategy,
@@ -240,11 +241,7 @@ def train(folder: Path, case: str, num_ranks: int, resume_from: str) -> None:
         check_val_every_n_epoch=None,
         limit_val_batches=2,
         use_distributed_sampler=False,
-        logger=False,
         enable_checkpointing=bool(ending),
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=folder,
     )
     data = options["data"]()
     # Lightning's sampler, which it gives to several devices alone, would draw other numbers.

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from lightning_unitscale.strategies import PipelineStrategy
 from tests.distributed.launch import quiet_rank
 from tests.strategies.pipeline_run import _points
+from tests.strategies.trainers import quiet_trainer
 
 
 class Ranked(pl.LightningModule):
@@ -38,15 +39,10 @@ class Ranked(pl.LightningModule):
 def main(folder: Path) -> None:
     """Write down how the training ends."""
     quiet_rank()
-    trainer = pl.Trainer(
-        accelerator="cpu",
+    trainer = quiet_trainer(
+        folder,
         devices=2,
         strategy=PipelineStrategy(num_microbatches=2, process_group_backend="gloo", timeout=60),
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=folder,
         max_steps=1,
     )
     try:

@@ -23,6 +23,7 @@ from lightning_unitscale.callbacks import ScaleViolation
 from lightning_unitscale.strategies import PipelineStrategy
 from tests.distributed.launch import quiet_rank
 from tests.strategies.pipeline_run import CONTEXT, Branching, Groups, _points, _text
+from tests.strategies.trainers import quiet_trainer
 
 NUM_MICROBATCHES, STEPS = 4, 4
 SIZE, BROKEN_STEP = 16, 2
@@ -164,8 +165,8 @@ def train(folder: Path, case: str, num_ranks: int, resume_from: str) -> None:
         )
     elif not options.get("saves"):
         size, accumulated = SIZE // NUM_MICROBATCHES, accumulated * NUM_MICROBATCHES
-    trainer = pl.Trainer(
-        accelerator="cpu",
+    trainer = quiet_trainer(
+        folder,
         devices=num_ranks,
         strategy=strategy,
         max_steps=options.get("max_steps", STEPS),
@@ -179,10 +180,6 @@ def train(folder: Path, case: str, num_ranks: int, resume_from: str) -> None:
         callbacks=callbacks,
         use_distributed_sampler=False,
         logger=TensorBoardLogger(folder, "logs") if options.get("logs") else False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=folder,
     )
     data = _points() if options.get("points") else _text()
     if options.get("saves"):
@@ -239,18 +236,13 @@ def refuse(folder: Path) -> None:
     """Write down the errors."""
     errors = {}
     for name, (scaling, strategy, options) in REFUSED.items():
-        trainer = pl.Trainer(
-            accelerator="cpu",
+        trainer = quiet_trainer(
+            folder,
             devices=2,
             strategy=PipelineStrategy(
                 num_microbatches=2, process_group_backend="gloo", timeout=60, **strategy
             ),
             callbacks=[UnitScaleCallback(**scaling)],
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            default_root_dir=folder,
             max_steps=1,
             **options,
         )
