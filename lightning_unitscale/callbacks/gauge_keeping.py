@@ -7,7 +7,10 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 import lightning.pytorch as pl
-from lightning.pytorch.utilities.rank_zero import rank_zero_info  # type: ignore[attr-defined]
+from lightning.pytorch.utilities.rank_zero import (  # type: ignore[attr-defined]
+    rank_zero_info,
+    rank_zero_warn,
+)
 from torch.optim import Optimizer
 
 from lightning_unitscale.callbacks.holding import ParameterHolding, without_held
@@ -36,10 +39,12 @@ from lightning_unitscale.graph.steps import ModuleSteps
 from lightning_unitscale.transforms.calibration import Calibrator, Measured
 from lightning_unitscale.transforms.drift import Drift
 from lightning_unitscale.transforms.fp8_linears import FP8Linears
+from lightning_unitscale.transforms.full_precision import runs_in_fp16
 from lightning_unitscale.transforms.gauge import Gauge
 from lightning_unitscale.transforms.lossless import LosslessUnitScale
 from lightning_unitscale.transforms.lossless_unit_scale import calibrate
 from lightning_unitscale.transforms.range_loss import RangeCalibrator
+from lightning_unitscale.transforms.reachable import find_once_only
 
 
 class GaugeKeeping:
@@ -51,6 +56,7 @@ class GaugeKeeping:
         rules: The scale rules that want to know each parameter's gradient, if there are any.
         fp8: The pass that is told which products FP8 does not fit, if there is one.
         holding: What holds the parameters in units, if anything does.
+        is_rounded: Whether products are rounded to fewer bits than the Trainer's precision has.
 
     Attributes:
         is_calibrated: Whether a training step has been measured, in this fit or before.
@@ -64,6 +70,8 @@ class GaugeKeeping:
         rules: RuleScaling | None,
         fp8: FP8Linears | None = None,
         holding: ParameterHolding | None = None,
+        *,
+        is_rounded: bool = False,
     ) -> None:
         self.is_calibrated = False
         self.events: list[str] = []
@@ -73,6 +81,7 @@ class GaugeKeeping:
         self._rules = rules
         self._fp8 = fp8
         self._holding = holding
+        self._is_rounded = is_rounded
         self._steps: ModuleSteps | None = None
         self._live: Calibrator | None = None
         self._global_step_before = 0
@@ -202,6 +211,15 @@ class GaugeKeeping:
                 self._holding.decline("a step that cannot be rehearsed gives no units in time")
             self._measure_live()
             return
+        if (once_only := find_once_only(module)) is not None:
+            if not self._needs_units_at_once(trainer):
+                self._measure_live()
+                return
+            rank_zero_warn(
+                "UnitScaleCallback: the first batch is run twice, once to measure units, and "
+                f"{type(module).__name__} has {once_only}, which cannot be put back; expected a "
+                "step that takes its data from the batch; let train_dataloader return all loaders."
+            )
         batch = rehearsed(trainer, batch)
         arguments = step_arguments(module, "training_step", batch, batch_idx)
         accumulated = trainer.accumulate_grad_batches * num_microbatches(trainer)
@@ -227,8 +245,18 @@ class GaugeKeeping:
             refuse_live(trainer, "a rehearsal of it has no loss to start from")
             self._measure_live()
 
+    def _needs_units_at_once(self, trainer: pl.Trainer) -> bool:
+        """Whether the first real step would be another one without units."""
+        if self._rules is not None or self._is_rounded or pipeline_of(trainer) is not None:
+            return True
+        if self._holding is not None and self._holding.is_wanted:
+            return True
+        with trainer.precision_plugin.train_step_context():
+            return runs_in_fp16(trainer.lightning_module)
+
     def _measure_live(self) -> None:
         assert self._steps is not None
+        self._stop_live()
         self._live = self._rewrite.calibrator()
         if self._rules is not None:
             self._rules.gradients.watch()
@@ -246,6 +274,8 @@ class GaugeKeeping:
         self.is_calibrated = True
 
     def _stop_live(self) -> None:
+        if self._live is not None:
+            self._live.release()
         self._live = None
         if self._steps is not None:
             for step in self._steps.steps.values():

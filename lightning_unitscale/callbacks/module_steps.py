@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,8 +12,11 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
 
+from lightning_unitscale.callbacks.logging_calls import logging_calls
 from lightning_unitscale.graph.capture import is_compiled
+from lightning_unitscale.graph.captured_step import CapturedStep
 from lightning_unitscale.graph.steps import LIGHTNING_STEPS, ModuleSteps, steps_of
+from lightning_unitscale.shadowing import shadowed
 from lightning_unitscale.transforms.rules.zero_gradients import zero_gradients
 
 
@@ -54,16 +58,40 @@ def attach_steps(
 def step_arguments(
     module: pl.LightningModule, step: str, batch: Any, batch_idx: int, dataloader_idx: int = 0
 ) -> tuple[Any, ...]:
-    """Positional arguments with which Lightning calls a step."""
+    """Positional arguments with which Lightning calls a step, or a hook of a batch."""
     hook = getattr(module, step)
     arguments: list[Any] = [batch]
     if is_param_in_hook_signature(hook, "batch_idx", min_args=2):
         arguments.append(batch_idx)
-    if step == "training_step":
+    if step in {"training_step", "on_train_batch_start"}:
         return tuple(arguments)
     if is_param_in_hook_signature(hook, "dataloader_idx", min_args=3):
         arguments.append(dataloader_idx)
     return tuple(arguments)
+
+
+@contextlib.contextmanager
+def starting_batch(
+    module: pl.LightningModule, step: CapturedStep, batch_idx: int, dataloader_idx: int = 0
+) -> Iterator[None]:
+    """Within this context a rehearsal of the step runs the module's hook for the batch first.
+
+    Lightning calls the callbacks before the module, so ``on_train_batch_start`` of the module has
+    not set yet what the step is going to read.
+    """
+    name = f"on_{step.name.removesuffix('_step').replace('training', 'train')}_batch_start"
+
+    def start(batch: Any, *_: Any) -> None:
+        arguments = step_arguments(module, name, batch, batch_idx, dataloader_idx)
+        # The real call logs.
+        with shadowed(module, log=_nothing, log_dict=_nothing):
+            getattr(module, name)(*arguments)
+
+    step.before_rehearsal = start if is_overridden(name, module) else None
+    try:
+        yield
+    finally:
+        step.before_rehearsal = None
 
 
 def takes_iterator(module: pl.LightningModule) -> bool:
@@ -92,10 +120,13 @@ def loss_scale(trainer: pl.Trainer) -> float:
 
 
 def _untraced(module: nn.Module) -> Iterator[Any]:
-    """What a step under manual optimization calls beside its model."""
+    """What a step calls beside its model: its logger, and optimizers under manual optimization."""
     assert isinstance(module, pl.LightningModule)
     trainer = module._trainer
-    if module.automatic_optimization or trainer is None or not trainer.training:
+    if trainer is None:
+        return
+    yield from logging_calls(module, trainer)
+    if module.automatic_optimization or not trainer.training:
         return
     yield module, "manual_backward", zero_gradients
     for name in ("clip_gradients", "toggle_optimizer", "untoggle_optimizer"):
@@ -115,6 +146,10 @@ def _existing_steps(module: pl.LightningModule) -> list[str]:
         if is_overridden(name, module)
         or (name == "predict_step" and is_overridden("forward", module))
     ]
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """In place of a call that is left out."""
 
 
 def _callbacks(trainer: pl.Trainer) -> list[pl.Callback]:

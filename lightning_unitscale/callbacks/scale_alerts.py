@@ -162,12 +162,16 @@ class ScaleAlerts:
                 "is NaN or infinite; the step was not sampled, so the next one is",
             )
 
-    def judge(self, snapshot: ScaleSnapshot, *, has_loss_scaler: bool) -> tuple[ScaleAlert, ...]:
+    def judge(
+        self, snapshot: ScaleSnapshot, *, has_loss_scaler: bool, is_before_units: bool = False
+    ) -> tuple[ScaleAlert, ...]:
         """What is new and wrong in a snapshot, the same on all ranks.
 
         Args:
             snapshot: Of the joint batch.
             has_loss_scaler: Whether infinite gradients are a loss scaler's, which skips the step.
+            is_before_units: Whether units were measured in this step, and come after it: it says
+                nothing about how its tensors are going to fit a format.
         """
         nonfinite = first_nonfinite(
             snapshot, known_infinite=self._known_infinite, gradients=not has_loss_scaler
@@ -175,9 +179,10 @@ class ScaleAlerts:
         if nonfinite is None:
             self._known_infinite.update(infinite_names(snapshot))
         alerts = [] if nonfinite is None else [nonfinite]
-        alerts += format_violations(snapshot, self._thresholds)
-        if self._trends is not None:
-            alerts += self._trends.add(snapshot)
+        if not is_before_units:
+            alerts += format_violations(snapshot, self._thresholds)
+            if self._trends is not None:
+                alerts += self._trends.add(snapshot)
         new = [*self._take_bad_loss(), *(one for one in alerts if self._is_news(one))]
         self._age(alerts)
         self.found = [*self.found, *new][-_KEPT:]

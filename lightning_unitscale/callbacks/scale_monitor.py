@@ -134,6 +134,7 @@ class ScaleMonitor(pl.Callback):
         self._is_sampling = False
         self._global_step_before = 0
         self._loss_scale = 1.0
+        self._is_before_units = False
 
     @property
     def alerts(self) -> tuple[ScaleAlert, ...]:
@@ -180,6 +181,7 @@ class ScaleMonitor(pl.Callback):
         is_continued = self._is_sampling and not is_new
         if not is_continued:
             self._probes.clear()  # of a step that only somebody else wanted to observe
+            self._is_before_units = False
         # Accumulated batches are one sample: an unforeseen one is not begun in the middle.
         is_wanted = is_new and self._alerts.wants_sample
         self._is_sampling = is_continued or is_wanted or step % self.every_n_steps == 0
@@ -199,6 +201,8 @@ class ScaleMonitor(pl.Callback):
         if self._is_sampling:
             # The scaler changes its scale in the optimizer's step; the gradients have this one.
             self._loss_scale = loss_scale(trainer)
+            assert self._steps is not None
+            self._is_before_units |= self._steps.steps["training_step"].interpreter is not None
 
     @override
     def on_train_batch_end(
@@ -239,7 +243,11 @@ class ScaleMonitor(pl.Callback):
             return
         snapshot = joint_snapshot(snapshot, module.device)
         self.snapshots = [*self.snapshots[-self._KEPT + 1 :], snapshot]
-        alerts = self._alerts.judge(snapshot, has_loss_scaler=has_loss_scaler(trainer))
+        alerts = self._alerts.judge(
+            snapshot,
+            has_loss_scaler=has_loss_scaler(trainer),
+            is_before_units=self._is_before_units,
+        )
         self._log(trainer, snapshot, complete=bool(alerts))
         self._write_alerts(trainer, alerts, snapshot.step)
         self._alerts.act(trainer, alerts)

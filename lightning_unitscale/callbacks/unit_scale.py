@@ -14,7 +14,7 @@ from typing_extensions import override
 from lightning_unitscale.callbacks.fp8 import check_fp8, fp8_of
 from lightning_unitscale.callbacks.gauge_keeping import GaugeKeeping
 from lightning_unitscale.callbacks.holding import holding_of
-from lightning_unitscale.callbacks.module_steps import attach_steps, step_arguments
+from lightning_unitscale.callbacks.module_steps import attach_steps, starting_batch, step_arguments
 from lightning_unitscale.callbacks.pipelined import pipeline_of, rehearsed
 from lightning_unitscale.callbacks.remat import step_partitioner
 from lightning_unitscale.callbacks.rule_scaling import rules_of
@@ -138,7 +138,12 @@ class UnitScaleCallback(pl.Callback):
         self._rewrite = LosslessUnitScale(depth, measures_range=self._fp8 is not None)
         self._holding = holding_of(hold_parameters, method, self._rewrite)
         self._keeping = GaugeKeeping(
-            self._rewrite, recalibrate, self._rules, self._fp8, self._holding
+            self._rewrite,
+            recalibrate,
+            self._rules,
+            self._fp8,
+            self._holding,
+            is_rounded=simulate is not None or self._fp8 is not None,
         )
         self._restore_loss_scale: Callable[[], None] = _nothing
         check_rounding(simulate_rounding)
@@ -207,8 +212,9 @@ class UnitScaleCallback(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         assert self._steps is not None
-        self._plan(trainer, "training_step", batch, batch_idx)
-        is_look = self._keeping.before_batch(trainer, batch, batch_idx)
+        with starting_batch(pl_module, self._steps.steps["training_step"], batch_idx):
+            self._plan(trainer, "training_step", batch, batch_idx)
+            is_look = self._keeping.before_batch(trainer, batch, batch_idx)
         self._steps.observe(type(self).__name__, is_look)
 
     @override
@@ -316,9 +322,11 @@ class UnitScaleCallback(pl.Callback):
             arguments = step_arguments(trainer.lightning_module, name, *batch)
             self._rules.plan_step(trainer, self._steps.steps[name], arguments, train=train)
 
-    def _before_evaluation(self, trainer: pl.Trainer, name: str, *batch: Any) -> None:
-        self._plan(trainer, name, *batch)
-        self._keeping.before_evaluation(trainer, name, *batch)
+    def _before_evaluation(self, trainer: pl.Trainer, name: str, batch: Any, *indices: int) -> None:
+        assert self._steps is not None
+        with starting_batch(trainer.lightning_module, self._steps.steps[name], *indices):
+            self._plan(trainer, name, batch, *indices)
+            self._keeping.before_evaluation(trainer, name, batch, *indices)
 
     def _restore(self) -> None:
         if self._steps is None:

@@ -42,6 +42,8 @@ class CapturedStep:
         self.interpreter: Interpreter | None = None
         self.is_rehearsing = False
         self.before_call: BeforeCall | None = None
+        # Called with the arguments of a rehearsal that is about to begin.
+        self.before_rehearsal: Callable[..., None] | None = None
         self.reset()
 
     @property
@@ -91,6 +93,8 @@ class CapturedStep:
         previous, self.interpreter = self.interpreter, interpreter
         self.is_rehearsing = True
         try:
+            if self.before_rehearsal is not None:
+                self.before_rehearsal(*args, **kwargs)
             return self._run("eager", args, kwargs)
         finally:
             self.interpreter = previous

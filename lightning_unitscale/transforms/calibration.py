@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx
+from torch.utils.hooks import RemovableHandle
 
 from lightning_unitscale.graph.capture import is_checkpoint
 from lightning_unitscale.graph.compiled_graph import CompiledGraph
@@ -26,6 +27,10 @@ def root_mean_square(tensor: Tensor) -> Tensor:
     A gradient of 1e-25 is ordinary and its square is 0 in FP32, so squares are summed in FP64.
     """
     dtype = torch.float32 if tensor.device.type == "mps" else torch.float64
+    if tensor.is_sparse:
+        tensor = tensor.detach().coalesce()
+    if tensor.layout in {torch.sparse_coo, torch.jagged}:
+        tensor = tensor.values()  # the elements that are stored
     if tensor.numel() == 0:
         return torch.zeros((), dtype=dtype, device=tensor.device)
     norm = torch.linalg.vector_norm(tensor.detach(), dtype=dtype)
@@ -55,6 +60,7 @@ class Calibrator:
         self.result_of = result_of
         self._forward: dict[str, list[Tensor]] = defaultdict(list)
         self._backward: dict[str, list[Tensor]] = defaultdict(list)
+        self._handles: list[RemovableHandle] = []
 
     def __call__(self, graph: CompiledGraph, inputs: tuple[Any, ...]) -> Any:
         """Run one graph of the step; the interpreter that ``CapturedStep`` expects."""
@@ -74,6 +80,7 @@ class Calibrator:
 
     def clear(self) -> None:
         """Forget what was measured."""
+        self.release()
         self._forward.clear()
         self._backward.clear()
 
@@ -98,7 +105,16 @@ class Calibrator:
             def see(gradient: Tensor) -> None:
                 self.record("backward", name, gradient)
 
-            value.register_hook(see)
+            handle = value.register_hook(see)
+            if value.is_leaf:
+                # A parameter, or an input, outlives the step, and so would the hook.
+                self._handles.append(handle)
+
+    def release(self) -> None:
+        """Take the hooks off the parameters; called when nothing is to be measured any more."""
+        for one in self._handles:
+            one.remove()
+        self._handles.clear()
 
     def record(self, direction: Direction, name: str, tensor: Tensor) -> Tensor:
         """Take down a tensor that was met; returns its RMS."""

@@ -111,6 +111,7 @@ def calibrate(
                 measured = _backward(seeded, module, given)
             elif backward and seeds is not None:
                 measured = _backward(seeds(output), module, given)
+        calibrator.release()
         forward, gradients = results(calibrator)
         rewrite.set_gauge(rewrite.gauge.updated(rewrite.gauge_from(forward, gradients)))
         return measured
@@ -184,6 +185,7 @@ class _LiveGradients:
             self.calibrator.clear()
             return
         _, backward = self.calibrator.results()
+        self.calibrator.release()
         measured = self.rewrite.gauge_from({}, backward)
         gauge = self.rewrite.gauge
         self.rewrite.set_gauge(

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
+import operator
 import random
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+
+from lightning_unitscale.transforms.mentioned import mentioned
+from lightning_unitscale.transforms.reachable import (
+    REGISTERED,
+    own_attributes,
+    reachable,
+    restore_state,
+    state_of,
+)
 
 
 @contextlib.contextmanager
@@ -22,18 +31,22 @@ def restoring(module: nn.Module) -> Iterator[None]:
 
     Covered: random states of torch on every device, of Python and of NumPy; parameters (a step may
     normalise a weight or average a teacher), buffers and gradients; and the Python attributes of
-    every submodule, with the containers, arrays, tensors and random generators in them (a list
-    that a step appends to, a counter, metric states). Objects of other classes are left alone.
+    every submodule, with the containers, arrays, tensors, random generators and objects of the
+    user's own classes in them (a list that a step appends to, a replay buffer, metric states). So
+    are globals and free variables that the modules' own code mentions.
+    Nothing undoes what an iterator has given or a file has taken.
     """
     devices = {one.device for one in (*module.parameters(), *module.buffers())}
     accelerators = [one for one in devices if one.type == "cuda"]
     gradients = [(one, one.grad) for one in module.parameters()]
-    attributes = [(one.__dict__, _attributes(one)) for one in module.modules()]
+    attributes = [(one.__dict__, own_attributes(one)) for one in module.modules()]
     parameters = [(one, _Parameter(one)) for one in module.parameters() if _has_numbers(one)]
+    bindings = [one for one in mentioned(module) if one.name]
     contents = _Contents()
     for one in module.modules():
         contents.add(one._buffers)
-        contents.add(_attributes(one))
+    for _, value in reachable(module):
+        contents.add(value)
     python_state, numpy_state = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=accelerators):
         try:
@@ -45,10 +58,12 @@ def restoring(module: nn.Module) -> Iterator[None]:
             random.setstate(python_state)
             np.random.set_state(numpy_state)
             for current, saved in attributes:
-                for name in [one for one in current if one not in _MODULE_INTERNALS]:
+                for name in [one for one in current if one not in REGISTERED]:
                     del current[name]
                 current.update(saved)
             contents.restore()
+            for binding in bindings:
+                binding.restore()
             for parameter, kept in parameters:
                 kept.restore(parameter)
             for parameter, gradient in gradients:
@@ -77,70 +92,78 @@ class _Parameter:
             parameter.data.copy_(numbers)
 
 
-# Restored by other means. Hooks are not among them: a step may install some in its first call.
-_MODULE_INTERNALS = frozenset(
-    {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_compiled_call_impl"}
-)
-
-
-def _attributes(module: nn.Module) -> dict[str, Any]:
-    return {name: one for name, one in module.__dict__.items() if name not in _MODULE_INTERNALS}
-
-
 class _Contents:
-    """What is in containers, tensors and generators, put back: others may hold the same objects."""
+    """What is in objects that others may hold as well, put back into the same objects."""
 
     def __init__(self) -> None:
         # The objects are kept as well: an identity is worth something only while its object lives.
-        self._saved: dict[int, tuple[Any, Any]] = {}
-        self._generators: dict[int, tuple[Any, Callable[[], object]]] = {}
+        self._restore: list[tuple[object, Callable[[], object]]] = []
 
     def add(self, value: object) -> None:
-        """Remember a container and everything in it, or a tensor."""
-        if id(value) in self._saved or id(value) in self._generators:
-            return
-        restore_generator = _restorer(value)
-        if restore_generator is not None:
-            self._generators[id(value)] = (value, restore_generator)
-        if isinstance(value, Tensor):
-            self._saved[id(value)] = (value, value.detach().clone())
-        elif isinstance(value, np.ndarray):
-            self._saved[id(value)] = (value, value.copy())
-        elif isinstance(value, (list, dict, set, deque)):
-            self._saved[id(value)] = (value, copy.copy(value))
-        if isinstance(value, (list, tuple, deque)):
-            for one in value:
-                self.add(one)
-        elif isinstance(value, dict):
-            for one in value.values():
-                self.add(one)
+        """Remember what is in a container, tensor, array, generator or object of own class."""
+        for restore in _restorers(value):
+            self._restore.append((value, restore))
 
     def restore(self) -> None:
-        """Give every container, tensor and generator its old contents."""
-        for _, restore in self._generators.values():
+        """Give all of them their old contents."""
+        for _, restore in self._restore:
             restore()
-        for current, saved in self._saved.values():
-            if isinstance(current, Tensor):
-                if not torch.equal(current.detach(), saved):
-                    with torch.inference_mode(current.is_inference()):
-                        current.data.copy_(saved)
-            elif isinstance(current, np.ndarray):
-                if current.flags.writeable:
-                    np.copyto(current, saved)
-            else:
-                current.clear()
-                (current.extend if isinstance(current, (list, deque)) else current.update)(saved)
 
 
-def _restorer(value: object) -> Callable[[], object] | None:
-    """What takes a random generator back to where it stands now; ``None`` for anything else."""
+def _restorers(value: Any) -> Iterator[Callable[[], object]]:
+    """What takes an object back to where it is now: nothing for one of a kind not covered."""
     if isinstance(value, torch.Generator):
-        return functools.partial(value.set_state, value.get_state())
-    if isinstance(value, random.Random):
-        return functools.partial(value.setstate, value.getstate())
-    if isinstance(value, np.random.RandomState):
-        return functools.partial(value.set_state, value.get_state())
-    if isinstance(value, np.random.Generator):
+        yield functools.partial(value.set_state, value.get_state())
+    elif isinstance(value, random.Random):
+        yield functools.partial(value.setstate, value.getstate())
+    elif isinstance(value, np.random.RandomState):
+        yield functools.partial(value.set_state, value.get_state())
+    elif isinstance(value, np.random.Generator):
         generator = value.bit_generator
-        return functools.partial(setattr, generator, "state", generator.state)
-    return None
+        yield functools.partial(setattr, generator, "state", generator.state)
+    elif isinstance(value, Tensor):
+        if value.layout is torch.strided and value.device.type != "meta" and not value.is_nested:
+            yield functools.partial(_restore_tensor, value, value.detach().clone())
+    elif isinstance(value, np.ndarray):
+        if value.flags.writeable:
+            yield functools.partial(np.copyto, value, value.copy())
+    elif isinstance(value, (list, deque)):
+        yield functools.partial(_restore_sequence, value, list(value))
+    elif isinstance(value, set):
+        yield functools.partial(_restore_set, value, set(value))
+    elif isinstance(value, dict):
+        yield functools.partial(_restore_dict, value, dict(value))
+    state = state_of(value)
+    if state is not None:
+        yield functools.partial(restore_state, value, state)
+
+
+def _restore_tensor(tensor: Tensor, saved: Tensor) -> None:
+    if not torch.equal(tensor.detach(), saved):
+        with torch.inference_mode(tensor.is_inference()):
+            tensor.data.copy_(saved)
+
+
+# Containers that have not changed are not touched: other threads may be reading them.
+
+
+def _restore_sequence(sequence: Any, saved: list[Any]) -> None:
+    if not _are_same(sequence, saved):
+        sequence.clear()
+        sequence.extend(saved)
+
+
+def _restore_set(elements: set[Any], saved: set[Any]) -> None:
+    if elements != saved:
+        elements.clear()
+        elements.update(saved)
+
+
+def _restore_dict(table: dict[Any, Any], saved: dict[Any, Any]) -> None:
+    if not (_are_same(table, saved) and _are_same(table.values(), saved.values())):
+        table.clear()
+        table.update(saved)
+
+
+def _are_same(found: Collection[Any], saved: Collection[Any]) -> bool:
+    return len(found) == len(saved) and all(map(operator.is_, found, saved))

@@ -216,6 +216,31 @@ def test_unit_scaled_tensors_are_judged_as_stored() -> None:
     assert name not in {one.tensor for one in scaled.alerts}
 
 
+def test_a_step_that_units_are_measured_in_is_not_judged_by_formats() -> None:
+    class Manual(Regression):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(self.first(x * 2.0**20) * 2.0**-20)
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            self.manual_backward(self.loss(batch))
+            self.optimizers().step()
+            self.optimizers().zero_grad()
+
+    def found(*callbacks: pl.Callback) -> dict[str, int]:
+        monitor = ScaleMonitor(every_n_steps=1, thresholds={"E4M3FN": {"overflow": 0.0}})
+        run(Manual, [*callbacks, monitor], max_steps=3)
+        return {one.tensor: one.step for one in reversed(monitor.alerts)}
+
+    assert found()["first.linear"] == 0
+    later = found(UnitScaleCallback(depth="all"))
+    assert "first.linear" not in later
+    assert 0 not in later.values()
+
+
 def test_accumulated_batches_are_one_sample() -> None:
     monitor = ScaleMonitor(every_n_steps=7, on_violation="warn")
     train(monitor, nan_bias, at=2, accumulate_grad_batches=2, max_steps=5)

@@ -1,0 +1,97 @@
+"""What the code of a module's methods mentions outside of the module: globals and closures."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import sysconfig
+from collections.abc import Iterator
+from types import FunctionType, ModuleType
+from typing import Any, NamedTuple
+
+from torch import nn
+
+_INSTALLED = tuple({sysconfig.get_path(one) for one in ("stdlib", "purelib", "platlib")})
+
+
+class Binding(NamedTuple):
+    """A global name and what it stands for."""
+
+    namespace: dict[str, Any]
+    name: str
+    value: Any
+
+    def restore(self) -> None:
+        """Let the name stand for it again."""
+        if self.namespace.get(self.name) is not self.value:
+            self.namespace[self.name] = self.value
+
+
+def mentioned(module: nn.Module) -> list[Binding]:
+    """Globals that methods of the module and of its submodules mention, and free variables.
+
+    Functions that they mention are followed, as long as they come from the same package as one of
+    the classes. Installed packages are left out: what they keep in globals (registries, caches) is
+    not part of a step. So are modules, classes and functions. A free variable has no name here.
+    """
+    kinds = {kind for one in module.modules() for kind in type(one).__mro__}
+    own = [one for one in kinds if not _is_installed(_root(one))]
+    roots = {_root(one) for one in own}
+    waiting = [
+        found for kind in own for value in vars(kind).values() if (found := _function(value))
+    ]
+    seen: dict[FunctionType, None] = {}
+    bindings: dict[tuple[int, str], Binding] = {}
+    while waiting:
+        function = waiting.pop()
+        if function in seen:
+            continue
+        seen[function] = None
+        for binding in _bindings(function):
+            other = _function(binding.value)
+            if other is not None and _root(other) in roots:
+                waiting.append(other)
+            elif not isinstance(binding.value, (ModuleType, FunctionType, type)):
+                key = (id(binding.namespace), binding.name) if binding.name else (id(binding), "")
+                bindings[key] = binding
+    return list(bindings.values())
+
+
+def _function(value: Any) -> FunctionType | None:
+    if isinstance(value, (staticmethod, classmethod)):
+        value = value.__func__
+    elif isinstance(value, property):
+        value = value.fget
+    value = inspect.unwrap(value) if callable(value) else None
+    return value if isinstance(value, FunctionType) else None
+
+
+def _bindings(function: FunctionType) -> Iterator[Binding]:
+    namespace = function.__globals__
+    for code in _codes(function.__code__):
+        for name in code.co_names:
+            if name in namespace:
+                yield Binding(namespace, name, namespace[name])
+    for cell in function.__closure__ or ():
+        try:
+            yield Binding({}, "", cell.cell_contents)
+        except ValueError:
+            continue  # not bound yet
+
+
+def _codes(code: Any) -> Iterator[Any]:
+    """The code and that of the functions and comprehensions inside."""
+    yield code
+    for one in code.co_consts:
+        if isinstance(one, type(code)):
+            yield from _codes(one)
+
+
+def _is_installed(root: str) -> bool:
+    file = getattr(sys.modules.get(root), "__file__", None)
+    # Without a file: built in, or what was typed into a notebook.
+    return root == "builtins" if file is None else file.startswith(_INSTALLED)
+
+
+def _root(value: Any) -> str:
+    return str(getattr(value, "__module__", None) or "").partition(".")[0]

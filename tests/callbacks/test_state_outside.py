@@ -1,0 +1,199 @@
+"""Steps that read, keep and write what is not the module's: nothing of it is done twice."""
+
+from __future__ import annotations
+
+import itertools
+import queue
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.loggers import TensorBoardLogger
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_unitscale import UnitScaleCallback
+from tests.callbacks.modules import Regression
+from tests.callbacks.runs import QUIET, assert_same_run, both, loader, products_run, run
+
+STEPS_DONE = [0]
+NUMBER = 0
+
+
+def _others() -> list[Tensor]:
+    return list(torch.randn(40, 4, 6, generator=torch.Generator().manual_seed(5)))
+
+
+class Replay:
+    """A buffer as reinforcement learning keeps one."""
+
+    def __init__(self) -> None:
+        self.items: list[Tensor] = []
+
+    def mean_with(self, value: Tensor) -> Tensor:
+        self.items.append(value.detach().clone())
+        return torch.stack(self.items).mean()
+
+
+class Endless:
+    """Begins again with its loader."""
+
+    def __init__(self) -> None:
+        self.loader = DataLoader(_others()[:3], batch_size=None)
+        self.iterator = iter(self.loader)
+
+    def __next__(self) -> Tensor:
+        try:
+            return next(self.iterator)
+        except StopIteration:
+            self.iterator = iter(self.loader)
+            return next(self.iterator)
+
+
+def _counted() -> int:
+    global NUMBER
+    NUMBER += 1
+    return NUMBER
+
+
+class Keeping(Regression):
+    """The loss of a batch, and something more that depends on what was kept."""
+
+    def __init__(self, prepare: Callable[[Any], Any], more: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        global NUMBER
+        NUMBER = STEPS_DONE[0] = 0
+        self.more = more
+        self.kept = prepare(self)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch) + self.more(self, batch[0])
+
+
+def _read(module: Any, x: Tensor) -> Any:
+    return module(next(module.kept)).square().mean()
+
+
+def _queued() -> Any:
+    waiting: Any = queue.Queue()
+    for one in _others():
+        waiting.put(one)
+    return waiting
+
+
+def _counting(module: Any, x: Tensor) -> Any:
+    module.kept.count += 1
+    return module(x).square().mean() / module.kept.count
+
+
+def _teaching(module: Any, x: Tensor) -> Any:
+    with torch.no_grad():
+        target = module.kept[0](x) + module.kept[0].running_mean
+    return (module.first(x).mean(1) - target.mean(1)).square().mean()
+
+
+def _counting_globally(module: Any, x: Tensor) -> Any:
+    STEPS_DONE[0] += 1
+    return module(x).square().mean() / (STEPS_DONE[0] + _counted())
+
+
+KINDS: dict[str, tuple[Callable[[Any], Any], Callable[[Any, Tensor], Any]]] = {
+    "generator": (lambda _: (one for one in _others()), _read),
+    "loader's iterator": (lambda _: iter(DataLoader(_others(), batch_size=None)), _read),
+    "cycle": (lambda _: itertools.cycle(_others()[:3]), _read),
+    "own iterator": (lambda _: Endless(), _read),
+    "queue": (lambda _: _queued(), lambda module, x: module(module.kept.get()).mean()),
+    "replay buffer": (
+        lambda _: Replay(),
+        lambda module, x: module(x).mean() * module.kept.mean_with(module(x).mean()),
+    ),
+    "namespace": (lambda _: SimpleNamespace(count=0), _counting),
+    "hidden teacher": (lambda _: [nn.BatchNorm1d(6)], _teaching),
+    "globals": (lambda _: None, _counting_globally),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_step_keeps_outside(kind: str) -> None:
+    _, callbacks = assert_same_run(lambda: Keeping(*KINDS[kind]), both)
+    assert products_run(callbacks) > 0
+
+
+def test_rounded_products_need_units_at_once_so_an_iterator_is_named() -> None:
+    with pytest.warns(UserWarning, match=r"Keeping has kept \(generator\), which cannot be put"):
+        run(
+            lambda: Keeping(*KINDS["generator"]),
+            [UnitScaleCallback(simulate="fp8")],
+            logger=False,
+            max_steps=2,
+        )
+
+
+class Starting(Regression):
+    """Reads in its steps what its hooks have set."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.weight = 1.0 + batch_idx
+        self.mean = batch[0].mean()
+        batch[0].mul_(2)
+        self.log("weight", self.weight, on_step=True, on_epoch=True)
+
+    def on_validation_batch_start(
+        self, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        self.shift = 0.5
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch) * self.weight + self.mean * self.second.bias.sum()
+
+
+class Validated(Starting):
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch) + self.shift
+
+
+def test_a_step_that_reads_what_a_hook_has_set() -> None:
+    _, callbacks = assert_same_run(Starting, both)
+    assert products_run(callbacks) > 0
+    _, callbacks = assert_same_run(Validated, both, entry="validate")
+    assert products_run(callbacks) > 0
+
+
+def test_rules_rehearse_with_the_hook() -> None:
+    run(Starting, [UnitScaleCallback("unit-scaling")], max_steps=2)
+
+
+class Writing(Regression):
+    """Writes to its logger by itself."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.logger.log_metrics({"mine": float(batch_idx)}, step=self.global_step)
+        writer = self.logger.experiment
+        writer.add_scalar("written", loss.detach(), self.global_step)
+        writer.add_histogram("weights", self.first.weight, self.global_step)
+        return loss
+
+
+def test_a_step_that_writes_to_its_logger(tmp_path: Any) -> None:
+    counted = []
+    for name, callbacks in (("plain", []), ("ours", both())):
+        pl.seed_everything(3, verbose=False)
+        logger = TensorBoardLogger(tmp_path, name=name)
+        pl.Trainer(max_steps=4, callbacks=callbacks, **{**QUIET, "logger": logger}).fit(
+            Writing(), loader()
+        )
+        events = EventAccumulator(logger.log_dir, size_guidance={"histograms": 0})
+        events.Reload()
+        scalars = [[one.value for one in events.Scalars(tag)] for tag in ("mine", "written")]
+        counted.append((scalars, [one.step for one in events.Histograms("weights")]))
+        # The methods are the class's own again.
+        assert not {"log_metrics", "add_scalar"} & (
+            set(vars(logger)) | set(vars(logger.experiment))
+        )
+    assert counted[0] == counted[1]
+    assert counted[0][1] == [0, 1, 2, 3]
