@@ -182,14 +182,18 @@ def _rules(forward: str, backward: str) -> Callable[[Loss, Batch], nn.Module]:
     return lambda module, batch: simulate_format(unit_scale(module), forward, backward)
 
 
-def _real_fp8(module: Loss, batch: Batch) -> nn.Module:
-    return fp8_linears(lossless_unit_scale(module, *batch))
+def _real_fp8(exclude: str | None) -> Callable[[Loss, Batch], nn.Module]:
+    def prepare(module: Loss, batch: Batch) -> nn.Module:
+        return fp8_linears(lossless_unit_scale(module, *batch), exclude=exclude)
+
+    return prepare
 
 
 SR: dict[str, Any] = {"rounding": "stochastic"}
 FP8 = ("E4M3FN", "E5M2")
 # What is usually left out of FP8: attention's two products, and the readout.
-BEYOND_LINEARS = ("*.scaled_dot_product_attention", "*head.linear")
+ATTENTION, READOUT = ("*.scaled_dot_product_attention",), ("*head.linear",)
+BEYOND_LINEARS = ATTENTION + READOUT
 METHODS = [
     Method("FP32", "none", lambda module, batch: module),
     Method("BF16 autocast", "none", lambda module, batch: module, torch.bfloat16),
@@ -202,9 +206,12 @@ METHODS = [
     Method("E4M3/E5M2", "lossless", _lossless("E4M3FN", "E5M2")),
     Method("E4M3/E5M2, linears in blocks", "dynamic", _dynamic(*FP8, exclude=BEYOND_LINEARS)),
     Method("E4M3/E5M2, linears in blocks", "lossless", _lossless(*FP8, exclude=BEYOND_LINEARS)),
+    Method("E4M3/E5M2, all but readout", "lossless", _lossless(*FP8, exclude=READOUT)),
+    Method("E4M3/E5M2, all but attention", "lossless", _lossless(*FP8, exclude=ATTENTION)),
     Method("E4M3/E5M2", "rules", _rules("E4M3FN", "E5M2"), by_rules="match"),
     Method("E4M3/E5M2", "u-mup", _rules("E4M3FN", "E5M2"), by_rules="u-mup"),
-    Method("real FP8 linears", "lossless", _real_fp8),
+    Method("real FP8 linears", "lossless", _real_fp8("*head")),
+    Method("real FP8 linears, readout too", "lossless", _real_fp8(None)),
     Method("E4M3/E4M3", "lossless", _lossless("E4M3FN", "E4M3FN")),
     Method("E3M2", "dynamic", _dynamic("E3M2FN", "E3M2FN")),
     Method("E3M2", "lossless", _lossless("E3M2FN", "E3M2FN")),

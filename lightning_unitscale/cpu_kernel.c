@@ -44,16 +44,18 @@ static void add_chunk(Partial *p, const Rows *rows, int64_t chunk, const Cuts *c
     const Sample sample = {all ? 1 : numel / sample_size, all ? numel : sample_size};
     float buffer[BLOCK];
     Seen seen;
-    Guess guess = {0};
+    Below below;
+    memset(&below, 0, sizeof(below));
     begin_at(&seen, start, &sample);
     p->smallest = INF_CODE;
     for (int64_t i = start; i < end; i += BLOCK) {
         const int32_t n = (int32_t)smaller_of(end - i, BLOCK);
         const float *x = block_of(rows, i, n, buffer);
-        const int32_t has_subnormals = add_block(p, x, n, cuts, &guess);
+        const int32_t has_subnormals = add_block(p, &below, x, n, cuts);
         if (sample_size > 0) see_block(p, &seen, x, i, i + n, &sample, has_subnormals);
     }
     count_seen(p, &seen);
+    for (int32_t k = 0; k < cuts->number; k++) p->below[k] += below.number_of[k];
 }
 
 static void merge(Partial *all, const Partial *p, const Cuts *cuts) {
@@ -118,8 +120,8 @@ int statistics_rows_fp32(const Rows *tensors, int32_t num_tensors, const uint32_
     Cuts cuts = {.number = 0};
     for (int32_t k = 0; k < num_given; k++) {
         int32_t place = 0;
-        while (place < cuts.number && cuts.codes[place] != given_cuts[k]) place++;
-        if (place == cuts.number) cuts.codes[cuts.number++] = given_cuts[k];
+        while (place < cuts.number && cuts.codes[place] != (int32_t)given_cuts[k]) place++;
+        if (place == cuts.number) cuts.codes[cuts.number++] = (int32_t)given_cuts[k];
         cuts.place_of[k] = place;
     }
     int64_t num_chunks = 0, most = 0;

@@ -1,5 +1,6 @@
 /* The sample of exponents: which elements it holds, and how often each exponent is among them. */
 #define MAX_SEEN 2048            /* not less than BLOCK; count_bytes takes no more at once */
+#define FEW 64                   /* so many numbers are counted one by one */
 #define MOST_VALUES 128          /* beyond that a table is faster than to look for each value */
 
 /* One element of each of so many strides. */
@@ -39,13 +40,16 @@ static void count_seen(Partial *p, Seen *seen) {
     while (padded % (int32_t)sizeof(Bytes)) fields[padded++] = 0;
     for (int32_t i = 0; i < n; i++) highest = fields[i] > highest ? fields[i] : highest;
     int32_t left = padded - count_bytes(fields, padded, 0), value = highest;
-    for (; left > 0 && value > highest - MOST_VALUES; value--) {
+    for (; left > FEW && value > highest - MOST_VALUES; value--) {
         const int32_t found = count_bytes(fields, padded, (uint8_t)value);
         p->counts[value] += (uint32_t)found;
         left -= found;
     }
-    for (int32_t i = 0; left > 0 && i < n; i++)
-        if (fields[i] <= value) p->counts[fields[i]]++;
+    /* Where numbers may have many exponents, and where few are left of those with a rare one. */
+    if (left > FEW)
+        for (int32_t i = 0; i < n; i++) p->counts[fields[i]] += fields[i] <= value;
+    else if (left > 0)
+        count_few(p->counts, fields, padded, (uint8_t)value);
     seen->number = 0;
 }
 
@@ -65,12 +69,20 @@ static void see_block(Partial *p, Seen *seen, const float *x, int64_t first, int
     seen->next = to;
     if (stride == 1) {
         for (int32_t i = 0; i < number; i++) halves[i] = (uint16_t)(code_at(x, i) >> 16);
+    } else if (stride <= BLOCK) {
+        /* All places first: they are computed many at once. */
+        int32_t places[BLOCK / 2 + 1];
+        const uint32_t turn = (uint32_t)from * GOLDEN, step = (uint32_t)stride;
+        const uint32_t start = (uint32_t)(from * stride - first); /* may be before the block */
+        for (int32_t i = 0; i < number; i++) {
+            const uint64_t within = (uint64_t)(turn + (uint32_t)i * GOLDEN) * step >> 32;
+            places[i] = (int32_t)(start + (uint32_t)i * step + (uint32_t)within);
+        }
+#pragma GCC unroll 8
+        for (int32_t i = 0; i < number; i++) halves[i] = upper_half_at(x, places[i]);
     } else {
-        uint32_t turn = (uint32_t)from * GOLDEN;
-        int64_t place = from * stride - first;
-#pragma GCC unroll 4
-        for (int32_t i = 0; i < number; i++, place += stride, turn += GOLDEN)
-            halves[i] = upper_half_at(x, place + (int64_t)((uint64_t)turn * (uint64_t)stride >> 32));
+        for (int64_t i = from; i < to; i++)
+            *halves++ = upper_half_at(x, i * stride + within_stride(i, stride) - first);
     }
     if (!has_subnormals) return;
     for (int64_t i = from; i < to; i++)

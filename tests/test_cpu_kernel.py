@@ -195,3 +195,35 @@ def test_blocks_unlike_the_one_before(target_row):
     x[20_000], x[20_001], x[30_000] = torch.nan, torch.inf, 2.0**-25
     layout = RowLayout(sample_size=None)
     assert_counts(target_row(x, layout, layout.fp32_cuts), functional_row(x, layout))
+
+
+@needs_kernel
+@pytest.mark.parametrize("sample_size", [70_000, 45_000, 20_000, 3_000, 60, 7])
+def test_samples_of_all_strides(target_row, sample_size):
+    """Within a block and beyond it; with exponents that most, few and none of the elements have."""
+    generator = torch.Generator().manual_seed(sample_size)
+    x = torch.randn(140_001, generator=generator)
+    rare = x.clone()
+    rare[torch.randperm(len(x), generator=generator)[:300]] *= 2.0**-60
+    alone = torch.zeros_like(x)
+    alone[:: len(x) // 40] = torch.inf
+    alone[1 :: len(x) // 50] = 2.0**-140
+    layout = RowLayout(sample_size=sample_size)
+    for tensor in (x, rare, alone, torch.where(x > 2.0, torch.nan, rare), x[1:], x.relu()):
+        assert_counts(target_row(tensor, layout, layout.fp32_cuts), functional_row(tensor, layout))
+
+
+@needs_kernel
+def test_as_many_cuts_as_there_may_be(target_row):
+    """Blocks that lie on both sides of none, some and more cuts than one loop counts, in turn."""
+    formats = [NumberFormat(f"E{e}M{m}", e, m) for e in (2, 3, 4, 5) for m in (1, 2, 3, 4)]
+    layout = RowLayout(tuple(formats), sample_size=None)
+    assert len(set(layout.fp32_cuts)) > 32 and len(layout.fp32_cuts) == cpu_kernel.MAX_CUTS
+    generator = torch.Generator().manual_seed(6)
+    cuts = torch.tensor(layout.fp32_cuts)
+    values = torch.cat([cuts, torch.nextafter(cuts, torch.tensor(0.0)), torch.zeros(3)])
+    number = torch.randint(1, len(values), (40,), generator=generator)
+    chosen = [torch.randint(int(n), (700,), generator=generator) for n in number]
+    x = values[torch.cat(chosen)]
+    for tensor in (x, -x, torch.where(x == 0, torch.inf, x), torch.where(x == 0, torch.nan, x)):
+        assert_counts(target_row(tensor, layout, layout.fp32_cuts), functional_row(tensor, layout))

@@ -78,6 +78,7 @@ MAY_NOT_IMPORT_TORCH = (
 TORCH_ADAPTERS = (
     "functional/func_transforms.py",
     "functional/scaled_product.py",
+    "graph/attention_kernels.py",
     "graph/capture.py",
     "graph/exported.py",
     "graph/kept_whole.py",
@@ -85,6 +86,7 @@ TORCH_ADAPTERS = (
     "graph/partitioned.py",
     "graph/plain_algorithm.py",
     "graph/plain_numbers.py",
+    "graph/symbols.py",
     "pipeline/modes.py",
     "pipeline/runtime.py",
     "pipeline/step_program.py",

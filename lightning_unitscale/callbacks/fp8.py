@@ -15,18 +15,21 @@ from lightning.pytorch.plugins import (
 from lightning_unitscale.functional.scaled_product import why_no_fp8
 from lightning_unitscale.transforms.fp8_linears import FP8Linears
 
-# What u-muP keeps out of FP8 (Blake et al., arXiv 2407.17465), by the names that these
-# layers have in torch, nanoGPT, Hugging Face's and Meta's code.
+# By the names that these layers have in torch, nanoGPT, Hugging Face's and Meta's code.
+_READOUT = ("lm_head", "head", "embed_out", "output_layer")
 _LAST_NAMES = (
     *("out_proj", "o_proj"),  # attention's output
     *("down_proj", "fc2", "fc_out", "linear2", "w2", "dense_4h_to_h"),  # a feed-forward's last
-    *("lm_head", "head", "embed_out", "output_layer"),  # the readout
+    *_READOUT,
 )
 _PATHS = (
     *("*attn*.c_proj", "*attn*.proj", "*attention*.dense", "*attention.wo"),
     *("*mlp*.c_proj", "*mlp.proj", "*DenseReluDense.wo", "*layer.[0-9]*.output.dense"),
 )
+# What u-muP keeps out of FP8 (Blake et al., arXiv 2407.17465).
 U_MUP_EXCLUDE = (*_LAST_NAMES, *(f"*.{one}" for one in _LAST_NAMES), *_PATHS)
+# Nearly all of what FP8 linears cost the demo's loss is the readout's: docs/low-precision.md.
+READOUT_EXCLUDE = (*_READOUT, *(f"*.{one}" for one in _READOUT))
 
 _CONFLICTS = {
     TransformerEnginePrecision: "it replaces the layers by its own, which run in FP8 by themselves "
@@ -74,7 +77,7 @@ def fp8_of(
             "simulated in another; expected one of the two; leave one out."
         )
     if is_auto:
-        exclude = None if method == "lossless" else U_MUP_EXCLUDE
+        exclude = READOUT_EXCLUDE if method == "lossless" else U_MUP_EXCLUDE
     return FP8Linears(exclude=exclude)
 
 

@@ -160,6 +160,8 @@ class GaugeKeeping:
             return
         assert self._steps is not None
         module = trainer.lightning_module
+        if find_once_only(module) is not None and not self._needs_units_at_once(trainer):
+            return  # without a rehearsal there are no units, and nothing here needs them
         arguments = step_arguments(module, name, batch, batch_idx, dataloader_idx)
         context = f"{name.removesuffix('_step').replace('validation', 'val')}_step_context"
         with getattr(trainer.precision_plugin, context)():

@@ -72,9 +72,9 @@ class UnitScaleCallback(pl.Callback):
             batch and whenever units are looked at. It goes with any precision of the Trainer, whose
             types the results have; ``explain()`` tells what was decided on each product. FP8 needs
             a GPU of compute capability 8.9, or a CPU, where it is slow.
-        fp8_exclude: Globs of module paths or tensor names to keep out of FP8. ``"auto"`` is none
-            for ``"lossless"``, where measuring decides, and for rule-based methods what u-muP keeps
-            out: attention's output, a feed-forward's last layer and the readout, by usual names.
+        fp8_exclude: Globs of module paths or tensor names to keep out of FP8; ``None`` for none.
+            ``"auto"`` is the readout, by usual names, and for rule-based methods all that u-muP
+            keeps out: attention's output and a feed-forward's last layer too.
         hold_parameters: Whether parameters, gradients and the optimizer's state are held in units
             while the module is trained; ``"auto"`` does with the Trainer's ``precision="16-true"``
             and ``"bf16-true"``. Checkpoints, clipping, learning rates and decay mean true values as

@@ -64,21 +64,27 @@ def multiply(tensor: Tensor, factor: Factor) -> Tensor:
     copy would let what follows take another kernel, with another order of summation or (on a CPU,
     where vectors and their remainders are computed differently) with other last bits.
     """
+    if not torch.compiler.is_compiling() and tensor.layout is not torch.strided:
+        # The gradient of a sparse embedding, or rows of different lengths: no layout to keep.
+        return _product(tensor, factor)
     core = tensor
     if tensor.numel() > 0:
         for dim in range(tensor.dim()):
             if tensor.stride(dim) == 0 and tensor.size(dim) != 1:
                 core = core.narrow(dim, 0, 1)
-    if isinstance(factor, Tensor):
-        # A 0-d tensor counts as much as a 0-d factor in torch's promotion of types.
-        wide = core.float() if tensor.dtype == torch.float16 else core
-        product = (wide * factor).to(tensor.dtype)
-    else:
-        product = core * factor
+    product = _product(core, factor)
     has_gaps = not core.is_contiguous() and product.stride() != core.stride()
     if core.numel() > 0 and (has_gaps or _alignment(core)):
         product = _placed_like(core, product)
     return product if core is tensor else product.expand(tensor.shape)
+
+
+def _product(tensor: Tensor, factor: Factor) -> Tensor:
+    if not isinstance(factor, Tensor):
+        return tensor * factor
+    # A 0-d tensor counts as much as a 0-d factor in torch's promotion of types.
+    wide = tensor.float() if tensor.dtype == torch.float16 else tensor
+    return (wide * factor).to(tensor.dtype)
 
 
 def _placed_like(tensor: Tensor, values: Tensor) -> Tensor:

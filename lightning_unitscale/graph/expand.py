@@ -12,7 +12,7 @@ import inspect
 import math
 import operator
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,12 +22,17 @@ from torch.overrides import TorchFunctionMode, wrap_torch_function
 from torch.utils._pytree import tree_flatten, tree_map
 
 from lightning_unitscale.functional.sizes import concrete_size
-from lightning_unitscale.graph.capture import (
-    attention_is_composite,
-    autocast_dtypes,
-    fake_mode_of,
+from lightning_unitscale.graph.attention_kernels import attention_is_composite, chosen_kernels
+from lightning_unitscale.graph.capture import autocast_dtypes, fake_mode_of
+from lightning_unitscale.graph.nodes import (
+    MODULE,
+    NAME,
+    TRANSFORMED,
+    example_tensor,
+    op_name,
+    tensor_name,
 )
-from lightning_unitscale.graph.nodes import MODULE, NAME, example_tensor, op_name, tensor_name
+from lightning_unitscale.graph.symbols import SizeNodes, UnknownSize
 
 
 @wrap_torch_function(lambda input, other: (input, other))
@@ -43,20 +48,18 @@ def expand_composites(graph_module: fx.GraphModule) -> None:
         nested = getattr(graph_module, str(node.target), None) if node.op == "get_attr" else None
         if isinstance(nested, fx.GraphModule):
             expand_composites(nested)
-    if _has_symbols(graph_module.graph):
-        # A recorded size would be frozen at the example's; the composite is right as it is.
-        return
+    sizes = SizeNodes(graph_module.graph)
     for node in graph_module.graph.find_nodes(
         op="call_function", target=F.multi_head_attention_forward
     ):
-        _expand(graph_module, node, open_function(F.multi_head_attention_forward))
-    autocast = autocast_dtypes(graph_module.graph)
+        _expand(graph_module, node, open_function(F.multi_head_attention_forward), sizes)
+    autocast, kernels = autocast_dtypes(graph_module.graph), chosen_kernels(graph_module.graph)
     for node in graph_module.graph.find_nodes(
         op="call_function", target=F.scaled_dot_product_attention
     ):
         dtype = autocast.get(node)
-        if _runs_as_products(node, dtype):
-            _expand(graph_module, node, _attention_as_products(dtype))
+        if _runs_as_products(node, dtype, kernels.get(node)):
+            _expand(graph_module, node, _attention_as_products(dtype), sizes)
     graph_module.recompile()
 
 
@@ -108,7 +111,9 @@ def _reduces_in_16_bits() -> bool:
     return bool(torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed())
 
 
-def _runs_as_products(node: fx.Node, autocast_dtype: torch.dtype | None) -> bool:
+def _runs_as_products(
+    node: fx.Node, autocast_dtype: torch.dtype | None, kernels: Sequence[Any] | None
+) -> bool:
     """Ask torch which implementation it takes for tensors of these shapes, types and devices."""
     bound = inspect.signature(_attention_as_products(None)).bind(*node.args, **node.kwargs)
     bound.apply_defaults()
@@ -124,7 +129,7 @@ def _runs_as_products(node: fx.Node, autocast_dtype: torch.dtype | None) -> bool
         query, key, value = (_real_like(one, autocast_dtype) for one in examples)
         given["query"], given["key"], given["value"] = query, key, value
         given["attn_mask"] = None if mask is None else _real_like(mask, autocast_dtype)
-        return attention_is_composite(**given)
+        return attention_is_composite(**given, kernels=kernels)
 
 
 def _real_like(fake: Tensor | None, autocast_dtype: torch.dtype | None) -> Tensor:
@@ -152,22 +157,33 @@ def open_function(function: Any) -> Callable[..., Any]:
     return opened
 
 
-def _expand(graph_module: fx.GraphModule, node: fx.Node, function: Callable[..., Any]) -> None:
+def _expand(
+    graph_module: fx.GraphModule, node: fx.Node, function: Callable[..., Any], sizes: SizeNodes
+) -> None:
     """Replace ``node`` by the operations that ``function`` makes of its arguments."""
     graph = graph_module.graph
-    recorder = _Recorder(graph, node)
+    recorder = _Recorder(graph, node, sizes)
+    before = node.prev
     example = node.meta.get("example_value")
     differentiable = any(
         isinstance(one, Tensor) and one.requires_grad for one in tree_flatten(example)[0]
     )
     args, kwargs = tree_map(recorder.value_of, (tuple(node.args), dict(node.kwargs)))
-    with (
-        fake_mode_of(graph),
-        graph.inserting_before(node),
-        torch.set_grad_enabled(differentiable),
-        recorder,
-    ):
-        result = function(*args, **kwargs)
+    try:
+        with (
+            fake_mode_of(graph),
+            graph.inserting_before(node),
+            torch.set_grad_enabled(differentiable),
+            recorder,
+        ):
+            result = function(*args, **kwargs)
+    except UnknownSize:
+        while node.prev is not before:
+            graph.erase_node(node.prev)
+        # No change of units can stand inside it, and around it it would take another path: whether
+        # query and key are one tensor decides, and the root of the temperature is not exact.
+        node.meta[TRANSFORMED] = True
+        return
     replacement = recorder.node_of(result)
     if isinstance(replacement, fx.Node):
         # The result keeps the composite's name: it is the tensor that people know.
@@ -184,10 +200,11 @@ def _expand(graph_module: fx.GraphModule, node: fx.Node, function: Callable[...,
 class _Recorder(TorchFunctionMode):
     """Runs torch functions on example tensors and writes each one down as a node."""
 
-    def __init__(self, graph: fx.Graph, origin: fx.Node) -> None:
+    def __init__(self, graph: fx.Graph, origin: fx.Node, sizes: SizeNodes) -> None:
         super().__init__()
         self.graph = graph
         self.origin = origin
+        self.sizes = sizes
         self._nodes: dict[int, fx.Node] = {}
         self._values: dict[fx.Node, Tensor] = {}
         # Tensors are known by identity, so they must outlive the recording.
@@ -210,10 +227,15 @@ class _Recorder(TorchFunctionMode):
         return value
 
     def node_of(self, result: Any) -> Any:
-        """Nodes in place of the tensors in ``result``."""
-        return tree_map(
-            lambda one: self._nodes[id(one)] if isinstance(one, Tensor) else one, result
-        )
+        """Nodes in place of the tensors, and of the sizes that may change, in ``result``."""
+        return tree_map(self._node_of_one, result)
+
+    def _node_of_one(self, one: Any) -> Any:
+        if isinstance(one, torch.Size):
+            return tuple([self._node_of_one(size) for size in one])
+        if isinstance(one, torch.SymInt):
+            return self.sizes.node_of(one)
+        return self._nodes[id(one)] if isinstance(one, Tensor) else one
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -256,10 +278,3 @@ class _Recorder(TorchFunctionMode):
     def _remember(self, tensor: Tensor, node: fx.Node) -> None:
         self._nodes[id(tensor)] = node
         self._alive.append(tensor)
-
-
-def _has_symbols(graph: fx.Graph) -> bool:
-    return any(
-        node.op == "placeholder" and isinstance(node.meta.get("example_value"), torch.SymInt)
-        for node in graph.nodes
-    )

@@ -61,6 +61,8 @@ _INPLACE_FLAG = {
     F.dropout3d: 3,
 }
 
+_EMBEDDINGS = {F.embedding, F.embedding_bag}
+
 _VIEWS = {
     "view", "reshape", "transpose", "permute", "expand", "expand_as", "squeeze", "unsqueeze",
     "narrow", "select", "split", "chunk", "unbind", "flatten", "unflatten", "view_as", "t", "mT",
@@ -85,6 +87,21 @@ _NO_COUNTERPART = {"bernoulli_"}
 
 def mutated_argument(node: fx.Node) -> fx.Node | None:
     """The tensor that the node writes into, or ``None`` for an operation without that effect."""
+    returned = _returned_argument(node)
+    return _renormalized_weight(node) if returned is None else returned
+
+
+def _renormalized_weight(node: fx.Node) -> fx.Node | None:
+    """The weight of an embedding with ``max_norm``, which shortens the rows that it looks up."""
+    if node.op != "call_function" or node.target not in _EMBEDDINGS:
+        return None
+    max_norm = node.args[3] if len(node.args) > 3 else node.kwargs.get("max_norm")
+    weight = node.args[1] if len(node.args) > 1 else node.kwargs.get("weight")
+    return weight if max_norm is not None and isinstance(weight, fx.Node) else None
+
+
+def _returned_argument(node: fx.Node) -> fx.Node | None:
+    """The tensor that the node writes into and makes its result."""
     out = node.kwargs.get("out")
     if isinstance(out, fx.Node):
         return out
@@ -120,7 +137,7 @@ def memory_roots(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     """For each node the node that made the memory of its result: itself, if it is no view."""
     roots: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
-        source = mutated_argument(node)
+        source = _returned_argument(node)
         if source is None and shares_memory(node):
             source = _first_argument(node)
         roots[node] = roots[source] if source is not None else node
@@ -151,8 +168,9 @@ def same_tensor(node: fx.Node) -> fx.Node | None:
     if getattr(node.target, "__name__", "") in _DROPOUTS:
         # Fake tensors do not tell: under them a dropout that drops nothing makes a new tensor.
         rate = node.args[1] if len(node.args) > 1 else node.kwargs.get("p", 0.5)
-        training = node.args[2] if len(node.args) > 2 else node.kwargs.get("training", True)
-        return first if rate == 0 or training is False else None
+        by_default = not getattr(node.target, "__name__", "").endswith("alpha_dropout")
+        given = node.args[2] if len(node.args) > 2 else node.kwargs.get("training", by_default)
+        return first if rate == 0 or given is False else None
     if WRITTEN_AS in node.meta or mutated_argument(node) is not None:
         return None
     if (getattr(node.target, "__module__", None) or "").startswith(_OWN_PACKAGE):
@@ -212,7 +230,7 @@ def _owns_memory(node: fx.Node, writer: fx.Node) -> bool:
     """Whether the graph made this tensor, fresh, and only ``writer`` looks into its memory."""
     if node.op not in {"call_function", "call_method"} or shares_memory(node):
         return False
-    if mutated_argument(node) is not None:
+    if _returned_argument(node) is not None:
         return False
     return not any(
         shares_memory(user) and _first_argument(user) is node

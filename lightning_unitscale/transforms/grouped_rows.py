@@ -1,13 +1,15 @@
 """One call for several statistics rows, in a graph that Inductor is about to compile.
 
-A call into Python costs as much as the statistics of ten thousand elements, more when a large
-product has just emptied the caches. Rows that can be taken together without that anything is read
-later or kept longer than it would be: those of small inputs, those of small outputs, and those that
-follow each other, as of the parts of one tensor, which are then read side by side.
+A call into Python costs as much as the statistics of a hundred thousand elements, since whatever
+ran before it has emptied the caches of its code. Rows that can be taken together without that
+anything is kept longer than it would be: those of small inputs and those of small outputs, wherever
+they are; those of larger ones that are near each other, so that they are still in the caches; and
+those that follow each other, as of the parts of one tensor, which are then read side by side.
 """
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterator
 
@@ -17,7 +19,8 @@ from torch import Tensor, fx
 # Importing the file defines the operators.
 from lightning_unitscale.statistics import ROW_OPERATOR, ROWS_OPERATOR
 
-_SMALL = 65_536  # elements; what is larger is read when it has just been made
+_SMALL = 65_536  # elements of an input or an output that may wait for the others
+_WAITING = 1_048_576  # elements that wait in a call while others are computed
 
 
 def group_rows(graph: fx.Graph) -> None:
@@ -36,28 +39,45 @@ def _groups(graph: fx.Graph) -> Iterator[list[fx.Node]]:
     outputs = set(graph.output_node().all_input_nodes)
     small: dict[tuple[object, ...], list[fx.Node]] = {}
     run: list[fx.Node] = []
+    waiting, stays, computed = 0.0, True, False
     for node in graph.nodes:
         if node.target is ROW_OPERATOR and node.args[1] is None:
             tensor, _, key = node.args
-            is_input = tensor.op == "placeholder"
-            if (is_input or tensor in outputs) and _is_small(tensor):
+            is_input, numel = tensor.op == "placeholder", _numel(tensor)
+            has_owner = is_input or tensor in outputs
+            if has_owner and numel <= _SMALL:
                 small.setdefault((is_input, key), []).append(node)
                 continue
-            if run and run[0].args[2] != key:
+            may_wait = not computed or (stays and waiting + numel <= _WAITING)
+            if run and (run[0].args[2] != key or not may_wait):
                 yield run
                 run = []
+            waiting = waiting + numel if run else numel
+            stays = has_owner and (stays or not run)
             run.append(node)
-        elif node.op != "placeholder" and not _only_looks(node):
-            yield run
-            run = []
+            computed = False
+        elif node.op != "placeholder":
+            computed |= not _only_looks(node)
+            # A call comes before what reads one of its rows, and before what writes into a tensor.
+            read = [one for one in node.all_input_nodes if one.target is ROW_OPERATOR]
+            if read or _writes(node):
+                for group in (run, *small.values()):
+                    if _writes(node) or any(one in group for one in read):
+                        yield list(group)
+                        group.clear()
     yield run
     yield from small.values()
 
 
-def _is_small(node: fx.Node) -> bool:
+def _numel(node: fx.Node) -> float:
+    """Number of elements; infinite if it is not known before the graph runs."""
     example = node.meta.get("val")
     numel = example.numel() if isinstance(example, Tensor) else None
-    return isinstance(numel, int) and numel <= _SMALL
+    return numel if isinstance(numel, int) else math.inf
+
+
+def _writes(node: fx.Node) -> bool:
+    return bool(getattr(getattr(node.target, "_schema", None), "is_mutable", False))
 
 
 def _only_looks(node: fx.Node) -> bool:

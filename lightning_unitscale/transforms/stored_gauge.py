@@ -35,10 +35,13 @@ from lightning_unitscale.graph.nodes import (
 )
 from lightning_unitscale.graph.out_of_place import (
     aliased_by_mutation,
+    mutated_argument,
+    same_tensor,
     shares_memory,
 )
 from lightning_unitscale.graph.passes import Region
 from lightning_unitscale.graph.products import product_of
+from lightning_unitscale.graph.repeated_reads import repeated_reads
 from lightning_unitscale.transforms.gauge import ONE, Factor, Gauge, gamma, sigma
 from lightning_unitscale.transforms.held_units import held_parameters, refuse_unreachable
 from lightning_unitscale.transforms.product_gauge import plan_product
@@ -50,6 +53,11 @@ _KEEPS_UNITS = {"relu", "leaky_relu", "neg", "clone", "abs", "dropout", "contigu
 _NOT_HOMOGENEOUS = {"alpha_dropout", "feature_alpha_dropout"}
 _LINEAR = {"add", "sub", "cat", "concat", "stack", "hstack", "vstack", "iadd", "isub"}
 _GATED = {"mul", "imul", "multiply"}
+# Their backward pass is not linear to the last bit: it squares a matrix as often as the gradient's
+# size asks for, or takes the gradient's logarithm.
+_GRADIENT_MATTERS = {"matrix_exp", "linalg_matrix_exp", "logcumsumexp"}
+# They hand the gradient of their argument to the user.
+_HOOKS = {"register_hook"}
 
 
 class StoredUnits(Units):
@@ -61,21 +69,27 @@ class StoredUnits(Units):
     """
 
     def __init__(self, graph: fx.Graph, *, holds_parameters: bool = False) -> None:
-        # A tensor that is still written into in place, or seen through such a one, is left as the
-        # model means it: the write would be in its units, not in ours.
-        # So is what a ``vmap`` reads: no change of units can stand inside it.
-        excluded = aliased_by_mutation(graph)
-        for node in graph.nodes:
-            if TRANSFORMED in node.meta:
-                excluded.update((node, *node.all_input_nodes))
         self._names: dict[fx.Node, str | None] = {}
+        # By owner: the unit of its gradient where that is another tensor's, and whose value is
+        # stored as the model means it.
+        self._gammas: dict[str, Factor] = {}
+        self._in_true_values: set[str] = set()
+        excluded = _without_units(graph)
         if holds_parameters:
             self._names.update(held_parameters(graph))
             refuse_unreachable(self._names, excluded)
+        repeated: dict[fx.Node, fx.Node] = {}
+        for node, read in repeated_reads(graph).items():
+            if _has_own_units(node) and node not in excluded and len(read) == 1:
+                repeated[node] = read[0]
+            else:
+                excluded.update(read)
         for node in graph.nodes:
             if node in self._names:
                 continue
             self._names[node] = None if node in excluded else self._name_of(node)
+            if node in repeated:
+                self._take_gradient_of(node, repeated[node])
 
     def owner(self, node: fx.Node) -> str | None:
         """Name in the gauge that holds the node's units, ``None`` for units 1."""
@@ -88,12 +102,14 @@ class StoredUnits(Units):
     def sigma(self, node: fx.Node) -> Factor:
         """Forward unit of the node's tensor."""
         name = self._names.get(node)
-        return ONE if name is None else sigma(name)
+        return ONE if name is None or name in self._in_true_values else sigma(name)
 
     def gamma(self, node: fx.Node) -> Factor:
         """Gradient unit of the node's tensor."""
         name = self._names.get(node)
-        return ONE if name is None or not requires_grad(node) else gamma(name)
+        if name is None or not requires_grad(node):
+            return ONE
+        return self._gammas.get(name) or gamma(name)
 
     def _name_of(self, node: fx.Node) -> str | None:
         if node.op not in {"call_function", "call_method"}:
@@ -101,9 +117,51 @@ class StoredUnits(Units):
         source = kept_argument(node)
         if source is not None:
             return self._names.get(source)
-        if not is_float_tensor(node) or not requires_grad(node):
-            return None
-        return tensor_name(node)
+        return tensor_name(node) if _has_own_units(node) else None
+
+    def _take_gradient_of(self, node: fx.Node, argument: fx.Node) -> None:
+        """Nothing stands between ``node`` and an argument that it reads several times.
+
+        So the argument's value is true, and the gradient goes through in the argument's unit.
+        """
+        self._gammas[tensor_name(node)] = self.gamma(argument)
+        owner = self._names.get(argument)
+        if owner is not None and argument.op != "placeholder":
+            self._in_true_values.add(owner)
+
+
+def _without_units(graph: fx.Graph) -> set[fx.Node]:
+    """Tensors that are left as the model means them, value and gradient."""
+    # One that is still written into in place, or seen through such a one: the write would be in its
+    # units, not in ours.
+    excluded = aliased_by_mutation(graph)
+    for node in graph.nodes:
+        if TRANSFORMED in node.meta:
+            # What a ``vmap`` reads: no change of units can stand inside it.
+            excluded.update((node, *node.all_input_nodes))
+        elif op_name(node) in _GRADIENT_MATTERS or mutated_argument(node) is not None:
+            # The latter must see the very tensor that it writes into.
+            excluded.add(node)
+        elif _has_complex_and_real_arguments(node):
+            # No change of units can give the complex one its gradient.
+            excluded.add(node)
+        elif op_name(node) in _HOOKS:
+            excluded.update((node, node.all_input_nodes[0]))
+    return excluded
+
+
+def _has_complex_and_real_arguments(node: fx.Node) -> bool:
+    """Whether the backward pass of an operation makes complex gradients, but it has real inputs."""
+    tensors = [one for one in node.all_input_nodes if example_tensor(one) is not None]
+    is_real = [is_float_tensor(one) for one in tensors]
+    return any(is_real) and any(
+        requires_grad(one) and not real for one, real in zip(tensors, is_real, strict=True)
+    )
+
+
+def _has_own_units(node: fx.Node) -> bool:
+    """Whether an operation makes a tensor that may have units other than its arguments'."""
+    return is_float_tensor(node) and requires_grad(node) and kept_argument(node) is None
 
 
 def kept_argument(node: fx.Node) -> fx.Node | None:
@@ -118,7 +176,7 @@ def kept_argument(node: fx.Node) -> fx.Node | None:
         # An index that is cast to float has no units to hand on, a complex tensor takes none.
         return None
     if op_name(node) in _NOT_HOMOGENEOUS:
-        return None
+        return same_tensor(node)
     if op_name(node) == "view" and read is not None and made is not None:
         # ``view(dtype)`` reads the same bits as other numbers.
         return first if read.dtype == made.dtype else None

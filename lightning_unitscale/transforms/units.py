@@ -23,9 +23,11 @@ from lightning_unitscale.graph.nodes import (
     argument_at,
     map_arguments,
     replace_other_uses,
+    requires_grad,
     tensor_name,
 )
 from lightning_unitscale.graph.passes import Region
+from lightning_unitscale.graph.repeated_reads import first_to_last
 from lightning_unitscale.transforms.gauge import ONE, Factor
 
 Path = tuple[int | str, ...]
@@ -146,9 +148,7 @@ def apply_plan(plan: NodePlan, factor_node: FactorNode) -> list[tuple[Edit, fx.N
     applied = []
     graph, node = plan.region.graph, plan.node
     replacements: dict[tuple[Any, ...], fx.Node] = {}
-    for edit in plan.edits:
-        if not edit.is_needed:
-            continue
+    for edit in _in_order(plan):
         with graph.inserting_before(node) if edit.path else graph.inserting_after(node):
             # An earlier plan may have put the source's result into units of its own.
             source = argument_at(node, edit.path) if edit.path else node
@@ -176,6 +176,25 @@ def apply_plan(plan: NodePlan, factor_node: FactorNode) -> list[tuple[Edit, fx.N
     if plan.kwargs:
         node.kwargs = {**node.kwargs, **dict(plan.kwargs)}
     return applied
+
+
+def _in_order(plan: NodePlan) -> list[Edit]:
+    """The edits that are needed, in an order in which gradients of one tensor keep theirs.
+
+    Of several scales of a tensor autograd runs the one that was made last first.
+    """
+    edits = [one for one in plan.edits if one.is_needed]
+    at_place: dict[fx.Node, dict[Path, Edit]] = {}
+    for one in edits:
+        if one.path is not None and requires_grad(one.source):
+            at_place.setdefault(one.source, {})[one.path] = one
+    for of_one in at_place.values():
+        if len(of_one) > 1:
+            ordered = [of_one[path] for path in reversed(first_to_last(plan.node, [*of_one]))]
+            indices = [index for index, one in enumerate(edits) if one in of_one.values()]
+            for index, one in zip(indices, ordered, strict=True):
+                edits[index] = one
+    return edits
 
 
 def is_scale(node: fx.Node) -> bool:

@@ -76,7 +76,7 @@ def test_training_in_fp8_is_nearly_that_without(precision: Any) -> None:
     found = _losses([callback], **plugins)
     text = callback.explain()
     assert "2 of 3 products in FP8 with constant scales" in text
-    assert "its 8 output features are no multiple of 16" in text
+    assert "its name is excluded" in text
     assert not torch.equal(found, plain)
     torch.testing.assert_close(found, plain, rtol=0.1, atol=0.0)
     assert found[-1] < 0.6 * found[0]
@@ -163,6 +163,13 @@ def test_a_layer_that_stops_fitting_leaves_fp8(depth: Any, compile: bool) -> Non
 
 
 def test_what_is_excluded() -> None:
+    callback = UnitScaleCallback(precision="fp8")
+    _losses([callback])
+    assert callback.explain().count("its name is excluded") == 1  # head is the readout
+    callback = UnitScaleCallback(precision="fp8", fp8_exclude=None)
+    _losses([callback])
+    assert "its name is excluded" not in callback.explain()
+    assert "its 8 output features are no multiple of 16" in callback.explain()
     by_name = UnitScaleCallback(precision="fp8", fp8_exclude="fc1")
     _losses([by_name])
     assert "its name is excluded" in by_name.explain()

@@ -123,6 +123,16 @@ def test_what_a_step_keeps_outside(kind: str) -> None:
     assert products_run(callbacks) > 0
 
 
+def test_an_evaluation_reads_an_iterator_once() -> None:
+    class Reading(Keeping):
+        def validation_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.training_step(batch, batch_idx)
+
+    assert_same_run(lambda: Reading(*KINDS["generator"]), both, entry="validate")
+    _, callbacks = assert_same_run(lambda: Reading(*KINDS["namespace"]), both, entry="validate")
+    assert products_run(callbacks) > 0
+
+
 def test_rounded_products_need_units_at_once_so_an_iterator_is_named() -> None:
     with pytest.warns(UserWarning, match=r"Keeping has kept \(generator\), which cannot be put"):
         run(

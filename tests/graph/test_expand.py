@@ -10,9 +10,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from lightning_unitscale.graph import capture, expand
 from lightning_unitscale.graph.expand import attention_product, expand_composites
-from lightning_unitscale.graph.nodes import tensor_name
+from lightning_unitscale.graph.nodes import Names, tensor_name
+from lightning_unitscale.graph.products import product_of, unreachable_products
+from lightning_unitscale.graph.symbols import SizeNodes, UnknownSize
 from tests.helpers import assert_same_bits, captured, run
 
 
@@ -217,11 +222,74 @@ def test_the_result_keeps_the_name_of_the_composite() -> None:
     assert names.count("scaled_dot_product_attention") == 1
 
 
-def test_graphs_of_dynamic_shape_keep_their_composites() -> None:
+class _Attending(nn.Module):
+    """Self-attention by torch's module, and by the function with a temperature of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, dropout=0.1, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(x, x, x, need_weights=False)[0]
+        heads = x.unflatten(-1, (2, 4)).transpose(1, 2)
+        causal = torch.ones(x.size(1), x.size(1), dtype=torch.bool).tril()
+        return F.scaled_dot_product_attention(heads, heads, heads * 1.5, causal, 0.1)
+
+
+def test_graphs_of_dynamic_shape_are_opened_for_every_shape() -> None:
+    module, graphs = _Attending(), []
+
+    def backend(graph_module: fx.GraphModule, example_inputs: Any) -> Any:
+        opened = capture.copy_graph_module(graph_module)
+        Names().assign(capture.describe(graph_module, example_inputs, module), opened)
+        expand_composites(opened)
+        opened.graph.lint()
+        graphs.append(opened)
+        return opened.forward
+
+    opened = torch.compile(module, backend=backend)
+    for length in (5, 7, 3, 9):
+        x = _tensor(2, length, 8)
+        assert_same_bits(run(lambda x: opened(x), x), run(lambda x: module(x), x))
+        assert len(graphs) <= 2
+    assert any(one.graph.find_nodes(op="placeholder", sort=False) for one in graphs)
+    dynamic = _targets(graphs[-1])
+    assert F.multi_head_attention_forward not in dynamic
+    assert F.scaled_dot_product_attention not in dynamic
+    assert dynamic.count(attention_product) == 4
+
+
+def test_an_attention_whose_sizes_nothing_tells_stays_whole() -> None:
+    graph_module = captured(_attention(dropout_p=0.1), *(_tensor(2, 2, 5, 8) for _ in range(3)))
+    size = ShapeEnv().create_unbacked_symint()
+    with pytest.raises(UnknownSize):
+        SizeNodes(graph_module.graph).node_of(size)
+    (node,) = graph_module.graph.find_nodes(
+        op="call_function", target=F.scaled_dot_product_attention
+    )
+    before = [one.name for one in graph_module.graph.nodes]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(expand, "attention_product", _refused)
+        expand_composites(graph_module)
+    assert [one.name for one in graph_module.graph.nodes] == before
+    assert product_of(node) is None
+    assert unreachable_products(graph_module.graph) == [node]
+
+
+def _refused(*_: Any) -> Any:
+    raise UnknownSize("u0")
+
+
+@pytest.mark.parametrize("kernels", [[SDPBackend.MATH], [SDPBackend.FLASH_ATTENTION]])
+def test_attention_with_a_kernel_of_the_users_choice(kernels: list[SDPBackend]) -> None:
+    def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with sdpa_kernel(kernels):
+            first = F.scaled_dot_product_attention(q, k, v)
+        return first + F.scaled_dot_product_attention(k, q, v)
+
     inputs = _tensor(2, 2, 5, 8), _tensor(2, 2, 5, 8), _tensor(2, 2, 5, 8)
-    for one in inputs:
-        torch._dynamo.mark_dynamic(one, 2)
-    assert F.scaled_dot_product_attention in _targets(_expanded(_attention(dropout_p=0.1), *inputs))
+    graph_module = _assert_same_as(function, *inputs)
+    assert _num_products(graph_module) == (2 if kernels == [SDPBackend.MATH] else 0)
 
 
 def test_attention_product_ignores_autocast() -> None:

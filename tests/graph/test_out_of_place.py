@@ -269,3 +269,29 @@ def test_which_results_nobody_else_looks_into() -> None:
     assert [one in alone for one in returned] == [True, False, False, False, True]
     # The tensor that ``float`` hands back is the one that is returned.
     assert returned[-1].all_input_nodes[0] in alone
+
+
+@pytest.mark.parametrize("function", [F.embedding, F.embedding_bag])
+@pytest.mark.parametrize("by_name", [False, True])
+def test_an_embedding_that_shortens_its_rows_writes_into_its_weight(
+    function: Any, by_name: bool
+) -> None:
+    graph = fx.Graph()
+    index, weight = graph.placeholder("index"), graph.placeholder("weight")
+    options = ((), {"max_norm": 1.0}) if by_name else ((None, 1.0), {})
+    found = graph.call_function(function, (index, weight, *options[0]), options[1])
+    plain = graph.call_function(function, (index, weight))
+    graph.output((found, plain))
+    assert mutated_argument(found) is weight
+    assert mutated_argument(plain) is None
+    # What it looks up is a copy.
+    assert aliased_by_mutation(graph) == {weight}
+
+
+@pytest.mark.parametrize(("function", "by_default"), [(F.dropout, False), (F.alpha_dropout, True)])
+def test_which_dropout_hands_its_argument_back_by_default(function: Any, by_default: bool) -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    dropped = graph.call_function(function, (x, 0.4))
+    x.meta["example_value"] = dropped.meta["example_value"] = torch.zeros(2)
+    assert (same_tensor(dropped) is x) == by_default

@@ -1,0 +1,187 @@
+"""Layers and hooks that are not in every model: embeddings, rows of their own length, lengths."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.callbacks.modules import Regression, adamw, momentum
+from tests.callbacks.runs import ARRANGEMENTS, assert_same_run, loader, run, unit_scale_of
+from tests.helpers import assert_same_bits
+
+EXACT = ["both", "both, all", "monitor"]
+
+
+class Looking(Regression):
+    """Rows of embeddings in place of numbers."""
+
+    def __init__(self, *embeddings: nn.Module) -> None:
+        super().__init__(momentum, norm=False)
+        self.embeddings = nn.ModuleList(embeddings)
+
+    def forward(self, x: Tensor) -> Tensor:
+        index = (x * 200).long().abs() % 5
+        rows = [one(index) for one in self.embeddings]
+        return super().forward(sum(one if one.dim() == 2 else one.sum(1) for one in rows))
+
+
+@pytest.mark.parametrize("how", EXACT)
+def test_embeddings_that_write_into_their_weight(how: str) -> None:
+    def make() -> Looking:
+        return Looking(
+            nn.Embedding(5, 6, padding_idx=0, max_norm=0.5),
+            nn.EmbeddingBag(5, 6, max_norm=0.5, mode="mean"),
+            nn.Embedding(5, 6, scale_grad_by_freq=True),
+        )
+
+    assert_same_run(make, ARRANGEMENTS[how])
+
+
+@pytest.mark.parametrize("how", EXACT)
+def test_embeddings_with_sparse_gradients(how: str) -> None:
+    class Sparse(Looking):
+        def __init__(self) -> None:
+            super().__init__(nn.Embedding(5, 6, sparse=True), nn.EmbeddingBag(5, 6, sparse=True))
+            self.optimizer_of = lambda module: torch.optim.SGD(module.parameters(), lr=0.05)
+
+    assert_same_run(Sparse, ARRANGEMENTS[how])
+
+
+@pytest.mark.parametrize("how", EXACT)
+def test_sparse_gradients_with_an_optimizer_of_their_own(how: str) -> None:
+    class Sparse(Looking):
+        automatic_optimization = False
+
+        def __init__(self) -> None:
+            super().__init__(nn.Embedding(5, 6, sparse=True))
+
+        def configure_optimizers(self) -> Any:
+            dense = [*self.first.parameters(), *self.second.parameters()]
+            return (
+                torch.optim.SparseAdam(list(self.embeddings.parameters()), lr=0.01),
+                torch.optim.Adam(dense, lr=0.01),
+            )
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            loss = self.loss(batch)
+            for one in self.optimizers():
+                one.zero_grad()
+            self.manual_backward(loss)
+            for one in self.optimizers():
+                one.step()
+
+    assert_same_run(Sparse, ARRANGEMENTS[how])
+
+
+@pytest.mark.parametrize("how", EXACT)
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_rows_of_different_lengths(how: str) -> None:
+    class Ragged(Regression):
+        def forward(self, x: Tensor) -> Tensor:
+            rows = [x[i : i + 1 + i % 2] for i in range(len(x))]
+            hidden = self.first(torch.nested.as_nested_tensor(rows, layout=torch.jagged))
+            return self.second(torch.tanh(hidden.values()))[: len(x)]
+
+    _, callbacks = assert_same_run(Ragged, ARRANGEMENTS[how])
+    if how != "monitor":
+        assert unit_scale_of(callbacks).gauge.pair("first.linear:input").log2_sigma < -4
+
+
+class _Clipped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, input: Tensor) -> Tensor:
+        return input.view_as(input)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.clamp(-1e-4, 1e-4)
+
+
+def _clip(gradient: Tensor) -> Tensor:
+    return gradient.clamp(-1e-4, 1e-4)
+
+
+def _clip_all(module: Any, gradients: Any, *_: Any) -> Any:
+    return tuple(None if one is None else _clip(one) for one in gradients)
+
+
+class Clipping(Regression):
+    """Gradients that are clipped on their way see true ones, wherever that is."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__(norm=False)
+        self.where = where
+        self.act = nn.Tanh()
+        if where == "module":
+            self.second.register_full_backward_hook(_clip_all)
+            self.act.register_full_backward_pre_hook(_clip_all)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        active = self.act(hidden)
+        product = self.second(active)
+        if self.where == "hooks":
+            for one in (hidden, active, product):
+                if one.requires_grad:
+                    one.register_hook(_clip)
+        if self.where == "function":
+            product = _Clipped.apply(product * _Clipped.apply(active).mean())
+        return product + 0.1 * active[:, :2]
+
+
+@pytest.mark.parametrize("how", EXACT)
+@pytest.mark.parametrize("where", ["hooks", "function", "module"])
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+def test_gradients_that_the_user_clips(where: str, how: str) -> None:
+    assert_same_run(lambda: Clipping(where), ARRANGEMENTS[how])
+
+
+def _of_one_length(samples: list[Any]) -> Any:
+    x, y = (torch.stack(one) for one in zip(*samples, strict=True))
+    return x[:, : int(x.abs().sum() * 1000) % 4 + 2], y
+
+
+class Attending(Regression):
+    """Attention over sequences whose length changes from batch to batch."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__(adamw, norm=False)
+        self.first = nn.Linear(1, 8)
+        self.project = nn.Linear(8, 24)
+        self.rate = dropout
+        self.attention = nn.MultiheadAttention(8, 2, dropout=dropout, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x[..., None])
+        hidden = hidden + self.attention(hidden, hidden, hidden, need_weights=False)[0]
+        heads = self.project(hidden).unflatten(-1, (2, 12)).transpose(1, 2)
+        query, key, value = heads.chunk(3, -1)
+        # An odd power of two between the units of query and key.
+        mixed = F.scaled_dot_product_attention(query * 1.5, key, value, dropout_p=self.rate)
+        return self.second((hidden + mixed.transpose(1, 2).flatten(2)).mean(1))
+
+
+@pytest.mark.parametrize("how", EXACT)
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_lengths_that_change(dropout: float, how: str) -> None:
+    options: dict[str, Any] = {
+        "data": lambda: loader(30, 3, collate_fn=_of_one_length),
+        "max_steps": 10,
+    }
+    plain = run(lambda: Attending(dropout), **options)
+    names = []
+    for _ in range(2):  # the second run begins with lengths as symbols
+        callbacks = ARRANGEMENTS[how]()
+        found = run(lambda: Attending(dropout), callbacks, **options)
+        assert_same_bits(found.compared(), plain.compared())
+        if how != "monitor":
+            names.append(set(unit_scale_of(callbacks).gauge))
+    if names:
+        assert names[0] == names[1]
+        products = [one for one in names[0] if "attention_product:" in one]
+        # The two products of either attention, and their two operands, where torch opens them.
+        assert (len(products) == 4) == (dropout > 0)
