@@ -248,9 +248,10 @@ def test_graphs_of_dynamic_shape_are_opened_for_every_shape() -> None:
         return opened.forward
 
     opened = torch.compile(module, backend=backend)
-    for length in (5, 7, 3, 9):
+    for length in (5, 7, 3, 9, 6, 11, 8):
         x = _tensor(2, length, 8)
         assert_same_bits(run(lambda x: opened(x), x), run(lambda x: module(x), x))
+    if torch.__version__ >= "2.13":  # 2.11 captures every length anew
         assert len(graphs) <= 2
     assert any(one.graph.find_nodes(op="placeholder", sort=False) for one in graphs)
     dynamic = _targets(graphs[-1])
