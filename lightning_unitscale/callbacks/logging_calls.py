@@ -9,6 +9,8 @@ from typing import Any
 
 import lightning.pytorch as pl
 
+from lightning_unitscale.transforms.mentioned import functions_of, names_in
+
 _LOGGER = frozenset({"logger", "loggers"})
 _EXPERIMENT = frozenset({"experiment"})
 # As loggers and what is behind them (TensorBoard's writer, a run of Weights & Biases) name them.
@@ -37,13 +39,9 @@ def logging_calls(module: pl.LightningModule, trainer: pl.Trainer) -> Iterator[t
 def _names_in_code(kind: type) -> frozenset[str]:
     """Names that the methods of a user's class and its bases mention."""
     own = (one for one in kind.__mro__ if one.__module__.partition(".")[0] != "lightning")
-    functions = (
-        inspect.unwrap(value)
-        for one in own
-        for value in vars(one).values()
-        if inspect.isfunction(value)
+    return frozenset(
+        name for one in own for function in functions_of(one) for name in names_in(function)
     )
-    return frozenset(name for one in functions for name in one.__code__.co_names)
 
 
 @functools.cache

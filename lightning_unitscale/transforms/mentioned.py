@@ -37,9 +37,7 @@ def mentioned(module: nn.Module) -> list[Binding]:
     kinds = {kind for one in module.modules() for kind in type(one).__mro__}
     own = [one for one in kinds if not _is_installed(_root(one))]
     roots = {_root(one) for one in own}
-    waiting = [
-        found for kind in own for value in vars(kind).values() if (found := _function(value))
-    ]
+    waiting = [function for kind in own for function in functions_of(kind)]
     seen: dict[FunctionType, None] = {}
     bindings: dict[tuple[int, str], Binding] = {}
     while waiting:
@@ -57,6 +55,20 @@ def mentioned(module: nn.Module) -> list[Binding]:
     return list(bindings.values())
 
 
+def functions_of(kind: type) -> Iterator[FunctionType]:
+    """The functions that one class defines: methods, and what is behind its properties."""
+    for value in vars(kind).values():
+        function = _function(value)
+        if function is not None:
+            yield function
+
+
+def names_in(function: FunctionType) -> Iterator[str]:
+    """Globals and attributes that a function and the functions inside of it mention, by name."""
+    for code in _codes(function.__code__):
+        yield from code.co_names
+
+
 def _function(value: Any) -> FunctionType | None:
     if isinstance(value, (staticmethod, classmethod)):
         value = value.__func__
@@ -68,10 +80,9 @@ def _function(value: Any) -> FunctionType | None:
 
 def _bindings(function: FunctionType) -> Iterator[Binding]:
     namespace = function.__globals__
-    for code in _codes(function.__code__):
-        for name in code.co_names:
-            if name in namespace:
-                yield Binding(namespace, name, namespace[name])
+    for name in names_in(function):
+        if name in namespace:
+            yield Binding(namespace, name, namespace[name])
     for cell in function.__closure__ or ():
         try:
             yield Binding({}, "", cell.cell_contents)
