@@ -42,11 +42,8 @@ def restoring(module: nn.Module) -> Iterator[None]:
     attributes = [(one.__dict__, own_attributes(one)) for one in module.modules()]
     parameters = [(one, _Parameter(one)) for one in module.parameters() if _has_numbers(one)]
     bindings = [one for one in mentioned(module) if one.name]
-    contents = _Contents()
-    for one in module.modules():
-        contents.add(one._buffers)
-    for _, value in reachable(module):
-        contents.add(value)
+    values = [*(one._buffers for one in module.modules()), *(one for _, one in reachable(module))]
+    contents = [restore for one in values for restore in _restorers(one)]
     python_state, numpy_state = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=accelerators):
         try:
@@ -61,7 +58,8 @@ def restoring(module: nn.Module) -> Iterator[None]:
                 for name in [one for one in current if one not in REGISTERED]:
                     del current[name]
                 current.update(saved)
-            contents.restore()
+            for restore in contents:
+                restore()
             for binding in bindings:
                 binding.restore()
             for parameter, kept in parameters:
@@ -92,26 +90,11 @@ class _Parameter:
             parameter.data.copy_(numbers)
 
 
-class _Contents:
-    """What is in objects that others may hold as well, put back into the same objects."""
-
-    def __init__(self) -> None:
-        # The objects are kept as well: an identity is worth something only while its object lives.
-        self._restore: list[tuple[object, Callable[[], object]]] = []
-
-    def add(self, value: object) -> None:
-        """Remember what is in a container, tensor, array, generator or object of own class."""
-        for restore in _restorers(value):
-            self._restore.append((value, restore))
-
-    def restore(self) -> None:
-        """Give all of them their old contents."""
-        for _, restore in self._restore:
-            restore()
-
-
 def _restorers(value: Any) -> Iterator[Callable[[], object]]:
-    """What takes an object back to where it is now: nothing for one of a kind not covered."""
+    """What puts the contents of an object back, which others may hold as well.
+
+    Nothing, for an object of a kind that is not covered.
+    """
     if isinstance(value, torch.Generator):
         yield functools.partial(value.set_state, value.get_state())
     elif isinstance(value, random.Random):
