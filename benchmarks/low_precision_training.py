@@ -194,8 +194,21 @@ FP8 = ("E4M3FN", "E5M2")
 # What is usually left out of FP8: attention's two products, and the readout.
 ATTENTION, READOUT = ("*.scaled_dot_product_attention",), ("*head.linear",)
 BEYOND_LINEARS = ATTENTION + READOUT
+# What u-muP's authors leave out as well (arXiv 2407.17465): the last layer of every branch.
+LAST_LAYERS = ("*attention.out.linear", "*mlp.down.linear")
+
+
+def _nudged(module: Loss, batch: Batch) -> nn.Module:
+    """As good as the same training: what is between the two is chance."""
+    with torch.no_grad():
+        for one in module.parameters():
+            one.mul_(1 + 1e-6)
+    return module
+
+
 METHODS = [
     Method("FP32", "none", lambda module, batch: module),
+    Method("FP32, weights x 1.000001", "none", _nudged),
     Method("BF16 autocast", "none", lambda module, batch: module, torch.bfloat16),
     Method("FP32", "rules", lambda module, batch: unit_scale(module), by_rules="match"),
     Method("FP32", "u-mup", lambda module, batch: unit_scale(module), by_rules="u-mup"),
@@ -206,6 +219,11 @@ METHODS = [
     Method("E4M3/E5M2", "lossless", _lossless("E4M3FN", "E5M2")),
     Method("E4M3/E5M2, linears in blocks", "dynamic", _dynamic(*FP8, exclude=BEYOND_LINEARS)),
     Method("E4M3/E5M2, linears in blocks", "lossless", _lossless(*FP8, exclude=BEYOND_LINEARS)),
+    Method(
+        "E4M3/E5M2, linears, u-mup's choice",
+        "lossless",
+        _lossless(*FP8, exclude=BEYOND_LINEARS + LAST_LAYERS),
+    ),
     Method("E4M3/E5M2, all but readout", "lossless", _lossless(*FP8, exclude=READOUT)),
     Method("E4M3/E5M2, all but attention", "lossless", _lossless(*FP8, exclude=ATTENTION)),
     Method("E4M3/E5M2", "rules", _rules("E4M3FN", "E5M2"), by_rules="match"),

@@ -155,6 +155,8 @@ def test_growth_is_seen_before_the_format_is_left():
     assert alert.value == pytest.approx(30, abs=1) and "doubles every 10 steps" in alert.text
     assert [one.format for one in run_trend(values, (FP16, E4M3FN))] == ["FP16"]  # E4M3FN is left
     assert run_trend(values, horizon=29) == []
+    # Of several formats, the first that it leaves.
+    assert [one.format for one in run_trend(values, (get_format("BF16"), FP16))] == ["FP16"]
     assert len(run_trend([*values, 14.0, 15.0])) == 3
 
 
@@ -166,7 +168,8 @@ def test_growth_is_seen_before_the_format_is_left():
         [8 + 0.3 * (-1) ** k for k in range(12)],  # noise
         [8.0] * 6 + [15.0] * 6,  # a jump
         [15.9 + 0.005 * k for k in range(12)],  # creeping
-        [-40 + k for k in range(12)],  # far away: not within four times what was seen
+        [-10 + k for k in range(12)],  # far away: not within twice what was seen
+        [12 + 3.5 * (1 - 2.0**-k) for k in range(12)],  # slowing down, and ends inside
         [6.0 + k for k in range(NUM_SAMPLES - 1)],  # too few
         [6.0 + k for k in range(4)] + [-math.inf] * 3 + [10.0],
     ],
