@@ -13,7 +13,7 @@
 #include <math.h>
 
 #define MAX_CUTS 48              /* a multiple of all numbers of lanes */
-#define MAX_AT_ONCE 6            /* cuts that one loop counts */
+#define MAX_AT_ONCE 6            /* cuts that one loop counts, MAX_WITH_SUMS among them */
 #define NUM_SUBNORMAL 24         /* places of subnormals, 2**-150 ... 2**-127 */
 #define MIN_NORMAL_CODE 0x00800000u
 #define INF_CODE 0x7f800000u
@@ -206,7 +206,7 @@ static void count_the_rest(Below *below, const int32_t *open, const float *x, in
     below->number = 0;
     for (int32_t k = 0; k < cuts->number; k++) {
         if (open[k] && !below->expected[k]) places[number++] = k;
-        below->expected[k] = open[k] && below->number < MAX_AT_ONCE ? -1 : 0;
+        below->expected[k] = open[k] && below->number < MAX_WITH_SUMS ? -1 : 0;
         if (below->expected[k]) below->places[below->number++] = k;
     }
     count_all_below(below, places, number, x, n, cuts);

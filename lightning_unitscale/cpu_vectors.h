@@ -13,6 +13,13 @@
 #define LANES 4
 #endif
 
+/* Cuts that are counted while sums are made: as many as there are registers for. */
+#if defined(__AVX512F__)
+#define MAX_WITH_SUMS 6
+#else
+#define MAX_WITH_SUMS 2
+#endif
+
 #define SIGN_OFF 0x7fffffffu
 #define STEP (2 * LANES)         /* two sums of each kind: one addition need not wait for another */
 #define BLOCK (64 * STEP)        /* 64 numbers are added up in FP32 before a sum goes on in FP64 */

@@ -44,7 +44,7 @@ def statistics_row(tensor: Tensor, layout: RowLayout, *, factor: Tensor | None =
     _check(tensor)
     tensor = tensor.detach()
     if tensor.device.type == "cpu":
-        row: Tensor = ROW_OPERATOR(tensor, factor, layout.key)
+        row: Tensor = ROW_OPERATOR(tensor, [] if factor is None else [factor], layout.key)
         return row
     return functional_row(tensor, layout, factor=factor)
 
@@ -181,44 +181,71 @@ def _exponent_bins(sample: Tensor) -> Tensor:
     return torch.where(counted, bins, NUM_EXPONENTS).to(torch.int64)
 
 
-_LIBRARY = torch.library.Library("lightning_unitscale", "FRAGMENT")
-# Any strides will do: without the tag Inductor writes a tensor twice that it would have fused, once
-# for this operator and once for everybody else.
-_LIBRARY.define(
-    "statistics_row(Tensor tensor, Tensor? factor, str layout) -> Tensor",
-    tags=(torch.Tag.flexible_layout,),
-)
-_LIBRARY.define(
-    "statistics_rows(Tensor[] tensors, str layout) -> Tensor", tags=(torch.Tag.flexible_layout,)
-)
+_LIBRARY = torch.library.Library(cpu_kernel.NAMESPACE, "FRAGMENT")
+# A list of no or one factor stands for an optional one: torch's C interface hands over an optional
+# value as memory that its reader has to free, which only C++ can in all of its versions.
+ROW_SCHEMA = "(Tensor tensor, Tensor[] factor, str layout) -> Tensor"
+# For each tensor which of the factors it is counted with; -1 for none.
+ROWS_SCHEMA = "(Tensor[] tensors, Tensor[] factors, int[] factor_of, str layout) -> Tensor"
+for _name, _schema in (("statistics_row", ROW_SCHEMA), ("statistics_rows", ROWS_SCHEMA)):
+    # Any strides will do: without the tag Inductor writes a tensor twice that it would have fused,
+    # once for this operator and once for everybody else.
+    _LIBRARY.define(f"{_name}{_schema}", tags=(torch.Tag.flexible_layout,))
+    # What the kernel comes back with.
+    _LIBRARY.define(f"{_name}_of_any{_schema}")
 ROW_OPERATOR = torch.ops.lightning_unitscale.statistics_row.default
 ROWS_OPERATOR = torch.ops.lightning_unitscale.statistics_rows.default
 
 
-@torch.library.impl(_LIBRARY, "statistics_row", "CPU")
-def _cpu_row(tensor: Tensor, factor: Tensor | None, key: str) -> Tensor:
+# Not for the CPU alone: the kernel comes there when it is compiled, and goes first.
+@torch.library.impl(_LIBRARY, "statistics_row", "CompositeExplicitAutograd")
+def _row(tensor: Tensor, factor: Sequence[Tensor], key: str) -> Tensor:
+    if cpu_kernel.is_available():
+        row: Tensor = ROW_OPERATOR(tensor, factor, key)
+        return row
+    return separate_row(tensor, factor, key)
+
+
+@torch.library.impl(_LIBRARY, "statistics_row_of_any", "CompositeExplicitAutograd")
+def _row_of_any(tensor: Tensor, factor: Sequence[Tensor], key: str) -> Tensor:
+    if not _is_special(tensor):
+        wide = _widen(tensor).contiguous()
+        if cpu_kernel.introduce(RowLayout.from_key(key)) or wide is not tensor:
+            row: Tensor = ROW_OPERATOR(wide, factor, key)
+            return row
+    return separate_row(tensor, factor, key)
+
+
+@torch.library.impl(_LIBRARY, "statistics_rows", "CompositeExplicitAutograd")
+@torch.library.impl(_LIBRARY, "statistics_rows_of_any", "CompositeExplicitAutograd")
+def _rows(
+    tensors: Sequence[Tensor], factors: Sequence[Tensor], factor_of: Sequence[int], key: str
+) -> Tensor:
+    return torch.stack(
+        [
+            ROW_OPERATOR(tensor, factors[place : place + 1] if place >= 0 else [], key)
+            for tensor, place in zip(tensors, factor_of, strict=True)
+        ]
+    )
+
+
+def separate_row(tensor: Tensor, factor: Sequence[Tensor], key: str) -> Tensor:
+    """The row of a CPU tensor by separate kernels of NumPy's and torch's.
+
+    Args:
+        tensor: As for ``statistics_row``.
+        factor: Empty, or the factor.
+        key: That of the layout.
+    """
     layout = RowLayout.from_key(key)
     if _is_special(tensor):
-        return functional_row(tensor, layout, factor=factor)
-    cuts = layout.fp32_cuts if factor is None else _scaled_cuts(key, float(factor))
-    wide = _widen(tensor)
-    if len(cuts) <= cpu_kernel.MAX_CUTS and cpu_kernel.is_available():
-        return cpu_kernel.kernel_row(wide, layout, cuts)
-    wide = _in_a_row(wide)
+        return functional_row(tensor, layout, factor=factor[0] if factor else None)
+    cuts = _scaled_cuts(key, float(factor[0])) if factor else layout.fp32_cuts
+    wide = _in_a_row(_widen(tensor))
     row = cpu_rows.moments_and_counts(wide.detach(), cuts)
     if not layout.histogram:
         return row
     return torch.cat([row, _exponent_counts(wide, layout.sample_size, row.dtype)])
-
-
-@torch.library.impl(_LIBRARY, "statistics_rows", "CPU")
-def _cpu_rows(tensors: Sequence[Tensor], key: str) -> Tensor:
-    """The rows of several tensors, without a factor."""
-    layout = RowLayout.from_key(key)
-    for_kernel = len(layout.fp32_cuts) <= cpu_kernel.MAX_CUTS and cpu_kernel.is_available()
-    if not for_kernel or any(_is_special(one) for one in tensors):
-        return torch.stack([_cpu_row(one, None, key) for one in tensors])
-    return cpu_kernel.kernel_rows([_widen(one) for one in tensors], layout, layout.fp32_cuts)
 
 
 def _is_special(tensor: Tensor) -> bool:
@@ -226,13 +253,15 @@ def _is_special(tensor: Tensor) -> bool:
 
 
 @torch.library.register_fake("lightning_unitscale::statistics_rows", lib=_LIBRARY)
-def _fake_rows(tensors: Sequence[Tensor], key: str) -> Tensor:
+def _fake_rows(
+    tensors: Sequence[Tensor], factors: Sequence[Tensor], factor_of: Sequence[int], key: str
+) -> Tensor:
     shape = (len(tensors), RowLayout.from_key(key).num_columns)
     return tensors[0].new_empty(shape, dtype=torch.float64)
 
 
 @torch.library.register_fake("lightning_unitscale::statistics_row", lib=_LIBRARY)
-def _fake_row(tensor: Tensor, factor: Tensor | None, key: str) -> Tensor:
+def _fake_row(tensor: Tensor, factor: Sequence[Tensor], key: str) -> Tensor:
     return tensor.new_empty(RowLayout.from_key(key).num_columns, dtype=torch.float64)
 
 

@@ -8,51 +8,66 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_unitscale import cpu_kernel, native
-from lightning_unitscale.cpu_kernel import kernel_rows, rows_in_memory
+from lightning_unitscale import cpu_kernel, native, statistics
 from lightning_unitscale.formats import NumberFormat
 from lightning_unitscale.row_layout import RowLayout
-from lightning_unitscale.statistics import functional_row
+from lightning_unitscale.statistics import ROW_OPERATOR, ROW_SCHEMA, ROWS_SCHEMA, functional_row
 
 LAYOUT = RowLayout(sample_size=None)
 X = torch.randn(6, 40, 96) * torch.logspace(-20, 5, 96, base=2)
 needs_kernel = pytest.mark.skipif(not cpu_kernel.is_available(), reason="no C compiler")
+# With whether the kernel reads it where it lies.
 VIEWS = {
-    "whole": (X, (23040, 23040)),
-    "transposed": (X.transpose(0, 2), (23040, 23040)),
-    "part of the last dimension": (X[:, :, 32:64], (32, 96)),
-    "the same, transposed": (X[:, :, 32:64].permute(2, 0, 1), (32, 96)),
-    "part of the middle": (X[:, 3:9], (576, 3840)),
-    "part of the first": (X[2:4], (7680, 7680)),
-    "one of the middle": (X[:, 5:6], (96, 3840)),
-    "two gaps": (X[:, 3:9, 32:64], None),
-    "steps": (X[:, :, ::2], None),
-    "short rows": (X[:, :, :8], None),
-    "expanded": (X[:, :1].expand(6, 40, 96), None),
-    "overlapping": (X.as_strided((100, 40), (20, 1)), None),
-    "one element": (X[0, 0, 0], (1, 1)),
+    "whole": (X, True),
+    "transposed": (X.transpose(0, 2), True),
+    "part of the last dimension": (X[:, :, 32:64], True),
+    "the same, transposed": (X[:, :, 32:64].permute(2, 0, 1), True),
+    "part of the middle": (X[:, 3:9], True),
+    "part of the first": (X[2:4], True),
+    "one of the middle": (X[:, 5:6], True),
+    "two gaps": (X[:, 3:9, 32:64], False),
+    "steps": (X[:, :, ::2], False),
+    "short rows": (X[:, :, :8], False),
+    "expanded": (X[:, :1].expand(6, 40, 96), False),
+    "overlapping": (X.as_strided((100, 40), (20, 1)), False),
+    "one element": (X[0, 0, 0], True),
 }
 
 
-def kernel_row(tensor, layout, cuts):
-    return kernel_rows([tensor], layout, cuts)[0]
-
-
-@pytest.mark.parametrize("name", VIEWS)
-def test_how_elements_lie(name):
-    view, expected = VIEWS[name]
-    assert rows_in_memory(view) == expected
+def kernel_row(tensor, layout, operator=ROW_OPERATOR):
+    return operator(tensor, [], layout.key)
 
 
 @needs_kernel
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", VIEWS)
-def test_a_row_of_a_view(name):
-    view, _ = VIEWS[name]
-    row, expected = kernel_row(view, LAYOUT, LAYOUT.fp32_cuts), functional_row(view, LAYOUT)
+def test_a_row_of_a_view(name, dtype, monkeypatch):
+    view, where_it_lies = VIEWS[name]
+    whole = X.to(dtype)
+    view = whole.as_strided(view.shape, view.stride(), view.storage_offset())
+    kernel_row(whole, LAYOUT)  # makes the layout known
+    seen = []
+    widen = statistics._widen
+    monkeypatch.setattr(statistics, "_widen", lambda one: seen.append(one) or widen(one))
+    row = kernel_row(view, LAYOUT)
+    assert bool(seen) != where_it_lies
+    expected = functional_row(view, LAYOUT)
     moments = slice(4, 7)
     torch.testing.assert_close(row[moments], expected[moments], rtol=1e-5, atol=1e-3)
     row[moments] = expected[moments] = 0
     torch.testing.assert_close(row, expected, rtol=0, atol=0)
+
+
+@needs_kernel
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("factor", [None, 2.0**-9, 2.0**20])
+def test_all_numbers_of_two_bytes(dtype, factor):
+    x = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
+    # Sums in FP32 of what is beyond 2**64 are infinite in the reference.
+    x = x[(x.abs().float() < 2.0**60) | ~x.isfinite()]
+    scale = [] if factor is None else [torch.tensor(factor)]
+    row = ROW_OPERATOR(x, scale, LAYOUT.key)
+    assert_counts(row, functional_row(x, LAYOUT, factor=scale[0] if scale else None))
 
 
 @needs_kernel
@@ -64,7 +79,7 @@ def test_a_sample_across_blocks(numel, sample_size):
     x[::7] = 0.0
     x[5::1000] = torch.nan
     x[6::1500] = -torch.inf
-    row, expected = kernel_row(x, layout, layout.fp32_cuts), functional_row(x, layout)
+    row, expected = kernel_row(x, layout), functional_row(x, layout)
     moments = slice(4, 7)
     # Numbers of 2**60 next to small ones: relative to the sum of magnitudes.
     torch.testing.assert_close(row[5:7], expected[5:7], rtol=1e-5, atol=0)
@@ -84,15 +99,21 @@ TARGETS = {
 
 @functools.cache
 def kernel_for(target):
+    """The library for a target, with operators of its own that call it."""
     with tempfile.TemporaryDirectory() as folder:
         flags = (*cpu_kernel.FLAGS, *TARGETS[target])
         library = native.compiled(["cc"], cpu_kernel.SOURCE, flags, Path(folder) / "kernel")
-    return cpu_kernel.kernel_of(library)
+    namespace = f"unitscale_test_{list(TARGETS).index(target)}"
+    definitions = torch.library.Library(namespace, "DEF")
+    definitions.define(f"statistics_row{ROW_SCHEMA}")
+    definitions.define(f"statistics_rows{ROWS_SCHEMA}")
+    assert cpu_kernel.register(library, namespace)
+    return library, definitions, getattr(torch.ops, namespace)
 
 
 @pytest.fixture(params=TARGETS)
 def target_row(request, monkeypatch):
-    """``kernel_row`` for another processor, if this one can run that."""
+    """Rows by the kernel for another processor, if this one can run that."""
     order = ["AVX512", "AVX2", "DEFAULT"]
     capability = torch.backends.cpu.get_cpu_capability()
     wanted = request.param.split()[0]
@@ -102,8 +123,23 @@ def target_row(request, monkeypatch):
         or order.index(capability) > order.index(wanted)
     ):
         pytest.skip(f"a processor of capability {capability}")
-    monkeypatch.setattr(cpu_kernel, "_kernel", lambda: kernel_for(request.param))
-    return kernel_row
+    library, _, operators = kernel_for(request.param)
+
+    def row_of(tensors, layout):
+        assert layout.key in known or cpu_kernel.add_layout(library, layout)
+        known.add(layout.key)
+        together = not isinstance(tensors, torch.Tensor)
+        several = tensors if together else [tensors]
+        rows = operators.statistics_rows.default(several, [], [-1] * len(several), layout.key)
+        one = operators.statistics_row.default(several[0], [], layout.key)
+        torch.testing.assert_close(one, rows[0], rtol=0, atol=0)
+        return rows if together else one
+
+    known = set()
+    # The library is to be tested, and nothing else.
+    monkeypatch.setattr(cpu_kernel, "introduce", None)
+    monkeypatch.setattr(statistics, "separate_row", None)
+    return row_of
 
 
 def assert_counts(row, expected):
@@ -138,7 +174,7 @@ def test_kinds_of_processors(target_row, numel):
     for sample_size in (None, 1000):
         layout = RowLayout(sample_size=sample_size)
         for x in (*cases, calm * 2.0**-130, calm[: numel // 2 + 1].repeat(2).view(2, -1)[:, :16]):
-            assert_counts(target_row(x, layout, layout.fp32_cuts), functional_row(x, layout))
+            assert_counts(target_row(x, layout), functional_row(x, layout))
 
 
 @needs_kernel
@@ -146,7 +182,7 @@ def test_more_cuts_than_one_loop_takes(target_row):
     formats = [NumberFormat(f"E{e}M{m}", e, m) for e in (3, 4, 5) for m in (1, 2, 3, 4)]
     layout = RowLayout(tuple(formats), sample_size=None)
     x = torch.randn(5000) * 2.0 ** torch.randint(-20, 12, (5000,))
-    assert_counts(target_row(x, layout, layout.fp32_cuts), functional_row(x, layout))
+    assert_counts(target_row(x, layout), functional_row(x, layout))
 
 
 @needs_kernel
@@ -157,12 +193,10 @@ def test_tensors_together(target_row):
     scaled = [torch.randn(n, generator=generator) * 2.0**-e for n, e in ((70_001, 9), (1, 0))]
     tensors = [*parts, *scaled, whole.mT, special_values(3000).clamp(-1e9, 1e9)]
     layout = RowLayout(sample_size=1000)
-    rows = kernel_rows(tensors, layout, layout.fp32_cuts)
+    rows = target_row(tensors, layout)
     assert rows.shape == (len(tensors), layout.num_columns)
     for row, tensor in zip(rows, tensors, strict=True):
-        torch.testing.assert_close(
-            row, target_row(tensor, layout, layout.fp32_cuts), rtol=0, atol=0
-        )
+        torch.testing.assert_close(row, target_row(tensor, layout), rtol=0, atol=0)
         # A dense tensor is sampled in the order of memory.
         in_order = whole if tensor.data_ptr() == whole.data_ptr() and tensor.dim() == 4 else tensor
         assert_counts(row, functional_row(in_order, layout))
@@ -177,10 +211,7 @@ def test_exponents_of_all_kinds(target_row):
         for tensor in (x, torch.where(torch.arange(len(x)) % 3 == 0, 0.0, x)):
             for sample_size in (None, 700):
                 layout = RowLayout(sample_size=sample_size)
-                row, expected = (
-                    one(tensor, layout, *cuts)
-                    for one, cuts in ((target_row, [layout.fp32_cuts]), (functional_row, []))
-                )
+                row, expected = target_row(tensor, layout), functional_row(tensor, layout)
                 torch.testing.assert_close(row[7:], expected[7:], rtol=0, atol=0)
                 torch.testing.assert_close(row[:4], expected[:4], rtol=0, atol=0)
 
@@ -194,7 +225,7 @@ def test_blocks_unlike_the_one_before(target_row):
     x[10_000:14_000] = 0.0
     x[20_000], x[20_001], x[30_000] = torch.nan, torch.inf, 2.0**-25
     layout = RowLayout(sample_size=None)
-    assert_counts(target_row(x, layout, layout.fp32_cuts), functional_row(x, layout))
+    assert_counts(target_row(x, layout), functional_row(x, layout))
 
 
 @needs_kernel
@@ -210,7 +241,7 @@ def test_samples_of_all_strides(target_row, sample_size):
     alone[1 :: len(x) // 50] = 2.0**-140
     layout = RowLayout(sample_size=sample_size)
     for tensor in (x, rare, alone, torch.where(x > 2.0, torch.nan, rare), x[1:], x.relu()):
-        assert_counts(target_row(tensor, layout, layout.fp32_cuts), functional_row(tensor, layout))
+        assert_counts(target_row(tensor, layout), functional_row(tensor, layout))
 
 
 @needs_kernel
@@ -226,4 +257,4 @@ def test_as_many_cuts_as_there_may_be(target_row):
     chosen = [torch.randint(int(n), (700,), generator=generator) for n in number]
     x = values[torch.cat(chosen)]
     for tensor in (x, -x, torch.where(x == 0, torch.inf, x), torch.where(x == 0, torch.nan, x)):
-        assert_counts(target_row(tensor, layout, layout.fp32_cuts), functional_row(tensor, layout))
+        assert_counts(target_row(tensor, layout), functional_row(tensor, layout))

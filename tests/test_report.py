@@ -1,18 +1,23 @@
 """The report of a run without TensorBoard, and the command that makes it."""
 
+import html
 import re
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from matplotlib.image import imread
+from torch.utils.tensorboard import SummaryWriter
 
 from lightning_unitscale.cli import main
 from lightning_unitscale.report import write_report
 from lightning_unitscale.report.command import LastStep
+from lightning_unitscale.report.figure import FLAG
 from lightning_unitscale.report.page import STATIC, bundle
 from lightning_unitscale.scale_table import scale_table
 from lightning_unitscale.tensorboard.event_files import read_run
+from lightning_unitscale.tensorboard.writer import ScaleWriter
+from lightning_unitscale.violations import format_violations, parse_thresholds
 from tests.tensorboard.runs import NAMES, snapshot, unit_scaled, write
 
 
@@ -70,6 +75,64 @@ def test_the_graph_of_the_last_step(tmp_path):
     ]
     assert texts[2::3] == values and texts[4::3] == list(NAMES)
     assert texts[-2] == "zero"  # the last gradient
+
+
+def test_a_report_over_another_one_leaves_nothing_of_it(run, tmp_path):
+    output = tmp_path / "out"
+    mine = output / "scales_of_mine.png"
+    output.mkdir()
+    mine.touch()
+    for runs, pictures in (
+        ([run], ["scales.png"]),
+        ([run, other_run(tmp_path)], TWO),
+        ([run], ONE),
+    ):
+        report = write_report(runs, output)
+        assert [path.name for path in report.pictures] == pictures
+        assert sorted(path.name for path in output.glob("*.png")) == sorted([*pictures, mine.name])
+
+
+ONE, TWO = ["scales.png"], ["scales_1.png", "scales_2.png"]
+
+
+def other_run(tmp_path):
+    return write(tmp_path / "logs/base/version_3", [snapshot(0)])
+
+
+def test_pictures_without_units_have_one_map_per_direction(run, tmp_path):
+    both = imread(write_report([run], tmp_path / "units").pictures[0])
+    one = imread(write_report([other_run(tmp_path)], tmp_path / "none").pictures[0])
+    assert one.shape[1] < 0.7 * both.shape[1]
+
+
+def test_alerts_in_a_report(tmp_path):
+    folder = tmp_path / "run"
+    inputs = ((), (NAMES[0],), (NAMES[1],), (NAMES[2],), (NAMES[3],), (NAMES[4],))
+    with SummaryWriter(str(folder)) as experiment:
+        writer = ScaleWriter(experiment)
+        for step in (0, 10):
+            one = replace(snapshot(step), inputs=inputs)
+            writer.write(one)
+        limits = parse_thresholds({"E4M3FN": {"flushed": 0.01}})
+        alerts = format_violations(one, limits)
+        writer.write_alerts(alerts, 10)
+    assert alerts
+    alerts = read_run(folder).alerts()
+    report = write_report([folder], tmp_path / "out")
+    page = report.page.read_text()
+    # In the list below the map, whose lines break, and not in the table's, which do not.
+    items = re.findall(r"<li>(.*)</li>", page)
+    assert items == [html.escape(str(one)) for one in alerts]
+    assert str(alerts[0]) not in re.search(r"<pre>(.*?)</pre>", page, re.DOTALL)[1]
+    assert str(alerts[0]) in report.tables[next(iter(report.tables))]
+    assert count_pixels(report.pictures[0], FLAG) > 20
+    plain = write_report([write(tmp_path / "plain", [snapshot(0)])], tmp_path / "other")
+    assert count_pixels(plain.pictures[0], FLAG) == 0
+
+
+def count_pixels(picture, color):
+    pixels = np.round(255 * imread(picture)[..., :3]).astype(int).reshape(-1, 3)
+    return int((pixels == [int(color[k : k + 2], 16) for k in (1, 3, 5)]).all(axis=1).sum())
 
 
 def test_several_runs_are_named_as_tensorboard_names_them(run, tmp_path):

@@ -1,6 +1,9 @@
 """Every way to a statistics row against brute force in NumPy and against torch's own casts."""
 
 import math
+import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -12,7 +15,7 @@ from hypothesis.extra.numpy import array_shapes, arrays
 from lightning_unitscale import cpu_kernel
 from lightning_unitscale.formats import BF16, E4M3FN, E5M2, FP16, FP32, NumberFormat
 from lightning_unitscale.row_layout import MAX_EXPONENT, MIN_EXPONENT, RowLayout
-from lightning_unitscale.statistics import functional_row, statistics_row
+from lightning_unitscale.statistics import functional_row, separate_row, statistics_row
 
 DTYPES = {
     FP16: torch.float16,
@@ -25,15 +28,20 @@ COMPILED = RowLayout(formats=(FP16, E4M3FN), sample_size=4096)
 
 
 @pytest.fixture(params=["kernel", "separate", "functional"])
-def row_of(request, monkeypatch):
+def row_of(request):
     """The three ways: one compiled kernel, NumPy and torch kernels, traceable torch operations."""
     if request.param == "functional":
         return functional_row
     if request.param == "kernel" and not cpu_kernel.is_available():
         pytest.skip("no C compiler")
     if request.param == "separate":
-        monkeypatch.setattr(cpu_kernel, "is_available", lambda: False)
+        return by_separate_kernels
     return statistics_row
+
+
+def by_separate_kernels(tensor, layout, *, factor=None):
+    assert tensor.is_floating_point() and not tensor.is_sparse
+    return separate_row(tensor.detach(), [] if factor is None else [factor], layout.key)
 
 
 def expected_row(tensor, layout, factor=1.0):
@@ -325,14 +333,29 @@ def test_inside_a_compiled_step(backend, row_of):
         assert_row(slot.grad, functional_row(value * 2.0**-29, COMPILED), COMPILED)
 
 
-def test_without_a_compiler(monkeypatch, tmp_path):
-    monkeypatch.setenv("CC", str(tmp_path / "no such compiler"))
-    cpu_kernel._kernel.cache_clear()
-    try:
-        assert not cpu_kernel.is_available()
-        tensor = torch.randn(50)
-        assert_row(statistics_row(tensor, LAYOUT), functional_row(tensor, LAYOUT), LAYOUT)
-        with pytest.raises(RuntimeError, match="no C compiler"):
-            cpu_kernel.kernel_rows([tensor], LAYOUT, LAYOUT.fp32_cuts)
-    finally:
-        cpu_kernel._kernel.cache_clear()
+WITHOUT_A_COMPILER = """
+import torch
+from lightning_unitscale import cpu_kernel
+from lightning_unitscale.row_layout import RowLayout
+from lightning_unitscale.statistics import ROWS_OPERATOR, functional_row, statistics_row
+
+layout, tensor, factor = RowLayout(), torch.randn(50), torch.tensor(0.5)
+found = statistics_row(tensor, layout)
+assert not cpu_kernel.is_available()
+torch.testing.assert_close(found, functional_row(tensor, layout))
+rows = ROWS_OPERATOR([tensor, tensor.half()], [factor], [0, -1], layout.key)
+torch.testing.assert_close(rows[0], functional_row(tensor, layout, factor=factor))
+torch.testing.assert_close(rows[1], functional_row(tensor.half(), layout))
+"""
+
+
+def test_without_a_compiler(tmp_path):
+    environment = {**os.environ, "CC": str(tmp_path / "no such compiler")}
+    subprocess.run(
+        [sys.executable, "-c", WITHOUT_A_COMPILER], env=environment, check=True, timeout=120
+    )
+
+
+def test_with_a_torch_that_lacks_a_function(monkeypatch):
+    monkeypatch.setattr(cpu_kernel, "TORCH_FUNCTIONS", ("torch_no_such_function",))
+    assert not cpu_kernel.register(None, "unitscale_test_nothing")

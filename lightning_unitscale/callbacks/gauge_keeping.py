@@ -159,9 +159,10 @@ class GaugeKeeping:
         if self.is_calibrated or trainer.state.fn == "fit" or batch_idx or dataloader_idx:
             return
         assert self._steps is not None
+        if not self._needs_units_at_once(trainer):
+            self._measure_live(name)
+            return
         module = trainer.lightning_module
-        if find_once_only(module) is not None and not self._needs_units_at_once(trainer):
-            return  # without a rehearsal there are no units, and nothing here needs them
         arguments = step_arguments(module, name, batch, batch_idx, dataloader_idx)
         context = f"{name.removesuffix('_step').replace('validation', 'val')}_step_context"
         with getattr(trainer.precision_plugin, context)():
@@ -173,6 +174,15 @@ class GaugeKeeping:
                 results=self._joint_results,
                 backward=False,
             )
+
+    def after_evaluation(self, trainer: pl.Trainer) -> None:
+        """Take the units that the first batch of an evaluation has shown, if it was measured."""
+        if self._live is not None and trainer.state.fn != "fit":
+            forward, backward = self._joint_results(self._live)
+            self._rewrite.set_gauge(
+                self._rewrite.gauge.updated(self._rewrite.gauge_from(forward, backward))
+            )
+            self._stop_live()
 
     def detach(self) -> None:
         """Stop measuring; the gauge stays. May be called more than once."""
@@ -211,12 +221,13 @@ class GaugeKeeping:
             # Such a step updates weights or consumes batches by itself: it cannot be rehearsed.
             if self._holding is not None:
                 self._holding.decline("a step that cannot be rehearsed gives no units in time")
-            self._measure_live()
+            self._measure_live("training_step")
+            return
+        if not self._needs_units_at_once(trainer):
+            # The first real step has the same bits without units, and nothing is done twice.
+            self._measure_live("training_step")
             return
         if (once_only := find_once_only(module)) is not None:
-            if not self._needs_units_at_once(trainer):
-                self._measure_live()
-                return
             rank_zero_warn(
                 "UnitScaleCallback: the first batch is run twice, once to measure units, and "
                 f"{type(module).__name__} has {once_only}, which cannot be put back; expected a "
@@ -245,7 +256,7 @@ class GaugeKeeping:
                 self._holding.measured(trainer, step, gradients, breaks)
         else:
             refuse_live(trainer, "a rehearsal of it has no loss to start from")
-            self._measure_live()
+            self._measure_live("training_step")
 
     def _needs_units_at_once(self, trainer: pl.Trainer) -> bool:
         """Whether the first real step would be another one without units."""
@@ -256,13 +267,13 @@ class GaugeKeeping:
         with trainer.precision_plugin.train_step_context():
             return runs_in_fp16(trainer.lightning_module)
 
-    def _measure_live(self) -> None:
+    def _measure_live(self, name: str) -> None:
         assert self._steps is not None
         self._stop_live()
         self._live = self._rewrite.calibrator()
         if self._rules is not None:
             self._rules.gradients.watch()
-        self._steps.steps["training_step"].interpreter = self._live
+        self._steps.steps[name].interpreter = self._live
 
     def _adopt_live(self, trainer: pl.Trainer, calibrator: Calibrator) -> None:
         forward, backward = self._joint_results(calibrator)

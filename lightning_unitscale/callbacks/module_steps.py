@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import lightning.pytorch as pl
@@ -11,6 +11,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
+from torch.optim import Optimizer
 
 from lightning_unitscale.callbacks.logging_calls import logging_calls
 from lightning_unitscale.graph.capture import is_compiled
@@ -126,6 +127,7 @@ def _untraced(module: nn.Module) -> Iterator[Any]:
     if trainer is None:
         return
     yield from logging_calls(module, trainer)
+    yield from ((one, "step") for one in _own_optimizers(module))
     if module.automatic_optimization or not trainer.training:
         return
     yield module, "manual_backward", zero_gradients
@@ -136,6 +138,18 @@ def _untraced(module: nn.Module) -> Iterator[Any]:
     schedulers = (config.scheduler for config in trainer.strategy.lr_scheduler_configs)
     for one in (*optimizers, *schedulers):
         yield one, "step"
+
+
+def _own_optimizers(module: nn.Module) -> Iterator[Optimizer]:
+    """Optimizers that are attributes of the module, alone or several in a container."""
+    for value in vars(module).values():
+        if isinstance(value, dict):
+            several: Iterable[Any] = value.values()
+        else:
+            several = value if isinstance(value, (list, tuple)) else (value,)
+        # Of one kind, as a rule: a list of a million samples is not walked at every step.
+        if isinstance(next(iter(several), None), Optimizer):
+            yield from (one for one in several if isinstance(one, Optimizer))
 
 
 def _existing_steps(module: pl.LightningModule) -> list[str]:

@@ -278,6 +278,18 @@ class UnitScaleCallback(pl.Callback):
         self._before_evaluation(trainer, "predict_step", batch, batch_idx, dataloader_idx)
 
     @override
+    def on_validation_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._keeping.after_evaluation(trainer)
+
+    @override
+    def on_test_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._keeping.after_evaluation(trainer)
+
+    @override
+    def on_predict_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._keeping.after_evaluation(trainer)
+
+    @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._restore()
 

@@ -27,8 +27,10 @@ from torch._guards import CompileContext
 
 from lightning_unitscale.graph.lowering import inductor_options
 from lightning_unitscale.graph.partitioned import partitioned_by, run_boxed
+from lightning_unitscale.graph.passed_over import passed_over
 from lightning_unitscale.graph.plain_algorithm import plain_answers
 from lightning_unitscale.graph.plain_numbers import plain_numbers
+from lightning_unitscale.graph.plain_optimizers import plain_optimizers
 
 Executor = Literal["eager", "aot_eager", "inductor"]
 Backend = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
@@ -138,8 +140,10 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 @contextlib.contextmanager
-def capture_settings() -> Iterator[None]:
+def capture_settings(*, passes_over: bool = False) -> Iterator[None]:
     """Dynamo's settings under which a step is captured and looked up.
+
+    With ``passes_over`` a function on which Dynamo itself fails runs as it is.
 
     ``optimize_ddp`` would cut the graph at DDP's buckets before the backend sees it, and the same
     tensor would then have another name with and without DDP. ``allow_rnn`` takes recurrent kernels
@@ -149,6 +153,8 @@ def capture_settings() -> Iterator[None]:
     with (
         plain_answers(),
         plain_numbers(),
+        plain_optimizers(),
+        passed_over() if passes_over else contextlib.nullcontext(),
         torch._dynamo.config.patch(
             optimize_ddp=False,
             allow_rnn=True,

@@ -152,7 +152,8 @@ class CapturedStep:
         num_breaks = capture.num_graph_breaks()
         try:
             with (
-                capture.capture_settings(),
+                # Scaled by rules, what is not captured would be another model.
+                capture.capture_settings(passes_over=not self.owner.changes_function),
                 kept_whole([one for each in self.owner.passes for one in each.kept_whole]),
                 plain_forward(self.owner.module),
                 self._deferred.recording(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lightning_unitscale.alerts import alerts_text
+from lightning_unitscale.alerts import ScaleAlert, alerts_text
 from lightning_unitscale.formats import NumberFormat
 from lightning_unitscale.report.figure import write_figure
 from lightning_unitscale.report.page import report_page
@@ -22,6 +23,8 @@ from lightning_unitscale.tensorboard.history import RunScales, merge_orders
 from lightning_unitscale.tensorboard.schema import Direction
 
 _SHOWN_ALERTS = 200
+_PAGE = "scales.html"
+_PICTURE = re.compile(r"scales(_\d+)?\.png")
 
 
 @dataclass(frozen=True)
@@ -54,15 +57,17 @@ def write_report(run_directories: Sequence[str | Path], output: str | Path) -> R
     runs = {name: read_run(path) for name, path in _names(run_directories).items()}
     folder = Path(output)
     folder.mkdir(parents=True, exist_ok=True)
-    tables = {name: _table(run) for name, run in runs.items()}
+    _remove_pictures(folder)
+    last_steps = {name: scale_table(LastStep(run)) for name, run in runs.items()}
     pictures = []
     for place, (name, run) in enumerate(runs.items(), start=1):
         path = folder / ("scales.png" if len(runs) == 1 else f"scales_{place}.png")
         write_figure(run, path, name)
         pictures.append(path)
-    page = folder / "scales.html"
-    text = report_page(runs, tables, title=f"Scales: {', '.join(runs)}")
+    page = folder / _PAGE
+    text = report_page(runs, last_steps, title=f"Scales: {', '.join(runs)}")
     page.write_text(text, encoding="utf-8")
+    tables = {name: _with_alerts(last_steps[name], run.alerts()) for name, run in runs.items()}
     return Report(page, tuple(pictures), tables)
 
 
@@ -136,12 +141,19 @@ class LastStep:
         return [position[name] for name in self._histories[direction].names]
 
 
-def _table(run: RunScales) -> str:
-    table, alerts = scale_table(LastStep(run)), run.alerts()
+def _with_alerts(table: str, alerts: Sequence[ScaleAlert]) -> str:
     if not alerts:
         return table
     number = "1 alert" if len(alerts) == 1 else f"{len(alerts)} alerts"
     return f"{table}\n\n{number}:\n{alerts_text(alerts, _SHOWN_ALERTS)}"
+
+
+def _remove_pictures(folder: Path) -> None:
+    """Those of an earlier report, which had another number of runs."""
+    if (folder / _PAGE).is_file():
+        for path in folder.glob("scales*.png"):
+            if _PICTURE.fullmatch(path.name):
+                path.unlink()
 
 
 def _names(directories: Sequence[str | Path]) -> dict[str, Path]:

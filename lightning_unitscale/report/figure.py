@@ -1,14 +1,20 @@
-"""The scales of a run as a picture: heat maps forward and backward, as meant and as stored."""
+"""The scales of a run as a picture: heat maps forward and backward, as meant and as stored.
+
+A run without unit scaling stores its tensors as it means them, and has one map per direction.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
+from lightning_unitscale.alerts import ScaleAlert
 from lightning_unitscale.tensorboard.history import RunScales, ScaleHistory, block_of
 
 if TYPE_CHECKING:
@@ -19,7 +25,10 @@ STOPS: Final = ("#08306b", "#2166ac", "#6baed6", "#f4f4f2", "#fdae61", "#d95f0e"
 ZERO: Final = "#b9bcc2"
 BAD: Final = "#c40a8f"
 _MISSING: Final = "#ffffff"
+# As in the dashboard's style.css.
+FLAG: Final = "#b3261e"
 _LARGEST_NAMED: Final = 60
+_MOST_TICKS: Final = 7
 
 
 def write_figure(run: RunScales, path: Path, title: str) -> None:
@@ -37,22 +46,29 @@ def write_figure(run: RunScales, path: Path, title: str) -> None:
             "install 'lightning-unitscale[report]'"
         ) from error
     histories = [run.history(direction) for direction in run.directions]
+    alerts = run.alerts()
+    has_units = any(np.nan_to_num(one.log2_unit).any() for one in histories)
+    views = (False, True) if has_units else (True,)
     most = max(len(one.names) for one in histories)
     height = min(max(0.055 * most, 2.8), 11.0)
-    figure = Figure(figsize=(13.0, 0.9 + height * len(histories)), layout="constrained")
-    figure.suptitle(title, fontsize=13)
+    size = (13.0 if has_units else 8.5, 1.2 + height * len(histories))
+    figure = Figure(figsize=size, layout="constrained")
+    figure.suptitle("\n".join([title, *_alerts_line(alerts)]), fontsize=12)
     smooth = LinearSegmentedColormap.from_list("scales", STOPS, N=512)
     colors = smooth.with_extremes(bad=_MISSING, under=ZERO, over=BAD)
-    axes = figure.subplots(len(histories), 2, squeeze=False, sharey="row")
+    axes = figure.subplots(len(histories), len(views), squeeze=False, sharey="row")
     for row, direction, history in zip(axes, run.directions, histories, strict=True):
         limit = color_limit(history)
-        for place, stored in enumerate((False, True)):
+        for place, stored in enumerate(views):
             values = history.values(stored=stored)
             image = _heat_map(row[place], history, values, colors, limit)
-            row[place].set_title(f"{direction}, {'as stored' if stored else 'as meant'}")
+            view = "as stored" if stored else "as meant"
+            row[place].set_title(f"{direction}, {view}" if has_units else direction)
+            _mark(row[place], history, [one for one in alerts if one.direction == direction])
         _label_rows(row[0], history)
+        _label_parts(row, history)
         bar = figure.colorbar(image, ax=row, shrink=0.6, pad=0.01, extend="neither")
-        bar.set_label("log2 RMS; gray: all zero, pink: NaN or inf")
+        bar.set_label("log2 RMS; gray: all zero, pink: NaN or inf", fontsize=8)
     figure.savefig(path, dpi=110)
 
 
@@ -80,12 +96,54 @@ def _heat_map(
         aspect="auto",
         interpolation="nearest",
     )
-    ticks = np.unique(
-        np.linspace(0, len(history.steps) - 1, min(7, len(history.steps))).astype(int)
-    )
+    stride = -(-len(history.steps) // _MOST_TICKS)
+    ticks = range(0, len(history.steps), max(stride, 1))
     axes.set_xticks(ticks, [f"{history.steps[tick]:,}" for tick in ticks], fontsize=8)
     axes.set_xlabel("step", fontsize=8)
     return image
+
+
+def _mark(axes: Axes, history: ScaleHistory, alerts: Sequence[ScaleAlert]) -> None:
+    """A flag at the left of every cell that an alert is about."""
+    rows = {name: place for place, name in enumerate(history.names)}
+    columns = {step: place for place, step in enumerate(history.steps.tolist())}
+    cells = {
+        (columns[one.step] - 0.5, rows[one.tensor])
+        for one in alerts
+        if one.tensor in rows and one.step in columns
+    }
+    if cells:
+        x, y = zip(*sorted(cells), strict=True)
+        axes.scatter(x, y, s=26, marker=">", color=FLAG, edgecolors="white", linewidths=0.8)
+
+
+def _alerts_line(alerts: Sequence[ScaleAlert]) -> list[str]:
+    if not alerts:
+        return []
+    first = alerts[0]
+    number = "1 alert" if len(alerts) == 1 else f"{len(alerts)} alerts (flags)"
+    kind = "NaN or inf" if first.kind in ("nonfinite", "loss") else first.kind
+    return [f"{number}, first at step {first.step:,}: {kind}, {first.tensor}"]
+
+
+def _label_parts(row: Sequence[Axes], history: ScaleHistory) -> None:
+    """Parameters and results, whose blocks have the same names, at the right."""
+    parts = [(key, len(list(group))) for key, group in groupby(history.sources)]
+    if len(parts) < 2:
+        return
+    side = row[-1].secondary_yaxis("right")
+    starts = np.cumsum([0, *(number for _, number in parts)])
+    tall = [
+        ((start + stop - 1) / 2, "parameters" if is_source else "results")
+        for (is_source, _), start, stop in zip(parts, starts, starts[1:], strict=False)
+        if stop - start >= len(history.names) / 8
+    ]
+    middles, texts = zip(*tall, strict=True) if tall else ((), ())
+    side.set_yticks(middles, texts, rotation=90, va="center", fontsize=8)
+    side.tick_params(length=0)
+    for axes in row:
+        for start in starts[1:-1]:
+            axes.axhline(start - 0.5, color="black", linewidth=0.8)
 
 
 def _label_rows(axes: Axes, history: ScaleHistory) -> None:

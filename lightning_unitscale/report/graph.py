@@ -17,7 +17,7 @@ _ROW: Final = 18
 _ARCS: Final = 150
 _BOX: Final = 62
 _LETTER: Final = 6.6
-# As in the dashboard's palette.js, dark enough for the text on both ends.
+# As in the dashboard's palette.js.
 _COLD: Final = (33, 102, 172)
 _WARM: Final = (217, 95, 14)
 _FULL_COLOUR: Final = 14.0

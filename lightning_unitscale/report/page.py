@@ -22,6 +22,7 @@ STATIC: Final = Path(responses.__file__).parent / "static"
 # More columns than a screen has pixels for two runs are of no use; histograms are larger.
 _MOST_STEPS: Final = 600
 _MOST_HISTOGRAMS: Final = 40
+_MOST_ALERTS: Final = 200
 
 _IMPORT = re.compile(r"^import \{([^}]*)\} from '\./([\w.]+)';\n", re.MULTILINE)
 _EXPORT = re.compile(r"^export (?=(?:class|function|const) (\w+))", re.MULTILINE)
@@ -36,7 +37,12 @@ _PAGE = """<!doctype html>
 <title>{title}</title>
 <style>
 {style}
+/* What is below the map looks into the view, or nobody would scroll to it. */
+.scales {{ height: calc(100vh - 60px); min-height: 480px; }}
 .report-table {{ padding: 16px; overflow-x: auto; border-top: 1px solid var(--line); }}
+.report-table h2 {{ margin: 0 0 12px; font-size: 16px; }}
+.report-table :is(pre, ol) + h2 {{ margin-top: 28px; }}
+.report-table li {{ overflow-wrap: anywhere; }}
 .report-table pre {{ margin: 0; font: 12px/1.5 ui-monospace, Menlo, Consolas, monospace; }}
 </style>
 </head>
@@ -69,17 +75,14 @@ def report_page(runs: Mapping[str, RunScales], tables: Mapping[str, str], title:
 
     Args:
         runs: The runs by the names that the page shows.
-        tables: A table in plain text for each.
+        tables: The last step of each, as a table in plain text.
         title: Of the page.
     """
     answers: dict[str, str] = {}
     for route, data in _answers(runs):
         packed = gzip.compress(data, compresslevel=6, mtime=0)
         answers[route] = base64.b64encode(packed).decode()
-    sections = [
-        f"<h2>{html.escape(name)}</h2>\n<pre>{html.escape(table)}</pre>"
-        for name, table in tables.items()
-    ]
+    sections = [_table_section(name, table, runs[name]) for name, table in tables.items()]
     graphs = [_graph_section(name, run) for name, run in runs.items()]
     return _PAGE.format(
         title=html.escape(title),
@@ -90,6 +93,20 @@ def report_page(runs: Mapping[str, RunScales], tables: Mapping[str, str], title:
         tables="\n".join(sections),
         graphs="\n".join(graphs),
     )
+
+
+def _table_section(name: str, table: str, run: RunScales) -> str:
+    """The last step, and everything that was found wrong."""
+    title = f"<h2>{html.escape(name)}: the last sampled step</h2>"
+    parts = [title, f"<pre>{html.escape(table)}</pre>"]
+    if alerts := run.alerts():
+        items = "\n".join(f"<li>{html.escape(str(one))}</li>" for one in alerts[:_MOST_ALERTS])
+        parts += [f"<h2>{html.escape(name)}: alerts</h2>", f"<ol>\n{items}\n</ol>"]
+        if len(alerts) > _MOST_ALERTS:
+            parts.append(
+                f"<p>and {len(alerts) - _MOST_ALERTS:,} more, in the list above the map</p>"
+            )
+    return "\n".join(parts)
 
 
 def _graph_section(name: str, run: RunScales) -> str:

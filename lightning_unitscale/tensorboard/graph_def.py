@@ -1,7 +1,7 @@
 """The graph of a step, annotated with scales, for TensorBoard's Graphs dashboard.
 
-Module paths become the nesting of nodes. A click on a node shows its log2 RMS, stored and as meant,
-among its attributes; "Color: Device" colours by scale, since a node's device is a free text: here
+Module paths become the nesting of nodes. A click on a node shows its RMS, as meant and as stored,
+among its attributes; "Color by: Device" colours by scale, since a node's device is a free text: here
 the power of two, in steps of four, that its RMS is near.
 """
 
@@ -29,17 +29,22 @@ def annotated_graph(snapshot: ScaleSnapshot) -> GraphDef:
         path, taken = node_path(name, module), set(paths.values())
         paths[name] = path if path not in taken else f"{path}_of_{len(paths)}"
     scales = {
-        f"log2_rms_{direction}{kind}": snapshot.log2_rms(direction, stored=bool(kind)).tolist()
+        direction: list(
+            zip(
+                snapshot.log2_rms(direction).tolist(),
+                snapshot.log2_rms(direction, stored=True).tolist(),
+                strict=True,
+            )
+        )
         for direction in DIRECTIONS
-        for kind in ("", "_stored")
     }
     nodes = []
     for place, (name, module) in enumerate(_pairs(snapshot)):
         attributes = {"step": AttrValue(i=snapshot.step)}
-        for key, values in scales.items():
-            text = _scale_text(values[place])
-            attributes[key] = AttrValue(s=text.encode())
-        stored = scales["log2_rms_forward_stored"][place]
+        for direction, pairs in scales.items():
+            text = _scale_text(*pairs[place])
+            attributes[direction] = AttrValue(s=text.encode())
+        _, stored = scales["forward"][place]
         nodes.append(
             NodeDef(
                 name=paths[name],
@@ -65,10 +70,19 @@ def _pairs(snapshot: ScaleSnapshot) -> list[tuple[str, str]]:
     return list(zip(snapshot.names, snapshot.modules, strict=True))
 
 
-def _scale_text(value: float) -> str:
-    if math.isnan(value):
+def _scale_text(meant: float, stored: float) -> str:
+    """The panel of a node is narrow: short keys, and one line for both scales."""
+    if math.isnan(stored):
         return "not measured"
-    return "zero" if math.isinf(value) else f"{value:.2f}"
+    if math.isinf(stored):
+        return "all zero"
+    text = f"RMS 2^{_rounded(meant)}"
+    return text if meant == stored else f"{text}, stored 2^{_rounded(stored)}"
+
+
+def _rounded(value: float) -> str:
+    # Adding zero takes the sign off a zero.
+    return f"{round(value, 2) + 0.0:.2f}"
 
 
 def _band(value: float) -> str:

@@ -38,6 +38,7 @@ class ScaleHistory:
     Attributes:
         names: The tensors, in graph order.
         modules: Path of the module that makes each.
+        sources: Which of them are computed from no other one: parameters and inputs of the step.
         steps: Increasing, shape ``(T,)``.
         log2_rms: Of the stored tensors, shape ``(T, N)``; ``-inf`` for a tensor of zeros, NaN where
             one was not there.
@@ -49,6 +50,7 @@ class ScaleHistory:
 
     names: tuple[str, ...]
     modules: tuple[str, ...]
+    sources: tuple[bool, ...]
     steps: npt.NDArray[np.int64]
     log2_rms: Floats
     log2_unit: Floats
@@ -148,11 +150,17 @@ class RunScales:
         # A reader that is still busy may have more of the one than of the other.
         both, ours, theirs = np.intersect1d(steps, unit_steps, return_indices=True)
         in_order = tuple(modules[name] for name in names)
+        inputs = self.inputs()
+        # A file may say nothing of inputs; then nothing is known to have none.
+        is_known = any(inputs.values())
+        sources = tuple(is_known and inputs.get(name) == () for name in names)
         nonfinite = np.zeros((len(both), len(names)), single)
         bad_steps, bad = self._joined(direction, "nonfinite", names, (), single)
         _, rows, bad_rows = np.intersect1d(both, bad_steps, return_indices=True)
         nonfinite[rows] = np.nan_to_num(bad[bad_rows])
-        return ScaleHistory(names, in_order, both, log2_rms[ours], units[theirs], nonfinite)
+        return ScaleHistory(
+            names, in_order, sources, both, log2_rms[ours], units[theirs], nonfinite
+        )
 
     def fractions(self, direction: Direction) -> FractionHistory:
         """Out-of-range fractions of all tensors and steps."""

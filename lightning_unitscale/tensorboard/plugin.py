@@ -56,6 +56,7 @@ STATIC_FILES: Final = (
     "dom.js",
     "heatmap.js",
     "histogram.js",
+    "labels.js",
     "legend.js",
     "model.js",
     "palette.js",
@@ -113,7 +114,9 @@ class ScalesPlugin(base_plugin.TBPlugin):
                     last = steps.get(parsed.direction, one.max_step)
                     steps[parsed.direction] = max(last, one.max_step)
             if steps:
-                found.append(responses.ListedRun(run, started.get(run, 0.0), steps))
+                # A new tag or a new step of any makes it larger.
+                version = sum(1 + one.max_step for one in series.values())
+                found.append(responses.ListedRun(run, started.get(run, 0.0), steps, version))
         return http_util.Respond(request, responses.runs_json(found), "application/json")
 
     def _scales(self, request: Request) -> Response:

@@ -57,12 +57,15 @@ class ListedRun:
     Attributes:
         name: Its name in TensorBoard.
         started: When it began, in seconds since 1970; the page opens with the newest.
-        last_steps: The last step of each direction that was measured; when it grows, there is news.
+        last_steps: The last step of each direction that was measured.
+        version: When it changes, there is news: a step, or what was written late about the last
+            one, such as its alerts.
     """
 
     name: str
     started: float
     last_steps: Mapping[Direction, int]
+    version: int = 0
 
 
 def runs_json(runs: Sequence[ListedRun]) -> bytes:
@@ -105,6 +108,7 @@ def scales_frame(history: ScaleHistory) -> bytes:
     header = {
         "names": history.names,
         "modules": history.modules,
+        "sources": history.sources,
         "steps": history.steps.tolist(),
         "unit_rows": (np.cumsum(changed) - 1).tolist(),
         "nonfinite_rows": bad.tolist(),

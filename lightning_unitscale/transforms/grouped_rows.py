@@ -1,10 +1,11 @@
 """One call for several statistics rows, in a graph that Inductor is about to compile.
 
-A call into Python costs as much as the statistics of a hundred thousand elements, since whatever
-ran before it has emptied the caches of its code. Rows that can be taken together without that
-anything is kept longer than it would be: those of small inputs and those of small outputs, wherever
-they are; those of larger ones that are near each other, so that they are still in the caches; and
-those that follow each other, as of the parts of one tensor, which are then read side by side.
+A call from the code that Inductor writes costs as much as the statistics of some ten thousand
+elements, and several times that where there is no kernel and Python is called. Rows that can be
+taken together without that anything is kept longer than it would be: those of small inputs and
+those of small outputs, wherever they are; those of larger ones that are near each other, so that
+they are still in the caches; and those that follow each other, as of the parts of one tensor, which
+are then read side by side.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def _groups(graph: fx.Graph) -> Iterator[list[fx.Node]]:
     run: list[fx.Node] = []
     waiting, stays, computed = 0.0, True, False
     for node in graph.nodes:
-        if node.target is ROW_OPERATOR and node.args[1] is None:
+        if node.target is ROW_OPERATOR:
             tensor, _, key = node.args
             is_input, numel = tensor.op == "placeholder", _numel(tensor)
             has_owner = is_input or tensor in outputs
@@ -88,9 +89,13 @@ def _only_looks(node: fx.Node) -> bool:
 def _call_together(graph: fx.Graph, group: list[fx.Node]) -> None:
     """Make one call where the last of the calls is."""
     tensors, key = [node.args[0] for node in group], group[0].args[2]
+    # The inputs of a call are the tensor and, if there is one, the factor.
+    factor_in = [node.all_input_nodes[1:] for node in group]
+    factors = list(dict.fromkeys(one for found in factor_in for one in found))
+    factor_of = [factors.index(found[0]) if found else -1 for found in factor_in]
     example = group[0].meta["val"]
     with graph.inserting_before(group[-1]):
-        rows = graph.call_function(ROWS_OPERATOR, (tensors, key))
+        rows = graph.call_function(ROWS_OPERATOR, (tensors, factors, factor_of, key))
         rows.meta["val"] = example.new_empty((len(group), *example.shape))
         for place, node in enumerate(group):
             row = graph.call_function(torch.ops.aten.select.int, (rows, 0, place))

@@ -1,5 +1,7 @@
 """Alerts on the dashboard, of real trainings with a fault put in, in a real browser."""
 
+import json
+
 import pytest
 from lightning.pytorch.loggers import TensorBoardLogger
 
@@ -47,7 +49,9 @@ def test_an_alert_leads_to_the_tensor_and_the_step(page, runs, run, tensor, kind
         (title,) = page.texts(".alerts summary")
         number = len(monitors[run].alerts)
         counted = "1 alert" if number == 1 else f"{number} alerts"
-        assert title == f"{counted} in {run}, the first at step {FAULT_STEP}: {tensor}"
+        assert title == f"{counted} in {run}, first at step {FAULT_STEP}: {kind}, {tensor}"
+        # Nothing is said twice.
+        assert page.browser.evaluate("document.querySelector('.notice').hidden")
         page.browser("tap", selector=".alerts summary")
         kinds, texts = page.texts(".alerts .alert-kind"), page.texts(".alerts li")
         assert len(texts) == number
@@ -56,12 +60,15 @@ def test_an_alert_leads_to_the_tensor_and_the_step(page, runs, run, tensor, kind
         page.browser("tap", selector=".alerts li button")
         assert page.app(SELECTED) == [tensor, FAULT_STEP]
         assert page.texts(".detail h2") == [tensor]
+        assert page.texts(".detail .alert") == [str(monitors[run].alerts[0])]
+        page.browser("press", key="ArrowLeft")
+        assert page.texts(".detail .alert") == []
 
 
-def flag_color(page, row, column):
+def flag_color(page, row, column, below=2):
     """The colour at the upper left of a cell, on the canvas of the marks."""
     rect = page.app(f"app.heatMap.cellRect(0, {row}, {column})")
-    x, y = int(rect["left"]) + 2, int(rect["top"]) + 2
+    x, y = round(rect["left"]) + 2, round(rect["top"]) + below
     context = "document.querySelector('.heat-marks').getContext('2d')"
     return page.browser.evaluate(f"[...{context}.getImageData({x}, {y}, 1, 1).data]")
 
@@ -83,6 +90,93 @@ def test_cells_with_alerts_have_a_flag(page, runs):
             else:
                 assert opacity == 0
             assert flag_color(page, row, column - 1)[3] == 0
+
+
+@pytest.mark.parametrize(("scheme", "color"), [("light", "#b3261e"), ("dark", "#ff3b30")])
+def test_a_flag_stays_in_its_row(page, runs, scheme, color):
+    folder, monitors = runs
+    tensor = monitors["overflow"].alerts[0].tensor
+    with page.served(folder) as url:
+        page.open(url + FRAME, scheme=scheme)
+        page.browser("resize", width=1280, height=420)
+        try:
+            show(page, run="overflow", rowMode="fit")
+            page.settle("app.panels[0].data.alerts.length > 0 && app.heatMap.rowHeight < 8")
+            row = page.app(f"app.rows.findIndex(({{ name }}) => name === {tensor!r})")
+            column = page.app("app.panels[0].data.steps").index(FAULT_STEP)
+            assert flag_color(page, row, column)[:3] == rgb(color)
+            assert flag_color(page, row + 1, column, below=1)[:3] != rgb(color)
+            # The legend says what it is.
+            assert page.texts(".legend-item:has(.flag)") == ["alert"]
+        finally:
+            page.browser("resize", width=1280, height=800)
+
+
+def test_alerts_of_both_runs_that_are_compared(page, runs):
+    folder, monitors = runs
+    with page.served(folder) as url:
+        page.open(url + FRAME)
+        show(page, run="flushed", compared="nan", direction="forward")
+        page.settle("document.querySelectorAll('.alerts summary > span').length === 2")
+        titles = page.texts(".alerts summary > span")
+        assert titles[0].endswith(": flushed, " + first_of(monitors["flushed"]))
+        assert titles[1] == "1 alert in nan, first at step 30: NaN or inf, blocks.1.down.bias"
+        both = [*monitors["flushed"].alerts, *monitors["nan"].alerts]
+        assert page.texts(".alerts li span:last-child") == [str(one) for one in both]
+        assert page.texts(".alerts li .alert-run")[-1] == "nan"
+        page.browser.evaluate("[...document.querySelectorAll('.alerts li button')].at(-1).click()")
+        page.settle("app.state.selected !== null")
+        assert page.app(SELECTED) == ["blocks.1.down.bias", FAULT_STEP]
+        assert page.texts(".detail .alert") == [f"nan, {monitors['nan'].alerts[0]}"]
+
+
+def first_of(monitor):
+    first = monitor.alerts[0]
+    return f"gradient of {first.tensor}" if first.direction == "backward" else first.tensor
+
+
+def test_an_alert_shows_a_tensor_that_was_filtered_out(page, runs):
+    folder, _ = runs
+    with page.served(folder) as url:
+        page.open(url + FRAME)
+        show(page, run="nan")
+        page.browser("fill", selector=".filter input", value="first")
+        page.settle("app.rows.every(({ name }) => name.startsWith('first'))")
+        page.browser("tap", selector=".alerts summary")
+        page.browser("tap", selector=".alerts li button")
+        page.settle("app.state.selected !== null")
+        assert page.app(SELECTED) == ["blocks.1.down.bias", FAULT_STEP]
+        assert page.app("app.rows.length") > 30
+        x, y = page.center(0, row=page.app("app.heatMap.model.selected.row"), column=6)
+        page.browser("move", x=x, y=y)
+        assert page.texts(".tip span")[-1] == "alert: NaN or inf"
+
+
+# As if the server had more to tell of the last step.
+LATE_ALERTS = """(() => {
+  const { source } = scalesDashboard;
+  const [runs, json] = [source.runs.bind(source), source.json.bind(source)];
+  source.runs = async () => {
+    const listing = await runs();
+    const later = (one) => ({ ...one, version: one.version + 1 });
+    return { ...listing, runs: listing.runs.map(later) };
+  };
+  source.json = async (route, query) => (route === 'alerts' ? late : json(route, query));
+  return scalesDashboard.refresh();
+})()"""
+
+
+def test_alerts_that_come_after_the_last_step(page, runs):
+    folder, _ = runs
+    late = {"kind": "overflow", "step": 35, "tensor": "first.bias", "direction": "forward"}
+    late["text"] = "late"
+    with page.served(folder) as url:
+        page.open(url + FRAME)
+        show(page, run="overflow")
+        page.browser.evaluate(f"window.late = [{json.dumps(late)}]")
+        page.browser.evaluate(LATE_ALERTS)
+        page.settle("app.panels[0].data.alerts.length === 1")
+        assert page.texts(".alerts li span:last-child") == ["late"]
 
 
 def test_an_alert_of_a_gradient_turns_the_page(page, runs):

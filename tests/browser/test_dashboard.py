@@ -83,11 +83,17 @@ def test_a_filter_leaves_the_rows_it_matches(dashboard):
         "blocks.1.attn.linear",
         "head.linear",
     ]
-    assert dashboard.texts(".count") == ["3 of 6"]
+    assert dashboard.texts(".count") == ["3 of 6 tensors"]
     show(dashboard, limit=8)
     rows = [name for name in NAMES if name.endswith("linear")]
     assert_cells(dashboard, 0, [snapshot(s) for s in STEPS], "forward", True, names=rows)
-    for pattern, number in (("blocks.?.attn.*", 3), ("!attn", 3), ("BLOCKS.1 gelu", 1), ("x*", 0)):
+    for pattern, number in (
+        ("blocks.?.attn.*", 3),
+        ("attn, linear", 2),
+        ("!attn", 3),
+        ("BLOCKS.1 gelu", 1),
+        ("x*", 0),
+    ):
         dashboard.browser("fill", selector=".filter input", value=pattern)
         dashboard.settle(f"app.rows.length === {number}")
     assert dashboard.texts(".message h2") == ["No tensor matches “x*”."]
@@ -290,6 +296,12 @@ def test_an_empty_folder_says_what_to_do(page, tmp_path):
         page.open(url + FRAME)
         assert page.texts(".message h2") == ["No scales yet."]
         assert "ScaleMonitor(" in page.texts(".message pre")[0]
+        # Every line of it is seen, and nothing that there is nothing to choose with.
+        box = "(({ scrollWidth, clientWidth }) => scrollWidth - clientWidth)"
+        assert page.browser.evaluate(f"{box}(document.querySelector('.message pre'))") == 0
+        for one in (".controls", ".legend"):
+            shown = f"getComputedStyle(document.querySelector('{one}')).display"
+            assert page.browser.evaluate(shown) == "none"
 
 
 def test_names_are_readable_where_there_is_room(dashboard):

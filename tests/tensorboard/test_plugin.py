@@ -4,6 +4,7 @@ import argparse
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from importlib.metadata import entry_points
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 from tensorboard.backend import application
 from tensorboard.backend.event_processing import data_provider, plugin_event_multiplexer
 from tensorboard.plugins import base_plugin
+from torch.utils.tensorboard import SummaryWriter
 from werkzeug.test import Client
 
 from lightning_unitscale.tensorboard import plugin as plugin_module
@@ -19,6 +21,8 @@ from lightning_unitscale.tensorboard.event_files import read_run
 from lightning_unitscale.tensorboard.history import merge_orders
 from lightning_unitscale.tensorboard.plugin import SAMPLES, STATIC_FILES, ScalesLoader
 from lightning_unitscale.tensorboard.responses import parse_frame
+from lightning_unitscale.tensorboard.writer import ScaleWriter
+from lightning_unitscale.violations import first_nonfinite
 from tests.tensorboard.runs import LAYOUT, NAMES, snapshot, unit_scaled, with_nan, write
 
 PREFIX = "/data/plugin/scales"
@@ -152,6 +156,37 @@ def test_what_is_asked_for_must_be_there(client):
     query = {"run": "scaled", "direction": "forward", "tensor": "nowhere"}
     get(client, "exponents", status=404, **query)
     get(client, "fractions", status=404, **query)
+
+
+def test_tensors_that_are_computed_from_no_other(tmp_path):
+    inputs = ((), (NAMES[0],), (NAMES[1],), (), (NAMES[3],), (NAMES[4],))
+    write(tmp_path / "logs/run", [replace(snapshot(0), inputs=inputs)])
+    write(tmp_path / "logs/silent", [snapshot(0)])
+    client = Client(wsgi_app(tmp_path / "logs"))
+    header, _ = frame(client, "scales", run="run", direction="backward")
+    assert header["sources"] == [not group for group in inputs]
+    header, _ = frame(client, "scales", run="silent", direction="forward")
+    assert not any(header["sources"])
+
+
+def test_what_is_written_late_about_the_last_step_is_news(tmp_path):
+    def version():
+        answer = json.loads(get(Client(wsgi_app(tmp_path)), "runs").data)
+        return answer["runs"][0]["version"], answer["runs"][0]["last_steps"]["forward"]
+
+    with SummaryWriter(str(tmp_path / "run")) as experiment:
+        writer = ScaleWriter(experiment)
+        seen = []
+        for step in (0, 10):
+            one = with_nan(snapshot(step), 2)
+            writer.write(one)
+            experiment.flush()
+            seen.append(version())
+            writer.write_alerts([first_nonfinite(one)], step)
+            experiment.flush()
+            seen.append(version())
+    assert [step for _, step in seen] == [0, 0, 10, 10]
+    assert len({number for number, _ in seen}) == 4
 
 
 def test_sets_of_tensors_are_laid_side_by_side(tmp_path):

@@ -2,8 +2,9 @@
 
 import { element } from './dom.js';
 
-const KINDS = {
-  loss: 'loss',
+/** What the kinds of alerts are called. */
+export const KINDS = {
+  loss: 'NaN or inf loss',
   nonfinite: 'NaN or inf',
   overflow: 'overflow',
   subnormal: 'subnormal',
@@ -21,31 +22,42 @@ export class AlertList {
     this.shown = '';
   }
 
-  /** The alerts of a run, in the order of the steps. */
-  set(alerts, run) {
-    this.node.hidden = !alerts.length;
-    const key = JSON.stringify([run, alerts]);
+  /** The alerts of the runs that are shown, each {run, alerts} in the order of the steps. */
+  set(runs) {
+    const found = runs.filter(({ alerts }) => alerts.length);
+    this.node.hidden = !found.length;
+    const key = JSON.stringify(found.map(({ run, alerts }) => [run, alerts]));
     // An open list stays where its reader scrolled it.
     if (key === this.shown) return;
     this.shown = key;
-    if (!alerts.length) return;
-    const number = alerts.length === 1 ? '1 alert' : `${alerts.length.toLocaleString('en')} alerts`;
-    const [first] = alerts;
-    const where = first.tensor === 'loss' ? 'the loss' : first.tensor;
-    this.title.replaceChildren(
-      element('b', {}, number),
-      ` in ${run}, the first at step ${first.step.toLocaleString('en')}: ${where}`,
+    this.title.replaceChildren(...found.map((one) => element('span', {}, ...summary(one))));
+    // A list of one run names it once, at its head.
+    const several = found.length > 1;
+    this.list.replaceChildren(
+      ...found.flatMap(({ run, alerts }) => alerts.map((one) => this.#entry(one, several ? run : null))),
     );
-    this.list.replaceChildren(...alerts.map((one) => this.#entry(one)));
   }
 
-  #entry(alert) {
-    const kind = element('span', { class: `alert-kind ${alert.kind}` }, KINDS[alert.kind] ?? alert.kind);
-    const text = element('span', {}, alert.text);
+  #entry(alert, run) {
+    const parts = [
+      element('span', { class: `alert-kind ${alert.kind}` }, KINDS[alert.kind] ?? alert.kind),
+      run === null ? null : element('span', { class: 'alert-run' }, run),
+      element('span', {}, alert.text),
+    ];
     // A loss has no row of its own.
-    if (alert.kind === 'loss') return element('li', {}, element('p', {}, kind, text));
+    if (alert.kind === 'loss') return element('li', {}, element('p', {}, ...parts));
     const go = () => this.onSelect(alert);
     const title = 'Show the tensor at this step';
-    return element('li', {}, element('button', { type: 'button', title, onclick: go }, kind, text));
+    return element('li', {}, element('button', { type: 'button', title, onclick: go }, ...parts));
   }
+}
+
+/** How many there are, and the first: what, where and when. */
+function summary({ run, alerts }) {
+  const [first] = alerts;
+  const number = alerts.length === 1 ? '1 alert' : `${alerts.length.toLocaleString('en')} alerts`;
+  const gradient = first.direction === 'backward' ? 'gradient of ' : '';
+  const about = first.kind === 'loss' ? '' : `, ${gradient}${first.tensor}`;
+  const what = `${KINDS[first.kind] ?? first.kind}${about}`;
+  return [element('b', {}, number), ` in ${run}, first at step ${first.step.toLocaleString('en')}: ${what}`];
 }

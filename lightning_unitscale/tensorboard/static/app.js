@@ -1,6 +1,6 @@
 // The page: its state, and what follows when a part of it changes.
 
-import { AlertList } from './alerts.js';
+import { AlertList, KINDS } from './alerts.js';
 import { Controls, keysDescription, keysDialog } from './controls.js';
 import { Detail } from './detail.js';
 import { element } from './dom.js';
@@ -45,7 +45,11 @@ export class App {
     this.legend = new Legend({ onLimit: (limit) => change({ limit }) });
     this.alerts = new AlertList({
       onSelect: async ({ tensor, step, direction }) => {
-        if (direction !== this.state.direction) await this.change({ direction });
+        const isHidden = !this.rows.some(({ name }) => name === tensor);
+        if (isHidden) this.controls.filter.value = '';
+        if (isHidden || direction !== this.state.direction) {
+          await this.change({ direction, filter: this.controls.filter.value });
+        }
         this.select(tensor, step);
       },
     });
@@ -118,6 +122,8 @@ export class App {
     this.controls.setRuns(names, run, compared);
     this.controls.direction.set(direction);
     this.controls.view.set(stored ? 'stored' : 'meant');
+    // Without a run there is nothing to choose from, and no colour.
+    this.node.classList.toggle('empty', run === null);
     if (run === null) {
       this.#say('No scales yet.', 'empty');
       this.shown += 1;
@@ -158,17 +164,17 @@ export class App {
 
   async #load(run, direction) {
     const listed = this.listing.runs.find((one) => one.name === run);
-    const last = listed?.last_steps[direction];
-    if (last === undefined) return new RunScales(run, direction, ...EMPTY);
+    const isMeasured = listed.last_steps[direction] !== undefined;
     const key = `${direction} ${run}`;
+    const { version } = listed;
     const known = this.loaded.get(key);
-    if (known?.last === last) return known.data;
+    if (known?.version === version) return known.data;
     const [{ header, arrays }, alerts] = await Promise.all([
-      this.source.frame('scales', { run, direction }),
+      isMeasured ? this.source.frame('scales', { run, direction }) : EMPTY,
       this.source.json('alerts', { run }),
     ]);
     const data = new RunScales(run, direction, header, arrays, alerts);
-    this.loaded.set(key, { last, data });
+    this.loaded.set(key, { version, data });
     if (known) this.detail.forget();
     return data;
   }
@@ -176,9 +182,12 @@ export class App {
   #show(found) {
     const { stored, filter, limit, rowMode, direction, run } = this.state;
     const names = mergeOrders(found.map((data) => data.names));
-    const modules = new Map(found.flatMap((data) => data.names.map((name, k) => [name, data.modules[k]])));
-    const matches = nameFilter(filter);
-    this.rows = names.filter(matches).map((name) => ({ name, module: modules.get(name) }));
+    const known = new Map(
+      found.flatMap(({ names: own, modules, sources }) =>
+        own.map((name, k) => [name, { name, module: modules[k], isSource: sources[k] }]),
+      ),
+    );
+    this.rows = names.filter(nameFilter(filter)).map((name) => known.get(name));
     this.panels = found.map((data) => ({
       title: found.length > 1 ? data.run : '',
       data,
@@ -187,9 +196,12 @@ export class App {
     this.controls.setCount(this.rows.length, names.length);
     const range = limit === 'auto' ? colorLimit(found, stored) : limit;
     this.palette = new Palette(this.theme.name, range);
-    const bad = found.map((data) => data.firstBad()).find((one) => one !== null) ?? null;
-    this.legend.set(this.palette, bad, () => this.select(bad.name, bad.step));
-    this.alerts.set(found[0].alerts, found[0].run);
+    const hasFlags = found.some((data) => data.alertsOf.size > 0);
+    // Where an alert tells of a NaN already, it says more.
+    const silent = found.filter(({ alerts }) => !alerts.some(({ kind }) => kind === 'nonfinite'));
+    const bad = silent.map((data) => data.firstBad()).find((one) => one !== null) ?? null;
+    this.legend.set(this.palette, hasFlags, bad, () => this.select(bad.name, bad.step));
+    this.alerts.set(found);
     const turn = TURN[direction];
     if (!names.length) this.#say(`Nothing was measured ${direction}.`, `Try ${turn} (key ${turn[0]}).`);
     else if (!this.rows.length) this.#say(`No tensor matches “${filter}”.`, 'Escape clears the filter.');
@@ -198,7 +210,7 @@ export class App {
     this.heatMap.node.setAttribute('aria-label', label);
     const selected = this.#selectedCell();
     this.heatMap.set({ rows: this.rows, panels: this.panels, stored, palette: this.palette, rowMode, selected });
-    this.controls.rows.set(this.heatMap.isLabelled ? 'named' : 'fit');
+    if (this.rows.length) this.controls.rows.set(this.heatMap.isLabelled ? 'named' : 'fit');
     if (this.state.selected) this.#showDetail();
     this.shown += 1;
   }
@@ -226,8 +238,8 @@ export class App {
     if (unit) texts.push(`stored in units of ${power(unit)}`);
     const bad = data.bad(column, tensor);
     if (bad) texts.push(`${bad.toLocaleString('en')} NaN or infinite`);
-    const number = data.alertsAt(this.rows[row].name).filter((one) => one.step === data.steps[column]).length;
-    if (number) texts.push(`${number} ${number > 1 ? 'alerts' : 'alert'}`);
+    const alerts = data.alertsAt(this.rows[row].name).filter((one) => one.step === data.steps[column]);
+    if (alerts.length) texts.push(`alert: ${alerts.map(({ kind }) => KINDS[kind] ?? kind).join(', ')}`);
     return texts;
   }
 
@@ -269,7 +281,8 @@ export class App {
       else this.heatMap.node.focus();
       return;
     }
-    if (isText) return;
+    const isButton = target.tagName === 'BUTTON';
+    if (isText || (isButton && event.key === 'Enter')) return;
     const { direction, stored, rowMode } = this.state;
     const actions = {
       '/': () => this.controls.filter.focus(),
@@ -281,7 +294,7 @@ export class App {
       '[': () => this.detail.setShift(this.detail.shift - 1),
       ']': () => this.detail.setShift(this.detail.shift + 1),
       '?': () => this.keys.showModal(),
-      ...(target === this.heatMap.node || target === document.body ? this.#moves() : {}),
+      ...(target === this.heatMap.node || target === document.body || isButton ? this.#moves() : {}),
     };
     const action = actions[event.key];
     if (!action) return;
@@ -325,10 +338,10 @@ export class App {
   }
 }
 
-const EMPTY = [
-  { names: [], modules: [], steps: [], unit_rows: [], nonfinite_rows: [] },
-  { log2_rms: new Float32Array(), log2_unit: new Float32Array(), nonfinite: new Float32Array() },
-];
+const EMPTY = {
+  header: { names: [], modules: [], sources: [], steps: [], unit_rows: [], nonfinite_rows: [] },
+  arrays: { log2_rms: new Float32Array(), log2_unit: new Float32Array(), nonfinite: new Float32Array() },
+};
 
 /** Of the runs the one that began last. */
 function newest(runs) {
@@ -342,7 +355,8 @@ function firstSteps() {
     'from lightning.pytorch import Trainer',
     'from lightning_unitscale import ScaleMonitor, UnitScaleCallback',
     '',
-    'trainer = Trainer(callbacks=[UnitScaleCallback(), ScaleMonitor(every_n_steps=50)])',
+    'monitor = ScaleMonitor(every_n_steps=50)',
+    'trainer = Trainer(callbacks=[UnitScaleCallback(), monitor])',
     'trainer.fit(model)',
   ].join('\n');
   return [

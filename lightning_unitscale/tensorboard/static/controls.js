@@ -39,16 +39,16 @@ export class Controls {
     );
     this.filter = element('input', {
       type: 'search',
-      placeholder: 'attn, *.weight, !bias   ( / )',
+      placeholder: 'attn !bias   (key /)',
       spellcheck: 'false',
       autocomplete: 'off',
-      title: 'Words that a name has to have; * and ? make it a glob of the whole name; ! excludes',
+      title: 'Words that a name must have, all of them; !word excludes; *.weight is a pattern of the whole name',
       oninput: () => on.filter(this.filter.value),
     });
     this.count = element('output', { class: 'count', 'aria-live': 'polite' });
     const help = element(
       'button',
-      { type: 'button', class: 'round', title: 'Keys (?)', 'aria-label': 'Keys', onclick: on.help },
+      { type: 'button', class: 'round', title: 'Help (key ?)', 'aria-label': 'Help', onclick: on.help },
       '?',
     );
     this.node = element(
@@ -72,7 +72,7 @@ export class Controls {
   }
 
   setCount(shown, all) {
-    this.count.textContent = shown === all ? `${all}` : `${shown} of ${all}`;
+    this.count.textContent = shown === all ? `${all} tensors` : `${shown} of ${all} tensors`;
   }
 }
 
@@ -81,31 +81,52 @@ function labelled(text, control) {
 }
 
 function fill(select, choices, chosen) {
+  // A list that is open would close when its choices are made anew.
+  const { options: known } = select;
+  select.title = chosen;
+  if (known.length === choices.length && choices.every(([value], place) => known[place].value === value)) {
+    select.value = chosen;
+    return;
+  }
   const options = choices.map(([value, text]) =>
     element('option', { value, selected: value === chosen }, text),
   );
   select.replaceChildren(...options);
-  select.title = chosen;
 }
 
 const KEYS = [
   ['← → ↑ ↓', 'move the selected cell; with Page Up, Page Down, Home, End by more'],
-  ['Enter', 'select the first cell'],
+  ['Enter', 'select a cell: the last step of the first tensor'],
   ['/', 'filter the tensors'],
   ['f, b', 'forward, backward'],
   ['s', 'as meant, as stored'],
   ['z', 'fit all rows, rows with names'],
   ['[ ]', 'shift the tensor by a power of two'],
   ['l', 'logarithmic counts'],
+  ['?', 'this help'],
   ['Esc', 'close what is open'],
 ];
 
-/** The list of keys as a dialog. */
+const READING = [
+  ['Row', 'a tensor: first the parameters, then the results of operations, in the order of computation'],
+  ['Column', 'a sampled step'],
+  ['Colour', 'RMS of the tensor, in powers of two: blue below 1, orange above; near 1 it fades into the page'],
+  ['Forward', 'values'],
+  ['Backward', 'gradients of the same tensors'],
+  ['As meant', 'what the model computes with'],
+  ['As stored', 'what is in memory and meets number formats; another scale only with unit scaling'],
+];
+
+/** How to read the page, and the list of keys, as a dialog. */
 export function keysDialog() {
+  const terms = READING.map(([term, text]) => [element('dt', {}, term), element('dd', {}, text)]);
   const rows = KEYS.map(([keys, text]) => [element('dt', {}, element('kbd', {}, keys)), element('dd', {}, text)]);
   const dialog = element(
     'dialog',
-    { class: 'keys', 'aria-label': 'Keys' },
+    { class: 'keys', 'aria-label': 'Help' },
+    element('h2', {}, 'How to read the map'),
+    element('dl', {}, terms.flat()),
+    element('p', {}, 'A click on a cell shows how the tensor fits into the number formats.'),
     element('h2', {}, 'Keys'),
     element('dl', {}, rows.flat()),
     element('form', { method: 'dialog' }, element('button', {}, 'Close')),

@@ -1,7 +1,7 @@
 // The panel about one tensor: its scale over the steps, its exponents, what the formats do to it.
 
 import { element } from './dom.js';
-import { exponentDomain, fractionTable, histogram, summaryLine } from './histogram.js';
+import { bandKey, exponentDomain, fractionTable, histogram, summaryLine } from './histogram.js';
 import { ExactFractions, ExponentSeries, columnAt, power } from './model.js';
 import { trend } from './trend.js';
 
@@ -20,6 +20,7 @@ export class Detail {
     this.subject = null;
     this.title = element('h2', {});
     this.context = element('p', { class: 'context' });
+    this.alerts = element('div', {});
     this.trend = element('div');
     this.charts = element('div');
     this.stepSlider = element('input', {
@@ -35,6 +36,7 @@ export class Detail {
       max: LARGEST_SHIFT,
       value: 0,
       'aria-label': 'Power of two that the tensor is multiplied with before the cast',
+      title: 'What if the tensor were multiplied with a power of two before it is cast? (keys [ and ])',
       oninput: () => this.setShift(Number(this.shiftSlider.value)),
     });
     this.shiftText = element('output', {});
@@ -53,17 +55,30 @@ export class Detail {
       'aside',
       { class: 'detail', 'aria-label': 'Tensor', hidden: true },
       element('div', { class: 'detail-head' }, element('div', {}, this.title, this.context), close),
-      element('h3', {}, 'log₂ RMS over the steps'),
-      this.trend,
-      slider('Step', this.stepSlider, this.stepText, null),
+      this.alerts,
       element(
         'div',
-        { class: 'detail-bar' },
-        element('h3', {}, 'Exponents and formats'),
-        element('label', { title: 'Key l' }, this.logBox, 'log counts'),
+        { class: 'detail-body' },
+        element(
+          'div',
+          {},
+          element('h3', {}, 'log₂ RMS over the steps'),
+          this.trend,
+          slider('Step', this.stepSlider, this.stepText, null),
+        ),
+        element(
+          'div',
+          {},
+          element(
+            'div',
+            { class: 'detail-bar' },
+            element('h3', {}, 'Exponents and formats'),
+            element('label', { title: 'Logarithmic counts (key l)' }, this.logBox, 'log counts'),
+          ),
+          slider('Shift', this.shiftSlider, this.shiftText, this.reset),
+          this.charts,
+        ),
       ),
-      slider('Shift', this.shiftSlider, this.shiftText, this.reset),
-      this.charts,
     );
   }
 
@@ -155,6 +170,7 @@ export class Detail {
     this.shiftSlider.value = this.shift;
     this.shiftText.textContent = `× ${power(this.shift)}`;
     this.reset.disabled = this.shift === 0;
+    this.alerts.replaceChildren(...this.#alertsAt(step));
     if (!runs.length) {
       this.trend.replaceChildren();
       this.charts.replaceChildren();
@@ -164,6 +180,7 @@ export class Detail {
     const column = columnAt(steps, step);
     this.stepSlider.max = steps.length - 1;
     this.stepSlider.value = column;
+    this.stepSlider.disabled = steps.length < 2;
     this.stepText.textContent = steps[column].toLocaleString('en');
     this.stepSlider.setAttribute('aria-valuetext', `step ${steps[column]}`);
     this.trend.replaceChildren(this.#trend());
@@ -172,6 +189,16 @@ export class Detail {
     this.charts.replaceChildren(
       ...found.map((one, place) => this.#chart(one, domain, place)),
       ...this.#table(found),
+    );
+  }
+
+  /** What was found wrong with the tensor at the step. */
+  #alertsAt(step) {
+    const { name, runs } = this.subject;
+    return runs.flatMap(({ run, alertsOf }) =>
+      (alertsOf.get(name) ?? [])
+        .filter((one) => one.step === step)
+        .map(({ text }) => element('p', { class: 'alert' }, runs.length > 1 ? `${run}, ${text}` : text)),
     );
   }
 
@@ -212,9 +239,11 @@ export class Detail {
   #chart({ run, unit, step, value, bad, series, error, counts }, domain, place) {
     const { name, runs } = this.subject;
     const several = runs.length > 1;
+    // The runs need not have been sampled at the same steps.
+    const other = step === runs[0].steps[columnAt(runs[0].steps, this.subject.step)] ? null : step;
     const parts = [
       several ? element('h4', { class: `run-${place}` }, run.run) : null,
-      element('p', { class: 'summary' }, summaryLine({ value, unit, bad, counts })),
+      element('p', { class: 'summary' }, summaryLine({ step: other, value, unit, bad, counts })),
     ];
     if (counts) {
       const isLast = place === runs.length - 1;
@@ -229,7 +258,7 @@ export class Detail {
         label: `Exponent histogram of ${name} at step ${counts.step}, run ${run.run}`,
         onChoose: (format) => this.choose(format),
       });
-      parts.push(drawing);
+      parts.push(drawing, isLast ? bandKey(this.#format()) : null);
       if (counts.step !== step) {
         parts.push(element('p', { class: 'note' }, `Counted at step ${counts.step.toLocaleString('en')}.`));
       }

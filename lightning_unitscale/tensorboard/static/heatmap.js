@@ -2,18 +2,18 @@
 
 import { cellPicture, hatching } from './cells.js';
 import { element, oncePerFrame } from './dom.js';
-import { blockOf, columnAt } from './model.js';
+import { FONT, RowLabels, SMALLEST_NAMED_ROW, shortened } from './labels.js';
+import { columnAt } from './model.js';
 
 const AXIS = 26;
 const TITLE = 20;
 const GAP = 18;
-const FLAG = 8;
+const FLAG = 9;
+const SMALLEST_FLAG = 5;
 const READABLE_ROW = 16;
 // Rows that all fit into the view are still worth looking at together when they are this high.
 const SMALLEST_FITTING_ROW = 3;
 const LARGEST_ROW = 26;
-const SMALLEST_LABEL = 9;
-const FONT = 'system-ui, -apple-system, "Segoe UI", Roboto, sans-serif';
 
 export class HeatMap {
   /** `onHover(cell or null, event)` and `onSelect(cell)`; a cell is {panel, row, column}. */
@@ -57,7 +57,7 @@ export class HeatMap {
   }
 
   /**
-   * What to show: `rows` ({name, module}), `panels` ({title, data, places}: the position of every
+   * What to show: `rows` ({name, module, isSource}), `panels` ({title, data, places}: the position of every
    * row's tensor in the run, -1 without), `stored`, `palette`, `rowMode` and `selected` ({row,
    * step} or null).
    */
@@ -125,12 +125,14 @@ export class HeatMap {
     const fitting = Math.min(area / Math.max(rows.length, 1), LARGEST_ROW);
     const fits = rowMode === 'fit' || (rowMode === 'auto' && fitting >= SMALLEST_FITTING_ROW);
     this.rowHeight = fits ? fitting : Math.max(fitting, READABLE_ROW);
-    this.isLabelled = this.rowHeight >= SMALLEST_LABEL;
+    this.isLabelled = this.rowHeight >= SMALLEST_NAMED_ROW;
     this.spacer.style.height = `${Math.max(0, rows.length * this.rowHeight - area - 1)}px`;
     // Only now is it known whether there is a scroll bar.
     this.width = this.node.clientWidth;
-    this.labels = rows.map(({ name, module }) => this.#label(name, module));
-    this.gutter = this.#gutterWidth();
+    this.labels = new RowLabels(rows);
+    const share = panels.length > 1 ? 0.24 : 0.3;
+    const most = Math.max(share * this.width, 110);
+    this.gutter = this.labels.width(this.base.getContext('2d'), this.rowHeight, most);
     const gaps = GAP * (panels.length - 1);
     this.panelWidth = Math.max(40, (this.width - this.gutter - gaps - 12) / panels.length);
     for (const canvas of [this.base, this.overlay]) {
@@ -145,21 +147,6 @@ export class HeatMap {
     this.#draw();
   }
 
-  #label(name, module) {
-    const rest = module && name.startsWith(`${module}.`) ? name.slice(module.length + 1) : name;
-    return { path: name.slice(0, name.length - rest.length), rest, block: blockOf(module) };
-  }
-
-  #gutterWidth() {
-    const context = this.base.getContext('2d');
-    context.font = `11px ${FONT}`;
-    const texts = this.labels.map(({ path, rest, block }) => (this.isLabelled ? path + rest : block));
-    const widest = texts.reduce((one, other) => (other.length > one.length ? other : one), '');
-    const share = this.model.panels.length > 1 ? 0.24 : 0.3;
-    const wanted = context.measureText(widest).width * 1.08 + 22;
-    return Math.round(Math.min(Math.max(wanted, 70), Math.max(share * this.width, 110)));
-  }
-
   #colors() {
     const style = getComputedStyle(this.node);
     const color = (name) => style.getPropertyValue(`--${name}`).trim();
@@ -170,7 +157,7 @@ export class HeatMap {
       hatch: color('hatch'),
       page: color('page'),
       accent: color('accent'),
-      bad: color('bad'),
+      flag: color('flag'),
     };
   }
 
@@ -187,7 +174,9 @@ export class HeatMap {
     context.rect(0, this.header, this.width, this.height - this.header);
     context.clip();
     this.model.panels.forEach((_, panel) => this.#drawPanel(context, colors, panel, first, stop));
-    this.#drawLabels(context, colors, first, stop);
+    const rowTop = (row) => this.header + row * this.rowHeight - this.node.scrollTop;
+    const { gutter: right, header: top, height: bottom, rowHeight } = this;
+    this.labels.draw(context, colors, { top, bottom, right, rowHeight, rowTop }, first, stop);
     context.restore();
     this.model.panels.forEach((_, panel) => this.#drawAxis(context, colors, panel));
     this.#drawMarks();
@@ -211,57 +200,12 @@ export class HeatMap {
       context.imageSmoothingEnabled = false;
       context.drawImage(picture, left, top, this.panelWidth, height);
     }
-    if (this.rowHeight >= SMALLEST_LABEL) {
+    if (this.rowHeight >= SMALLEST_NAMED_ROW) {
       context.fillStyle = colors.page;
       for (let row = first; row <= stop; row += 1) {
         context.fillRect(left, top + (row - first) * this.rowHeight - 0.5, this.panelWidth, 1);
       }
     }
-  }
-
-  #drawLabels(context, colors, first, stop) {
-    context.textBaseline = 'middle';
-    context.textAlign = 'right';
-    if (this.isLabelled) {
-      const size = Math.min(12, Math.max(8, this.rowHeight - 4));
-      context.font = `${size}px ${FONT}`;
-      for (let row = first; row < stop; row += 1) this.#drawName(context, colors, row);
-      return;
-    }
-    // No room for names: the blocks that they belong to.
-    context.font = `11px ${FONT}`;
-    let lowest = -Infinity;
-    for (let row = 0; row < this.labels.length; ) {
-      let end = row + 1;
-      while (end < this.labels.length && this.labels[end].block === this.labels[row].block) end += 1;
-      const top = this.header + row * this.rowHeight - this.node.scrollTop;
-      const middle = top + ((end - row) * this.rowHeight) / 2;
-      context.fillStyle = colors.line;
-      context.fillRect(this.gutter - 6, top, 6, 1);
-      if (middle - lowest >= 12) {
-        context.fillStyle = colors.muted;
-        const { block, rest } = this.labels[row];
-        const text = shortened(context, block || rest, this.gutter - 14);
-        const isInView = middle > this.header - 8 && middle < this.height + 8;
-        const inView = Math.min(Math.max(middle, this.header + 6), this.height - 7);
-        context.fillText(text, this.gutter - 10, isInView ? inView : middle);
-        lowest = middle;
-      }
-      row = end;
-    }
-  }
-
-  #drawName(context, colors, row) {
-    const { path, rest } = this.labels[row];
-    const y = this.header + (row + 0.5) * this.rowHeight - this.node.scrollTop;
-    const right = this.gutter - 8;
-    const tail = shortened(context, rest, right - 8);
-    context.fillStyle = colors.text;
-    context.fillText(tail, right, y);
-    const room = right - 8 - context.measureText(tail).width;
-    if (!path || tail !== rest || room < 12) return;
-    context.fillStyle = colors.muted;
-    context.fillText(shortened(context, path, room), right - context.measureText(tail).width, y);
   }
 
   #drawAxis(context, colors, panel) {
@@ -328,16 +272,19 @@ export class HeatMap {
       if (places[row] < 0) return;
       for (const { step } of data.alertsAt(name)) {
         const { left, top } = this.cellRect(panel, row, columnAt(data.steps, step));
+        const height = Math.min(FLAG, Math.max(this.rowHeight, SMALLEST_FLAG));
         context.beginPath();
         context.moveTo(left, top);
         context.lineTo(left + FLAG, top);
-        context.lineTo(left, top + FLAG);
+        context.lineTo(left, top + height);
         context.closePath();
-        context.fillStyle = colors.bad;
-        context.fill();
+        // A rim in the colour of the page: flags stand out from cells of every colour.
         context.strokeStyle = colors.page;
-        context.lineWidth = 1;
+        context.lineWidth = 3;
+        context.lineJoin = 'round';
         context.stroke();
+        context.fillStyle = colors.flag;
+        context.fill();
       }
     });
   }
@@ -382,12 +329,4 @@ export class HeatMap {
 function roundStride(least) {
   const decade = 10 ** Math.floor(Math.log10(Math.max(least, 1)));
   return [1, 2, 5, 10].map((factor) => factor * decade).find((stride) => stride >= least);
-}
-
-/** Text that ends as it does but begins later where the room is too small. */
-function shortened(context, text, room) {
-  if (context.measureText(text).width <= room) return text;
-  let start = 1;
-  while (start < text.length && context.measureText(`…${text.slice(start)}`).width > room) start += 1;
-  return `…${text.slice(start)}`;
 }

@@ -77,6 +77,19 @@ function background(x, bottom, format, shift) {
   );
 }
 
+/** What the bands behind the bars mean, as a line. */
+export function bandKey(format) {
+  const entry = (band, text, title) =>
+    element('span', { title }, element('i', { class: `swatch ${band}` }), text);
+  return element(
+    'p',
+    { class: 'note band-key' },
+    entry('normal', `normal in ${shortName(format)}`),
+    entry('subnormal', 'subnormal: fewer digits'),
+    entry('lost', 'lost', 'Rounded to zero on the left, overflow on the right'),
+  );
+}
+
 function axis(x, bottom, [low, high]) {
   const parts = [svg('line', { class: 'axis', x1: LEFT, x2: WIDTH - RIGHT, y1: bottom, y2: bottom })];
   const stride = [4, 8, 16, 32].find((one) => (high - low) / one <= 11) ?? 64;
@@ -191,9 +204,10 @@ function shortName(format) {
   return format.name.replace('FN', '');
 }
 
-/** One line about a tensor: its scale, its unit, its zeros. */
-export function summaryLine({ value, unit, bad, counts }) {
+/** One line about a tensor: its step if it is another one, its scale, its unit, its zeros. */
+export function summaryLine({ step, value, unit, bad, counts }) {
   const parts = [scaleText(value)];
+  if (step !== null) parts.unshift(`step ${step.toLocaleString('en')}`);
   if (bad) parts.push(`${bad.toLocaleString('en')} NaN or infinite`);
   if (unit) parts.push(`stored in units of ${power(unit)}`);
   if (counts && counts.numSampled) {

@@ -12,12 +12,13 @@ export class Legend {
     this.ticks = element('div', { class: 'legend-ticks' });
     this.zero = element('i', { class: 'swatch' });
     this.bad = element('i', { class: 'swatch' });
+    this.flag = element('span', { class: 'legend-item', hidden: true }, element('i', { class: 'flag' }), 'alert');
     this.notice = element('button', { type: 'button', class: 'notice', hidden: true });
     this.select = element(
       'select',
       {
         'aria-label': 'Range of the colours',
-        title: 'Range of the colours',
+        title: 'Range of the colours; auto holds 98 % of all cells',
         onchange: () => onLimit(this.select.value === 'auto' ? 'auto' : Number(this.select.value)),
       },
       element('option', { value: 'auto' }, 'auto'),
@@ -28,16 +29,21 @@ export class Legend {
       { class: 'legend' },
       element('span', { class: 'legend-title' }, 'RMS'),
       element('div', { class: 'legend-scale' }, this.bar, this.ticks),
-      this.select,
+      element('label', { class: 'legend-item' }, 'range', this.select),
       element('span', { class: 'legend-item' }, this.zero, 'all zero'),
       element('span', { class: 'legend-item' }, this.bad, 'NaN or inf'),
-      element('span', { class: 'legend-item' }, element('i', { class: 'swatch missing' }), 'none'),
+      element('span', { class: 'legend-item' }, element('i', { class: 'swatch missing' }), 'not measured'),
+      this.flag,
       this.notice,
     );
   }
 
-  /** The colours, and the first NaN ({name, step} or null), which `onBad` leads to. */
-  set(palette, bad, onBad) {
+  /**
+   * The colours, whether cells have flags, and the first NaN ({name, step} or null), which `onBad`
+   * leads to.
+   */
+  set(palette, hasFlags, bad, onBad) {
+    this.flag.hidden = !hasFlags;
     this.notice.hidden = !bad;
     if (bad) {
       const step = bad.step.toLocaleString('en');

@@ -15,6 +15,7 @@ export class RunScales {
     }
     this.names = header.names;
     this.modules = header.modules;
+    this.sources = header.sources;
     this.steps = header.steps;
     this.position = new Map(this.names.map((name, place) => [name, place]));
     this.rms = arrays.log2_rms;
@@ -77,11 +78,11 @@ export function mergeOrders(orders) {
 }
 
 /**
- * A test of names: every word has to occur, in any case; a word with * or ? is a glob of the whole
+ * A test of names: every word, apart by spaces or commas, has to occur, in any case; a word with * or ? is a glob of the whole
  * name; a word after a ! must not match.
  */
 export function nameFilter(text) {
-  const words = text.toLowerCase().split(/\s+/).filter((word) => word && word !== '!');
+  const words = text.toLowerCase().split(/[\s,]+/).filter((word) => word && word !== '!');
   const tests = words.map((word) => {
     const negated = word.startsWith('!');
     const pattern = negated ? word.slice(1) : word;

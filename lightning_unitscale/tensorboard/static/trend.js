@@ -20,7 +20,9 @@ export function trend({ lines, step, label, onStep }) {
     low = finite.reduce((one, other) => Math.min(one, other)) - 0.5;
     high = finite.reduce((one, other) => Math.max(one, other)) + 0.5;
   }
-  const x = (at) => LEFT + ((at - first) / Math.max(last - first, 1)) * (WIDTH - LEFT - RIGHT);
+  // A single step stands in the middle.
+  const shareOf = (at) => (last > first ? (at - first) / (last - first) : 0.5);
+  const x = (at) => LEFT + shareOf(at) * (WIDTH - LEFT - RIGHT);
   const y = (value) => BOTTOM - ((value - low) / (high - low)) * (BOTTOM - TOP);
   const drawing = svg('svg', {
     class: 'trend',
@@ -33,15 +35,16 @@ export function trend({ lines, step, label, onStep }) {
       onStep(first + (share / (WIDTH - LEFT - RIGHT)) * (last - first));
     },
   });
-  for (const value of ticks(low, high)) {
+  const stride = [0.25, 0.5, 1, 2, 4, 8, 16, 32, 64].find((one) => (high - low) / one <= 4) ?? 128;
+  const digits = Math.max(0, -Math.log2(stride));
+  for (const value of ticks(low, high, stride)) {
     drawing.append(
       svg('line', { class: 'grid', x1: LEFT, x2: WIDTH - RIGHT, y1: y(value), y2: y(value) }),
-      svg('text', { class: 'caption', x: LEFT - 6, y: y(value) + 4 }, signed(value)),
+      svg('text', { class: 'caption', x: LEFT - 6, y: y(value) + 4 }, signed(value, digits)),
     );
   }
   drawing.append(
-    svg('text', { class: 'tick start', x: LEFT, y: HEIGHT - 4 }, `step ${first.toLocaleString('en')}`),
-    svg('text', { class: 'tick end', x: WIDTH - RIGHT, y: HEIGHT - 4 }, last.toLocaleString('en')),
+    ...stepTicks(first, last),
     svg('line', { class: 'now', x1: x(step), x2: x(step), y1: TOP, y2: BOTTOM }),
   );
   lines.forEach((line, place) => {
@@ -54,6 +57,16 @@ export function trend({ lines, step, label, onStep }) {
     }
   });
   return drawing;
+}
+
+function stepTicks(first, last) {
+  const text = `step ${first.toLocaleString('en')}`;
+  const y = HEIGHT - 4;
+  if (first === last) return [svg('text', { class: 'tick', x: (LEFT + WIDTH - RIGHT) / 2, y }, text)];
+  return [
+    svg('text', { class: 'tick start', x: LEFT, y }, text),
+    svg('text', { class: 'tick end', x: WIDTH - RIGHT, y }, last.toLocaleString('en')),
+  ];
 }
 
 /** A line with a gap where there is no value. */
@@ -70,8 +83,7 @@ function path({ steps, values }, x, y) {
   return parts.join('');
 }
 
-function ticks(low, high) {
-  const stride = [1, 2, 4, 8, 16, 32, 64].find((one) => (high - low) / one <= 4) ?? 128;
+function ticks(low, high, stride) {
   const found = [];
   for (let value = Math.ceil(low / stride) * stride; value <= high; value += stride) found.push(value);
   return found;

@@ -1,4 +1,4 @@
-/* Statistics rows of FP32 tensors in one pass over memory.
+/* Statistics rows of tensors in FP32, BF16 and FP16 in one pass over memory.
  *
  * A block of a tensor that has come into the L1 cache is looked at as often as need be
  * (cpu_blocks.h), and gives its share of the sample of exponents (cpu_sample.h).
@@ -12,10 +12,14 @@
 #define NUM_EXPONENTS 279        /* 2**-150 ... 2**128 */
 #define FIRST_NORMAL 23          /* place of exponent field 0 among them, if it were one more */
 
+/* What the elements are. */
+enum { FP32, BF16, FP16 };
+
 /* How a tensor lies in memory: rows of numbers that are next to each other, at equal distances. */
 typedef struct {
-    const float *data;
+    const void *data;
     int64_t numel, row_length, row_stride;
+    int32_t type;
 } Rows;
 
 /* A thread's work at a time. */
@@ -24,13 +28,53 @@ typedef struct {
     int64_t place;
 } Chunk;
 
-/* A block as numbers next to each other: where they lie, or gathered into the buffer. */
+/* FP16 in FP32, by integers: a processor that was told to take subnormals for zero would do so. The
+ * exponents are 112 apart, those of infinities and NaN 224; subnormals are normal in FP32. */
+static float float_of_fp16(uint16_t half) {
+    const uint32_t magnitude = (uint32_t)(half & 0x7fff) << 13;
+    const uint32_t sign = (uint32_t)(half & 0x8000) << 16;
+    uint32_t code;
+    float value;
+    if ((half & 0x7c00) == 0) {
+        value = (float)(half & 0x3ff) * 0x1p-24f;
+        memcpy(&code, &value, sizeof(code));
+    } else {
+        code = magnitude + ((half & 0x7c00) == 0x7c00 ? 224u << 23 : 112u << 23);
+    }
+    code |= sign;
+    memcpy(&value, &code, sizeof(value));
+    return value;
+}
+
+static float float_of_bf16(uint16_t half) {
+    const uint32_t code = (uint32_t)half << 16;
+    float value;
+    memcpy(&value, &code, sizeof(value));
+    return value;
+}
+
+static void copy_as_fp32(float *to, const Rows *rows, int64_t place, int64_t n) {
+    const uint16_t *halves = (const uint16_t *)rows->data + place;
+    if (rows->type == FP32)
+        memcpy(to, (const float *)rows->data + place, (size_t)n * sizeof(float));
+    else if (rows->type == BF16)
+        for (int64_t i = 0; i < n; i++) to[i] = float_of_bf16(halves[i]);
+    else
+        for (int64_t i = 0; i < n; i++) to[i] = float_of_fp16(halves[i]);
+}
+
+/* A block as FP32 numbers next to each other: where they lie, or copied into the buffer. */
 static const float *block_of(const Rows *rows, int64_t first, int32_t n, float *buffer) {
-    if (rows->row_length == rows->row_stride) return rows->data + first;
+    const int32_t is_dense = rows->row_length == rows->row_stride;
+    if (is_dense && rows->type == FP32) return (const float *)rows->data + first;
+    if (is_dense) {
+        copy_as_fp32(buffer, rows, first, n);
+        return buffer;
+    }
     int64_t row = first / rows->row_length, start = first % rows->row_length;
     for (int32_t done = 0; done < n; row++, start = 0) {
         const int64_t length = smaller_of(rows->row_length - start, n - done);
-        memcpy(buffer + done, rows->data + row * rows->row_stride + start, (size_t)length * 4);
+        copy_as_fp32(buffer + done, rows, row * rows->row_stride + start, length);
         done += (int32_t)length;
     }
     return buffer;
@@ -109,21 +153,23 @@ static void write_row(double *row, const Partial *all, int64_t numel, const Cuts
     for (int32_t i = 1; i < 255; i++) row[FIRST_NORMAL + i] += all->counts[i];
 }
 
-/* tensors: each as data, numel (not zero), and rows of row_length numbers next to each other whose
- * beginnings are row_stride numbers apart. cuts: three codes per format. sample_size: 0 for no
- * exponent counts. rows: one row per tensor, as RowLayout lists its columns, num_columns apart.
- * Returns 0, or 1 when there is no memory. */
-int statistics_rows_fp32(const Rows *tensors, int32_t num_tensors, const uint32_t *given_cuts,
-                         int32_t num_given, int64_t sample_size, int32_t num_threads, double *rows,
-                         int64_t num_columns) {
-    if (num_given > MAX_CUTS) return 1;
-    Cuts cuts = {.number = 0};
+/* Thresholds from their codes, three per format. */
+static void set_cuts(Cuts *cuts, const uint32_t *given, int32_t num_given) {
+    memset(cuts, 0, sizeof(*cuts));
     for (int32_t k = 0; k < num_given; k++) {
         int32_t place = 0;
-        while (place < cuts.number && cuts.codes[place] != (int32_t)given_cuts[k]) place++;
-        if (place == cuts.number) cuts.codes[cuts.number++] = (int32_t)given_cuts[k];
-        cuts.place_of[k] = place;
+        while (place < cuts->number && cuts->codes[place] != (int32_t)given[k]) place++;
+        if (place == cuts->number) cuts->codes[cuts->number++] = (int32_t)given[k];
+        cuts->place_of[k] = place;
     }
+}
+
+/* tensors: not empty. cuts: one per tensor, each made of num_given codes. sample_size: 0 for no
+ * exponent counts. rows: one row per tensor, as RowLayout lists its columns, num_columns apart.
+ * Returns 0, or 1 when there is no memory. */
+static int32_t statistics_rows(const Rows *tensors, const Cuts *cuts, int32_t num_tensors,
+                               int32_t num_given, int64_t sample_size, int32_t num_threads,
+                               double *rows, int64_t num_columns) {
     int64_t num_chunks = 0, most = 0;
     for (int32_t k = 0; k < num_tensors; k++) {
         const int64_t own = (tensors[k].numel + CHUNK - 1) / CHUNK;
@@ -144,13 +190,14 @@ int statistics_rows_fp32(const Rows *tensors, int32_t num_tensors, const uint32_
             if (chunk * CHUNK < tensors[k].numel) chunks[listed++] = (Chunk){k, chunk};
 #pragma omp parallel for num_threads(num_threads) if (num_threads > 1)
     for (int64_t i = 0; i < num_chunks; i++)
-        add_chunk(&partials[i], &tensors[chunks[i].tensor], chunks[i].place, &cuts, sample_size);
+        add_chunk(&partials[i], &tensors[chunks[i].tensor], chunks[i].place,
+                  &cuts[chunks[i].tensor], sample_size);
     /* The first ones are those of the tensors in their order. */
     for (int64_t i = num_tensors; i < num_chunks; i++)
-        merge(&partials[chunks[i].tensor], &partials[i], &cuts);
+        merge(&partials[chunks[i].tensor], &partials[i], &cuts[chunks[i].tensor]);
     for (int32_t k = 0; k < num_tensors; k++)
-        write_row(rows + k * num_columns, &partials[k], tensors[k].numel, &cuts, num_given,
-                  sample_size);
+        write_row(rows + k * num_columns, &partials[k], tensors[k].numel, &cuts[k],
+                  num_given, sample_size);
     free(chunks);
     free(partials);
     return 0;

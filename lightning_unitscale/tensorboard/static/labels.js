@@ -1,0 +1,133 @@
+// What stands at the left of the heat map: the rows' names, or their blocks where rows are too low.
+
+import { blockOf } from './model.js';
+
+export const FONT = 'system-ui, -apple-system, "Segoe UI", Roboto, sans-serif';
+/** From this height on rows have names. */
+export const SMALLEST_NAMED_ROW = 10;
+const NAME_SIZES = [9, 12];
+const BLOCK_SIZE = 11;
+const BLOCK_DISTANCE = 12;
+const BRACKET = 20;
+
+/** Labels of `rows`, of {name, module, isSource}; a source is computed from no other tensor. */
+export class RowLabels {
+  constructor(rows) {
+    this.names = rows.map(({ name, module }) => {
+      const rest = module && name.startsWith(`${module}.`) ? name.slice(module.length + 1) : name;
+      return { path: name.slice(0, name.length - rest.length), rest, block: blockOf(module) };
+    });
+    this.blocks = stretches(this.names, ({ block }) => block);
+    const parts = stretches(rows, ({ isSource }) => isSource);
+    // Where all are of one kind there is nothing to tell apart.
+    this.parts = parts.length > 1 ? parts.map((part) => ({ ...part, text: partName(rows, part) })) : [];
+  }
+
+  /** The width that the labels want at a height of the rows, at most `most`. */
+  width(context, rowHeight, most) {
+    const isNamed = rowHeight >= SMALLEST_NAMED_ROW;
+    context.font = `${isNamed ? nameSize(rowHeight) : BLOCK_SIZE}px ${FONT}`;
+    const texts = this.names.map(({ path, rest, block }) => (isNamed ? path + rest : block || rest));
+    const widest = texts.reduce((one, other) => (other.length > one.length ? other : one), '');
+    // The longest text is nearly, but not always, the widest one.
+    const wanted = context.measureText(widest).width * 1.08 + 22 + this.#bracket;
+    return Math.round(Math.min(Math.max(wanted, 70), most));
+  }
+
+  /** Draws what is in view: `place` has top, bottom, right, rowHeight, and rowTop(row). */
+  draw(context, colors, place, first, stop) {
+    context.textBaseline = 'middle';
+    this.#drawParts(context, colors, place);
+    context.textAlign = 'right';
+    if (place.rowHeight < SMALLEST_NAMED_ROW) {
+      this.#drawBlocks(context, colors, place);
+      return;
+    }
+    context.font = `${nameSize(place.rowHeight)}px ${FONT}`;
+    for (let row = first; row < stop; row += 1) this.#drawName(context, colors, place, row);
+  }
+
+  get #bracket() {
+    return this.parts.length ? BRACKET : 0;
+  }
+
+  /** Parameters and results, whose blocks have the same names, at the far left. */
+  #drawParts(context, colors, { top, bottom, rowTop }) {
+    context.textAlign = 'center';
+    context.font = `${BLOCK_SIZE}px ${FONT}`;
+    for (const { start, end, text } of this.parts) {
+      const from = Math.max(rowTop(start) + 1, top);
+      const to = Math.min(rowTop(end) - 1, bottom);
+      if (to <= from) continue;
+      context.fillStyle = colors.line;
+      context.fillRect(BRACKET - 3, from, 2, to - from);
+      if (context.measureText(text).width + 6 > to - from) continue;
+      context.fillStyle = colors.muted;
+      context.save();
+      context.translate(BRACKET / 2, (from + to) / 2);
+      context.rotate(-Math.PI / 2);
+      context.fillText(text, 0, 0);
+      context.restore();
+    }
+  }
+
+  #drawBlocks(context, colors, { top, bottom, right, rowTop }) {
+    context.font = `${BLOCK_SIZE}px ${FONT}`;
+    let lowest = -Infinity;
+    for (const { start, end } of this.blocks) {
+      const middle = (rowTop(start) + rowTop(end)) / 2;
+      context.fillStyle = colors.line;
+      context.fillRect(right - 6, rowTop(start), 6, 1);
+      if (middle - lowest < BLOCK_DISTANCE) continue;
+      context.fillStyle = colors.muted;
+      const { block, rest } = this.names[start];
+      const text = shortened(context, block || rest, right - 14 - this.#bracket);
+      const isInView = middle > top - 8 && middle < bottom + 8;
+      const inView = Math.min(Math.max(middle, top + 6), bottom - 7);
+      context.fillText(text, right - 10, isInView ? inView : middle);
+      lowest = middle;
+    }
+  }
+
+  #drawName(context, colors, { right, rowHeight, rowTop }, row) {
+    const { path, rest } = this.names[row];
+    const y = rowTop(row) + rowHeight / 2;
+    const room = right - 16 - this.#bracket;
+    const tail = shortened(context, rest, room);
+    context.fillStyle = colors.text;
+    context.fillText(tail, right - 8, y);
+    const { width } = context.measureText(tail);
+    if (!path || tail !== rest || room - width < 12) return;
+    context.fillStyle = colors.muted;
+    context.fillText(shortened(context, path, room - width), right - 8 - width, y);
+  }
+}
+
+/** Text that ends as it does but begins later where the room is too small. */
+export function shortened(context, text, room) {
+  if (context.measureText(text).width <= room) return text;
+  let start = 1;
+  while (start < text.length && context.measureText(`…${text.slice(start)}`).width > room) start += 1;
+  return `…${text.slice(start)}`;
+}
+
+function nameSize(rowHeight) {
+  return Math.min(NAME_SIZES[1], Math.max(NAME_SIZES[0], rowHeight - 3));
+}
+
+/** Where neighbours have the same key, as {start, end}. */
+function stretches(items, keyOf) {
+  const found = [];
+  items.forEach((item, place) => {
+    if (place && keyOf(item) === keyOf(items[place - 1])) found.at(-1).end = place + 1;
+    else found.push({ start: place, end: place + 1 });
+  });
+  return found;
+}
+
+function partName(rows, { start, end }) {
+  if (!rows[start].isSource) return 'results';
+  // Parameters have a module; what the step is given has none.
+  const kinds = new Set(rows.slice(start, end).map(({ module }) => (module ? 'parameters' : 'inputs')));
+  return [...kinds].sort().reverse().join(', ');
+}
