@@ -220,6 +220,12 @@ METHODS = [
     Method("E4M3/E5M2, linears in blocks", "dynamic", _dynamic(*FP8, exclude=BEYOND_LINEARS)),
     Method("E4M3/E5M2, linears in blocks", "lossless", _lossless(*FP8, exclude=BEYOND_LINEARS)),
     Method(
+        "E4M3/E5M2, linears in blocks",
+        "lossless, followed",
+        _lossless(*FP8, exclude=BEYOND_LINEARS),
+        follows=True,
+    ),
+    Method(
         "E4M3/E5M2, linears, u-mup's choice",
         "lossless",
         _lossless(*FP8, exclude=BEYOND_LINEARS + LAST_LAYERS),

@@ -11,12 +11,16 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 AlertKind = Literal["loss", "nonfinite", "overflow", "subnormal", "flushed", "trend"]
 # Of a tensor made from many others the first ones say enough.
 _MOST_INPUTS = 6
 _ORDINAL = re.compile(r"(@\d+)?$|_\d+(@\d+)?$")
+
+
+# As JavaScript's Number() and Python's float() read them.
+_INFINITE: Final = {math.inf: "Infinity", -math.inf: "-Infinity"}
 
 
 @dataclass(frozen=True)
@@ -96,12 +100,12 @@ def op_of(tensor: str, module: str) -> str:
 
 
 def alerts_to_json(alerts: Iterable[ScaleAlert]) -> str:
-    """The alerts as a JSON list of objects; what is no number becomes ``null``."""
+    """The alerts as a JSON list of objects; NaN becomes ``null``, and infinities are texts."""
     return json.dumps([_plain(dataclasses.asdict(one)) for one in alerts], allow_nan=False)
 
 
 def alerts_from_json(text: str | bytes) -> tuple[ScaleAlert, ...]:
-    """Undo ``alerts_to_json``, but for infinities of a scale, which become NaN.
+    """Undo ``alerts_to_json``.
 
     Raises:
         ValueError: If the text is none of its.
@@ -133,8 +137,15 @@ def _plain(value: Any) -> Any:
         return {key: _plain(one) for key, one in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    if not isinstance(value, float) or math.isfinite(value):
+        return value
+    return None if math.isnan(value) else _INFINITE[value]
 
 
 def _numbers(fields: dict[str, Any]) -> dict[str, Any]:
-    return {key: math.nan if one is None else one for key, one in fields.items()}
+    """With the floats that JSON has no numbers for; texts are those of the text fields."""
+    spelled = {text: value for value, text in _INFINITE.items()}
+    found = {key: math.nan if one is None else one for key, one in fields.items()}
+    return {
+        key: spelled.get(one, one) if isinstance(one, str) else one for key, one in found.items()
+    }

@@ -199,11 +199,13 @@ def test_alerts_as_json():
         ),
     )  # fmt: skip
     text = alerts_to_json(alerts)
-    assert json.loads(text)[2]["inputs"][0]["log2_rms"] is None
+    assert json.loads(text)[2]["inputs"][0]["log2_rms"] == "-Infinity"
+    assert json.loads(text)[1]["value"] is None
     again = alerts_from_json(text)
     assert again[0] == alerts[0] and str(again[1]) == str(alerts[1])
     assert again[0].tensor == NAMES[1] and again[2].op == "b"
-    assert math.isnan(again[2].inputs[0].log2_rms)
+    assert again[2].inputs == (TensorScale("a.c", -INF, -INF),)
+    assert math.isnan(again[1].value) and again[2].value == 0.5
     with pytest.raises(ValueError, match="not a list of alerts"):
         alerts_from_json('[{"kind": "loss"}]')
 

@@ -1,8 +1,8 @@
 """The graph of a step, annotated with scales, for TensorBoard's Graphs dashboard.
 
 Module paths become the nesting of nodes. A click on a node shows its RMS, as meant and as stored,
-among its attributes; "Color by: Device" colours by scale, since a node's device is a free text: here
-the power of two, in steps of four, that its RMS is near.
+among its attributes; "Color by: Device" colours by scale, since a node's device is a free text:
+here the power of two, in steps of four, that its RMS is near.
 """
 
 from __future__ import annotations
