@@ -5,7 +5,7 @@ simulated, so that any machine gives the numbers. What differs is what the produ
 
 - ``BF16``, ``FP16``, ``E4M3/E5M2``, ... "plain": operands and gradients rounded as they are;
 - "dynamic": as torchao's tensorwise float8 training scales them, each tensor by the format's
-  maximum over its own largest magnitude at every use;
+  maximum over its own largest magnitude at every use; "powers of two": rounded down to one;
 - "lossless": in units of powers of two measured once, on the first batch, and never updated;
   "followed": measured again at the steps at which ``recalibrate="auto"`` looks;
 - "rules": the model unit-scaled by rules, with learning rates that keep its relative updates, which
@@ -94,16 +94,23 @@ class DynamicScaling(GraphPass):
     name = "dynamic scaling"
     stage = Stage.QUANTIZE
 
-    def __init__(self, fwd_format: str, bwd_format: str, exclude: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        fwd_format: str,
+        bwd_format: str,
+        exclude: tuple[str, ...] = (),
+        powers_of_two: bool = False,
+    ) -> None:
         self.patterns = NamePatterns(exclude=exclude or None)
+        self.powers_of_two = powers_of_two
         self.fwd_format, self.bwd_format = get_format(fwd_format), get_format(bwd_format)
 
     def run(self, graph: StepGraph) -> tuple[str, ...]:
         def operand(input: Tensor) -> Tensor:
-            return _DynamicOperand.apply(input, self.fwd_format)
+            return _DynamicOperand.apply(input, self.fwd_format, self.powers_of_two)
 
         def gradient(input: Tensor) -> Tensor:
-            return _DynamicGradient.apply(input, self.bwd_format)
+            return _DynamicGradient.apply(input, self.bwd_format, self.powers_of_two)
 
         def inserter(function: Callable[[Tensor], Tensor]) -> Any:
             def insert(region: Region, source: fx.Node) -> fx.Node:
@@ -118,29 +125,31 @@ class DynamicScaling(GraphPass):
 
 class _DynamicOperand(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, input: Tensor, format: NumberFormat) -> Tensor:
-        return _scaled_to_range(input, format)
+    def forward(ctx: Any, input: Tensor, format: NumberFormat, powers_of_two: bool) -> Tensor:
+        return _scaled_to_range(input, format, powers_of_two)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad, None, None
 
 
 class _DynamicGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, input: Tensor, format: NumberFormat) -> Tensor:
-        ctx.format = format
+    def forward(ctx: Any, input: Tensor, format: NumberFormat, powers_of_two: bool) -> Tensor:
+        ctx.format, ctx.powers_of_two = format, powers_of_two
         return input.view_as(input)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _scaled_to_range(grad, ctx.format), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _scaled_to_range(grad, ctx.format, ctx.powers_of_two), None, None
 
 
-def _scaled_to_range(tensor: Tensor, format: NumberFormat) -> Tensor:
+def _scaled_to_range(tensor: Tensor, format: NumberFormat, powers_of_two: bool) -> Tensor:
     # torchao takes the quotient in FP64 and bounds amax from below in the same way.
     amax = tensor.detach().abs().max().double().clamp_min(1e-12)
     factor = (format.max / amax).float()
+    if powers_of_two:
+        factor = factor.log2().floor().exp2()
     return quantize(tensor * factor, format, saturate=True) / factor
 
 
@@ -170,11 +179,9 @@ def _lossless(forward: str, backward: str, **options: Any) -> Callable[[Loss, Ba
     )
 
 
-def _dynamic(
-    forward: str, backward: str, exclude: tuple[str, ...] = ()
-) -> Callable[[Loss, Batch], nn.Module]:
+def _dynamic(forward: str, backward: str, **options: Any) -> Callable[[Loss, Batch], nn.Module]:
     return lambda module, batch: captured_forward(
-        module, "dynamic", DynamicScaling(forward, backward, exclude)
+        module, "dynamic", DynamicScaling(forward, backward, **options)
     )[0]
 
 
@@ -218,6 +225,11 @@ METHODS = [
     Method("E4M3/E5M2", "dynamic", _dynamic("E4M3FN", "E5M2")),
     Method("E4M3/E5M2", "lossless", _lossless("E4M3FN", "E5M2")),
     Method("E4M3/E5M2, linears in blocks", "dynamic", _dynamic(*FP8, exclude=BEYOND_LINEARS)),
+    Method(
+        "E4M3/E5M2, linears in blocks",
+        "dynamic, powers of two",
+        _dynamic(*FP8, exclude=BEYOND_LINEARS, powers_of_two=True),
+    ),
     Method("E4M3/E5M2, linears in blocks", "lossless", _lossless(*FP8, exclude=BEYOND_LINEARS)),
     Method(
         "E4M3/E5M2, linears in blocks",
@@ -404,6 +416,7 @@ def plot(curves: dict[str, list[float]], setting: str, path: Path) -> None:
 
     shown: dict[str, Any] = {"none": "--", "dynamic": ":", "lossless": "-"}
     shown |= {"lossless, followed": (0, (5, 1)), "rules": "-.", "u-mup": "-."}
+    shown["dynamic, powers of two"] = (0, (1, 3))
     # The reference in black, over the others: it lies below some of them.
     colours: dict[str, Any] = {METHODS[0].products: "black"}
     figure, axes = plt.subplots(figsize=(7.5, 4.5), constrained_layout=True)

@@ -5,8 +5,8 @@ error of its own instead, or by one of its fake tensors, before any of the funct
 function can run as it is then, too, and what it calls is captured as after a graph break. An error
 of the user's (shapes that do not fit) is then raised where and as it is without Dynamo.
 
-Private names used here were checked on torch 2.13: ``ConvertFrame``, which is called once per
-function to capture, ``ConvertFrameReturn``, whose default is to leave the function alone,
+Private names used here were checked on torch 2.13 and 2.11: ``ConvertFrame``, which is called once
+per function to capture, ``ConvertFrameReturn``, whose default is to leave the function alone,
 ``GraphCompileReason``, and the two errors.
 """
 

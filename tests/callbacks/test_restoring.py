@@ -130,7 +130,8 @@ def test_a_run_leaves_the_module_as_it_was(stage: str) -> None:
     before = _attributes(module)
     callbacks = both()
     trainer = pl.Trainer(callbacks=callbacks, max_steps=2, **QUIET)
-    getattr(trainer, stage)(module, *[loader(4)] * (1 + (stage == "fit")))
+    # Two batches: the first one is measured.
+    getattr(trainer, stage)(module, *[loader(8)] * (1 + (stage == "fit")))
     _assert_restored(module, before)
     # What was captured can still be explained.
     assert "lossless unit scale" in unit_scale_of(callbacks).explain()

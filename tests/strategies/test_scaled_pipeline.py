@@ -99,16 +99,16 @@ def test_accumulation_in_one_process(case: str, runs: Runs) -> None:
         assert found["attributes"] == expected["attributes"]
         assert found["validated"] == pytest.approx(expected["validated"], rel=1e-5)
         assert bool(found["validated"]) == (case in VALIDATED)
-        relative = 1e-6 if case in OTHER_ORDER else 0.0
-        assert found["losses"] == pytest.approx(
-            _accumulated(expected["losses"]), rel=relative, abs=0, nan_ok=True
-        )
+        # After the first step the weights differ by what the sums' order made of tied ones.
+        has_ties = "byte_embedding.weight" in expected["gradients"][0]
+        losses = _accumulated(expected["losses"])
+        for step, (loss, other) in enumerate(zip(found["losses"], losses, strict=True)):
+            is_exact = case not in OTHER_ORDER and not (has_ties and step)
+            assert loss == pytest.approx(other, rel=0 if is_exact else 1e-6, abs=0, nan_ok=True)
         for step, gradients in enumerate(found["gradients"]):
             assert gradients
             for name, one in gradients.items():
                 other = expected["gradients"][step][name]
-                # After the first step the weights differ by what the sums' order made of them.
-                has_ties = "byte_embedding.weight" in expected["gradients"][0]
                 is_exact = not has_ties or (step == 0 and name != "byte_embedding.weight")
                 is_exact = is_exact and case not in OTHER_ORDER
                 scale = other.square().mean().sqrt() if not is_exact else 0.0
@@ -160,7 +160,8 @@ def test_one_gauge(case: str, runs: Runs) -> None:
         found = runs.found(NUM_RANKS, case, rank)
         assert found["gauge"] == expected["gauge"]
         events = [_events(one["explained"]) for one in (found, expected)]
-        assert events[0] == events[1]
+        # One process measures its first step, of which it tells; a pipeline has units before it.
+        assert events[0] == [one for one in events[1] if not one.endswith("at the first batch")]
         assert case.endswith("looks") == any("at RMS" in one for one in events[0])
 
 
@@ -168,15 +169,22 @@ def _events(explained: str) -> list[str]:
     return [line for line in explained.splitlines() if line.startswith(("New units", "Out of FP8"))]
 
 
-def _assert_same(found: ScaleSnapshot, expected: ScaleSnapshot, *, exact: bool) -> None:
+def _assert_same(
+    found: ScaleSnapshot, expected: ScaleSnapshot, *, exact: bool, in_units: bool
+) -> None:
     assert (found.step, found.names, found.modules) == (
         expected.step, expected.names, expected.modules)  # fmt: skip
     assert found.inputs == expected.inputs
-    assert np.array_equal(found.log2_sigma, expected.log2_sigma)
-    assert np.array_equal(found.log2_gamma, expected.log2_gamma)
     layout = found.layout
     sums = [layout.index(one) for one in ("sum", "abs_sum", "square_sum")]
     others = [one for one in range(layout.num_columns) if one not in sums]
+    if in_units:
+        assert np.array_equal(found.log2_sigma, expected.log2_sigma)
+        assert np.array_equal(found.log2_gamma, expected.log2_gamma)
+    else:
+        # Formats are a question about what is stored.
+        formats = tuple(f"{one.name}." for one in layout.formats)
+        others = [one for one in others if not layout.columns[one].startswith(formats)]
     for direction in ("forward", "backward"):
         ours, theirs = found.rows(direction), expected.rows(direction)
         assert np.array_equal(ours[:, 0], theirs[:, 0], equal_nan=True)
@@ -200,7 +208,9 @@ def test_one_report(case: str, runs: Runs) -> None:
             # Tied weights have other last bits after a step.
             exact = place == 0 or case in {"monitored", "stops"}
             if exact:
-                _assert_same(ours, theirs, exact=True)
+                # The first step of one process has no units yet, unless it would be another one.
+                in_units = place > 0 or case not in {"products", "accumulated"}
+                _assert_same(ours, theirs, exact=True, in_units=in_units)
             else:
                 assert ours.names == theirs.names
                 for direction in ("forward", "backward"):

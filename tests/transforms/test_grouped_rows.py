@@ -185,7 +185,8 @@ def test_inductor_makes_fewer_calls() -> None:
         step.owner.observe("test", True)
         monitored(x).backward()  # to trace and to compile calls them as well
         probes.clear()
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        cpu = torch.profiler.ProfilerActivity.CPU
+        with torch.profiler.profile(activities=[cpu], acc_events=True) as profile:
             monitored(x).backward()
         snapshot = probes.take(0)
         assert snapshot is not None
