@@ -17,8 +17,6 @@ AlertKind = Literal["loss", "nonfinite", "overflow", "subnormal", "flushed", "tr
 # Of a tensor made from many others the first ones say enough.
 _MOST_INPUTS = 6
 _ORDINAL = re.compile(r"(@\d+)?$|_\d+(@\d+)?$")
-
-
 # As JavaScript's Number() and Python's float() read them.
 _INFINITE: Final = {math.inf: "Infinity", -math.inf: "-Infinity"}
 

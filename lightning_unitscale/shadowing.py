@@ -33,3 +33,7 @@ def _put(owner: Any, attributes: Mapping[str, Any]) -> None:
         else:
             # Past a __setattr__ such as that of a torch module, which files what it is given.
             vars(owner)[name] = value
+
+
+def nothing(*_: Any, **__: Any) -> None:
+    """In place of a call that is left out."""

@@ -100,17 +100,13 @@ class AmaxTrends:
                 f"{1 / rates[place]:.3g} steps: it leaves {item.name} in about {left} steps"
             )
             found.append(
-                ScaleAlert(
-                    kind="trend",
-                    step=snapshot.step,
-                    tensor=snapshot.names[place],
-                    module=snapshot.modules[place],
-                    direction=direction,
-                    text=text,
+                inputs.alert(
+                    int(place),
+                    "trend",
+                    text,
                     format=item.name,
                     value=float(left),
                     threshold=horizon,
-                    inputs=inputs.of(int(place)),
                 )
             )
         return found

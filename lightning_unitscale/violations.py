@@ -12,7 +12,7 @@ from typing import Final, TypeAlias
 
 import numpy as np
 
-from lightning_unitscale.alerts import ScaleAlert, TensorScale, op_of
+from lightning_unitscale.alerts import AlertKind, ScaleAlert, TensorScale, op_of
 from lightning_unitscale.exponents import FloatArray
 from lightning_unitscale.formats import NumberFormat, get_format
 from lightning_unitscale.row_layout import FORMAT_KINDS, Kind
@@ -167,24 +167,20 @@ def format_violations(
                 value = float(column[place])
                 text = f"{percent(value)} of the elements {_VERBS[one.kind]} {one.format.name}"
                 found.append(
-                    ScaleAlert(
-                        kind=one.kind,
-                        step=snapshot.step,
-                        tensor=snapshot.names[place],
-                        module=snapshot.modules[place],
-                        direction=direction,
-                        text=f"{text} (allowed: {percent(one.fraction)})",
+                    inputs.alert(
+                        place,
+                        one.kind,
+                        f"{text} (allowed: {percent(one.fraction)})",
                         format=one.format.name,
                         value=value,
                         threshold=one.fraction,
-                        inputs=inputs.of(place),
                     )
                 )
     return tuple(found)
 
 
 class InputScales:
-    """Looks up the scales of what tensors were computed from, as stored.
+    """Looks up the scales of what tensors were computed from, as stored, for alerts about them.
 
     Args:
         snapshot: Where to look.
@@ -198,6 +194,31 @@ class InputScales:
     def of(self, place: int) -> tuple[TensorScale, ...]:
         """The scales for the tensor at a position in ``snapshot.names``."""
         return tuple(self._scales[name] for name in self._inputs[place] if name in self._scales)
+
+    def alert(
+        self,
+        place: int,
+        kind: AlertKind,
+        text: str,
+        *,
+        value: float,
+        threshold: float,
+        format: str = "",
+    ) -> ScaleAlert:
+        """An alert about the tensor at a position in ``snapshot.names``, with these scales."""
+        snapshot = self._snapshot
+        return ScaleAlert(
+            kind=kind,
+            step=snapshot.step,
+            tensor=snapshot.names[place],
+            module=snapshot.modules[place],
+            direction=self._direction,
+            text=text,
+            format=format,
+            value=value,
+            threshold=threshold,
+            inputs=self.of(place),
+        )
 
     @functools.cached_property
     def _inputs(self) -> Sequence[Sequence[str]]:
@@ -258,17 +279,8 @@ def _nonfinite_alert(
     others = values + gradients - 1
     if others:
         text += f" ({others} more {'tensors' if others > 1 else 'tensor'} or gradients after it)"
-    return ScaleAlert(
-        kind="nonfinite",
-        step=snapshot.step,
-        tensor=snapshot.names[place],
-        module=snapshot.modules[place],
-        direction=direction,
-        text=text,
-        value=float(nans + infs),
-        threshold=0.0,
-        inputs=InputScales(snapshot, direction).of(place),
-    )
+    inputs = InputScales(snapshot, direction)
+    return inputs.alert(place, "nonfinite", text, value=float(nans + infs), threshold=0.0)
 
 
 def _fills(snapshot: ScaleSnapshot, place: int) -> bool:

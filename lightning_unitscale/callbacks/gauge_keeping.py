@@ -178,10 +178,7 @@ class GaugeKeeping:
     def after_evaluation(self, trainer: pl.Trainer) -> None:
         """Take the units that the first batch of an evaluation has shown, if it was measured."""
         if self._live is not None and trainer.state.fn != "fit":
-            forward, backward = self._joint_results(self._live)
-            self._rewrite.set_gauge(
-                self._rewrite.gauge.updated(self._rewrite.gauge_from(forward, backward))
-            )
+            self._rewrite.update_gauge(*self._joint_results(self._live))
             self._stop_live()
 
     def detach(self) -> None:

@@ -17,7 +17,7 @@ from lightning_unitscale.callbacks.logging_calls import logging_calls
 from lightning_unitscale.graph.capture import is_compiled
 from lightning_unitscale.graph.captured_step import CapturedStep
 from lightning_unitscale.graph.steps import LIGHTNING_STEPS, ModuleSteps, steps_of
-from lightning_unitscale.shadowing import shadowed
+from lightning_unitscale.shadowing import nothing, shadowed
 from lightning_unitscale.transforms.rules.zero_gradients import zero_gradients
 
 
@@ -85,7 +85,7 @@ def starting_batch(
     def start(batch: Any, *_: Any) -> None:
         arguments = step_arguments(module, name, batch, batch_idx, dataloader_idx)
         # The real call logs.
-        with shadowed(module, log=_nothing, log_dict=_nothing):
+        with shadowed(module, log=nothing, log_dict=nothing):
             getattr(module, name)(*arguments)
 
     step.before_rehearsal = start if is_overridden(name, module) else None
@@ -160,10 +160,6 @@ def _existing_steps(module: pl.LightningModule) -> list[str]:
         if is_overridden(name, module)
         or (name == "predict_step" and is_overridden("forward", module))
     ]
-
-
-def _nothing(*_: Any, **__: Any) -> None:
-    """In place of a call that is left out."""
 
 
 def _callbacks(trainer: pl.Trainer) -> list[pl.Callback]:

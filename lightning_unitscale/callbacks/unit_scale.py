@@ -23,6 +23,7 @@ from lightning_unitscale.graph.passes import GraphPass
 from lightning_unitscale.graph.steps import ModuleSteps
 from lightning_unitscale.quantize import Rounding, check_rounding
 from lightning_unitscale.remat.budget import check_budget
+from lightning_unitscale.shadowing import nothing
 from lightning_unitscale.transforms.gauge import Gauge
 from lightning_unitscale.transforms.lossless import Depth, LosslessUnitScale
 from lightning_unitscale.transforms.rules.plan import RuleOptions
@@ -145,7 +146,7 @@ class UnitScaleCallback(pl.Callback):
             self._holding,
             is_rounded=simulate is not None or self._fp8 is not None,
         )
-        self._restore_loss_scale: Callable[[], None] = _nothing
+        self._restore_loss_scale: Callable[[], None] = nothing
         check_rounding(simulate_rounding)
         self._simulation: SimulateFormat | None = None
         if simulate is not None:
@@ -346,7 +347,7 @@ class UnitScaleCallback(pl.Callback):
         self._last_explanation = self.explain()
         self._keeping.detach()
         self._restore_loss_scale()
-        self._restore_loss_scale = _nothing
+        self._restore_loss_scale = nothing
         if self._holding is not None:
             self._holding.release()
         if self._rules is not None:
@@ -355,7 +356,3 @@ class UnitScaleCallback(pl.Callback):
             self._steps.partition_by(None)
         self._steps.detach(type(self).__name__, *self._passes())
         self._steps = None
-
-
-def _nothing() -> None:
-    """In place of an undoing where there is nothing to undo."""

@@ -12,19 +12,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 
 from torch._dynamo.variables.optimizer import OptimizerVariable
 
-from lightning_unitscale.shadowing import shadowed
+from lightning_unitscale.shadowing import nothing, shadowed
 
 
 @contextlib.contextmanager
 def plain_optimizers() -> Iterator[None]:
     """Within this context Dynamo changes nothing in an optimizer that traced code reads."""
-    with shadowed(OptimizerVariable, _set_capturable=_nothing):
+    with shadowed(OptimizerVariable, _set_capturable=nothing):
         yield
-
-
-def _nothing(*_: Any) -> None:
-    """In place of a preparation that nobody needs."""

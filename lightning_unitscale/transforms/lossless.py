@@ -164,6 +164,10 @@ class LosslessUnitScale(GraphPass):
             return kind(operands_to_measure, _gradient_of_product, lambda _: None)
         return kind(operands_to_measure, _tensor_with_units, _tensor_with_units)
 
+    def update_gauge(self, forward: Measured, backward: Measured) -> None:
+        """Take the units of all that was measured; the others stay as they are."""
+        self.set_gauge(self.gauge.updated(self.gauge_from(forward, backward)))
+
     def gauge_from(self, forward: Measured, backward: Measured) -> Gauge:
         """The powers of two nearest to measured RMS values."""
         names = dict.fromkeys((*forward, *backward))

@@ -113,7 +113,7 @@ def calibrate(
                 measured = _backward(seeds(output), module, given)
         calibrator.release()
         forward, gradients = results(calibrator)
-        rewrite.set_gauge(rewrite.gauge.updated(rewrite.gauge_from(forward, gradients)))
+        rewrite.update_gauge(forward, gradients)
         return measured
 
     is_wide = False
