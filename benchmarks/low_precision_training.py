@@ -7,7 +7,8 @@ simulated, so that any machine gives the numbers. What differs is what the produ
 - "dynamic": as torchao's tensorwise float8 training scales them, each tensor by the format's
   maximum over its own largest magnitude at every use; "powers of two": rounded down to one;
 - "lossless": in units of powers of two measured once, on the first batch, and never updated;
-  "followed": measured again at the steps at which ``recalibrate="auto"`` looks;
+  "followed": measured again at the steps at which ``recalibrate="auto"`` looks; "moving grid":
+  multiplied before the rounding by numbers in (1/2, 1] that are others at every step;
 - "rules": the model unit-scaled by rules, with learning rates that keep its relative updates, which
   is another model whose best rate is elsewhere; "u-mup": at the rate of ``configs/gpt_u_mup.yaml``;
 - "real FP8": linear layers through FP8 products, as a GPU runs them, and other products in FP32.
@@ -197,7 +198,7 @@ def _real_fp8(exclude: str | None) -> Callable[[Loss, Batch], nn.Module]:
 
 
 SR: dict[str, Any] = {"rounding": "stochastic"}
-FP8 = ("E4M3FN", "E5M2")
+FP8, E4M3 = ("E4M3FN", "E5M2"), ("E4M3FN", "E4M3FN")
 # What is usually left out of FP8: attention's two products, and the readout.
 ATTENTION, READOUT = ("*.scaled_dot_product_attention",), ("*head.linear",)
 BEYOND_LINEARS = ATTENTION + READOUT
@@ -238,6 +239,18 @@ METHODS = [
         follows=True,
     ),
     Method(
+        "E4M3/E5M2, linears in blocks",
+        "lossless, moving grid",
+        _lossless(*FP8, exclude=BEYOND_LINEARS, grid="moving"),
+    ),
+    Method("E4M3/E4M3, linears in blocks", "dynamic", _dynamic(*E4M3, exclude=BEYOND_LINEARS)),
+    Method("E4M3/E4M3, linears in blocks", "lossless", _lossless(*E4M3, exclude=BEYOND_LINEARS)),
+    Method(
+        "E4M3/E4M3, linears in blocks",
+        "lossless, moving grid",
+        _lossless(*E4M3, exclude=BEYOND_LINEARS, grid="moving"),
+    ),
+    Method(
         "E4M3/E5M2, linears, u-mup's choice",
         "lossless",
         _lossless(*FP8, exclude=BEYOND_LINEARS + LAST_LAYERS),
@@ -248,7 +261,8 @@ METHODS = [
     Method("E4M3/E5M2", "u-mup", _rules("E4M3FN", "E5M2"), by_rules="u-mup"),
     Method("real FP8 linears", "lossless", _real_fp8("*head")),
     Method("real FP8 linears, readout too", "lossless", _real_fp8(None)),
-    Method("E4M3/E4M3", "lossless", _lossless("E4M3FN", "E4M3FN")),
+    Method("E4M3/E4M3", "lossless", _lossless(*E4M3)),
+    Method("E4M3/E4M3", "lossless, moving grid", _lossless(*E4M3, grid="moving")),
     Method("E3M2", "dynamic", _dynamic("E3M2FN", "E3M2FN")),
     Method("E3M2", "lossless", _lossless("E3M2FN", "E3M2FN")),
     Method("E3M2", "lossless, followed", _lossless("E3M2FN", "E3M2FN"), follows=True),
@@ -416,7 +430,7 @@ def plot(curves: dict[str, list[float]], setting: str, path: Path) -> None:
 
     shown: dict[str, Any] = {"none": "--", "dynamic": ":", "lossless": "-"}
     shown |= {"lossless, followed": (0, (5, 1)), "rules": "-.", "u-mup": "-."}
-    shown["dynamic, powers of two"] = (0, (1, 3))
+    shown |= {"dynamic, powers of two": (0, (1, 3)), "lossless, moving grid": (0, (8, 1))}
     # The reference in black, over the others: it lies below some of them.
     colours: dict[str, Any] = {METHODS[0].products: "black"}
     figure, axes = plt.subplots(figsize=(7.5, 4.5), constrained_layout=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -12,8 +13,10 @@ from lightning.pytorch.plugins import (
     TransformerEnginePrecision,
 )
 
+from lightning_unitscale.functional.fp8_linear import GradientFormat
 from lightning_unitscale.functional.scaled_product import why_no_fp8
 from lightning_unitscale.transforms.fp8_linears import FP8Linears
+from lightning_unitscale.transforms.moving_grid import Grid, check_grid
 
 # By the names that these layers have in torch, nanoGPT, Hugging Face's and Meta's code.
 _READOUT = ("lm_head", "head", "embed_out", "output_layer")
@@ -44,6 +47,8 @@ def fp8_of(
     precision: str | None,
     exclude: str | Sequence[str] | None,
     method: str,
+    gradient_format: GradientFormat,
+    grid: Grid,
     *,
     is_simulated: bool,
 ) -> FP8Linears | None:
@@ -53,6 +58,8 @@ def fp8_of(
         precision: ``"fp8"`` or ``None``.
         exclude: Globs; ``"auto"`` for the method's own.
         method: The callback's method.
+        gradient_format: Format of gradients that fit into it.
+        grid: Whether the numbers of FP8 move.
         is_simulated: Whether a format is simulated as well.
 
     Raises:
@@ -64,6 +71,11 @@ def fp8_of(
             "the Trainer's: pass Trainer(precision=...)."
         )
     is_auto = isinstance(exclude, str) and exclude == "auto"
+    if precision is None and gradient_format != "E4M3FN":
+        raise ValueError(
+            f"fp8_gradients={gradient_format!r}: nothing runs in FP8; expected 'E4M3FN' without "
+            "precision='fp8'; leave it out, or pass precision='fp8'."
+        )
     if precision is None:
         if not is_auto:
             raise ValueError(
@@ -78,7 +90,29 @@ def fp8_of(
         )
     if is_auto:
         exclude = READOUT_EXCLUDE if method == "lossless" else U_MUP_EXCLUDE
-    return FP8Linears(exclude=exclude)
+    return FP8Linears(exclude=exclude, gradient_format=gradient_format, grid=grid)
+
+
+def grid_of(grid: Grid | Literal["auto"], precision: str | None, *, is_simulated: bool) -> Grid:
+    """Whether the numbers of a format move, if there is one.
+
+    Args:
+        grid: The callback's argument.
+        precision: ``"fp8"`` or ``None``.
+        is_simulated: Whether a format is simulated.
+
+    Raises:
+        ValueError: If it is unknown, or nothing is rounded.
+    """
+    if grid == "auto":
+        return "fixed" if precision is None else "moving"
+    check_grid(grid)
+    if precision is None and not is_simulated:
+        raise ValueError(
+            f"grid={grid!r}: no format is in use whose numbers could lie anywhere; expected 'auto' "
+            "without precision='fp8' and simulate; leave it out, or pass one of these."
+        )
+    return grid
 
 
 def check_fp8(trainer: pl.Trainer) -> None:

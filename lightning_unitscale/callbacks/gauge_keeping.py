@@ -38,12 +38,12 @@ from lightning_unitscale.functional.change_units import (
 from lightning_unitscale.graph.steps import ModuleSteps
 from lightning_unitscale.transforms.calibration import Calibrator, Measured
 from lightning_unitscale.transforms.drift import Drift
-from lightning_unitscale.transforms.fp8_linears import FP8Linears
+from lightning_unitscale.transforms.fp8_linears import WIDE_GRADIENT, FP8Linears
 from lightning_unitscale.transforms.full_precision import runs_in_fp16
 from lightning_unitscale.transforms.gauge import Gauge
 from lightning_unitscale.transforms.lossless import LosslessUnitScale
 from lightning_unitscale.transforms.lossless_unit_scale import calibrate
-from lightning_unitscale.transforms.range_loss import RangeCalibrator
+from lightning_unitscale.transforms.range_loss import Misfits, RangeCalibrator
 from lightning_unitscale.transforms.reachable import find_once_only
 
 
@@ -121,16 +121,12 @@ class GaugeKeeping:
             return  # the accumulated batches share one gauge
         drift = self._rewrite.drift.take()
         if drift is None and pipeline_of(trainer) is not None:
-            drift = Drift({}, {}, {}, {})  # stages without a product join in with the others
+            drift = Drift()  # stages without a product join in with the others
         if drift is not None and self._looks.at(self._step_index):
             forward, backward = joint_rms(drift.forward, drift.backward)
             (outside,) = joint_rms(drift.outside)
             if self._fp8 is not None:
-                unfit = {one: why for one, why in drift.unfit.items() if self._fp8.runs(one)}
-                if reasons := self._leave_out(self._fp8, joint_reasons(unfit)):
-                    listed = "; ".join(f"{name}, since {why}" for name, why in reasons.items())
-                    self.events.append(f"Out of FP8 from step {self._step_index} on: {listed}")
-                    rank_zero_info(f"UnitScaleCallback: {self.events[-1]}")
+                self._make_fit(self._fp8, drift.misfits)
             if self._recalibrate != "auto" or outside:
                 self._take_gauge(forward, backward, f"step {self._step_index}", outside)
         if self._holding is not None and self._looks.at(self._step_index):
@@ -194,7 +190,8 @@ class GaugeKeeping:
         gauge = {k: list(pair) for k, pair in without_held(self._rewrite.gauge).state().items()}
         state: dict[str, Any] = {"gauge": gauge, "depth": self._rewrite.depth}
         if self._fp8 is not None:
-            state["fp8_unfit"] = dict(self._fp8.unfit)
+            state["fp8_unfit"] = dict(self._fp8.unfit.products)
+            state["fp8_wide"] = dict(self._fp8.unfit.gradients)
         if self._holding is not None and (held := self._holding.state_dict()):
             state["held"] = held
         return state
@@ -208,7 +205,8 @@ class GaugeKeeping:
             if self._holding is not None:
                 self._holding.load_state_dict(state.get("held", {}))
             if self._fp8 is not None:
-                self._leave_out(self._fp8, state.get("fp8_unfit", {}))
+                known = Misfits(state.get("fp8_unfit", {}), state.get("fp8_wide", {}))
+                self._leave_out(self._fp8, known)
 
     def _calibrate(self, trainer: pl.Trainer, batch: Any, batch_idx: int) -> None:
         assert self._steps is not None
@@ -308,18 +306,37 @@ class GaugeKeeping:
     def _joint_results(self, calibrator: Calibrator) -> tuple[Measured, Measured]:
         forward, backward = joint_rms(*calibrator.results())
         if self._fp8 is not None and isinstance(calibrator, RangeCalibrator):
-            self._leave_out(self._fp8, joint_reasons(calibrator.unfit()))
+            self._leave_out(self._fp8, _joint_misfits(calibrator.misfits()))
         return forward, backward
 
-    def _leave_out(self, fp8: FP8Linears, reasons: Mapping[str, str]) -> Mapping[str, str]:
-        """Keep products out of FP8; what was rewritten with them in it is rewritten anew.
+    def _make_fit(self, fp8: FP8Linears, misfits: Misfits) -> None:
+        """Take out of FP8, or out of its finer format, what no longer fits there."""
+        products, gradients = (
+            {name: why for name, why in one.items() if fp8.runs(name)}
+            for one in (misfits.products, misfits.gradients)
+        )
+        new = self._leave_out(fp8, _joint_misfits(Misfits(products, gradients)))
+        for what, reasons in (
+            ("Out of FP8", new.products),
+            (f"Gradients in {WIDE_GRADIENT}", new.gradients),
+        ):
+            if reasons:
+                listed = "; ".join(f"{name}, since {why}" for name, why in reasons.items())
+                self.events.append(f"{what} from step {self._step_index} on: {listed}")
+                rank_zero_info(f"UnitScaleCallback: {self.events[-1]}")
+
+    def _leave_out(self, fp8: FP8Linears, misfits: Misfits) -> Misfits:
+        """Tell the pass what does not fit; what was rewritten with it in FP8 is rewritten anew.
 
         Returns:
-            The reasons, if one of the products was in FP8 before.
+            What the pass did not know yet and has to do with.
         """
-        if not fp8.leave_out(reasons):
-            return {}
-        if self._steps is not None:
+        new = fp8.leave_out(misfits)
+        if self._steps is not None and (new.products or new.gradients):
             for step in self._steps.steps.values():
                 step.rewrite_anew()
-        return reasons
+        return new
+
+
+def _joint_misfits(misfits: Misfits) -> Misfits:
+    return Misfits(*joint_reasons(misfits.products, misfits.gradients))

@@ -154,7 +154,7 @@ class ParameterHolding:
         if graph_breaks:
             found[_BREAKS] = "the step has graph breaks, between which code sees the parameters"
         # Ranks may run different branches, and average gradients of one parameter in one unit.
-        read = joint_reasons(found)
+        (read,) = joint_reasons(found)
         if _BREAKS in read:
             self._decline(read[_BREAKS])
             return

@@ -30,13 +30,16 @@ def joint_rms(*measured: Mapping[str, float]) -> tuple[dict[str, float], ...]:
     return tuple(_joint(one) for one in zip(*gathered, strict=True))
 
 
-def joint_reasons(reasons: Mapping[str, str]) -> dict[str, str]:
+def joint_reasons(*reasons: Mapping[str, str]) -> tuple[dict[str, str], ...]:
     """What any rank has found, by name; where several have, the words of the first."""
     if not is_distributed():
-        return dict(reasons)
-    gathered: list[Mapping[str, str]] = [{}] * dist.get_world_size()
+        return tuple(dict(one) for one in reasons)
+    gathered: list[tuple[Mapping[str, str], ...]] = [()] * dist.get_world_size()
     dist.all_gather_object(gathered, reasons)
-    return {name: text for one in reversed(gathered) for name, text in one.items()}
+    return tuple(
+        {name: text for one in reversed(found) for name, text in one.items()}
+        for found in zip(*gathered, strict=True)
+    )
 
 
 def joint_snapshot(snapshot: ScaleSnapshot, device: torch.device) -> ScaleSnapshot:

@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_unitscale.callbacks.fp8 import check_fp8, fp8_of
+from lightning_unitscale.callbacks.fp8 import check_fp8, fp8_of, grid_of
 from lightning_unitscale.callbacks.gauge_keeping import GaugeKeeping
 from lightning_unitscale.callbacks.holding import holding_of
 from lightning_unitscale.callbacks.module_steps import attach_steps, starting_batch, step_arguments
@@ -19,6 +19,7 @@ from lightning_unitscale.callbacks.pipelined import pipeline_of, rehearsed
 from lightning_unitscale.callbacks.remat import step_partitioner
 from lightning_unitscale.callbacks.rule_scaling import rules_of
 from lightning_unitscale.callbacks.rule_settings import start_loss_scale_at_one
+from lightning_unitscale.functional.fp8_linear import GradientFormat
 from lightning_unitscale.graph.passes import GraphPass
 from lightning_unitscale.graph.steps import ModuleSteps
 from lightning_unitscale.quantize import Rounding, check_rounding
@@ -26,6 +27,7 @@ from lightning_unitscale.remat.budget import check_budget
 from lightning_unitscale.shadowing import nothing
 from lightning_unitscale.transforms.gauge import Gauge
 from lightning_unitscale.transforms.lossless import Depth, LosslessUnitScale
+from lightning_unitscale.transforms.moving_grid import Grid, MovingGrid
 from lightning_unitscale.transforms.rules.plan import RuleOptions
 from lightning_unitscale.transforms.simulate_format import SimulateFormat, format_pair
 
@@ -76,6 +78,14 @@ class UnitScaleCallback(pl.Callback):
         fp8_exclude: Globs of module paths or tensor names to keep out of FP8; ``None`` for none.
             ``"auto"`` is the readout, by usual names, and for rule-based methods all that u-muP
             keeps out: attention's output and a feed-forward's last layer too.
+        fp8_gradients: Format of the gradients that linear layers read in FP8. ``"E4M3FN"`` is for
+            those that fit, which almost all do in units of their own, and ``"E5M2"``, with half its
+            precision, for the others; ``"E5M2"`` is for all.
+        grid: Where the numbers of the format lie. ``"moving"`` multiplies what is rounded by a
+            number in (1/2, 1] and divides the product by it, another one at every training step:
+            with ``"fixed"``, a weight that hardly moves is rounded to the same side at every step,
+            which costs a long training more than the rounding itself. ``"auto"`` moves them with
+            ``precision="fp8"``, and simulates a format as it is.
         hold_parameters: Whether parameters, gradients and the optimizer's state are held in units
             while the module is trained; ``"auto"`` does with the Trainer's ``precision="16-true"``
             and ``"bf16-true"``. Checkpoints, clipping, learning rates and decay mean true values as
@@ -116,6 +126,8 @@ class UnitScaleCallback(pl.Callback):
         simulate_rounding: Rounding = "nearest",
         precision: Literal["fp8"] | None = None,
         fp8_exclude: str | Sequence[str] | None = "auto",
+        fp8_gradients: GradientFormat = "E4M3FN",
+        grid: Grid | Literal["auto"] = "auto",
         hold_parameters: bool | Literal["auto"] = "auto",
         remat: str | int | float | None = None,
         compile: bool = False,
@@ -132,7 +144,11 @@ class UnitScaleCallback(pl.Callback):
         )
         self._rules = rules_of(method, options, replace, lr_scaling, init_weights)
         self.remat = None if remat is None else check_budget(remat, name="remat")
-        self._fp8 = fp8_of(precision, fp8_exclude, method, is_simulated=simulate is not None)
+        is_simulated = simulate is not None
+        grid = grid_of(grid, precision, is_simulated=is_simulated)
+        self._fp8 = fp8_of(
+            precision, fp8_exclude, method, fp8_gradients, grid, is_simulated=is_simulated
+        )
         self.method = method
         self.recalibrate = recalibrate
         self.compile = compile
@@ -144,13 +160,15 @@ class UnitScaleCallback(pl.Callback):
             self._rules,
             self._fp8,
             self._holding,
-            is_rounded=simulate is not None or self._fp8 is not None,
+            is_rounded=is_simulated or self._fp8 is not None,
         )
         self._restore_loss_scale: Callable[[], None] = nothing
         check_rounding(simulate_rounding)
         self._simulation: SimulateFormat | None = None
         if simulate is not None:
-            self._simulation = SimulateFormat(*format_pair(simulate), rounding=simulate_rounding)
+            self._simulation = SimulateFormat(
+                *format_pair(simulate), rounding=simulate_rounding, grid=grid
+            )
         self._steps: ModuleSteps | None = None
         self._module: weakref.ref[pl.LightningModule] | None = None
         self._last_explanation = (
@@ -309,6 +327,8 @@ class UnitScaleCallback(pl.Callback):
             state["rules"] = self._rules.state_dict()
         if self._simulation is not None and self._simulation.rounding == "stochastic":
             state["rounding"] = self._simulation.state()
+        if (grid := self._moving_grid()) is not None:
+            state["grid_step"] = grid.step
         return state
 
     @override
@@ -319,6 +339,12 @@ class UnitScaleCallback(pl.Callback):
             self._rules.load_state_dict(state_dict["rules"], module)
         if self._simulation is not None and "rounding" in state_dict:
             self._simulation.set_state(state_dict["rounding"])
+        if (grid := self._moving_grid()) is not None:
+            grid.step = state_dict.get("grid_step", 0)
+
+    def _moving_grid(self) -> MovingGrid | None:
+        one = self._fp8 or self._simulation
+        return None if one is None else one.moving_grid
 
     def _passes(self) -> list[GraphPass]:
         rules = [] if self._rules is None else [self._rules.rules, self._rules.gradients]

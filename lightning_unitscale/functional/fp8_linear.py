@@ -1,11 +1,12 @@
-"""A linear layer whose three matrix products run in FP8: E4M3FN operands, E5M2 gradients.
+"""A linear layer whose three matrix products run in FP8: E4M3FN operands, gradients in either type.
 
-With ``x8 = e4m3(x f_x)``, ``w8 = e4m3(w f_w)`` and ``g8 = e5m2(g f_g)``:
+With ``x8 = e4m3(x f_x)``, ``w8 = e4m3(w f_w)`` and ``g8 = e4m3(g f_g)`` or ``e5m2(g f_g)``:
 
 - ``y = f_y x8 w8^T + b``
 - ``dx = f_dx g8 w8``, ``dw = f_dw g8^T x8``, ``db`` the sum of ``g``
 
 Constant scales give all six factors: no maximum is looked for, nothing is kept from step to step.
+A grid that moves puts a number more into each of the three casts, and takes it out of the products.
 With dynamic scales the first three bring the largest element of each tensor to the end of its
 format, and the others undo that.
 
@@ -17,6 +18,7 @@ References:
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -26,9 +28,13 @@ from lightning_unitscale.functional.scale import Factor
 from lightning_unitscale.functional.scaled_product import scaled_product
 
 Scaling = Literal["constant", "dynamic"]
+GradientFormat = Literal["E4M3FN", "E5M2"]
+
+# Of the input, the weight and the gradient.
+NUM_CASTS = 3
 
 OPERAND = torch.float8_e4m3fn
-GRADIENT = torch.float8_e5m2
+GRADIENTS = {"E4M3FN": torch.float8_e4m3fn, "E5M2": torch.float8_e5m2}
 
 
 # One node to Dynamo, as every function with a gradient of its own here.
@@ -40,6 +46,9 @@ def fp8_linear(
     scaling: Scaling,
     dtype: torch.dtype,
     *factors: Factor,
+    gradient: GradientFormat = "E5M2",
+    grid: Tensor | None = None,
+    index: int = 0,
 ) -> Tensor:
     """``input @ weight.T + bias`` through FP8; only FP8 is kept for the backward pass.
 
@@ -51,13 +60,17 @@ def fp8_linear(
         dtype: Type of the result.
         *factors: ``f_x, f_w, f_y, f_g, f_dx, f_dw`` as numbers or 0-d FP32 tensors; all of them
             if the scales are constant.
+        gradient: Format of the arriving gradient.
+        grid: Factors in (1/2, 1] of the casts of a step, FP32 of shape ``(casts,)``; for constant
+            scales.
+        index: Where in ``grid`` those of this layer's input, weight and gradient begin.
 
     Returns:
         Shape ``(..., n)``. Gradients have the types of ``input`` and ``weight``.
     """
     # Outside of the autograd function, whose result must be no view where it is written into.
     rows = input.reshape(-1, input.shape[-1])
-    result: Tensor = _FP8Linear.apply(rows, weight, scaling, dtype, *factors)
+    result: Tensor = _FP8Linear.apply(rows, weight, scaling, dtype, gradient, index, grid, *factors)
     made = result.reshape(*input.shape[:-1], weight.shape[0])
     return made if bias is None else made + bias.to(dtype)
 
@@ -87,6 +100,9 @@ class _FP8Linear(torch.autograd.Function):
         weight: Tensor,
         scaling: Scaling,
         dtype: torch.dtype,
+        gradient: GradientFormat,
+        index: int,
+        grid: Tensor | None,
         *factors: Factor,
     ) -> Tensor:
         kept: tuple[Tensor, ...]
@@ -95,7 +111,9 @@ class _FP8Linear(torch.autograd.Function):
             of_result = (of_input * of_weight).reciprocal()
             kept = (of_input, of_weight)
         else:
-            tensors = (_as_tensor(one, rows.device) for one in factors)
+            tensors = [_as_tensor(one, rows.device) for one in factors]
+            if grid is not None:
+                tensors = _moved(tensors, grid[index : index + NUM_CASTS])
             of_input, of_weight, of_result, *others = tensors
             kept = tuple(others)
         rows8 = to_fp8(rows, of_input, OPERAND)
@@ -106,6 +124,7 @@ class _FP8Linear(torch.autograd.Function):
             rows8 if needs_weight else None, weight8 if needs_input else None, *kept
         )
         ctx.scaling, ctx.dtypes = scaling, (rows.dtype, weight.dtype)
+        ctx.gradient = GRADIENTS[gradient]
         return scaled_product(rows8, weight8, of_result, dtype, fast=True)
 
     @staticmethod
@@ -113,12 +132,12 @@ class _FP8Linear(torch.autograd.Function):
         rows8, weight8, *kept = ctx.saved_tensors
         if ctx.scaling == "dynamic":
             of_input, of_weight = kept
-            of_gradient = _to_largest(gradient, GRADIENT)
+            of_gradient = _to_largest(gradient, ctx.gradient)
             of_grad_rows = (of_gradient * of_weight).reciprocal()
             of_grad_weight = (of_gradient * of_input).reciprocal()
         else:
             of_gradient, of_grad_rows, of_grad_weight = kept
-        gradient8 = to_fp8(gradient, of_gradient, GRADIENT)
+        gradient8 = to_fp8(gradient, of_gradient, ctx.gradient)
         grad_rows = grad_weight = None
         # Hopper multiplies rows by columns only, so the operands are turned here.
         if weight8 is not None:
@@ -136,6 +155,20 @@ def _to_largest(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     # Below this the product of two factors could leave FP32.
     usable = (largest > 2.0**-50) & largest.isfinite()
     return torch.where(usable, torch.finfo(dtype).max / largest, 1.0)
+
+
+def _moved(factors: Sequence[Tensor], grid: Tensor) -> list[Tensor]:
+    """``f_x, f_w, f_y, f_g, f_dx, f_dw`` with more in the casts, and less in what they make."""
+    of_input, of_weight, of_result, of_gradient, of_grad_input, of_grad_weight = factors
+    input, weight, gradient = grid.unbind()
+    return [
+        of_input * input,
+        of_weight * weight,
+        of_result / (input * weight),
+        of_gradient * gradient,
+        of_grad_input / (gradient * weight),
+        of_grad_weight / (gradient * input),
+    ]
 
 
 def _as_tensor(factor: Factor, device: torch.device) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,7 +21,13 @@ from lightning_unitscale.transforms.calibration import (
     root_mean_square,
 )
 from lightning_unitscale.transforms.gauge import Gauge
-from lightning_unitscale.transforms.range_loss import FORMATS, stored_shares, unfit_products
+from lightning_unitscale.transforms.range_loss import (
+    NUM_SHARES,
+    Misfits,
+    Shares,
+    misfits_among,
+    stored_shares,
+)
 from lightning_unitscale.transforms.units import Edit
 
 # What lossless unit scaling promises of an operand: a stored RMS outside of this is drift.
@@ -36,14 +42,13 @@ class Drift:
         forward: RMS as the model means it.
         backward: RMS of the gradient as the model means it.
         outside: Tensors whose stored RMS has left [1/4, 4], with that RMS.
-        unfit: Products whose tensors FP8 no longer holds, though their RMS has not left it, with
-            the reason.
+        misfits: What FP8 no longer holds, though its RMS has not left that.
     """
 
-    forward: Mapping[str, float]
-    backward: Mapping[str, float]
-    outside: Mapping[str, float]
-    unfit: Mapping[str, str]
+    forward: Mapping[str, float] = field(default_factory=dict)
+    backward: Mapping[str, float] = field(default_factory=dict)
+    outside: Mapping[str, float] = field(default_factory=dict)
+    misfits: Misfits = field(default_factory=Misfits)
 
 
 @dataclass(frozen=True)
@@ -82,7 +87,7 @@ class DriftProbes:
             gammas = tuple((name, gauge.pair(name).log2_gamma) for name in arriving)
             self._calls.append(_Call({"forward": units, "backward": gammas}, record))
 
-        width = 3 if self._measures_range else 1
+        width = 1 + NUM_SHARES if self._measures_range else 1
         recorder = CallRecorder(graph, count, width, on_record)
         for row, (_, node) in enumerate(backward):
             # Between the product and its scale: there the gradient is as it is stored.
@@ -115,7 +120,7 @@ class DriftProbes:
         left = iter(numbers.tolist())
         true: dict[Direction, dict[str, list[float]]] = {"forward": {}, "backward": {}}
         outside: dict[str, float] = {}
-        shares: list[tuple[Direction, str, float, float]] = []
+        shares: list[Shares] = []
         for call in calls:
             count = len(call.record.forward)
             for direction, units in call.units.items():
@@ -127,11 +132,11 @@ class DriftProbes:
                     if not LOW <= rms <= HIGH:
                         outside[name] = rms
                     elif lost:
-                        shares.append((direction, name, lost[0], lost[1]))
+                        shares.append((direction, name, lost))
         forward, backward = (
             {name: combined_rms(values) for name, values in one.items()} for one in true.values()
         )
-        return Drift(forward, backward, outside, unfit_products(shares))
+        return Drift(forward, backward, outside, misfits_among(shares))
 
 
 def probe_gradient(tensor: Tensor, slot: Tensor) -> Tensor:
@@ -158,4 +163,4 @@ def _row(tensor: Tensor, width: int, direction: Direction) -> Tensor:
     rms = root_mean_square(tensor).reshape(1)
     if width == 1:
         return rms
-    return torch.cat([rms, stored_shares(tensor, FORMATS[direction]).to(rms.dtype)])
+    return torch.cat([rms, stored_shares(tensor, direction).to(rms.dtype)])

@@ -7,14 +7,20 @@ they are taken into its casts and into the products' own scales, so they cost no
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import copy
+from collections.abc import Sequence
 from typing import Any, get_args
 
 from tabulate import tabulate
 from torch import fx, nn
 
 from lightning_unitscale.functional.change_units import change_gradient_units, change_units
-from lightning_unitscale.functional.fp8_linear import Scaling, fp8_linear
+from lightning_unitscale.functional.fp8_linear import (
+    NUM_CASTS,
+    GradientFormat,
+    Scaling,
+    fp8_linear,
+)
 from lightning_unitscale.functional.scaled_product import why_no_fp8
 from lightning_unitscale.graph.nodes import INTERNAL, MODULE, argument_at
 from lightning_unitscale.graph.passes import GraphPass, Region, Stage, StepGraph
@@ -22,8 +28,12 @@ from lightning_unitscale.graph.patterns import NamePatterns
 from lightning_unitscale.graph.products import product_of
 from lightning_unitscale.transforms.attach import captured_forward
 from lightning_unitscale.transforms.fp8_candidates import Linear, linear_of, why_not_fp8
+from lightning_unitscale.transforms.moving_grid import Grid, MovingGrid, cast_names, check_grid
+from lightning_unitscale.transforms.range_loss import Misfits
 from lightning_unitscale.transforms.units import meant_name
 
+# The format of gradients that the finer one does not hold.
+WIDE_GRADIENT: GradientFormat = "E5M2"
 # A factor in a graph: a number, or a node that makes a 0-d tensor.
 _Factor = float | fx.Node
 
@@ -33,13 +43,15 @@ def fp8_linears(
     *,
     scaling: Scaling = "constant",
     exclude: str | Sequence[str] | None = None,
+    gradient_format: GradientFormat = "E5M2",
+    grid: Grid = "fixed",
 ) -> nn.Module:
     """A copy of ``module`` whose linear layers, and their gradients, run in real FP8.
 
     Eligible are ``F.linear`` and products with a 2-D parameter (``matmul``, ``addmm``, ...) whose
     numbers of features are multiples of 16. Operands are cast to E4M3FN, arriving gradients to
-    E5M2, and only FP8 is kept for the backward pass. Results have the type that they had. It runs
-    on GPUs of compute capability 8.9 and above, and on CPUs, slowly, as a check.
+    ``gradient_format``, and only FP8 is kept for the backward pass. Results have the type that they
+    had. It runs on GPUs of compute capability 8.9 and above, and on CPUs, slowly, as a check.
 
     Args:
         module: Any module that Dynamo can capture; it is left as it is.
@@ -47,12 +59,17 @@ def fp8_linears(
             1 without it. ``"dynamic"`` brings every tensor's largest element to the end of its
             format in every call, which needs no unit scaling and a pass more over each tensor.
         exclude: Globs of module paths or tensor names whose layers stay as they are.
+        gradient_format: ``"E5M2"``, or ``"E4M3FN"``, which has half its rounding error and holds
+            gradients in units of their own, or with dynamic scales, unless they are very uneven.
+        grid: ``"moving"`` multiplies what is cast by a number in (1/2, 1], another one at every
+            training step, and divides the product by it, so that the errors of a weight that hardly
+            changes average out; for constant scales.
 
     Returns:
         A new module with ``explain()``: what was decided on each layer, and why.
 
     Raises:
-        ValueError: If ``scaling`` or a pattern makes no sense, or the module is already compiled.
+        ValueError: If an argument makes no sense, or the module is already compiled.
         RuntimeError: In the first call, if the module is on a device without FP8.
 
     Example:
@@ -63,7 +80,8 @@ def fp8_linears(
         >>> fast(x).shape
         torch.Size([8, 16])
     """
-    return captured_forward(module, "fp8_linears", FP8Linears(scaling, exclude=exclude))[0]
+    one = FP8Linears(scaling, exclude=exclude, gradient_format=gradient_format, grid=grid)
+    return captured_forward(module, "fp8_linears", one)[0]
 
 
 class FP8Linears(GraphPass):
@@ -71,7 +89,10 @@ class FP8Linears(GraphPass):
 
     Attributes:
         decisions: For every product seen, why it is not in FP8, or ``None`` if it is.
-        unfit: Products that are kept out of FP8 for reasons of the caller's.
+        gradient_format: Format of gradients that fit into it; E5M2 is that of others.
+        unfit: Products that are kept out of FP8, and gradients that are kept in E5M2, for reasons
+            of the caller's.
+        moving_grid: What moves the numbers of FP8; ``None`` where they stay.
         takes_units_in: Whether changes of units around a product become its own factors. If not,
             they are operations by themselves, at which drift can be measured.
     """
@@ -80,28 +101,51 @@ class FP8Linears(GraphPass):
     stage = Stage.QUANTIZE
 
     def __init__(
-        self, scaling: Scaling = "constant", *, exclude: str | Sequence[str] | None = None
+        self,
+        scaling: Scaling = "constant",
+        *,
+        exclude: str | Sequence[str] | None = None,
+        gradient_format: GradientFormat = "E5M2",
+        grid: Grid = "fixed",
     ) -> None:
         if scaling not in get_args(Scaling):
             raise ValueError(
                 f"scaling={scaling!r}: unknown scaling; expected 'constant' or 'dynamic'; pass "
                 "'constant' together with unit scaling, 'dynamic' without it."
             )
+        if gradient_format not in get_args(GradientFormat):
+            raise ValueError(
+                f"gradient_format={gradient_format!r}: no format of FP8 gradients; expected "
+                "'E4M3FN' or 'E5M2'; leave the argument out for 'E5M2'."
+            )
+        check_grid(grid)
+        if scaling == "dynamic" and grid == "moving":
+            raise ValueError(
+                "grid='moving': with scaling='dynamic' the largest element of a tensor decides "
+                "where the numbers of its format lie; expected 'fixed'; leave the argument out."
+            )
         self.scaling: Scaling = scaling
+        self.gradient_format: GradientFormat = gradient_format
+        self.moving_grid = MovingGrid() if grid == "moving" else None
         self.patterns = NamePatterns(exclude=exclude)
         self.decisions: dict[str, str | None] = {}
-        self.unfit: dict[str, str] = {}
+        self.unfit = Misfits()
         self.takes_units_in = True
 
-    def leave_out(self, reasons: Mapping[str, str]) -> bool:
-        """Keep products as they are for reasons of the caller's, by their tensors' names.
+    def leave_out(self, misfits: Misfits) -> Misfits:
+        """Keep products out of FP8, or their gradients in E5M2, by the products' names.
 
         Returns:
-            Whether one of them is new: then graphs rewritten before must be rewritten anew.
+            What is new of it: with that, graphs rewritten before must be rewritten anew.
         """
-        is_new = not reasons.keys() <= self.unfit.keys()
-        self.unfit.update(reasons)
-        return is_new
+        if self.gradient_format == WIDE_GRADIENT:
+            misfits = Misfits(misfits.products)
+        new = misfits.without(self.unfit)
+        self.unfit = Misfits(
+            {**self.unfit.products, **misfits.products},
+            {**self.unfit.gradients, **misfits.gradients},
+        )
+        return new
 
     def runs(self, name: str) -> bool:
         """Whether the product of this name is in FP8 in what was rewritten last."""
@@ -109,15 +153,16 @@ class FP8Linears(GraphPass):
 
     def forget(self) -> None:
         """Forget what is known of one module's products."""
-        self.unfit.clear()
+        self.unfit = Misfits()
         self.decisions.clear()
 
     def run(self, graph: StepGraph) -> tuple[str, ...]:
         """Rewrite one graph."""
         reason = why_no_fp8(graph.device)
         found: dict[str, str | None] = {}
+        linears: list[tuple[Region, Linear]] = []
         for region in graph.regions():
-            for node in list(region.graph.nodes):
+            for node in region.graph.nodes:
                 product = product_of(node)
                 if product is None:
                     continue
@@ -129,35 +174,67 @@ class FP8Linears(GraphPass):
                             f"{name} on {graph.device}: {reason}; expected a GPU of compute "
                             "capability 8.9 or above, or a CPU; leave FP8 out, or simulate it."
                         )
-                    _rewrite(region, linear, self.scaling, self.takes_units_in)
+                    linears.append((region, linear))
+        grid = None
+        if self.moving_grid is not None and linears:
+            names = [name for _, one in linears for name in cast_names(one.product)]
+            grid = self.moving_grid.add_to(graph, names)
+        for index, (region, linear) in enumerate(linears):
+            options: dict[str, Any] = {"gradient": self._gradient(meant_name(linear.product.node))}
+            if grid is not None:
+                options |= {"grid": region.thread(grid), "index": NUM_CASTS * index}
+            _rewrite(region, linear, self.scaling, self.takes_units_in, options)
         self.decisions.update(found)
         count = sum(one is None for one in found.values())
-        return (f"{count} of {len(found)} products in FP8 with {self.scaling} scales",)
+        scales = f"{self.scaling} scales" + ("" if self.moving_grid is None else ", moving grid")
+        return (f"{count} of {len(found)} products in FP8 with {scales}",)
+
+    def after_step(self, module: nn.Module, result: Any) -> None:
+        """Move the numbers of FP8, if they move."""
+        if self.moving_grid is not None:
+            self.moving_grid.after_step(module)
 
     def report(self) -> str:
         """Every product with what was decided on it, and why."""
         rows = [
-            (name, "FP8" if reason is None else "kept", reason or f"{self.scaling} scales")
+            (name, "kept", reason) if reason else (name, "FP8", self._how(name))
             for name, reason in self.decisions.items()
         ]
         return tabulate(rows, headers=("product", "runs", "why")) if rows else ""
+
+    def _how(self, name: str) -> str:
+        text = f"{self.scaling} scales, gradients in {self._gradient(name)}"
+        reason = self.unfit.gradients.get(name)
+        return text if reason is None else f"{text}: {reason}"
+
+    def _gradient(self, name: str) -> GradientFormat:
+        return WIDE_GRADIENT if name in self.unfit.gradients else self.gradient_format
 
     def _why_not(self, linear: Linear | None, node: fx.Node) -> str | None:
         if linear is None:
             return "it is no linear layer"
         if not self.patterns.match_names(meant_name(node), str(node.meta.get(MODULE, ""))):
             return "its name is excluded"
-        return why_not_fp8(linear) or self.unfit.get(meant_name(node))
+        return why_not_fp8(linear) or self.unfit.products.get(meant_name(node))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FP8Linears:
-        new = FP8Linears(self.scaling, exclude=self.patterns.exclude)
+        new = FP8Linears(
+            self.scaling, exclude=self.patterns.exclude, gradient_format=self.gradient_format
+        )
         memo[id(self)] = new
-        new.unfit = dict(self.unfit)
+        new.unfit = self.unfit
+        new.moving_grid = copy.copy(self.moving_grid)
         new.takes_units_in = self.takes_units_in
         return new
 
 
-def _rewrite(region: Region, linear: Linear, scaling: Scaling, takes_units_in: bool) -> None:
+def _rewrite(
+    region: Region,
+    linear: Linear,
+    scaling: Scaling,
+    takes_units_in: bool,
+    options: dict[str, Any],
+) -> None:
     """Let the node of the product run in FP8, with the changes of units around it taken in."""
     graph, node = region.graph, linear.product.node
     paths = [one.path for one in (linear.input, linear.weight)]
@@ -185,7 +262,7 @@ def _rewrite(region: Region, linear: Linear, scaling: Scaling, takes_units_in: b
         node.meta.update(result.meta)
         result.replace_all_uses_with(node)
     read = list(node.all_input_nodes)
-    node.op, node.target, node.kwargs = "call_function", fp8_linear, {}
+    node.op, node.target, node.kwargs = "call_function", fp8_linear, options
     node.args = (input, weight, bias, scaling, node.meta["example_value"].dtype, *factors)
     for one in (*([] if result is None else [result]), *read):
         if not one.users and _is_change_of_units(one):

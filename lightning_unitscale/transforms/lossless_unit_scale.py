@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_unitscale.graph.captured_step import CapturedStep
+from lightning_unitscale.graph.passes import Stage
 from lightning_unitscale.transforms.attach import captured_forward
 from lightning_unitscale.transforms.calibration import (
     Calibrator,
@@ -51,7 +52,8 @@ def lossless_unit_scale(
         A new module with ``gauge()``, the units in force, and ``explain()``, what was rewritten.
         Gradient units are measured on the example when the module returns a loss (a scalar, or
         ``loss`` in a mapping, an attribute or the first of a tuple), else in its first real
-        backward pass.
+        backward pass. Until then, calls that record gradients run as ``module`` is written: no
+        format is simulated in them, and nothing runs in FP8. Calls without gradients do run so.
 
     Raises:
         ValueError: If ``depth`` is unknown or the module is already compiled.
@@ -176,13 +178,19 @@ class _LiveGradients:
     def __init__(self, rewrite: LosslessUnitScale) -> None:
         self.rewrite = rewrite
         self.calibrator = rewrite.calibrator()
+        self.num_calls = 0
 
     def __call__(
         self, step: CapturedStep, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
         """Called before each call of the step."""
+        if not torch.is_grad_enabled():
+            step.interpreter = None  # a call that no backward pass can follow needs no units of it
+            return
         if not self.calibrator.saw_gradients:
             self.calibrator.clear()
+            step.interpreter = self.calibrator
+            self._warn_of_rounding(step)
             return
         _, backward = self.calibrator.results()
         self.calibrator.release()
@@ -198,6 +206,18 @@ class _LiveGradients:
         )
         step.interpreter = None
         step.before_call = None
+
+    def _warn_of_rounding(self, step: CapturedStep) -> None:
+        self.num_calls += 1
+        left_out = [one.name for one in step.owner.passes if one.stage is Stage.QUANTIZE]
+        if self.num_calls == 2 and left_out:
+            warnings.warn(
+                f"{type(step.owner.module).__name__}: it was called again before any backward pass "
+                f"has shown in which units its gradients are, so {', '.join(left_out)} did nothing "
+                "yet; expected a backward pass after the first call, or calls without gradients; "
+                "use torch.no_grad() for inference.",
+                stacklevel=4,
+            )
 
 
 class _GaugeOf:

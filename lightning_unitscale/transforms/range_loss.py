@@ -12,7 +12,8 @@ References:
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, fx
@@ -25,7 +26,35 @@ from lightning_unitscale.transforms.gauge import MAX_LOG2_SIGMA
 # One that becomes zero was worth less than 2**-10 of the RMS: only many of them matter.
 MAX_FLUSHED = 0.25
 
-FORMATS: dict[Direction, NumberFormat] = {"forward": E4M3FN, "backward": E5M2}
+# The formats that a tensor may be cast to, from the finest on.
+FORMATS: dict[Direction, tuple[NumberFormat, ...]] = {
+    "forward": (E4M3FN,),
+    "backward": (E4M3FN, E5M2),
+}
+# How many numbers say what FP8 would lose of a tensor, in either direction.
+NUM_SHARES = 4
+# Direction, name in the gauge, and for each of the formats the shares beyond the range and flushed.
+Shares = tuple[Direction, str, Sequence[float]]
+
+
+@dataclass(frozen=True)
+class Misfits:
+    """What FP8 does not hold, by the name of the product, with the reason.
+
+    Attributes:
+        products: Products that are better kept out of FP8.
+        gradients: Products that are not, but whose gradients need E5M2's range.
+    """
+
+    products: Mapping[str, str] = field(default_factory=dict)
+    gradients: Mapping[str, str] = field(default_factory=dict)
+
+    def without(self, known: Misfits) -> Misfits:
+        """What of it is not in ``known`` as well."""
+        return Misfits(
+            {name: why for name, why in self.products.items() if name not in known.products},
+            {name: why for name, why in self.gradients.items() if name not in known.gradients},
+        )
 
 
 class RangeCalibrator(Calibrator):
@@ -42,7 +71,7 @@ class RangeCalibrator(Calibrator):
         rms = super().record(direction, name, tensor)
         # At depth "all" results are measured as well, which nothing reads in FP8.
         if direction == "backward" or name in self._operands:
-            lost = lost_shares(tensor.detach(), rms, FORMATS[direction])
+            lost = lost_shares(tensor.detach(), rms, direction)
             self._lost[direction, name].append(lost)
         return rms
 
@@ -51,16 +80,16 @@ class RangeCalibrator(Calibrator):
         super().clear()
         self._lost.clear()
 
-    def unfit(self) -> dict[str, str]:
-        """Products that lose too much in FP8, with what they lose; one transfer from the device."""
+    def misfits(self) -> Misfits:
+        """What does not fit of what was measured; one transfer from the device."""
         places = [place for place, parts in self._lost.items() for _ in parts]
         if not places:
-            return {}
+            return Misfits()
         parts = [one for parts in self._lost.values() for one in parts]
         shares = torch.stack([one.to(parts[0].device) for one in parts]).tolist()
-        return unfit_products(
-            (direction, name, beyond, flushed)
-            for (direction, name), (beyond, flushed) in zip(places, shares, strict=True)
+        return misfits_among(
+            (direction, name, numbers)
+            for (direction, name), numbers in zip(places, shares, strict=True)
         )
 
     def _operands_of(self, node: fx.Node) -> list[tuple[str, fx.Node]]:
@@ -69,47 +98,63 @@ class RangeCalibrator(Calibrator):
         return operands
 
 
-def unfit_products(shares: Iterable[tuple[Direction, str, float, float]]) -> dict[str, str]:
-    """Products that lose too much in FP8, with what they lose.
-
-    Args:
-        shares: Direction and name in the gauge of tensors, with what :func:`lost_shares` says.
-    """
-    reasons: dict[str, str] = {}
-    for direction, name, beyond, flushed in shares:
+def misfits_among(shares: Iterable[Shares]) -> Misfits:
+    """What does not fit, by what formats would lose of it: see :func:`lost_shares`."""
+    products: dict[str, str] = {}
+    gradients: dict[str, str] = {}
+    for direction, name, numbers in shares:
         product = name.partition(":")[0]
         what = name.rpartition(":")[2] if direction == "forward" else "gradient"
+        pairs = zip(numbers[::2], numbers[1::2], FORMATS[direction], strict=False)
+        *narrow, (beyond, flushed, widest) = pairs
         if beyond > 0.0:
-            reasons[product] = f"{beyond:.2g} of its {what} is beyond {FORMATS[direction]}'s range"
+            products[product] = _beyond(beyond, what, widest)
         elif flushed > MAX_FLUSHED:
-            reasons.setdefault(
-                product, f"{flushed:.0%} of its {what} would be zero in {FORMATS[direction]}"
-            )
-    return reasons
+            products.setdefault(product, _flushed(flushed, what, widest))
+        for beyond, flushed, format in narrow:
+            if beyond > 0.0:
+                gradients[product] = _beyond(beyond, what, format)
+            elif flushed > MAX_FLUSHED:
+                gradients.setdefault(product, _flushed(flushed, what, format))
+    return Misfits(products, gradients)
 
 
-def lost_shares(tensor: Tensor, rms: Tensor, format: NumberFormat) -> Tensor:
-    """What a format would lose of a tensor in units of the power of two nearest to its RMS.
+def lost_shares(tensor: Tensor, rms: Tensor, direction: Direction) -> Tensor:
+    """What formats would lose of a tensor in units of the power of two nearest to its RMS.
 
     Args:
         tensor: Floating point, of any shape.
         rms: Its RMS, 0-d.
-        format: The format.
+        direction: Which has the formats of ``FORMATS``.
 
     Returns:
-        Two numbers: the share of elements that are beyond the range, and the share of those other
-        than zero that would become zero. Both 0 for a tensor without a finite RMS above zero.
+        Shape ``(NUM_SHARES,)``: for each format the share of elements that are beyond the range,
+        and the share of those other than zero that would become zero; zeros for the rest, and for
+        a tensor without a finite RMS above zero.
     """
     usable = rms.isfinite() & (rms > 0)
     exponent = torch.log2(torch.where(usable, rms, 1.0)).round()
     unit = torch.exp2(exponent.clamp(-MAX_LOG2_SIGMA, MAX_LOG2_SIGMA)).float()
-    return torch.where(usable, stored_shares(tensor.float() / unit, format), 0.0)
+    return torch.where(usable, stored_shares(tensor.float() / unit, direction), 0.0)
 
 
-def stored_shares(tensor: Tensor, format: NumberFormat) -> Tensor:
-    """What a format would lose of a tensor as it is: :func:`lost_shares` without units."""
+def stored_shares(tensor: Tensor, direction: Direction) -> Tensor:
+    """What formats would lose of a tensor as it is: :func:`lost_shares` without units."""
     magnitudes = tensor.abs().float()
-    count = (magnitudes > 0).sum()
-    beyond = (magnitudes > format.overflow_threshold).sum() / max(tensor.numel(), 1)
-    flushed = ((magnitudes > 0) & (magnitudes <= format.flush_threshold)).sum() / count.clamp(min=1)
-    return torch.stack([beyond, flushed])
+    is_some = magnitudes > 0
+    count = is_some.sum().clamp(min=1)
+    shares = []
+    for format in FORMATS[direction]:
+        beyond = (magnitudes > format.overflow_threshold).sum() / max(tensor.numel(), 1)
+        flushed = (is_some & (magnitudes <= format.flush_threshold)).sum() / count
+        shares += [beyond, flushed]
+    nothing = torch.zeros_like(shares[0])
+    return torch.stack([*shares, *[nothing] * (NUM_SHARES - len(shares))])
+
+
+def _beyond(share: float, what: str, format: NumberFormat) -> str:
+    return f"{share:.2g} of its {what} is beyond {format}'s range"
+
+
+def _flushed(share: float, what: str, format: NumberFormat) -> str:
+    return f"{share:.0%} of its {what} would be zero in {format}"

@@ -10,13 +10,17 @@ import copy
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from lightning_unitscale.formats import NumberFormat
+from lightning_unitscale.functional.simulated_cast import (
+    Bits,
+    bits_of,
+    round_gradient,
+    round_operand,
+)
 from lightning_unitscale.graph.nodes import (
     INTERNAL,
     MODULE,
@@ -33,14 +37,12 @@ from lightning_unitscale.quantize import (
     Rounding,
     check_rounding,
     checked_format,
-    rounded,
     rounding_keys,
 )
 from lightning_unitscale.transforms.attach import captured_forward
+from lightning_unitscale.transforms.moving_grid import Grid, MovingGrid, cast_names, check_grid
 from lightning_unitscale.transforms.units import meant_name
 
-# Exponent bits, mantissa bits, finite only: a format as an argument that a graph can hold.
-Bits = tuple[int, int, bool]
 # What FP8 means: precision for operands, range for gradients.
 FP8_FORMATS = ("E4M3FN", "E5M2")
 # Adds a function of a node to the graph of a region, at the point where the graph inserts.
@@ -57,6 +59,7 @@ def simulate_format(
     include: str | Sequence[str] | None = None,
     exclude: str | Sequence[str] | None = None,
     seed: int = 0,
+    grid: Grid = "fixed",
 ) -> nn.Module:
     """A copy of ``module`` whose matrix products run as if in low-precision formats.
 
@@ -81,6 +84,9 @@ def simulate_format(
             default.
         exclude: Globs to leave out, stronger than ``include``.
         seed: Of stochastic rounding, which leaves torch's random numbers alone.
+        grid: ``"fixed"``, or ``"moving"``: every tensor is multiplied by a number in (1/2, 1], and
+            divided by it after rounding, another one at every training step, so that the errors of
+            a weight that hardly changes average out over the steps.
 
     Returns:
         A new module with ``explain()``, what was rewritten.
@@ -100,6 +106,7 @@ def simulate_format(
         include=include,
         exclude=exclude,
         seed=seed,
+        grid=grid,
     )
     return captured_forward(module, "simulate_format", one)[0]
 
@@ -134,6 +141,7 @@ class SimulateFormat(GraphPass):
         fwd_format: Format of the operands.
         bwd_format: Format of the gradients.
         rounding: ``"nearest"`` or ``"stochastic"``.
+        moving_grid: What moves the numbers of the formats; ``None`` where they stay.
     """
 
     name = "simulate format"
@@ -149,12 +157,15 @@ class SimulateFormat(GraphPass):
         include: str | Sequence[str] | None = None,
         exclude: str | Sequence[str] | None = None,
         seed: int = 0,
+        grid: Grid = "fixed",
     ) -> None:
         check_rounding(rounding)
+        check_grid(grid)
         self.fwd_format = checked_format(fwd_format)
         self.bwd_format = checked_format(bwd_format)
         self.rounding = rounding
         self.saturate = saturate
+        self.moving_grid = MovingGrid() if grid == "moving" else None
         self.patterns = NamePatterns(include, exclude)
         # Keys come from the CPU: the same rounding on every device.
         self._generator = torch.Generator().manual_seed(seed)
@@ -164,10 +175,12 @@ class SimulateFormat(GraphPass):
         sites = find_sites(graph, self.patterns)
         num_operands = sum(len(one.product.operands) for one in sites)
         num_gradients = sum(one.has_gradient for one in sites)
-        self._insert(graph, sites, num_operands + num_gradients)
+        if sites:
+            self._insert(graph, sites)
+        how = self.rounding if self.moving_grid is None else f"{self.rounding}, moving grid"
         lines = [
             f"{num_operands} operands of {len(sites)} products rounded to {self.fwd_format}, "
-            f"{num_gradients} gradients to {self.bwd_format} ({self.rounding})"
+            f"{num_gradients} gradients to {self.bwd_format} ({how})"
         ]
         simulated = {one.product.node for one in sites}
         left = [
@@ -181,27 +194,39 @@ class SimulateFormat(GraphPass):
             lines.append(f"{len(left)} products left as they are: {names}")
         return tuple(lines)
 
-    def _insert(self, graph: StepGraph, sites: Sequence[Site], num_roundings: int) -> None:
-        keys: fx.Node | None = None
-        if self.rounding == "stochastic" and num_roundings:
+    def after_step(self, module: nn.Module, result: Any) -> None:
+        """Move the numbers of the formats, if they move."""
+        if self.moving_grid is not None:
+            self.moving_grid.after_step(module)
+
+    def _insert(self, graph: StepGraph, sites: Sequence[Site]) -> None:
+        names = [
+            name for one in sites for name in cast_names(one.product, has_gradient=one.has_gradient)
+        ]
+        keys = grid = None
+        if self.rounding == "stochastic":
 
             def supply() -> Tensor:
-                return rounding_keys(num_roundings, self._generator, device=graph.device)
+                return rounding_keys(len(names), self._generator, device=graph.device)
 
-            example = torch.zeros((num_roundings, 2), dtype=torch.int64, device=graph.device)
+            example = torch.zeros((len(names), 2), dtype=torch.int64, device=graph.device)
             keys = graph.add_state("rounding_keys", supply, example)
+        if self.moving_grid is not None:
+            grid = self.moving_grid.add_to(graph, names)
         index = itertools.count()
-        saturate, formats = self.saturate, (_bits(self.fwd_format), _bits(self.bwd_format))
 
         def inserter(function: Callable[..., Tensor], bits: Bits) -> Insert:
             def insert(region: Region, source: fx.Node) -> fx.Node:
-                random = () if keys is None else (region.thread(keys), next(index))
-                return region.graph.call_function(function, (source, bits, saturate, *random))
+                states = (None if one is None else region.thread(one) for one in (keys, grid))
+                arguments = (source, bits, self.saturate, next(index), *states)
+                return region.graph.call_function(function, arguments)
 
             return insert
 
         insert_at_sites(
-            sites, inserter(round_operand, formats[0]), inserter(round_gradient, formats[1])
+            sites,
+            inserter(round_operand, bits_of(self.fwd_format)),
+            inserter(round_gradient, bits_of(self.bwd_format)),
         )
 
     def state(self) -> Tensor:
@@ -216,6 +241,7 @@ class SimulateFormat(GraphPass):
         new = copy.copy(self)
         memo[id(self)] = new
         new._generator = self._generator.clone_state()
+        new.moving_grid = copy.copy(self.moving_grid)
         return new
 
 
@@ -294,67 +320,5 @@ def _insert_on_gradient(site: Site, on_gradient: Insert) -> None:
     node.meta[INTERNAL] = True
 
 
-def round_operand(
-    input: Tensor, bits: Bits, saturate: bool | None, keys: Tensor | None = None, index: int = 0
-) -> Tensor:
-    """``input`` rounded to a format; its gradient passes as it is.
-
-    Args:
-        input: Floating-point tensor of any shape.
-        bits: The format.
-        saturate: As in :func:`lightning_unitscale.quantize.quantize`.
-        keys: Keys of the roundings of the step, shape ``(roundings, 2)``; nearest without them.
-        index: Which of them is this one's.
-    """
-    result: Tensor = _RoundOperand.apply(input, bits, saturate, keys, index)
-    return result
-
-
-def round_gradient(
-    input: Tensor, bits: Bits, saturate: bool | None, keys: Tensor | None = None, index: int = 0
-) -> Tensor:
-    """``input`` itself, whose gradient is rounded; for the arguments see :func:`round_operand`."""
-    result: Tensor = _RoundGradient.apply(input, bits, saturate, keys, index)
-    return result
-
-
-class _RoundOperand(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, input: Tensor, bits: Bits, saturate: bool | None, keys: Tensor | None, index: int
-    ) -> Tensor:
-        return rounded(input, _format(bits), saturate, None if keys is None else keys[index])
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        return grad_output, None, None, None, None
-
-
-class _RoundGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, input: Tensor, bits: Bits, saturate: bool | None, keys: Tensor | None, index: int
-    ) -> Tensor:
-        ctx.save_for_backward(keys)
-        ctx.bits, ctx.saturate, ctx.index = bits, saturate, index
-        return input.view_as(input)
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        (keys,) = ctx.saved_tensors
-        key = None if keys is None else keys[ctx.index]
-        gradient = rounded(grad_output, _format(ctx.bits), ctx.saturate, key)
-        return gradient, None, None, None, None
-
-
 def _products(region: Region) -> Iterator[fx.Node]:
     return (node for node in region.graph.nodes if product_of(node) is not None)
-
-
-def _bits(format: NumberFormat) -> Bits:
-    return format.exponent_bits, format.mantissa_bits, format.finite_only
-
-
-@cache
-def _format(bits: Bits) -> NumberFormat:
-    return NumberFormat("format", *bits)

@@ -62,7 +62,7 @@ def _losses(callbacks: Any = (), make: Any = Tower, **options: Any) -> Tensor:
         # torch's notice that a CPU autocast in FP16 is slow, and the like.
         warnings.simplefilter("ignore")
         done = run(make, callbacks, data=_data, max_steps=24, **options)
-    return torch.stack([step["loss"] for step in done.outputs])
+    return torch.stack([step["loss"] for step in done.outputs if step is not None])
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed", "bf16-true"])
@@ -82,7 +82,10 @@ def test_training_in_fp8_is_nearly_that_without(precision: Any) -> None:
     assert found[-1] < 0.6 * found[0]
 
 
-def test_types_with_bf16_mixed() -> None:
+@pytest.mark.parametrize(
+    ("name", "gradient"), [("E4M3FN", torch.float8_e4m3fn), ("E5M2", torch.float8_e5m2)]
+)
+def test_types_with_bf16_mixed(name: Any, gradient: torch.dtype) -> None:
     """The layers read what autocast would have cast, and give what it would have given."""
     seen: set[tuple[torch.dtype, torch.dtype, torch.dtype]] = set()
     file = import_module("lightning_unitscale.functional.fp8_linear")
@@ -94,8 +97,9 @@ def test_types_with_bf16_mixed() -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(file, "scaled_product", recorded)
-        _losses([UnitScaleCallback(precision="fp8")], precision="bf16-mixed")
-    operand, gradient = torch.float8_e4m3fn, torch.float8_e5m2
+        callback = UnitScaleCallback(precision="fp8", fp8_gradients=name)
+        _losses([callback], precision="bf16-mixed")
+    operand = torch.float8_e4m3fn
     assert seen == {
         (operand, operand, torch.bfloat16),  # results
         (gradient, operand, torch.bfloat16),  # the gradient of the second layer's input
@@ -137,6 +141,67 @@ def test_layers_that_fp8_does_not_fit_are_kept(tmp_path: Any) -> None:
     # Another module is measured for itself.
     _losses([resumed])
     assert "2 of 3 products in FP8" in resumed.explain()
+
+
+def test_gradients_that_are_too_uneven_are_in_e5m2(tmp_path: Any) -> None:
+    class Uneven(Tower):
+        """Nine samples of ten hardly count, from the fourth step on."""
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            x, y = batch
+            error = (self(x).float() - y.float()).square().mean(1)
+            late = self.global_step >= self.starts
+            return (error * torch.where(torch.arange(len(error)) > 0, 1e-4**late, 1.0)).mean()
+
+        starts = 0
+
+    class Late(Uneven):
+        starts = 4
+
+    class Save(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+            if trainer.global_step == 3:
+                trainer.save_checkpoint(tmp_path / "third.ckpt")
+
+    reason = "of its gradient would be zero in E4M3FN"
+    callback = UnitScaleCallback(precision="fp8", fp8_exclude=None)
+    _losses([callback, Save()], Uneven)
+    text = callback.explain()
+    assert text.count("constant scales, gradients in E5M2: ") == 2 and reason in text
+    assert "2 of 3 products in FP8" in text and "Gradients in E5M2 from" not in text
+    resumed = UnitScaleCallback(precision="fp8", fp8_exclude=None)
+    _losses([resumed], Uneven, entry_options={"ckpt_path": tmp_path / "third.ckpt"})
+    assert resumed.explain().count("constant scales, gradients in E5M2: ") == 2
+    late = UnitScaleCallback(precision="fp8", fp8_exclude=None)
+    _losses([late], Late)
+    # At step 8 they are far too small; in the units that they then get, most of them are nothing.
+    assert "Gradients in E5M2 from step 16 on: fc2.linear, since 90% " in late.explain()
+    always = UnitScaleCallback(precision="fp8", fp8_exclude=None, fp8_gradients="E5M2")
+    _losses([always], Uneven)
+    assert always.explain().count("constant scales, gradients in E5M2\n") == 2
+
+
+def test_the_numbers_of_fp8_move_and_evaluation_does_not_move_them(tmp_path: Any) -> None:
+    class Save(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+            if trainer.global_step == 16:
+                trainer.save_checkpoint(tmp_path / "half.ckpt")
+
+    moving, fixed = (
+        UnitScaleCallback(precision="fp8"),
+        UnitScaleCallback(precision="fp8", grid="fixed"),
+    )
+    losses = _losses([moving, Save()])
+    assert "constant scales, moving grid" in moving.explain()
+    assert not torch.equal(losses, _losses([fixed])) and "moving" not in fixed.explain()
+    data = {"val_dataloaders": _data()}
+    evaluated = _losses(
+        [UnitScaleCallback(precision="fp8")], entry_options=data, val_check_interval=3
+    )
+    assert_same_bits(evaluated, losses)
+    options = {"ckpt_path": tmp_path / "half.ckpt"}
+    resumed = _losses([UnitScaleCallback(precision="fp8")], entry_options=options)
+    assert_same_bits(resumed, losses[16:])
 
 
 @pytest.mark.parametrize(("depth", "compile"), [("products", True), ("all", False)])
@@ -232,3 +297,7 @@ def test_from_a_command_line() -> None:
     given = ["--callback.precision=fp8", "--callback.fp8_exclude=[head, '*.fc2']"]
     callback = parser.instantiate(parser.parse_args(given)).callback
     assert callback._fp8.patterns.exclude == ("head", "*.fc2")
+    assert callback._fp8.gradient_format == "E4M3FN" and callback._fp8.moving_grid is not None
+    given = ["--callback.precision=fp8", "--callback.fp8_gradients=E5M2", "--callback.grid=fixed"]
+    callback = parser.instantiate(parser.parse_args(given)).callback
+    assert callback._fp8.gradient_format == "E5M2" and callback._fp8.moving_grid is None

@@ -25,8 +25,7 @@ class _Roundings(pl.Callback):
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.seen: set[tuple[str, str, int]] = set()
         self.stage = ""
-        # The package has a function of the same name.
-        module = import_module("lightning_unitscale.transforms.simulate_format")
+        module = import_module("lightning_unitscale.functional.simulated_cast")
         plain = module.rounded
 
         def recorded(tensor: Tensor, format: Any, saturate: Any, key: Any) -> Tensor:
@@ -102,13 +101,30 @@ class _SaveHalfWay(pl.Callback):
             trainer.save_checkpoint("half.ckpt")
 
 
-def test_stochastic_rounding_goes_on_where_a_checkpoint_stopped() -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"simulate": "E3M2FN", "simulate_rounding": "stochastic"},
+        {"simulate": "E3M2FN", "grid": "moving"},
+    ],
+    ids=["stochastic", "moving"],
+)
+def test_rounding_goes_on_where_a_checkpoint_stopped(options: Any) -> None:
     def callbacks() -> list[pl.Callback]:
-        return [UnitScaleCallback(simulate="E3M2FN", simulate_rounding="stochastic")]
+        return [UnitScaleCallback(**options)]
 
     whole = run(_module, callbacks(), others=lambda: [_SaveHalfWay()], max_steps=8)
     resumed = run(_module, callbacks(), max_steps=8, entry_options={"ckpt_path": "half.ckpt"})
     assert_same_bits(resumed.weights, whole.weights)
+
+
+def test_only_what_is_asked_for_moves() -> None:
+    fixed, moving = (UnitScaleCallback(simulate="fp8", grid=one) for one in ("fixed", "moving"))
+    plain = UnitScaleCallback(simulate="fp8")
+    weights = [run(_module, [one], max_steps=4).weights for one in (plain, fixed, moving)]
+    assert_same_bits(weights[0], weights[1])
+    assert not torch.equal(weights[0]["first.weight"], weights[2]["first.weight"])
+    assert "(nearest, moving grid)" in moving.explain() and "(nearest)" in plain.explain()
 
 
 def test_the_module_is_restored() -> None:
@@ -140,3 +156,7 @@ def test_wrong_settings() -> None:
         UnitScaleCallback(simulate=("FP16", "FP16", "FP16"))
     with pytest.raises(ValueError, match=r"rounding='down': unknown rounding"):
         UnitScaleCallback(simulate="fp8", simulate_rounding="down")
+    with pytest.raises(ValueError, match=r"grid='still': unknown grid; expected 'fixed' or"):
+        UnitScaleCallback(simulate="fp8", grid="still")
+    with pytest.raises(ValueError, match=r"grid='moving': no format is in use whose numbers"):
+        UnitScaleCallback(grid="moving")

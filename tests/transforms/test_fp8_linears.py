@@ -18,6 +18,7 @@ from lightning_unitscale.functional.fp8_linear import fp8_linear
 from lightning_unitscale.graph.steps import steps_of
 from lightning_unitscale.transforms import fp8_linears, lossless_unit_scale, simulate_format
 from lightning_unitscale.transforms.fp8_linears import FP8Linears
+from lightning_unitscale.transforms.range_loss import Misfits
 from tests.helpers import assert_same_bits, run
 
 
@@ -78,18 +79,19 @@ def _nodes(module: nn.Module) -> list[Any]:
 
 @pytest.mark.parametrize("depth", ["products", "all"])
 @pytest.mark.parametrize("order", ["units first", "units last"])
-def test_the_bits_of_the_simulation(depth: Any, order: str) -> None:
+@pytest.mark.parametrize("gradient", ["E4M3FN", "E5M2"])
+def test_the_bits_of_the_simulation(depth: Any, order: str, gradient: Any) -> None:
     """Sums of FP8 products in FP32 are sums of FP8 products in FP32, if the order is the same.
 
     Of a bias, the simulation takes the gradient from what was rounded for the product.
     """
     module, x = _forms()
     units = lossless_unit_scale(module, x, depth=depth)
-    simulated = simulate_format(units, "E4M3FN", "E5M2", include=_FP8)
+    simulated = simulate_format(units, "E4M3FN", gradient, include=_FP8)
     if order == "units first":
-        real = fp8_linears(units)
+        real = fp8_linears(units, gradient_format=gradient)
     else:
-        real = lossless_unit_scale(fp8_linears(module), x, depth=depth)
+        real = lossless_unit_scale(fp8_linears(module, gradient_format=gradient), x, depth=depth)
     found, expected = run(real, x), run(simulated, x)
     biases = [found["parameters"].pop(one) for one in ("first.bias", "added")]
     others = [expected["parameters"].pop(one) for one in ("first.bias", "added")]
@@ -311,13 +313,44 @@ def test_products_left_out_later_are_in_the_next_rewrite() -> None:
     fp8 = fp8_linears(module)
     fp8(x)
     one = _pass_of(fp8)
-    assert one.leave_out({"addmm": "too wide"}) and not one.leave_out({"addmm": "too wide"})
+    misfits = Misfits({"addmm": "too wide"}, {"first.linear": "too uneven"})
+    # With E5M2 for all of them, no gradient is in a finer format that it might leave.
+    assert one.leave_out(misfits) == Misfits({"addmm": "too wide"})
+    assert one.leave_out(misfits) == Misfits()
     steps = steps_of(fp8)
     assert steps is not None
     steps.steps["forward"].rewrite_anew()
     fp8(x)
     assert one.decisions["addmm"] == "too wide" and one.decisions["first.linear"] is None
-    assert _pass_of(copy.deepcopy(fp8)).unfit == {"addmm": "too wide"}
+    assert _pass_of(copy.deepcopy(fp8)).unfit == Misfits({"addmm": "too wide"})
+
+
+def test_gradients_that_need_the_range_are_in_e5m2() -> None:
+    module, x = _forms()
+    units = lossless_unit_scale(module, x)
+    fp8 = fp8_linears(units, gradient_format="E4M3FN")
+    fine = run(fp8, x)
+    one = _pass_of(fp8)
+    assert one.leave_out(Misfits({}, {"addmm": "too uneven"})).gradients
+    copied = _pass_of(copy.deepcopy(fp8))
+    assert copied.unfit == one.unfit and copied.gradient_format == "E4M3FN"
+    steps = steps_of(fp8)
+    assert steps is not None
+    steps.steps["forward"].rewrite_anew()
+    mixed = run(fp8, x)
+    text = fp8.explain()
+    assert "constant scales, gradients in E5M2: too uneven" in text
+    assert text.count("constant scales, gradients in E4M3FN") == 4
+    coarse = run(fp8_linears(units), x)
+    exact = run(module, x)["parameters"]
+
+    def error(found: Any, name: str) -> float:
+        return float((found["parameters"][name] - exact[name]).norm() / exact[name].norm())
+
+    names = [name for name in exact if "weight" in name and "last" not in name]
+    errors = [(error(fine, name), error(coarse, name)) for name in names]
+    assert all(one < other for one, other in errors), errors
+    assert any(error(fine, name) < error(mixed, name) < error(coarse, name) for name in names)
 
 
 def test_a_device_without_fp8(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 import copy
 import random
+import warnings
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_unitscale.graph.captured_step import CapturedStep
 from lightning_unitscale.graph.steps import steps_of
-from lightning_unitscale.transforms import Gauge, GaugePair, lossless_unit_scale
+from lightning_unitscale.transforms import Gauge, GaugePair, lossless_unit_scale, simulate_format
 from lightning_unitscale.transforms.gauge import MAX_LOG2_GAMMA, MAX_LOG2_SIGMA
 from lightning_unitscale.transforms.lossless import LosslessUnitScale
 from tests.helpers import OperandMeter, assert_same_bits, operand_scales, run
@@ -188,6 +189,27 @@ def test_a_module_without_a_loss_learns_its_gradient_units_in_its_first_backward
     assert all(scaled.gauge()[name].log2_gamma < -10 for name in ("0.linear", "2.linear"))
     sigmas = {name: pair.log2_sigma for name, pair in scaled.gauge().items()}
     assert sigmas["0.linear:input"] in (5, 6)
+
+
+def test_formats_around_a_module_without_a_loss() -> None:
+    """Nothing is rounded until a backward pass was seen, but in calls that none can follow."""
+    module = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
+    a = torch.randn(5, 16)
+    exact = module(a).detach()
+    rounded = simulate_format(lossless_unit_scale(module, a), "E4M3FN", "E5M2")
+    with torch.no_grad():
+        inference = rounded(a)
+    assert 0 < (inference - exact).norm() < 0.1 * exact.norm()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        first = rounded(a)
+    assert_same_bits(first.detach(), exact)
+    with torch.no_grad():
+        assert_same_bits(rounded(a), inference)
+    with pytest.warns(UserWarning, match=r"so simulate format did nothing yet; expected a backw"):
+        rounded(a)
+    rounded(a).sum().backward()
+    assert_same_bits(rounded(a).detach(), inference)
 
 
 def test_a_copy_still_learns_its_gradient_units() -> None:

@@ -9,10 +9,16 @@ from torch import Tensor, nn
 from lightning_unitscale.formats import E4M3FN, E5M2, NumberFormat
 from lightning_unitscale.quantize import quantize
 from lightning_unitscale.transforms.attach import captured_forward
-from lightning_unitscale.transforms.calibration import root_mean_square
+from lightning_unitscale.transforms.calibration import Direction, root_mean_square
 from lightning_unitscale.transforms.lossless import LosslessUnitScale
 from lightning_unitscale.transforms.lossless_unit_scale import calibrate
-from lightning_unitscale.transforms.range_loss import RangeCalibrator, lost_shares
+from lightning_unitscale.transforms.range_loss import (
+    FORMATS,
+    NUM_SHARES,
+    Misfits,
+    RangeCalibrator,
+    lost_shares,
+)
 
 
 @pytest.mark.parametrize("format", [E4M3FN, E5M2], ids=str)
@@ -26,8 +32,14 @@ def test_shares_are_those_of_a_rounding(format: NumberFormat, size: float) -> No
     beyond = (stored.abs() > format.max).double().mean()
     nonzero = stored[stored != 0]
     flushed = (quantize(nonzero, format) == 0).double().mean()
-    found = lost_shares(tensor, rms, format)
-    assert found.tolist() == pytest.approx([beyond.item(), flushed.item()], rel=1e-6)
+    direction: Direction = "forward" if format == E4M3FN else "backward"
+    found = lost_shares(tensor, rms, direction).tolist()
+    # A gradient may be cast to either.
+    assert FORMATS[direction][-1] == format and len(found) == NUM_SHARES
+    pair = found[:2] if direction == "forward" else found[2:]
+    assert pair == pytest.approx([beyond.item(), flushed.item()], rel=1e-6)
+    if direction == "backward":
+        assert found[:2] == pytest.approx(lost_shares(tensor, rms, "forward")[:2].tolist())
     assert flushed > 0.01
 
 
@@ -37,17 +49,20 @@ def test_shares_are_those_of_a_rounding(format: NumberFormat, size: float) -> No
     ids=["zeros", "empty", "inf", "nan"],
 )
 def test_nothing_is_said_of_tensors_without_a_unit(tensor: Tensor) -> None:
-    assert lost_shares(tensor, root_mean_square(tensor), E4M3FN).tolist() == [0.0, 0.0]
+    assert not lost_shares(tensor, root_mean_square(tensor), "backward").any()
 
 
 class _Tower(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.fine, self.massive, self.flat = (nn.Linear(64, 64) for _ in range(3))
+        self.fine, self.massive, self.flat, self.uneven = (nn.Linear(64, 64) for _ in range(4))
 
     def forward(self, x: Tensor, outlier: Tensor, sparse: Tensor) -> Tensor:
         made = self.fine(x) + self.massive(x + outlier) + self.flat(x * sparse)
-        return made.square().mean()
+        # Its gradient is a ten-thousandth of the others' in nine rows of ten.
+        uneven = self.uneven(x) * torch.where(torch.arange(len(x)) % 10 == 0, 1.0, 0.01)[:, None]
+        # Bounded: what one outlier makes is no outlier among the gradients.
+        return made.sin().mean() + uneven.square().mean()
 
 
 @pytest.mark.parametrize("depth", ["products", "all"])
@@ -58,15 +73,25 @@ def test_products_that_fp8_does_not_fit(depth: str) -> None:
     sparse[0] = 1.0
     rewrite = LosslessUnitScale(depth, measures_range=True)  # type: ignore[arg-type]
     _, step = captured_forward(_Tower(), "test", rewrite)
-    seen: list[dict[str, str]] = []
+    seen: list[Misfits] = []
 
     def results(calibrator: object) -> tuple[dict[str, float], dict[str, float]]:
         assert isinstance(calibrator, RangeCalibrator)
-        seen.append(calibrator.unfit())
+        seen.append(calibrator.misfits())
         return {}, {}
 
     calibrate(step, rewrite, (x, outlier, sparse), {}, results=results)
-    (unfit,) = seen
-    assert set(unfit) >= {"massive.linear", "flat.linear"} and "fine.linear" not in unfit
-    assert unfit["massive.linear"].endswith("of its input is beyond E4M3FN's range")
-    assert unfit["flat.linear"].endswith("of its input would be zero in E4M3FN")
+    (misfits,) = seen
+    products, gradients = misfits.products, misfits.gradients
+    assert set(products) == {"massive.linear", "flat.linear"}, products
+    assert products["massive.linear"].endswith("of its input is beyond E4M3FN's range")
+    assert products["flat.linear"].endswith("of its input would be zero in E4M3FN")
+    assert set(gradients) == {"uneven.linear"}, gradients
+    assert gradients["uneven.linear"].endswith("of its gradient would be zero in E4M3FN")
+
+
+def test_what_is_new() -> None:
+    known = Misfits({"a": "too wide"}, {"b": "uneven"})
+    found = Misfits({"a": "wider", "c": "too wide"}, {"b": "uneven", "a": "uneven"})
+    assert found.without(known) == Misfits({"c": "too wide"}, {"a": "uneven"})
+    assert known.without(known) == Misfits()
