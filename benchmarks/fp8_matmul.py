@@ -7,7 +7,8 @@ compiled by Inductor, with BF16 parameters and 16,384 tokens:
 - "torchao": ``convert_to_float8_training``, tensorwise: a scale is found for each of three tensors
   in every step (left out where torchao is not installed);
 - "dynamic": ``transforms.fp8_linears(scaling="dynamic")``, the same by this package's kernels;
-- "constant": ``transforms.fp8_linears`` on ``lossless_unit_scale``: scales are known beforehand.
+- "constant": ``transforms.fp8_linears`` on ``lossless_unit_scale``: scales are known beforehand,
+  with a moving grid and gradients in E4M3, as ``UnitScaleCallback(precision="fp8")`` has them.
 
     python benchmarks/fp8_matmul.py --sizes 1024 2048 4096 8192
 """
@@ -80,7 +81,7 @@ def variants(module: nn.Module, x: Tensor, gradient: Tensor) -> dict[str, nn.Mod
     # Units of gradients are measured in the first backward pass.
     scaled(x).backward(gradient)
     scaled(x)
-    made["constant"] = compile(fp8_linears(scaled))
+    made["constant"] = compile(fp8_linears(scaled, gradient_format="E4M3FN", grid="moving"))
     return made
 
 

@@ -14,7 +14,12 @@ from typing_extensions import override
 from lightning_unitscale.callbacks.fp8 import check_fp8, fp8_of, grid_of
 from lightning_unitscale.callbacks.gauge_keeping import GaugeKeeping
 from lightning_unitscale.callbacks.holding import holding_of
-from lightning_unitscale.callbacks.module_steps import attach_steps, starting_batch, step_arguments
+from lightning_unitscale.callbacks.module_steps import (
+    attach_steps,
+    optimizer_step_index,
+    starting_batch,
+    step_arguments,
+)
 from lightning_unitscale.callbacks.pipelined import pipeline_of, rehearsed
 from lightning_unitscale.callbacks.remat import step_partitioner
 from lightning_unitscale.callbacks.rule_scaling import rules_of
@@ -231,6 +236,8 @@ class UnitScaleCallback(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         assert self._steps is not None
+        if (grid := self._moving_grid()) is not None:
+            grid.follow(optimizer_step_index(trainer))
         with starting_batch(pl_module, self._steps.steps["training_step"], batch_idx):
             self._plan(trainer, "training_step", batch, batch_idx)
             is_look = self._keeping.before_batch(trainer, batch, batch_idx)

@@ -66,10 +66,21 @@ class MovingGrid:
 
     def __init__(self) -> None:
         self.step = 0
+        self._counts_calls = True
+
+    def follow(self, step: int) -> None:
+        """Be where the optimizer is: the batches that it accumulates share their factors.
+
+        Args:
+            step: How many steps it has taken.
+        """
+        self.step = step
+        self._counts_calls = False
 
     def after_step(self, module: nn.Module) -> None:
-        """Go on, if the step that has been was one of training."""
-        self.step += module.training
+        """Count a call of a module that is being trained, if nobody says where the optimizer is."""
+        if self._counts_calls:
+            self.step += module.training
 
     def add_to(self, graph: StepGraph, names: Sequence[str]) -> fx.Node:
         """Add the factors of some casts to a graph.
