@@ -15,7 +15,7 @@ from lightning.pytorch.plugins import (
 
 from lightning_unitscale.functional.fp8_linear import GradientFormat
 from lightning_unitscale.functional.scaled_product import why_no_fp8
-from lightning_unitscale.transforms.fp8_linears import FP8Linears
+from lightning_unitscale.transforms.fp8_linears import FP8Linears, check_gradient_format
 from lightning_unitscale.transforms.moving_grid import Grid, check_grid
 
 # By the names that these layers have in torch, nanoGPT, Hugging Face's and Meta's code.
@@ -71,6 +71,7 @@ def fp8_of(
             "the Trainer's: pass Trainer(precision=...)."
         )
     is_auto = isinstance(exclude, str) and exclude == "auto"
+    check_gradient_format(gradient_format, "fp8_gradients")
     if precision is None and gradient_format != "E4M3FN":
         raise ValueError(
             f"fp8_gradients={gradient_format!r}: nothing runs in FP8; expected 'E4M3FN' without "

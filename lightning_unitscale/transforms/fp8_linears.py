@@ -84,6 +84,19 @@ def fp8_linears(
     return captured_forward(module, "fp8_linears", one)[0]
 
 
+def check_gradient_format(format: object, name: str = "gradient_format") -> None:
+    """Refuse what is no format of gradients in FP8 products.
+
+    Raises:
+        ValueError: If it is not one of ``GradientFormat``; ``name`` is that of the argument.
+    """
+    if format not in get_args(GradientFormat):
+        raise ValueError(
+            f"{name}={format!r}: no format of FP8 gradients; expected 'E4M3FN' or 'E5M2'; pass "
+            "'E4M3FN' for gradients in units of their own, 'E5M2' for others."
+        )
+
+
 class FP8Linears(GraphPass):
     """The pass of :func:`fp8_linears`, whose arguments it takes.
 
@@ -113,11 +126,7 @@ class FP8Linears(GraphPass):
                 f"scaling={scaling!r}: unknown scaling; expected 'constant' or 'dynamic'; pass "
                 "'constant' together with unit scaling, 'dynamic' without it."
             )
-        if gradient_format not in get_args(GradientFormat):
-            raise ValueError(
-                f"gradient_format={gradient_format!r}: no format of FP8 gradients; expected "
-                "'E4M3FN' or 'E5M2'; leave the argument out for 'E5M2'."
-            )
+        check_gradient_format(gradient_format)
         check_grid(grid)
         if scaling == "dynamic" and grid == "moving":
             raise ValueError(

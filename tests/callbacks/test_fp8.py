@@ -290,6 +290,15 @@ def test_a_trainer_that_does_not_go_with_it(monkeypatch: pytest.MonkeyPatch) -> 
         _losses([UnitScaleCallback(precision="fp8")])
 
 
+def test_settings_that_make_no_sense() -> None:
+    with pytest.raises(
+        ValueError, match=r"fp8_gradients='FP16': no format of FP8 gradients; expec"
+    ):
+        UnitScaleCallback(precision="fp8", fp8_gradients="FP16")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"fp8_gradients='E5M2': nothing runs in FP8; expected"):
+        UnitScaleCallback(fp8_gradients="E5M2")
+
+
 def test_from_a_command_line() -> None:
     jsonargparse = pytest.importorskip("jsonargparse")
     parser = jsonargparse.ArgumentParser()
