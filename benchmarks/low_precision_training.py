@@ -214,9 +214,19 @@ def _nudged(module: Loss, batch: Batch) -> nn.Module:
     return module
 
 
+def _rounded_once(module: Loss, batch: Batch) -> nn.Module:
+    """Other weights by as much as FP8 tells apart, at the start alone: what that comes to."""
+    with torch.no_grad():
+        for one in (one for one in module.parameters() if one.ndim >= 2):
+            scale = one.square().mean().sqrt()
+            one.copy_(quantize(one / scale, "E4M3FN") * scale)
+    return module
+
+
 METHODS = [
     Method("FP32", "none", lambda module, batch: module),
     Method("FP32, weights x 1.000001", "none", _nudged),
+    Method("FP32, weights once in E4M3", "none", _rounded_once),
     Method("BF16 autocast", "none", lambda module, batch: module, torch.bfloat16),
     Method("FP32", "rules", lambda module, batch: unit_scale(module), by_rules="match"),
     Method("FP32", "u-mup", lambda module, batch: unit_scale(module), by_rules="u-mup"),
@@ -249,6 +259,12 @@ METHODS = [
         "E4M3/E4M3, linears in blocks",
         "lossless, moving grid",
         _lossless(*E4M3, exclude=BEYOND_LINEARS, grid="moving"),
+    ),
+    Method(
+        "E4M3/E4M3, linears in blocks",
+        "followed, moving grid",
+        _lossless(*E4M3, exclude=BEYOND_LINEARS, grid="moving"),
+        follows=True,
     ),
     Method(
         "E4M3/E5M2, linears, u-mup's choice",
@@ -431,6 +447,7 @@ def plot(curves: dict[str, list[float]], setting: str, path: Path) -> None:
     shown: dict[str, Any] = {"none": "--", "dynamic": ":", "lossless": "-"}
     shown |= {"lossless, followed": (0, (5, 1)), "rules": "-.", "u-mup": "-."}
     shown |= {"dynamic, powers of two": (0, (1, 3)), "lossless, moving grid": (0, (8, 1))}
+    shown["followed, moving grid"] = (0, (12, 1))
     # The reference in black, over the others: it lies below some of them.
     colours: dict[str, Any] = {METHODS[0].products: "black"}
     figure, axes = plt.subplots(figsize=(7.5, 4.5), constrained_layout=True)

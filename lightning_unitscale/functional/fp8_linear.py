@@ -6,7 +6,7 @@ With ``x8 = e4m3(x f_x)``, ``w8 = e4m3(w f_w)`` and ``g8 = e4m3(g f_g)`` or ``e5
 - ``dx = f_dx g8 w8``, ``dw = f_dw g8^T x8``, ``db`` the sum of ``g``
 
 Constant scales give all six factors: no maximum is looked for, nothing is kept from step to step.
-A grid that moves puts a number more into each of the three casts, and takes it out of the products.
+With a grid that moves, each of the three casts has one factor more, which the products take out.
 With dynamic scales the first three bring the largest element of each tensor to the end of its
 format, and the others undo that.
 

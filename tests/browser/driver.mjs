@@ -70,8 +70,8 @@ async function leave() {
 
 // Playwright's own way evaluates a string on the page, which a report's content policy forbids.
 async function wait(script) {
-  for (const end = Date.now() + 20000; !(await page.evaluate(script)); ) {
-    if (Date.now() > end) throw new Error('waited for 20 seconds');
+  for (const end = Date.now() + 40000; !(await page.evaluate(script)); ) {
+    if (Date.now() > end) throw new Error('waited for 40 seconds');
     await new Promise((resolve) => setTimeout(resolve, 20));
   }
 }
