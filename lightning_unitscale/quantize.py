@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from lightning_unitscale.choices import check_choice
 from lightning_unitscale.formats import FP32, NumberFormat, get_format
 
 FormatLike = str | NumberFormat | tuple[int, int]
@@ -131,11 +132,8 @@ def check_rounding(rounding: object) -> None:
     Raises:
         ValueError: If it is not one of ``Rounding``.
     """
-    if rounding not in get_args(Rounding):
-        raise ValueError(
-            f"rounding={rounding!r}: unknown rounding; expected 'nearest' or 'stochastic'; leave "
-            "the argument out for 'nearest'."
-        )
+    advice = "leave the argument out for 'nearest'"
+    check_choice("rounding", rounding, get_args(Rounding), "unknown rounding", advice)
 
 
 def rounded(

@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[1]
 
 # A file's layer is that of its longest prefix here. A lower layer never imports a higher one.
 LAYERS = {
+    "choices.py": 0,
     "formats.py": 0,
     "native.py": 0,
     "shadowing.py": 0,

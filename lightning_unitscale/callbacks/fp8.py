@@ -70,26 +70,24 @@ def fp8_of(
             f"precision={precision!r}: unknown precision; expected 'fp8' or None; other types are "
             "the Trainer's: pass Trainer(precision=...)."
         )
-    is_auto = isinstance(exclude, str) and exclude == "auto"
     check_gradient_format(gradient_format, "fp8_gradients")
-    if precision is None and gradient_format != "E4M3FN":
-        raise ValueError(
-            f"fp8_gradients={gradient_format!r}: nothing runs in FP8; expected 'E4M3FN' without "
-            "precision='fp8'; leave it out, or pass precision='fp8'."
-        )
     if precision is None:
-        if not is_auto:
-            raise ValueError(
-                f"fp8_exclude={exclude!r}: nothing runs in FP8; expected 'auto' without "
-                "precision='fp8'; leave it out, or pass precision='fp8'."
-            )
+        for name, given, default in (
+            ("fp8_gradients", gradient_format, "E4M3FN"),
+            ("fp8_exclude", exclude, "auto"),
+        ):
+            if given != default:
+                raise ValueError(
+                    f"{name}={given!r}: nothing runs in FP8; expected {default!r} without "
+                    "precision='fp8'; leave it out, or pass precision='fp8'."
+                )
         return None
     if is_simulated:
         raise ValueError(
             "precision='fp8': together with simulate, layers would run in one format and be "
             "simulated in another; expected one of the two; leave one out."
         )
-    if is_auto:
+    if exclude == "auto":
         exclude = READOUT_EXCLUDE if method == "lossless" else U_MUP_EXCLUDE
     return FP8Linears(exclude=exclude, gradient_format=gradient_format, grid=grid)
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from lightning_unitscale.callbacks.module_steps import loss_scale, takes_iterator
 from lightning_unitscale.callbacks.pipelined import num_microbatches, num_replicas, rehearsing
 from lightning_unitscale.callbacks.rule_settings import RuleSettings
+from lightning_unitscale.choices import check_choice
 from lightning_unitscale.graph.captured_step import CapturedStep
 from lightning_unitscale.transforms.deploy import PLAN_ATTRIBUTE
 from lightning_unitscale.transforms.learning_rates import Method
@@ -233,11 +234,8 @@ def rules_of(
     if method == "lossless":
         _require_defaults(options, replace, lr_scaling, init_weights)
         return None
-    if method not in _RATES:
-        raise ValueError(
-            f"method={method!r}: unknown method; expected 'lossless', 'unit-scaling' or 'u-mup'; "
-            "leave the argument out for 'lossless'."
-        )
+    advice = "leave the argument out for 'lossless'"
+    check_choice("method", method, ("lossless", *_RATES), "unknown method", advice)
     if lr_scaling not in ("match", "u-mup", "auto", None):
         raise ValueError(
             f"lr_scaling={lr_scaling!r}: unknown choice; expected 'match', 'u-mup', 'auto' or "

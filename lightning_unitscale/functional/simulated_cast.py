@@ -13,6 +13,9 @@ from lightning_unitscale.quantize import rounded
 
 # Exponent bits, mantissa bits, finite only: a format as an argument that a graph can hold.
 Bits = tuple[int, int, bool]
+# The arguments of a rounding after the tensor: bits, saturate, index, keys, grid.
+How = tuple[Bits, bool | None, int, Tensor | None, Tensor | None]
+_NO_GRADIENTS = (None,) * 5
 
 
 def bits_of(format: NumberFormat) -> Bits:
@@ -20,78 +23,38 @@ def bits_of(format: NumberFormat) -> Bits:
     return format.exponent_bits, format.mantissa_bits, format.finite_only
 
 
-def round_operand(
-    input: Tensor,
-    bits: Bits,
-    saturate: bool | None,
-    index: int = 0,
-    keys: Tensor | None = None,
-    grid: Tensor | None = None,
-) -> Tensor:
-    """``input`` rounded to a format; its gradient passes as it is.
-
-    Args:
-        input: Floating-point tensor of any shape.
-        bits: The format.
-        saturate: As in :func:`lightning_unitscale.quantize.quantize`.
-        index: Which of the roundings of the step this is.
-        keys: Their keys, shape ``(roundings, 2)``; nearest without them.
-        grid: Factors of what is rounded, shape ``(roundings,)``; 1 without them.
-    """
-    result: Tensor = _RoundOperand.apply(input, bits, saturate, index, keys, grid)
+def round_operand(input: Tensor, *how: *How) -> Tensor:
+    """``input`` rounded to a format, as :func:`_rounded` says; its gradient passes as it is."""
+    result: Tensor = _RoundOperand.apply(input, *how)
     return result
 
 
-def round_gradient(
-    input: Tensor,
-    bits: Bits,
-    saturate: bool | None,
-    index: int = 0,
-    keys: Tensor | None = None,
-    grid: Tensor | None = None,
-) -> Tensor:
-    """``input`` itself, whose gradient is rounded; for the arguments see :func:`round_operand`."""
-    result: Tensor = _RoundGradient.apply(input, bits, saturate, index, keys, grid)
+def round_gradient(input: Tensor, *how: *How) -> Tensor:
+    """``input`` itself, whose gradient is rounded to a format, as :func:`_rounded` says."""
+    result: Tensor = _RoundGradient.apply(input, *how)
     return result
 
 
 class _RoundOperand(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        input: Tensor,
-        bits: Bits,
-        saturate: bool | None,
-        index: int,
-        keys: Tensor | None,
-        grid: Tensor | None,
-    ) -> Tensor:
-        return _rounded(input, bits, saturate, index, keys, grid)
+    def forward(ctx: Any, input: Tensor, *how: *How) -> Tensor:
+        return _rounded(input, *how)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        return grad_output, None, None, None, None, None
+        return grad_output, *_NO_GRADIENTS
 
 
 class _RoundGradient(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        input: Tensor,
-        bits: Bits,
-        saturate: bool | None,
-        index: int,
-        keys: Tensor | None,
-        grid: Tensor | None,
-    ) -> Tensor:
+    def forward(ctx: Any, input: Tensor, *how: *How) -> Tensor:
+        *ctx.how, keys, grid = how
         ctx.save_for_backward(keys, grid)
-        ctx.how = bits, saturate, index
         return input.view_as(input)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        gradient = _rounded(grad_output, *ctx.how, *ctx.saved_tensors)
-        return gradient, None, None, None, None, None
+        return _rounded(grad_output, *ctx.how, *ctx.saved_tensors), *_NO_GRADIENTS
 
 
 def _rounded(
@@ -102,6 +65,16 @@ def _rounded(
     keys: Tensor | None,
     grid: Tensor | None,
 ) -> Tensor:
+    """A tensor rounded to a format.
+
+    Args:
+        tensor: Floating point, of any shape.
+        bits: The format.
+        saturate: As in :func:`lightning_unitscale.quantize.quantize`.
+        index: Which of the roundings of the step this is.
+        keys: Their keys, shape ``(roundings, 2)``; nearest without them.
+        grid: Factors of what is rounded, shape ``(roundings,)``; 1 without them.
+    """
     key = None if keys is None else keys[index]
     if grid is None:
         return rounded(tensor, _format(bits), saturate, key)

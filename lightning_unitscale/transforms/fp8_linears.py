@@ -14,6 +14,7 @@ from typing import Any, get_args
 from tabulate import tabulate
 from torch import fx, nn
 
+from lightning_unitscale.choices import check_choice
 from lightning_unitscale.functional.change_units import change_gradient_units, change_units
 from lightning_unitscale.functional.fp8_linear import (
     NUM_CASTS,
@@ -90,11 +91,8 @@ def check_gradient_format(format: object, name: str = "gradient_format") -> None
     Raises:
         ValueError: If it is not one of ``GradientFormat``; ``name`` is that of the argument.
     """
-    if format not in get_args(GradientFormat):
-        raise ValueError(
-            f"{name}={format!r}: no format of FP8 gradients; expected 'E4M3FN' or 'E5M2'; pass "
-            "'E4M3FN' for gradients in units of their own, 'E5M2' for others."
-        )
+    advice = "pass 'E4M3FN' for gradients in units of their own, 'E5M2' for others"
+    check_choice(name, format, get_args(GradientFormat), "no format of FP8 gradients", advice)
 
 
 class FP8Linears(GraphPass):
@@ -121,11 +119,8 @@ class FP8Linears(GraphPass):
         gradient_format: GradientFormat = "E5M2",
         grid: Grid = "fixed",
     ) -> None:
-        if scaling not in get_args(Scaling):
-            raise ValueError(
-                f"scaling={scaling!r}: unknown scaling; expected 'constant' or 'dynamic'; pass "
-                "'constant' together with unit scaling, 'dynamic' without it."
-            )
+        advice = "pass 'constant' together with unit scaling, 'dynamic' without it"
+        check_choice("scaling", scaling, get_args(Scaling), "unknown scaling", advice)
         check_gradient_format(gradient_format)
         check_grid(grid)
         if scaling == "dynamic" and grid == "moving":
@@ -227,13 +222,10 @@ class FP8Linears(GraphPass):
         return why_not_fp8(linear) or self.unfit.products.get(meant_name(node))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FP8Linears:
-        new = FP8Linears(
-            self.scaling, exclude=self.patterns.exclude, gradient_format=self.gradient_format
-        )
+        new = copy.copy(self)
         memo[id(self)] = new
-        new.unfit = self.unfit
+        new.decisions = {}  # a copy is captured anew
         new.moving_grid = copy.copy(self.moving_grid)
-        new.takes_units_in = self.takes_units_in
         return new
 
 

@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 
 from torch import fx, nn
 
+from lightning_unitscale.choices import check_choice
 from lightning_unitscale.functional.change_units import takes_true_derivatives
 from lightning_unitscale.graph.nodes import (
     ELSEWHERE,
@@ -91,11 +92,8 @@ class LosslessUnitScale(GraphPass):
         measures_range: bool = False,
         holds_parameters: bool = False,
     ) -> None:
-        if depth not in get_args(Depth):
-            raise ValueError(
-                f"depth={depth!r}: unknown depth; expected 'products' or 'all'; "
-                "pass depth='products' for FP8 products, depth='all' for FP16."
-            )
+        advice = "pass depth='products' for FP8 products, depth='all' for FP16"
+        check_choice("depth", depth, get_args(Depth), "unknown depth", advice)
         self.depth = depth
         self.out_of_place = depth == "all"
         self.observes = measures_drift

@@ -23,6 +23,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, fx, nn
 
+from lightning_unitscale.choices import check_choice
 from lightning_unitscale.graph.passes import StepGraph
 from lightning_unitscale.graph.products import Product
 from lightning_unitscale.transforms.units import meant_name
@@ -39,11 +40,8 @@ def check_grid(grid: object) -> None:
     Raises:
         ValueError: If it is not one of ``Grid``.
     """
-    if grid not in get_args(Grid):
-        raise ValueError(
-            f"grid={grid!r}: unknown grid; expected 'fixed' or 'moving'; pass 'moving' to train, "
-            "'fixed' for the numbers of the format themselves."
-        )
+    advice = "pass 'moving' to train, 'fixed' for the numbers of the format themselves"
+    check_choice("grid", grid, get_args(Grid), "unknown grid", advice)
 
 
 def cast_names(product: Product, *, has_gradient: bool = True) -> list[str]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from lightning_unitscale.choices import check_choice
 from lightning_unitscale.graph.captured_step import CapturedStep
 from lightning_unitscale.graph.steps import steps_of
 from lightning_unitscale.transforms.attach import captured_forward
@@ -104,11 +105,9 @@ def check_options(options: RuleOptions) -> None:
     Raises:
         ValueError: Naming the argument, its value and what was expected.
     """
-    if options.on_unknown not in ("calibrate", "keep", "error"):
-        raise ValueError(
-            f"on_unknown={options.on_unknown!r}: unknown choice; expected 'calibrate', 'keep' or "
-            "'error'; pass on_unknown='calibrate' to measure what no rule knows."
-        )
+    choices = ("calibrate", "keep", "error")
+    advice = "pass on_unknown='calibrate' to measure what no rule knows"
+    check_choice("on_unknown", options.on_unknown, choices, "unknown choice", advice)
     for name in (
         "residual_mult",
         "residual_attn_ratio",
