@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import platform
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -26,16 +28,22 @@ def interleaved_medians(
     """Median seconds of every step function.
 
     A machine's speed drifts over minutes. Running one step of each variant in turn exposes all of
-    them to the same drift; the median drops the rounds in which something else ran.
+    them to the same drift; the median drops the rounds in which something else ran. A step pays too
+    for what its predecessor left in the caches and gave back to the system, so that the order is
+    another one in every round; and garbage is collected between rounds, not in some of the steps.
     """
     samples: dict[str, list[float]] = {name: [] for name in steps}
+    dice = random.Random(0)
+    gc.disable()
     for round_index in range(warmup + rounds):
-        for name, step in steps.items():
+        for name in dice.sample(list(steps), len(steps)):
             start = clock()
-            step()
+            steps[name]()
             elapsed = clock() - start
             if round_index >= warmup:
                 samples[name].append(elapsed)
+        gc.collect()
+    gc.enable()
     return {name: statistics.median(values) for name, values in samples.items()}
 
 

@@ -46,7 +46,8 @@ def x(*shape: int, scale: float = 20.0, dtype: torch.dtype = torch.float32) -> T
 PRODUCTS: dict[str, Callable[[], Entry]] = {
     "linear": lambda: (Step(F.linear, w(6, 8)), ()),
     "matmul_function": lambda: (Step(torch.matmul, w(4, 8)), (x(8, 3),)),
-    "matmul_method": lambda: (Step(Tensor.matmul, w(2, 4, 8)), (x(8, 3),)),
+    # Not Tensor.matmul itself: Dynamo of torch 2.11 does not trace it as a module's attribute.
+    "matmul_method": lambda: (Step(lambda a, b: a.matmul(b), w(2, 4, 8)), (x(8, 3),)),
     "matmul_operator": lambda: (Step(operator.matmul, w(4, 8)), (x(8),)),
     "matmul_in_place_operator": lambda: (Step(operator.imatmul, w(4, 8)), (x(8, 5),)),
     "matmul_keyword": lambda: (Step(lambda a, b: torch.matmul(a, other=b), w(4, 8)), (x(8, 3),)),
