@@ -84,8 +84,7 @@ static void add_chunk(Partial *p, const Rows *rows, int64_t chunk, const Cuts *c
                       int64_t sample_size) {
     const int64_t start = chunk * CHUNK, numel = rows->numel;
     const int64_t end = smaller_of(start + CHUNK, numel);
-    const int32_t all = numel <= sample_size || sample_size <= 0;
-    const Sample sample = {all ? 1 : numel / sample_size, all ? numel : sample_size};
+    const Sample sample = sample_of(numel, sample_size);
     float buffer[BLOCK];
     Seen seen;
     Below below;
@@ -96,7 +95,8 @@ static void add_chunk(Partial *p, const Rows *rows, int64_t chunk, const Cuts *c
         const int32_t n = (int32_t)smaller_of(end - i, BLOCK);
         const float *x = block_of(rows, i, n, buffer);
         const int32_t has_subnormals = add_block(p, &below, x, n, cuts);
-        if (sample_size > 0) see_block(p, &seen, x, i, i + n, &sample, has_subnormals);
+        if (sample.number > 0) see_block(p, &seen, x, i, i + n, &sample, has_subnormals);
+        else if (sample_size > 0) see_all(p, &seen, x, n, has_subnormals);
     }
     count_seen(p, &seen);
     for (int32_t k = 0; k < cuts->number; k++) p->below[k] += below.number_of[k];
@@ -147,7 +147,7 @@ static void write_row(double *row, const Partial *all, int64_t numel, const Cuts
         *row++ = (double)(flushed - all->zeros);
     }
     if (sample_size <= 0) return;
-    *row++ = (double)(numel < sample_size ? numel : sample_size);
+    *row++ = (double)num_sampled(numel, sample_size);
     memset(row, 0, NUM_EXPONENTS * sizeof(double));
     for (int32_t i = 0; i < NUM_SUBNORMAL; i++) row[i] = all->subnormals[i];
     for (int32_t i = 1; i < 255; i++) row[FIRST_NORMAL + i] += all->counts[i];

@@ -2,26 +2,53 @@
 #define MAX_SEEN 2048            /* not less than BLOCK; count_bytes takes no more at once */
 #define FEW 64                   /* so many numbers are counted one by one */
 #define MOST_VALUES 128          /* beyond that a table is faster than to look for each value */
+#define GROUP 4                  /* elements sampled together: row_layout.SAMPLE_GROUP */
+#define GOLDEN 2654435769u       /* 2**32 over the golden ratio */
 
-/* One element of each of so many strides. */
+/* Of a tensor's groups, one of each of so many stretches; or all elements, when number is 0. */
 typedef struct {
-    int64_t stride, number;
+    int64_t groups, number, length; /* length: of a stretch, in groups */
+    uint32_t more;                  /* by how much stretches are longer, in units of 2**-32 */
 } Sample;
 
-/* Upper halves of sampled numbers, of which the exponents are still to be counted. */
+/* Exponent fields of sampled numbers, which are still to be counted. */
 typedef struct {
-    int64_t next;
+    int64_t next; /* the first stretch whose group has not been seen */
     int32_t number;
-    uint16_t halves[MAX_SEEN];
+    uint8_t fields[MAX_SEEN + sizeof(Bytes)];
 } Seen;
 
 static inline int64_t smaller_of(int64_t a, int64_t b) { return a < b ? a : b; }
 
-#define GOLDEN 2654435769u /* 2**32 over the golden ratio */
+/* How many elements of a tensor are looked at. */
+static inline int64_t num_sampled(int64_t numel, int64_t sample_size) {
+    return numel <= sample_size ? numel : sample_size / GROUP * GROUP;
+}
 
-/* Which element of its stride the i-th of the sample is: as statistics._sample_index has it. */
-static inline int64_t within_stride(int64_t i, int64_t stride) {
-    return (int64_t)((uint64_t)((uint32_t)i * GOLDEN) * (uint64_t)stride >> 32);
+static Sample sample_of(int64_t numel, int64_t sample_size) {
+    Sample sample = {0};
+    if (sample_size <= 0 || numel <= sample_size) return sample;
+    sample.groups = numel / GROUP;
+    sample.number = sample_size / GROUP;
+    sample.length = sample.groups / sample.number;
+    sample.more = (uint32_t)(((uint64_t)(sample.groups % sample.number) << 32) /
+                             (uint64_t)sample.number);
+    return sample;
+}
+
+/* Which group the sample has of the i-th stretch: as statistics._sample_index has it. */
+static inline int64_t group_at(int64_t i, const Sample *sample) {
+    const uint64_t n = (uint64_t)i, turn = (uint32_t)n * GOLDEN;
+    return i * sample->length + (int64_t)((n * sample->more >> 32) +
+                                          (turn * (uint64_t)sample->length >> 32));
+}
+
+/* The first stretch whose group is not before this one. */
+static int64_t stretch_from(int64_t group, const Sample *sample) {
+    int64_t i = group * sample->number / sample->groups;
+    while (i > 0 && group_at(i - 1, sample) >= group) i--;
+    while (i < sample->number && group_at(i, sample) < group) i++;
+    return i;
 }
 
 /* Zeros and subnormals all have the exponent field 0. */
@@ -33,10 +60,10 @@ static inline void count_subnormal(Partial *p, uint32_t code) {
 /* Counts what was seen and not yet counted: of few different exponents in many numbers, to look for
  * one after the other is faster than a table, whose every entry waits for the one before. */
 static void count_seen(Partial *p, Seen *seen) {
-    uint8_t fields[MAX_SEEN + sizeof(Bytes)];
+    uint8_t *fields = seen->fields;
     const int32_t n = seen->number;
-    int32_t padded = n, highest = 0;
-    for (int32_t i = 0; i < n; i++) fields[i] = (uint8_t)(seen->halves[i] >> 7);
+    int32_t padded = n;
+    uint8_t highest = 0;
     while (padded % (int32_t)sizeof(Bytes)) fields[padded++] = 0;
     for (int32_t i = 0; i < n; i++) highest = fields[i] > highest ? fields[i] : highest;
     int32_t left = padded - count_bytes(fields, padded, 0), value = highest;
@@ -53,45 +80,44 @@ static void count_seen(Partial *p, Seen *seen) {
     seen->number = 0;
 }
 
-/* Sees what the sample holds of a tensor's elements from first to end, which begin at x. Of each
- * stride it holds one element; next is the first stride whose element has not been seen. */
+/* Sees all elements of a block. */
+static void see_all(Partial *p, Seen *seen, const float *x, int32_t n, int32_t has_subnormals) {
+    if (seen->number + n > MAX_SEEN) count_seen(p, seen);
+    uint8_t *fields = seen->fields + seen->number;
+    for (int32_t i = 0; i < n; i++) fields[i] = (uint8_t)(code_at(x, i) >> 23);
+    if (has_subnormals)
+        for (int32_t i = 0; i < n; i++) count_subnormal(p, code_at(x, i));
+    seen->number += n;
+}
+
+/* Sees what the sample holds of a tensor's elements from first to end, which begin at x; first is a
+ * multiple of GROUP. */
 static void see_block(Partial *p, Seen *seen, const float *x, int64_t first, int64_t end,
                       const Sample *sample, int32_t has_subnormals) {
-    const int64_t stride = sample->stride, from = seen->next;
-    int64_t to = smaller_of(end / stride, sample->number);
-    if (to < from) to = from;
-    /* Of the stride that goes on after the block, the element may be in it. */
-    to += to < sample->number && to * stride + within_stride(to, stride) < end;
+    int32_t places[BLOCK / GROUP];
+    const int64_t from = seen->next, to = stretch_from(end / GROUP, sample);
     const int32_t number = (int32_t)(to - from);
-    if (seen->number + number > MAX_SEEN) count_seen(p, seen);
-    uint16_t *halves = seen->halves + seen->number;
-    seen->number += number;
+    if (seen->number + GROUP * number > MAX_SEEN) count_seen(p, seen);
+    uint8_t *fields = seen->fields + seen->number;
+    seen->number += GROUP * number;
     seen->next = to;
-    if (stride == 1) {
-        for (int32_t i = 0; i < number; i++) halves[i] = (uint16_t)(code_at(x, i) >> 16);
-    } else if (stride <= BLOCK) {
-        /* All places first: they are computed many at once. */
-        int32_t places[BLOCK / 2 + 1];
-        const uint32_t turn = (uint32_t)from * GOLDEN, step = (uint32_t)stride;
-        const uint32_t start = (uint32_t)(from * stride - first); /* may be before the block */
-        for (int32_t i = 0; i < number; i++) {
-            const uint64_t within = (uint64_t)(turn + (uint32_t)i * GOLDEN) * step >> 32;
-            places[i] = (int32_t)(start + (uint32_t)i * step + (uint32_t)within);
-        }
-#pragma GCC unroll 8
-        for (int32_t i = 0; i < number; i++) halves[i] = upper_half_at(x, places[i]);
-    } else {
-        for (int64_t i = from; i < to; i++)
-            *halves++ = upper_half_at(x, i * stride + within_stride(i, stride) - first);
+    /* All places first: they are computed many at once, and in 32 bits, as they are in one block. */
+    const uint32_t length = (uint32_t)sample->length, more = sample->more;
+    const uint32_t start = length * (uint32_t)from - (uint32_t)(first / GROUP);
+    for (uint32_t i = 0; i < (uint32_t)number; i++) {
+        const uint32_t n = (uint32_t)from + i, turn = n * GOLDEN;
+        places[i] = (int32_t)(start + length * i + (uint32_t)((uint64_t)n * more >> 32) +
+                              (uint32_t)((uint64_t)turn * length >> 32));
     }
+#pragma GCC unroll 8
+    for (int32_t i = 0; i < number; i++) copy_fields(fields + GROUP * i, x + GROUP * places[i]);
     if (!has_subnormals) return;
-    for (int64_t i = from; i < to; i++)
-        count_subnormal(p, code_at(x, i * stride + within_stride(i, stride) - first));
+    for (int32_t i = 0; i < number; i++)
+        for (int32_t k = 0; k < GROUP; k++) count_subnormal(p, code_at(x, GROUP * places[i] + k));
 }
 
 /* Nothing is seen yet of a chunk that begins at first. */
 static void begin_at(Seen *seen, int64_t first, const Sample *sample) {
-    const int64_t i = first / sample->stride;
-    seen->next = i + (i * sample->stride + within_stride(i, sample->stride) < first);
+    seen->next = sample->number > 0 ? stretch_from(first / GROUP, sample) : 0;
     seen->number = 0;
 }

@@ -54,6 +54,14 @@ static inline void find_below(Found *found, int32_t place, Codes a, int32_t cut)
 /* How many there are among the first n, a multiple of LANES. */
 static inline int32_t number_found(const Found *found, int32_t n) {
     int32_t number = 0, i = 0;
+#if defined(__AVX512VPOPCNTDQ__)
+    __m512i all = _mm512_setzero_si512();
+    for (; i + 32 * LANES <= n; i += 32 * LANES) {
+        const __m512i bits = _mm512_loadu_si512(found->bits + (uint32_t)i / LANES);
+        all = _mm512_add_epi64(all, _mm512_popcnt_epi64(bits));
+    }
+    number = (int32_t)_mm512_reduce_add_epi64(all);
+#endif
     for (; i + 4 * LANES <= n; i += 4 * LANES) {
         uint64_t bits;
         memcpy(&bits, found->bits + (uint32_t)i / LANES, sizeof(bits));
@@ -146,10 +154,14 @@ static inline uint32_t code_at(const float *x, int64_t place) {
     return code & SIGN_OFF;
 }
 
-static inline uint16_t upper_half_at(const float *x, int64_t place) {
-    uint32_t code;
-    memcpy(&code, x + place, sizeof(code));
-    return (uint16_t)(code >> 16);
+/* Exponent fields of four numbers. */
+static inline void copy_fields(uint8_t *fields, const float *x) {
+    typedef uint32_t FourCodes __attribute__((vector_size(16)));
+    typedef uint8_t FourBytes __attribute__((vector_size(4)));
+    FourCodes codes;
+    memcpy(&codes, x, sizeof(codes));
+    const FourBytes bytes = __builtin_convertvector(codes >> 23, FourBytes);
+    memcpy(fields, &bytes, sizeof(bytes));
 }
 
 typedef uint8_t Bytes __attribute__((vector_size(LANES * 4)));

@@ -19,6 +19,7 @@ from lightning_unitscale.formats import E4M3FN, E5M2, FP16, NumberFormat
 MIN_EXPONENT: Final = -150
 MAX_EXPONENT: Final = 128
 NUM_EXPONENTS: Final = MAX_EXPONENT - MIN_EXPONENT + 1
+SAMPLE_GROUP: Final = 4  # elements next to each other that are sampled together
 
 MOMENT_COLUMNS: Final = (
     "numel",
@@ -50,7 +51,7 @@ class RowLayout:
     Attributes:
         formats: The formats whose out-of-range elements are counted.
         histogram: Whether exponents are counted.
-        sample_size: Of how many elements at most; ``None`` counts all of them.
+        sample_size: Of how many elements at most, in groups of four; ``None`` counts all of them.
         edges: Three FP64 numbers per format, such that a magnitude that does not exceed one is
             flushed (or zero); subnormal or flushed; in range.
         fp32_cuts: The first FP32 number above every edge: ``|x| < cut`` then tells the same of an
@@ -60,7 +61,7 @@ class RowLayout:
         key: The layout as text (JSON), for what takes no objects: an operator, an event file.
 
     Raises:
-        ValueError: If a format is given twice, or ``sample_size`` is below 1.
+        ValueError: If a format is given twice, or ``sample_size`` is below 4.
     """
 
     formats: tuple[NumberFormat, ...] = (FP16, E4M3FN, E5M2)
@@ -78,10 +79,10 @@ class RowLayout:
             raise ValueError(
                 f"formats={names}: a format is given twice; expected distinct names; drop one"
             )
-        if self.sample_size is not None and self.sample_size < 1:
+        if self.sample_size is not None and self.sample_size < SAMPLE_GROUP:
             raise ValueError(
-                f"sample_size={self.sample_size}: out of range; expected at least 1, or None to "
-                "count all elements; change the number"
+                f"sample_size={self.sample_size}: out of range; expected at least {SAMPLE_GROUP}, "
+                "or None to count all elements; change the number"
             )
         formats = [(f.name, f.exponent_bits, f.mantissa_bits, f.finite_only) for f in self.formats]
         edges: list[float] = []

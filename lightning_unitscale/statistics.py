@@ -17,7 +17,13 @@ import torch
 from torch import Tensor
 
 from lightning_unitscale import cpu_kernel, cpu_rows
-from lightning_unitscale.row_layout import MAX_EXPONENT, MIN_EXPONENT, NUM_EXPONENTS, RowLayout
+from lightning_unitscale.row_layout import (
+    MAX_EXPONENT,
+    MIN_EXPONENT,
+    NUM_EXPONENTS,
+    SAMPLE_GROUP,
+    RowLayout,
+)
 from lightning_unitscale.row_reduction import empty_rows, row_dtype
 
 # Counts are summed in 32 bits as long as they fit: 64-bit sums take twice the time.
@@ -154,16 +160,20 @@ def _exponent_counts(wide: Tensor, sample_size: int | None, dtype: torch.dtype) 
 
 
 def _sample_index(numel: int, sample_size: int, device: torch.device) -> Tensor:
-    """One element of each of ``sample_size`` equal strides, at a pseudo-random place inside it.
+    """Four elements next to each other of each of equal stretches, at a pseudo-random place in it.
 
-    A constant offset would hit the same few channels each time, since both the stride and the row
-    length of a tensor are mostly multiples of a power of two.
+    A constant place would hit the same few channels each time, since both the length of a stretch
+    and the row length of a tensor are mostly multiples of a power of two. Single elements would be
+    a sample of less chance yet, but on a CPU to collect them costs half as much as all sums.
     """
-    stride = numel // sample_size
-    position = torch.arange(sample_size, device=device)
+    groups, number = numel // SAMPLE_GROUP, sample_size // SAMPLE_GROUP
+    position = torch.arange(number, device=device)
+    # Stretches are as long as the quotient, and the remainder is spread between them.
+    length, more = groups // number, groups % number * 2**32 // number
     # Multiples of the golden ratio (in units of 2**-32, modulo 1) spread most evenly.
     place = (position * 2_654_435_769) & 0xFFFF_FFFF
-    return position * stride + ((place * stride) >> 32)
+    group = position * length + ((position * more) >> 32) + ((place * length) >> 32)
+    return (group[:, None] * SAMPLE_GROUP + torch.arange(SAMPLE_GROUP, device=device)).flatten()
 
 
 def _exponent_bins(sample: Tensor) -> Tensor:

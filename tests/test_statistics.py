@@ -242,6 +242,28 @@ def test_sampled_exponents(row_of):
     assert torch.equal(counts, functional_row(tensor, layout)[layout.exponents])
 
 
+@pytest.mark.parametrize("numel", [16_389, 20_000, 31_999, 50_000, 1_000_003])
+def test_a_sample_is_of_all_parts(row_of, numel):
+    tensor = torch.exp2(torch.arange(numel) * 10 // numel)  # ten equal parts, in ten octaves
+    layout = RowLayout()
+    row = row_of(tensor, layout)
+    shares = row[layout.index("2^0") : layout.index("2^10")] / row[layout.index("sampled")]
+    assert row[layout.index("sampled")] == 16_384
+    torch.testing.assert_close(shares, torch.full_like(shares, 0.1), rtol=0, atol=0.002)
+    assert torch.equal(row, functional_row(tensor, layout))
+
+
+def test_samples_of_neighbours_that_are_alike(row_of):
+    # Runs of 64 equal elements at random scales: as far from independent as groups can be.
+    scales = torch.randint(-12, 0, (8192, 1), generator=torch.Generator().manual_seed(2))
+    tensor = torch.exp2(scales.float()).expand(-1, 64).contiguous()
+    layout = RowLayout()
+    sampled, exact = row_of(tensor, layout), row_of(tensor, RowLayout(sample_size=None))
+    error = sampled[layout.exponents] / 16_384 - exact[layout.exponents] / tensor.numel()
+    assert error.abs().max() < 0.01
+    assert error.cumsum(0).abs().max() < 0.01
+
+
 def test_a_small_tensor_is_counted_whole(row_of):
     tensor = torch.randn(16_384)
     assert torch.equal(
@@ -290,8 +312,8 @@ def test_what_has_no_statistics():
 def test_layout_misuse():
     with pytest.raises(ValueError, match="given twice"):
         RowLayout(formats=(FP16, FP16))
-    with pytest.raises(ValueError, match="sample_size=0"):
-        RowLayout(sample_size=0)
+    with pytest.raises(ValueError, match="sample_size=3: out of range; expected at least 4"):
+        RowLayout(sample_size=3)
     with pytest.raises(KeyError, match="'rms': not in this layout"):
         RowLayout().index("rms")
 
