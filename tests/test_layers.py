@@ -81,6 +81,7 @@ TORCH_ADAPTERS = (
     "functional/scaled_product.py",
     "graph/attention_kernels.py",
     "graph/capture.py",
+    "graph/dispatch_modes.py",
     "graph/exported.py",
     "graph/kept_whole.py",
     "graph/lowering.py",

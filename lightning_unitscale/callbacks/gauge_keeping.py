@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.utilities.rank_zero import (  # type: ignore[attr-defined]
     rank_zero_info,
     rank_zero_warn,
@@ -31,10 +32,12 @@ from lightning_unitscale.callbacks.pipelined import (
 from lightning_unitscale.callbacks.ranks import joint_reasons, joint_rms
 from lightning_unitscale.callbacks.recalibration import Looks
 from lightning_unitscale.callbacks.rule_scaling import RuleScaling
+from lightning_unitscale.callbacks.tuning import searches_rate
 from lightning_unitscale.functional.change_units import (
     forget_recorded_backward,
     takes_true_derivatives,
 )
+from lightning_unitscale.graph.captured_step import CapturedStep
 from lightning_unitscale.graph.steps import ModuleSteps
 from lightning_unitscale.transforms.calibration import Calibrator, Measured
 from lightning_unitscale.transforms.drift import Drift
@@ -88,9 +91,11 @@ class GaugeKeeping:
         self._step_index = 0
         self._num_breaks = 0
 
-    def attach(self, steps: ModuleSteps, *, is_new: bool) -> None:
+    def attach(self, trainer: pl.Trainer, steps: ModuleSteps, *, is_new: bool) -> None:
         """Keep the gauge of these steps; what is known of another module's tensors is forgotten."""
         self._steps = steps
+        if self._is_rounded and searches_rate(trainer):
+            steps.steps["training_step"].before_call = self._before_search
         forget_recorded_backward()
         if is_new:
             self._rewrite.set_gauge(Gauge())
@@ -181,6 +186,9 @@ class GaugeKeeping:
         """Stop measuring; the gauge stays. May be called more than once."""
         self._stop_live()
         self._rewrite.drift.clear()
+        if self._steps is not None:
+            for step in self._steps.steps.values():
+                step.before_call = None
         self._steps = None
 
     def state_dict(self) -> dict[str, Any]:
@@ -207,6 +215,15 @@ class GaugeKeeping:
             if self._fp8 is not None:
                 known = Misfits(state.get("fp8_unfit", {}), state.get("fp8_wide", {}))
                 self._leave_out(self._fp8, known)
+
+    def _before_search(self, step: CapturedStep, args: tuple[Any, ...], _: dict[str, Any]) -> None:
+        """Measure the first batch of a search for a learning rate, which calls no callbacks."""
+        if self.is_calibrated or self._live is not None or torch.compiler.is_compiling():
+            return
+        trainer = cast(pl.LightningModule, step.owner.module).trainer
+        if trainer.training:
+            batch, batch_idx = (*args, 0)[:2]
+            self._calibrate(trainer, batch, batch_idx)
 
     def _calibrate(self, trainer: pl.Trainer, batch: Any, batch_idx: int) -> None:
         assert self._steps is not None

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from lightning_unitscale.callbacks.module_steps import loss_scale, takes_iterator
 from lightning_unitscale.callbacks.pipelined import num_microbatches, num_replicas, rehearsing
 from lightning_unitscale.callbacks.rule_settings import RuleSettings
+from lightning_unitscale.callbacks.tuning import refuse_rate_search
 from lightning_unitscale.choices import check_choice
 from lightning_unitscale.graph.captured_step import CapturedStep
 from lightning_unitscale.transforms.deploy import PLAN_ATTRIBUTE
@@ -69,8 +70,13 @@ class RuleScaling:
         """What has been decided so far."""
         return self.rules.plan
 
-    def attach(self, module: pl.LightningModule, *, is_new: bool) -> None:
-        """Take over what is known of a module: its own plan, if it has been scaled before."""
+    def attach(self, trainer: pl.Trainer, module: pl.LightningModule, *, is_new: bool) -> None:
+        """Take over what is known of a module: its own plan, if it has been scaled before.
+
+        Raises:
+            MisconfigurationException: If the Trainer is going to look for a learning rate.
+        """
+        refuse_rate_search(trainer)
         if is_new:
             self.rules.set_plan(vars(module).get(PLAN_ATTRIBUTE, RulePlan()))
             self.gradients.clear()
@@ -243,6 +249,22 @@ def rules_of(
         )
     rates = _RATES[method] if lr_scaling == "auto" else cast(Method | None, lr_scaling)
     return RuleScaling(options, replace, rates, init_weights)
+
+
+def required_rules(rules: RuleScaling | None) -> RuleScaling:
+    """The rules of a callback that is given the state of one that has rules.
+
+    Raises:
+        MisconfigurationException: If it has none: the weights are those of another model.
+    """
+    if rules is None:
+        raise MisconfigurationException(
+            "method='lossless': the checkpoint is of a model that was trained by rules, whose "
+            "weights mean nothing without their factors; expected method='unit-scaling' or "
+            "'u-mup', as it was trained; pass that, or deploy the trained model first "
+            "(lightning_unitscale.transforms.deploy)."
+        )
+    return rules
 
 
 def _require_defaults(

@@ -22,7 +22,7 @@ from lightning_unitscale.callbacks.module_steps import (
 )
 from lightning_unitscale.callbacks.pipelined import pipeline_of, rehearsed
 from lightning_unitscale.callbacks.remat import step_partitioner
-from lightning_unitscale.callbacks.rule_scaling import rules_of
+from lightning_unitscale.callbacks.rule_scaling import required_rules, rules_of
 from lightning_unitscale.callbacks.rule_settings import start_loss_scale_at_one
 from lightning_unitscale.functional.fp8_linear import GradientFormat
 from lightning_unitscale.graph.passes import GraphPass
@@ -175,7 +175,7 @@ class UnitScaleCallback(pl.Callback):
                 *format_pair(simulate), rounding=simulate_rounding, grid=grid
             )
         self._steps: ModuleSteps | None = None
-        self._module: weakref.ref[pl.LightningModule] | None = None
+        self._module: Callable[[], pl.LightningModule | None] | None = None
         self._last_explanation = (
             "Nothing has been captured yet: run fit, validate, test or predict."
         )
@@ -206,12 +206,12 @@ class UnitScaleCallback(pl.Callback):
         is_first = self._module is None
         is_new = self._module is None or self._module() is not pl_module
         if self._rules is not None:
-            self._rules.attach(pl_module, is_new=is_new)
+            self._rules.attach(trainer, pl_module, is_new=is_new)
         if self._holding is not None:
             self._holding.attach(trainer, is_new=is_new)
         self._module = weakref.ref(pl_module)
         self._steps = attach_steps(trainer, pl_module, self)
-        self._keeping.attach(self._steps, is_new=is_new and not is_first)
+        self._keeping.attach(trainer, self._steps, is_new=is_new and not is_first)
         for one in self._passes():
             if one not in self._steps.passes:
                 self._steps.add_pass(one)
@@ -340,14 +340,18 @@ class UnitScaleCallback(pl.Callback):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._keeping.load_state_dict(state_dict)
-        if self._rules is not None and "rules" in state_dict:
+        if "rules" in state_dict:
             module = None if self._module is None else self._module()
-            self._rules.load_state_dict(state_dict["rules"], module)
+            required_rules(self._rules).load_state_dict(state_dict["rules"], module)
+        self._keeping.load_state_dict(state_dict)
         if self._simulation is not None and "rounding" in state_dict:
             self._simulation.set_state(state_dict["rounding"])
         if (grid := self._moving_grid()) is not None:
             grid.step = state_dict.get("grid_step", 0)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For another process (``ddp_spawn``), in which the module is another one."""
+        return {**vars(self), "_module": None if self._module is None else nothing}
 
     def _moving_grid(self) -> MovingGrid | None:
         one = self._fp8 or self._simulation

@@ -12,13 +12,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from lightning_unitscale.functional.func_transforms import is_transforming
 from lightning_unitscale.graph import capture
 from lightning_unitscale.graph.capture import Executor
 from lightning_unitscale.graph.compiled_graph import CompiledGraph, GraphBackend
 from lightning_unitscale.graph.deferred import DeferredCalls
+from lightning_unitscale.graph.dispatch_modes import is_watched
 from lightning_unitscale.graph.kept_whole import kept_whole
 from lightning_unitscale.graph.nodes import Names
 from lightning_unitscale.graph.untraced import UntracedCalls, plain_forward
+from lightning_unitscale.graph.whole_layers import opened_layers
 
 if TYPE_CHECKING:
     from lightning_unitscale.graph.steps import ModuleSteps
@@ -134,6 +137,8 @@ class CapturedStep:
     def _run(self, executor: Executor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if torch.compiler.is_compiling():
             return self._run_within(executor, args, kwargs)
+        if is_transforming():
+            return self._run_transformed(args, kwargs)
         if self._deferred is None:
             self._deferred = DeferredCalls(self.owner.module, self.owner.defer)
             self._untraced = UntracedCalls(
@@ -155,6 +160,7 @@ class CapturedStep:
                 # Scaled by rules, what is not captured would be another model.
                 capture.capture_settings(passes_over=not self.owner.changes_function),
                 kept_whole([one for each in self.owner.passes for one in each.kept_whole]),
+                opened_layers(self.owner.changes_numbers),
                 plain_forward(self.owner.module),
                 self._deferred.recording(),
                 self._untraced.replaced(),
@@ -169,6 +175,9 @@ class CapturedStep:
             if inner is error:
                 raise
             raise inner from None
+        if not self.num_graph_calls and is_watched():
+            # Dynamo passes over a step under such a mode, and ever after, if it is not told.
+            capture.forget(self.__wrapped__)
         found = capture.graph_breaks_since(num_breaks)
         self.graph_breaks += found
         self.owner.graph_breaks += found
@@ -189,22 +198,47 @@ class CapturedStep:
             )
         return torch.compiler.disable(self._run)(executor, args, kwargs)
 
+    def _run_transformed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run below ``torch.func.grad``, ``vmap``, ...: as it is, and without Dynamo.
+
+        Dynamo would do the same, and never look at the function again, with or without them.
+        """
+        name = f"{type(self.owner.module).__name__}.{self.name}"
+        if self.owner.changes_function:
+            raise RuntimeError(
+                f"{name} is unit-scaled by rules and cannot run within a torch.func transform, "
+                "which nothing is captured in, so it would be another model; expected a call "
+                "outside of one; transform what lightning_unitscale.transforms.deploy(module, "
+                "*example_args) returns."
+            )
+        self._warn_once(
+            f"{name}: called within a torch.func transform, which no graph is captured in, so this "
+            "call runs as it is, neither rewritten nor observed. Expected calls outside of one; "
+            "transform the plain module, of which this call has the numbers."
+        )
+        return self.__wrapped__(*args, **kwargs)
+
     def _traced(self, executor: Executor, function: Callable[..., Any]) -> Callable[..., Any]:
         # One backend for all: Dynamo captures anew when it meets another.
         backend = self._backends.setdefault(executor, GraphBackend(weakref.ref(self), executor))
         return capture.compile_function(function, backend)
 
     def _warn_if_nothing_ran(self) -> None:
-        if self.num_graph_calls or self._warned:
+        if self.num_graph_calls:
             return
-        self._warned = True
         reasons = "; ".join(dict.fromkeys(self.owner.graph_breaks)) or _NO_REASON
-        warnings.warn(
+        if is_watched():
+            reasons = "a mode such as FlopCounterMode looks at every operation of this call"
+        self._warn_once(
             f"{type(self.owner.module).__name__}.{self.name}: no graph could be captured, so it "
             f"runs as it is, neither rewritten nor observed ({reasons}). Expected at least one "
-            "traceable operation; keep printing, .item() and third-party calls out of the step.",
-            stacklevel=4,
+            "traceable operation; keep printing, .item() and third-party calls out of the step."
         )
+
+    def _warn_once(self, text: str) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(text, stacklevel=5)
 
 
 def not_to_be_pickled(module: nn.Module, step: str) -> TypeError:

@@ -28,13 +28,20 @@ class Stage(enum.IntEnum):
     """When a pass runs: a later stage sees what the earlier ones made.
 
     ``REPARAMETRIZE`` changes the function that the step computes; every later stage, and whoever
-    measures the step, takes what it made for the user's own graph.
+    measures the step, takes what it made for the user's own graph. ``CONVERT`` lets products run in
+    another type, and ``QUANTIZE`` rounds what the others read, as if they did.
     """
 
     REPARAMETRIZE = 0
     REWRITE = 1
-    QUANTIZE = 2
-    OBSERVE = 3
+    CONVERT = 2
+    QUANTIZE = 3
+    OBSERVE = 4
+
+    @property
+    def rounds(self) -> bool:
+        """Whether results are less precise after it."""
+        return self in {Stage.CONVERT, Stage.QUANTIZE}
 
 
 @dataclass(frozen=True)

@@ -144,6 +144,7 @@ _CUSTOM_OPERATORS: dict[str, ProductRule] = {
 
 # Products that write into a tensor of the user's, or whose operands no factor can reach.
 _OUT_OF_REACH = {"addmm_", "baddbmm_", "addbmm_", "addmv_", "cdist", "lstm", "gru", "rnn_tanh"}
+_OUT_OF_REACH |= {"_transformer_encoder_layer_fwd", "_native_multi_head_attention"}
 
 
 def rule_of(node: fx.Node) -> ProductRule | None:

@@ -78,6 +78,14 @@ class ModuleSteps:
         """Whether a pass makes the steps compute something else than the user's own code."""
         return any(one.stage is Stage.REPARAMETRIZE for one in self.passes)
 
+    @property
+    def changes_numbers(self) -> bool:
+        """Whether the steps are to give other numbers than the user's own code, on purpose.
+
+        Changes of units are lossless and probes only look; rules and formats change results.
+        """
+        return self.changes_function or any(one.stage.rounds for one in self.passes)
+
     def attach(self, owner: str) -> None:
         """Put the captured steps on the module; safe to call again for another owner."""
         if owner not in self._owners:

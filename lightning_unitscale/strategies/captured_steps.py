@@ -8,7 +8,6 @@ from typing import Any
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
-from lightning_unitscale.graph.passes import Stage
 from lightning_unitscale.graph.steps import ModuleSteps, steps_of
 from lightning_unitscale.pipeline.schedules import Schedule
 from lightning_unitscale.remat.step_partitioner import StepPartitioner
@@ -39,15 +38,6 @@ def refuse_steps(steps: ModuleSteps, capture: str, schedule: Schedule) -> None:
             "PipelineStrategy with compile=True: the stages run operation by operation; expected "
             "compile=False; leave it out."
         )
-
-
-def changes_results(steps: ModuleSteps) -> bool:
-    """Whether a step with its passes returns something else than the user's own.
-
-    Changes of units are lossless and probes only look. Rules, simulated formats and FP8 products
-    change what is computed.
-    """
-    return any(one.stage not in {Stage.REWRITE, Stage.OBSERVE} for one in steps.passes)
 
 
 class PlainSteps(ModuleSteps):

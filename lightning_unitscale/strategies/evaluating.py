@@ -12,7 +12,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn  # type: ignore
 from typing_extensions import override
 
 from lightning_unitscale.graph.steps import ModuleSteps, steps_of
-from lightning_unitscale.strategies.captured_steps import changes_results
 from lightning_unitscale.strategies.grid import GridStrategy
 from lightning_unitscale.strategies.pipelined_evaluation import (
     NotPipelinedError,
@@ -106,7 +105,7 @@ class EvaluatingStrategy(GridStrategy):
         Within a training lossless passes make nothing else of it, and nothing of an evaluation is
         observed: its stages are cut from the user's own step. On its own it measures units.
         """
-        return not self._is_training or changes_results(steps)
+        return not self._is_training or steps.changes_numbers
 
     def _evaluate(
         self,

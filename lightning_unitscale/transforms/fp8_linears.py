@@ -53,6 +53,7 @@ def fp8_linears(
     numbers of features are multiples of 16. Operands are cast to E4M3FN, arriving gradients to
     ``gradient_format``, and only FP8 is kept for the backward pass. Results have the type that they
     had. It runs on GPUs of compute capability 8.9 and above, and on CPUs, slowly, as a check.
+    Together with :func:`simulate_format`, in either order, what runs in FP8 is not rounded again.
 
     Args:
         module: Any module that Dynamo can capture; it is left as it is.
@@ -109,7 +110,7 @@ class FP8Linears(GraphPass):
     """
 
     name = "fp8 linears"
-    stage = Stage.QUANTIZE
+    stage = Stage.CONVERT
 
     def __init__(
         self,

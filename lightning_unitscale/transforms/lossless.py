@@ -101,7 +101,7 @@ class LosslessUnitScale(GraphPass):
         self.holds_parameters = holds_parameters
         self.gauge = Gauge()
         self.is_running = False
-        self.drift = DriftProbes(lambda: self.gauge, measures_range=measures_range)
+        self.drift = DriftProbes(self._gauge_in_force, measures_range=measures_range)
 
     def run(self, graph: StepGraph) -> tuple[str, ...]:
         """Rewrite one graph."""
@@ -111,7 +111,7 @@ class LosslessUnitScale(GraphPass):
             for factor in plan.factors():
                 table.row(factor)
         if not len(table):
-            return ("no matrix product of floating-point tensors",)
+            return ("no matrix product of floating-point tensors", *_left_as_they_are(graph))
         vector = graph.add_state(
             "factors", lambda: table.tensor(self.gauge), table.tensor(self.gauge)
         )
@@ -190,6 +190,9 @@ class LosslessUnitScale(GraphPass):
         new.gauge = self.gauge
         return new
 
+    def _gauge_in_force(self) -> Gauge:
+        return self.gauge  # a method, unlike a lambda, can be sent to the processes of ddp_spawn
+
     def _plans(self, region: Region) -> Iterator[NodePlan]:
         # Tensors that cross a checkpoint's boundary stay in true units, so only products inside.
         if self.depth == "all" and region.parent is None:
@@ -227,10 +230,14 @@ class LosslessUnitScale(GraphPass):
     def _changes(self, graph: StepGraph, plans: list[NodePlan], num_scales: int) -> Iterator[str]:
         products = sum(product_of(plan.node) is not None for plan in plans)
         yield f"{products} products on operands in their own units, {num_scales} scales inserted"
-        left = [one for region in graph.regions() for one in unreachable_products(region.graph)]
-        if left:
-            names = ", ".join(tensor_name(one) for one in left[:4])
-            yield f"{len(left)} products left as they are: {names}"
+        yield from _left_as_they_are(graph)
+
+
+def _left_as_they_are(graph: StepGraph) -> Iterator[str]:
+    left = [one for region in graph.regions() for one in unreachable_products(region.graph)]
+    if left:
+        names = ", ".join(tensor_name(one) for one in left[:4])
+        yield f"{len(left)} products left as they are: {names}"
 
 
 def _add_held_for_products(held: dict[str, Held], region: Region, places: Places) -> None:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_unitscale.graph.captured_step import CapturedStep
-from lightning_unitscale.graph.passes import Stage
 from lightning_unitscale.transforms.attach import captured_forward
 from lightning_unitscale.transforms.calibration import (
     Calibrator,
@@ -209,7 +208,7 @@ class _LiveGradients:
 
     def _warn_of_rounding(self, step: CapturedStep) -> None:
         self.num_calls += 1
-        left_out = [one.name for one in step.owner.passes if one.stage is Stage.QUANTIZE]
+        left_out = [one.name for one in step.owner.passes if one.stage.rounds]
         if self.num_calls == 2 and left_out:
             warnings.warn(
                 f"{type(step.owner.module).__name__}: it was called again before any backward pass "

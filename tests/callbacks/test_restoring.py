@@ -6,6 +6,7 @@ import copy
 import os
 import pickle
 import signal
+from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
@@ -199,3 +200,33 @@ def test_the_exported_and_copied_module_is_plain() -> None:
     # A copy made while it trained computes what the module computed.
     assert torch.equal(copies[-1].eval()(x), found.module(x))
     assert torch.equal(copies[-1].train().loss((x, x[:, :2])) * 0, torch.zeros(()))
+
+
+def _adam(module: torch.nn.Module) -> Any:
+    return torch.optim.Adam(module.parameters(), lr=1e-2)
+
+
+def _adam_regression() -> Regression:
+    return Regression(_adam)
+
+
+PICKLED: dict[str, Callable[[], pl.Callback]] = {
+    "lossless": UnitScaleCallback,
+    "all, held": lambda: UnitScaleCallback(depth="all", hold_parameters=True),
+    "FP8": lambda: UnitScaleCallback(precision="fp8"),
+    "simulated": lambda: UnitScaleCallback(simulate="fp8", simulate_rounding="stochastic"),
+    "u-muP": lambda: UnitScaleCallback("u-mup"),
+    "monitor": lambda: ScaleMonitor(every_n_steps=2),
+}
+
+
+@pytest.mark.parametrize("name", PICKLED)
+@pytest.mark.parametrize("is_used", [False, True])
+def test_a_callback_can_be_sent_to_another_process(name: str, is_used: bool) -> None:
+    """As ``strategy="ddp_spawn"`` does with the Trainer and all that it has."""
+    callback = PICKLED[name]()
+    if is_used:
+        run(_adam_regression, [callback])
+    sent = pickle.loads(pickle.dumps(callback))
+    found, expected = (run(_adam_regression, [one]).compared() for one in (sent, callback))
+    assert_same_bits(found, expected)

@@ -272,6 +272,17 @@ def test_weights_of_a_stranger_cannot_be_predicted_with(tmp_path: Path) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.parametrize("entry", ["fit", "validate"])
+def test_weights_by_rules_are_not_taken_for_plain_ones(entry: str, tmp_path: Path) -> None:
+    trainer, _ = fit(Classifier(), unit_scale("u-mup"), max_epochs=1, max_steps=-1)
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    lossless, module = trainer_with(UnitScaleCallback()), Classifier()
+    with pytest.raises(MisconfigurationException, match=r"^method='lossless': the checkpoint is "):
+        data = {"fit": (loader(16), loader(8))}.get(entry, (loader(16),))
+        getattr(lossless, entry)(module, *data, ckpt_path=tmp_path / "a.ckpt")
+    assert_restored(module, lossless)
+
+
 class Narrow(pl.LightningModule):
     def __init__(self) -> None:
         super().__init__()

@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_unitscale.graph.steps import LIGHTNING_STEPS, ModuleSteps, steps_of
+from lightning_unitscale.transforms import unit_scale
 from tests.helpers import assert_same_bits, run
 
 
@@ -226,3 +229,43 @@ def test_the_module_can_be_collected() -> None:
     torch._dynamo.reset()
     gc.collect()
     assert reference() is None
+
+
+def _in_grad(module: nn.Module, x: Tensor) -> None:
+    grad(lambda p: functional_call(module, p, (x,)))(dict(module.named_parameters()))
+
+
+def _in_vmap(module: nn.Module, x: Tensor) -> None:
+    vmap(module)(x[None])
+
+
+def _in_flop_counter(module: nn.Module, x: Tensor) -> None:
+    with FlopCounterMode(display=False) as counter:
+        module(x)
+    assert counter.get_total_flops() == 2 * 3 * 4 * 2
+
+
+@pytest.mark.parametrize("within", [_in_grad, _in_vmap, _in_flop_counter])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_call_that_cannot_be_captured_does_not_end_capturing(within: Any, is_first: bool) -> None:
+    """Dynamo passes over a call within such a mode, and would over all later ones of any module."""
+    module, x = Module(), torch.randn(3, 4)
+    steps = _attached(module)
+    expected = module(x) if not is_first else None
+    with pytest.warns(UserWarning, match=r"^Module\.forward: .* runs as it is, neither rewritten"):
+        within(module, x)
+    found = module(x)
+    assert steps.steps["forward"].num_graph_calls == 1
+    if expected is not None:
+        assert_same_bits(found, expected)
+    other = _attached(Module())
+    other.module(x)
+    assert other.steps["forward"].num_graph_calls == 1
+
+
+def test_by_rules_nothing_runs_as_it_is_within_a_transform() -> None:
+    module, x = Module(), torch.randn(3, 4)
+    scaled = unit_scale(module)
+    scaled(x).backward()
+    with pytest.raises(RuntimeError, match=r"Module\.forward is unit-scaled by rules and cannot r"):
+        _in_vmap(scaled, x)

@@ -101,6 +101,20 @@ def test_the_bits_of_the_simulation(depth: Any, order: str, gradient: Any) -> No
     assert not torch.equal(found["output"], run(module, x)["output"])
 
 
+def test_simulation_is_for_the_other_products_in_either_order() -> None:
+    module, x = _forms()
+    units = lossless_unit_scale(module, x)
+    whole: Any = ("E4M3FN", "E4M3FN")
+    expected = run(simulate_format(fp8_linears(units), *whole, exclude=_FP8), x)
+    assert not torch.equal(run(fp8_linears(units), x)["output"], expected["output"])
+    for both in (
+        simulate_format(fp8_linears(units), *whole),
+        fp8_linears(simulate_format(units, *whole)),
+        lossless_unit_scale(fp8_linears(simulate_format(module, *whole)), x),
+    ):
+        assert_same_bits(run(both, x), expected)
+
+
 def test_every_decision_is_reported() -> None:
     module, x = _forms()
     fp8 = fp8_linears(lossless_unit_scale(module, x), exclude=["second", "addmm"])

@@ -179,7 +179,11 @@ class ParameterGradients(GraphPass):
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the hooks: what cannot be pickled is the captured step, and it says so."""
-        return {"log2_factors": self.log2_factors}
+        return {"log2_factors": self.log2_factors, "num_accumulated": self.num_accumulated}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__()  # type: ignore[misc]
+        self.__dict__.update(state)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParameterGradients:
         new = type(self)()
