@@ -89,6 +89,11 @@ def test_an_optimizer_that_cannot_follow(
         assert len(plan_of(module)) > 5
 
 
+@torch.compiler.disable  # Dynamo of torch 2.11 cannot trace the raising of what is there already
+def _fail(error: BaseException) -> None:
+    raise error
+
+
 @pytest.mark.parametrize("error", [KeyError("no"), KeyboardInterrupt()], ids=repr)
 @pytest.mark.parametrize("where", ["step", "rehearsal", "callback"])
 def test_an_error_and_an_interrupt(error: BaseException, where: str) -> None:
@@ -102,8 +107,7 @@ def test_an_error_and_an_interrupt(error: BaseException, where: str) -> None:
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             if self.armed and batch_idx == {"step": 2, "rehearsal": 0}.get(where):
-                torch._dynamo.graph_break()
-                raise error
+                _fail(error)
             return super().training_step(batch, batch_idx)
 
     pl.seed_everything(1, verbose=False)
