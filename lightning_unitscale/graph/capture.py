@@ -114,6 +114,10 @@ def compile_function(function: Callable[..., Any], backend: Backend) -> Callable
     return compiled
 
 
+# Whether Dynamo goes on with a graph when other parameters of the module want gradients.
+MISSES_THAWING = torch.torch_version.TorchVersion(torch.__version__) < "2.12"
+
+
 def forget(function: Callable[..., Any]) -> None:
     """Make Dynamo look anew at a function that it may have given up on, and at what follows it.
 

@@ -68,6 +68,7 @@ class CapturedStep:
         self._backends: dict[Executor, GraphBackend] = {}
         self._deferred: DeferredCalls | None = None
         self._untraced: UntracedCalls | None = None
+        self._flags: list[bool] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step and then make the calls that it deferred."""
@@ -139,6 +140,8 @@ class CapturedStep:
             return self._run_within(executor, args, kwargs)
         if is_transforming():
             return self._run_transformed(args, kwargs)
+        if capture.MISSES_THAWING:
+            self._forget_if_thawed()
         if self._deferred is None:
             self._deferred = DeferredCalls(self.owner.module, self.owner.defer)
             self._untraced = UntracedCalls(
@@ -185,6 +188,14 @@ class CapturedStep:
             # Otherwise the step has skipped this batch.
             self._warn_if_nothing_ran()
         return result
+
+    def _forget_if_thawed(self) -> None:
+        """Capture anew when other parameters want gradients: each needs its units put right."""
+        flags = [one.requires_grad for one in self.owner.module.parameters()]
+        if self._flags and flags != self._flags:
+            capture.forget(self.__wrapped__)
+            self.reset()
+        self._flags = flags
 
     def _run_within(self, executor: Executor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run within somebody else's capture, which may look into the user's code if it is that."""
