@@ -203,7 +203,7 @@ class CapturedStep:
             return self.__wrapped__(*args, **kwargs)
         if torch.compiler.is_exporting():
             raise RuntimeError(
-                f"{type(self.owner.module).__name__}.{self.name} is unit-scaled by rules and "
+                f"{self._title} is unit-scaled by rules and "
                 "cannot be exported as it is; expected a plain module; export what "
                 "lightning_unitscale.transforms.deploy(module, *example_args) returns."
             )
@@ -214,17 +214,16 @@ class CapturedStep:
 
         Dynamo would do the same, and never look at the function again, with or without them.
         """
-        name = f"{type(self.owner.module).__name__}.{self.name}"
         if self.owner.changes_function:
             raise RuntimeError(
-                f"{name} is unit-scaled by rules and cannot run within a torch.func transform, "
-                "which nothing is captured in, so it would be another model; expected a call "
+                f"{self._title} is unit-scaled by rules and cannot run within a torch.func "
+                "transform, which nothing is captured in, so it would be another model; expected a call "
                 "outside of one; transform what lightning_unitscale.transforms.deploy(module, "
                 "*example_args) returns."
             )
         self._warn_once(
-            f"{name}: called within a torch.func transform, which no graph is captured in, so this "
-            "call runs as it is, neither rewritten nor observed. Expected calls outside of one; "
+            f"{self._title}: called within a torch.func transform, which no graph is captured in, so "
+            "this call runs as it is, neither rewritten nor observed. Expected calls outside of one; "
             "transform the plain module, of which this call has the numbers."
         )
         return self.__wrapped__(*args, **kwargs)
@@ -234,6 +233,10 @@ class CapturedStep:
         backend = self._backends.setdefault(executor, GraphBackend(weakref.ref(self), executor))
         return capture.compile_function(function, backend)
 
+    @property
+    def _title(self) -> str:
+        return f"{type(self.owner.module).__name__}.{self.name}"
+
     def _warn_if_nothing_ran(self) -> None:
         if self.num_graph_calls:
             return
@@ -241,7 +244,7 @@ class CapturedStep:
         if is_watched():
             reasons = "a mode such as FlopCounterMode looks at every operation of this call"
         self._warn_once(
-            f"{type(self.owner.module).__name__}.{self.name}: no graph could be captured, so it "
+            f"{self._title}: no graph could be captured, so it "
             f"runs as it is, neither rewritten nor observed ({reasons}). Expected at least one "
             "traceable operation; keep printing, .item() and third-party calls out of the step."
         )

@@ -59,6 +59,7 @@ from lightning_unitscale.transforms.units import (
     Units,
     apply_plan,
     is_scale,
+    left_as_they_are,
 )
 
 Depth = Literal["products", "all"]
@@ -111,7 +112,10 @@ class LosslessUnitScale(GraphPass):
             for factor in plan.factors():
                 table.row(factor)
         if not len(table):
-            return ("no matrix product of floating-point tensors", *_left_as_they_are(graph))
+            return (
+                "no matrix product of floating-point tensors",
+                *left_as_they_are(_unreachable(graph)),
+            )
         vector = graph.add_state(
             "factors", lambda: table.tensor(self.gauge), table.tensor(self.gauge)
         )
@@ -230,14 +234,11 @@ class LosslessUnitScale(GraphPass):
     def _changes(self, graph: StepGraph, plans: list[NodePlan], num_scales: int) -> Iterator[str]:
         products = sum(product_of(plan.node) is not None for plan in plans)
         yield f"{products} products on operands in their own units, {num_scales} scales inserted"
-        yield from _left_as_they_are(graph)
+        yield from left_as_they_are(_unreachable(graph))
 
 
-def _left_as_they_are(graph: StepGraph) -> Iterator[str]:
-    left = [one for region in graph.regions() for one in unreachable_products(region.graph)]
-    if left:
-        names = ", ".join(tensor_name(one) for one in left[:4])
-        yield f"{len(left)} products left as they are: {names}"
+def _unreachable(graph: StepGraph) -> list[fx.Node]:
+    return [one for region in graph.regions() for one in unreachable_products(region.graph)]
 
 
 def _add_held_for_products(held: dict[str, Held], region: Region, places: Places) -> None:

@@ -41,7 +41,7 @@ from lightning_unitscale.quantize import (
 )
 from lightning_unitscale.transforms.attach import captured_forward
 from lightning_unitscale.transforms.moving_grid import Grid, MovingGrid, cast_names, check_grid
-from lightning_unitscale.transforms.units import meant_name
+from lightning_unitscale.transforms.units import left_as_they_are, meant_name
 
 # What FP8 means: precision for operands, range for gradients.
 FP8_FORMATS = ("E4M3FN", "E5M2")
@@ -178,10 +178,10 @@ class SimulateFormat(GraphPass):
         if sites:
             self._insert(graph, sites)
         how = self.rounding if self.moving_grid is None else f"{self.rounding}, moving grid"
-        lines = [
+        lines = (
             f"{num_operands} operands of {len(sites)} products rounded to {self.fwd_format}, "
-            f"{num_gradients} gradients to {self.bwd_format} ({how})"
-        ]
+            f"{num_gradients} gradients to {self.bwd_format} ({how})",
+        )
         simulated = {one.product.node for one in sites}
         left = [
             node
@@ -189,10 +189,7 @@ class SimulateFormat(GraphPass):
             for node in (*_products(region), *unreachable_products(region.graph))
             if node not in simulated
         ]
-        if left:
-            names = ", ".join(meant_name(one) for one in left[:4])
-            lines.append(f"{len(left)} products left as they are: {names}")
-        return tuple(lines)
+        return (*lines, *left_as_they_are(left))
 
     def after_step(self, module: nn.Module, result: Any) -> None:
         """Move the numbers of the formats, if they move."""

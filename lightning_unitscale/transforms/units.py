@@ -7,7 +7,7 @@ the model means, forward and backward. A node's edits convert between the units 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +47,14 @@ def meant_name(node: fx.Node) -> str:
     """Name of the tensor that a node makes, in whatever units it makes it."""
     # Before a change of units, by a gauge or by rules, a tensor has its name and a suffix.
     return tensor_name(node).partition(":")[0]
+
+
+def left_as_they_are(products: Sequence[fx.Node]) -> tuple[str, ...]:
+    """What a pass reports of products that it could not rewrite; nothing if there are none."""
+    if not products:
+        return ()
+    names = ", ".join(meant_name(one) for one in products[:4])
+    return (f"{len(products)} products left as they are: {names}",)
 
 
 @dataclass(frozen=True)
