@@ -217,14 +217,14 @@ class CapturedStep:
         if self.owner.changes_function:
             raise RuntimeError(
                 f"{self._title} is unit-scaled by rules and cannot run within a torch.func "
-                "transform, which nothing is captured in, so it would be another model; expected a call "
-                "outside of one; transform what lightning_unitscale.transforms.deploy(module, "
+                "transform, which nothing is captured in, so it would be another model; expected a "
+                "call outside of one; transform what lightning_unitscale.transforms.deploy(module, "
                 "*example_args) returns."
             )
         self._warn_once(
-            f"{self._title}: called within a torch.func transform, which no graph is captured in, so "
-            "this call runs as it is, neither rewritten nor observed. Expected calls outside of one; "
-            "transform the plain module, of which this call has the numbers."
+            f"{self._title}: called within a torch.func transform, which no graph is captured "
+            "in, so this call runs as it is, neither rewritten nor observed. Expected calls "
+            "outside of one; transform the plain module, of which this call has the numbers."
         )
         return self.__wrapped__(*args, **kwargs)
 
