@@ -19,7 +19,7 @@ from collections.abc import Callable
 
 import torch
 from demo_step import DemoLoss, demo_batch, training_step
-from measure import interleaved_medians, report
+from measure import interleaved, report
 from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 from unit_scaling.transforms import track_scales as peer_track_scales
@@ -93,15 +93,18 @@ def main() -> None:
             ),
             "Inductor, every step": monitored_step(plain, batch, True, "inductor", f"{folder}/1"),
         }
-        seconds = interleaved_medians(
+        seconds = interleaved(
             steps, rounds=options.rounds, warmup=options.warmup, clock=time.process_time
         )
     for executor in ("eager", "Inductor"):
         # A median over 50 steps would not see the one that is sampled.
-        rare = 49 * seconds[f"{executor}, not sampled"] + seconds[f"{executor}, every step"]
-        seconds[f"{executor}, every 50 steps (mean)"] = rare / 50
+        both = zip(
+            seconds[f"{executor}, not sampled"], seconds[f"{executor}, every step"], strict=True
+        )
+        seconds[f"{executor}, every 50 steps (mean)"] = [(49 * a + b) / 50 for a, b in both]
     mean = "Inductor, plain (mean)"
-    seconds[mean] = (seconds["Inductor, plain"] + seconds["Inductor, plain once more"]) / 2
+    twins = zip(seconds["Inductor, plain"], seconds["Inductor, plain once more"], strict=True)
+    seconds[mean] = [(a + b) / 2 for a, b in twins]
     baselines = {name: mean if name.startswith("Inductor") else "eager, plain" for name in seconds}
     report("Scale monitor, demo GPT", seconds, baselines, "monitor_overhead.json")
 

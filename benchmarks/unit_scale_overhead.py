@@ -9,7 +9,7 @@ import argparse
 
 import torch
 from demo_step import DemoLoss, demo_batch, training_step
-from measure import interleaved_medians, report
+from measure import interleaved, report
 from torch import nn
 
 from lightning_unitscale.transforms import compile as compile_graphs
@@ -41,7 +41,7 @@ def main() -> None:
         "Inductor, by rules": compile_graphs(rules),
     }
     steps = {name: training_step(module, batch) for name, module in modules.items()}
-    seconds = interleaved_medians(steps, rounds=options.rounds, warmup=options.warmup)
+    seconds = interleaved(steps, rounds=options.rounds, warmup=options.warmup)
     baselines = {name: f"{name.split(',')[0]}, plain" for name in seconds}
     report("Unit scaling, demo GPT", seconds, baselines, "unit_scale_overhead.json")
 

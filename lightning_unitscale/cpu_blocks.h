@@ -1,5 +1,6 @@
 /* Sums, extremes and threshold counts of one block of numbers.
  *
+ * A block is up to BLOCK numbers next to each other, or in short rows that are equally far apart.
  * A block is read once: for its sums, for its smallest and largest magnitude, and for those
  * thresholds that the block before it lay on both sides of. The extremes mostly settle the rest (a
  * block that lies on one side of a threshold needs no counting, one without zeros no search for
@@ -51,6 +52,29 @@ typedef struct {
     int32_t largest, smallest;
 } Extremes;
 
+/* Where the numbers of a block lie: number i at x[i] while i is below first_row, and from there on
+ * `gap` places further for every row of row_length numbers, a multiple of STEP. What lies `ahead` of
+ * a number is needed by the next block: processors foresee reads that go on, not ones that jump. */
+typedef struct {
+    const float *x;
+    int32_t n, first_row, row_length, gap;
+    int64_t ahead;
+} Block;
+
+static inline int64_t smaller_of(int64_t a, int64_t b) { return a < b ? a : b; }
+
+/* The numbers of a block next to each other: where they lie, or in the buffer. */
+static const float *gathered(const Block *block, float *buffer) {
+    if (block->first_row == block->n) return block->x;
+    const float *x = block->x;
+    for (int32_t i = 0, end = block->first_row; i < block->n; x += block->gap) {
+        memcpy(buffer + i, x + i, (size_t)(end - i) * sizeof(float));
+        i = end;
+        end = (int32_t)smaller_of(end + block->row_length, block->n);
+    }
+    return buffer;
+}
+
 static ALWAYS_INLINE Codes add_lanes(Lanes *all, const float *x) {
     Floats value;
     memcpy(&value, x, sizeof(value));
@@ -70,21 +94,29 @@ static inline int32_t fits_fp32(int32_t largest) {
 
 /* Counts what is below the expected cuts, and adds the sums if FP32 was good enough for them.
  * number is a constant where this is called, so that the counts stay in registers. */
-static ALWAYS_INLINE Extremes look_with(Partial *p, Below *below, const float *x, int32_t n,
+static ALWAYS_INLINE Extremes look_with(Partial *p, Below *below, const Block *block,
                                         const Cuts *cuts, const int32_t number) {
     Lanes a = {.smallest = (Codes){0} + INT32_MAX}, b = a;
     Found less[MAX_AT_ONCE];
-    int32_t codes[MAX_AT_ONCE], i = 0;
+    int32_t codes[MAX_AT_ONCE], i = 0, end = block->first_row;
+    const int32_t n = block->n;
+    const float *x = block->x;
     for (int32_t k = 0; k < number; k++) {
         begin(&less[k]);
         codes[k] = cuts->codes[below->places[k]];
     }
-    for (; i + STEP <= n; i += STEP) {
-        const Codes first = add_lanes(&a, x + i), second = add_lanes(&b, x + i + LANES);
-        for (int32_t k = 0; k < number; k++) {
-            find_below(&less[k], i, first, codes[k]);
-            find_below(&less[k], i + LANES, second, codes[k]);
+    for (;; end += block->row_length, x += block->gap) {
+        const int32_t stop = end < n ? end : n;
+        if (block->ahead > 0)
+            for (int32_t k = i; k < stop; k += LANES) __builtin_prefetch(x + k + block->ahead);
+        for (; i + STEP <= stop; i += STEP) {
+            const Codes first = add_lanes(&a, x + i), second = add_lanes(&b, x + i + LANES);
+            for (int32_t k = 0; k < number; k++) {
+                find_below(&less[k], i, first, codes[k]);
+                find_below(&less[k], i + LANES, second, codes[k]);
+            }
         }
+        if (stop == n) break;
     }
     for (int32_t k = 0; k < number; k++)
         below->number_of[below->places[k]] += number_found(&less[k], i);
@@ -111,15 +143,15 @@ static ALWAYS_INLINE Extremes look_with(Partial *p, Below *below, const float *x
     return found;
 }
 
-static Extremes look(Partial *p, Below *below, const float *x, int32_t n, const Cuts *cuts) {
+static Extremes look(Partial *p, Below *below, const Block *block, const Cuts *cuts) {
     switch (below->number) {
-    case 0: return look_with(p, below, x, n, cuts, 0);
-    case 1: return look_with(p, below, x, n, cuts, 1);
-    case 2: return look_with(p, below, x, n, cuts, 2);
-    case 3: return look_with(p, below, x, n, cuts, 3);
-    case 4: return look_with(p, below, x, n, cuts, 4);
-    case 5: return look_with(p, below, x, n, cuts, 5);
-    default: return look_with(p, below, x, n, cuts, MAX_AT_ONCE);
+    case 0: return look_with(p, below, block, cuts, 0);
+    case 1: return look_with(p, below, block, cuts, 1);
+    case 2: return look_with(p, below, block, cuts, 2);
+    case 3: return look_with(p, below, block, cuts, 3);
+    case 4: return look_with(p, below, block, cuts, 4);
+    case 5: return look_with(p, below, block, cuts, 5);
+    default: return look_with(p, below, block, cuts, MAX_AT_ONCE);
     }
 }
 
@@ -212,12 +244,16 @@ static void count_the_rest(Below *below, const int32_t *open, const float *x, in
     count_all_below(below, places, number, x, n, cuts);
 }
 
-/* Returns whether the block has subnormals. */
-static int32_t add_block(Partial *p, Below *below, const float *x, int32_t n, const Cuts *cuts) {
+/* Returns whether the block has subnormals. buffer: for the numbers of a block that are not next to
+ * each other, for what seldom has to be done. */
+static int32_t add_block(Partial *p, Below *below, const Block *block, const Cuts *cuts,
+                         float *buffer) {
     int32_t left_out = 0, zeros = 0;
-    Extremes found = look(p, below, x, n, cuts);
-    if (!fits_fp32(found.largest)) found.largest = add_finite_in_fp64(p, x, n, &left_out);
-    if (found.smallest == 0) find_zeros(x, n, &zeros, &found.smallest);
+    const int32_t n = block->n;
+    Extremes found = look(p, below, block, cuts);
+    if (!fits_fp32(found.largest))
+        found.largest = add_finite_in_fp64(p, gathered(block, buffer), n, &left_out);
+    if (found.smallest == 0) find_zeros(gathered(block, buffer), n, &zeros, &found.smallest);
     p->zeros += zeros;
     p->largest = (uint32_t)found.largest > p->largest ? (uint32_t)found.largest : p->largest;
     p->smallest = (uint32_t)found.smallest < p->smallest ? (uint32_t)found.smallest : p->smallest;
@@ -235,6 +271,6 @@ static int32_t add_block(Partial *p, Below *below, const float *x, int32_t n, co
         memcpy(open + k, &both, sizeof(both));
         changed |= both ^ expected;
     }
-    if (any(changed)) count_the_rest(below, open, x, n, cuts);
+    if (any(changed)) count_the_rest(below, open, gathered(block, buffer), n, cuts);
     return found.smallest < (int32_t)MIN_NORMAL_CODE;
 }

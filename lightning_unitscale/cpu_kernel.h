@@ -9,6 +9,7 @@
 #include "cpu_sample.h"
 
 #define CHUNK 65536              /* a thread's work at a time; sums are added up in chunk order */
+#define MAX_GAP 16777216         /* between rows; of a block's, all gaps are below 2**31 together */
 #define NUM_EXPONENTS 279        /* 2**-150 ... 2**128 */
 #define FIRST_NORMAL 23          /* place of exponent field 0 among them, if it were one more */
 
@@ -63,21 +64,40 @@ static void copy_as_fp32(float *to, const Rows *rows, int64_t place, int64_t n) 
         for (int64_t i = 0; i < n; i++) to[i] = float_of_fp16(halves[i]);
 }
 
-/* A block as FP32 numbers next to each other: where they lie, or copied into the buffer. */
-static const float *block_of(const Rows *rows, int64_t first, int32_t n, float *buffer) {
+/* Whether rows with gaps can be looked at where they lie, and no copy is needed. */
+static int32_t stay_in_place(const Rows *rows) {
+    const int64_t gap = rows->row_stride - rows->row_length;
+    return rows->type == FP32 && rows->row_length % STEP == 0 && gap < MAX_GAP;
+}
+
+/* The block from an element on, of up to n: as it lies in memory, or copied into the buffer. */
+static Block block_of(const Rows *rows, int64_t first, int32_t n, float *buffer) {
     const int32_t is_dense = rows->row_length == rows->row_stride;
-    if (is_dense && rows->type == FP32) return (const float *)rows->data + first;
+    Block block = {.x = buffer, .n = n, .first_row = n};
     if (is_dense) {
-        copy_as_fp32(buffer, rows, first, n);
-        return buffer;
+        if (rows->type == FP32) block.x = (const float *)rows->data + first;
+        else copy_as_fp32(buffer, rows, first, n);
+        return block;
     }
     int64_t row = first / rows->row_length, start = first % rows->row_length;
+    if (stay_in_place(rows)) {
+        block.x = (const float *)rows->data + row * rows->row_stride + start;
+        block.first_row = (int32_t)smaller_of(rows->row_length - start, n);
+        if (rows->row_length >= BLOCK) {
+            block.n = block.first_row; /* it ends where the row does */
+        } else {
+            block.row_length = (int32_t)rows->row_length;
+            block.gap = (int32_t)(rows->row_stride - rows->row_length);
+            block.ahead = (BLOCK + rows->row_length - 1) / rows->row_length * rows->row_stride;
+        }
+        return block;
+    }
     for (int32_t done = 0; done < n; row++, start = 0) {
         const int64_t length = smaller_of(rows->row_length - start, n - done);
         copy_as_fp32(buffer + done, rows, row * rows->row_stride + start, length);
         done += (int32_t)length;
     }
-    return buffer;
+    return block;
 }
 
 static void add_chunk(Partial *p, const Rows *rows, int64_t chunk, const Cuts *cuts,
@@ -91,12 +111,13 @@ static void add_chunk(Partial *p, const Rows *rows, int64_t chunk, const Cuts *c
     memset(&below, 0, sizeof(below));
     begin_at(&seen, start, &sample);
     p->smallest = INF_CODE;
-    for (int64_t i = start; i < end; i += BLOCK) {
-        const int32_t n = (int32_t)smaller_of(end - i, BLOCK);
-        const float *x = block_of(rows, i, n, buffer);
-        const int32_t has_subnormals = add_block(p, &below, x, n, cuts);
-        if (sample.number > 0) see_block(p, &seen, x, i, i + n, &sample, has_subnormals);
-        else if (sample_size > 0) see_all(p, &seen, x, n, has_subnormals);
+    for (int64_t i = start; i < end;) {
+        const Block block = block_of(rows, i, (int32_t)smaller_of(end - i, BLOCK), buffer);
+        const int32_t has_subnormals = add_block(p, &below, &block, cuts, buffer);
+        if (sample.number > 0) see_block(p, &seen, &block, i, &sample, has_subnormals);
+        else if (sample_size > 0)
+            see_all(p, &seen, gathered(&block, buffer), block.n, has_subnormals);
+        i += block.n;
     }
     count_seen(p, &seen);
     for (int32_t k = 0; k < cuts->number; k++) p->below[k] += below.number_of[k];

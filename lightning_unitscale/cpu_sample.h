@@ -18,8 +18,6 @@ typedef struct {
     uint8_t fields[MAX_SEEN + sizeof(Bytes)];
 } Seen;
 
-static inline int64_t smaller_of(int64_t a, int64_t b) { return a < b ? a : b; }
-
 /* How many elements of a tensor are looked at. */
 static inline int64_t num_sampled(int64_t numel, int64_t sample_size) {
     return numel <= sample_size ? numel : sample_size / GROUP * GROUP;
@@ -80,7 +78,7 @@ static void count_seen(Partial *p, Seen *seen) {
     seen->number = 0;
 }
 
-/* Sees all elements of a block. */
+/* Sees all elements of a block, of n numbers next to each other. */
 static void see_all(Partial *p, Seen *seen, const float *x, int32_t n, int32_t has_subnormals) {
     if (seen->number + n > MAX_SEEN) count_seen(p, seen);
     uint8_t *fields = seen->fields + seen->number;
@@ -90,12 +88,26 @@ static void see_all(Partial *p, Seen *seen, const float *x, int32_t n, int32_t h
     seen->number += n;
 }
 
-/* Sees what the sample holds of a tensor's elements from first to end, which begin at x; first is a
+/* Moves places of numbers of a block, in elements, to where the numbers lie. */
+static void move_places(int32_t *places, int32_t number, const Block *block) {
+    /* By the reciprocal, rounded up, which divides exactly what is below 2**32 / row_length: rows
+     * with gaps are shorter than a block. */
+    const uint64_t reciprocal = (((uint64_t)1 << 32) + (uint64_t)block->row_length - 1) /
+                                (uint64_t)block->row_length;
+    const uint32_t before = (uint32_t)(block->row_length - block->first_row);
+    for (int32_t i = 0; i < number; i++) {
+        const uint64_t place = (uint32_t)places[i] + before;
+        places[i] += block->gap * (int32_t)(place * reciprocal >> 32);
+    }
+}
+
+/* Sees what the sample holds of a block, whose first element is of this number in the tensor, a
  * multiple of GROUP. */
-static void see_block(Partial *p, Seen *seen, const float *x, int64_t first, int64_t end,
+static void see_block(Partial *p, Seen *seen, const Block *block, int64_t first,
                       const Sample *sample, int32_t has_subnormals) {
     int32_t places[BLOCK / GROUP];
-    const int64_t from = seen->next, to = stretch_from(end / GROUP, sample);
+    const float *x = block->x;
+    const int64_t from = seen->next, to = stretch_from((first + block->n) / GROUP, sample);
     const int32_t number = (int32_t)(to - from);
     if (seen->number + GROUP * number > MAX_SEEN) count_seen(p, seen);
     uint8_t *fields = seen->fields + seen->number;
@@ -106,14 +118,15 @@ static void see_block(Partial *p, Seen *seen, const float *x, int64_t first, int
     const uint32_t start = length * (uint32_t)from - (uint32_t)(first / GROUP);
     for (uint32_t i = 0; i < (uint32_t)number; i++) {
         const uint32_t n = (uint32_t)from + i, turn = n * GOLDEN;
-        places[i] = (int32_t)(start + length * i + (uint32_t)((uint64_t)n * more >> 32) +
-                              (uint32_t)((uint64_t)turn * length >> 32));
+        places[i] = GROUP * (int32_t)(start + length * i + (uint32_t)((uint64_t)n * more >> 32) +
+                                      (uint32_t)((uint64_t)turn * length >> 32));
     }
+    if (block->first_row < block->n) move_places(places, number, block);
 #pragma GCC unroll 8
-    for (int32_t i = 0; i < number; i++) copy_fields(fields + GROUP * i, x + GROUP * places[i]);
+    for (int32_t i = 0; i < number; i++) copy_fields(fields + GROUP * i, x + places[i]);
     if (!has_subnormals) return;
     for (int32_t i = 0; i < number; i++)
-        for (int32_t k = 0; k < GROUP; k++) count_subnormal(p, code_at(x, GROUP * places[i] + k));
+        for (int32_t k = 0; k < GROUP; k++) count_subnormal(p, code_at(x, places[i] + k));
 }
 
 /* Nothing is seen yet of a chunk that begins at first. */

@@ -203,6 +203,34 @@ def test_tensors_together(target_row):
 
 
 @needs_kernel
+@pytest.mark.parametrize("length", [16, 32, 48, 96, 384, 1000, 2016, 2048, 2080, 66_000])
+def test_rows_with_gaps(target_row, length):
+    """Looked at where they lie or copied; what is in the gaps does not count."""
+    generator = torch.Generator().manual_seed(length)
+    rows = max(2, 140_000 // length)
+    calm = torch.randn(rows, length, generator=generator)
+    wild = special_values(calm.numel()).clamp(-1e9, 1e9).view_as(calm)
+    # Blocks with zeros, with what FP32 cannot add up, and with neither, in turn.
+    mixed = torch.where(torch.arange(rows)[:, None] % 40 == 0, wild, calm)
+    for sample_size in (None, 1000, 16_384):
+        layout = RowLayout(sample_size=sample_size)
+        for values in (calm, calm * 2.0**-128, wild, mixed):
+            around = torch.full((rows, length + 160), torch.nan)
+            part = around[:, 96 : 96 + length]
+            part.copy_(values)
+            assert not part.is_contiguous()
+            assert_counts(target_row(part, layout), functional_row(part, layout))
+
+
+@needs_kernel
+def test_rows_far_apart(target_row):
+    far = torch.empty(2**24 + 128)
+    rows = far.as_strided((2, 64), (2**24 + 64, 1))
+    rows.copy_(torch.randn(2, 64))
+    assert_counts(target_row(rows, LAYOUT), functional_row(rows, LAYOUT))
+
+
+@needs_kernel
 def test_exponents_of_all_kinds(target_row):
     """More different exponents than are looked for one by one, with zeros and no zeros."""
     for first, last in ((-149, 127), (-126, 127), (-100, -20), (0, 0)):
