@@ -4,6 +4,8 @@
   plain step it is a number: ``loss * np.exp(-x)`` stays FP32 there and would be FP64 when traced,
   other last bits of ``tanh`` and random numbers of torch's aside. So calls of NumPy run as they
   are, and break the graph; their results enter the graphs as Python's numbers.
+* Dynamo takes ``addcmul_`` and ``addcdiv_`` with ``value`` apart, and until torch 2.11 ``add_``
+  with ``alpha``, which rounds in another place than their kernels do.
 * Dynamo draws from a ``random.Random`` of the user's when it traces, and guards on nothing: every
   later step would get the same number. So these calls run as they are, too.
 
@@ -29,12 +31,12 @@ from lightning_unitscale.shadowing import shadowed
 
 @contextlib.contextmanager
 def plain_numbers() -> Iterator[None]:
-    """Within this context neither NumPy nor a generator of the user's is traced."""
+    """Within this context NumPy and generators are not traced, and updates not taken apart."""
     with (
         shadowed(VariableBuilder, wrap_numpy_ndarray=_as_number),
         shadowed(RandomVariable, is_supported_random_obj=staticmethod(lambda _: False)),
         shadowed(RandomClassVariable, call_function=_refuse_generator),
-        torch._dynamo.config.patch(trace_numpy=False),
+        torch._dynamo.config.patch(trace_numpy=False, enable_dynamo_decompositions=False),
     ):
         yield
 

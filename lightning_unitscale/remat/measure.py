@@ -37,7 +37,9 @@ class PeakMeter:
         """Start to record."""
         if self.device.type == "cpu":
             activities = [torch.profiler.ProfilerActivity.CPU]
-            self._profile = torch.profiler.profile(activities=activities, profile_memory=True)
+            self._profile = torch.profiler.profile(
+                activities=activities, profile_memory=True, acc_events=True
+            )
             self._profile.start()
 
     def mark(self, alive: Any, *, beside: int = 0) -> None:

@@ -214,14 +214,18 @@ class Keeping(Regression):
         self.by_name: dict[str, list[Any]] = {"losses": []}
         self.count = 0
         self.seen = 0.0
-        self.register_buffer("average", torch.zeros(6))
+        for name in ("average", "squares", "ratios"):
+            self.register_buffer(name, torch.zeros(6))
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = self.loss(batch)
         self.outputs.append(loss.detach())
         self.by_name["losses"].append(batch_idx)
         self.count += 1
-        self.average.mul_(0.9).add_(batch[0].mean(0), alpha=0.1)
+        mean = batch[0].mean(0)
+        self.average.mul_(0.9).add_(mean, alpha=0.1)
+        self.squares.mul_(0.9).addcmul_(mean, mean, value=0.1)
+        self.ratios.addcdiv_(mean, self.squares + 1, value=0.1)
         self.last = batch[0]
         return loss * (1 + 0.1 * self.current_epoch)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
@@ -97,12 +99,19 @@ def _observed(network: Network) -> ModuleSteps:
 def test_a_recompilation_gives_the_same_names() -> None:
     network = Network()
     steps = _observed(network)
-    network({"x": torch.randn(2, 4)})
-    network.eval()  # a flag that Dynamo guards on
-    network({"x": torch.randn(2, 4)})
+    # By identity; kept, since torch 2.11 forgets graphs when weights freeze.
+    graphs: dict[int, Any] = {}
+
+    def call() -> None:
+        network({"x": torch.randn(2, 4)})
+        graphs.update((id(graph), graph) for graph in steps.steps["forward"].graphs)
+
+    call()
+    network.eval()  # a flag that Dynamo guards on, from torch 2.12 on
+    call()
     network.blocks[0].up.weight.requires_grad_(False)
-    network({"x": torch.randn(2, 4)})
-    first, *others = _all_names(steps)
+    call()
+    first, *others = [_names(graph.base) for graph in graphs.values()]
     assert others
     assert all(one == first for one in others)
 

@@ -43,7 +43,9 @@ def measured_peak(
     gc.collect()
     state = [] if optimizer is None else list(optimizer.state.values())
     before = storage_bytes(tree_leaves([*module.parameters(), *module.buffers(), inputs, state]))
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+    with profile(
+        activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
+    ) as profiled:
         step()
     events = [one for one in profiled.profiler.kineto_results.events() if one.name() == "[memory]"]
     live = top = 0

@@ -23,7 +23,9 @@ def _allocated(function: Callable[[], object]) -> int:
     torch.set_num_threads(1)
     try:
         activities = [torch.profiler.ProfilerActivity.CPU]
-        with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        with torch.profiler.profile(
+            activities=activities, profile_memory=True, acc_events=True
+        ) as profile:
             result = function()
     finally:
         torch.set_num_threads(threads)
