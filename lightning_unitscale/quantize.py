@@ -254,8 +254,9 @@ class _StraightThrough(torch.autograd.Function):
     def forward(
         ctx: Any, tensor: Tensor, format: NumberFormat, saturate: bool | None, key: Tensor | None
     ) -> Tensor:
+        ctx.set_materialize_grads(False)
         return rounded(tensor, format, saturate, key)
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad_output: Tensor | None) -> tuple[Tensor | None, None, None, None]:
         return grad_output, None, None, None

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_unitscale.functional.scale import multiply
-from lightning_unitscale.transforms import lossless_unit_scale
+from lightning_unitscale.transforms import lossless_unit_scale, simulate_format, track_scales
 
 DEPTHS = pytest.mark.parametrize("depth", ["products", "all"])
 
@@ -213,3 +213,86 @@ class _WrittenThroughAView(nn.Module):
 def test_the_gradient_of_a_product_is_measured_though_a_view_of_it_is_written_into() -> None:
     scaled = assert_same_step(_WrittenThroughAView(), torch.randn(5, 4), depth="products")
     assert scaled.gauge()["einsum"].log2_gamma < -10  # type: ignore[operator]
+
+
+class _SelfNormalizing(nn.Module):
+    """In place, ELU and its kin compute their gradient from the result."""
+
+    def __init__(self, activation: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 32), activation, nn.Linear(32, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x).square().mean()
+
+
+@DEPTHS
+@pytest.mark.parametrize("kind", [nn.ELU, nn.SELU, nn.CELU, nn.LeakyReLU, nn.SiLU, nn.RReLU])
+def test_activations_in_place(kind, depth: str) -> None:  # type: ignore[no-untyped-def]
+    assert_same_step(_SelfNormalizing(kind(inplace=True)), torch.randn(64, 8) * 3, depth=depth)
+
+
+class _OneImage(nn.Module):
+    """Channels-last with one row of pixels: the strides of dimensions of size 1 say so."""
+
+    def __init__(self, ones: int) -> None:
+        super().__init__()
+        shape = [(1, 2, 1, 3), (1, 2, 4, 3), (2, 2, 1, 3)][ones]
+        image = torch.randn(shape).contiguous(memory_format=torch.channels_last)
+        self.image = nn.Parameter(image * 5)
+        places = torch.randint(6, shape).contiguous(memory_format=torch.channels_last)
+        self.register_buffer("places", places)
+        self.register_buffer("one", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.max_unpool2d(self.image * self.one, self.places, (3, 2), stride=2)
+        # Sums are in the order of memory.
+        return (y * x[: y.numel()].view(y.shape)).sum()
+
+
+@DEPTHS
+@pytest.mark.parametrize("ones", range(3))
+def test_layouts_of_images_are_kept(ones: int, depth: str) -> None:
+    for seed in range(8):
+        torch.manual_seed(seed)
+        assert_same_step(_OneImage(ones), torch.randn(1000) * 10, depth=depth)
+
+
+class _NoGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, y):  # type: ignore[no-untyped-def]
+        return x * y
+
+    @staticmethod
+    def backward(ctx, grad_output):  # type: ignore[no-untyped-def]
+        return grad_output, None
+
+
+class _HalfTrained(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other, self.last = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(_NoGradient.apply(self.one(x), self.other(x))).square().mean()
+
+
+@pytest.mark.parametrize("way", ["products", "all", "tracked", "simulated"])
+def test_no_gradient_is_not_a_gradient_of_zeros(way: str) -> None:
+    """An optimizer decays and moves a parameter with zeros, and leaves one without a gradient."""
+    plain, x = _HalfTrained(), torch.randn(5, 6)
+    changed = {
+        "tracked": track_scales,
+        "simulated": lambda module: simulate_format(module, "E4M3FN", "E5M2"),
+    }.get(way, lambda module: lossless_unit_scale(module, x, depth=way))(plain)
+    plain(x).backward()
+    expected = [one.grad for one in plain.parameters()]
+    plain.zero_grad()
+    changed.zero_grad()
+    changed(x).backward()
+    found = {name: one.grad for name, one in changed.named_parameters()}
+    assert [name for name, grad in found.items() if grad is None] == ["other.weight", "other.bias"]
+    for grad, wanted in zip(found.values(), expected, strict=True):
+        assert (grad is None) == (wanted is None)
+        if way != "simulated" and grad is not None:
+            assert torch.equal(grad, wanted)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lightning_unitscale.functional.func_transforms import is_transforming
 from lightning_unitscale.functional.scale import multiply, scale, scale_bwd
+from lightning_unitscale.functional.whole_view import whole_view
 
 _has_recorded_backward = False
 
@@ -72,11 +73,14 @@ def _is_true_now() -> bool:
 class _ChangeOfUnits(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input: Tensor, forward_factor: Tensor, backward_factor: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(forward_factor, backward_factor)
         return multiply(input, forward_factor)
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad_output: Tensor | None) -> tuple[Tensor | None, None, None]:
+        if grad_output is None:
+            return None, None, None
         forward_factor, backward_factor = ctx.saved_tensors
         factor = forward_factor if _is_true_now() else backward_factor
         return multiply(grad_output, factor), None, None
@@ -85,10 +89,13 @@ class _ChangeOfUnits(torch.autograd.Function):
 class _ChangeOfGradientUnits(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input: Tensor, backward_factor: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(backward_factor)
-        return input.view_as(input)
+        return whole_view(input)
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad_output: Tensor | None) -> tuple[Tensor | None, None]:
+        if grad_output is None:
+            return None, None
         (factor,) = ctx.saved_tensors
         return grad_output if _is_true_now() else multiply(grad_output, factor), None

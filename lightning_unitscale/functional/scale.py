@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_unitscale.functional.func_transforms import is_transforming
+from lightning_unitscale.functional.whole_view import whole_view
 
 Factor = float | Tensor
 
@@ -103,6 +104,7 @@ def _placed_like(tensor: Tensor, values: Tensor) -> Tensor:
         if isinstance(size, torch.SymInt) or isinstance(stride, torch.SymInt):
             return values
         if size == 1:
+            strides[dim] = stride  # kernels tell the order of dimensions by it
             continue
         strides[dim] = end if stride == true_end else end + 1 + (stride - end - 1) % line
         end, true_end = strides[dim] * size, stride * size
@@ -132,7 +134,7 @@ class _Scale(torch.autograd.Function):
         return multiply(input, forward_factor)
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad_output: Tensor | None) -> tuple[Tensor | None, None, None]:
         return _scaled(grad_output, _kept_factor(ctx)), None, None
 
 
@@ -140,10 +142,10 @@ class _ScaleGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input: Tensor, factor: Factor) -> Tensor:
         _keep_factor(ctx, factor)
-        return input.view_as(input)
+        return whole_view(input)
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad_output: Tensor | None) -> tuple[Tensor | None, None]:
         return _scaled(grad_output, _kept_factor(ctx)), None
 
 
@@ -157,7 +159,7 @@ class _TransformableScale(torch.autograd.Function):
         _keep_factor(ctx, inputs[2])
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad_output: Tensor | None) -> tuple[Tensor | None, None, None]:
         return _scaled(grad_output, _kept_factor(ctx)), None, None
 
     @staticmethod
@@ -168,14 +170,14 @@ class _TransformableScale(torch.autograd.Function):
 class _TransformableScaleGradient(torch.autograd.Function):
     @staticmethod
     def forward(input: Tensor, factor: Factor) -> Tensor:
-        return input.view_as(input)
+        return whole_view(input)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         _keep_factor(ctx, inputs[1])
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad_output: Tensor | None) -> tuple[Tensor | None, None]:
         return _scaled(grad_output, _kept_factor(ctx)), None
 
     @staticmethod
@@ -183,11 +185,13 @@ class _TransformableScaleGradient(torch.autograd.Function):
         return scale_bwd(*_with_batch_first(info.batch_size, in_dims, inputs)), 0
 
 
-def _scaled(gradient: Tensor, factor: Factor) -> Tensor:
-    """``gradient * factor`` as a differentiable operation.
+def _scaled(gradient: Tensor | None, factor: Factor) -> Tensor | None:
+    """``gradient * factor`` as a differentiable operation; no gradient remains none.
 
     A gradient may be a tensor of an outer ``vmap``, in whose memory ``multiply`` must not look.
     """
+    if gradient is None:
+        return None
     return scale(gradient, factor, factor) if is_transforming() else multiply(gradient, factor)
 
 
@@ -206,6 +210,8 @@ def _with_batch_first(
 
 def _keep_factor(ctx: Any, factor: Factor) -> None:
     """Tensors must be saved as such, or aot_autograd bakes their value into the backward graph."""
+    # Where no gradient arrives, zeros in its place would have optimizers move what they leave.
+    ctx.set_materialize_grads(False)
     if isinstance(factor, Tensor):
         ctx.save_for_backward(factor)
         ctx.number = None

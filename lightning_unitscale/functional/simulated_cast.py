@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_unitscale.formats import NumberFormat
+from lightning_unitscale.functional.whole_view import whole_view
 from lightning_unitscale.quantize import rounded
 
 # Exponent bits, mantissa bits, finite only: a format as an argument that a graph can hold.
@@ -38,22 +39,26 @@ def round_gradient(input: Tensor, *how: *How) -> Tensor:
 class _RoundOperand(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input: Tensor, *how: *How) -> Tensor:
+        ctx.set_materialize_grads(False)
         return _rounded(input, *how)
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_output: Tensor | None) -> tuple[Tensor | None, ...]:
         return grad_output, *_NO_GRADIENTS
 
 
 class _RoundGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input: Tensor, *how: *How) -> Tensor:
+        ctx.set_materialize_grads(False)
         *ctx.how, keys, grid = how
         ctx.save_for_backward(keys, grid)
-        return input.view_as(input)
+        return whole_view(input)
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_output: Tensor | None) -> tuple[Tensor | None, ...]:
+        if grad_output is None:
+            return None, *_NO_GRADIENTS
         return _rounded(grad_output, *ctx.how, *ctx.saved_tensors), *_NO_GRADIENTS
 
 

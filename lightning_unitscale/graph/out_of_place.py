@@ -80,9 +80,10 @@ _DROPOUTS = {
     "feature_dropout",
 }  # fmt: skip
 
-# Methods whose form without the underscore means something else: ``Tensor.bernoulli`` reads its
-# probabilities from the very values that ``bernoulli_`` overwrites.
-_NO_COUNTERPART = {"bernoulli_"}
+# Whose form out of place is something else: ``Tensor.bernoulli`` reads its probabilities from the
+# very values that ``bernoulli_`` overwrites, and in place the gradients of ELU and its kin are
+# computed from the result, which has other last bits than from the input.
+_NO_COUNTERPART = {"bernoulli", "elu", "celu", "selu"}
 
 
 def mutated_argument(node: fx.Node) -> fx.Node | None:
@@ -247,18 +248,19 @@ def _first_argument(node: fx.Node) -> fx.Node | None:
 def _functional(node: fx.Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]] | None:
     if node.op == "call_function" and node.target in _OPERATORS:
         return _OPERATORS[node.target], node.args, dict(node.kwargs)
+    name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
+    if name.rstrip("_") in _NO_COUNTERPART:
+        return None
     if _has_inplace_flag(node):
         position = _INPLACE_FLAG[node.target]  # type: ignore[index]
         args = tuple(False if i == position else arg for i, arg in enumerate(node.args))
         kwargs = {key: value for key, value in node.kwargs.items() if key != "inplace"}
         return node.target, args, kwargs
-    name = str(node.target) if node.op == "call_method" else ""
-    if name in _NO_COUNTERPART:
+    if not name.endswith("_") or name.endswith("__"):
         return None
-    if name.endswith("_") and not name.endswith("__") and hasattr(Tensor, name[:-1]):
+    if node.op == "call_method" and hasattr(Tensor, name[:-1]):
         return name[:-1], node.args, dict(node.kwargs)
-    name = getattr(node.target, "__name__", "")
-    if name.endswith("_") and not name.endswith("__") and hasattr(torch, name[:-1]):
+    if node.op == "call_function" and hasattr(torch, name[:-1]):
         return getattr(torch, name[:-1]), node.args, dict(node.kwargs)
     return None
 

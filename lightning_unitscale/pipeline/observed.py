@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
 
+from lightning_unitscale.functional.whole_view import whole_view
 from lightning_unitscale.graph.capture import copy_graph_module, execute_with
 from lightning_unitscale.graph.compiled_graph import Variant
 from lightning_unitscale.graph.nodes import ELSEWHERE, tensor_name
@@ -157,11 +158,14 @@ class _Keep(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, part: _Part) -> Tensor:
+        ctx.set_materialize_grads(False)
         ctx.part = part
-        return tensor.view_as(tensor)
+        return whole_view(tensor)
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad_output: Tensor | None) -> tuple[Tensor | None, None]:
+        if grad_output is None:
+            return None, None
         # Dense, and a copy: autograd may add to the tensor that it hands on.
         dense = grad_output.to_dense() if grad_output.layout != torch.strided else grad_output
         ctx.part.gradient = dense.clone()

@@ -102,8 +102,10 @@ class Calibrator:
                 # this one's history anew without its hooks; the base keeps them.
                 value = base
 
-            def see(gradient: Tensor) -> None:
-                self.record("backward", name, gradient)
+            def see(gradient: Tensor | None) -> None:
+                # A function of the user's may say that there is none.
+                if gradient is not None:
+                    self.record("backward", name, gradient)
 
             handle = value.register_hook(see)
             if value.is_leaf:

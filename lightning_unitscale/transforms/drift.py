@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from lightning_unitscale.functional.change_units import takes_true_derivatives
+from lightning_unitscale.functional.whole_view import whole_view
 from lightning_unitscale.graph.nodes import INTERNAL
 from lightning_unitscale.graph.passes import StepGraph
 from lightning_unitscale.graph.recording import CallRecord, CallRecorder
@@ -148,11 +149,14 @@ def probe_gradient(tensor: Tensor, slot: Tensor) -> Tensor:
 class _GradientRow(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, slot: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
         ctx.width = slot.numel()
-        return tensor.view_as(tensor)
+        return whole_view(tensor)
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, grad_output: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        if grad_output is None:
+            return None, None
         if takes_true_derivatives():
             # It is not in the units that it would be judged by; a row of zeros says nothing.
             return grad_output, grad_output.new_zeros(ctx.width)

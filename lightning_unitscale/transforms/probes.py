@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from lightning_unitscale.functional.whole_view import whole_view
 from lightning_unitscale.graph.capture import GraphInput
 from lightning_unitscale.graph.lowering import REWRITE
 from lightning_unitscale.graph.nodes import (
@@ -316,6 +317,7 @@ class _Probe(torch.autograd.Function):
         backward_factor: Tensor | None,
         alone: bool,
     ) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
         ctx.row_of = row_of
         # Not saved_tensors, which are gone after one backward pass: two losses may share nothing
         # but an input, and then each has a backward pass of its own.
@@ -323,10 +325,12 @@ class _Probe(torch.autograd.Function):
         row = row_of(tensor, factor=forward_factor)
         ctx.mark_non_differentiable(row)
         # Autograd lets nobody write into a view that a function made; a detached tensor is none.
-        return tensor.detach() if alone else tensor.view_as(tensor), row
+        return tensor.detach() if alone else whole_view(tensor), row
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_output: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+        if grad_output is None:
+            return (None,) * 6
         is_dense = grad_output.layout == torch.strided
         dense = grad_output if is_dense else grad_output.coalesce().values()
         return grad_output, ctx.row_of(dense, factor=ctx.factor), None, None, None, None

@@ -182,11 +182,12 @@ class _Attach(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, result: Tensor, attached: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
         ctx.mark_dirty(result)
         return result
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[None, Tensor]:
+    def backward(ctx: Any, grad_output: Tensor | None) -> tuple[None, Tensor | None]:
         return None, grad_output
 
 

@@ -159,7 +159,9 @@ class _Keep:
     def __init__(self, arrived: list[Tensor]) -> None:
         self.arrived = arrived
 
-    def __call__(self, rows: Tensor) -> None:
+    def __call__(self, rows: Tensor | None) -> None:
+        if rows is None:  # no gradient has come to the graph
+            return
         rows = rows.detach()
         if self.arrived:
             rows = torch.where(rows[:, :1] > 0, rows, self.arrived[0])

@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 
 from lightning_unitscale.functional import scale, scale_bwd, scale_fwd
+from lightning_unitscale.functional.change_units import change_gradient_units, change_units
 from lightning_unitscale.functional.scale import multiply
+from lightning_unitscale.functional.simulated_cast import round_gradient
 
 
 def _gradient(function, input: Tensor, grad_output: Tensor) -> tuple[Tensor, Tensor]:
@@ -185,3 +187,18 @@ def test_a_product_of_a_scaled_slice_has_the_bits_of_the_slices_product(
         weight = torch.randn(8, x.shape[1])
         result = torch.nn.functional.linear(multiply(x, torch.tensor(4.0)), weight) / 4
         assert torch.equal(result, torch.nn.functional.linear(x, weight))
+
+
+@pytest.mark.parametrize("strides", [(6, 1, 6, 2), (36, 1, 12, 2), (6, 3, 3, 1), (60, 1, 20, 4)])
+def test_every_stride_is_kept(strides: tuple[int, ...]) -> None:
+    """Also of dimensions of size 1, by which convolutions tell channels-last images."""
+    x = torch.empty_strided((1, 2, 1, 3), strides).normal_().requires_grad_()
+    factor = torch.tensor(2.0)
+    for result in (
+        scale(x, factor, factor),
+        scale_bwd(x, factor),
+        change_units(x, factor, factor),
+        change_gradient_units(x, factor),
+        round_gradient(x, (4, 3), None, 0, None, None),
+    ):
+        assert result.stride() == strides
