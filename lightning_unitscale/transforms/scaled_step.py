@@ -106,9 +106,11 @@ class ScaledStep:
 
     def attach(self, optimizer: Optimizer) -> None:
         """Take part in the steps of the optimizer that it was made for."""
+        # Within a step that the user compiles they would be traced, and torch 2.11 would go on with
+        # the rates of the first step.
         self._removers = [
-            optimizer.register_step_pre_hook(self._before),
-            optimizer.register_step_post_hook(self._after),
+            optimizer.register_step_pre_hook(torch.compiler.disable(self._before)),
+            optimizer.register_step_post_hook(torch.compiler.disable(self._after)),
         ]
         vars(optimizer)[_ATTRIBUTE] = self
 

@@ -22,6 +22,12 @@ def writes(node: fx.Node) -> bool:
     return is_in_place or name in {"setitem", "__setitem__"} or node.kwargs.get("out") is not None
 
 
+def takes_form_only(node: fx.Node) -> bool:
+    """Whether nothing of a tensor that the operation reads is in its result but type and shape."""
+    name = op_name(node)
+    return name.startswith("new_") or name.endswith("_like")
+
+
 def made_rms(node: fx.Node) -> float | None:
     """RMS of a tensor that no other tensor's values are in; ``None`` for any other."""
     name = op_name(node)

@@ -21,6 +21,7 @@ from lightning_unitscale.graph.nodes import (
     tensor_name,
 )
 from lightning_unitscale.transforms.calibration import root_mean_square
+from lightning_unitscale.transforms.rules.constants import takes_form_only
 
 Path = tuple[int | str, ...]
 
@@ -199,10 +200,12 @@ class Flow:
                     self._of_data.add(node)
             if is_operation(node):
                 for source in dict.fromkeys(self.sources(node)):
+                    self._readers[source].append(node)
+                    if takes_form_only(node):
+                        continue
                     for marked in (self._gradients, self._of_data):
                         if source in marked:
                             marked.add(node)
-                    self._readers[source].append(node)
                     if source in self._learned and _may_be_float(node):
                         self._learned.add(node)
 

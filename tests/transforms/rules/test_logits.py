@@ -111,6 +111,7 @@ FORMS: dict[str, Form] = {
     "tensor": lambda q, k, v: torch.softmax(q @ k.mT / torch.sqrt(torch.tensor(D)), -1) @ v,
     "tensor_of_integer": lambda q, k, v: torch.softmax(q @ k.mT / torch.tensor(D), -1) @ v,
     "new_tensor": lambda q, k, v: torch.softmax(q @ k.mT * q.new_tensor(D).rsqrt(), -1) @ v,
+    "full_like": lambda q, k, v: torch.softmax(q @ k.mT * torch.full_like(q.sum(), 0.25), -1) @ v,
     "tensor_with_query": lambda q, k, v: torch.softmax(q / torch.tensor(4.0) @ k.mT, -1) @ v,
     "one_for_each_head": lambda q, k, v: (
         torch.softmax(q @ k.mT * torch.full((H, 1, 1), 3.0), -1) @ v
