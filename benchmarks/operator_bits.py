@@ -6,8 +6,7 @@ gradients of the plain module with those at ``depth="all"``, bit for bit. A grad
 there has to be none, and not zeros. Left out are operators whose plain runs differ among
 themselves, and samples that the plain module does not take either.
 
-Run: ``python benchmarks/operator_bits.py``, some 8 minutes on one core; ``pip install expecttest``
-for the database.
+Run: ``python benchmarks/operator_bits.py``, some 8 minutes on one core.
 """
 
 from __future__ import annotations
