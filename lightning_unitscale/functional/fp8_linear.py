@@ -123,12 +123,15 @@ class _FP8Linear(torch.autograd.Function):
         ctx.save_for_backward(
             rows8 if needs_weight else None, weight8 if needs_input else None, *kept
         )
+        ctx.set_materialize_grads(False)
         ctx.scaling, ctx.dtypes = scaling, (rows.dtype, weight.dtype)
         ctx.gradient = GRADIENTS[gradient]
         return scaled_product(rows8, weight8, of_result, dtype, fast=True)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
+        if gradient is None:
+            return (None,) * len(ctx.needs_input_grad)
         rows8, weight8, *kept = ctx.saved_tensors
         if ctx.scaling == "dynamic":
             of_input, of_weight = kept

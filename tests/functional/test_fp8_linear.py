@@ -157,3 +157,20 @@ def test_half_of_what_bf16_keeps() -> None:
     fp8, _ = _saved_bytes(lambda: fp8_linear(x, w, None, "constant", torch.bfloat16, *ONES))
     assert plain == 2 * (64 * 128 + 256 * 128)
     assert 0 < fp8 <= 0.55 * plain
+
+
+class _NoGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> None:
+        return None
+
+
+def test_no_gradient_stays_none() -> None:
+    x, weight, bias = _random(4, 16), _random(16, 16, seed=1), _random(16, seed=2)
+    made = fp8_linear(x, weight, bias, "constant", torch.float32, *ONES)
+    (_NoGradient.apply(made).sum() + 0 * _random(1, seed=3).sum()).backward()
+    assert x.grad is None and weight.grad is None and bias.grad is None
