@@ -61,6 +61,23 @@ class ByProducts(ByHand):
         return torch.dot(gradient.flatten(), gradient.flatten()) + (gradient @ gradient.T).trace()
 
 
+class _NoGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> None:
+        return None
+
+
+class WithoutOne(ByHand):
+    """A function of the user's says that a part of the model has no gradient."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + _NoGradient.apply(self.unused(x.new_ones(3))).mean()
+
+
 KINDS = [ByHand, ByOneNorm, ByProducts]
 
 
@@ -98,3 +115,12 @@ def test_a_product_of_gradients_is_left_alone() -> None:
     module.clipped = noting  # type: ignore[method-assign]
     fit(module, unit_scale("u-mup"), max_epochs=1, max_steps=-1)
     assert [float(one) for one in module.norms] == pytest.approx(seen[-4:], rel=1e-4)
+
+
+def test_a_function_without_a_gradient() -> None:
+    pl.seed_everything(1, verbose=False)
+    module = WithoutOne()
+    fit(module, unit_scale("u-mup"), max_epochs=1, max_steps=-1)
+    assert len(module.norms) == 4
+    assert all(one.grad is None for one in module.unused.parameters())
+    assert all(one.grad is not None for one in module.first.parameters())

@@ -216,6 +216,8 @@ class _Factor:
         self._owner = weakref.ref(owner)
         self._fqn = fqn
 
-    def __call__(self, gradient: Tensor) -> Tensor:
+    def __call__(self, gradient: Tensor | None) -> Tensor | None:
         owner = self._owner()
-        return gradient if owner is None else owner._seen(self._fqn, gradient)
+        if owner is None or gradient is None:
+            return gradient
+        return owner._seen(self._fqn, gradient)
