@@ -199,10 +199,10 @@ class Flow:
                 if kind not in {"parameter", "buffer"}:
                     self._of_data.add(node)
             if is_operation(node):
-                for source in dict.fromkeys(self.sources(node)):
+                sources = dict.fromkeys(self.sources(node))
+                for source in sources:
                     self._readers[source].append(node)
-                    if takes_form_only(node):
-                        continue
+                for source in () if takes_form_only(node) else sources:
                     for marked in (self._gradients, self._of_data):
                         if source in marked:
                             marked.add(node)
