@@ -86,18 +86,17 @@ def report(
         baseline_of: The variant that each is compared with.
         file_name: Name of the JSON file.
     """
-    rows = [
-        {
-            "variant": name,
-            "ms per step": round(1e3 * statistics.median(found), 2),
-            "compared with": baseline_of[name],
-            "ratio": round(
-                statistics.median(map(truediv, found, seconds[baseline_of[name]])),
-                3,
-            ),
-        }
-        for name, found in seconds.items()
-    ]
+    rows = []
+    for name, found in seconds.items():
+        ratios = map(truediv, found, seconds[baseline_of[name]])
+        rows.append(
+            {
+                "variant": name,
+                "ms per step": round(1e3 * statistics.median(found), 2),
+                "compared with": baseline_of[name],
+                "ratio": round(statistics.median(ratios), 3),
+            }
+        )
     print(f"{title}\n{tabulate(rows, headers='keys')}")
     about = machine()
     print(", ".join(f"{key} {value}" for key, value in about.items()))

@@ -37,6 +37,7 @@ from benchmarks.model_zoo import CORE, ZOO
 from lightning_unitscale.remat import Planner, RematPartitioner, RematPlan, aot_backend
 from lightning_unitscale.remat.measure import PeakMeter
 from lightning_unitscale.remat.partitioner import PlanOnly
+from tests.helpers import same_bits
 
 FILE = RESULTS / "plan_prediction.json"
 MIB = 2**20
@@ -113,14 +114,11 @@ def budgets_of(planner: Planner) -> dict[str, int | str]:
 
 def differing(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[str]:
     names = [one for one in expected if one not in found]
-    return names + [key for key, one in found.items() if not same_bits(one, expected.get(key))]
-
-
-def same_bits(one: Tensor, other: Tensor | None) -> bool:
-    if other is None or one.dtype != other.dtype or one.shape != other.shape:
-        return False
-    plain = [torch.view_as_real(x) if x.is_complex() else x for x in (one, other)]
-    return torch.equal(*(x.reshape(-1).view(torch.uint8) for x in plain))
+    return names + [
+        key
+        for key, one in found.items()
+        if key not in expected or not same_bits(one, expected[key])
+    ]
 
 
 def examine(name: str) -> list[dict[str, Any]]:
