@@ -50,6 +50,7 @@ def fp8_of(
     gradient_format: GradientFormat,
     grid: Grid,
     *,
+    in_evaluation: bool,
     is_simulated: bool,
 ) -> FP8Linears | None:
     """The pass that runs linear layers in FP8, if that is asked for.
@@ -60,6 +61,7 @@ def fp8_of(
         method: The callback's method.
         gradient_format: Format of gradients that fit into it.
         grid: Whether the numbers of FP8 move.
+        in_evaluation: Whether validation, test and prediction are in FP8 too.
         is_simulated: Whether a format is simulated as well.
 
     Raises:
@@ -75,6 +77,7 @@ def fp8_of(
         for name, given, default in (
             ("fp8_gradients", gradient_format, "E4M3FN"),
             ("fp8_exclude", exclude, "auto"),
+            ("fp8_evaluation", in_evaluation, False),
         ):
             if given != default:
                 raise ValueError(
@@ -89,7 +92,12 @@ def fp8_of(
         )
     if exclude == "auto":
         exclude = READOUT_EXCLUDE if method == "lossless" else U_MUP_EXCLUDE
-    return FP8Linears(exclude=exclude, gradient_format=gradient_format, grid=grid)
+    return FP8Linears(
+        exclude=exclude,
+        gradient_format=gradient_format,
+        grid=grid,
+        in_evaluation=in_evaluation,
+    )
 
 
 def grid_of(grid: Grid | Literal["auto"], precision: str | None, *, is_simulated: bool) -> Grid:

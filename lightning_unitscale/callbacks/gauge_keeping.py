@@ -160,7 +160,7 @@ class GaugeKeeping:
         if self.is_calibrated or trainer.state.fn == "fit" or batch_idx or dataloader_idx:
             return
         assert self._steps is not None
-        if not self._needs_units_at_once(trainer):
+        if not self._needs_units_at_once(trainer, name):
             self._measure_live(name)
             return
         module = trainer.lightning_module
@@ -235,7 +235,7 @@ class GaugeKeeping:
                 self._holding.decline("a step that cannot be rehearsed gives no units in time")
             self._measure_live("training_step")
             return
-        if not self._needs_units_at_once(trainer):
+        if not self._needs_units_at_once(trainer, "training_step"):
             # The first real step has the same bits without units, and nothing is done twice.
             self._measure_live("training_step")
             return
@@ -270,9 +270,10 @@ class GaugeKeeping:
             refuse_live(trainer, "a rehearsal of it has no loss to start from")
             self._measure_live("training_step")
 
-    def _needs_units_at_once(self, trainer: pl.Trainer) -> bool:
-        """Whether the first real step would be another one without units."""
-        if self._rules is not None or self._is_rounded or pipeline_of(trainer) is not None:
+    def _needs_units_at_once(self, trainer: pl.Trainer, name: str) -> bool:
+        """Whether the first real step of this name would be another one without units."""
+        assert self._steps is not None
+        if self._steps.changes_numbers(name) or pipeline_of(trainer) is not None:
             return True
         if self._holding is not None and self._holding.is_wanted:
             return True
@@ -351,7 +352,8 @@ class GaugeKeeping:
         new = fp8.leave_out(misfits)
         if self._steps is not None and (new.products or new.gradients):
             for step in self._steps.steps.values():
-                step.rewrite_anew()
+                if fp8.runs_in(step.name):
+                    step.rewrite_anew()
         return new
 
 

@@ -86,6 +86,8 @@ class UnitScaleCallback(pl.Callback):
         fp8_gradients: Format of the gradients that linear layers read in FP8. ``"E4M3FN"`` is for
             those that fit, which almost all do in units of their own, and ``"E5M2"``, with half its
             precision, for the others; ``"E5M2"`` is for all.
+        fp8_evaluation: Whether validation, test and prediction run in FP8 too. Without it they have
+            the Trainer's precision, and the loss that they find is that of the checkpoint.
         grid: Where the numbers of the format lie. ``"moving"`` multiplies what is rounded by a
             number in (1/2, 1] and divides the product by it, another one at every training step:
             with ``"fixed"``, a weight that hardly moves is rounded to the same side at every step,
@@ -132,6 +134,7 @@ class UnitScaleCallback(pl.Callback):
         precision: Literal["fp8"] | None = None,
         fp8_exclude: str | Sequence[str] | None = "auto",
         fp8_gradients: GradientFormat = "E4M3FN",
+        fp8_evaluation: bool = False,
         grid: Grid | Literal["auto"] = "auto",
         hold_parameters: bool | Literal["auto"] = "auto",
         remat: str | int | float | None = None,
@@ -152,7 +155,9 @@ class UnitScaleCallback(pl.Callback):
         is_simulated = simulate is not None
         grid = grid_of(grid, precision, is_simulated=is_simulated)
         self._fp8 = fp8_of(
-            precision, fp8_exclude, method, fp8_gradients, grid, is_simulated=is_simulated
+            *(precision, fp8_exclude, method, fp8_gradients, grid),
+            in_evaluation=fp8_evaluation,
+            is_simulated=is_simulated,
         )
         self.method = method
         self.recalibrate = recalibrate

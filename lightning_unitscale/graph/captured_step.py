@@ -163,7 +163,7 @@ class CapturedStep:
                 # Scaled by rules, what is not captured would be another model.
                 capture.capture_settings(passes_over=not self.owner.changes_function),
                 kept_whole([one for each in self.owner.passes for one in each.kept_whole]),
-                opened_layers(self.owner.changes_numbers),
+                opened_layers(self.owner.changes_numbers(self.name)),
                 plain_forward(self.owner.module),
                 self._deferred.recording(),
                 self._untraced.replaced(),

@@ -213,6 +213,10 @@ class GraphPass(abc.ABC):
         """
         return frozenset()
 
+    def runs_in(self, step: str) -> bool:
+        """Whether the graphs of the step of this name are any concern of the pass."""
+        return True
+
     def observe_part(self, graph: StepGraph) -> None:  # noqa: B027
         """Add to a part of a cut graph what the pass observes, but for what is ``ELSEWHERE``."""
 
@@ -236,11 +240,16 @@ def run_passes(
 ) -> list[PassRecord]:
     """Run the passes in the order of their stages; equal stages keep the order they were given.
 
-    Passes of stage ``OBSERVE`` run on the observed variant only. In-place operations are replaced
-    first, in every region, where a pass or the caller (``out_of_place``) wants that.
+    Those that the step does not concern are left out, and those of stage ``OBSERVE`` run on the
+    observed variant only. In-place operations are replaced first, in every region, where a pass or
+    the caller (``out_of_place``) wants that.
     """
     due = sorted(
-        (one for one in passes if graph.observed or one.stage is not Stage.OBSERVE),
+        (
+            one
+            for one in passes
+            if one.runs_in(step) and (graph.observed or one.stage is not Stage.OBSERVE)
+        ),
         key=lambda one: one.stage,
     )
     records = []

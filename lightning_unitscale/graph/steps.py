@@ -19,7 +19,8 @@ from lightning_unitscale.graph.passes import GraphPass, PassRecord, Stage
 from lightning_unitscale.graph.steps_report import breaks_list, passes_table
 from lightning_unitscale.graph.untraced import Calls
 
-LIGHTNING_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+EVALUATION_STEPS = ("validation_step", "test_step", "predict_step")
+LIGHTNING_STEPS = ("training_step", *EVALUATION_STEPS)
 _ATTRIBUTE = "_captured_steps"
 
 
@@ -78,13 +79,13 @@ class ModuleSteps:
         """Whether a pass makes the steps compute something else than the user's own code."""
         return any(one.stage is Stage.REPARAMETRIZE for one in self.passes)
 
-    @property
-    def changes_numbers(self) -> bool:
-        """Whether the steps are to give other numbers than the user's own code, on purpose.
+    def changes_numbers(self, step: str) -> bool:
+        """Whether a step is to give other numbers than the user's own code, on purpose.
 
         Changes of units are lossless and probes only look; rules and formats change results.
         """
-        return self.changes_function or any(one.stage.rounds for one in self.passes)
+        rounds = (one.stage.rounds for one in self.passes if one.runs_in(step))
+        return self.changes_function or any(rounds)
 
     def attach(self, owner: str) -> None:
         """Put the captured steps on the module; safe to call again for another owner."""

@@ -93,19 +93,19 @@ class EvaluatingStrategy(GridStrategy):
         module = self.lightning_module
         assert module is not None
         steps = steps_of(module)
-        if steps is not None and name in steps.steps and self._needs_passes(steps):
+        if steps is not None and name in steps.steps and self._needs_passes(steps, name):
             return False
         # Before the first step of a training all weights are everywhere, and that step shall be
         # the one by whose costs the stages are balanced.
         return not self._is_training or self._how.ownership.is_settled
 
-    def _needs_passes(self, steps: ModuleSteps) -> bool:
+    def _needs_passes(self, steps: ModuleSteps, name: str) -> bool:
         """Whether an evaluation has to be what callbacks make of its step.
 
         Within a training lossless passes make nothing else of it, and nothing of an evaluation is
         observed: its stages are cut from the user's own step. On its own it measures units.
         """
-        return not self._is_training or steps.changes_numbers
+        return not self._is_training or steps.changes_numbers(name)
 
     def _evaluate(
         self,

@@ -27,6 +27,7 @@ from lightning_unitscale.graph.nodes import INTERNAL, MODULE, argument_at
 from lightning_unitscale.graph.passes import GraphPass, Region, Stage, StepGraph
 from lightning_unitscale.graph.patterns import NamePatterns
 from lightning_unitscale.graph.products import product_of
+from lightning_unitscale.graph.steps import EVALUATION_STEPS
 from lightning_unitscale.transforms.attach import captured_forward
 from lightning_unitscale.transforms.fp8_candidates import Linear, linear_of, why_not_fp8
 from lightning_unitscale.transforms.moving_grid import Grid, MovingGrid, cast_names, check_grid
@@ -35,6 +36,9 @@ from lightning_unitscale.transforms.units import meant_name
 
 # The format of gradients that the finer one does not hold.
 WIDE_GRADIENT: GradientFormat = "E5M2"
+_TRAINING_ONLY = (
+    "FP8 is for training steps: evaluation has the numbers that a checkpoint has without FP8."
+)
 # A factor in a graph: a number, or a node that makes a 0-d tensor.
 _Factor = float | fx.Node
 
@@ -107,6 +111,8 @@ class FP8Linears(GraphPass):
         moving_grid: What moves the numbers of FP8; ``None`` where they stay.
         takes_units_in: Whether changes of units around a product become its own factors. If not,
             they are operations by themselves, at which drift can be measured.
+        in_evaluation: Whether Lightning's evaluation steps are in FP8 as well. If not, they have
+            the numbers that a checkpoint of the module has without FP8.
     """
 
     name = "fp8 linears"
@@ -119,6 +125,7 @@ class FP8Linears(GraphPass):
         exclude: str | Sequence[str] | None = None,
         gradient_format: GradientFormat = "E5M2",
         grid: Grid = "fixed",
+        in_evaluation: bool = True,
     ) -> None:
         advice = "pass 'constant' together with unit scaling, 'dynamic' without it"
         check_choice("scaling", scaling, get_args(Scaling), "unknown scaling", advice)
@@ -136,6 +143,11 @@ class FP8Linears(GraphPass):
         self.decisions: dict[str, str | None] = {}
         self.unfit = Misfits()
         self.takes_units_in = True
+        self.in_evaluation = in_evaluation
+
+    def runs_in(self, step: str) -> bool:
+        """In training, and in evaluation if that is wanted."""
+        return self.in_evaluation or step not in EVALUATION_STEPS
 
     def leave_out(self, misfits: Misfits) -> Misfits:
         """Keep products out of FP8, or their gradients in E5M2, by the products' names.
@@ -205,7 +217,10 @@ class FP8Linears(GraphPass):
             (name, "kept", reason) if reason else (name, "FP8", self._how(name))
             for name, reason in self.decisions.items()
         ]
-        return tabulate(rows, headers=("product", "runs", "why")) if rows else ""
+        if not rows:
+            return ""
+        table = tabulate(rows, headers=("product", "runs", "why"))
+        return table if self.in_evaluation else f"{table}\n\n{_TRAINING_ONLY}"
 
     def _how(self, name: str) -> str:
         text = f"{self.scaling} scales, gradients in {self._gradient(name)}"

@@ -1,8 +1,8 @@
 """Pipelines on CPU processes: ``python -m tests.pipeline.engine_run FOLDER RANKS MODEL:SCHEDULE``.
 
-The parent captures each model once and runs microbatch accumulation in one process; then it forks
-the ranks. Every rank compares its stages' gradients with the parent's, and the results with the
-parent's on the rank of the last stage, and writes the differences to ``FOLDER/RANK.json``.
+The parent captures each model once; then it forks the ranks. Every rank runs microbatch
+accumulation by itself, compares its stages' gradients with those, and the results on the rank of
+the last stage, and writes the differences to ``FOLDER/RANK.json``.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ import sys
 import traceback
 import warnings
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from lightning_unitscale.pipeline import Pipe, PipelineRunner, balanced_split, pipeline
@@ -29,53 +30,70 @@ from tests.pipeline.models import MODELS
 NUM_MICROBATCHES = 8
 
 
-@dataclass
-class Prepared:
-    """One model with what two accumulated steps and a validation of it give in one process."""
+@dataclass(frozen=True)
+class Expected:
+    """What two accumulated steps and a validation of a model give in one process."""
 
-    pipe: Pipe
-    whole: dict[str, Any]
     losses: list[float]
     forward: list[float]
     gradients: dict[str, Tensor | None]
 
 
+@dataclass
+class Prepared:
+    """A captured model and its batch."""
+
+    pipe: Pipe
+    module: nn.Module
+    microbatches: list[dict[str, Any]]
+
+    @property
+    def whole(self) -> dict[str, Any]:
+        """The microbatches as one batch."""
+        return tree_map(
+            lambda *one: torch.cat(one) if isinstance(one[0], Tensor) else one[0],
+            *self.microbatches,
+        )
+
+    @cached_property
+    def expected(self) -> Expected:
+        """The model by itself; asked for in a rank, since who has run it backward cannot fork."""
+        losses = []
+        for _ in range(2):
+            step = [_loss(self.module(**one)) for one in self.microbatches]
+            for one in step:
+                (one / NUM_MICROBATCHES).backward()
+            losses += [one.item() for one in step]
+        gradients = {name: one.grad for name, one in self.module.named_parameters()}
+        self.module.zero_grad()
+        with torch.no_grad():
+            # Without gradients attention may run another kernel.
+            forward = [_loss(self.module(**one)).item() for one in self.microbatches]
+        return Expected(losses, forward, gradients)
+
+
 def prepare(model: str, num_stages: int) -> Prepared:
-    """Capture a model, and run it by itself."""
+    """Capture a model."""
     torch.manual_seed(5)
     case = MODELS[model]()
-    module = case.module
     microbatches = [case.kwargs() for _ in range(NUM_MICROBATCHES)]
-    whole = tree_map(
-        lambda *one: torch.cat(one) if isinstance(one[0], Tensor) else one[0], *microbatches
-    )
     # Cuts that a person would choose, and where there are more of them, those of the profiler.
     chosen: dict[str, Any] = {"split_spec": case.spec(num_stages)}
     if num_stages > 4:
         chosen = {"split_policy": balanced_split(num_stages)}
-    pipe = pipeline(module, (), microbatches[0], **chosen)
-    losses = []
-    for _ in range(2):
-        step = [_loss(module(**one)) for one in microbatches]
-        for one in step:
-            (one / NUM_MICROBATCHES).backward()
-        losses += [one.item() for one in step]
-    gradients = {name: one.grad for name, one in module.named_parameters()}
-    module.zero_grad()
-    with torch.no_grad():
-        # Without gradients attention may run another kernel.
-        forward = [_loss(module(**one)).item() for one in microbatches]
-    return Prepared(pipe, whole, losses, forward, gradients)
+    pipe = pipeline(case.module, (), microbatches[0], **chosen)
+    return Prepared(pipe, case.module, microbatches)
 
 
 def compare(one: Prepared, schedule: str) -> dict[str, Any]:
     """The differences on this rank."""
+    alone = one.expected
     runner = PipelineRunner(one.pipe, schedule, num_microbatches=NUM_MICROBATCHES)
     own = runner.named_parameters()
     results = [runner.step(**one.whole) for _ in range(2)]
     differences = {}
     for name, parameter in own.items():
-        expected = one.gradients[name]
+        expected = alone.gradients[name]
         assert (parameter.grad is None) == (expected is None), name
         if parameter.grad is not None and expected is not None:
             differences[name] = (parameter.grad - expected).abs().max().item()
@@ -94,7 +112,7 @@ def compare(one: Prepared, schedule: str) -> dict[str, Any]:
     if runner.is_last:
         steps = [_loss(each).item() for result in results for each in result or []]
         forward = [_loss(each).item() for each in evaluated or []]
-        pairs = [*zip(steps, one.losses, strict=True), *zip(forward, one.forward, strict=True)]
+        pairs = [*zip(steps, alone.losses, strict=True), *zip(forward, alone.forward, strict=True)]
         report["losses"] = [abs(found - expected) for found, expected in pairs]
     return report
 

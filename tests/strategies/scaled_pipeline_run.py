@@ -91,7 +91,7 @@ CASES: dict[str, dict[str, Any]] = {
         "scale": {"simulate": "fp8", "simulate_rounding": "stochastic"},
         "points": True,
     },
-    "fp8": {"scale": {"precision": "fp8", "recalibrate": None}},
+    "fp8": {"scale": {"precision": "fp8", "recalibrate": None}, "validates": True},
     "fp8-looks": {"scale": {"precision": "fp8", "recalibrate": 1}, "breaks": 64.0},
     "monitored": {"monitor": {}, "points": True, "logs": True, "validates": True},
     "bf16": {

@@ -23,7 +23,7 @@ SCALED = ["products", "all-v", "looks", "rules-v", "u-mup", "fp8", "fp8-looks"]
 CASES = [*SCALED, "simulated", "bf16", "monitored", "accumulated", "stops", "raises"]
 REMATERIALIZED = ["min-cut", "share"]
 PIPELINED = ["plain", *REMATERIALIZED, "refused"]
-VALIDATED = {"rules-v", "monitored", "products", "bf16"}
+VALIDATED = {"rules-v", "monitored", "products", "bf16", "fp8"}
 # With two groups of gradients added to each other, one process adds up in another order.
 OTHER_ORDER = {"accumulated"}
 
