@@ -93,6 +93,7 @@ TORCH_ADAPTERS = (
     "graph/symbols.py",
     "pipeline/modes.py",
     "pipeline/runtime.py",
+    "pipeline/stage_on_torch_2_11.py",
     "pipeline/step_program.py",
     "profiler/memory.py",
     "remat/partitioner.py",

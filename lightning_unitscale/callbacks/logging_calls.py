@@ -9,7 +9,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from lightning_unitscale.transforms.mentioned import functions_of, names_in
+from lightning_unitscale.graph.mentioned import functions_of, names_in
 
 _LOGGER = frozenset({"logger", "loggers"})
 _EXPERIMENT = frozenset({"experiment"})

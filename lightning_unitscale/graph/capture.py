@@ -162,6 +162,7 @@ def capture_settings(*, passes_over: bool = False) -> Iterator[None]:
         torch._dynamo.config.patch(
             optimize_ddp=False,
             allow_rnn=True,
+            allow_unspec_int_on_nn_module=True,
             recompile_limit=_RECOMPILE_LIMIT,
             accumulated_recompile_limit=4 * _RECOMPILE_LIMIT,
         ),

@@ -16,10 +16,10 @@ from lightning_unitscale.functional.func_transforms import is_transforming
 from lightning_unitscale.graph import capture
 from lightning_unitscale.graph.capture import Executor
 from lightning_unitscale.graph.compiled_graph import CompiledGraph, GraphBackend
-from lightning_unitscale.graph.deferred import DeferredCalls
 from lightning_unitscale.graph.dispatch_modes import is_watched
 from lightning_unitscale.graph.kept_whole import kept_whole
 from lightning_unitscale.graph.nodes import Names
+from lightning_unitscale.graph.postponed import Postponed
 from lightning_unitscale.graph.untraced import UntracedCalls, plain_forward
 from lightning_unitscale.graph.whole_layers import opened_layers
 
@@ -66,12 +66,12 @@ class CapturedStep:
         self._running: Executor = "eager"
         self._compiled: dict[Executor, Callable[..., Any]] = {}
         self._backends: dict[Executor, GraphBackend] = {}
-        self._deferred: DeferredCalls | None = None
+        self._postponed: Postponed | None = None
         self._untraced: UntracedCalls | None = None
         self._flags: list[bool] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the step and then make the calls that it deferred."""
+        """Run the step, and then do what was held back meanwhile."""
         if not self.owner.is_attached:
             # Detached, but somebody had wrapped it and still calls it.
             return self.__wrapped__(*args, **kwargs)
@@ -88,12 +88,12 @@ class CapturedStep:
         result = self._run(executor, args, kwargs)
         for one in hooked:
             one.after_step(self.owner.module, result)
-        if self._deferred is not None:
-            self._deferred.replay()
+        if self._postponed is not None:
+            self._postponed.replay()
         return result
 
     def rehearse(self, interpreter: Interpreter, *args: Any, **kwargs: Any) -> Any:
-        """Run the step with ``interpreter`` running its graphs, eagerly; log nothing."""
+        """Run the step with ``interpreter`` running its graphs, eagerly; log and keep nothing."""
         previous, self.interpreter = self.interpreter, interpreter
         self.is_rehearsing = True
         try:
@@ -103,8 +103,8 @@ class CapturedStep:
         finally:
             self.interpreter = previous
             self.is_rehearsing = False
-            if self._deferred is not None:
-                self._deferred.discard()
+            if self._postponed is not None:
+                self._postponed.discard()
 
     def replay(self, interpreter: Interpreter, *args: Any, **kwargs: Any) -> Any:
         """Run the step with ``interpreter`` running its graphs, eagerly; then log for real."""
@@ -113,8 +113,8 @@ class CapturedStep:
             result = self._run("eager", args, kwargs)
         finally:
             self.interpreter = previous
-        if self._deferred is not None:
-            self._deferred.replay()
+        if self._postponed is not None:
+            self._postponed.replay()
         return result
 
     def rewrite_anew(self) -> None:
@@ -142,8 +142,8 @@ class CapturedStep:
             return self._run_transformed(args, kwargs)
         if capture.MISSES_THAWING:
             self._forget_if_thawed()
-        if self._deferred is None:
-            self._deferred = DeferredCalls(self.owner.module, self.owner.defer)
+        if self._postponed is None:
+            self._postponed = Postponed(self.owner.module, self.__wrapped__, self.owner.defer)
             self._untraced = UntracedCalls(
                 self.owner.find_untraced,
                 lambda function: self._traced(self._running, function),
@@ -165,12 +165,12 @@ class CapturedStep:
                 kept_whole([one for each in self.owner.passes for one in each.kept_whole]),
                 opened_layers(self.owner.changes_numbers(self.name)),
                 plain_forward(self.owner.module),
-                self._deferred.recording(),
+                self._postponed.recording(),
                 self._untraced.replaced(),
             ):
                 result = self._compiled[executor](*args, **kwargs)
         except Exception as error:
-            self._deferred.discard()
+            self._postponed.discard()
             # Dynamo never looks again at a frame in which an error was raised; the next call may.
             capture.forget(self.__wrapped__)
             self.reset()
@@ -184,7 +184,7 @@ class CapturedStep:
         found = capture.graph_breaks_since(num_breaks)
         self.graph_breaks += found
         self.owner.graph_breaks += found
-        if result is not None or self._deferred.calls:
+        if result is not None or not self._postponed.is_empty:
             # Otherwise the step has skipped this batch.
             self._warn_if_nothing_ran()
         return result

@@ -2,8 +2,7 @@
 
 Uses ``torch.export._trace._export_to_torch_ir`` (checked on torch 2.13 and 2.11): what strict
 export captures before it is lowered, with ``F.*`` nodes, the user's inputs and outputs, and
-parameters under their own names; and, checked on 2.13, ``_is_exporting_flag`` with the context that
-sets it.
+parameters under their own names; and ``_is_exporting_flag`` with the context that sets it.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from lightning_unitscale.graph.capture import CapturedGraph
 from lightning_unitscale.graph.expand import expand_composites
 from lightning_unitscale.graph.nodes import Names
 from lightning_unitscale.graph.out_of_place import make_out_of_place
+from lightning_unitscale.graph.plain_algorithm import plain_answers
 from lightning_unitscale.shadowing import shadowed
 
 _STATE = "_compiling_state_context"
@@ -49,7 +49,7 @@ def export_forward(
         RuntimeError: If ``forward`` cannot be captured as one graph.
     """
     try:
-        with _not_exporting() if plain else contextlib.nullcontext():
+        with _as_if_plain() if plain else contextlib.nullcontext():
             graph_module: fx.GraphModule = _export_to_torch_ir(module, args, kwargs)
     except Exception as error:
         raise RuntimeError(
@@ -64,7 +64,7 @@ def export_forward(
 
 
 @contextlib.contextmanager
-def _not_exporting() -> Iterator[None]:
+def _as_if_plain() -> Iterator[None]:
     """Within this context an export tells the code that it traces that nothing is exported.
 
     Hugging Face's models give attention an explicit mask where they are exported, and so take
@@ -78,7 +78,8 @@ def _not_exporting() -> Iterator[None]:
             torch.compiler._is_exporting_flag = False
             yield
 
-    with shadowed(functional_export, **{_STATE: compiling}), warnings.catch_warnings():
+    not_exporting = shadowed(functional_export, **{_STATE: compiling})
+    with not_exporting, plain_answers(), warnings.catch_warnings():
         # Their collector of hidden states, which is set and reset in every call.
         collector = r"(?s)While compiling, we found certain side effects.*_active_collector"
         warnings.filterwarnings("ignore", collector)

@@ -4,8 +4,12 @@ Some models look whether they are being compiled and then compute the same thing
 parallel scan instead of a loop. The result has other last bits, so a captured step would no longer
 be the plain one. A function that was seen to do so is traced again and told that nobody compiles.
 
-Private names used here were checked on torch 2.13: ``tracing_state_functions``, the restart
-exceptions of ``torch._dynamo.exc``, and ``tx`` in the handler that answers the question.
+Torch 2.11 says of whatever it traces that it is exported, for which Hugging Face's models give
+attention an explicit mask; from 2.12 on, and here, only an export is one.
+
+Private names used here were checked on torch 2.13 and 2.11: ``tracing_state_functions``, the
+restart exceptions of ``torch._dynamo.exc``, ``tx`` in the handler that answers the question, and
+``_is_exporting_flag``.
 """
 
 from __future__ import annotations
@@ -46,6 +50,8 @@ class _Answers(dict[Any, Any]):
     """What Dynamo tells traced code about the state of tracing, and to whom it did."""
 
     def __getitem__(self, function: Any) -> Any:
+        if function is torch.compiler.is_exporting:
+            return torch.compiler._is_exporting_flag
         answer = super().__getitem__(function)
         if function not in _IS_COMPILING:
             return answer

@@ -2,8 +2,8 @@
 
 Checked on torch 2.13: ``_PipelineScheduleRuntime`` with its ``pipeline_order_with_comms``,
 ``_add_send_recv``, ``_calculate_single_rank_operations``, ``_Action`` and ``_ComputationType``;
-``PipelineStage._get_init_p2p_neighbors_ops``, and ``PipelineStage.backward_maybe_with_nosync``,
-which has no underscore and no documentation. Checked on torch 2.11 as well.
+and ``PipelineStage.backward_maybe_with_nosync``, which has no underscore and no documentation.
+Checked on torch 2.11 as well, whose stages are completed in ``stage_on_torch_2_11.py``.
 
 What is worked around here:
 
@@ -16,10 +16,9 @@ What is worked around here:
 - ``LoopedBFS`` runs the backward passes from the last microbatch to the first, which adds the
   gradients up in another order than every other schedule. Here they run from the first, which takes
   as long.
-- Until torch 2.11 a rank with neighbouring stages greets itself, which gloo refuses. What is handed
-  on within a rank is not sent anyway.
-- Until torch 2.11 zero-bubble schedules lose their place among the gradients of what was received,
-  or stop, if there is one that none comes back for. Such a stage runs its whole backward at once.
+- In torch 2.11 the backward pass of weights takes the gradients of all outputs of an operation for
+  one of the first, and counts twice what reaches a weight by two ways. There every stage runs its
+  whole backward at once, and zero-bubble schedules have the bubble that they are to save.
 - Forward only, multi-stage schedules fail or run empty backward passes. Here they are schedules of
   forward passes alone.
 """
@@ -27,12 +26,11 @@ What is worked around here:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
@@ -53,14 +51,19 @@ from typing_extensions import override
 
 from lightning_unitscale.pipeline.schedules import Schedule
 from lightning_unitscale.pipeline.stage import Passed, StageInfo
+from lightning_unitscale.pipeline.stage_on_torch_2_11 import StageOnTorch211
 
-_WANTS_ALL_GRADIENTS = torch.torch_version.TorchVersion(torch.__version__) < "2.12"
+_SPLITS_WRONGLY = _IS_2_11 = torch.torch_version.TorchVersion(torch.__version__) < "2.12"
+if TYPE_CHECKING or not _IS_2_11:  # noqa: SIM108
+    _Stage = PipelineStage
+else:
+    _Stage = StageOnTorch211
 
 # A schedule of the engine: ``step(...)`` runs all microbatches of this rank's stages.
 EngineSchedule = Any
 
 
-class EngineStage(PipelineStage):
+class EngineStage(_Stage):
     """A stage of the engine whose shapes are known, so that nothing is run to find them.
 
     Args:
@@ -94,7 +97,6 @@ class EngineStage(PipelineStage):
             group=group,
         )
         self._separable = info.separable
-        self._num_received = len(info.received)
         # Whether gradients of inputs and of weights must come from one pass for other reasons.
         self.at_once = False
 
@@ -109,10 +111,8 @@ class EngineStage(PipelineStage):
             return (None,) * len(bwd_kwargs["input_values"]), []
         if backward_type == "weight" and not bwd_kwargs["param_groups"]:
             return (), None
-        at_once = backward_type == "input" and (self.at_once or not self._separable)
-        if _WANTS_ALL_GRADIENTS and backward_type == "input" and not at_once:
-            received = bwd_kwargs["input_values"][: self._num_received]
-            at_once = not _has_all_gradients(outputs, received)
+        at_once = self.at_once or not self._separable or _SPLITS_WRONGLY
+        at_once = backward_type == "input" and at_once
         if at_once and bwd_kwargs["output_grads"] is None:
             # The loss: of a tuple without gradients the engine would differentiate nothing.
             bwd_kwargs = {**bwd_kwargs, "stage_output": outputs[0]}
@@ -125,12 +125,6 @@ class EngineStage(PipelineStage):
             return gradients, groups
         sent = tuple(None if one is None else one.contiguous() for one in gradients)
         return sent, [] if at_once else groups
-
-    @override
-    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        """What opens the connections to the neighbours on other ranks."""
-        found = super()._get_init_p2p_neighbors_ops()
-        return [one for one in found if one.group_peer != self.group_rank]
 
 
 def make_schedule(
@@ -207,22 +201,6 @@ _ENGINES: dict[str, Callable[..., EngineSchedule]] = {
     "ZBVZeroBubble": ScheduleZBVZeroBubble,
     "DualPipeV": ScheduleDualPipeV,
 }
-
-
-def _has_all_gradients(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> bool:
-    """Whether a backward pass from the outputs gives every input a gradient."""
-    if not all(one.requires_grad for one in inputs):
-        return False
-    missing = {get_gradient_edge(one).node for one in inputs}
-    pending = [get_gradient_edge(one).node for one in outputs if one.requires_grad]
-    seen = set(pending)
-    while pending and missing:
-        node = pending.pop()
-        missing.discard(node)
-        later = {one for one, _ in node.next_functions if one is not None} - seen
-        seen |= later
-        pending += later
-    return not missing
 
 
 def _examples(passed: Sequence[Passed], has_backward: bool) -> tuple[Tensor, ...]:

@@ -9,16 +9,22 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from lightning_unitscale.graph.compiled_graph import CompiledGraph
 from lightning_unitscale.pipeline.microbatches import split_evenly
 from lightning_unitscale.pipeline.step_program import static_shapes
 from lightning_unitscale.strategies.pipelined_method import (
     NotOneGraphError,
     PipelinedMethod,
     Pipelining,
+    Rehearsal,
     Replay,
 )
+
+# Graphs for batches of one size, each of which has to be captured and cut.
+_MAX_ALIKE = 4
 
 
 class NotPipelinedError(RuntimeError):
@@ -41,6 +47,8 @@ class PipelinedEvaluation(PipelinedMethod):
         # What callbacks make of it runs whole, where it is something else.
         super().__init__(module, name, how, defer=("log", "log_dict"), plain=True)
         self._num_microbatches = num_microbatches
+        # By the sizes of what goes in.
+        self._graphs_for: dict[tuple[torch.Size, ...], dict[int, CompiledGraph]] = {}
 
     def __call__(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """The result of the step for a batch, on all ranks.
@@ -56,6 +64,7 @@ class PipelinedEvaluation(PipelinedMethod):
                 rehearsal = self.rehearse([((part, *args), kwargs) for part in parts])
             except NotOneGraphError as error:
                 raise NotPipelinedError(str(error)) from error
+            self._refuse_another_for_every_batch(rehearsal)
             try:
                 runner = self.runner_for(rehearsal, None)
             except (RuntimeError, ValueError) as error:
@@ -69,3 +78,14 @@ class PipelinedEvaluation(PipelinedMethod):
             values = self.shared_results(runner, examples, outputs, count)
             replay = Replay(self.name, rehearsal.graph, values)
             return self.steps.steps[self.name].replay(replay, parts[0], *args, **kwargs)
+
+    def _refuse_another_for_every_batch(self, rehearsal: Rehearsal) -> None:
+        sizes = tuple(one.shape for one in rehearsal.calls[0][1] if isinstance(one, Tensor))
+        graphs = self._graphs_for.setdefault(sizes, {})
+        graphs[id(rehearsal.graph)] = rehearsal.graph
+        if len(graphs) > _MAX_ALIKE:
+            raise NotPipelinedError(
+                f"{type(self.module).__name__}.{self.name} was {len(graphs)} graphs for batches of "
+                "one size; expected a step whose course does not depend on how often it is called; "
+                "keep counters of calls out of it"
+            )

@@ -30,6 +30,7 @@ from lightning_unitscale.strategies import batches
 from lightning_unitscale.strategies.captured_steps import PlainSteps
 from lightning_unitscale.strategies.replicas import Replicas
 from lightning_unitscale.strategies.same_cuts import check_same_cuts
+from lightning_unitscale.transforms.restoring import restoring
 
 # A graph, its inputs, and stand-ins for its outputs.
 Call = tuple[CompiledGraph, tuple[Any, ...], list[Any]]
@@ -174,6 +175,11 @@ class PipelinedMethod:
         Raises:
             NotOneGraphError: If a call is not one graph, or the calls are not the same graph.
         """
+        # What runs beside the graph sees stand-ins, and will run once more.
+        with restoring(self.module, numbers=False):
+            return self._rehearse(given)
+
+    def _rehearse(self, given: list[tuple[tuple[Any, ...], dict[str, Any]]]) -> Rehearsal:
         step = self.steps.steps[self.name]
         calls: list[Call] = []
         results: list[Any] = []

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from lightning_unitscale.transforms.mentioned import mentioned
+from lightning_unitscale.graph.mentioned import mentioned
 
 # Known by other means: what a module registers. Hooks are not among them: a step may install some.
 REGISTERED = frozenset(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from lightning_unitscale.transforms.mentioned import mentioned
+from lightning_unitscale.graph.mentioned import mentioned
 from lightning_unitscale.transforms.reachable import (
     REGISTERED,
     own_attributes,
@@ -26,8 +26,14 @@ from lightning_unitscale.transforms.reachable import (
 
 
 @contextlib.contextmanager
-def restoring(module: nn.Module) -> Iterator[None]:
+def restoring(module: nn.Module, *, numbers: bool = True) -> Iterator[None]:
     """Undo, on leaving, what a rehearsal of a step does to the module and to random numbers.
+
+    Args:
+        module: The module.
+        numbers: Whether to put back the numbers of parameters, gradients, tensors and arrays, which
+            takes a copy of them, and random states of accelerators. A rehearsal that leaves out the
+            graphs changes none of these.
 
     Covered: random states of torch on every device, of Python and of NumPy; parameters (a step may
     normalise a weight or average a teacher), buffers and gradients; and the Python attributes of
@@ -36,13 +42,16 @@ def restoring(module: nn.Module) -> Iterator[None]:
     are globals and free variables that the modules' own code mentions.
     Nothing undoes what an iterator has given or a file has taken.
     """
-    devices = {one.device for one in (*module.parameters(), *module.buffers())}
-    accelerators = [one for one in devices if one.type == "cuda"]
-    gradients = [(one, one.grad) for one in module.parameters()]
+    changing = list(module.parameters()) if numbers else []
+    devices = {one.device for one in (*changing, *module.buffers())}
+    accelerators = [one for one in devices if numbers and one.type == "cuda"]
+    gradients = [(one, one.grad) for one in changing]
     attributes = [(one.__dict__, own_attributes(one)) for one in module.modules()]
-    parameters = [(one, _Parameter(one)) for one in module.parameters() if _has_numbers(one)]
+    parameters = [(one, _Parameter(one)) for one in changing if _has_numbers(one)]
     bindings = [one for one in mentioned(module) if one.name]
     values = [*(one._buffers for one in module.modules()), *(one for _, one in reachable(module))]
+    if not numbers:
+        values = [one for one in values if not isinstance(one, (Tensor, np.ndarray))]
     contents = [restore for one in values for restore in _restorers(one)]
     python_state, numpy_state = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=accelerators):

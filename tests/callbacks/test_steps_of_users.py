@@ -7,6 +7,7 @@ import random
 from collections import namedtuple
 from typing import Any
 
+import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
@@ -17,8 +18,17 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_unitscale import UnitScaleCallback
+from lightning_unitscale.graph.steps import steps_of
 from tests.callbacks.modules import Evaluated, Regression, adamw, regression_with
-from tests.callbacks.runs import assert_same_run, both, loader, monitor_of, pair, unit_scale_of
+from tests.callbacks.runs import (
+    assert_same_run,
+    both,
+    loader,
+    monitor_of,
+    pair,
+    run,
+    unit_scale_of,
+)
 
 # What a step may return.
 
@@ -247,6 +257,75 @@ def test_what_a_step_keeps(depth: str) -> None:
         data=lambda: loader(10),
     )
     assert found.module.count == 9
+
+
+# What changes from step to step must not have the step captured at every one of them.
+
+
+class NumGraphs(pl.Callback):
+    """How many graphs there were after every step."""
+
+    def __init__(self) -> None:
+        self.found: list[int] = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        steps = steps_of(pl_module)
+        assert steps is not None
+        self.found.append(len(steps.steps["training_step"].graphs))
+
+
+def _append(self: Any, batch: Any, batch_idx: int) -> Any:
+    loss = self.loss(batch)
+    self.outputs.append(loss.detach())
+    self.outputs.append(batch_idx)
+    return loss
+
+
+def _count(self: Any, batch: Any, batch_idx: int) -> Any:
+    self.count += 1
+    return self.loss(batch) * (1 + self.count / 7)
+
+
+def _by_global_step(self: Any, batch: Any, batch_idx: int) -> Any:
+    self.log("rate", 0.1 * self.global_step)
+    return self.loss(batch) * (1 if self.global_step < 3 else 1 / (1 + 0.3 * self.global_step))
+
+
+def _by_index(self: Any, batch: Any, batch_idx: int) -> Any:
+    return self.loss(batch) * (1 + 0.1 * batch_idx)
+
+
+class Changing(Regression):
+    def __init__(self) -> None:
+        # Inductor draws other random numbers.
+        super().__init__(dropout=0.0)
+        self.outputs: list[Any] = []
+        self.count = 0
+
+
+@pytest.mark.parametrize("executor", ["eager", "inductor"])
+@pytest.mark.parametrize(
+    ("step", "at_most"), [(_append, 2), (_count, 2), (_by_global_step, 3), (_by_index, 2)]
+)
+def test_what_changes_at_every_step(step: Any, at_most: int, executor: str) -> None:
+    kind = type("Changed", (Changing,), {"training_step": step})
+
+    def callbacks() -> list[pl.Callback]:
+        compiled = {"compile": True} if executor == "inductor" else {}
+        return [UnitScaleCallback(**compiled), NumGraphs()]
+
+    options: dict[str, Any] = {"data": lambda: loader(36), "max_steps": 9}
+    if executor == "eager":
+        found, made = assert_same_run(kind, callbacks, **options)
+    else:
+        made = callbacks()
+        found = run(kind, made, **options)
+        outputs = run(kind, **options).outputs
+        torch.testing.assert_close(found.outputs, outputs, rtol=1e-3, atol=1e-6)
+    (counted,) = (one for one in made if isinstance(one, NumGraphs))
+    assert len(counted.found) == 9 and counted.found[-1] <= at_most
+    if step is _append:
+        assert found.module.outputs[1::2] == list(range(9))
 
 
 def _random(self: Any, batch: Any, batch_idx: int) -> Any:

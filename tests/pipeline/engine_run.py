@@ -1,6 +1,7 @@
 """Pipelines on CPU processes: ``python -m tests.pipeline.engine_run FOLDER RANKS MODEL:SCHEDULE``.
 
-The parent captures each model once; then it forks the ranks. Every rank runs microbatch
+The parent captures each model once, but for those whose cuts are planned: the profiler runs their
+backward pass, and who has run one cannot fork. Then it forks the ranks. Every rank runs microbatch
 accumulation by itself, compares its stages' gradients with those, and the results on the rank of
 the last stage, and writes the differences to ``FOLDER/RANK.json``.
 """
@@ -79,7 +80,7 @@ def prepare(model: str, num_stages: int) -> Prepared:
     microbatches = [case.kwargs() for _ in range(NUM_MICROBATCHES)]
     # Cuts that a person would choose, and where there are more of them, those of the profiler.
     chosen: dict[str, Any] = {"split_spec": case.spec(num_stages)}
-    if num_stages > 4:
+    if is_planned(num_stages):
         chosen = {"split_policy": balanced_split(num_stages)}
     pipe = pipeline(case.module, (), microbatches[0], **chosen)
     return Prepared(pipe, case.module, microbatches)
@@ -126,11 +127,21 @@ def num_stages_of(schedule: str, num_ranks: int) -> int:
     return num_ranks if find_schedule(schedule).placement == "single" else 2 * num_ranks
 
 
+def is_planned(num_stages: int) -> bool:
+    """Whether there are more stages than a person would choose cuts for."""
+    return num_stages > 4
+
+
 def run_rank(folder: Path, rank: int, num_ranks: int, runs: list[tuple[str, str, Any]]) -> None:
     """Run all of the pairs in one process group, and write the reports."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(num_ranks))
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
-    reports = {f"{model}:{schedule}": compare(one, schedule) for model, schedule, one in runs}
+    reports = {
+        f"{model}:{schedule}": compare(
+            one or prepare(model, num_stages_of(schedule, num_ranks)), schedule
+        )
+        for model, schedule, one in runs
+    }
     (folder / f"{rank}.json").write_text(json.dumps(reports))
     dist.destroy_process_group()
 
@@ -141,8 +152,8 @@ def main(folder: Path, num_ranks: int, *runs: str) -> int:
     torch.set_num_threads(1)
     pairs = [tuple(one.split(":")) for one in runs]
     wanted = {(model, num_stages_of(schedule, num_ranks)) for model, schedule in pairs}
-    prepared = {key: prepare(*key) for key in sorted(wanted)}
-    given = [(m, s, prepared[m, num_stages_of(s, num_ranks)]) for m, s in pairs]
+    prepared = {key: prepare(*key) for key in sorted(wanted) if not is_planned(key[1])}
+    given = [(m, s, prepared.get((m, num_stages_of(s, num_ranks)))) for m, s in pairs]
     children = []
     for rank in range(num_ranks):
         child = os.fork()

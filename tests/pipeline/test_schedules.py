@@ -83,10 +83,6 @@ class _Scored(nn.Module):
         return (self.second(self.first(x).tanh()).squeeze(-1) - y).square().mean()
 
 
-@pytest.mark.skipif(
-    torch.torch_version.TorchVersion(torch.__version__) < "2.12",
-    reason="torch's engine does not send to itself",
-)
 def test_stages_for_schedules_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two stages of one rank, driven by torch's own schedule."""
     module = _Scored()

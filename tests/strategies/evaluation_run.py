@@ -58,6 +58,42 @@ class Metric(Groups):
         self.log("seen", self.seen)
 
 
+class Keeps(Groups):
+    """What its steps leave on it is there once for every batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trained: list[Tensor] = []
+        self.outputs: list[Any] = []
+        self.count = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        result = super().training_step(batch, batch_idx)
+        self.trained.append(result["loss"].detach())
+        return result
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.outputs.append(self.head(self.net(batch[0])).mean())
+
+    def on_fit_end(self) -> None:
+        self.outputs = [float(one) for one in self.outputs]
+
+
+class KeepsNumbers(Keeps):
+    """In code between two graphs."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.outputs.append(self.head(self.net(batch[0])).mean().item())
+
+
+class Counts(Keeps):
+    """Is another graph for every batch."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.count += 1
+        super().validation_step(batch, batch_idx)
+
+
 class Stepless(Groups):
     """A head that the training never uses."""
 
@@ -119,13 +155,17 @@ def main(folder: Path, num_ranks: int) -> None:
     trainer = run(num_ranks, folder, parts)
     trainer.validate(Groups(), points, verbose=False)
     found["divided"] = _cpu(trainer.callback_metrics)
-    for kind in (Metric, Stepless):
+    for kind in (Metric, Stepless, Keeps, KeepsNumbers, Counts):
         torch.manual_seed(5)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             trainer = run(num_ranks, folder)
-            trainer.fit(kind(), points, points)
+            module = kind()
+            trainer.fit(module, points, points)
         found[kind.__name__] = _cpu(trainer.callback_metrics)
+        if isinstance(module, Keeps):
+            kept = (module.outputs, [float(one) for one in module.trained])
+            found[f"kept by {kind.__name__}"] = (*kept, module.count)
         found["warnings"][kind.__name__] = [
             str(one.message) for one in caught if "validation_step" in str(one.message)
         ]

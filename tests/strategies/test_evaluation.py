@@ -110,6 +110,26 @@ def test_divided_batches_and_steps_that_are_no_pipelines(found: Found) -> None:
     assert "validation_step runs whole on every rank" in reason and "is not one graph" in reason
 
 
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.timeout(560)
+@pytest.mark.parametrize("kind", ["Keeps", "KeepsNumbers", "Counts"])
+def test_what_the_steps_leave_on_the_module(kind: str, found: Found) -> None:
+    (expected,) = found[1]
+    outputs, trained, count = expected[f"kept by {kind}"]
+    for one in found[NUM_RANKS]:
+        kept = one[f"kept by {kind}"]
+        assert kept[0] == pytest.approx(outputs, rel=1e-4, abs=1e-6) and len(outputs) >= 4
+        assert kept[1] == pytest.approx(trained, rel=1e-5) and len(trained) == 4
+        assert kept[2] == count
+    reasons = found[NUM_RANKS][0]["warnings"][kind]
+    assert len(reasons) == (kind != "Keeps"), reasons
+    if kind == "KeepsNumbers":
+        assert "is not one graph" in reasons[0]
+    if kind == "Counts":
+        assert "5 graphs for batches of one size" in reasons[0] and "counters" in reasons[0]
+
+
 def test_what_must_be_a_pipeline_and_is_none_is_refused(one_rank: dict[str, Any]) -> None:
     strategy = PipelineStrategy("GPipe", num_microbatches=2, evaluation="pipeline")
     with pytest.raises(MisconfigurationException, match="validation_step is not one graph"):

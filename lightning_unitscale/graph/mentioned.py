@@ -6,7 +6,7 @@ import inspect
 import sys
 import sysconfig
 from collections.abc import Iterator
-from types import FunctionType, ModuleType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -35,8 +35,8 @@ def mentioned(module: nn.Module) -> list[Binding]:
     not part of a step. So are modules, classes and functions. A free variable has no name here.
     """
     kinds = {kind for one in module.modules() for kind in type(one).__mro__}
-    own = [one for one in kinds if not _is_installed(_root(one))]
-    roots = {_root(one) for one in own}
+    own = [one for one in kinds if not _is_installed(root_of(one))]
+    roots = {root_of(one) for one in own}
     waiting = [function for kind in own for function in functions_of(kind)]
     seen: dict[FunctionType, None] = {}
     bindings: dict[tuple[int, str], Binding] = {}
@@ -45,9 +45,9 @@ def mentioned(module: nn.Module) -> list[Binding]:
         if function in seen:
             continue
         seen[function] = None
-        for binding in _bindings(function):
-            other = _function(binding.value)
-            if other is not None and _root(other) in roots:
+        for binding in bindings_of(function):
+            other = function_in(binding.value)
+            if other is not None and root_of(other) in roots:
                 waiting.append(other)
             elif not isinstance(binding.value, (ModuleType, FunctionType, type)):
                 key = (id(binding.namespace), binding.name) if binding.name else (id(binding), "")
@@ -58,19 +58,20 @@ def mentioned(module: nn.Module) -> list[Binding]:
 def functions_of(kind: type) -> Iterator[FunctionType]:
     """The functions that one class defines: methods, and what is behind its properties."""
     for value in vars(kind).values():
-        function = _function(value)
+        function = function_in(value)
         if function is not None:
             yield function
 
 
 def names_in(function: FunctionType) -> Iterator[str]:
     """Globals and attributes that a function and the functions inside of it mention, by name."""
-    for code in _codes(function.__code__):
+    for code in codes_of(function.__code__):
         yield from code.co_names
 
 
-def _function(value: Any) -> FunctionType | None:
-    if isinstance(value, (staticmethod, classmethod)):
+def function_in(value: Any) -> FunctionType | None:
+    """The function that a method, or the getter of a property, is made of; ``None`` of others."""
+    if isinstance(value, (staticmethod, classmethod, MethodType)):
         value = value.__func__
     elif isinstance(value, property):
         value = value.fget
@@ -78,7 +79,8 @@ def _function(value: Any) -> FunctionType | None:
     return value if isinstance(value, FunctionType) else None
 
 
-def _bindings(function: FunctionType) -> Iterator[Binding]:
+def bindings_of(function: FunctionType) -> Iterator[Binding]:
+    """Globals that a function mentions, and its free variables."""
     namespace = function.__globals__
     for name in names_in(function):
         if name in namespace:
@@ -90,12 +92,12 @@ def _bindings(function: FunctionType) -> Iterator[Binding]:
             continue  # not bound yet
 
 
-def _codes(code: Any) -> Iterator[Any]:
+def codes_of(code: Any) -> Iterator[Any]:
     """The code and that of the functions and comprehensions inside."""
     yield code
     for one in code.co_consts:
         if isinstance(one, type(code)):
-            yield from _codes(one)
+            yield from codes_of(one)
 
 
 def _is_installed(root: str) -> bool:
@@ -104,5 +106,6 @@ def _is_installed(root: str) -> bool:
     return root == "builtins" if file is None else file.startswith(_INSTALLED)
 
 
-def _root(value: Any) -> str:
+def root_of(value: Any) -> str:
+    """The package that a class or a function was written in."""
     return str(getattr(value, "__module__", None) or "").partition(".")[0]

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from lightning_unitscale.transforms.mentioned import mentioned
+from lightning_unitscale.graph.mentioned import mentioned
 
 DIRECT = [1]
 BY_A_FUNCTION = [2]
