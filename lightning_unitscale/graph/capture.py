@@ -39,7 +39,7 @@ InputKind = Literal["parameter", "buffer", "gradient", "input", "symbol"]
 # A step may be specialised on more Python state than Dynamo's default of 8 allows (the epoch, the
 # shapes of a last batch, several modules of one class share one code object), and past the limit
 # Dynamo runs the frame without any backend: the transform would silently be gone.
-_RECOMPILE_LIMIT = 256
+RECOMPILE_LIMIT = 256
 
 
 @dataclass(frozen=True)
@@ -163,8 +163,8 @@ def capture_settings(*, passes_over: bool = False) -> Iterator[None]:
             optimize_ddp=False,
             allow_rnn=True,
             allow_unspec_int_on_nn_module=True,
-            recompile_limit=_RECOMPILE_LIMIT,
-            accumulated_recompile_limit=4 * _RECOMPILE_LIMIT,
+            recompile_limit=RECOMPILE_LIMIT,
+            accumulated_recompile_limit=4 * RECOMPILE_LIMIT,
         ),
     ):
         yield

@@ -26,6 +26,8 @@ from lightning_unitscale.graph.whole_layers import opened_layers
 if TYPE_CHECKING:
     from lightning_unitscale.graph.steps import ModuleSteps
 
+# Calls that captured something, after which somebody should know.
+_MANY_CAPTURES = 16
 _NO_REASON = "no tensor operation in it, or a loop breaks the graph and Dynamo passes over it all"
 
 Interpreter = Callable[["CompiledGraph", tuple[Any, ...]], Any]
@@ -62,6 +64,7 @@ class CapturedStep:
         self.graphs: list[CompiledGraph] = []
         self.graph_breaks: list[str] = []
         self.num_graph_calls = 0
+        self._num_captures = 0
         self._warned = False
         self._running: Executor = "eager"
         self._compiled: dict[Executor, Callable[..., Any]] = {}
@@ -153,6 +156,7 @@ class CapturedStep:
         if executor not in self._compiled:
             self._compiled[executor] = self._traced(executor, self.__wrapped__)
         self.num_graph_calls = 0
+        num_graphs = len(self.graphs)
         self._running = executor
         begin_step = getattr(self.owner.partition_fn, "begin_step", None)
         if begin_step is not None:
@@ -187,6 +191,9 @@ class CapturedStep:
         if result is not None or not self._postponed.is_empty:
             # Otherwise the step has skipped this batch.
             self._warn_if_nothing_ran()
+        self._num_captures += len(self.graphs) > num_graphs
+        if self._num_captures == _MANY_CAPTURES:
+            self._warn_of_captures()
         return result
 
     def _forget_if_thawed(self) -> None:
@@ -247,6 +254,15 @@ class CapturedStep:
             f"{self._title}: no graph could be captured, so it "
             f"runs as it is, neither rewritten nor observed ({reasons}). Expected at least one "
             "traceable operation; keep printing, .item() and third-party calls out of the step."
+        )
+
+    def _warn_of_captures(self) -> None:
+        self._warn_once(
+            f"{self._title} has been captured {_MANY_CAPTURES} times, which takes time and memory, "
+            f"and after {capture.RECOMPILE_LIMIT} times it runs as it is, neither rewritten nor "
+            "observed: something that it reads is another one at most calls, such as a list in a "
+            "dictionary that it appends to. Expected a step that depends on tensors, numbers and "
+            "the sizes of a few kinds of batches; TORCH_LOGS=recompiles shows what changes."
         )
 
     def _warn_once(self, text: str) -> None:

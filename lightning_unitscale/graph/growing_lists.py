@@ -20,6 +20,7 @@ from lightning_unitscale.graph.mentioned import (
     codes_of,
     function_in,
     functions_of,
+    is_installed,
     names_in,
     root_of,
 )
@@ -100,15 +101,15 @@ def only_appended_to(
 
     What a step does is in the code that is mentioned by name, from the step and from every
     ``forward`` on: methods of the module, of its submodules and of objects that they hold,
-    functions, and what modules of Python hold, all of the packages that the module's classes are
-    from. Where a step runs optimizers, whose hooks may look at anything, there are none.
+    functions, and what modules of Python hold. Installed packages do not look at a user's lists,
+    but for those that the module's classes are from. Where a step runs optimizers, whose hooks may
+    look at anything, there are none.
     """
     if not names or not getattr(module, "automatic_optimization", True):
         return set()
-    roots = {root_of(kind) for kind in type(module).__mro__} - _FRAMEWORKS
     appended: set[str] = set()
     others: set[str] = set()
-    for function in _reachable(module, step, roots):
+    for function in _reachable(module, step):
         for code in codes_of(function.__code__):
             if any(one in names for one in (*code.co_names, *code.co_consts) if type(one) is str):
                 for name, is_appended in _mentions(code):
@@ -123,10 +124,9 @@ def _lists_of(module: nn.Module) -> Iterator[str]:
     yield from (name for name, one in lists if counts[id(one)] == 1)
 
 
-def _reachable(
-    module: nn.Module, step: Callable[..., Any], roots: Collection[str]
-) -> Iterator[FunctionType]:
-    methods = _methods(module, roots)
+def _reachable(module: nn.Module, step: Callable[..., Any]) -> Iterator[FunctionType]:
+    own = frozenset(root_of(kind) for kind in type(module).__mro__)
+    methods = _methods(module, own)
     start = function_in(step)
     waiting = [*methods.get("forward", ()), *([] if start is None else [start])]
     seen: set[FunctionType] = set()
@@ -146,19 +146,25 @@ def _reachable(
                 # Its own class is what ``super()`` mentions.
                 held = functions_of(binding.value)
             found = [function_in(one) for one in held]
-            waiting += [one for one in found if one and root_of(one) in roots]
+            waiting += [one for one in found if one and _may_look(one, own)]
 
 
-def _methods(module: nn.Module, roots: Collection[str]) -> dict[str, list[FunctionType]]:
+def _may_look(value: Any, own: Collection[str]) -> bool:
+    """Whether a class or a function is the user's."""
+    root = root_of(value)
+    return root not in _FRAMEWORKS and (root in own or not is_installed(root))
+
+
+def _methods(module: nn.Module, own: Collection[str]) -> dict[str, list[FunctionType]]:
     """What a name can call on the module, its submodules and the objects that these hold."""
     tables = [vars(one) for one in module.modules()]
     owners = [*module.modules(), *(value for one in tables for value in one.values())]
     kinds = {kind for one in owners for kind in type(one).__mro__}
-    tables += [dict(vars(one)) for one in kinds if root_of(one) in roots]
+    tables += [dict(vars(one)) for one in kinds if _may_look(one, own)]
     methods: dict[str, list[FunctionType]] = {}
     for name, value in (one for table in tables for one in table.items()):
         function = function_in(value)
-        if function is not None and root_of(function) in roots:
+        if function is not None and _may_look(function, own):
             methods.setdefault(name, []).append(function)
     return methods
 

@@ -35,7 +35,7 @@ def mentioned(module: nn.Module) -> list[Binding]:
     not part of a step. So are modules, classes and functions. A free variable has no name here.
     """
     kinds = {kind for one in module.modules() for kind in type(one).__mro__}
-    own = [one for one in kinds if not _is_installed(root_of(one))]
+    own = [one for one in kinds if not is_installed(root_of(one))]
     roots = {root_of(one) for one in own}
     waiting = [function for kind in own for function in functions_of(kind)]
     seen: dict[FunctionType, None] = {}
@@ -100,7 +100,8 @@ def codes_of(code: Any) -> Iterator[Any]:
             yield from codes_of(one)
 
 
-def _is_installed(root: str) -> bool:
+def is_installed(root: str) -> bool:
+    """Whether a package is Python's own or an installed one, and not the user's."""
     file = getattr(sys.modules.get(root), "__file__", None)
     # Without a file: built in, or what was typed into a notebook.
     return root == "builtins" if file is None else file.startswith(_INSTALLED)

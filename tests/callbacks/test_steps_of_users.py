@@ -29,6 +29,7 @@ from tests.callbacks.runs import (
     run,
     unit_scale_of,
 )
+from tests.helpers import assert_same_bits
 
 # What a step may return.
 
@@ -326,6 +327,21 @@ def test_what_changes_at_every_step(step: Any, at_most: int, executor: str) -> N
     assert len(counted.found) == 9 and counted.found[-1] <= at_most
     if step is _append:
         assert found.module.outputs[1::2] == list(range(9))
+
+
+def _append_by_key(self: Any, batch: Any, batch_idx: int) -> Any:
+    loss = self.loss(batch)
+    self.by_key["losses"].append(loss.detach())
+    return loss
+
+
+def test_a_step_that_is_captured_again_and_again_says_so() -> None:
+    kind = type("ByKey", (Changing,), {"training_step": _append_by_key, "by_key": {"losses": []}})
+    options: dict[str, Any] = {"data": lambda: loader(72), "max_steps": 18}
+    expected = run(kind, **options)
+    with pytest.warns(UserWarning, match=r"ByKey.training_step has been captured 16 times"):
+        found = run(kind, [UnitScaleCallback()], **options)
+    assert_same_bits(found.weights, expected.weights)
 
 
 def _random(self: Any, batch: Any, batch_idx: int) -> Any:

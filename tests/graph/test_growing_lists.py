@@ -205,6 +205,20 @@ def _number(module: Base) -> int:
     return len(module.outputs)
 
 
+def _number_elsewhere(module: Base) -> int:
+    return len(module.outputs)
+
+
+# Of another package of the user's.
+_number_elsewhere.__module__ = "somewhere.else"
+
+
+class ByFunctionElsewhere(Base):
+    def training_step(self, batch: Tensor) -> Tensor:
+        self.outputs.append(batch.mean())
+        return self(batch).mean() * _number_elsewhere(self)
+
+
 class Held:
     def number(self, module: Base) -> int:
         return len(module.outputs)
@@ -259,7 +273,8 @@ class Alias(Base):
 
 
 @pytest.mark.parametrize(
-    "kind", [Length, Last, ByName, ByFunction, ByHelper, BySubmodule, InPlace, Alias]
+    "kind",
+    [Length, Last, ByName, ByFunction, ByFunctionElsewhere, ByHelper, BySubmodule, InPlace, Alias],
 )
 def test_a_list_that_the_step_looks_at(kind: type[Base]) -> None:
     module, _ = _captured(kind)
@@ -279,7 +294,8 @@ def test_a_list_that_the_step_looks_at(kind: type[Base]) -> None:
         (ByBase, {"outputs", "others"}),
         (InForward, {"outputs"}),
         (Base, set()),
-        *((one, set()) for one in (Length, Last, ByName, ByFunction, ByHelper, InPlace)),
+        *((one, set()) for one in (Length, Last, ByName, ByFunction, ByFunctionElsewhere)),
+        *((one, set()) for one in (ByHelper, BySubmodule, InPlace)),
     ],
 )
 def test_what_is_only_appended_to(kind: type[Base], names: set[str]) -> None:
