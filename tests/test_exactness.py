@@ -79,6 +79,12 @@ def test_a_vmap_is_left_as_it_is(depth: str) -> None:
     assert "1 products left as they are" in scaled.explain()  # type: ignore[operator]
 
 
+# Until then Dynamo passes over what is left of a frame that computes with a NumPy array itself.
+TAKES_FRAMES_WITH_ARRAYS = pytest.mark.skipif(
+    torch.torch_version.TorchVersion(torch.__version__) < "2.12", reason="needs torch 2.12"
+)
+
+
 class _NumpyMask(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -89,11 +95,13 @@ class _NumpyMask(nn.Module):
         return (self.linear(x) * keep).square().mean()
 
 
+@TAKES_FRAMES_WITH_ARRAYS
 @DEPTHS
 def test_numpy_random_numbers_are_those_of_the_plain_step(depth: str) -> None:
     assert_same_step(_NumpyMask(), torch.randn(4, 6), depth=depth)
 
 
+@TAKES_FRAMES_WITH_ARRAYS
 def test_calibration_restores_the_random_numbers_of_numpy() -> None:
     np.random.seed(5)
     expected = np.random.random_sample()

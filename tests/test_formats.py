@@ -15,6 +15,7 @@ from lightning_unitscale.formats import (
     NumberFormat,
     get_format,
 )
+from tests import helpers
 
 DTYPES = {
     FP32: torch.float32,
@@ -37,7 +38,7 @@ def test_finfo(format):
 @pytest.mark.parametrize("format", [BF16, FP16, E4M3FN, E5M2], ids=str)
 def test_thresholds_are_where_the_cast_changes(format):
     def cast(value):
-        return float(torch.tensor(value, dtype=torch.float32).to(DTYPES[format]).float())
+        return float(helpers.cast(torch.tensor(value, dtype=torch.float32), DTYPES[format]).float())
 
     def above(value):
         limit = torch.tensor(math.inf)

@@ -18,7 +18,7 @@ from lightning_unitscale.formats import (
     get_format,
 )
 from lightning_unitscale.quantize import quantize, rounding_keys
-from tests.helpers import same_bits
+from tests.helpers import cast, same_bits
 
 CASTS = {
     E4M3FN: torch.float8_e4m3fn,
@@ -102,10 +102,10 @@ def test_numbers_midpoints_and_their_neighbours_are_cast(
     format: NumberFormat, dtype: torch.dtype
 ) -> None:
     values = _interesting(format).to(dtype)
-    assert _same(quantize(values, format), values.to(CASTS[format]).to(dtype))
+    assert _same(quantize(values, format), cast(values, CASTS[format]).to(dtype))
     # In the format's own type, where NaN has one code of either sign, every bit.
     if dtype is torch.float32:
-        assert same_bits(quantize(values, format).to(CASTS[format]), values.to(CASTS[format]))
+        assert same_bits(quantize(values, format).to(CASTS[format]), cast(values, CASTS[format]))
 
 
 def test_ties_go_to_even() -> None:
@@ -118,7 +118,7 @@ def test_ties_go_to_even() -> None:
 @pytest.mark.parametrize("format", CASTS, ids=str)
 def test_every_code_of_a_16_bit_input(format: NumberFormat, dtype: torch.dtype) -> None:
     values = _codes(dtype)
-    assert _same(quantize(values, format), values.to(CASTS[format]).to(dtype))
+    assert _same(quantize(values, format), cast(values, CASTS[format]).to(dtype))
 
 
 @pytest.mark.parametrize("format", CASTS, ids=str)
@@ -127,7 +127,7 @@ def test_random_numbers(format: NumberFormat) -> None:
     values = codes.to(torch.int32).view(torch.float32)  # all of FP32, NaNs and subnormals too
     normal = torch.randn(10**6) * format.smallest_normal * 4
     for one in (values, normal, torch.randn(10**6)):
-        assert _same(quantize(one, format), one.to(CASTS[format]).float())
+        assert _same(quantize(one, format), cast(one, CASTS[format]).float())
 
 
 @pytest.mark.parametrize("name", OTHERS)
