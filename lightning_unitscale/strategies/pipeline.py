@@ -357,7 +357,7 @@ class PipelineStrategy(EvaluatingStrategy):
                 f"PipelineStrategy: only forward runs as a pipeline from here on, and the step "
                 f"around it on the rank of the last stage: {reason}"
             )
-            self._step = PipelinedForward(module, self._how, self.plain_parameters)
+            self._step = PipelinedForward(module, self._how, self.plain_parameters, reason)
         assert self._step is not None
         return self._step(*args, **kwargs)
 

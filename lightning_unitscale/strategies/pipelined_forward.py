@@ -50,6 +50,7 @@ class PipelinedForward(PipelinedMethod):
         module: The module.
         how: The schedule, and the rest.
         plain: Entered where freed parameters may be captured, and not where the user's code runs.
+        because: Why the whole step is no pipeline, if that was tried.
     """
 
     def __init__(
@@ -57,9 +58,11 @@ class PipelinedForward(PipelinedMethod):
         module: nn.Module,
         how: Pipelining,
         plain: Callable[[], contextlib.AbstractContextManager[Any]],
+        because: Exception | None = None,
     ) -> None:
         super().__init__(module, "forward", how)
         self._plain = plain
+        self._because = because
         self._name = f"{type(module).__name__}.training_step"
 
     def __call__(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -129,10 +132,11 @@ class PipelinedForward(PipelinedMethod):
         except _ReachedError as reached:
             given = reached.given
         else:
+            reason = f", and as a whole: {self._because}" if self._because else "."
             raise RuntimeError(
                 f"{self._name} did not call self.forward; expected a step that calls self(...) "
-                "once, whose forward then runs as a pipeline (capture='forward')."
-            )
+                f"once, whose forward then runs as a pipeline (capture='forward'){reason}"
+            ) from self._because
         if before != [one._version for one in tensors]:
             raise RuntimeError(
                 f"{self._name} changes parameters or buffers before it calls self.forward, and "

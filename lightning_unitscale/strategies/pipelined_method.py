@@ -200,15 +200,17 @@ class PipelinedMethod:
             # After a graph break the step may look at values, and the rehearsal has none.
             breaks = list(dict.fromkeys(step.graph_breaks))
             if breaks or len(calls) != len(results) or calls[-1][0] is not calls[0][0]:
-                reasons = "; ".join(breaks) or f"{len(calls)} graphs ran for {len(results)}"
-                raise self._not_one_graph(reasons)
+                reason = "it was another one for the next, so it reads what it changes: a counter"
+                if len(calls) != len(results):
+                    reason = f"{len(calls)} graphs ran for {len(results)} microbatches"
+                raise self._not_one_graph("; ".join(breaks) or reason)
         return Rehearsal(calls, results)
 
     def _not_one_graph(self, reasons: str) -> NotOneGraphError:
         return NotOneGraphError(
             f"{type(self.module).__name__}.{self.name} is not one graph for every microbatch "
-            f"({reasons}); expected tensor operations without branches on values, printing or "
-            "third-party calls between them; keep those out of it."
+            f"({reasons}); expected tensor operations without branches on values, counters, "
+            "printing or third-party calls between them; keep those out of it."
         )
 
     def inputs_of(self, rehearsal: Rehearsal) -> list[list[Any]]:

@@ -351,6 +351,26 @@ def test_what_cannot_be_captured_is_refused(
     assert not {"training_step", "forward", "log"} & made.__dict__.keys()
 
 
+class CountsAndUsesParts(Groups):
+    """Can be a pipeline neither as a whole nor by its ``forward``."""
+
+    count = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.count += 1
+        return F.cross_entropy(self.head(self.net(batch[0])), batch[1])
+
+
+def test_why_neither_the_step_nor_forward_is_a_pipeline(one_rank: dict[str, Any]) -> None:
+    trainer = pl.Trainer(strategy=PipelineStrategy("GPipe", num_microbatches=2), **one_rank)
+    module = CountsAndUsesParts()
+    with (
+        pytest.warns(UserWarning, match="only forward runs as a pipeline"),
+        pytest.raises(RuntimeError, match=r"did not call self.forward.* reads what it changes"),
+    ):
+        trainer.fit(module, _loader(), _loader())
+
+
 def test_a_step_that_is_no_graph_runs_around_forward(one_rank: dict[str, Any]) -> None:
     recorder = Recorder()
     module = Noisy()
