@@ -31,7 +31,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -214,6 +214,11 @@ def _nudged(module: Loss, batch: Batch) -> nn.Module:
     return module
 
 
+def _nudged_first(make: Callable[[Loss, Batch], nn.Module]) -> Callable[[Loss, Batch], nn.Module]:
+    """What is between a method and this is chance too."""
+    return lambda module, batch: make(cast(Loss, _nudged(module, batch)), batch)
+
+
 def _rounded_once(module: Loss, batch: Batch) -> nn.Module:
     """Other weights by as much as FP8 tells apart, at the start alone: what that comes to."""
     with torch.no_grad():
@@ -253,6 +258,11 @@ METHODS = [
         "lossless, moving grid",
         _lossless(*FP8, exclude=BEYOND_LINEARS, grid="moving"),
     ),
+    Method(
+        "E4M3/E5M2, linears in blocks, weights x 1.000001",
+        "dynamic",
+        _nudged_first(_dynamic(*FP8, exclude=BEYOND_LINEARS)),
+    ),
     Method("E4M3/E4M3, linears in blocks", "dynamic", _dynamic(*E4M3, exclude=BEYOND_LINEARS)),
     Method("E4M3/E4M3, linears in blocks", "lossless", _lossless(*E4M3, exclude=BEYOND_LINEARS)),
     Method(
@@ -264,6 +274,12 @@ METHODS = [
         "E4M3/E4M3, linears in blocks",
         "followed, moving grid",
         _lossless(*E4M3, exclude=BEYOND_LINEARS, grid="moving"),
+        follows=True,
+    ),
+    Method(
+        "E4M3/E4M3, linears in blocks, weights x 1.000001",
+        "followed, moving grid",
+        _nudged_first(_lossless(*E4M3, exclude=BEYOND_LINEARS, grid="moving")),
         follows=True,
     ),
     Method(
