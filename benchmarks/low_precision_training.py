@@ -31,7 +31,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -206,17 +206,22 @@ BEYOND_LINEARS = ATTENTION + READOUT
 LAST_LAYERS = ("*attention.out.linear", "*mlp.down.linear")
 
 
-def _nudged(module: Loss, batch: Batch) -> nn.Module:
+NUDGES = (1e-6, 2e-6)
+
+
+def _nudged(module: Loss, batch: Batch, by: float = 1e-6) -> Loss:
     """As good as the same training: what is between the two is chance."""
     with torch.no_grad():
         for one in module.parameters():
-            one.mul_(1 + 1e-6)
+            one.mul_(1 + by)
     return module
 
 
-def _nudged_first(make: Callable[[Loss, Batch], nn.Module]) -> Callable[[Loss, Batch], nn.Module]:
+def _nudged_first(
+    make: Callable[[Loss, Batch], nn.Module], by: float
+) -> Callable[[Loss, Batch], nn.Module]:
     """What is between a method and this is chance too."""
-    return lambda module, batch: make(cast(Loss, _nudged(module, batch)), batch)
+    return lambda module, batch: make(_nudged(module, batch, by), batch)
 
 
 def _rounded_once(module: Loss, batch: Batch) -> nn.Module:
@@ -258,10 +263,13 @@ METHODS = [
         "lossless, moving grid",
         _lossless(*FP8, exclude=BEYOND_LINEARS, grid="moving"),
     ),
-    Method(
-        "E4M3/E5M2, linears in blocks, weights x 1.000001",
-        "dynamic",
-        _nudged_first(_dynamic(*FP8, exclude=BEYOND_LINEARS)),
+    *(
+        Method(
+            f"E4M3/E5M2, linears in blocks, weights x {1 + by}",
+            "dynamic",
+            _nudged_first(_dynamic(*FP8, exclude=BEYOND_LINEARS), by),
+        )
+        for by in NUDGES
     ),
     Method("E4M3/E4M3, linears in blocks", "dynamic", _dynamic(*E4M3, exclude=BEYOND_LINEARS)),
     Method("E4M3/E4M3, linears in blocks", "lossless", _lossless(*E4M3, exclude=BEYOND_LINEARS)),
@@ -276,11 +284,14 @@ METHODS = [
         _lossless(*E4M3, exclude=BEYOND_LINEARS, grid="moving"),
         follows=True,
     ),
-    Method(
-        "E4M3/E4M3, linears in blocks, weights x 1.000001",
-        "followed, moving grid",
-        _nudged_first(_lossless(*E4M3, exclude=BEYOND_LINEARS, grid="moving")),
-        follows=True,
+    *(
+        Method(
+            f"E4M3/E4M3, linears in blocks, weights x {1 + by}",
+            "followed, moving grid",
+            _nudged_first(_lossless(*E4M3, exclude=BEYOND_LINEARS, grid="moving"), by),
+            follows=True,
+        )
+        for by in NUDGES
     ),
     Method(
         "E4M3/E5M2, linears, u-mup's choice",
