@@ -206,6 +206,7 @@ BEYOND_LINEARS = ATTENTION + READOUT
 LAST_LAYERS = ("*attention.out.linear", "*mlp.down.linear")
 
 
+# How far the weights of a training that is as good as the same begin from its own.
 NUDGES = (1e-6, 2e-6)
 
 

@@ -159,6 +159,10 @@ def operand_scales(module: Callable[..., Any], *inputs: Any) -> list[tuple[str, 
     return readings.readings
 
 
+# What torch 2.11 does in another way.
+IS_TORCH_2_11 = torch.torch_version.TorchVersion(torch.__version__) < "2.12"
+
+
 def cast(values: Tensor, dtype: torch.dtype) -> Tensor:
     """The values in another type, E4M3FN saturating as torch 2.13 casts: in 2.11 it made NaN."""
     if dtype is torch.float8_e4m3fn and torch.tensor(1e9).to(dtype).isnan():

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lightning_unitscale.functional.scale import multiply
 from lightning_unitscale.transforms import lossless_unit_scale, simulate_format, track_scales
+from tests.helpers import IS_TORCH_2_11
 
 DEPTHS = pytest.mark.parametrize("depth", ["products", "all"])
 
@@ -80,9 +81,7 @@ def test_a_vmap_is_left_as_it_is(depth: str) -> None:
 
 
 # Until then Dynamo passes over what is left of a frame that computes with a NumPy array itself.
-TAKES_FRAMES_WITH_ARRAYS = pytest.mark.skipif(
-    torch.torch_version.TorchVersion(torch.__version__) < "2.12", reason="needs torch 2.12"
-)
+TAKES_FRAMES_WITH_ARRAYS = pytest.mark.skipif(IS_TORCH_2_11, reason="needs torch 2.12")
 
 
 class _NumpyMask(nn.Module):

@@ -49,7 +49,6 @@ def fp8_of(
     method: str,
     gradient_format: GradientFormat,
     grid: Grid,
-    *,
     in_evaluation: bool,
     is_simulated: bool,
 ) -> FP8Linears | None:

@@ -155,9 +155,7 @@ class UnitScaleCallback(pl.Callback):
         is_simulated = simulate is not None
         grid = grid_of(grid, precision, is_simulated=is_simulated)
         self._fp8 = fp8_of(
-            *(precision, fp8_exclude, method, fp8_gradients, grid),
-            in_evaluation=fp8_evaluation,
-            is_simulated=is_simulated,
+            precision, fp8_exclude, method, fp8_gradients, grid, fp8_evaluation, is_simulated
         )
         self.method = method
         self.recalibrate = recalibrate

@@ -53,7 +53,7 @@ from lightning_unitscale.pipeline.schedules import Schedule
 from lightning_unitscale.pipeline.stage import Passed, StageInfo
 from lightning_unitscale.pipeline.stage_on_torch_2_11 import StageOnTorch211
 
-_SPLITS_WRONGLY = _IS_2_11 = torch.torch_version.TorchVersion(torch.__version__) < "2.12"
+_IS_2_11 = torch.torch_version.TorchVersion(torch.__version__) < "2.12"
 if TYPE_CHECKING or not _IS_2_11:  # noqa: SIM108
     _Stage = PipelineStage
 else:
@@ -96,7 +96,7 @@ class EngineStage(_Stage):
             output_args=sent,
             group=group,
         )
-        self._separable = info.separable
+        self._separable = info.separable and not _IS_2_11
         # Whether gradients of inputs and of weights must come from one pass for other reasons.
         self.at_once = False
 
@@ -111,8 +111,7 @@ class EngineStage(_Stage):
             return (None,) * len(bwd_kwargs["input_values"]), []
         if backward_type == "weight" and not bwd_kwargs["param_groups"]:
             return (), None
-        at_once = self.at_once or not self._separable or _SPLITS_WRONGLY
-        at_once = backward_type == "input" and at_once
+        at_once = backward_type == "input" and (self.at_once or not self._separable)
         if at_once and bwd_kwargs["output_grads"] is None:
             # The loss: of a tuple without gradients the engine would differentiate nothing.
             bwd_kwargs = {**bwd_kwargs, "stage_output": outputs[0]}

@@ -43,8 +43,8 @@ def restoring(module: nn.Module, *, numbers: bool = True) -> Iterator[None]:
     Nothing undoes what an iterator has given or a file has taken.
     """
     changing = list(module.parameters()) if numbers else []
-    devices = {one.device for one in (*changing, *module.buffers())}
-    accelerators = [one for one in devices if numbers and one.type == "cuda"]
+    placed = (*changing, *module.buffers()) if numbers else ()
+    accelerators = [one for one in {one.device for one in placed} if one.type == "cuda"]
     gradients = [(one, one.grad) for one in changing]
     attributes = [(one.__dict__, own_attributes(one)) for one in module.modules()]
     parameters = [(one, _Parameter(one)) for one in changing if _has_numbers(one)]

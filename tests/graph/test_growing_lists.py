@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lightning_unitscale.graph.growing_lists import only_appended_to
 from lightning_unitscale.graph.steps import ModuleSteps
+from tests.helpers import assert_same_bits
 
 NUM_CALLS = 5
 
@@ -106,15 +107,6 @@ def _plain(kind: type[Base]) -> Any:
     return module
 
 
-def _equal(found: Any, expected: Any) -> bool:
-    if isinstance(expected, Tensor):
-        return torch.equal(found, expected)
-    if isinstance(expected, (list, tuple)):
-        pairs = zip(found, expected, strict=True)
-        return type(found) is type(expected) and all(_equal(*one) for one in pairs)
-    return bool(found == expected)
-
-
 @pytest.mark.parametrize("kind", [Appends, ByHelpers, ByBase, InForward])
 def test_a_step_that_appends_is_captured_once(kind: type[Base]) -> None:
     module, steps = _captured(kind)
@@ -123,7 +115,8 @@ def test_a_step_that_appends_is_captured_once(kind: type[Base]) -> None:
     expected = _plain(kind)
     assert len(steps.steps["training_step"].graphs) == 1
     assert len(module.outputs) >= NUM_CALLS
-    assert _equal(module.outputs, expected.outputs) and _equal(module.others, expected.others)
+    assert_same_bits(module.outputs, expected.outputs)
+    assert_same_bits(module.others, expected.others)
 
 
 def test_numbers_between_graphs() -> None:
@@ -282,8 +275,8 @@ def test_a_list_that_the_step_looks_at(kind: type[Base]) -> None:
     torch.manual_seed(0)
     plain: Any = kind()
     expected = [plain.training_step(batch) for batch in _batches()]
-    assert _equal(found, expected)
-    assert _equal(module.outputs, plain.outputs)
+    assert_same_bits(found, expected)
+    assert_same_bits(module.outputs, plain.outputs)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from examples.gpt import GPT
 from lightning_unitscale.pipeline import SplitPoint
+from tests.helpers import IS_TORCH_2_11
 
 BEGINNING, END = SplitPoint.BEGINNING, SplitPoint.END
 SIZE, LENGTH, WIDTH = 2, 8, 16
@@ -176,7 +177,7 @@ def _layers(path: str) -> dict[str, SplitPoint]:
 _T5 = {"d_model": WIDTH, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2,
        "decoder_start_token_id": 0, "dropout_rate": 0.0,
        # Its cache copies the configuration, which torch 2.11 cannot trace.
-       "use_cache": torch.torch_version.TorchVersion(torch.__version__) >= "2.12"}  # fmt: skip
+       "use_cache": not IS_TORCH_2_11}  # fmt: skip
 _QUIET = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 _LLAMA = {"intermediate_size": 32, "num_key_value_heads": 1}
 _BERT = {"intermediate_size": 32, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}

@@ -19,7 +19,7 @@ from lightning_unitscale.transforms.rules.planning import plan_step
 from lightning_unitscale.transforms.rules.residuals import branch_weights, find_residuals
 from lightning_unitscale.transforms.rules.roles import find_structure, plan_parameters
 from lightning_unitscale.transforms.rules.weights import set_to_unit_scale
-from tests.helpers import assert_same_bits
+from tests.helpers import IS_TORCH_2_11, assert_same_bits
 from tests.transforms.rules.models import GPT, MODELS, Of, tokens
 from tests.transforms.rules.oracle import flow_of
 
@@ -92,7 +92,7 @@ def test_what_the_first_run_fills_in_is_waited_for() -> None:
 
 
 @pytest.mark.skipif(
-    torch.torch_version.TorchVersion(torch.__version__) < "2.12",
+    IS_TORCH_2_11,
     reason="until torch 2.11 Dynamo does not see that an attribute of a class has changed",
 )
 def test_a_step_that_is_never_the_same_is_refused() -> None:
