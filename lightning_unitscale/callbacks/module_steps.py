@@ -30,17 +30,8 @@ def attach_steps(
         MisconfigurationException: If the module is compiled already or no module of
             ``lightning.pytorch``, or ``owner``'s class is in the Trainer twice.
     """
+    check_module(trainer, module, owner)
     name = type(owner).__name__
-    if not isinstance(module, pl.LightningModule):
-        raise MisconfigurationException(
-            f"{name}: {type(module).__name__} is no lightning.pytorch.LightningModule; expected "
-            "one; import lightning.pytorch instead of pytorch_lightning, for the Trainer as well."
-        )
-    twins = [one for one in _callbacks(trainer) if type(one) is type(owner)]
-    if len(twins) > 1:
-        raise MisconfigurationException(
-            f"callbacks: {name} is given {len(twins)} times; expected it once; remove the others."
-        )
     if is_compiled(module):
         raise MisconfigurationException(
             f"{name}: the LightningModule {type(module).__name__} is compiled already, so its "
@@ -50,10 +41,30 @@ def attach_steps(
     steps = steps_of(module)
     if steps is None:
         steps = ModuleSteps(
-            module, _existing_steps(module), defer=("log", "log_dict"), untraced=_untraced
+            module, existing_steps(module), defer=("log", "log_dict"), untraced=_untraced
         )
     steps.attach(name)
     return steps
+
+
+def check_module(trainer: pl.Trainer, module: pl.LightningModule, owner: pl.Callback) -> None:
+    """Refuse what no callback of this package can work on.
+
+    Raises:
+        MisconfigurationException: If the module is no module of ``lightning.pytorch``, or
+            ``owner``'s class is in the Trainer twice.
+    """
+    name = type(owner).__name__
+    if not isinstance(module, pl.LightningModule):
+        raise MisconfigurationException(
+            f"{name}: {type(module).__name__} is no lightning.pytorch.LightningModule; expected "
+            "one; import lightning.pytorch instead of pytorch_lightning, for the Trainer as well."
+        )
+    twins = [one for one in all_callbacks(trainer) if type(one) is type(owner)]
+    if len(twins) > 1:
+        raise MisconfigurationException(
+            f"callbacks: {name} is given {len(twins)} times; expected it once; remove the others."
+        )
 
 
 def step_arguments(
@@ -152,7 +163,8 @@ def _own_optimizers(module: nn.Module) -> Iterator[Optimizer]:
             yield from (one for one in several if isinstance(one, Optimizer))
 
 
-def _existing_steps(module: pl.LightningModule) -> list[str]:
+def existing_steps(module: pl.LightningModule) -> list[str]:
+    """Names of the steps that a module has."""
     # The default predict_step calls forward, which is worth capturing as well.
     return [
         name
@@ -162,6 +174,7 @@ def _existing_steps(module: pl.LightningModule) -> list[str]:
     ]
 
 
-def _callbacks(trainer: pl.Trainer) -> list[pl.Callback]:
+def all_callbacks(trainer: pl.Trainer) -> list[pl.Callback]:
+    """Callbacks of a Trainer."""
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     return callbacks
