@@ -35,6 +35,7 @@ LAYERS = {
     "tensorboard/schema.py": 1,
     "tensorboard/history.py": 1,
     "tensorboard/responses.py": 1,
+    "dispatch": 2,
     "graph": 2,
     "tensorboard/event_files.py": 2,
     "tensorboard/records.py": 2,
@@ -42,6 +43,7 @@ LAYERS = {
     "tensorboard/plugin.py": 2,
     "report": 3,
     "profiler": 3,
+    "tracking": 3,
     "transforms": 3,
     "pipeline": 4,
     "remat": 4,
@@ -98,6 +100,7 @@ TORCH_ADAPTERS = (
     "profiler/memory.py",
     "remat/partitioner.py",
     "strategies/freed.py",
+    "tracking/torch_state.py",
 )
 
 # Private by name only: all of the ecosystem walks nested inputs with it, and there is no other way.

@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_unitscale.callbacks.logging_calls import logging_calls
+from lightning_unitscale.callbacks.pipelined import pipeline_of
 from lightning_unitscale.graph.capture import is_compiled
 from lightning_unitscale.graph.captured_step import CapturedStep
 from lightning_unitscale.graph.steps import LIGHTNING_STEPS, ModuleSteps, steps_of
@@ -21,14 +22,22 @@ from lightning_unitscale.shadowing import nothing, shadowed
 from lightning_unitscale.transforms.rules.zero_gradients import zero_gradients
 
 
-def attach_steps(
-    trainer: pl.Trainer, module: pl.LightningModule, owner: pl.Callback
-) -> ModuleSteps:
-    """The captured steps of ``module``, put in place of its own by the first callback that asks.
+def captures_steps(trainer: pl.Trainer) -> bool:
+    """Whether the steps of the Trainer's module run as captured graphs: a strategy that cuts them,
+    or a callback that rewrites them, says so.
+    """
+    if pipeline_of(trainer) is not None:
+        return True
+    return any(
+        getattr(one, "captures_steps", lambda _: False)(trainer) for one in _callbacks(trainer)
+    )
+
+
+def check_module(trainer: pl.Trainer, module: pl.LightningModule, owner: pl.Callback) -> str:
+    """Name of the owner's class, if it is in the Trainer once and the module is one of Lightning's.
 
     Raises:
-        MisconfigurationException: If the module is compiled already or no module of
-            ``lightning.pytorch``, or ``owner``'s class is in the Trainer twice.
+        MisconfigurationException: If not.
     """
     name = type(owner).__name__
     if not isinstance(module, pl.LightningModule):
@@ -41,6 +50,19 @@ def attach_steps(
         raise MisconfigurationException(
             f"callbacks: {name} is given {len(twins)} times; expected it once; remove the others."
         )
+    return name
+
+
+def attach_steps(
+    trainer: pl.Trainer, module: pl.LightningModule, owner: pl.Callback
+) -> ModuleSteps:
+    """The captured steps of ``module``, put in place of its own by the first callback that asks.
+
+    Raises:
+        MisconfigurationException: If the module is compiled already or no module of
+            ``lightning.pytorch``, or ``owner``'s class is in the Trainer twice.
+    """
+    name = check_module(trainer, module, owner)
     if is_compiled(module):
         raise MisconfigurationException(
             f"{name}: the LightningModule {type(module).__name__} is compiled already, so its "

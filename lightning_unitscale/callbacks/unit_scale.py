@@ -199,6 +199,10 @@ class UnitScaleCallback(pl.Callback):
         """Within this context the module's parameters have their true values, held or not."""
         return nullcontext() if self._holding is None else self._holding.true_parameters()
 
+    def captures_steps(self, trainer: pl.Trainer) -> bool:
+        """Whether the module's steps run as captured graphs."""
+        return True
+
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if self._fp8 is not None:

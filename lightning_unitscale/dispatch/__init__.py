@@ -1,0 +1,1 @@
+"""Products at torch's dispatcher: units around each of them, without any graph."""
