@@ -43,6 +43,7 @@ LAYERS = {
     "dispatch": 3,
     "report": 3,
     "profiler": 3,
+    "tracking": 3,
     "transforms": 3,
     "pipeline": 4,
     "remat": 4,
@@ -100,6 +101,7 @@ TORCH_ADAPTERS = (
     "profiler/memory.py",
     "remat/partitioner.py",
     "strategies/freed.py",
+    "tracking/torch_state.py",
 )
 
 # Private by name only: all of the ecosystem walks nested inputs with it, and there is no other way.

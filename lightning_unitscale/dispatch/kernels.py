@@ -6,6 +6,7 @@ when the last one has closed. A product of nobody's costs two microseconds more 
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from torch.optim import Optimizer
@@ -68,9 +69,27 @@ def num_overridden() -> int:
     return len(_overrides)
 
 
-def _suspend(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    LOCAL.suspended.append(LOCAL.session)
+def _suspend(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    session = LOCAL.session
+    LOCAL.suspended.append(session)
     LOCAL.session = None
+    if session is None:
+        return None
+    # A closure runs the model, under manual optimization within the step that is suspended.
+    kwargs = {name: _in_session(session, value) for name, value in kwargs.items()}
+    return tuple(_in_session(session, value) for value in args), kwargs
+
+
+def _in_session(session: ProductSession, value: Any) -> Any:
+    if isinstance(value, Optimizer) or not callable(value):
+        return value
+
+    @functools.wraps(value)
+    def closure(*args: Any, **kwargs: Any) -> Any:
+        with session.running():
+            return value(*args, **kwargs)
+
+    return closure
 
 
 def _resume(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
