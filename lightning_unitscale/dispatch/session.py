@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any, Protocol
@@ -28,6 +28,7 @@ from lightning_unitscale.dispatch.scaling import forget_copy, smallest_and_rms
 from lightning_unitscale.dispatch.sites import FORWARD, Site, Sites
 from lightning_unitscale.dispatch.torch_internals import (
     Kernel,
+    KernelOverrides,
     has_subclass,
     last_sequence_number,
     plain_functions,
@@ -74,6 +75,11 @@ class Numerics(Protocol):
 
     def measure(self, product: Product, operands: Sequence[Tensor], *, is_first: bool) -> None:
         """Look at operands in their units, for the first time or again."""
+
+    def overrides(
+        self, session: ProductSession, device_types: Collection[str]
+    ) -> list[KernelOverrides]:
+        """Override what is needed beside products, for kinds of devices."""
 
 
 _NO_GUARD = contextlib.nullcontext()
@@ -257,6 +263,36 @@ class ProductSession:
             return self._backward(rule, original, args, kwargs, call)
         module = "" if call is None else call.site.module
         return self._forward(rule, original, args, kwargs, module, self._episode, f"@{node.name()}")
+
+    def take_settled(
+        self,
+        word: str,
+        roles: tuple[str, ...],
+        node_number: int | None,
+        product: tuple[ProductRule, tuple[Any, ...]],
+    ) -> Site | None:
+        """The site of an operation above autograd, if all is known of it and it is to be rounded.
+
+        Args:
+            word: What it is called.
+            roles: Of its operands.
+            node_number: Of the autograd node that asks for it, if it is computed again.
+            product: The rule and the arguments of the product that it would make.
+        """
+        path, is_engine = self._sites.path_of_caller(4)
+        if path is None or is_engine or self.numerics is None:
+            return None
+        episode = self._episode if node_number is None else (self._episode, node_number)
+        site = self._sites.peek(word, path, episode)
+        if site is None or not site.is_settled or not self.numerics.applies_to(site, *product):
+            return None
+        return self._sites.find(word, roles, path, episode)[0]
+
+    def count_all(self, site: Site, flops: Callable[..., int], args: tuple[Any, ...]) -> None:
+        """Count a layer that is rounded as a whole: its product, and those of its gradients."""
+        if self._counter is not None:
+            for _ in range(1 + sum(tensor.requires_grad for tensor in args)):
+                self._counter.add(site.module, "format", "", flops(args, None))
 
     def unreached(
         self, rule: UnreachedRule, original: Kernel, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -455,6 +491,7 @@ class ProductSession:
         site.log2_units = tuple(known) if len(known) == len(site.roles) else None
         gradient = pairs.get(site.name)
         site.log2_gamma = None if gradient is None else gradient.log2_gamma
+        site.is_settled = site.log2_units is not None and site.log2_gamma is not None
 
 
 def _is_real(operands: Sequence[Any]) -> bool:
