@@ -43,10 +43,15 @@ class FP8Products:
         self.is_training = True
         self._shares: list[tuple[Direction, str, Tensor]] = []
 
+    @property
+    def is_active(self) -> bool:
+        """Whether the steps that run now are in FP8."""
+        return self.is_training or self._config.in_evaluation
+
     def applies_to(self, site: Site, rule: ProductRule, args: Sequence[Any]) -> bool:
         """Whether a product runs in FP8."""
         config = self._config
-        if not (self.is_training or config.in_evaluation):
+        if not self.is_active:
             return False
         if site.name not in config.decisions:
             config.decisions[site.name] = self._why_not(site, rule, args)

@@ -63,7 +63,14 @@ class RanProduct:
 
 
 class Numerics(Protocol):
-    """What a format does to products: simulated, or run in it."""
+    """What a format does to products: simulated, or run in it.
+
+    Attributes:
+        is_active: Whether the steps that run now are rounded at all.
+    """
+
+    @property
+    def is_active(self) -> bool: ...  # noqa: D102
 
     def applies_to(self, site: Site, rule: ProductRule, args: Sequence[Any]) -> bool:
         """Whether a product is rounded."""
@@ -149,12 +156,22 @@ class ProductSession:
         """Within this context forward products of this thread are the session's."""
         previous, LOCAL.session = LOCAL.session, self
         depth = len(LOCAL.suspended)
+        has_fused_layers = torch.backends.mha.get_fastpath_enabled()
+        if self.is_rounding:
+            # A whole encoder layer in one kernel would be left as it is, in evaluation only.
+            torch.backends.mha.set_fastpath_enabled(False)
         try:
             yield
         finally:
             LOCAL.session = previous
+            torch.backends.mha.set_fastpath_enabled(has_fused_layers)
             # An optimizer that raised has not resumed.
             del LOCAL.suspended[depth:]
+
+    @property
+    def is_rounding(self) -> bool:
+        """Whether products of the steps that run now are rounded."""
+        return self.numerics is not None and self.numerics.is_active
 
     def begin_step(self, *, is_training: bool = True) -> None:
         """Products are counted from the first again; what nobody has taken gives units."""
@@ -298,7 +315,11 @@ class ProductSession:
         self, rule: UnreachedRule, original: Kernel, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run an operator whose products no factor can reach."""
-        result = original(*args, **kwargs)
+        LOCAL.is_inside = True
+        try:
+            result = original(*args, **kwargs)
+        finally:
+            LOCAL.is_inside = False
         if self._counter is not None:
             path, _ = self._sites.path_of_caller(3)
             self._counter.add(path or "", "plain", rule.reason, rule.flops(args, result))

@@ -32,6 +32,8 @@ class SimulatedProducts:
         config: The formats, the way of rounding, and the names that it is for.
     """
 
+    is_active = True
+
     def __init__(self, config: SimulateFormat) -> None:
         self._config = config
 
