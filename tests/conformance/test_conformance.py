@@ -8,6 +8,7 @@ import torch
 from tests.conformance import (
     zoo_autograd,
     zoo_control_flow,
+    zoo_derivatives,
     zoo_functorch,
     zoo_layers,
     zoo_numbers,
@@ -23,6 +24,7 @@ from tests.conformance.harness import CALLBACKS, differences, plain, train
 THEMES = (
     zoo_autograd,
     zoo_control_flow,
+    zoo_derivatives,
     zoo_functorch,
     zoo_layers,
     zoo_numbers,

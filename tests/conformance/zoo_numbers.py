@@ -1,4 +1,4 @@
-"""The edges of the numbers: zeros, NaN, infinities, subnormals, and where elements lie in memory."""
+"""The edges of the numbers: zeros, NaN, infinities, subnormals; and how they lie in memory."""
 
 from __future__ import annotations
 
