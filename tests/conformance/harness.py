@@ -224,9 +224,17 @@ def _difference(found: Any, expected: Any) -> str:
         return f"{found.dtype} {found.shape} is not {expected.dtype} {expected.shape}"
     if not (found.is_floating_point() or found.is_complex()):
         return f"{int((found != expected).sum())} of {found.numel()} elements differ"
+    count = int((_bytes(found) != _bytes(expected)).any(-1).sum())
     wide = torch.complex128 if found.is_complex() else torch.float64
     error = (found.to(wide) - expected.to(wide)).abs()
     return (
-        f"{int((error != 0).sum())} of {found.numel()} elements differ, "
-        f"by up to {float(error.max()):.3g} where the largest is {float(expected.abs().max()):.3g}"
+        f"{count} of {found.numel()} elements differ in their bits, by up to "
+        f"{float(error.nan_to_num(nan=0).max()):.3g} "
+        f"where the largest is {float(expected.to(wide).abs().nan_to_num(nan=0).max()):.3g}"
     )
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """The bytes of each element."""
+    tensor = torch.view_as_real(tensor).flatten(-2) if tensor.is_complex() else tensor
+    return tensor.contiguous().view(-1, 1).view(torch.uint8)
