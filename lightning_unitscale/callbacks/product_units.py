@@ -23,7 +23,7 @@ from lightning_unitscale.dispatch.attach import AttachedSession
 from lightning_unitscale.dispatch.coverage import ENOUGH, Coverage
 from lightning_unitscale.dispatch.fp8 import FP8Products
 from lightning_unitscale.dispatch.measured import Measurement
-from lightning_unitscale.dispatch.session import Numerics
+from lightning_unitscale.dispatch.session import Numerics, ProductSession
 from lightning_unitscale.dispatch.simulate import SimulatedProducts
 from lightning_unitscale.transforms.fp8_linears import WIDE_GRADIENT, FP8Linears
 from lightning_unitscale.transforms.gauge import Gauge
@@ -114,12 +114,11 @@ class ProductUnits:
         """Take units of what was measured, and new ones where they have drifted."""
         assert self._attached is not None
         session = self._attached.session
-        if (coverage := session.coverage()) is not None and coverage.counts:
-            self.coverage = coverage
-            self._tell()
         if not self.is_calibrated:
             self._adopt_first(session.take() or Measurement())
+            self._read_coverage(session)
             return
+        self._read_coverage(session)
         # The accumulated batches share one gauge.
         if session.is_looking and has_stepped(
             trainer, trainer.lightning_module, self._global_step_before
@@ -143,9 +142,6 @@ class ProductUnits:
         """Take the units that an evaluation has shown."""
         assert self._attached is not None
         session = self._attached.session
-        if (coverage := session.coverage()) is not None and coverage.counts:
-            self.coverage = coverage
-            self._tell()
         measurement = session.take()
         forward, backward = {}, {}
         if measurement is not None:
@@ -155,6 +151,7 @@ class ProductUnits:
         if forward:
             session.adopt(forward, backward, measurement or Measurement())
             self.gauge = session.gauge
+        self._read_coverage(session)
 
     def detach(self) -> None:
         """Put the module's own steps back; the gauge stays. May be called more than once."""
@@ -276,6 +273,11 @@ class ProductUnits:
                 listed = "; ".join(f"{name}, since {why}" for name, why in reasons.items())
                 self.events.append(f"{what} from {when} on: {listed}")
                 rank_zero_info(f"UnitScaleCallback: {self.events[-1]}")
+
+    def _read_coverage(self, session: ProductSession) -> None:
+        if (coverage := session.coverage()) is not None and coverage.counts:
+            self.coverage = coverage
+            self._tell()
 
     def _tell(self) -> None:
         """One line on the first step that was counted, and a warning if much of it ran plain."""

@@ -24,7 +24,7 @@ from lightning_unitscale.dispatch.coverage import Coverage, CoverageCounter, Kin
 from lightning_unitscale.dispatch.execute import Product, run_in_units
 from lightning_unitscale.dispatch.measured import Measurement, Measurements
 from lightning_unitscale.dispatch.products import ProductRule, UnreachedRule
-from lightning_unitscale.dispatch.scaling import smallest_and_rms
+from lightning_unitscale.dispatch.scaling import forget_copy, smallest_and_rms
 from lightning_unitscale.dispatch.sites import FORWARD, Site, Sites
 from lightning_unitscale.dispatch.torch_internals import (
     Kernel,
@@ -74,6 +74,9 @@ class Numerics(Protocol):
 
     def measure(self, product: Product, operands: Sequence[Tensor], *, is_first: bool) -> None:
         """Look at operands in their units, for the first time or again."""
+
+
+_NO_GUARD = contextlib.nullcontext()
 
 
 class _Local(threading.local):
@@ -152,6 +155,7 @@ class ProductSession:
         self._episode += 1
         self.step += is_training
         self._sites.begin()
+        forget_copy()
         measurement = self.take()
         if measurement is not None:
             self.adopt(measurement.forward, measurement.backward, measurement)
@@ -225,6 +229,7 @@ class ProductSession:
         for number in [n for n, call in CALLS.items() if call.session is self]:
             del CALLS[number]
         self._measurements.clear()
+        forget_copy()
 
     def forward(
         self, rule: ProductRule, original: Kernel, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -260,7 +265,7 @@ class ProductSession:
         result = original(*args, **kwargs)
         if self._counter is not None:
             path, _ = self._sites.path_of_caller(3)
-            self._count(path or "", "plain", rule.reason, rule.flops, args, result)
+            self._counter.add(path or "", "plain", rule.reason, rule.flops(args, result))
         return result
 
     def _forward(
@@ -351,7 +356,7 @@ class ProductSession:
     ) -> Any:
         numerics = self.numerics
         rule, site = product.rule, product.site
-        guard = plain_functions() if has_subclass(args) else contextlib.nullcontext()
+        guard = plain_functions() if has_subclass(args) else _NO_GUARD
         LOCAL.is_inside = True
         try:
             with guard:
@@ -368,7 +373,9 @@ class ProductSession:
         finally:
             LOCAL.is_inside = False
         if self._counter is not None:
-            self._count(site.module, kind, reason, rule.flops, args, result)
+            self._counter.add(
+                site.module, kind, reason, rule.flops(args, result), (site.plain, product.slot)
+            )
         return result
 
     def _record(
@@ -448,12 +455,6 @@ class ProductSession:
         site.log2_units = tuple(known) if len(known) == len(site.roles) else None
         gradient = pairs.get(site.name)
         site.log2_gamma = None if gradient is None else gradient.log2_gamma
-
-    def _count(
-        self, module: str, kind: Kind, reason: str, flops: Any, args: Any, result: Any
-    ) -> None:
-        assert self._counter is not None
-        self._counter.add(module, kind, reason, flops(args, result))
 
 
 def _is_real(operands: Sequence[Any]) -> bool:
