@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from types import CodeType, FrameType
 from typing import Any
@@ -58,6 +58,14 @@ def checkpointed_body(frame: FrameType) -> Any:
     if frame.f_code is CHECKPOINT:
         return values["function"]
     return values["ctx"].run_function if frame.f_code is _REENTRANT else values["fn"]
+
+
+def has_subclass(args: Sequence[Any]) -> bool:
+    """Whether an argument is a tensor of a subclass, with functions of its own."""
+    return any(
+        isinstance(arg, torch.Tensor) and type(arg) not in (torch.Tensor, nn.Parameter)
+        for arg in args
+    )
 
 
 def plain_functions() -> AbstractContextManager[None]:
