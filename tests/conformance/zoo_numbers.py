@@ -103,11 +103,12 @@ zoo.step(_sizes(1e20, 1e20, 1e20), name="products_that_overflow", is_finite=Fals
 
 @zoo.step(
     each(lambda i: (torch.tensor([[2e38, 2e38, -2e38, -2e38, 0, 0, 0, 0]]).repeat(4, 1),)),
-    is_finite=False,
+    loss=lambda output: weighted_sum(output[1]),
     a=lambda: nn.Parameter(torch.ones(8, 8)),
+    b=linear(),
 )
-def sums_that_overflow_on_the_way(m: Any, x: Tensor) -> Tensor:
-    return x @ m.a
+def sums_that_overflow_on_the_way(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    return x @ m.a, m.b(x / 2e38)
 
 
 @zoo.step(
