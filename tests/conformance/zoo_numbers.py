@@ -131,6 +131,13 @@ def saturated_fused_attention(m: Any, x: Tensor) -> Tensor:
     return m.b(F.scaled_dot_product_attention(m.a(x) * 20, x, x, is_causal=True))
 
 
+zoo.add(
+    "attention_that_saturates_later",
+    lambda: nn.MultiheadAttention(8, 2, batch_first=True),
+    each(lambda i: (noise(i, 2, 5, 8),) * 3),
+)
+
+
 @zoo.step(_sizes(1e-3, 1.0, 1e3))
 def tiny_losses(m: Any, x: Tensor) -> Tensor:
     return m.b(torch.tanh(m.a(x))) * 1e-35

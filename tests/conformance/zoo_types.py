@@ -8,10 +8,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.conformance.cases import Zoo, each, linear, noise, rows
+from tests.conformance.cases import Zoo, each, linear, noise, rows, weighted_sum
 
 zoo = Zoo("types")
 CASES = zoo.cases
+
+
+def _scaled_up(output: Any) -> Tensor:
+    """As by a gradient scaler, so that gradients are normal numbers of FP16."""
+    return weighted_sum(output) * 32.0
+
 
 FLOATS = {"double": torch.float64, "bfloat16": torch.bfloat16, "half": torch.float16}
 
@@ -31,17 +37,23 @@ class Typed(nn.Module):
         return self.last(self.conv(h[None])[0])
 
 
+def _signs(index: int, *shape: int) -> Tensor:
+    """Numbers of one size, so that all that comes of them are normal numbers of FP16 as well."""
+    return torch.randn(*shape).sign() * (1 + index) / 4
+
+
 for _name, _dtype in FLOATS.items():
-    # Numbers that stay within the range of FP16.
     zoo.add(
         _name,
         lambda dtype=_dtype: Typed(dtype),
-        each(lambda i, dtype=_dtype: ((noise(i, 4, 8) / 10).to(dtype),)),
+        each(lambda i, dtype=_dtype: (_signs(i, 4, 8).to(dtype),)),
+        loss=_scaled_up,
     )
     zoo.add(
         f"{_name}_recurrent",
         lambda dtype=_dtype: nn.GRU(8, 4).to(dtype),
-        each(lambda i, dtype=_dtype: ((noise(i, 5, 2, 8) / 10).to(dtype),)),
+        each(lambda i, dtype=_dtype: (_signs(i, 5, 2, 8).to(dtype),)),
+        loss=_scaled_up,
     )
 
 
@@ -52,10 +64,10 @@ def autocast(m: Any, x: Tensor) -> Tensor:
         return F.layer_norm(m.b(h) @ h.mT, (4,))
 
 
-@zoo.step()
+@zoo.step(each(lambda i: (_signs(i, 4, 8),)), loss=_scaled_up)
 def autocast_half(m: Any, x: Tensor) -> Tensor:
     with torch.autocast("cpu", dtype=torch.float16):
-        return m.b(F.gelu(m.a(x / 10)))
+        return m.b(F.gelu(m.a(x)))
 
 
 @zoo.step()
