@@ -25,6 +25,8 @@ from lightning_unitscale.transforms.probed_calls import ProbedTensor
 # What a product adds comes first among its arguments.
 _ADDENDS_FIRST = frozenset({"addmm", "baddbmm", "addbmm", "addmv"})
 
+_WHOLE_MODULE = frozenset({"forward", "call", "call_impl", "wrapped_call_impl", "inner"})
+
 
 @dataclass
 class _Checkpoint:
@@ -119,9 +121,9 @@ class WatchedCall:
         scope = frame.f_locals
         if caller is None or caller.again is not None:
             return
-        function, module = scope.get("fn"), getattr(scope.get("fn"), "__self__", None)
-        is_module = isinstance(module, nn.Module) and not caller.path == ""
-        word = "compiled" if is_module else word_of(function)
+        # Dynamo's own name for a whole module is nobody's word.
+        word = word_of(scope.get("fn"))
+        word = "compiled" if word in _WHOLE_MODULE else word
         arguments = _tensors_in((*scope.get("args", ()), *scope.get("kwargs", {}).values()))
         with plain_functions():
             inputs = self._inputs(arguments, word)
@@ -141,7 +143,8 @@ class WatchedCall:
                     row = self._row(fqn, fqn.rpartition(".")[0], ())
                     row.is_given = True
                     if self._select(row.name, row.module):
-                        self._hook(row, parameter, late=parameter)
+                        self._given.append(row)
+                        self._hook(row, parameter, is_late=True)
 
     def close(self) -> None:
         """Look at no more gradients."""
@@ -281,7 +284,7 @@ class WatchedCall:
             if row.forward is None:
                 self._measuring.value(row, tensor)
 
-    def _hook(self, row: TensorRow, tensor: Tensor, late: Tensor | None = None) -> None:
+    def _hook(self, row: TensorRow, tensor: Tensor, *, is_late: bool = False) -> None:
         """Look at the gradient when all of it has come together, and before it goes on.
 
         On the node and not on the tensor, which is the user's: in whatever order hooks are hung on
@@ -298,9 +301,9 @@ class WatchedCall:
             # A backward pass that is itself differentiated is a part of the step's forward pass.
             if gradient is None or torch.is_grad_enabled():
                 return
-            if late is not None and row.forward is None:
-                self._given.append(row)
-                self._show(row, late)
+            if is_late:
+                # It was read where nothing is seen, in compiled code for one.
+                self._show(row, tensor)
             self._measuring.gradient(row, gradient)
 
         self._hooks.append(node.register_prehook(see))
