@@ -200,7 +200,7 @@ class WatchedCall:
             row.is_given = True
             self._given.append(row)
             self._show(row, tensor)
-            if tensor.requires_grad and row.is_shown:
+            if _takes_part(tensor) and row.is_shown:
                 self._hook(row, tensor)
             return (row,)
         base = tensor._base
@@ -240,7 +240,7 @@ class WatchedCall:
             kept = self.checkpoints.setdefault(checkpoint, _Checkpoint())
             kept.rows.append(row)
             kept.words.append(word)
-        if tensor.requires_grad:
+        if _takes_part(tensor):
             self._show(row, tensor)
             if row.is_shown:
                 self._hook(row, tensor)
@@ -269,7 +269,7 @@ class WatchedCall:
                     kept = self.checkpoints.setdefault(checkpoint, _Checkpoint())
                     kept.rows.append(row)
                     kept.words.append(word)
-                if one.requires_grad and row.forward is not None:
+                if _takes_part(one) and row.forward is not None:
                     row.is_shown = True
                     self._hook(row, one)
 
@@ -359,6 +359,11 @@ def _version(tensor: Tensor) -> int:
 
 def _has_node(tensor: Tensor) -> bool:
     return tensor.grad_fn is not None
+
+
+def _takes_part(tensor: Tensor) -> bool:
+    """Whether a gradient can arrive: at a node, or at a leaf that is no view of one."""
+    return tensor.requires_grad and (_has_node(tensor) or tensor._base is None)
 
 
 def _tensors_in(values: Iterable[Any]) -> list[Tensor]:
