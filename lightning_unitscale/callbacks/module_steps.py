@@ -23,9 +23,7 @@ from lightning_unitscale.transforms.rules.zero_gradients import zero_gradients
 
 
 def captures_steps(trainer: pl.Trainer) -> bool:
-    """Whether the steps of the Trainer's module run as captured graphs: a strategy that cuts them,
-    or a callback that rewrites them, says so.
-    """
+    """Whether the module's steps run as captured graphs, for the strategy or for a callback."""
     if pipeline_of(trainer) is not None:
         return True
     return any(

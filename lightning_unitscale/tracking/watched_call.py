@@ -181,6 +181,8 @@ class WatchedCall:
             rows = self._rows(one)
             if rows is None:
                 rows = self._rows_of[one] = self._new_rows(one)
+            elif len(rows) == 1 and not rows[0].is_hooked and _takes_part(one):
+                rows = self._rows_of[one] = self._with_gradient(rows[0], one)
             inputs.update(dict.fromkeys(rows))
             if is_product(word) and len(rows) == 1 and not rows[0].is_shown:
                 # Masks and tables of constants count where a product reads them.
@@ -208,15 +210,32 @@ class WatchedCall:
             return self._inputs((base,), "")
         if tensor.grad_fn is None:
             return ()
-        # Of an autograd function, a scripted module, an extension: named when it is first read.
-        word = type(tensor.grad_fn).__name__.partition("Backward")[0]
         caller = self.callers.find(sys._getframe(1)) or Caller("")
-        row = self._row(self._unique(_named(caller.path, word)), caller.path, ())
+        return (self._unseen_row(tensor, caller.path, ()),)
+
+    def _with_gradient(self, row: TensorRow, tensor: Tensor) -> tuple[TensorRow, ...]:
+        """Rows of a tensor that has come to take part in the backward pass since it was noted."""
+        if not _has_node(tensor):
+            self._show(row, tensor)
+            if row.is_shown:
+                self._hook(row, tensor)
+        elif row.is_constant:
+            # An autograd function has returned what it has computed without gradients.
+            row = self._unseen_row(tensor, row.module, (row,))
+        return (row,)
+
+    def _unseen_row(self, tensor: Tensor, path: str, inputs: tuple[TensorRow, ...]) -> TensorRow:
+        """The row of what an autograd function has made, a scripted module or an extension.
+
+        It is made when the tensor is first read, and where that is, if nothing else is known.
+        """
+        word = type(tensor.grad_fn).__name__.partition("Backward")[0]
+        row = self._row(self._unique(_named(path, word)), path, inputs)
         self._made.append(row)
         self._show(row, tensor)
         if row.is_shown:
             self._hook(row, tensor)
-        return (row,)
+        return row
 
     def _note(
         self,
@@ -244,7 +263,9 @@ class WatchedCall:
             self._show(row, tensor)
             if row.is_shown:
                 self._hook(row, tensor)
-        elif caller.checkpoints and self._select(row.name, row.module):
+        elif not caller.checkpoints:
+            row.is_constant = True
+        elif self._select(row.name, row.module):
             # Whether it takes part in the backward pass is seen when it is made again.
             self._measuring.value(row, tensor)
 
@@ -290,10 +311,12 @@ class WatchedCall:
         On the node and not on the tensor, which is the user's: in whatever order hooks are hung on
         the tensor itself, the node's come after them.
         """
+        row.is_hooked = True
         node, index = tensor.grad_fn, tensor.output_nr
         if node is None:
             with unseen():
-                node, index = get_gradient_edge(tensor)[:2]
+                edge: Any = get_gradient_edge(tensor)
+            node, index = edge.node, edge.output_nr
             self._leaf_nodes.append(node)
 
         def see(gradients: Sequence[Tensor | None]) -> None:

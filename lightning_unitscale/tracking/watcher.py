@@ -120,9 +120,7 @@ class StepWatcher:
             record = call.record()
             if record is not None:
                 tensors, forward, backward = record
-                self._units.update(
-                    {one.name: one.held.sigma.constant for one in tensors}
-                )
+                self._units.update({one.name: one.held.sigma.constant for one in tensors})
                 slots = torch.zeros_like(forward)
                 slots.grad = backward
                 probed.append(ProbedCall(tensors, CallRecord(forward, slots), Gauge()))

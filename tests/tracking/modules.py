@@ -6,7 +6,7 @@ import copy
 import io
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -138,7 +138,7 @@ class Breaks(Small):
 
 
 class _Checkpointed(Small):
-    options: dict[str, Any] = {}
+    options: ClassVar[dict[str, Any]] = {}
 
     def body(self, x: Tensor) -> Tensor:
         return self.dropout(self.hidden(x))
@@ -149,12 +149,12 @@ class _Checkpointed(Small):
 
 @odd
 class Reentrant(_Checkpointed):
-    options = {"use_reentrant": True}
+    options: ClassVar[dict[str, Any]] = {"use_reentrant": True}
 
 
 @odd
 class NonReentrant(_Checkpointed):
-    options = {"use_reentrant": False}
+    options: ClassVar[dict[str, Any]] = {"use_reentrant": False}
 
 
 def _keep_all(*_: Any, **__: Any) -> CheckpointPolicy:
@@ -165,7 +165,7 @@ def _keep_all(*_: Any, **__: Any) -> CheckpointPolicy:
 class Selective(_Checkpointed):
     """Keeps every result by its order: one more operation would mix them up."""
 
-    options = {
+    options: ClassVar[dict[str, Any]] = {
         "use_reentrant": False,
         "context_fn": lambda: create_selective_checkpoint_contexts(_keep_all),
     }
@@ -315,7 +315,7 @@ class Adversaries(Small):
 
 @odd
 class ManualReentrant(_Checkpointed):
-    options = {"use_reentrant": True}
+    options: ClassVar[dict[str, Any]] = {"use_reentrant": True}
 
     def build(self) -> None:
         self.automatic_optimization = False
@@ -439,7 +439,9 @@ class Sparse(Small):
 class Complex(Small):
     def forward(self, x: Tensor) -> Tensor:
         spectrum = torch.fft.rfft(self.hidden(x))
-        return self.second(torch.fft.irfft(spectrum * spectrum.conj(), n=8).to(torch.float64).float())
+        return self.second(
+            torch.fft.irfft(spectrum * spectrum.conj(), n=8).to(torch.float64).float()
+        )
 
 
 @odd
