@@ -17,13 +17,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_unitscale.dispatch.session import RanProduct
 from lightning_unitscale.tracking.callers import Caller, Callers
+from lightning_unitscale.tracking.operands import operands_of
 from lightning_unitscale.tracking.rows import Measuring, TensorRow, shown_inputs
 from lightning_unitscale.tracking.torch_state import is_readable, plain_functions, unseen
 from lightning_unitscale.tracking.words import is_alias, is_product, word_of
 from lightning_unitscale.transforms.probed_calls import ProbedTensor
-
-# What a product adds comes first among its arguments.
-_ADDENDS_FIRST = frozenset({"addmm", "baddbmm", "addbmm", "addmv"})
 
 _WHOLE_MODULE = frozenset({"forward", "call", "call_impl", "wrapped_call_impl", "inner"})
 
@@ -96,7 +94,8 @@ class WatchedCall:
         with plain_functions():
             ran = self._products[num_products:]
             if ran:
-                self._take_units(ran, arguments, word)
+                for operand, unit in operands_of(ran, arguments, word):
+                    self._set_unit(operand, unit)
             if word == "setitem":
                 self._rows_of[arguments[0]] = inputs
             base = _named(caller.path, word)
@@ -331,31 +330,12 @@ class WatchedCall:
 
         self._hooks.append(node.register_prehook(see))
 
-    def _take_units(
-        self, ran: Sequence[RanProduct], arguments: Sequence[Tensor], word: str
-    ) -> None:
-        """Give operands the units in which products that have just run have read them."""
-        by_storage: dict[int, list[Tensor]] = {}
-        floats = [one for one in arguments if one.is_floating_point() and is_readable(one)]
-        for one in floats:
-            by_storage.setdefault(one.untyped_storage().data_ptr(), []).append(one)
-        for product in ran:
-            left = {storage: list(tensors) for storage, tensors in by_storage.items()}
-            # Autocast casts operands before a product sees them; their order stays.
-            in_order = floats[word in _ADDENDS_FIRST :]
-            is_moved = len(ran) == 1 and not any(one in left for one in product.storages)
-            for index, (storage, unit) in enumerate(
-                zip(product.storages, product.log2_sigmas, strict=True)
-            ):
-                if is_moved:
-                    found = in_order[index] if index < len(in_order) else None
-                else:
-                    found = left[storage].pop(0) if left.get(storage) else None
-                rows = () if found is None else self._rows_of.get(found, ())
-                if found is not None and len(rows) == 1 and not rows[0].has_unit:
-                    self._set_unit(rows[0], unit, found)
-
-    def _set_unit(self, row: TensorRow, unit: int, tensor: Tensor) -> None:
+    def _set_unit(self, tensor: Tensor, unit: int) -> None:
+        """Note the unit in which a product has just read a tensor; the first product counts."""
+        rows: Sequence[TensorRow] = self._rows(tensor) or ()
+        if len(rows) != 1 or rows[0].has_unit:
+            return
+        row = rows[0]
         row.has_unit = True
         row.log2_sigma = unit
         if row.forward is not None and row.log2_counted != unit:
