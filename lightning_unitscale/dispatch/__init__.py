@@ -1,1 +1,1 @@
-"""Products at torch's dispatcher: units around each of them, without any graph."""
+"""Products at the dispatcher: units and formats around every matrix product of any Python code."""

@@ -8,7 +8,7 @@ they are taken into its casts and into the products' own scales, so they cost no
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
 from tabulate import tabulate
@@ -197,19 +197,28 @@ class FP8Linears(GraphPass):
             names = [name for _, one in linears for name in cast_names(one.product)]
             grid = self.moving_grid.add_to(graph, names)
         for index, (region, linear) in enumerate(linears):
-            options: dict[str, Any] = {"gradient": self._gradient(meant_name(linear.product.node))}
+            options: dict[str, Any] = {
+                "gradient": self.gradient_of(meant_name(linear.product.node))
+            }
             if grid is not None:
                 options |= {"grid": region.thread(grid), "index": NUM_CASTS * index}
             _rewrite(region, linear, self.scaling, self.takes_units_in, options)
         self.decisions.update(found)
-        count = sum(one is None for one in found.values())
-        scales = f"{self.scaling} scales" + ("" if self.moving_grid is None else ", moving grid")
-        return (f"{count} of {len(found)} products in FP8 with {scales}",)
+        return (self._summary_of(found),)
 
     def after_step(self, module: nn.Module, result: Any) -> None:
         """Move the numbers of FP8, if they move."""
         if self.moving_grid is not None:
             self.moving_grid.after_step(module)
+
+    def summary(self) -> str:
+        """How many of the products that were seen are in FP8, and how."""
+        return self._summary_of(self.decisions)
+
+    def _summary_of(self, decisions: Mapping[str, str | None]) -> str:
+        count = sum(reason is None for reason in decisions.values())
+        scales = f"{self.scaling} scales" + ("" if self.moving_grid is None else ", moving grid")
+        return f"{count} of {len(decisions)} products in FP8 with {scales}"
 
     def report(self) -> str:
         """Every product with what was decided on it, and why."""
@@ -223,11 +232,12 @@ class FP8Linears(GraphPass):
         return table if self.in_evaluation else f"{table}\n\n{_TRAINING_ONLY}"
 
     def _how(self, name: str) -> str:
-        text = f"{self.scaling} scales, gradients in {self._gradient(name)}"
+        text = f"{self.scaling} scales, gradients in {self.gradient_of(name)}"
         reason = self.unfit.gradients.get(name)
         return text if reason is None else f"{text}: {reason}"
 
-    def _gradient(self, name: str) -> GradientFormat:
+    def gradient_of(self, name: str) -> GradientFormat:
+        """Format of the gradient that arrives at a product."""
         return WIDE_GRADIENT if name in self.unfit.gradients else self.gradient_format
 
     def _why_not(self, linear: Linear | None, node: fx.Node) -> str | None:
