@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from lightning_unitscale.dispatch.calls import CALLS, Call, remember, sources_of
+from lightning_unitscale.dispatch.calls import CALLS, Call, may_belong_to, remember, sources_of
 from lightning_unitscale.dispatch.coverage import Coverage, CoverageCounter, Kind
 from lightning_unitscale.dispatch.execute import Product, run_in_units
 from lightning_unitscale.dispatch.measured import Measurement, Measurements
@@ -29,9 +29,7 @@ from lightning_unitscale.dispatch.sites import FORWARD, Site, Sites
 from lightning_unitscale.dispatch.torch_internals import (
     Kernel,
     KernelOverrides,
-    has_subclass,
     last_sequence_number,
-    plain_functions,
     sequence_number,
 )
 from lightning_unitscale.transforms.gauge import (
@@ -87,9 +85,6 @@ class Numerics(Protocol):
         self, session: ProductSession, device_types: Collection[str]
     ) -> list[KernelOverrides]:
         """Override what is needed beside products, for kinds of devices."""
-
-
-_NO_GUARD = contextlib.nullcontext()
 
 
 class _Local(threading.local):
@@ -288,7 +283,7 @@ class ProductSession:
             # A checkpoint computes its body again, within the node that asked for it.
             again = (self._episode, sequence_number(node))
             return self._forward(rule, original, args, kwargs, path, again)
-        if is_engine and call is not None:
+        if is_engine and call is not None and may_belong_to(rule, call):
             return self._backward(rule, original, args, kwargs, call)
         module = "" if call is None else call.site.module
         return self._forward(rule, original, args, kwargs, module, self._episode, f"@{node.name()}")
@@ -425,20 +420,18 @@ class ProductSession:
     ) -> Any:
         numerics = self.numerics
         rule, site = product.rule, product.site
-        guard = plain_functions() if has_subclass(args) else _NO_GUARD
         LOCAL.is_inside = True
         try:
-            with guard:
-                if numerics is not None and numerics.applies_to(site, rule, args):
-                    kind: Kind = "format"
-                    reason = ""
-                    result = numerics.run(product, original, list(args), kwargs)
-                elif reason := site.plain.get(product.slot, ""):
-                    kind = "plain"
-                    result = original(*args, **kwargs)
-                else:
-                    kind = "units"
-                    result = run_in_units(product, original, list(args), kwargs)
+            if numerics is not None and numerics.applies_to(site, rule, args):
+                kind: Kind = "format"
+                reason = ""
+                result = numerics.run(product, original, list(args), kwargs)
+            elif reason := site.plain.get(product.slot, ""):
+                kind = "plain"
+                result = original(*args, **kwargs)
+            else:
+                kind = "units"
+                result = run_in_units(product, original, list(args), kwargs)
         finally:
             LOCAL.is_inside = False
         if self._counter is not None:
