@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import fx
 
 from lightning_unitscale.graph import capture
+from lightning_unitscale.graph.aliasing import find_effects
 from lightning_unitscale.graph.capture import CapturedGraph, Executor
 from lightning_unitscale.graph.expand import expand_composites
 from lightning_unitscale.graph.lowering import REWRITE
@@ -101,6 +102,7 @@ class CompiledGraph:
         self.base = capture.copy_graph_module(captured.graph_module)
         step.names.assign(captured, self.base)
         expand_composites(self.base)
+        find_effects(self.base.graph)  # for all copies of it
         self.inputs = captured.inputs
         self._example_inputs = captured.example_inputs
         self._variants: dict[bool, Variant] = {}
