@@ -79,6 +79,7 @@ MAY_NOT_IMPORT_TORCH = (
 TORCH_ADAPTERS = (
     "functional/func_transforms.py",
     "functional/scaled_product.py",
+    "graph/absent_packages.py",
     "graph/attention_kernels.py",
     "graph/capture.py",
     "graph/dispatch_modes.py",

@@ -25,6 +25,7 @@ from torch._dynamo.source import GlobalSource
 from torch._dynamo.utils import graph_break_reasons
 from torch._guards import CompileContext
 
+from lightning_unitscale.graph.absent_packages import absent_packages
 from lightning_unitscale.graph.lowering import inductor_options
 from lightning_unitscale.graph.partitioned import partitioned_by, run_boxed
 from lightning_unitscale.graph.passed_over import passed_over
@@ -155,6 +156,7 @@ def capture_settings(*, passes_over: bool = False) -> Iterator[None]:
     an ``nn.GRU``.
     """
     with (
+        absent_packages(),
         plain_answers(),
         plain_numbers(),
         plain_optimizers(),

@@ -15,7 +15,6 @@ from lightning_unitscale.graph.capture import CapturedGraph, Executor
 from lightning_unitscale.graph.expand import expand_composites
 from lightning_unitscale.graph.lowering import REWRITE
 from lightning_unitscale.graph.passes import Run, Stage, StepGraph, run_passes
-from lightning_unitscale.graph.plain_algorithm import refuse_other_algorithms
 
 if TYPE_CHECKING:
     from lightning_unitscale.graph.captured_step import CapturedStep
@@ -35,7 +34,6 @@ class GraphBackend:
         step = self.step()
         if step is None:
             return graph_module.forward
-        refuse_other_algorithms(graph_module)
         captured = capture.describe(graph_module, example_inputs, step.owner.module)
         return _GraphOfEachModule(step, captured, self.executor).__call__
 

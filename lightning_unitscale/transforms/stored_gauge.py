@@ -173,7 +173,7 @@ def _has_own_units(node: fx.Node) -> bool:
 def kept_argument(node: fx.Node) -> fx.Node | None:
     """The argument whose units the node hands on, or ``None`` when it has units of its own."""
     first = node.args[0] if node.args else None
-    if not isinstance(first, fx.Node):
+    if not isinstance(first, fx.Node) or written_arguments(node):
         return None
     if viewed_argument(node) is not first and op_name(node) not in _KEEPS_UNITS:
         return None
