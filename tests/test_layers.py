@@ -84,6 +84,7 @@ TORCH_ADAPTERS = (
     "graph/capture.py",
     "graph/dispatch_modes.py",
     "graph/exported.py",
+    "graph/graph_breaks.py",
     "graph/kept_whole.py",
     "graph/lowering.py",
     "graph/partitioned.py",

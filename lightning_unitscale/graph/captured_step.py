@@ -17,6 +17,14 @@ from lightning_unitscale.graph import capture
 from lightning_unitscale.graph.capture import Executor
 from lightning_unitscale.graph.compiled_graph import CompiledGraph, GraphBackend
 from lightning_unitscale.graph.dispatch_modes import is_watched
+from lightning_unitscale.graph.graph_breaks import (
+    graph_breaks_since,
+    is_of_dynamo,
+    joined_reasons,
+    num_graph_breaks,
+    reason_of,
+    wants_dynamos_texts,
+)
 from lightning_unitscale.graph.kept_whole import kept_whole
 from lightning_unitscale.graph.nodes import Names
 from lightning_unitscale.graph.postponed import Postponed
@@ -161,7 +169,7 @@ class CapturedStep:
         begin_step = getattr(self.owner.partition_fn, "begin_step", None)
         if begin_step is not None:
             begin_step()
-        num_breaks = capture.num_graph_breaks()
+        num_breaks = num_graph_breaks()
         try:
             with (
                 # Scaled by rules, what is not captured would be another model.
@@ -179,13 +187,15 @@ class CapturedStep:
             capture.forget(self.__wrapped__)
             self.reset()
             inner = capture.original_error(error)
+            if is_of_dynamo(inner):
+                raise self._not_captured(inner) from (inner if wants_dynamos_texts() else None)
             if inner is error:
                 raise
             raise inner from None
         if not self.num_graph_calls and is_watched():
             # Dynamo passes over a step under such a mode, and ever after, if it is not told.
             capture.forget(self.__wrapped__)
-        found = capture.graph_breaks_since(num_breaks)
+        found = graph_breaks_since(num_breaks)
         self.graph_breaks += found
         self.owner.graph_breaks += found
         if result is not None or not self._postponed.is_empty:
@@ -244,10 +254,18 @@ class CapturedStep:
     def _title(self) -> str:
         return f"{type(self.owner.module).__name__}.{self.name}"
 
+    def _not_captured(self, error: BaseException) -> RuntimeError:
+        return RuntimeError(
+            f"{self._title}: Dynamo cannot capture it: {reason_of(error)}. Expected a "
+            "step that Dynamo captures; move that line out of the step, into a hook such as "
+            "on_train_batch_start, or mark its function with torch.compiler.disable. TORCH_LOGS="
+            "graph_breaks shows what Dynamo says of it."
+        )
+
     def _warn_if_nothing_ran(self) -> None:
         if self.num_graph_calls:
             return
-        reasons = "; ".join(dict.fromkeys(self.owner.graph_breaks)) or _NO_REASON
+        reasons = joined_reasons(self.owner.graph_breaks) or _NO_REASON
         if is_watched():
             reasons = "a mode such as FlopCounterMode looks at every operation of this call"
         self._warn_once(

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import os
 import re
 import sys
@@ -39,8 +38,6 @@ _IS_COMPILING = frozenset({_QUESTION, "is_dynamo_compiling"})
 # torch's code (its checkpointing) knows what it needs to be told, and so does ours.
 _KNOWING = (f"{torch.__path__[0]}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}")
 _RESUMED = re.compile(r"^torch_dynamo_resume_in_(.*)_at_\d+$")
-# It prints the error of an operation that fails without numbers, which is raised as well.
-_PRINTER = logging.getLogger("torch._subclasses.fake_tensor")
 
 # The innermost functions that asked, as (file, function): it is often done through a helper or two.
 _Asker = tuple[tuple[str, str], ...]
@@ -61,8 +58,7 @@ def plain_answers() -> Iterator[None]:
         while True:
             _told_no.clear()
             try:
-                with shadowed(_PRINTER, disabled=True):
-                    return convert(*args, **kwargs)
+                return convert(*args, **kwargs)
             except (InternalTorchDynamoError, TorchRuntimeError):
                 if not _told_no:
                     _told_yes.difference_update(told)
