@@ -6,7 +6,7 @@ import copy
 import types
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 # Calls that captured something, after which somebody should know.
 _MANY_CAPTURES = 16
+# Blocks within which autograd does not save tensors as usual.
+_SAVING = ("saved_tensors_hooks", "save_on_cpu")
 _NO_REASON = "no tensor operation in it, or a loop breaks the graph and Dynamo passes over it all"
 
 Interpreter = Callable[["CompiledGraph", tuple[Any, ...]], Any]
@@ -201,6 +203,7 @@ class CapturedStep:
         if result is not None or not self._postponed.is_empty:
             # Otherwise the step has skipped this batch.
             self._warn_if_nothing_ran()
+        self._warn_of_saving(found)
         self._num_captures += len(self.graphs) > num_graphs
         if self._num_captures == _MANY_CAPTURES:
             self._warn_of_captures()
@@ -273,6 +276,16 @@ class CapturedStep:
             f"runs as it is, neither rewritten nor observed ({reasons}). Expected at least one "
             "traceable operation; keep printing, .item() and third-party calls out of the step."
         )
+
+    def _warn_of_saving(self, graph_breaks: Sequence[str]) -> None:
+        """Dynamo passes over the whole function that enters such a block, and all that is in it."""
+        for one in graph_breaks:
+            if any(name in one for name in _SAVING):
+                self._warn_once(
+                    f"{self._title}: what a function computes that saves tensors in its own way "
+                    f"runs as it is, neither rewritten nor observed ({one}). Expected a step "
+                    "without such a block; enter it around the step, in a callback's hooks."
+                )
 
     def _warn_of_captures(self) -> None:
         self._warn_once(

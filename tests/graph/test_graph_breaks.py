@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -91,3 +94,40 @@ def test_short_reasons() -> None:
     assert short_reason("Only a title") == "Only a title"
     assert len(short_reason("many words " * 100)) <= 160
     assert joined_reasons(["a", "b", "a", "c", "d", "e"]) == "a; b; c; and 2 more"
+
+
+class SavesInside(nn.Module):
+    def __init__(self, block: Callable[[], AbstractContextManager[Any]]) -> None:
+        super().__init__()
+        self.block = block
+        self.inner = nn.Sequential(nn.Linear(3, 3), nn.ReLU())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.hooked(x).square().sum() * 2
+
+    def hooked(self, x: Tensor) -> Tensor:
+        with self.block():
+            return self.inner(x)
+
+
+def _hooks() -> AbstractContextManager[Any]:
+    return torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone)
+
+
+@pytest.mark.parametrize("block", [_hooks, torch.autograd.graph.save_on_cpu])
+def test_blocks_that_save_tensors_in_their_own_way_are_named(block: Any) -> None:
+    module = SavesInside(block)
+    tracked = track_scales(module)
+    with pytest.warns(UserWarning, match="saves tensors in its own way") as caught:
+        assert torch.equal(tracked(X), module(X))
+        tracked(X)
+    assert len(caught) == 1
+    assert f"{__file__}:" in str(caught[0].message)
+
+
+def test_such_a_block_around_a_step_is_none_of_its_business() -> None:
+    module = SavesInside(nullcontext)
+    tracked = track_scales(module)
+    with _hooks():
+        assert torch.equal(tracked(X), module(X))
+    assert "No graph breaks" in tracked.explain()  # type: ignore[operator]
