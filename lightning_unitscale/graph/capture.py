@@ -109,6 +109,12 @@ class CapturedGraph:
 _KEY = re.compile(r"\['([^']+)'\]")
 
 
+def compile_whole(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` run through Dynamo as one graph; raises when it is called, if it is several."""
+    compiled: Callable[..., Any] = torch.compile(function, backend="eager", fullgraph=True)
+    return compiled
+
+
 def compile_function(function: Callable[..., Any], backend: Backend) -> Callable[..., Any]:
     """``function`` run through Dynamo with ``backend`` called once per captured graph."""
     compiled: Callable[..., Any] = torch.compile(function, backend=backend)

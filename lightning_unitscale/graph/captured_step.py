@@ -28,6 +28,7 @@ from lightning_unitscale.graph.graph_breaks import (
 from lightning_unitscale.graph.kept_whole import kept_whole
 from lightning_unitscale.graph.nodes import Names
 from lightning_unitscale.graph.postponed import Postponed
+from lightning_unitscale.graph.tensor_subclasses import not_followed
 from lightning_unitscale.graph.untraced import UntracedCalls, plain_forward
 from lightning_unitscale.graph.whole_layers import opened_layers
 
@@ -82,6 +83,8 @@ class CapturedStep:
         self._postponed: Postponed | None = None
         self._untraced: UntracedCalls | None = None
         self._flags: list[bool] = []
+        # Class of an input for which the call runs as it is.
+        self._refused: str | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step, and then do what was held back meanwhile."""
@@ -182,7 +185,12 @@ class CapturedStep:
                 self._postponed.recording(),
                 self._untraced.replaced(),
             ):
-                result = self._compiled[executor](*args, **kwargs)
+                run = self._compiled[executor]
+                self._refused = not_followed((args, kwargs), capture.compile_whole)
+                if self._refused is not None:
+                    self._refuse_under_rules()
+                    run = self.__wrapped__
+                result = run(*args, **kwargs)
         except Exception as error:
             self._postponed.discard()
             # Dynamo never looks again at a frame in which an error was raised; the next call may.
@@ -269,6 +277,13 @@ class CapturedStep:
         if self.num_graph_calls:
             return
         reasons = joined_reasons(self.owner.graph_breaks) or _NO_REASON
+        if self._refused is not None:
+            self._warn_once(
+                f"{self._title}: called with a {self._refused}, whose operations Dynamo does not "
+                "follow, so it runs as it is, neither rewritten nor observed. Expected plain "
+                "tensors; hand it image.as_subclass(torch.Tensor)."
+            )
+            return
         if is_watched():
             reasons = "a mode such as FlopCounterMode looks at every operation of this call"
         self._warn_once(
@@ -276,6 +291,14 @@ class CapturedStep:
             f"runs as it is, neither rewritten nor observed ({reasons}). Expected at least one "
             "traceable operation; keep printing, .item() and third-party calls out of the step."
         )
+
+    def _refuse_under_rules(self) -> None:
+        if self.owner.changes_function:
+            raise RuntimeError(
+                f"{self._title} is unit-scaled by rules and called with a {self._refused}, whose "
+                "operations Dynamo does not follow, so that it would be another model; expected "
+                "plain tensors; hand it image.as_subclass(torch.Tensor)."
+            )
 
     def _warn_of_saving(self, graph_breaks: Sequence[str]) -> None:
         """Dynamo passes over the whole function that enters such a block, and all that is in it."""
