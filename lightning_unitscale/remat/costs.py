@@ -119,9 +119,9 @@ def example_of(argument: Any) -> Any:
 def concrete(value: Any) -> Any:
     """An example value with numbers for symbolic sizes; asking these for ints would fix them."""
     if isinstance(value, Tensor):
-        shape, stride = ([hint(one) for one in many] for many in (value.shape, value.stride()))
-        if (*shape, *stride) == (*value.shape, *value.stride()):
+        if all(isinstance(size, int) for size in (*value.shape, *value.stride())):
             return value
+        shape, stride = ([hint(one) for one in many] for many in (value.shape, value.stride()))
         return torch.empty_strided(shape, stride, dtype=value.dtype, device="meta")
     if isinstance(value, torch.SymInt):
         return hint(value)
