@@ -12,6 +12,8 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from lightning_unitscale.remat.sizes import hint
+
 # Kernels that torch's registry does not list, by the query and key that they are given first.
 _ATTENTION = ("_scaled_dot_product_flash_attention_for_cpu",)
 _ATTENTION_BACKWARD = ("_scaled_dot_product_flash_attention_for_cpu_backward",)
@@ -76,15 +78,6 @@ def size_of(tensor: Tensor) -> int:
     for size in tensor.shape:
         count *= hint(size)
     return count * tensor.element_size()
-
-
-def hint(size: Any) -> int:
-    """The number behind a symbolic size, without a guard on it; 4096 if there is none."""
-    if isinstance(size, int):
-        return size
-    node = size.node
-    value = node.hint if node.has_hint() else None
-    return 4096 if value is None else int(value)
 
 
 def node_flops(node: fx.Node) -> float:

@@ -9,6 +9,7 @@ Private names used here were checked on torch 2.13: ``_extract_fwd_bwd_modules``
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -25,7 +26,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from lightning_unitscale.graph.partitioned import run_boxed
 from lightning_unitscale.remat.budget import Budget, check_budget
-from lightning_unitscale.remat.costs import CostModel, default_cost_model, hint
+from lightning_unitscale.remat.costs import CostModel, default_cost_model
 from lightning_unitscale.remat.joint_graph import (
     Recomputable,
     Symbolic,
@@ -37,6 +38,7 @@ from lightning_unitscale.remat.planner import PLANNER_VERSION, Planner, RematPla
 from lightning_unitscale.remat.problem import Mask, Region, RematProblem, recomputed
 from lightning_unitscale.remat.schedule import lazy_order
 from lightning_unitscale.remat.simulate import input_bytes
+from lightning_unitscale.remat.sizes import changing_sizes, hint, limit_reach
 
 PartitionFn = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 
@@ -228,7 +230,8 @@ class RematPartitioner(CustomPartitionerFn):
         prepare(gm)
         is_fused = compiler == "inductor"
         model = self.cost_model or default_cost_model(_device_type(gm), fused=is_fused)
-        problem, nodes = read_joint_graph(
+        read = functools.partial(
+            read_joint_graph,
             gm.graph,
             num_fwd_outputs,
             model,
@@ -237,12 +240,20 @@ class RematPartitioner(CustomPartitionerFn):
             # Inductor draws by seeds of its own, which are saved.
             replay_random=not is_fused,
         )
+        problem, nodes = read()
         resident, forward = (0, 0)
         if self.resident is not None:
             static = _static_bytes(gm, static_lifetime_input_indices)
             # Unknown outside of torch.compile's own backends: then all inputs count for them.
             resident, forward = self.resident(static or input_bytes(problem))
-        plan = self.choose(Planner(problem, resident_bytes=resident, forward_bytes=forward))
+        planner = Planner(problem, resident_bytes=resident, forward_bytes=forward)
+        plan = self.choose(planner)
+        if isinstance(self.budget, int):
+            limit = self.budget
+            limit_reach(
+                changing_sizes(gm.graph),
+                lambda: self.peak_bytes(planner.in_problem(plan, read()[0])) <= limit,
+            )
         if self.on_plan is not None:
             self.on_plan(plan)
         segments, kept = plan.segments, plan.kept
@@ -251,6 +262,10 @@ class RematPartitioner(CustomPartitionerFn):
     def choose(self, planner: Planner) -> RematPlan:
         """The plan of one graph; a subclass may choose another."""
         return planner.default if self.budget == "default" else planner.plan(self.budget)
+
+    def peak_bytes(self, plan: RematPlan) -> int:
+        """What the budget limits."""
+        return plan.peak_bytes
 
     def uuid(self) -> Any:
         """What Inductor's cache keys graphs by; ``None``, no cache, if more than that decides."""
