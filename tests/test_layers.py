@@ -88,6 +88,7 @@ TORCH_ADAPTERS = (
     "graph/partitioned.py",
     "graph/passed_over.py",
     "graph/plain_algorithm.py",
+    "graph/plain_kernels.py",
     "graph/plain_numbers.py",
     "graph/plain_optimizers.py",
     "graph/symbols.py",

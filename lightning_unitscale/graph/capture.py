@@ -29,6 +29,7 @@ from lightning_unitscale.graph.lowering import inductor_options
 from lightning_unitscale.graph.partitioned import partitioned_by, run_boxed
 from lightning_unitscale.graph.passed_over import passed_over
 from lightning_unitscale.graph.plain_algorithm import plain_answers
+from lightning_unitscale.graph.plain_kernels import plain_kernels
 from lightning_unitscale.graph.plain_numbers import plain_numbers
 from lightning_unitscale.graph.plain_optimizers import plain_optimizers
 
@@ -291,7 +292,8 @@ def execute_with(
     if executor == "aot_eager":
         options = {} if partition_fn is None else {"partition_fn": partition_fn}
         backend = aot_autograd(fw_compiler=run_boxed, **options)
-        compiled: Callable[..., Any] = backend(graph_module, inputs)
+        with plain_kernels():
+            compiled: Callable[..., Any] = backend(graph_module, inputs)
         return compiled
     # Imported here: Inductor takes a second to load and most runs never need it.
     from torch._inductor.compile_fx import compile_fx

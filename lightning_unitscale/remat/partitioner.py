@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._dynamo.backends.common import aot_autograd
 from torch._functorch import partitioners
 from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
 from torch._functorch.compile_utils import raise_getitems
@@ -24,7 +23,7 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy
 
-from lightning_unitscale.graph.partitioned import run_boxed
+from lightning_unitscale.graph.capture import execute_with
 from lightning_unitscale.remat.budget import Budget, check_budget
 from lightning_unitscale.remat.costs import CostModel, default_cost_model
 from lightning_unitscale.remat.joint_graph import (
@@ -94,7 +93,8 @@ def split(
             # functorch replays what is marked so, from the generator's state of the forward pass.
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
             replays = True
-    chosen = [node for index, node in enumerate(nodes) if saved[index]]
+    # The bodies of a torch.cond or scan are attributes of both graphs.
+    chosen = [node for i, node in enumerate(nodes) if saved[i] and node.op != "get_attr"]
     values = [node for node in chosen if not isinstance(node.meta.get("val"), Symbolic)]
     symbols = [node for node in chosen if isinstance(node.meta.get("val"), Symbolic)]
     opaque = [node for node in values if _is_opaque(node)]
@@ -392,7 +392,8 @@ def _static_bytes(joint_module: fx.GraphModule, indices: Sequence[int] | None) -
 
 def aot_backend(partition_fn: PartitionFn) -> Callable[..., Any]:
     """A backend of ``torch.compile`` that runs AOTAutograd's graphs op by op."""
-    backend: Callable[..., Any] = aot_autograd(
-        fw_compiler=run_boxed, bw_compiler=run_boxed, partition_fn=partition_fn
-    )
-    return backend
+
+    def run(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        return execute_with("aot_eager", graph_module, inputs, partition_fn)
+
+    return run

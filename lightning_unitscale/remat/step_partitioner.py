@@ -90,7 +90,7 @@ class StepPartitioner(RematPartitioner):
             return "Nothing has been planned yet: run a step with gradients."
         return "\n\n".join(f"graph {i}\n{one.table()}" for i, one in enumerate(self.reports))
 
-    def __call__(  # type: ignore[override]
+    def __call__(
         self, gm: fx.GraphModule, *args: Any, **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """The forward and the backward graph of a joint graph."""
