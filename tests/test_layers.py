@@ -83,6 +83,7 @@ TORCH_ADAPTERS = (
     "graph/capture.py",
     "graph/dispatch_modes.py",
     "graph/exported.py",
+    "graph/inference_regions.py",
     "graph/kept_whole.py",
     "graph/lowering.py",
     "graph/partitioned.py",

@@ -25,6 +25,7 @@ from torch._dynamo.source import GlobalSource
 from torch._dynamo.utils import graph_break_reasons
 from torch._guards import CompileContext
 
+from lightning_unitscale.graph.inference_regions import drop_inference_mode
 from lightning_unitscale.graph.lowering import inductor_options
 from lightning_unitscale.graph.partitioned import partitioned_by, run_boxed
 from lightning_unitscale.graph.passed_over import passed_over
@@ -288,11 +289,14 @@ def execute_with(
         graph_module.recompile()
         forward: Callable[..., Any] = graph_module.forward
         return forward
-    graph_module.recompile()
+    drop_inference_mode(graph_module)
     if executor == "aot_eager":
         options = {} if partition_fn is None else {"partition_fn": partition_fn}
-        backend = aot_autograd(fw_compiler=run_boxed, **options)
-        with plain_kernels():
+        backend = aot_autograd(
+            fw_compiler=run_boxed, keep_inference_input_mutations=True, **options
+        )
+        # An error in the middle of it would leave gradients off.
+        with plain_kernels(), torch.set_grad_enabled(torch.is_grad_enabled()):
             compiled: Callable[..., Any] = backend(graph_module, inputs)
         return compiled
     # Imported here: Inductor takes a second to load and most runs never need it.

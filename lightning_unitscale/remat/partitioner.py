@@ -35,6 +35,7 @@ from lightning_unitscale.remat.joint_graph import (
 )
 from lightning_unitscale.remat.planner import PLANNER_VERSION, Planner, RematPlan
 from lightning_unitscale.remat.problem import Mask, Region, RematProblem, recomputed
+from lightning_unitscale.remat.reassigned import keep_old_data
 from lightning_unitscale.remat.schedule import lazy_order
 from lightning_unitscale.remat.simulate import input_bytes
 from lightning_unitscale.remat.sizes import changing_sizes, hint, limit_reach
@@ -44,6 +45,7 @@ PartitionFn = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 
 def prepare(joint_module: fx.GraphModule) -> None:
     """Mark what a user's checkpoint, a collective, an effect or a mutation fixes. Idempotent."""
+    keep_old_data(joint_module)
     if any(must_recompute(node) for node in joint_module.graph.nodes):
         partitioners.cleanup_recompute_tags(joint_module, is_default_partition=False)
     partitioners.force_save_collectives(joint_module)
