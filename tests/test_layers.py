@@ -99,6 +99,7 @@ TORCH_ADAPTERS = (
     "pipeline/step_program.py",
     "profiler/memory.py",
     "remat/partitioner.py",
+    "remat/real_inputs.py",
     "strategies/freed.py",
 )
 
