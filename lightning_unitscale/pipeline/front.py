@@ -6,11 +6,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, fx, nn
+from torch.distributed.pipelining import SplitPoint
 
 from lightning_unitscale.pipeline.build import build_stages
 from lightning_unitscale.pipeline.flow import MultiUseParameterConfig
 from lightning_unitscale.pipeline.loss import LossSpec
-from lightning_unitscale.pipeline.marks import SplitPoint, is_mark, marked
+from lightning_unitscale.pipeline.marks import is_mark, marked
 from lightning_unitscale.pipeline.pipe import Pipe
 from lightning_unitscale.pipeline.policy import LOSS
 from lightning_unitscale.pipeline.program import Program, capture_program

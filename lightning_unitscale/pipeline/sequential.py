@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
+from torch.distributed.pipelining import pipe_split
 from typing_extensions import override
-
-from lightning_unitscale.pipeline.marks import pipe_split
 
 
 class PipeSequential(nn.Sequential):

@@ -186,7 +186,7 @@ def test_a_sequence_keeps_what_it_computes() -> None:
     assert pipe.num_stages == 3
     assert pipe.shared_parameters() == {"0.bias": (0, 2), "0.weight": (0, 2)}
     assert torch.equal(pipe(x), plain(x))
-    with pytest.raises(TypeError, match="sequential=_OwnForward: .* has its own"):
+    with pytest.raises(TypeError, match=r"sequential=_OwnForward: .* has its own"):
         PipeSequential.from_sequential(_OwnForward(shared))
 
 
