@@ -1,0 +1,115 @@
+"""Multiply a tensor by a power of two so that the kernel that reads it takes the same steps."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_unitscale.dispatch.torch_internals import current_node
+from lightning_unitscale.functional.scale import empty_placed_like, multiply
+
+_LINE_BYTES = 64
+# The largest power of two that is a number in FP32, in which kernels hold a Python factor.
+_LARGEST = 126
+
+
+def scaled_copy(tensor: Tensor, exponent: int) -> Tensor:
+    """``tensor * 2**exponent`` with the strides and the alignment of ``tensor``.
+
+    BLAS may add in another order for another stride, and for another place within a cache line.
+
+    Args:
+        tensor: Floating point, of any shape and layout.
+        exponent: Within +-126.
+    """
+    factor = 2.0**exponent
+    if tensor.is_contiguous() or _is_dense(tensor):
+        product = tensor * factor
+        aligned = product.data_ptr() % _LINE_BYTES == tensor.data_ptr() % _LINE_BYTES
+        if (aligned or tensor.numel() == 0) and product.stride() == tensor.stride():
+            return product
+    if 0 in tensor.stride():
+        return multiply(tensor, factor)
+    offset = tensor.data_ptr() % _LINE_BYTES // tensor.element_size()
+    placed = empty_placed_like(tensor, tensor.dtype, offset)
+    torch.mul(tensor, factor, out=placed)
+    return placed
+
+
+class _LastCopy(threading.local):
+    """The last gradient that was scaled, with its copy; within one autograd node only."""
+
+    node: Any = None
+    source: Tensor | None = None
+    exponent: int = 0
+    copy: Tensor | None = None
+
+
+_LAST = _LastCopy()
+
+
+def shared_copy(tensor: Tensor, exponent: int) -> Tensor:
+    """:func:`scaled_copy` of a gradient, or another view of the copy that was made just before.
+
+    Within one node of autograd's own nothing can have written into the gradient meanwhile.
+    """
+    node = current_node()
+    last = _LAST
+    if (
+        last.copy is not None
+        and last.source is not None
+        and last.exponent == exponent
+        and node is not None
+        and last.node is node
+        and last.source.data_ptr() == tensor.data_ptr()
+        and last.source.numel() == tensor.numel()
+        and _is_dense(tensor)
+    ):
+        copy = last.copy.as_strided(tensor.shape, tensor.stride(), last.copy.storage_offset())
+        forget_copy()
+        return copy
+    copy = scaled_copy(tensor, exponent)
+    if node is not None and _is_dense(tensor):
+        last.node, last.source, last.exponent, last.copy = node, tensor, exponent, copy
+    return copy
+
+
+def forget_copy() -> None:
+    """Let go of the last copy."""
+    _LAST.node = _LAST.source = _LAST.copy = None
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether a tensor's elements lie in memory without gaps, in whatever order."""
+    span = 1
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        span += (size - 1) * stride
+    return span == tensor.numel()
+
+
+def scale_in_place(tensor: Tensor, exponent: int) -> None:
+    """Multiply a result by ``2**exponent``, in two steps where one factor would overflow."""
+    while abs(exponent) > _LARGEST:
+        part = _LARGEST if exponent > 0 else -_LARGEST
+        tensor.mul_(2.0**part)
+        exponent -= part
+    if exponent:
+        tensor.mul_(2.0**exponent)
+
+
+def smallest_and_rms(tensor: Tensor) -> Tensor:
+    """RMS, smallest magnitude other than zero, and largest magnitude: FP64 of shape ``(3,)``.
+
+    The smallest of a tensor of zeros is infinite. Squares are summed in FP64: a gradient of 1e-25
+    is ordinary, and its square is 0 in FP32.
+    """
+    if tensor.numel() == 0:
+        return torch.tensor([0.0, float("inf"), 0.0], dtype=torch.float64, device=tensor.device)
+    magnitudes = tensor.detach().abs()
+    rms = torch.linalg.vector_norm(magnitudes, dtype=torch.float64) / tensor.numel() ** 0.5
+    largest = magnitudes.amax()
+    smallest = magnitudes.masked_fill_(magnitudes == 0, float("inf")).amin()
+    return torch.stack([rms, smallest.double(), largest.double()])
