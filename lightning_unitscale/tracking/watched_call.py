@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
+from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -177,13 +178,16 @@ class WatchedCall:
         """Rows of what a function is given; those are made that nothing has made yet."""
         inputs: dict[TensorRow, None] = {}
         for one in arguments:
+            if is_lazy(one):
+                # A gradient would be expected in the shape that it has now, none.
+                continue
             rows = self._rows(one)
             if rows is None:
                 rows = self._rows_of[one] = self._new_rows(one)
             elif len(rows) == 1 and not rows[0].is_hooked and _takes_part(one):
                 rows = self._rows_of[one] = self._with_gradient(rows[0], one)
             inputs.update(dict.fromkeys(rows))
-            if is_product(word) and len(rows) == 1 and not rows[0].is_shown:
+            if is_product(word) and len(rows) == 1 and not rows[0].is_shown and is_readable(one):
                 # Masks and tables of constants count where a product reads them.
                 self._show(rows[0], one)
         return tuple(inputs)
@@ -313,7 +317,8 @@ class WatchedCall:
         row.is_hooked = True
         node, index = tensor.grad_fn, tensor.output_nr
         if node is None:
-            with unseen():
+            # A helper may read a parameter in inference mode before the model does.
+            with unseen(), torch.inference_mode(False):
                 edge: Any = get_gradient_edge(tensor)
             node, index = edge.node, edge.output_nr
             self._leaf_nodes.append(node)
@@ -322,6 +327,8 @@ class WatchedCall:
             gradient = gradients[index]
             # A backward pass that is itself differentiated is a part of the step's forward pass.
             if gradient is None or torch.is_grad_enabled():
+                return
+            if not (is_readable(gradient) or gradient.is_sparse):
                 return
             if is_late:
                 # It was read where nothing is seen, in compiled code for one.
