@@ -29,6 +29,8 @@ from lightning_unitscale.dispatch.torch_internals import (
 )
 
 _KEYS = {"cpu": "CPU", "cuda": "CUDA"}
+# On a CPU it multiplies by a kernel of the table, with operands that are in FP8 already.
+_FP8 = "_scaled_mm"
 _sessions: dict[int, ProductSession] = {}
 _optimizer_hooks: list[RemovableHandle] = []
 _overrides: dict[str, KernelOverrides] = {}
@@ -107,6 +109,8 @@ def _override(key: str) -> KernelOverrides:
     for unreached in UNREACHED:
         if (original := original_kernel(unreached.operator, key)) is not None:
             overrides.put(unreached.operator, key, _unreached_kernel(unreached, original))
+    if (original := original_kernel(_FP8, key)) is not None:
+        overrides.put(_FP8, key, _closed_kernel(original))
     return overrides
 
 
@@ -127,6 +131,17 @@ def _product_kernel(rule: ProductRule, original: Kernel) -> Kernel:
             return original(*args, **kwargs)
         with plain_functions():
             return session.within_backward(rule, original, args, kwargs, call, node)
+
+    return kernel
+
+
+def _closed_kernel(original: Kernel) -> Kernel:
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        previous, LOCAL.is_inside = LOCAL.is_inside, True
+        try:
+            return original(*args, **kwargs)
+        finally:
+            LOCAL.is_inside = previous
 
     return kernel
 

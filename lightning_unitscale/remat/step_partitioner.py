@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_unitscale.graph.capture import num_graph_breaks
+from lightning_unitscale.graph.graph_breaks import num_graph_breaks
 from lightning_unitscale.remat.budget import Budget
 from lightning_unitscale.remat.partitioner import RematPartitioner
 from lightning_unitscale.remat.planner import Planner, RematPlan

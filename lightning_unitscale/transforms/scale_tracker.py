@@ -13,6 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
+from lightning_unitscale.graph.aliasing import (
+    aliased_by_mutation,
+    memory_roots,
+    returned_alone,
+    written_arguments,
+)
 from lightning_unitscale.graph.capture import (
     GraphInput,
     is_checkpoint,
@@ -26,12 +32,6 @@ from lightning_unitscale.graph.nodes import (
     is_float_tensor,
     op_name,
     requires_grad,
-)
-from lightning_unitscale.graph.out_of_place import (
-    aliased_by_mutation,
-    memory_roots,
-    mutated_argument,
-    returned_alone,
 )
 from lightning_unitscale.graph.passes import GraphPass, Region, Run, Stage, StepGraph
 from lightning_unitscale.graph.recording import CallRecord, CallRecorder
@@ -239,10 +239,10 @@ def _keep_kernels(region: Region) -> None:
     roots = memory_roots(graph)
     for node in list(graph.nodes):
         touchy = _touchy_arguments(node)
-        target = mutated_argument(node)
-        if target is not None and roots[target].op in {"placeholder", "get_attr"}:
+        targets = written_arguments(node)
+        if any(roots[one].op in {"placeholder", "get_attr"} for one in targets):
             # A write into the caller's or the module's own tensor must not leave a gradient there.
-            touchy += [one for one in node.all_input_nodes if one is not target]
+            touchy += [one for one in node.all_input_nodes if one not in targets]
         for one in dict.fromkeys(touchy):
             if is_float_tensor(one) and not requires_grad(one):
                 with graph.inserting_before(node):

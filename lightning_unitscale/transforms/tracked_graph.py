@@ -9,13 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from lightning_unitscale.graph.aliasing import aliased_by_mutation, same_tensor
 from lightning_unitscale.graph.capture import GraphInput
 from lightning_unitscale.graph.nodes import INPUT, INTERNAL, NAME, requires_grad
-from lightning_unitscale.graph.out_of_place import (
-    WRITTEN_AS,
-    aliased_by_mutation,
-    same_tensor,
-)
+from lightning_unitscale.graph.out_of_place import WRITTEN_AS
 from lightning_unitscale.graph.passes import Region
 from lightning_unitscale.graph.recording import CallRecord
 from lightning_unitscale.transforms.metrics import Metrics
