@@ -26,10 +26,12 @@ from torch._guards import CompileContext
 
 from lightning_unitscale.graph.absent_packages import absent_packages
 from lightning_unitscale.graph.graph_breaks import without_dynamos_texts
+from lightning_unitscale.graph.inference_regions import drop_inference_mode
 from lightning_unitscale.graph.lowering import inductor_options
 from lightning_unitscale.graph.partitioned import partitioned_by, run_boxed
 from lightning_unitscale.graph.passed_over import passed_over
 from lightning_unitscale.graph.plain_algorithm import plain_answers
+from lightning_unitscale.graph.plain_kernels import plain_kernels
 from lightning_unitscale.graph.plain_numbers import plain_numbers
 from lightning_unitscale.graph.plain_optimizers import plain_optimizers
 
@@ -296,11 +298,15 @@ def execute_with(
         graph_module.recompile()
         forward: Callable[..., Any] = graph_module.forward
         return forward
-    graph_module.recompile()
+    drop_inference_mode(graph_module)
     if executor == "aot_eager":
         options = {} if partition_fn is None else {"partition_fn": partition_fn}
-        backend = aot_autograd(fw_compiler=run_boxed, **options)
-        compiled: Callable[..., Any] = backend(graph_module, inputs)
+        backend = aot_autograd(
+            fw_compiler=run_boxed, keep_inference_input_mutations=True, **options
+        )
+        # An error in the middle of it would leave gradients off.
+        with plain_kernels(), torch.set_grad_enabled(torch.is_grad_enabled()):
+            compiled: Callable[..., Any] = backend(graph_module, inputs)
         return compiled
     # Imported here: Inductor takes a second to load and most runs never need it.
     from torch._inductor.compile_fx import compile_fx
