@@ -188,13 +188,16 @@ class WatchedCall:
         """Rows of what a function is given; those are made that nothing has made yet."""
         inputs: dict[TensorRow, None] = {}
         for one in arguments:
+            if is_lazy(one):
+                # A gradient would be expected in the shape that it has now, none.
+                continue
             rows = self._rows(one)
             if rows is None:
                 rows = self._rows_of[one] = self._new_rows(one)
             elif len(rows) == 1 and not rows[0].is_hooked and _takes_part(one):
                 rows = self._rows_of[one] = self._with_gradient(rows[0], one)
             inputs.update(dict.fromkeys(rows))
-            if is_product(word) and len(rows) == 1 and not rows[0].is_shown:
+            if is_product(word) and len(rows) == 1 and not rows[0].is_shown and is_readable(one):
                 # Masks and tables of constants count where a product reads them.
                 self._show(rows[0], one)
         return tuple(inputs)
@@ -310,7 +313,7 @@ class WatchedCall:
         return row
 
     def _show(self, row: TensorRow, tensor: Tensor) -> None:
-        if self._select(row.name, row.module):
+        if self._select(row.name, row.module) and is_readable(tensor):
             row.is_shown = True
             if row.forward is None:
                 self._measuring.value(row, tensor)
@@ -331,6 +334,8 @@ class WatchedCall:
             gradient = gradients[index]
             # A backward pass that is itself differentiated is a part of the step's forward pass.
             if gradient is None or torch.is_grad_enabled():
+                return
+            if not (is_readable(gradient) or gradient.is_sparse):
                 return
             if late is not None:
                 # It was read where nothing is seen, in compiled code for one.
@@ -353,7 +358,8 @@ class WatchedCall:
 
     def _leaf_node(self, leaf: Tensor) -> Any:
         if id(leaf) not in self._leaf_nodes:
-            with unseen():
+            # A helper may read a parameter in inference mode before the model does.
+            with unseen(), torch.inference_mode(False):
                 edge: Any = get_gradient_edge(leaf)
             self._leaf_nodes[id(leaf)] = edge.node
         return self._leaf_nodes[id(leaf)]
