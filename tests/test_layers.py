@@ -40,8 +40,10 @@ LAYERS = {
     "tensorboard/records.py": 2,
     "tensorboard/summaries.py": 2,
     "tensorboard/plugin.py": 2,
+    "dispatch": 3,
     "report": 3,
     "profiler": 3,
+    "tracking": 3,
     "transforms": 3,
     "pipeline": 4,
     "remat": 4,
@@ -77,6 +79,7 @@ MAY_NOT_IMPORT_TORCH = (
 # The only files that may use names of torch that start with an underscore: when one moves, there is
 # one place to mend.
 TORCH_ADAPTERS = (
+    "dispatch/torch_internals.py",
     "functional/func_transforms.py",
     "functional/scaled_product.py",
     "graph/attention_kernels.py",
@@ -98,6 +101,7 @@ TORCH_ADAPTERS = (
     "profiler/memory.py",
     "remat/partitioner.py",
     "strategies/freed.py",
+    "tracking/torch_state.py",
 )
 
 # Private by name only: all of the ecosystem walks nested inputs with it, and there is no other way.

@@ -47,6 +47,12 @@ _CONFLICTING_CALLBACKS = tuple(
 )
 
 
+def holds_parameters(choice: Choice, trainer: pl.Trainer) -> bool:
+    """Whether a Trainer's parameters are to be held in units; ``"auto"`` does in true 16 bits."""
+    is_half = isinstance(trainer.precision_plugin, HalfPrecision)
+    return is_half if choice == "auto" else choice
+
+
 class ParameterHolding:
     """Holds the parameters of one LightningModule in units for the length of a fit.
 
@@ -84,7 +90,7 @@ class ParameterHolding:
             MisconfigurationException: If holding was asked for and the Trainer does not go with it.
         """
         is_half = isinstance(trainer.precision_plugin, HalfPrecision)
-        self.is_wanted = is_half if self._choice == "auto" else self._choice
+        self.is_wanted = holds_parameters(self._choice, trainer)
         self._rewrite.holds_parameters = self.is_wanted
         if is_new:
             self._last_units = {}

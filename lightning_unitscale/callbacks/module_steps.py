@@ -14,11 +14,44 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_unitscale.callbacks.logging_calls import logging_calls
+from lightning_unitscale.callbacks.pipelined import pipeline_of
 from lightning_unitscale.graph.capture import is_compiled
 from lightning_unitscale.graph.captured_step import CapturedStep
 from lightning_unitscale.graph.steps import LIGHTNING_STEPS, ModuleSteps, steps_of
 from lightning_unitscale.shadowing import nothing, shadowed
 from lightning_unitscale.transforms.rules.zero_gradients import zero_gradients
+
+
+def captures_steps(trainer: pl.Trainer) -> bool:
+    """Whether the steps of a Trainer's module run as captured graphs.
+
+    A strategy that cuts them, or a callback that rewrites them, says so.
+    """
+    if pipeline_of(trainer) is not None:
+        return True
+    return any(
+        getattr(one, "captures_steps", lambda _: False)(trainer) for one in all_callbacks(trainer)
+    )
+
+
+def check_module(trainer: pl.Trainer, module: pl.LightningModule, owner: pl.Callback) -> str:
+    """Name of the owner's class, if it is in the Trainer once and the module is one of Lightning's.
+
+    Raises:
+        MisconfigurationException: If not.
+    """
+    name = type(owner).__name__
+    if not isinstance(module, pl.LightningModule):
+        raise MisconfigurationException(
+            f"{name}: {type(module).__name__} is no lightning.pytorch.LightningModule; expected "
+            "one; import lightning.pytorch instead of pytorch_lightning, for the Trainer as well."
+        )
+    twins = [one for one in all_callbacks(trainer) if type(one) is type(owner)]
+    if len(twins) > 1:
+        raise MisconfigurationException(
+            f"callbacks: {name} is given {len(twins)} times; expected it once; remove the others."
+        )
+    return name
 
 
 def attach_steps(
@@ -30,17 +63,7 @@ def attach_steps(
         MisconfigurationException: If the module is compiled already or no module of
             ``lightning.pytorch``, or ``owner``'s class is in the Trainer twice.
     """
-    name = type(owner).__name__
-    if not isinstance(module, pl.LightningModule):
-        raise MisconfigurationException(
-            f"{name}: {type(module).__name__} is no lightning.pytorch.LightningModule; expected "
-            "one; import lightning.pytorch instead of pytorch_lightning, for the Trainer as well."
-        )
-    twins = [one for one in _callbacks(trainer) if type(one) is type(owner)]
-    if len(twins) > 1:
-        raise MisconfigurationException(
-            f"callbacks: {name} is given {len(twins)} times; expected it once; remove the others."
-        )
+    name = check_module(trainer, module, owner)
     if is_compiled(module):
         raise MisconfigurationException(
             f"{name}: the LightningModule {type(module).__name__} is compiled already, so its "
@@ -50,7 +73,7 @@ def attach_steps(
     steps = steps_of(module)
     if steps is None:
         steps = ModuleSteps(
-            module, _existing_steps(module), defer=("log", "log_dict"), untraced=_untraced
+            module, existing_steps(module), defer=("log", "log_dict"), untraced=_untraced
         )
     steps.attach(name)
     return steps
@@ -152,7 +175,8 @@ def _own_optimizers(module: nn.Module) -> Iterator[Optimizer]:
             yield from (one for one in several if isinstance(one, Optimizer))
 
 
-def _existing_steps(module: pl.LightningModule) -> list[str]:
+def existing_steps(module: pl.LightningModule) -> list[str]:
+    """Names of the steps that a module has."""
     # The default predict_step calls forward, which is worth capturing as well.
     return [
         name
@@ -162,6 +186,7 @@ def _existing_steps(module: pl.LightningModule) -> list[str]:
     ]
 
 
-def _callbacks(trainer: pl.Trainer) -> list[pl.Callback]:
+def all_callbacks(trainer: pl.Trainer) -> list[pl.Callback]:
+    """Callbacks of a Trainer."""
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     return callbacks

@@ -79,6 +79,10 @@ class RematCallback(pl.Callback):
         measured = "" if self.measured_peak_bytes is None else f"\n\n{self._summary()}"
         return self._explanation + measured
 
+    def captures_steps(self, trainer: pl.Trainer) -> bool:
+        """Whether the module's steps run as captured graphs: what they keep is planned on them."""
+        return True
+
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage != "fit":

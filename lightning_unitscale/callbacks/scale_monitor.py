@@ -9,15 +9,20 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn  # type: ignore[attr-defined]
-from torch import Tensor, fx
+from torch import Tensor
 from typing_extensions import override
 
 from lightning_unitscale.alerts import ScaleAlert
 from lightning_unitscale.callbacks.module_steps import (
-    attach_steps,
+    captures_steps,
     has_stepped,
     loss_scale,
     optimizer_step_index,
+)
+from lightning_unitscale.callbacks.monitored_steps import (
+    MonitoredSteps,
+    ProbedSteps,
+    WatchedSteps,
 )
 from lightning_unitscale.callbacks.ranks import joint_snapshot
 from lightning_unitscale.callbacks.scale_alerts import (
@@ -29,25 +34,23 @@ from lightning_unitscale.callbacks.scale_alerts import (
 from lightning_unitscale.callbacks.summary import summary_scalars
 from lightning_unitscale.export import write_csv, write_json_lines
 from lightning_unitscale.formats import NumberFormat, get_format
-from lightning_unitscale.graph.nodes import is_whole_view, requires_grad
 from lightning_unitscale.graph.patterns import NamePatterns
-from lightning_unitscale.graph.products import product_of
-from lightning_unitscale.graph.steps import ModuleSteps
 from lightning_unitscale.row_layout import RowLayout
 from lightning_unitscale.scale_table import scale_table
 from lightning_unitscale.snapshot import ScaleSnapshot
 from lightning_unitscale.tensorboard.writer import ScaleWriter
-from lightning_unitscale.transforms.probes import ScaleProbes
 from lightning_unitscale.violations import Limits
 
 
 class ScaleMonitor(pl.Callback):
     """Measures the scale of every tensor and gradient of ``training_step`` and shows it.
 
-    Every ``every_n_steps`` optimizer steps the training step runs in a variant that carries probes;
-    all other steps run the plain variant and cost nothing. Forward and backward statistics become
-    available with ``on_after_backward`` and are logged when the optimizer has stepped: to
-    TensorBoard as scalars, exponent histograms and a table, to any other logger as summary scalars.
+    Every ``every_n_steps`` optimizer steps the training step is watched while it runs, as it is
+    written and with the same bits; all other steps cost nothing. What a step runs as a captured
+    graph (:class:`UnitScaleCallback` by rules or of all tensors, :class:`RematCallback`, pipelines)
+    carries probes instead, and a module that the user has compiled is measured where it begins and
+    ends. The statistics are logged when the optimizer has stepped: to TensorBoard as scalars,
+    exponent histograms and a table, to any other logger as summary scalars.
 
     Args:
         every_n_steps: Optimizer steps from one sample to the next; the first step is sampled.
@@ -123,18 +126,16 @@ class ScaleMonitor(pl.Callback):
         self._patterns = NamePatterns(include, exclude)
         monitored = tuple(get_format(one) for one in formats)
         self._alerts = ScaleAlerts(on_violation, thresholds, trend_steps, monitored)
-        layout = RowLayout(
+        self._layout = RowLayout(
             self._alerts.formats, histograms, None if exact_histograms else RowLayout.sample_size
         )
         self.snapshots: list[ScaleSnapshot] = []
-        self._probes = ScaleProbes(layout, self._watches)
-        self._steps: ModuleSteps | None = None
+        self._steps: MonitoredSteps | None = None
         self._writers: dict[int, ScaleWriter] = {}
         self._sampled_step = -1
         self._is_sampling = False
         self._global_step_before = 0
         self._loss_scale = 1.0
-        self._is_before_units = False
 
     @property
     def alerts(self) -> tuple[ScaleAlert, ...]:
@@ -159,11 +160,11 @@ class ScaleMonitor(pl.Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage != "fit":
             return  # an evaluation has no backward pass to show
-        self._steps = attach_steps(trainer, pl_module, self)
+        self._restore()
+        kind = ProbedSteps if captures_steps(trainer) else WatchedSteps
+        self._steps = kind(trainer, pl_module, self, self._layout, self._patterns)
         self._alerts.start()
         self._sampled_step, self._is_sampling = -1, False
-        if self._probes not in self._steps.passes:
-            self._steps.add_pass(self._probes)
         quiet = trainer.fast_dev_run or trainer.barebones  # type: ignore[attr-defined]
         if not trainer.loggers and not quiet:
             rank_zero_warn(
@@ -180,20 +181,22 @@ class ScaleMonitor(pl.Callback):
         is_new = step != self._sampled_step
         is_continued = self._is_sampling and not is_new
         if not is_continued:
-            self._probes.clear()  # of a step that only somebody else wanted to observe
-            self._is_before_units = False
+            self._steps.clear()
         # Accumulated batches are one sample: an unforeseen one is not begun in the middle.
         is_wanted = is_new and self._alerts.wants_sample
         self._is_sampling = is_continued or is_wanted or step % self.every_n_steps == 0
         self._sampled_step = step
         self._global_step_before = trainer.global_step
-        self._steps.observe(type(self).__name__, self._is_sampling)
+        self._steps.begin_batch(self._is_sampling)
 
     @override
     def on_before_backward(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor
     ) -> None:
-        if not self._is_sampling:
+        assert self._steps is not None
+        if self._is_sampling:
+            self._steps.begin_backward()
+        else:
             self._alerts.see_loss(self._sampled_step, loss)
 
     @override
@@ -202,7 +205,7 @@ class ScaleMonitor(pl.Callback):
             # The scaler changes its scale in the optimizer's step; the gradients have this one.
             self._loss_scale = loss_scale(trainer)
             assert self._steps is not None
-            self._is_before_units |= self._steps.steps["training_step"].interpreter is not None
+            self._steps.end_backward()
 
     @override
     def on_train_batch_end(
@@ -213,6 +216,9 @@ class ScaleMonitor(pl.Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
+        assert self._steps is not None
+        if self._is_sampling:
+            self._steps.end_batch()
         # Accumulated batches are one sample: it is complete when the optimizer has stepped.
         if self._is_sampling and has_stepped(trainer, pl_module, self._global_step_before):
             self._is_sampling = False
@@ -238,7 +244,8 @@ class ScaleMonitor(pl.Callback):
         self._restore()
 
     def _take(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        snapshot = self._probes.take(self._sampled_step, grad_scale=self._loss_scale)
+        assert self._steps is not None
+        snapshot = self._steps.take(self._sampled_step, grad_scale=self._loss_scale)
         if snapshot is None:
             return
         snapshot = joint_snapshot(snapshot, module.device)
@@ -246,7 +253,7 @@ class ScaleMonitor(pl.Callback):
         alerts = self._alerts.judge(
             snapshot,
             has_loss_scaler=has_loss_scaler(trainer),
-            is_before_units=self._is_before_units,
+            is_before_units=self._steps.is_before_units,
         )
         self._log(trainer, snapshot, complete=bool(alerts))
         self._write_alerts(trainer, alerts, snapshot.step)
@@ -279,17 +286,9 @@ class ScaleMonitor(pl.Callback):
             self._writers[key] = ScaleWriter(logger.experiment)
         return self._writers[key]
 
-    def _watches(self, node: fx.Node) -> bool:
-        """Left out: views, which have their tensor's scale, and masks and tables of constants."""
-        is_constant = node.op != "placeholder" and not requires_grad(node)
-        if is_whole_view(node) or (is_constant and not any(map(product_of, node.users))):
-            return False
-        return self._patterns.match(node)
-
     def _restore(self) -> None:
         if self._steps is None:
             return
-        self._probes.forget()
         self._writers.clear()
-        self._steps.detach(type(self).__name__, self._probes)
+        self._steps.detach()
         self._steps = None

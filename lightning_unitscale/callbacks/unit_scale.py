@@ -11,19 +11,24 @@ import lightning.pytorch as pl
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_unitscale.callbacks.evaluation_hooks import EvaluationHooks
 from lightning_unitscale.callbacks.fp8 import check_fp8, fp8_of, grid_of
 from lightning_unitscale.callbacks.gauge_keeping import GaugeKeeping
-from lightning_unitscale.callbacks.holding import holding_of
+from lightning_unitscale.callbacks.holding import holding_of, holds_parameters
 from lightning_unitscale.callbacks.module_steps import (
+    all_callbacks,
     attach_steps,
+    check_module,
     optimizer_step_index,
     starting_batch,
     step_arguments,
 )
 from lightning_unitscale.callbacks.pipelined import pipeline_of, rehearsed
-from lightning_unitscale.callbacks.remat import step_partitioner
+from lightning_unitscale.callbacks.product_units import ProductUnits
+from lightning_unitscale.callbacks.remat import RematCallback, step_partitioner
 from lightning_unitscale.callbacks.rule_scaling import required_rules, rules_of
 from lightning_unitscale.callbacks.rule_settings import start_loss_scale_at_one
+from lightning_unitscale.dispatch.coverage import Coverage
 from lightning_unitscale.functional.fp8_linear import GradientFormat
 from lightning_unitscale.graph.passes import GraphPass
 from lightning_unitscale.graph.steps import ModuleSteps
@@ -37,13 +42,15 @@ from lightning_unitscale.transforms.rules.plan import RuleOptions
 from lightning_unitscale.transforms.simulate_format import SimulateFormat, format_pair
 
 
-class UnitScaleCallback(pl.Callback):
+class UnitScaleCallback(EvaluationHooks):
     """Unit-scales a LightningModule: same losses, same weights, every matrix product at RMS 1.
 
-    The module's steps are captured at ``setup`` and run with the operands of every matrix product,
-    and the gradients that arrive there, stored in units of a power of two near their RMS, measured
-    on the first batch. Powers of two are exact, so FP32 training stays bit-identical; FP8 and FP16
-    products see numbers near 1. Parameters, optimizer, schedulers and checkpoints stay the user's.
+    Every matrix product of the module's steps, forward and backward, runs on operands in units of a
+    power of two near their RMS, measured when it runs for the first time. Powers of two are exact,
+    so FP32 training stays bit-identical; FP8 and FP16 products see numbers near 1. It happens at
+    torch's dispatcher, below any Python code; nothing is captured and nothing runs twice.
+    ``depth="all"``, the rule-based methods, ``compile``, ``remat``, held parameters and pipelines
+    rewrite a captured graph. Parameters, optimizer, schedulers and checkpoints stay the user's.
 
     Args:
         method: ``"lossless"`` changes no result. ``"unit-scaling"`` and ``"u-mup"`` scale by rules
@@ -177,6 +184,9 @@ class UnitScaleCallback(pl.Callback):
             self._simulation = SimulateFormat(
                 *format_pair(simulate), rounding=simulate_rounding, grid=grid
             )
+        self._hold_parameters = hold_parameters
+        self._products = ProductUnits(recalibrate, self._simulation, self._fp8)
+        self._runs_captured = False
         self._steps: ModuleSteps | None = None
         self._module: Callable[[], pl.LightningModule | None] | None = None
         self._last_explanation = (
@@ -186,10 +196,31 @@ class UnitScaleCallback(pl.Callback):
     @property
     def gauge(self) -> Gauge:
         """The units in force; empty before the first batch."""
-        return self._rewrite.gauge
+        return self._rewrite.gauge if self._runs_captured else self._products.gauge
+
+    @property
+    def coverage(self) -> Coverage:
+        """What became of the products of the last step that was counted: the first, and looks.
+
+        Empty where a captured graph is rewritten, whose products ``explain()`` lists.
+        """
+        return self._products.coverage
+
+    def captures_steps(self, trainer: pl.Trainer) -> bool:
+        """Whether this needs the module's steps as captured graphs."""
+        if self.method != "lossless" or self._rewrite.depth == "all" or self.compile:
+            return True
+        if self.remat is not None or pipeline_of(trainer) is not None:
+            return True
+        if holds_parameters(self._hold_parameters, trainer):
+            return True
+        # One that needs graphs hides the modules that products run in.
+        return any(isinstance(other, RematCallback) for other in all_callbacks(trainer))
 
     def explain(self) -> str:
-        """What was captured and rewritten, pass by pass, and when the gauge was taken anew."""
+        """What became of every product, and when units were taken."""
+        if not self._runs_captured:
+            return self._products.explain()
         if self._steps is None:
             return self._last_explanation
         held = [] if self._holding is None else self._holding.events
@@ -208,6 +239,12 @@ class UnitScaleCallback(pl.Callback):
             self._fp8.takes_units_in = not is_cut or self.recalibrate is None
         is_first = self._module is None
         is_new = self._module is None or self._module() is not pl_module
+        self._runs_captured = self.captures_steps(trainer)
+        if not self._runs_captured:
+            check_module(trainer, pl_module, self)
+            self._module = weakref.ref(pl_module)
+            self._products.attach(pl_module, is_new=is_new and not is_first)
+            return
         if self._rules is not None:
             self._rules.attach(trainer, pl_module, is_new=is_new)
         if self._holding is not None:
@@ -238,9 +275,12 @@ class UnitScaleCallback(pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        assert self._steps is not None
         if (grid := self._moving_grid()) is not None:
             grid.follow(optimizer_step_index(trainer))
+        if not self._runs_captured:
+            self._products.before_batch(trainer)
+            return
+        assert self._steps is not None
         with starting_batch(pl_module, self._steps.steps["training_step"], batch_idx):
             self._plan(trainer, "training_step", batch, batch_idx)
             is_look = self._keeping.before_batch(trainer, batch, batch_idx)
@@ -255,13 +295,14 @@ class UnitScaleCallback(pl.Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        self._keeping.after_batch(trainer)
+        (self._keeping if self._runs_captured else self._products).after_batch(trainer)
 
     @override
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
-        self._keeping.before_optimizer_step(optimizer)
+        if self._runs_captured:
+            self._keeping.before_optimizer_step(optimizer)
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -272,51 +313,6 @@ class UnitScaleCallback(pl.Callback):
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._holding is not None:
             self._holding.end_evaluation()
-
-    @override
-    def on_validation_batch_start(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        self._before_evaluation(trainer, "validation_step", batch, batch_idx, dataloader_idx)
-
-    @override
-    def on_test_batch_start(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        self._before_evaluation(trainer, "test_step", batch, batch_idx, dataloader_idx)
-
-    @override
-    def on_predict_batch_start(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        self._before_evaluation(trainer, "predict_step", batch, batch_idx, dataloader_idx)
-
-    @override
-    def on_validation_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        self._keeping.after_evaluation(trainer)
-
-    @override
-    def on_test_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        self._keeping.after_evaluation(trainer)
-
-    @override
-    def on_predict_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        self._keeping.after_evaluation(trainer)
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -330,12 +326,13 @@ class UnitScaleCallback(pl.Callback):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        state = self._keeping.state_dict()
+        state = (self._keeping if self._runs_captured else self._products).state_dict()
         if not state:
             return {}
         if self._rules is not None:
             state["rules"] = self._rules.state_dict()
-        if self._simulation is not None and self._simulation.rounding == "stochastic":
+        is_random = self._simulation is not None and self._simulation.rounding == "stochastic"
+        if self._runs_captured and self._simulation is not None and is_random:
             state["rounding"] = self._simulation.state()
         if (grid := self._moving_grid()) is not None:
             state["grid_step"] = grid.step
@@ -347,6 +344,7 @@ class UnitScaleCallback(pl.Callback):
             module = None if self._module is None else self._module()
             required_rules(self._rules).load_state_dict(state_dict["rules"], module)
         self._keeping.load_state_dict(state_dict)
+        self._products.load_state_dict(state_dict)
         if self._simulation is not None and "rounding" in state_dict:
             self._simulation.set_state(state_dict["rounding"])
         if (grid := self._moving_grid()) is not None:
@@ -375,13 +373,25 @@ class UnitScaleCallback(pl.Callback):
             arguments = step_arguments(trainer.lightning_module, name, *batch)
             self._rules.plan_step(trainer, self._steps.steps[name], arguments, train=train)
 
+    @override
     def _before_evaluation(self, trainer: pl.Trainer, name: str, batch: Any, *indices: int) -> None:
+        if not self._runs_captured:
+            self._products.before_evaluation(trainer)
+            return
         assert self._steps is not None
         with starting_batch(trainer.lightning_module, self._steps.steps[name], *indices):
             self._plan(trainer, name, batch, *indices)
             self._keeping.before_evaluation(trainer, name, batch, *indices)
 
+    @override
+    def _after_evaluation(self, trainer: pl.Trainer, batch_idx: int) -> None:
+        if self._runs_captured:
+            self._keeping.after_evaluation(trainer)
+        else:
+            self._products.after_evaluation(trainer, batch_idx)
+
     def _restore(self) -> None:
+        self._products.detach()
         if self._steps is None:
             return
         self._last_explanation = self.explain()

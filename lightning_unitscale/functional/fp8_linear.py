@@ -75,7 +75,7 @@ def fp8_linear(
     return made if bias is None else made + bias.to(dtype)
 
 
-def to_fp8(tensor: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+def to_fp8(tensor: Tensor, factor: Factor, dtype: torch.dtype) -> Tensor:
     """``tensor * factor`` in FP8, rounded to nearest.
 
     What is beyond the range becomes the largest number; infinities and NaN become NaN, so that
@@ -83,7 +83,7 @@ def to_fp8(tensor: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 
     Args:
         tensor: Floating point, of any shape.
-        factor: FP32, 0-d.
+        factor: A number, or FP32 of shape ``()``.
         dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
     """
     wide = tensor.float() * factor

@@ -76,7 +76,7 @@ def multiply(tensor: Tensor, factor: Factor) -> Tensor:
     product = _product(core, factor)
     has_gaps = not core.is_contiguous() and product.stride() != core.stride()
     if core.numel() > 0 and (has_gaps or _alignment(core)):
-        product = _placed_like(core, product)
+        product = placed_like(core, product, _alignment(core))
     return product if core is tensor else product.expand(tensor.shape)
 
 
@@ -88,12 +88,17 @@ def _product(tensor: Tensor, factor: Factor) -> Tensor:
     return (wide * factor).to(tensor.dtype)
 
 
-def _placed_like(tensor: Tensor, values: Tensor) -> Tensor:
+def placed_like(tensor: Tensor, values: Tensor, offset: int) -> Tensor:
     """``values`` in memory whose dimensions merge where those of ``tensor`` do, and nowhere else.
 
     Kernels run over merged dimensions, and in other steps where rows are aligned in another way:
     every stride and the address are those of ``tensor`` modulo a cache line. The gaps themselves
     may be smaller: a slice of one column out of a thousand does not need a thousand columns.
+
+    Args:
+        tensor: What is imitated, of any strides.
+        values: Of its shape and type.
+        offset: Elements from the last cache line's beginning to the first of ``tensor``.
     """
     line = _LINE_BYTES // tensor.element_size()
     strides = [1] * tensor.dim()
@@ -108,7 +113,6 @@ def _placed_like(tensor: Tensor, values: Tensor) -> Tensor:
             continue
         strides[dim] = end if stride == true_end else end + 1 + (stride - end - 1) % line
         end, true_end = strides[dim] * size, stride * size
-    offset = _alignment(tensor)
     spread = torch.empty(offset + end, dtype=values.dtype, device=values.device)
     return spread.as_strided(tensor.size(), strides, offset).copy_(values)
 

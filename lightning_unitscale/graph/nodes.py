@@ -220,7 +220,7 @@ def first_operation(graph: fx.Graph) -> fx.Node:
 
 
 # Operations whose result has the elements of their argument, all of them and no others.
-_WHOLE_VIEWS = frozenset(
+WHOLE_VIEWS = frozenset(
     {"view", "reshape", "transpose", "permute", "contiguous", "flatten", "unflatten", "unsqueeze",
      "squeeze", "t", "mT", "T", "view_as", "reshape_as", "clone", "detach", "swapaxes", "swapdims",
      "movedim", "moveaxis", "ravel", "adjoint", "alias"}
@@ -229,4 +229,4 @@ _WHOLE_VIEWS = frozenset(
 
 def is_whole_view(node: fx.Node) -> bool:
     """Whether the node only rearranges one tensor, so that it has the statistics of that."""
-    return node.op in {"call_function", "call_method"} and op_name(node) in _WHOLE_VIEWS
+    return node.op in {"call_function", "call_method"} and op_name(node) in WHOLE_VIEWS

@@ -136,6 +136,11 @@ _METHODS: dict[str, ProductRule] = {
     "addmv": _ADDMV,
 }
 
+# What products are called in the names of their results.
+PRODUCT_WORDS = frozenset(
+    name.strip("_") for name in (*_METHODS, *(one.__name__ for one in _FUNCTIONS))
+)
+
 # Operators of other libraries, known by name because those libraries may not be there.
 _CUSTOM_OPERATORS: dict[str, ProductRule] = {
     # What transformers 5 runs a mixture of experts with where torch has no grouped product.

@@ -197,7 +197,9 @@ class FP8Linears(GraphPass):
             names = [name for _, one in linears for name in cast_names(one.product)]
             grid = self.moving_grid.add_to(graph, names)
         for index, (region, linear) in enumerate(linears):
-            options: dict[str, Any] = {"gradient": self._gradient(meant_name(linear.product.node))}
+            options: dict[str, Any] = {
+                "gradient": self.gradient_of(meant_name(linear.product.node))
+            }
             if grid is not None:
                 options |= {"grid": region.thread(grid), "index": NUM_CASTS * index}
             _rewrite(region, linear, self.scaling, self.takes_units_in, options)
@@ -223,11 +225,12 @@ class FP8Linears(GraphPass):
         return table if self.in_evaluation else f"{table}\n\n{_TRAINING_ONLY}"
 
     def _how(self, name: str) -> str:
-        text = f"{self.scaling} scales, gradients in {self._gradient(name)}"
+        text = f"{self.scaling} scales, gradients in {self.gradient_of(name)}"
         reason = self.unfit.gradients.get(name)
         return text if reason is None else f"{text}: {reason}"
 
-    def _gradient(self, name: str) -> GradientFormat:
+    def gradient_of(self, name: str) -> GradientFormat:
+        """Format of the gradient that arrives at a product."""
         return WIDE_GRADIENT if name in self.unfit.gradients else self.gradient_format
 
     def _why_not(self, linear: Linear | None, node: fx.Node) -> str | None:

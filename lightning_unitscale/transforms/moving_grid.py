@@ -60,7 +60,10 @@ class MovingGrid:
 
     Attributes:
         step: How many training steps there have been, evaluation not counted.
+        stride: By how much a logarithm goes on at a step: the golden ratio.
     """
+
+    stride = _STEP
 
     def __init__(self) -> None:
         self.step = 0

@@ -16,6 +16,28 @@ from lightning_unitscale.snapshot import ScaleSnapshot
 from lightning_unitscale.transforms.probed_calls import ProbedCall
 
 
+def take_snapshot(
+    step: int, calls: Sequence[ProbedCall], layout: RowLayout, grad_scale: float
+) -> ScaleSnapshot:
+    """The snapshot of what calls have recorded, with one transfer from the device.
+
+    Args:
+        step: Optimizer step of the snapshot.
+        calls: At least one.
+        layout: Columns of a row.
+        grad_scale: Factor that the loss carried; gradients are divided by it.
+    """
+    device = calls[0].record.forward.device
+    rows = [call.record.forward.to(device) for call in calls]
+    rows += [call.record.backward.to(device) for call in calls]
+    if device.type == "cpu" and len(calls) == 1:
+        forward, backward = rows
+    else:
+        forward, backward = torch.cat(rows).cpu().chunk(2)
+    values, gradients = (one.detach().double().numpy() for one in (forward, backward))
+    return snapshot_of(step, calls, values, gradients, layout, grad_scale)
+
+
 def snapshot_of(
     step: int,
     calls: Sequence[ProbedCall],

@@ -33,7 +33,7 @@ from lightning_unitscale.transforms.gauge import ONE, Factor, FactorTable, Gauge
 from lightning_unitscale.transforms.grouped_rows import group_rows
 from lightning_unitscale.transforms.probed_calls import CutGraph, ProbedCall, ProbedTensor
 from lightning_unitscale.transforms.probed_places import Place, Places
-from lightning_unitscale.transforms.probed_snapshot import snapshot_of
+from lightning_unitscale.transforms.probed_snapshot import take_snapshot
 from lightning_unitscale.transforms.shared_rows import find_shared_rows
 from lightning_unitscale.transforms.units import GAUGE, HELD, FactorNodes, Held
 
@@ -176,15 +176,7 @@ class ScaleProbes(GraphPass):
         calls = [*(one.absent() for one in self._cut.values() if one.names), *calls]
         if not calls:
             return None
-        device = calls[0].record.forward.device
-        rows = [call.record.forward.to(device) for call in calls]
-        rows += [call.record.backward.to(device) for call in calls]
-        if device.type == "cpu" and len(calls) == 1:
-            forward, backward = rows
-        else:
-            forward, backward = torch.cat(rows).cpu().chunk(2)
-        values, gradients = (one.detach().double().numpy() for one in (forward, backward))
-        return snapshot_of(step, calls, values, gradients, self.layout, grad_scale)
+        return take_snapshot(step, calls, self.layout, grad_scale)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ScaleProbes:
         new = type(self)(self.layout, self.select)

@@ -141,6 +141,7 @@ class SimulateFormat(GraphPass):
         fwd_format: Format of the operands.
         bwd_format: Format of the gradients.
         rounding: ``"nearest"`` or ``"stochastic"``.
+        seed: Of stochastic rounding.
         moving_grid: What moves the numbers of the formats; ``None`` where they stay.
     """
 
@@ -167,6 +168,7 @@ class SimulateFormat(GraphPass):
         self.saturate = saturate
         self.moving_grid = MovingGrid() if grid == "moving" else None
         self.patterns = NamePatterns(include, exclude)
+        self.seed = seed
         # Keys come from the CPU: the same rounding on every device.
         self._generator = torch.Generator().manual_seed(seed)
 

@@ -1,0 +1,1 @@
+"""Products at the dispatcher: units and formats around every matrix product of any Python code."""

@@ -1,0 +1,85 @@
+"""Products that autograd has recorded, by which a backward product finds what it belongs to."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from lightning_unitscale.dispatch.products import ProductRule
+from lightning_unitscale.dispatch.sites import Site
+
+if TYPE_CHECKING:
+    from lightning_unitscale.dispatch.session import ProductSession
+
+
+@dataclass(slots=True)
+class Call:
+    """A product that autograd has recorded: what its backward products need to know."""
+
+    session: ProductSession
+    site: Site
+    # By the address of each operand's data, which of the operands it is.
+    pointers: dict[int, int]
+    shapes: tuple[tuple[int, ...], ...]
+    log2_units: tuple[int, ...]
+    is_gradient: tuple[bool, ...]
+    step: int
+    # What was measured of the operands, and of the arriving gradient.
+    stats: tuple[Tensor, ...] = ()
+    gradient_stats: Tensor | None = None
+    num_visits: int = 0
+
+
+# By the number of the autograd node.
+CALLS: dict[int, Call] = {}
+# Forward products whose backward pass may still come; each is a few numbers.
+_MAX_CALLS = 2**16
+
+
+def remember(number: int, call: Call) -> None:
+    """Keep a call for the backward products of an autograd node."""
+    if len(CALLS) >= _MAX_CALLS:
+        for old in list(CALLS)[: _MAX_CALLS // 2]:
+            del CALLS[old]
+    CALLS[number] = call
+
+
+def sources_of(rule: ProductRule, call: Call, operands: Sequence[Tensor]) -> tuple[int | None, ...]:
+    """For each operand of a backward product which forward operand it is; ``None``: the gradient.
+
+    The address of its data tells, unless what was saved for the backward pass was moved or computed
+    again; then its shape does, and between equal shapes the order in which autograd works: the
+    gradient of the first operand comes first, as gradient times operand.
+    """
+    if rule.gradient is not None:
+        order = itertools.count()
+        return tuple(
+            None if index == rule.gradient else next(order) for index in range(len(operands))
+        )
+    known = tuple(call.pointers.get(tensor.data_ptr()) for tensor in operands)
+    if sum(index is None for index in known) == 1:
+        return known
+    if len(operands) != 2 or len(call.shapes) != 2:
+        return (None, *range(1, len(operands)))
+    (first, second), (a, b) = (
+        [shape[-2:] for shape in call.shapes],
+        [t.shape[-2:] for t in operands],
+    )
+    turned_first, turned_second = first[::-1], second[::-1]
+    result = (*first[:-1], *second[1:])
+    candidates: list[tuple[int | None, ...]] = []
+    if a == result and b == turned_second:
+        candidates.append((None, 1))
+    if a == second and b == result[::-1]:
+        candidates.append((1, None))
+    if a == turned_first and b == result:
+        candidates.append((0, None))
+    if a == result[::-1] and b == first:
+        candidates.append((None, 0))
+    wanted = 1 if call.num_visits == 1 else 0
+    preferred = [pair for pair in candidates if wanted in pair]
+    return (preferred or candidates or [(None, 1)])[0]

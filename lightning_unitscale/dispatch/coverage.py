@@ -1,0 +1,132 @@
+"""What became of the products of a step: in units, in a format, or as they are and why."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from tabulate import tabulate
+
+Kind = Literal["units", "format", "plain"]
+# Below this share of a step's floating-point operations a user is warned.
+ENOUGH = 0.9
+
+
+@dataclass(frozen=True)
+class ProductCount:
+    """Products that ran alike in one module.
+
+    Attributes:
+        module: Path of the module; empty for the root.
+        kind: ``"units"``, ``"format"`` (in units and rounded to fewer bits), or ``"plain"``.
+        reason: Why they ran plain; empty otherwise.
+        num_products: How many there were in a step.
+        flops: Their floating-point operations.
+    """
+
+    module: str
+    kind: Kind
+    reason: str
+    num_products: int
+    flops: int
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """The products of one step, forward and backward.
+
+    Attributes:
+        counts: By module, kind and reason, in the order in which they ran.
+    """
+
+    counts: tuple[ProductCount, ...] = ()
+
+    @property
+    def num_products(self) -> int:
+        """Products of the step."""
+        return sum(count.num_products for count in self.counts)
+
+    @property
+    def num_in_units(self) -> int:
+        """Those that ran on operands in units, rounded or not."""
+        return sum(count.num_products for count in self.counts if count.kind != "plain")
+
+    @property
+    def reasons(self) -> Mapping[str, float]:
+        """Why products ran plain, with their share of the step's floating-point operations."""
+        shares: Counter[str] = Counter()
+        for count in self.counts:
+            if count.kind == "plain":
+                shares[count.reason] += count.flops
+        total = sum(count.flops for count in self.counts) or 1
+        return {reason: flops / total for reason, flops in shares.most_common()}
+
+    def fraction_of_flops(self, *kinds: Kind) -> float:
+        """Share of the step's floating-point operations in products of these kinds; 1 if none."""
+        total = sum(count.flops for count in self.counts)
+        if total == 0:
+            return 1.0
+        return sum(count.flops for count in self.counts if count.kind in kinds) / total
+
+    def uncovered_modules(self) -> tuple[str, ...]:
+        """Modules with plain products, those with the most operations first."""
+        flops: Counter[str] = Counter()
+        for count in self.counts:
+            if count.kind == "plain":
+                flops[count.module or "the step itself"] += count.flops
+        return tuple(module for module, _ in flops.most_common())
+
+    def line(self) -> str:
+        """One line for the log."""
+        if not self.counts:
+            return "no matrix product ran"
+        rounded = sum(count.num_products for count in self.counts if count.kind == "format")
+        text = (
+            f"{self.num_in_units} of {self.num_products} products in units "
+            f"({_percent(self.fraction_of_flops('units', 'format'))} of their FLOPs)"
+        )
+        if rounded:
+            share = _percent(self.fraction_of_flops("format"))
+            text += f", {rounded} of them rounded to a format ({share})"
+        reasons = [f"{_percent(share)} plain: {why}" for why, share in self.reasons.items()]
+        return "; ".join([text, *reasons])
+
+    def table(self) -> str:
+        """A row for each module, kind and reason."""
+        total = sum(count.flops for count in self.counts) or 1
+        rows = [
+            (
+                count.module or "(the step itself)",
+                count.num_products,
+                _percent(count.flops / total),
+                count.kind,
+                count.reason,
+            )
+            for count in self.counts
+        ]
+        return tabulate(rows, headers=("module", "products", "FLOPs", "run in", "why"))
+
+
+@dataclass
+class CoverageCounter:
+    """Counts products while a step runs."""
+
+    _counts: dict[tuple[str, Kind, str], list[int]] = field(
+        default_factory=lambda: defaultdict(lambda: [0, 0])
+    )
+
+    def add(self, module: str, kind: Kind, reason: str, flops: int) -> None:
+        """Count one product."""
+        entry = self._counts[module, kind, reason]
+        entry[0] += 1
+        entry[1] += flops
+
+    def result(self) -> Coverage:
+        """What was counted."""
+        return Coverage(tuple(ProductCount(*key, *entry) for key, entry in self._counts.items()))
+
+
+def _percent(share: float) -> str:
+    return "100 %" if share == 1.0 else f"{100 * share:.3g} %"

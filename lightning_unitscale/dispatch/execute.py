@@ -1,0 +1,87 @@
+"""Run one product on operands in units, and give its results in true values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_unitscale.dispatch.products import ProductRule
+from lightning_unitscale.dispatch.scaling import scale_in_place, scaled_copy
+from lightning_unitscale.dispatch.sites import Site
+from lightning_unitscale.dispatch.torch_internals import Kernel
+
+
+@dataclass(slots=True)
+class Product:
+    """A product that is about to run.
+
+    Attributes:
+        rule: Its operator.
+        site: Which product of the step it is, or the backward product of.
+        slot: ``"forward"``, or which gradient it makes.
+        log2_units: Exponents of the units of its operands.
+        is_gradient: Which of its operands is an arriving gradient.
+        names: Names of the operands in the gauge; that of the product for a gradient.
+        step: Number of the step that it belongs to.
+    """
+
+    rule: ProductRule
+    site: Site
+    slot: str
+    log2_units: tuple[int, ...]
+    is_gradient: tuple[bool, ...]
+    names: tuple[str, ...]
+    step: int
+
+
+def run_in_units(
+    product: Product, original: Kernel, args: list[Any], kwargs: dict[str, Any]
+) -> Any:
+    """Run a product on operands divided by their units, and multiply its results by them.
+
+    Args:
+        product: The product.
+        original: torch's own kernel.
+        args: Arguments, which may be changed.
+        kwargs: Keyword arguments.
+    """
+    for position, unit in zip(product.rule.operands, product.log2_units, strict=True):
+        if unit:
+            args[position] = scaled_copy(args[position], -unit)
+    return run_scaled(product, original, args, kwargs)
+
+
+def run_scaled(product: Product, original: Kernel, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """:func:`run_in_units` with operands that are in their units already."""
+    rule, units = product.rule, product.log2_units
+    common = sum(units)
+    if common:
+        for position in rule.addends:
+            if position < len(args) and args[position] is not None:
+                args[position] = scaled_copy(args[position], -common)
+    for position, index in rule.follows:
+        if units[index]:
+            args[position] = scaled_copy(args[position], -units[index])
+    if rule.temperature is not None:
+        exponent = _combined(rule.temperature, units)
+        if exponent:
+            kwargs = {**kwargs, "scale": _temperature(rule, args, kwargs) * 2.0**exponent}
+    result = original(*args, **kwargs)
+    results = result if isinstance(result, (tuple, list)) else (result,)
+    for tensor, coefficients in zip(results, rule.results, strict=False):
+        if tensor is not None and coefficients is not None:
+            scale_in_place(tensor, _combined(coefficients, units))
+    return result
+
+
+def _combined(coefficients: tuple[int, ...], units: tuple[int, ...]) -> int:
+    return sum(power * unit for power, unit in zip(coefficients, units, strict=True))
+
+
+def _temperature(rule: ProductRule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
+    """The factor of an attention's logits, given or torch's own."""
+    scale = kwargs.get("scale")
+    query = args[rule.operands[0 if rule.gradient is None else 1]]
+    return 1.0 / math.sqrt(query.shape[-1]) if scale is None else float(scale)

@@ -1,0 +1,151 @@
+"""Linear layers in real FP8: their products are taken to the hardware's own kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_unitscale.dispatch.execute import Product, run_in_units
+from lightning_unitscale.dispatch.simulate import grid_factor
+from lightning_unitscale.functional.fp8_linear import GRADIENTS, OPERAND, to_fp8
+from lightning_unitscale.functional.scaled_product import MULTIPLE, scaled_product, why_no_fp8
+from lightning_unitscale.transforms.calibration import Direction
+from lightning_unitscale.transforms.range_loss import Misfits, Shares, misfits_among, stored_shares
+
+if TYPE_CHECKING:
+    from lightning_unitscale.dispatch.products import ProductRule
+    from lightning_unitscale.dispatch.sites import Site
+    from lightning_unitscale.dispatch.torch_internals import Kernel
+    from lightning_unitscale.transforms.fp8_linears import FP8Linears
+
+_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
+_LINEAR = "linear"
+
+
+class FP8Products:
+    """Runs linear layers, and both their gradients, in FP8 with the units of their operands.
+
+    Args:
+        config: What is left out, by name or by measurement, and the formats.
+
+    Attributes:
+        is_training: Whether the steps that run now are those of training.
+    """
+
+    def __init__(self, config: FP8Linears) -> None:
+        self._config = config
+        self.is_training = True
+        self._shares: list[tuple[Direction, str, Tensor]] = []
+
+    def applies_to(self, site: Site, rule: ProductRule, args: Sequence[Any]) -> bool:
+        """Whether a product runs in FP8."""
+        config = self._config
+        if not (self.is_training or config.in_evaluation):
+            return False
+        if site.name not in config.decisions:
+            config.decisions[site.name] = self._why_not(site, rule, args)
+        return config.decisions[site.name] is None and rule.operator in ("mm", "addmm")
+
+    def measure(self, product: Product, operands: Sequence[Tensor], *, is_first: bool) -> None:
+        """Find out what FP8 would lose of operands in their units; see :meth:`misfits`.
+
+        At first sight it is decided at once: what does not fit is not to be cast even once.
+        """
+        if product.rule.operator not in ("mm", "addmm"):
+            return
+        for tensor, unit, name, is_gradient in zip(
+            operands, product.log2_units, product.names, product.is_gradient, strict=True
+        ):
+            direction: Direction = "backward" if is_gradient else "forward"
+            shares = stored_shares(tensor.detach().float() * 2.0**-unit, direction)
+            self._shares.append((direction, name, shares))
+        if is_first:
+            self.leave_out(self.misfits())
+
+    def misfits(self) -> Misfits:
+        """What does not fit of what was measured since the last call."""
+        measured, self._shares = self._shares, []
+        if not measured:
+            return Misfits()
+        numbers = torch.stack([shares for *_, shares in measured]).tolist()
+        found: list[Shares] = [
+            (direction, name, row)
+            for (direction, name, _), row in zip(measured, numbers, strict=True)
+        ]
+        return misfits_among(found)
+
+    def leave_out(self, misfits: Misfits) -> Misfits:
+        """Keep products out of FP8, or their gradients in E5M2; returns what is new of that."""
+        new = self._config.leave_out(misfits)
+        for name, reason in new.products.items():
+            if self._config.decisions.get(name, "unknown") is None:
+                self._config.decisions[name] = reason
+        return new
+
+    def run(
+        self, product: Product, original: Kernel, args: list[Any], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a product in FP8."""
+        if any(kwargs.get(name, 1) != 1 for name in ("alpha", "beta")):
+            return run_in_units(product, original, args, kwargs)
+        config, site = self._config, product.site
+        first, second = product.rule.operands
+        scale = 1.0
+        casts: list[Tensor] = []
+        for position, unit, is_gradient, name in zip(
+            (first, second), product.log2_units, product.is_gradient, product.names, strict=True
+        ):
+            factor = grid_factor(config.moving_grid, name)
+            scale *= 2.0**unit / factor
+            # The hardware multiplies no two matrices in E5M2.
+            is_wide = is_gradient and not any(cast.dtype == GRADIENTS["E5M2"] for cast in casts)
+            dtype = GRADIENTS[config.gradient_of(site.name)] if is_wide else OPERAND
+            casts.append(to_fp8(args[position], 2.0**-unit * factor, dtype))
+        tensor = args[first]
+        result = scaled_product(
+            casts[0],
+            casts[1].t(),
+            torch.full((), scale, dtype=torch.float32, device=tensor.device),
+            tensor.dtype,
+            fast=not any(product.is_gradient),
+        )
+        return result.add_(args[0]) if product.rule.addends else result
+
+    def _why_not(self, site: Site, rule: ProductRule, args: Sequence[Any]) -> str | None:
+        if rule.operator not in ("mm", "addmm"):
+            return "it is no linear layer"
+        read, weight = (args[position] for position in rule.operands)
+        if not (site.name.rpartition(".")[2].startswith(_LINEAR) or is_parameter(weight)):
+            return "it is no linear layer"
+        if not self._config.patterns.match_names(site.name, site.module):
+            return "its name is excluded"
+        for tensor in (read, weight):
+            if tensor.dtype not in _DTYPES:
+                return f"made of {tensor.dtype}"
+        for what, size in zip(("input", "output"), weight.shape, strict=True):
+            if size % MULTIPLE or size == 0:
+                return f"its {size} {what} features are no multiple of {MULTIPLE}"
+        reason = why_no_fp8(read.device)
+        if reason is not None:
+            raise RuntimeError(
+                f"{site.name} on {read.device}: {reason}; expected a GPU of compute capability "
+                "8.9 or above, or a CPU; leave FP8 out, or simulate it."
+            )
+        return self._config.unfit.products.get(site.name)
+
+
+def is_parameter(tensor: Tensor) -> bool:
+    """Whether a tensor is a parameter, another arrangement of one, or autocast's copy of one."""
+    base = tensor if tensor._base is None else tensor._base
+    if isinstance(base, nn.Parameter):
+        return True
+    made_by = base.grad_fn
+    if made_by is None or made_by.name() != "ToCopyBackward0":
+        return False
+    return any(
+        source is not None and isinstance(getattr(source, "variable", None), nn.Parameter)
+        for source, _ in made_by.next_functions
+    )

@@ -1,0 +1,117 @@
+"""One row: a tensor of the step with its statistics and those of its gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_unitscale.row_layout import RowLayout
+from lightning_unitscale.row_reduction import merge_rows
+from lightning_unitscale.statistics import statistics_row
+from lightning_unitscale.tracking.torch_state import unseen
+from lightning_unitscale.transforms.gauge import Factor
+from lightning_unitscale.transforms.probed_calls import ProbedTensor
+from lightning_unitscale.transforms.units import Held
+
+
+class TensorRow:
+    """A tensor of the step.
+
+    Args:
+        name: Its name.
+        module: Path of the module that makes it.
+        inputs: The tensors that it is computed from.
+
+    Attributes:
+        is_shown: Whether it has a row; otherwise it is only on the way to others.
+        is_given: Whether the step starts from it: a parameter, a buffer or a part of the batch.
+        forward: Statistics of the value, if taken.
+        backward: Statistics of the gradients that have arrived.
+        log2_sigma: Unit in which a product stores the value, as an exponent of two.
+        log2_gamma: Unit of the gradient.
+        log2_counted: The unit in which format counts of the value were taken.
+        has_unit: Whether a product of this step has told the unit of the value.
+    """
+
+    def __init__(self, name: str, module: str, inputs: Sequence[TensorRow] = ()) -> None:
+        self.name = name
+        self.module = module
+        self.inputs = tuple(inputs)
+        self.is_shown = False
+        self.is_given = False
+        self.forward: Tensor | None = None
+        self.backward: list[Tensor] = []
+        self.log2_sigma = 0
+        self.log2_gamma = 0
+        self.log2_counted = 0
+        self.has_unit = False
+
+    def described(self, inputs: Iterable[TensorRow]) -> ProbedTensor:
+        """What a snapshot says of it beside the numbers."""
+        held = Held(Factor(constant=self.log2_sigma), Factor(constant=self.log2_gamma))
+        names = dict.fromkeys(row.name for row in inputs if row.name != self.name)
+        return ProbedTensor(self.name, self.module, held, tuple(names))
+
+    def backward_row(self, layout: RowLayout) -> Tensor:
+        """Statistics of all arrived gradients together; zeros where there are none."""
+        if not self.backward:
+            assert self.forward is not None
+            return torch.zeros_like(self.forward)
+        row, *others = self.backward
+        for other in others:
+            row = merge_rows(row, other, layout)
+        return row
+
+
+class Measuring:
+    """Takes statistics while a step runs, without a trace in it.
+
+    Args:
+        layout: Columns of a row.
+    """
+
+    def __init__(self, layout: RowLayout) -> None:
+        self.layout = layout
+        self._factors: dict[tuple[torch.device, int], Tensor] = {}
+
+    def value(self, row: TensorRow, tensor: Tensor) -> None:
+        """Take the statistics of a value, its formats counted in the row's unit."""
+        row.forward = self.of(tensor, row.log2_sigma)
+        row.log2_counted = row.log2_sigma
+
+    def gradient(self, row: TensorRow, gradient: Tensor) -> None:
+        """Take the statistics of a gradient that has arrived."""
+        row.backward.append(self.of(gradient, row.log2_gamma))
+
+    def of(self, tensor: Tensor, log2_unit: int) -> Tensor:
+        """A row of statistics, with formats counted of the tensor over ``2**log2_unit``."""
+        # No operation is recorded in inference mode, not even for forward derivatives.
+        with unseen(), torch.inference_mode():
+            if tensor.layout is not torch.strided:
+                tensor = tensor.coalesce().values()
+            factor = self._factor(tensor.device, log2_unit) if log2_unit else None
+            return statistics_row(tensor, self.layout, factor=factor)
+
+    def _factor(self, device: torch.device, log2_unit: int) -> Tensor:
+        key = device, log2_unit
+        if key not in self._factors:
+            # Not torch.tensor, whose copy to the device would wait for it.
+            self._factors[key] = torch.full((), 2.0**-log2_unit, device=device)
+        return self._factors[key]
+
+
+def shown_inputs(rows: Iterable[TensorRow]) -> dict[TensorRow, dict[TensorRow, None]]:
+    """For each row the shown ones that it is computed from, through all others.
+
+    Args:
+        rows: All rows, each after those that it is computed from.
+    """
+    inputs: dict[TensorRow, dict[TensorRow, None]] = {}
+    for row in rows:
+        found: dict[TensorRow, None] = {}
+        for source in row.inputs:
+            found.update({source: None} if source.is_shown else inputs.get(source, {}))
+        inputs[row] = found
+    return inputs

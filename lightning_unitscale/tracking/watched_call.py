@@ -1,0 +1,371 @@
+"""One call of a step, watched: a row for each result that a person would name."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
+
+from lightning_unitscale.dispatch.session import RanProduct
+from lightning_unitscale.tracking.callers import Caller, Callers
+from lightning_unitscale.tracking.rows import Measuring, TensorRow, shown_inputs
+from lightning_unitscale.tracking.torch_state import is_readable, plain_functions, unseen
+from lightning_unitscale.tracking.words import is_alias, is_product, word_of
+from lightning_unitscale.transforms.probed_calls import ProbedTensor
+
+# What a product adds comes first among its arguments.
+_ADDENDS_FIRST = frozenset({"addmm", "baddbmm", "addbmm", "addmv"})
+
+
+@dataclass
+class _Checkpoint:
+    """What a reentrant checkpoint computes: once without gradients, and again with them."""
+
+    rows: list[TensorRow] = field(default_factory=list)
+    words: list[str] = field(default_factory=list)
+    num_again: int = 0
+
+
+class WatchedCall:
+    """Makes rows of what one call of a step computes.
+
+    Args:
+        callers: Tells which module calls.
+        given: Name and module of the tensors that the call starts from, by identity.
+        measuring: Takes the statistics.
+        select: Whether a tensor of this name and module is to have a row.
+        units: Unit of each tensor at the last sample, by name: the likely one.
+        products: Grows with each product that runs in units.
+    """
+
+    def __init__(
+        self,
+        callers: Callers,
+        given: Mapping[int, tuple[str, str]],
+        measuring: Measuring,
+        select: Callable[[str, str], bool],
+        units: Mapping[str, int],
+        products: Sequence[RanProduct],
+    ) -> None:
+        self.checkpoints: dict[int, _Checkpoint] = {}
+        self.callers = callers
+        self._given_names = given
+        self._measuring = measuring
+        self._select = select
+        self._units = units
+        self._products = products
+        self._given: list[TensorRow] = []
+        self._made: list[TensorRow] = []
+        self._rows_of: Any = WeakIdKeyDictionary()
+        self._seen: Counter[str] = Counter()
+        self._hooks: list[RemovableHandle] = []
+        # A parameter does not keep its node alive, only the graphs that have read it do.
+        self._leaf_nodes: list[Any] = []
+
+    def run(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        word: str,
+        caller: Caller,
+    ) -> Any:
+        """Run a torch function that a step calls, and note what it makes."""
+        arguments = _tensors_in((*args, *kwargs.values()))
+        if caller.again is not None:
+            result = function(*args, **kwargs)
+            self._note_again(_tensors_in((result,)), word, arguments, caller)
+            return result
+        with plain_functions():
+            inputs = self._inputs(arguments, word)
+            versions = {id(one): _version(one) for one in arguments}
+        num_products = len(self._products)
+        result = function(*args, **kwargs)
+        made = _tensors_in((result,))
+        with plain_functions():
+            ran = self._products[num_products:]
+            if ran:
+                self._take_units(ran, arguments, word)
+            if word == "setitem":
+                self._rows_of[arguments[0]] = inputs
+            base = _named(caller.path, word)
+            name = self._unique(base) if made else base
+            for one in made:
+                if not isinstance(result, Tensor):
+                    name = self._unique(_named(caller.path, "getitem"))
+                if versions.get(id(one), -1) == _version(one):
+                    continue  # handed back as it is
+                if any(row.is_given for row in self._rows(one) or ()) and not _has_node(one):
+                    continue  # a parameter or a buffer that is updated
+                self._note(one, name, word, inputs, caller, ran)
+        return result
+
+    def see_compiled(self, frame: FrameType) -> None:
+        """Note what a function that the user has compiled has returned: inside nothing is seen.
+
+        Args:
+            frame: Of Dynamo's wrapper, which has returned.
+        """
+        caller = self.callers.find(frame)
+        scope = frame.f_locals
+        if caller is None or caller.again is not None:
+            return
+        function, module = scope.get("fn"), getattr(scope.get("fn"), "__self__", None)
+        is_module = isinstance(module, nn.Module) and caller.path != ""
+        word = "compiled" if is_module else word_of(function)
+        arguments = _tensors_in((*scope.get("args", ()), *scope.get("kwargs", {}).values()))
+        with plain_functions():
+            inputs = self._inputs(arguments, word)
+            known = {id(one) for one in arguments}
+            for one in _tensors_in((scope.get("result"),)):
+                if id(one) not in known:
+                    name = self._unique(_named(caller.path, word))
+                    self._note(one, name, word, inputs, caller, ())
+
+    def finish(self, module: nn.Module, output: Any) -> None:
+        """Note what could not be seen: results of the step's own, parameters of compiled code."""
+        with plain_functions():
+            self._inputs(_tensors_in((output,)), "")
+            known = {row.name for row in self._given}
+            for fqn, parameter in module.named_parameters():
+                if fqn not in known and parameter.requires_grad and is_readable(parameter):
+                    row = self._row(fqn, fqn.rpartition(".")[0], ())
+                    row.is_given = True
+                    if self._select(row.name, row.module):
+                        self._hook(row, parameter, late=parameter)
+
+    def close(self) -> None:
+        """Look at no more gradients."""
+        for handle in self._hooks:
+            handle.remove()
+        self._hooks.clear()
+        self._leaf_nodes.clear()
+
+    def record(self) -> tuple[tuple[ProbedTensor, ...], Tensor, Tensor] | None:
+        """The tensors with their forward and backward rows, shape ``(tensors, columns)``."""
+        inputs = shown_inputs((*self._given, *self._made))
+        rows = [row for row in inputs if row.is_shown and row.forward is not None]
+        if not rows:
+            return None
+        device = rows[0].forward.device  # type: ignore[union-attr]
+        layout = self._measuring.layout
+        with unseen(), torch.no_grad():
+            forward = [row.forward.to(device) for row in rows if row.forward is not None]
+            backward = [row.backward_row(layout).to(device) for row in rows]
+            tensors = tuple(row.described(inputs[row]) for row in rows)
+            return tensors, torch.stack(forward), torch.stack(backward)
+
+    @property
+    def is_before_units(self) -> bool:
+        """Whether products run in units that are only being measured in this call."""
+        return bool(self._products) and not any(
+            any(product.log2_sigmas) or product.log2_gamma for product in self._products
+        )
+
+    def _inputs(self, arguments: Sequence[Tensor], word: str) -> tuple[TensorRow, ...]:
+        """Rows of what a function is given; those are made that nothing has made yet."""
+        inputs: dict[TensorRow, None] = {}
+        for one in arguments:
+            rows = self._rows(one)
+            if rows is None:
+                rows = self._rows_of[one] = self._new_rows(one)
+            inputs.update(dict.fromkeys(rows))
+            if is_product(word) and len(rows) == 1 and not rows[0].is_shown:
+                # Masks and tables of constants count where a product reads them.
+                self._show(rows[0], one)
+        return tuple(inputs)
+
+    def _rows(self, tensor: Tensor) -> Any:
+        return self._rows_of.get(tensor, () if tensor.is_sparse else None)
+
+    def _new_rows(self, tensor: Tensor) -> tuple[TensorRow, ...]:
+        """Rows of a tensor that no function has made that could be seen."""
+        if not is_readable(tensor):
+            return ()
+        named = self._given_names.get(id(tensor))
+        if named is not None:
+            row = self._row(*named, ())
+            row.is_given = True
+            self._given.append(row)
+            self._show(row, tensor)
+            if tensor.requires_grad and row.is_shown:
+                self._hook(row, tensor)
+            return (row,)
+        base = tensor._base
+        if base is not None and (base in self._rows_of or id(base) in self._given_names):
+            return self._inputs((base,), "")
+        if tensor.grad_fn is None:
+            return ()
+        # Of an autograd function, a scripted module, an extension: named when it is first read.
+        word = type(tensor.grad_fn).__name__.partition("Backward")[0]
+        caller = self.callers.find(sys._getframe(1)) or Caller("")
+        row = self._row(self._unique(_named(caller.path, word)), caller.path, ())
+        self._made.append(row)
+        self._show(row, tensor)
+        if row.is_shown:
+            self._hook(row, tensor)
+        return (row,)
+
+    def _note(
+        self,
+        tensor: Tensor,
+        name: str,
+        word: str,
+        inputs: tuple[TensorRow, ...],
+        caller: Caller,
+        ran: Sequence[RanProduct],
+    ) -> None:
+        """Make the row of a result."""
+        if is_alias(word) or not is_readable(tensor):
+            self._rows_of[tensor] = inputs
+            return
+        row = self._row(name, caller.path, inputs)
+        self._made.append(row)
+        self._rows_of[tensor] = (row,)
+        if ran:
+            row.log2_gamma = ran[-1].log2_gamma
+        for checkpoint in caller.checkpoints:
+            kept = self.checkpoints.setdefault(checkpoint, _Checkpoint())
+            kept.rows.append(row)
+            kept.words.append(word)
+        if tensor.requires_grad:
+            self._show(row, tensor)
+            if row.is_shown:
+                self._hook(row, tensor)
+        elif caller.checkpoints and self._select(row.name, row.module):
+            # Whether it takes part in the backward pass is seen when it is made again.
+            self._measuring.value(row, tensor)
+
+    def _note_again(
+        self, made: Sequence[Tensor], word: str, arguments: Sequence[Tensor], caller: Caller
+    ) -> None:
+        """Give the results of a checkpoint, made again for its gradients, the rows they have."""
+        assert caller.again is not None
+        first = self.checkpoints.get(caller.again)
+        if first is None or is_alias(word):
+            return
+        with plain_functions():
+            known = {id(one) for one in arguments if word[0] != "i" and not _has_node(one)}
+            for one in made:
+                if id(one) in known or not is_readable(one):
+                    continue
+                if first.num_again >= len(first.rows) or first.words[first.num_again] != word:
+                    continue
+                row = first.rows[first.num_again]
+                first.num_again += 1
+                for checkpoint in caller.checkpoints:
+                    kept = self.checkpoints.setdefault(checkpoint, _Checkpoint())
+                    kept.rows.append(row)
+                    kept.words.append(word)
+                if one.requires_grad and row.forward is not None:
+                    row.is_shown = True
+                    self._hook(row, one)
+
+    def _row(self, name: str, module: str, inputs: tuple[TensorRow, ...]) -> TensorRow:
+        row = TensorRow(name, module, inputs)
+        row.log2_sigma = self._units.get(name, 0)
+        return row
+
+    def _show(self, row: TensorRow, tensor: Tensor) -> None:
+        if self._select(row.name, row.module):
+            row.is_shown = True
+            if row.forward is None:
+                self._measuring.value(row, tensor)
+
+    def _hook(self, row: TensorRow, tensor: Tensor, late: Tensor | None = None) -> None:
+        """Look at the gradient when all of it has come together, and before it goes on.
+
+        On the node and not on the tensor, which is the user's: in whatever order hooks are hung on
+        the tensor itself, the node's come after them.
+        """
+        node, index = tensor.grad_fn, tensor.output_nr
+        if node is None:
+            with unseen():
+                node, index = get_gradient_edge(tensor)[:2]
+            self._leaf_nodes.append(node)
+
+        def see(gradients: Sequence[Tensor | None]) -> None:
+            gradient = gradients[index]
+            # A backward pass that is itself differentiated is a part of the step's forward pass.
+            if gradient is None or torch.is_grad_enabled():
+                return
+            if late is not None and row.forward is None:
+                self._given.append(row)
+                self._show(row, late)
+            self._measuring.gradient(row, gradient)
+
+        self._hooks.append(node.register_prehook(see))
+
+    def _take_units(
+        self, ran: Sequence[RanProduct], arguments: Sequence[Tensor], word: str
+    ) -> None:
+        """Give operands the units in which products that have just run have read them."""
+        by_storage: dict[int, list[Tensor]] = {}
+        floats = [one for one in arguments if one.is_floating_point() and is_readable(one)]
+        for one in floats:
+            by_storage.setdefault(one.untyped_storage().data_ptr(), []).append(one)
+        for product in ran:
+            left = {storage: list(tensors) for storage, tensors in by_storage.items()}
+            # Autocast casts operands before a product sees them; their order stays.
+            in_order = floats[word in _ADDENDS_FIRST :]
+            is_moved = len(ran) == 1 and not any(one in left for one in product.storages)
+            for index, (storage, unit) in enumerate(
+                zip(product.storages, product.log2_sigmas, strict=True)
+            ):
+                if is_moved:
+                    found = in_order[index] if index < len(in_order) else None
+                else:
+                    found = left[storage].pop(0) if left.get(storage) else None
+                rows = () if found is None else self._rows_of.get(found, ())
+                if found is not None and len(rows) == 1 and not rows[0].has_unit:
+                    self._set_unit(rows[0], unit, found)
+
+    def _set_unit(self, row: TensorRow, unit: int, tensor: Tensor) -> None:
+        row.has_unit = True
+        row.log2_sigma = unit
+        if row.forward is not None and row.log2_counted != unit:
+            # Of another unit than at the last sample: its formats are counted once more.
+            self._measuring.value(row, tensor)
+
+    def _unique(self, base: str) -> str:
+        name = base
+        while name in self._seen:
+            name = f"{base}_{self._seen[base]}"
+            self._seen[base] += 1
+        self._seen[name] += 1
+        return name
+
+
+def _named(path: str, word: str) -> str:
+    return f"{path}.{word}" if path else word
+
+
+def _version(tensor: Tensor) -> int:
+    # Tensors of inference mode count no versions.
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _has_node(tensor: Tensor) -> bool:
+    return tensor.grad_fn is not None
+
+
+def _tensors_in(values: Iterable[Any]) -> list[Tensor]:
+    """The tensors among values, and in lists, tuples and dictionaries among them."""
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += _tensors_in(value)
+        elif isinstance(value, dict):
+            found += _tensors_in(value.values())
+    return found
