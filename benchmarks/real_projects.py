@@ -13,18 +13,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import sys
-import traceback
 import warnings
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
-
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Ready and able to ask: nothing here may wait for a server.
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
 from measure import RESULTS, machine
 from real.apart import Failure, apart
@@ -74,12 +66,10 @@ def bits_row(row: dict[str, Any]) -> dict[str, str]:
         if variant in variants:
             header = "plain twice" if variant == "again" else variant
             cells[header] = variants[variant].error or variants[variant].equal
-    coverage = row["variants"].get("default", {}).get("coverage")
-    cells["products"] = "-"
-    cells["FLOPs"] = "-"
-    if coverage is not None:
-        cells["products"] = f"{coverage['num_in_units']} of {coverage['num_products']}"
-        cells["FLOPs"] = f"{100 * coverage['fraction_of_flops']:.1f}%"
+    default = variants.get("default")
+    if default is not None and default.num_products is not None:
+        cells["products"] = f"{default.num_in_units} of {default.num_products}"
+        cells["FLOPs"] = f"{100 * default.flops_in_units:.4g}%"
     fp8 = variants.get("fp8")
     if fp8 is not None:
         cells["loss in FP8"] = fp8.error or f"{_number(variants['plain'].loss)} -> " + (
@@ -101,7 +91,8 @@ def costs_row(row: dict[str, Any]) -> dict[str, str]:
         if found is None or found["error"]:
             continue
         first, later, memory = (
-            found[key] / max(plain[key], 1e-9) for key in ("first_step", "later_steps", "peak_bytes")
+            found[key] / max(plain[key], 1e-9)
+            for key in ("first_step", "later_steps", "peak_bytes")
         )
         cells[variant] = f"{first:.1f} / {later:.2f} / {memory:.2f}"
     return cells
@@ -122,9 +113,9 @@ def _number(value: float | None) -> str:
 def _print_reasons(rows: list[dict[str, Any]]) -> None:
     """Why products ran plain, and what went wrong where."""
     for row in rows:
-        coverage = row.get("variants", {}).get("default", {}).get("coverage")
-        for place, reason in (coverage or {}).get("reasons", {}).items():
-            print(f"{row['name']}: {place}: {reason}")
+        default = row.get("variants", {}).get("default", {})
+        for reason, share in default.get("reasons", {}).items():
+            print(f"{row['name']}: {100 * share:.2g}% plain: {reason}")
         for variant, found in row.get("variants", {}).items():
             for line in found["warnings"]:
                 print(f"{row['name']}, {variant}: {line[:300]}")
@@ -133,11 +124,17 @@ def _print_reasons(rows: list[dict[str, Any]]) -> None:
 def main() -> None:
     """Train what is installed, and print and write the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="*", choices=[[], *PROJECTS], help="projects; all by default")
+    parser.add_argument(
+        "names", nargs="*", choices=[[], *PROJECTS], help="projects; all by default"
+    )
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--variants", nargs="+", choices=list(VARIANTS)[1:], default=list(VARIANTS)[1:])
+    parser.add_argument(
+        "--variants", nargs="+", choices=list(VARIANTS)[1:], default=list(VARIANTS)[1:]
+    )
     parser.add_argument("--json", type=Path, default=RESULTS / "real_projects.json")
-    parser.add_argument("--markdown", action="store_true", help="the tables of docs/real-projects.md")
+    parser.add_argument(
+        "--markdown", action="store_true", help="the tables of docs/real-projects.md"
+    )
     parser.add_argument("--verbose", action="store_true", help="with tracebacks")
     options = parser.parse_args()
     rows = []

@@ -17,9 +17,7 @@ def chemprop_mpnn() -> Made:
     from chemprop import data, models, nn
 
     smiles = ("CCO", "c1ccccc1", "CC(=O)O", "CCN(CC)CC", "C1CCCCC1", "O=C(N)c1ccccc1", "CCCl", "CN")
-    points = [
-        data.MoleculeDatapoint.from_smi(text, [float(len(text)) / 8]) for text in smiles * 2
-    ]
+    points = [data.MoleculeDatapoint.from_smi(text, [float(len(text)) / 8]) for text in smiles * 2]
     module = models.MPNN(
         nn.BondMessagePassing(d_h=64, dropout=0.1),
         nn.MeanAggregation(),

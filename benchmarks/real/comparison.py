@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import statistics
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .apart import Failure
-from .training import Coverage, Run
+from .training import Run
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,10 @@ class Compared:
         first_step: Seconds of the first step.
         later_steps: Median seconds of the others.
         peak_bytes: Memory that training took.
-        coverage: Where the variant has units.
+        num_products: Products of a step, forward and backward.
+        num_in_units: Those that ran in units, rounded or not.
+        flops_in_units: Their share of the products' floating-point operations.
+        reasons: Why others ran plain, with their share.
         warnings: What it said and the plain run did not.
     """
 
@@ -33,7 +37,10 @@ class Compared:
     first_step: float = 0.0
     later_steps: float = 0.0
     peak_bytes: int = 0
-    coverage: Coverage | None = None
+    num_products: int | None = None
+    num_in_units: int | None = None
+    flops_in_units: float | None = None
+    reasons: dict[str, float] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
 
 
@@ -41,13 +48,21 @@ def compared(plain: Run, ours: Run | Failure) -> Compared:
     if isinstance(ours, Failure):
         return Compared(error=ours.text)
     values = ours.losses or list(ours.logs[-1].values())
+    counted: dict[str, Any] = {}
+    if (coverage := ours.coverage) is not None:
+        counted = {
+            "num_products": coverage.num_products,
+            "num_in_units": coverage.num_in_units,
+            "flops_in_units": coverage.fraction_of_flops("units", "format"),
+            "reasons": dict(coverage.reasons),
+        }
     return Compared(
         equal=difference(plain, ours) or "equal",
         loss=values[-1].float().mean().item() if values else None,
         first_step=ours.seconds[0],
         later_steps=statistics.median(ours.seconds[1:]),
         peak_bytes=ours.peak_bytes,
-        coverage=ours.coverage,
+        **counted,
         warnings=sorted(ours.warnings - plain.warnings),
     )
 

@@ -77,10 +77,11 @@ def transformers_gpt2() -> Made:
 def transformers_t5() -> Made:
     from transformers import T5Config, T5ForConditionalGeneration
 
-    model = T5ForConditionalGeneration(
-        T5Config(vocab_size=_VOCABULARY, d_model=64, d_kv=16, d_ff=96, num_layers=2, num_heads=4,
-                 decoder_start_token_id=0)  # fmt: skip
-    )
+    config = T5Config(
+        vocab_size=_VOCABULARY, d_model=64, d_kv=16, d_ff=96, num_layers=2, num_heads=4,
+        decoder_start_token_id=0,
+    )  # fmt: skip
+    model = T5ForConditionalGeneration(config)
     return Loss(model, lambda model, ids: model(input_ids=ids, labels=ids).loss), loader(_tokens)
 
 

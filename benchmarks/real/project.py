@@ -1,4 +1,4 @@
-"""What a project is: the packages it needs, and a function that makes its module and its batches."""
+"""What a project is: the packages it needs, and what makes its module and its batches."""
 
 from __future__ import annotations
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_unitscale import ScaleMonitor, UnitScaleCallback
+from lightning_unitscale.dispatch.coverage import Coverage
 
 from .project import Project
 
@@ -31,16 +32,6 @@ VARIANTS: dict[str, Callable[[], list[pl.Callback]]] = {
 }
 
 
-@dataclass(frozen=True)
-class Coverage:
-    """How many of a step's products ran in units, and the share of the products' FLOPs."""
-
-    num_products: int
-    num_in_units: int
-    fraction_of_flops: float
-    reasons: dict[str, str]
-
-
 @dataclass
 class Run:
     """What one training run computed and what it took.
@@ -51,7 +42,7 @@ class Run:
         state: The module's final parameters and buffers.
         seconds: CPU time of each step, from one batch's start to the next's.
         peak_bytes: Largest resident memory less that before training.
-        coverage: What the unit scaling covered, where there was one that tells.
+        coverage: What became of the products, where there was unit scaling.
         warnings: The first lines of all warnings.
     """
 
@@ -134,20 +125,11 @@ def train(project: Project, variant: str, steps: int) -> Run:
         for name, value in module.state_dict().items()
         if isinstance(value, Tensor)
     }
-    run.coverage = next(filter(None, map(coverage_of, callbacks)), None)
+    for callback in callbacks:
+        if isinstance(callback, UnitScaleCallback):
+            run.coverage = callback.coverage
     run.warnings = {f"{w.category.__name__}: {w.message}".splitlines()[0] for w in caught}
     return run
-
-
-def coverage_of(callback: pl.Callback) -> Coverage | None:
-    """What the callback says of its coverage; ``None`` where it keeps no count."""
-    found = getattr(callback, "coverage", None)
-    if found is None:
-        return None
-    reasons = {str(key): str(value) for key, value in found.reasons.items()}
-    return Coverage(
-        found.num_products, found.num_in_units, float(found.fraction_of_flops("units")), reasons
-    )
 
 
 def _resident_bytes() -> int:

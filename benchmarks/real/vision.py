@@ -30,7 +30,9 @@ def monai_unet() -> Made:
 def smp_unet() -> Made:
     import segmentation_models_pytorch as smp
 
-    model = smp.Unet("resnet18", encoder_weights=None, classes=3, decoder_channels=(64, 32, 16, 8, 8))
+    model = smp.Unet(
+        "resnet18", encoder_weights=None, classes=3, decoder_channels=(64, 32, 16, 8, 8)
+    )
     dice = smp.losses.DiceLoss("multiclass")
 
     def batch() -> tuple[Tensor, Tensor]:
