@@ -94,7 +94,9 @@ class AttachedSession:
         self._module = module
         self._before: dict[str, Any] = {}
         self.methods: dict[str, SessionMethod] = {}
-        open_session(self.session, device_types_of(module))
+        device_types = device_types_of(module)
+        open_session(self.session, device_types)
+        self._overrides = [] if numerics is None else numerics.overrides(self.session, device_types)
         for name in names:
             self._before[name] = vars(module).get(name, _MISSING)
             method = SessionMethod(module, name, self.session, functools.partial(is_training, name))
@@ -103,6 +105,9 @@ class AttachedSession:
     def detach(self) -> None:
         """Put the methods and torch's kernels back. May be called more than once."""
         close_session(self.session)
+        for overrides in self._overrides:
+            overrides.remove()
+        self._overrides = []
         for name, before in self._before.items():
             # Whoever has put something over it since takes it away himself.
             if vars(self._module).get(name) is self.methods[name]:

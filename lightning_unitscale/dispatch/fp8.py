@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_unitscale.dispatch.execute import Product, run_in_units
+from lightning_unitscale.dispatch.fp8_function import override_linear
 from lightning_unitscale.dispatch.simulate import grid_factor
 from lightning_unitscale.functional.fp8_linear import GRADIENTS, OPERAND, to_fp8
 from lightning_unitscale.functional.scaled_product import MULTIPLE, scaled_product, why_no_fp8
@@ -17,12 +18,14 @@ from lightning_unitscale.transforms.range_loss import Misfits, Shares, misfits_a
 
 if TYPE_CHECKING:
     from lightning_unitscale.dispatch.products import ProductRule
+    from lightning_unitscale.dispatch.session import ProductSession
     from lightning_unitscale.dispatch.sites import Site
-    from lightning_unitscale.dispatch.torch_internals import Kernel
+    from lightning_unitscale.dispatch.torch_internals import Kernel, KernelOverrides
     from lightning_unitscale.transforms.fp8_linears import FP8Linears
 
 _DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 _LINEAR = "linear"
+_AUTOGRAD_KEYS = {"cpu": "AutogradCPU", "cuda": "AutogradCUDA"}
 
 
 class FP8Products:
@@ -40,10 +43,15 @@ class FP8Products:
         self.is_training = True
         self._shares: list[tuple[Direction, str, Tensor]] = []
 
+    @property
+    def is_active(self) -> bool:
+        """Whether the steps that run now are in FP8."""
+        return self.is_training or self._config.in_evaluation
+
     def applies_to(self, site: Site, rule: ProductRule, args: Sequence[Any]) -> bool:
         """Whether a product runs in FP8."""
         config = self._config
-        if not (self.is_training or config.in_evaluation):
+        if not self.is_active:
             return False
         if site.name not in config.decisions:
             config.decisions[site.name] = self._why_not(site, rule, args)
@@ -113,6 +121,13 @@ class FP8Products:
             fast=not any(product.is_gradient),
         )
         return result.add_(args[0]) if product.rule.addends else result
+
+    def overrides(
+        self, session: ProductSession, device_types: Collection[str]
+    ) -> list[KernelOverrides]:
+        """Let linear layers keep FP8 for their backward pass."""
+        keys = [_AUTOGRAD_KEYS[kind] for kind in device_types if kind in _AUTOGRAD_KEYS]
+        return [override_linear(session, self._config, key) for key in keys]
 
     def _why_not(self, site: Site, rule: ProductRule, args: Sequence[Any]) -> str | None:
         if rule.operator not in ("mm", "addmm"):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any, Protocol
@@ -24,10 +24,11 @@ from lightning_unitscale.dispatch.coverage import Coverage, CoverageCounter, Kin
 from lightning_unitscale.dispatch.execute import Product, run_in_units
 from lightning_unitscale.dispatch.measured import Measurement, Measurements
 from lightning_unitscale.dispatch.products import ProductRule, UnreachedRule
-from lightning_unitscale.dispatch.scaling import smallest_and_rms
+from lightning_unitscale.dispatch.scaling import forget_copy, smallest_and_rms
 from lightning_unitscale.dispatch.sites import FORWARD, Site, Sites
 from lightning_unitscale.dispatch.torch_internals import (
     Kernel,
+    KernelOverrides,
     has_subclass,
     last_sequence_number,
     plain_functions,
@@ -62,7 +63,14 @@ class RanProduct:
 
 
 class Numerics(Protocol):
-    """What a format does to products: simulated, or run in it."""
+    """What a format does to products: simulated, or run in it.
+
+    Attributes:
+        is_active: Whether the steps that run now are rounded at all.
+    """
+
+    @property
+    def is_active(self) -> bool: ...  # noqa: D102
 
     def applies_to(self, site: Site, rule: ProductRule, args: Sequence[Any]) -> bool:
         """Whether a product is rounded."""
@@ -74,6 +82,14 @@ class Numerics(Protocol):
 
     def measure(self, product: Product, operands: Sequence[Tensor], *, is_first: bool) -> None:
         """Look at operands in their units, for the first time or again."""
+
+    def overrides(
+        self, session: ProductSession, device_types: Collection[str]
+    ) -> list[KernelOverrides]:
+        """Override what is needed beside products, for kinds of devices."""
+
+
+_NO_GUARD = contextlib.nullcontext()
 
 
 class _Local(threading.local):
@@ -140,18 +156,29 @@ class ProductSession:
         """Within this context forward products of this thread are the session's."""
         previous, LOCAL.session = LOCAL.session, self
         depth = len(LOCAL.suspended)
+        has_fused_layers = torch.backends.mha.get_fastpath_enabled()
+        if self.is_rounding:
+            # A whole encoder layer in one kernel would be left as it is, in evaluation only.
+            torch.backends.mha.set_fastpath_enabled(False)
         try:
             yield
         finally:
             LOCAL.session = previous
+            torch.backends.mha.set_fastpath_enabled(has_fused_layers)
             # An optimizer that raised has not resumed.
             del LOCAL.suspended[depth:]
+
+    @property
+    def is_rounding(self) -> bool:
+        """Whether products of the steps that run now are rounded."""
+        return self.numerics is not None and self.numerics.is_active
 
     def begin_step(self, *, is_training: bool = True) -> None:
         """Products are counted from the first again; what nobody has taken gives units."""
         self._episode += 1
         self.step += is_training
         self._sites.begin()
+        forget_copy()
         measurement = self.take()
         if measurement is not None:
             self.adopt(measurement.forward, measurement.backward, measurement)
@@ -225,6 +252,7 @@ class ProductSession:
         for number in [n for n, call in CALLS.items() if call.session is self]:
             del CALLS[number]
         self._measurements.clear()
+        forget_copy()
 
     def forward(
         self, rule: ProductRule, original: Kernel, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -253,14 +281,48 @@ class ProductSession:
         module = "" if call is None else call.site.module
         return self._forward(rule, original, args, kwargs, module, self._episode, f"@{node.name()}")
 
+    def take_settled(
+        self,
+        word: str,
+        roles: tuple[str, ...],
+        node_number: int | None,
+        product: tuple[ProductRule, tuple[Any, ...]],
+    ) -> Site | None:
+        """The site of an operation above autograd, if all is known of it and it is to be rounded.
+
+        Args:
+            word: What it is called.
+            roles: Of its operands.
+            node_number: Of the autograd node that asks for it, if it is computed again.
+            product: The rule and the arguments of the product that it would make.
+        """
+        path, is_engine = self._sites.path_of_caller(4)
+        if path is None or is_engine or self.numerics is None:
+            return None
+        episode = self._episode if node_number is None else (self._episode, node_number)
+        site = self._sites.peek(word, path, episode)
+        if site is None or not site.is_settled or not self.numerics.applies_to(site, *product):
+            return None
+        return self._sites.find(word, roles, path, episode)[0]
+
+    def count_all(self, site: Site, flops: Callable[..., int], args: tuple[Any, ...]) -> None:
+        """Count a layer that is rounded as a whole: its product, and those of its gradients."""
+        if self._counter is not None:
+            for _ in range(1 + sum(tensor.requires_grad for tensor in args)):
+                self._counter.add(site.module, "format", "", flops(args, None))
+
     def unreached(
         self, rule: UnreachedRule, original: Kernel, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run an operator whose products no factor can reach."""
-        result = original(*args, **kwargs)
+        LOCAL.is_inside = True
+        try:
+            result = original(*args, **kwargs)
+        finally:
+            LOCAL.is_inside = False
         if self._counter is not None:
             path, _ = self._sites.path_of_caller(3)
-            self._count(path or "", "plain", rule.reason, rule.flops, args, result)
+            self._counter.add(path or "", "plain", rule.reason, rule.flops(args, result))
         return result
 
     def _forward(
@@ -351,7 +413,7 @@ class ProductSession:
     ) -> Any:
         numerics = self.numerics
         rule, site = product.rule, product.site
-        guard = plain_functions() if has_subclass(args) else contextlib.nullcontext()
+        guard = plain_functions() if has_subclass(args) else _NO_GUARD
         LOCAL.is_inside = True
         try:
             with guard:
@@ -368,7 +430,9 @@ class ProductSession:
         finally:
             LOCAL.is_inside = False
         if self._counter is not None:
-            self._count(site.module, kind, reason, rule.flops, args, result)
+            self._counter.add(
+                site.module, kind, reason, rule.flops(args, result), (site.plain, product.slot)
+            )
         return result
 
     def _record(
@@ -448,12 +512,7 @@ class ProductSession:
         site.log2_units = tuple(known) if len(known) == len(site.roles) else None
         gradient = pairs.get(site.name)
         site.log2_gamma = None if gradient is None else gradient.log2_gamma
-
-    def _count(
-        self, module: str, kind: Kind, reason: str, flops: Any, args: Any, result: Any
-    ) -> None:
-        assert self._counter is not None
-        self._counter.add(module, kind, reason, flops(args, result))
+        site.is_settled = site.log2_units is not None and site.log2_gamma is not None
 
 
 def _is_real(operands: Sequence[Any]) -> bool:

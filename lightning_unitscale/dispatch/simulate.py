@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,8 +15,9 @@ from lightning_unitscale.quantize import rounded
 
 if TYPE_CHECKING:
     from lightning_unitscale.dispatch.products import ProductRule
+    from lightning_unitscale.dispatch.session import ProductSession
     from lightning_unitscale.dispatch.sites import Site
-    from lightning_unitscale.dispatch.torch_internals import Kernel
+    from lightning_unitscale.dispatch.torch_internals import Kernel, KernelOverrides
     from lightning_unitscale.transforms.moving_grid import MovingGrid
     from lightning_unitscale.transforms.simulate_format import SimulateFormat
 
@@ -30,6 +31,8 @@ class SimulatedProducts:
     Args:
         config: The formats, the way of rounding, and the names that it is for.
     """
+
+    is_active = True
 
     def __init__(self, config: SimulateFormat) -> None:
         self._config = config
@@ -55,6 +58,12 @@ class SimulatedProducts:
 
     def measure(self, product: Product, operands: Sequence[Tensor], *, is_first: bool) -> None:
         """Nothing: a simulated format takes what it gets."""
+
+    def overrides(
+        self, session: ProductSession, device_types: Collection[str]
+    ) -> list[KernelOverrides]:
+        """None: products are all that is rounded."""
+        return []
 
     def _rounded(
         self, tensor: Tensor, unit: int, is_gradient: bool, name: str, step: int

@@ -25,10 +25,12 @@ class Site:
         log2_units: Exponents of the units of its operands; ``None`` while nobody has measured.
         log2_gamma: Exponent of the unit of the arriving gradient.
         plain: Which of its products run as they are, and why: ``"forward"``, or a backward one.
+        is_settled: Whether all of its units were known when the step began.
     """
 
     __slots__ = (
         "derived",
+        "is_settled",
         "log2_gamma",
         "log2_units",
         "module",
@@ -46,6 +48,7 @@ class Site:
         self.log2_units: tuple[int, ...] | None = None
         self.log2_gamma: int | None = None
         self.plain: dict[str, str] = {}
+        self.is_settled = False
         self.derived: dict[str, Site] = {}
 
 
@@ -112,6 +115,14 @@ class Sites:
         place.sites.append(site)
         self.all[site.name] = site
         return site, True
+
+    def peek(self, word: str, path: str, episode: object) -> Site | None:
+        """The site that :meth:`find` would give, if it has been seen before; nothing is counted."""
+        place = self._places.get((path, word))
+        if place is None:
+            return None
+        index = place.count if place.episode == episode else 0
+        return place.sites[index] if index < len(place.sites) else None
 
     def derive(self, site: Site, slot: str, roles: tuple[str, ...]) -> Site:
         """The product that a backward product is for the backward pass of the backward pass."""
