@@ -110,15 +110,19 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.4g}"
 
 
-def _print_reasons(rows: list[dict[str, Any]]) -> None:
-    """Why products ran plain, and what went wrong where."""
-    for row in rows:
-        default = row.get("variants", {}).get("default", {})
-        for reason, share in default.get("reasons", {}).items():
-            print(f"{row['name']}: {100 * share:.2g}% plain: {reason}")
-        for variant, found in row.get("variants", {}).items():
-            for line in found["warnings"]:
-                print(f"{row['name']}, {variant}: {line[:300]}")
+def _print_notes(row: dict[str, Any]) -> None:
+    """Why products ran plain, and what the callbacks warned of."""
+    for variant, found in row.get("variants", {}).items():
+        if variant == "default":
+            for reason, share in found["reasons"].items():
+                print(f"  {100 * share:.2g}% of FLOPs plain: {reason}")
+        for line in found["warnings"]:
+            print(f"  {variant}: {line[:300]}")
+
+
+def _write(rows: list[dict[str, Any]], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
 
 
 def main() -> None:
@@ -148,6 +152,8 @@ def main() -> None:
                    "error": row.text, "details": row.details}  # fmt: skip
         rows.append(row)
         print(" | ".join((name, *list(bits_row(row).values())[1:])), flush=True)
+        _print_notes(row)
+        _write(rows, options.json)
         if options.verbose:
             for part in (row, *row.get("variants", {}).values()):
                 print(part.get("details", ""), end="")
@@ -155,9 +161,6 @@ def main() -> None:
     print(tabulate([bits_row(row) for row in rows], headers="keys", tablefmt=form))
     print("\nFirst step / later steps / memory, beside plain:")
     print(tabulate([costs_row(row) for row in rows], headers="keys", tablefmt=form))
-    _print_reasons(rows)
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
