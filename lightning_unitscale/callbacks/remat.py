@@ -26,8 +26,9 @@ class RematCallback(pl.Callback):
     ``training_step`` is captured, and its forward and backward graph are planned together: what is
     kept between them and what runs again, at the least estimated time within the budget. Random
     operations are kept or replayed from their generator's state, checkpoints of the user's own are
-    honoured, and the plan changes no bit of a gradient. At the end of a run the predicted and the
-    measured peak are logged as ``remat/predicted_peak_bytes`` and ``remat/measured_peak_bytes``.
+    honoured, and the plan changes no bit of a gradient. Batches of changing sizes share a plan. At
+    the end of a run the predicted and the measured peak are logged as
+    ``remat/predicted_peak_bytes`` and ``remat/measured_peak_bytes``.
 
     Args:
         budget: Limit on all tensor bytes alive at once in a training step: parameters, buffers,
@@ -182,6 +183,8 @@ class RematCallback(pl.Callback):
         text = f"predicted peak {format_bytes(predicted)}"
         if measured is None:
             return f"{text}, not measured: the run had too few steps"
+        if any(one.sizes for one in self.reports):
+            return f"{text} for the sizes planned for, measured {format_bytes(measured)} for others"
         error = 100 * (predicted / measured - 1)
         return f"{text}, measured {format_bytes(measured)} ({error:+.1f} %)"
 

@@ -24,10 +24,13 @@ from lightning_unitscale.dispatch.torch_internals import (
     KernelOverrides,
     current_node,
     original_kernel,
+    plain_functions,
     sequence_number,
 )
 
 _KEYS = {"cpu": "CPU", "cuda": "CUDA"}
+# On a CPU it multiplies by a kernel of the table, with operands that are in FP8 already.
+_FP8 = "_scaled_mm"
 _sessions: dict[int, ProductSession] = {}
 _optimizer_hooks: list[RemovableHandle] = []
 _overrides: dict[str, KernelOverrides] = {}
@@ -106,6 +109,8 @@ def _override(key: str) -> KernelOverrides:
     for unreached in UNREACHED:
         if (original := original_kernel(unreached.operator, key)) is not None:
             overrides.put(unreached.operator, key, _unreached_kernel(unreached, original))
+    if (original := original_kernel(_FP8, key)) is not None:
+        overrides.put(_FP8, key, _closed_kernel(original))
     return overrides
 
 
@@ -118,12 +123,25 @@ def _product_kernel(rule: ProductRule, original: Kernel) -> Kernel:
             session = LOCAL.session
             if session is None:
                 return original(*args, **kwargs)
-            return session.forward(rule, original, args, kwargs)
+            with plain_functions():
+                return session.forward(rule, original, args, kwargs)
         call = CALLS.get(sequence_number(node))
         session = LOCAL.session if call is None else call.session
         if session is None:
             return original(*args, **kwargs)
-        return session.within_backward(rule, original, args, kwargs, call, node)
+        with plain_functions():
+            return session.within_backward(rule, original, args, kwargs, call, node)
+
+    return kernel
+
+
+def _closed_kernel(original: Kernel) -> Kernel:
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        previous, LOCAL.is_inside = LOCAL.is_inside, True
+        try:
+            return original(*args, **kwargs)
+        finally:
+            LOCAL.is_inside = previous
 
     return kernel
 

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from lightning_unitscale.dispatch.calls import CALLS, Call, remember, sources_of
+from lightning_unitscale.dispatch.calls import CALLS, Call, may_belong_to, remember, sources_of
 from lightning_unitscale.dispatch.coverage import Coverage, CoverageCounter, Kind
 from lightning_unitscale.dispatch.execute import Product, run_in_units
 from lightning_unitscale.dispatch.measured import Measurement, Measurements
@@ -29,9 +29,7 @@ from lightning_unitscale.dispatch.sites import FORWARD, Site, Sites
 from lightning_unitscale.dispatch.torch_internals import (
     Kernel,
     KernelOverrides,
-    has_subclass,
     last_sequence_number,
-    plain_functions,
     sequence_number,
 )
 from lightning_unitscale.transforms.gauge import (
@@ -89,9 +87,6 @@ class Numerics(Protocol):
         """Override what is needed beside products, for kinds of devices."""
 
 
-_NO_GUARD = contextlib.nullcontext()
-
-
 class _Local(threading.local):
     """What goes on in one thread.
 
@@ -132,7 +127,6 @@ class ProductSession:
         numerics: What rounds products, if anything does.
 
     Attributes:
-        gauge: The units in force.
         is_looking: Whether the steps measure what has units already, for :meth:`take`.
         is_counting: Whether the steps count their products.
         step: How many training steps have begun.
@@ -142,7 +136,7 @@ class ProductSession:
         self, module: nn.Module, boundary: CodeType, numerics: Numerics | None = None
     ) -> None:
         self.numerics = numerics
-        self.gauge = Gauge()
+        self._gauge = Gauge()
         self.is_looking = False
         self.step = 0
         self._episode = 0
@@ -167,6 +161,19 @@ class ProductSession:
             torch.backends.mha.set_fastpath_enabled(has_fused_layers)
             # An optimizer that raised has not resumed.
             del LOCAL.suspended[depth:]
+
+    @property
+    def gauge(self) -> Gauge:
+        """The units in force."""
+        measured: dict[str, GaugePair] = {}
+        for site in self._sites.all.values():
+            # What rounds takes units as it measures them; see below.
+            if site.log2_units is not None:
+                pairs = zip(site.operand_names, site.log2_units, strict=True)
+                measured |= {name: GaugePair(log2_sigma=unit) for name, unit in pairs}
+            if site.log2_gamma is not None:
+                measured[site.name] = GaugePair(log2_gamma=site.log2_gamma)
+        return self._gauge.updated(measured)
 
     @property
     def is_rounding(self) -> bool:
@@ -198,7 +205,7 @@ class ProductSession:
 
     def set_gauge(self, gauge: Gauge) -> None:
         """Put units into force from the next product on."""
-        self.gauge = gauge
+        self._gauge = gauge
         for site in self._sites.all.values():
             self._set_units(site)
 
@@ -220,13 +227,13 @@ class ProductSession:
             name: GaugePair(log2_gamma=nearest_exponent(rms, MAX_LOG2_GAMMA))
             for name, rms in backward.items()
         }
-        self.set_gauge(self.gauge.updated(new))
+        self.set_gauge(self._gauge.updated(new))
         self.judge(measurement)
 
     def judge(self, measurement: Measurement) -> None:
         """Run products plain in which powers of two are not exact in the units in force."""
         for product in measurement.products:
-            pairs = [self.gauge.pair(name) for name in product.names]
+            pairs = [self._gauge.pair(name) for name in product.names]
             # An operand's pair has no gamma, and a gradient's no sigma.
             reason = product.why_plain([pair.log2_sigma + pair.log2_gamma for pair in pairs])
             if reason:
@@ -276,7 +283,7 @@ class ProductSession:
             # A checkpoint computes its body again, within the node that asked for it.
             again = (self._episode, sequence_number(node))
             return self._forward(rule, original, args, kwargs, path, again)
-        if is_engine and call is not None:
+        if is_engine and call is not None and may_belong_to(rule, call):
             return self._backward(rule, original, args, kwargs, call)
         module = "" if call is None else call.site.module
         return self._forward(rule, original, args, kwargs, module, self._episode, f"@{node.name()}")
@@ -413,20 +420,18 @@ class ProductSession:
     ) -> Any:
         numerics = self.numerics
         rule, site = product.rule, product.site
-        guard = plain_functions() if has_subclass(args) else _NO_GUARD
         LOCAL.is_inside = True
         try:
-            with guard:
-                if numerics is not None and numerics.applies_to(site, rule, args):
-                    kind: Kind = "format"
-                    reason = ""
-                    result = numerics.run(product, original, list(args), kwargs)
-                elif reason := site.plain.get(product.slot, ""):
-                    kind = "plain"
-                    result = original(*args, **kwargs)
-                else:
-                    kind = "units"
-                    result = run_in_units(product, original, list(args), kwargs)
+            if numerics is not None and numerics.applies_to(site, rule, args):
+                kind: Kind = "format"
+                reason = ""
+                result = numerics.run(product, original, list(args), kwargs)
+            elif reason := site.plain.get(product.slot, ""):
+                kind = "plain"
+                result = original(*args, **kwargs)
+            else:
+                kind = "units"
+                result = run_in_units(product, original, list(args), kwargs)
         finally:
             LOCAL.is_inside = False
         if self._counter is not None:
@@ -506,7 +511,7 @@ class ProductSession:
         return tuple(unit or 0 for unit in units), rows
 
     def _set_units(self, site: Site) -> None:
-        pairs = self.gauge.pairs
+        pairs = self._gauge.pairs
         operands = [pairs.get(name) for name in site.operand_names]
         known = [pair.log2_sigma for pair in operands if pair is not None]
         site.log2_units = tuple(known) if len(known) == len(site.roles) else None

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+import weakref
 from types import CodeType
 from typing import Any
 
 from torch import nn
 
-from lightning_unitscale.dispatch.torch_internals import ENGINE, MODULE_CALL
+from lightning_unitscale.dispatch.torch_internals import (
+    CHECKPOINT,
+    ENGINE,
+    MODULE_CALL,
+    RECOMPUTATIONS,
+    checkpointed_body,
+)
 
 # Where a product runs beside the slots of its operands' gradients.
 FORWARD = "forward"
@@ -78,6 +86,8 @@ class Sites:
         self._module = module
         self._boundary = boundary
         self._paths: dict[int, str] = {}
+        # What ran a checkpoint, by the checkpoint's body, which alone is there when it runs again.
+        self._paths_of_bodies: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
         self._places: dict[tuple[str, str], _Place] = {}
         self._is_fresh = False
         self.all: dict[str, Site] = {}
@@ -142,18 +152,29 @@ class Sites:
             ``None`` where no module of this step is on the stack.
         """
         frame = sys._getframe(depth)
-        while frame is not None:
+        bodies: list[Any] = []
+        path: str | None = None
+        while frame is not None and path is None:
             code = frame.f_code
             if code is MODULE_CALL:
                 path = self._path(frame.f_locals["self"])
-                if path is not None:
-                    return path, False
             elif code is ENGINE:
                 return None, True
             elif code is self._boundary:
-                return "", False
+                path = ""
+            elif code is CHECKPOINT:
+                bodies.append(checkpointed_body(frame))
+            elif code in RECOMPUTATIONS:
+                path = ""
+                with contextlib.suppress(TypeError):
+                    path = self._paths_of_bodies.get(checkpointed_body(frame), "")
             frame = frame.f_back  # type: ignore[assignment]
-        return None, False
+        if path is not None:
+            for body in bodies:
+                # Not for a callable without a hash or weak references.
+                with contextlib.suppress(TypeError):
+                    self._paths_of_bodies[body] = path
+        return path, False
 
     def _path(self, module: nn.Module) -> str | None:
         path = self._paths.get(id(module))

@@ -4,25 +4,38 @@
 product to the forward product that it belongs to: the forward kernel runs right after its autograd
 node was made, whose number is the last one given out. ``Library._destroy`` takes overridden kernels
 away again. Frames of ``Module._call_impl`` tell which module is running, and one of
-``_engine_run_backward`` directly below a kernel tells that the autograd engine itself called it.
+``_engine_run_backward`` directly below a kernel tells that the autograd engine itself called it,
+unless one of ``CheckpointFunction.backward`` or of ``recompute_fn``, within
+``_checkpoint_without_reentrant_generator``, comes before: then a checkpoint runs its body again.
 """
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd import graph as autograd_graph
+from torch.utils import checkpoint as checkpoints
 
 Kernel = Callable[..., Any]
 
 MODULE_CALL: CodeType = nn.Module._call_impl.__code__
 ENGINE: CodeType = autograd_graph._engine_run_backward.__code__
+
+CHECKPOINT: CodeType = inspect.unwrap(checkpoints.checkpoint).__code__
+_REENTRANT: CodeType = checkpoints.CheckpointFunction.backward.__code__
+_RECOMPUTATIONS: frozenset[CodeType] = frozenset(
+    code
+    for code in checkpoints._checkpoint_without_reentrant_generator.__code__.co_consts
+    if isinstance(code, CodeType) and code.co_name == "recompute_fn"
+)
+RECOMPUTATIONS = _RECOMPUTATIONS | {_REENTRANT}
 
 current_node: Callable[[], Any] = torch._C._current_autograd_node
 
@@ -39,6 +52,14 @@ def sequence_number(node: Any) -> int:
     return number
 
 
+def checkpointed_body(frame: FrameType) -> Any:
+    """The function whose checkpoint a frame makes, of ``CHECKPOINT``, or runs again."""
+    values = frame.f_locals
+    if frame.f_code is CHECKPOINT:
+        return values["function"]
+    return values["ctx"].run_function if frame.f_code is _REENTRANT else values["fn"]
+
+
 def has_subclass(args: Sequence[Any]) -> bool:
     """Whether an argument is a tensor of a subclass, with functions of its own."""
     return any(
@@ -48,8 +69,8 @@ def has_subclass(args: Sequence[Any]) -> bool:
 
 
 def plain_functions() -> AbstractContextManager[None]:
-    """Within this context functions of torch ignore what subclasses of tensors make of them."""
-    context: AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
+    """Within this context neither subclasses of tensors nor modes hear of functions of torch."""
+    context: AbstractContextManager[None] = torch._C.DisableTorchFunction()
     return context
 
 

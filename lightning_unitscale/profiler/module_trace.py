@@ -22,7 +22,8 @@ from lightning_unitscale.profiler.storage_recorder import StorageRecorder
 
 # What Python calls when the tensor is on the right; a graph has the function itself.
 _REFLECTED = {"radd": "add", "rsub": "sub", "rmul": "mul", "rmatmul": "matmul", "rpow": "pow",
-              "rtruediv": "truediv", "rfloordiv": "floordiv", "rmod": "mod"}  # fmt: skip
+              "rtruediv": "truediv", "rdiv": "truediv", "rfloordiv": "floordiv",
+              "rmod": "mod"}  # fmt: skip
 
 
 class ModulePaths:

@@ -21,6 +21,7 @@ from lightning_unitscale.functional.simulated_cast import (
     round_gradient,
     round_operand,
 )
+from lightning_unitscale.graph.aliasing import aliased_by_mutation
 from lightning_unitscale.graph.nodes import (
     INTERNAL,
     MODULE,
@@ -28,7 +29,6 @@ from lightning_unitscale.graph.nodes import (
     map_arguments,
     requires_grad,
 )
-from lightning_unitscale.graph.out_of_place import aliased_by_mutation
 from lightning_unitscale.graph.passes import GraphPass, Region, Stage, StepGraph
 from lightning_unitscale.graph.patterns import NamePatterns
 from lightning_unitscale.graph.products import Product, product_of, unreachable_products
@@ -179,10 +179,9 @@ class SimulateFormat(GraphPass):
         num_gradients = sum(one.has_gradient for one in sites)
         if sites:
             self._insert(graph, sites)
-        how = self.rounding if self.moving_grid is None else f"{self.rounding}, moving grid"
         lines = (
             f"{num_operands} operands of {len(sites)} products rounded to {self.fwd_format}, "
-            f"{num_gradients} gradients to {self.bwd_format} ({how})",
+            f"{num_gradients} gradients to {self.bwd_format} ({self.how})",
         )
         simulated = {one.product.node for one in sites}
         left = [
@@ -192,6 +191,15 @@ class SimulateFormat(GraphPass):
             if node not in simulated
         ]
         return (*lines, *left_as_they_are(left))
+
+    @property
+    def how(self) -> str:
+        """The way of rounding, in words."""
+        return self.rounding if self.moving_grid is None else f"{self.rounding}, moving grid"
+
+    def summary(self) -> str:
+        """What is rounded to what, and how."""
+        return f"Operands rounded to {self.fwd_format}, gradients to {self.bwd_format} ({self.how})"
 
     def after_step(self, module: nn.Module, result: Any) -> None:
         """Move the numbers of the formats, if they move."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -14,6 +13,7 @@ from torch import fx
 from lightning_unitscale.graph.captured_step import CapturedStep
 from lightning_unitscale.graph.nodes import tensor_name
 from lightning_unitscale.graph.products import product_of
+from lightning_unitscale.transforms.copied_inputs import copied_inputs
 from lightning_unitscale.transforms.restoring import restoring
 from lightning_unitscale.transforms.rules.decide import Decider
 from lightning_unitscale.transforms.rules.flow import Flow, Recorder
@@ -84,7 +84,8 @@ def _plan_once(
     """One attempt; ``None`` if the second run was not the recorded one."""
     recorder = Recorder()
     with _rehearsing(step, backward):
-        step.rehearse(recorder, *copy.deepcopy(args), **copy.deepcopy(dict(kwargs)))
+        given, named = copied_inputs(args, kwargs)
+        step.rehearse(recorder, *given, **named)
     flow = recorder.result()
     structure = _structure_of(flow, known)
     parameters = {**plan_parameters(structure, init_weights=init_weights), **known.parameters}
@@ -100,7 +101,8 @@ def _plan_once(
     )
     rehearsal.decider = decider
     with _rehearsing(step, backward):
-        step.rehearse(rehearsal, *copy.deepcopy(args), **copy.deepcopy(dict(kwargs)))
+        given, named = copied_inputs(args, kwargs)
+        step.rehearse(rehearsal, *given, **named)
     if rehearsal.saw_new_graph:
         return None
     decisions = {key(step.name, name): one for name, one in decider.decisions.items()}
