@@ -325,8 +325,9 @@ class WatchedCall:
         the tensor itself, the node's come after them.
         """
         row.is_hooked = True
-        node = tensor.grad_fn if _has_node(tensor) else self._leaf_node(tensor)
-        index = tensor.output_nr
+        node, index = tensor.grad_fn, tensor.output_nr
+        if node is None:
+            node = self._leaf_node(tensor)
         # A hook that held its own tensor would keep it for the whole step.
         late = tensor if is_late else None
 
