@@ -288,6 +288,10 @@ class ProductSession:
         module = "" if call is None else call.site.module
         return self._forward(rule, original, args, kwargs, module, self._episode, f"@{node.name()}")
 
+    def owns_caller(self) -> bool:
+        """Whether a module of the session's runs what the caller's caller was called for."""
+        return self._sites.owns_caller(4)
+
     def take_settled(
         self,
         word: str,

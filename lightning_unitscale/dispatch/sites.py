@@ -182,6 +182,23 @@ class Sites:
                     self._paths_of_bodies[body] = path
         return path, False
 
+    def owns_caller(self, depth: int) -> bool:
+        """Whether a module of this step is on the stack, above the engine that runs a node of it.
+
+        Args:
+            depth: Frames between the caller of this method and the kernel's own.
+        """
+        frame = sys._getframe(depth)
+        while frame is not None and frame.f_code is not ENGINE:
+            if frame.f_code is MODULE_CALL and self._path(frame.f_locals["self"]) is not None:
+                return True
+            if frame.f_code in RECOMPUTATIONS:
+                with contextlib.suppress(TypeError):
+                    if checkpointed_body(frame) in self._paths_of_bodies:
+                        return True
+            frame = frame.f_back  # type: ignore[assignment]
+        return False
+
     def _path(self, module: nn.Module) -> str | None:
         path = self._paths.get(id(module))
         if path is None and not self._is_fresh:
