@@ -20,7 +20,7 @@ from lightning_unitscale.callbacks.module_steps import (
 from lightning_unitscale.callbacks.ranks import joint_reasons, joint_rms
 from lightning_unitscale.callbacks.recalibration import Looks
 from lightning_unitscale.dispatch.attach import AttachedSession
-from lightning_unitscale.dispatch.coverage import ENOUGH, Coverage
+from lightning_unitscale.dispatch.coverage import Coverage
 from lightning_unitscale.dispatch.fp8 import FP8Products
 from lightning_unitscale.dispatch.measured import Measurement
 from lightning_unitscale.dispatch.session import Numerics
@@ -29,8 +29,6 @@ from lightning_unitscale.transforms.fp8_linears import WIDE_GRADIENT, FP8Linears
 from lightning_unitscale.transforms.gauge import Gauge
 from lightning_unitscale.transforms.range_loss import Misfits
 from lightning_unitscale.transforms.simulate_format import SimulateFormat
-
-_NAMED = 5
 
 
 class ProductUnits:
@@ -282,12 +280,6 @@ class ProductUnits:
         if self._has_told:
             return
         self._has_told = True
-        line = self.coverage.line()
-        rank_zero_info(f"UnitScaleCallback: {line}.")
-        if self.coverage.fraction_of_flops("units", "format") < ENOUGH:
-            modules = self.coverage.uncovered_modules()
-            named = ", ".join(modules[:_NAMED]) + (", ..." if len(modules) > _NAMED else "")
-            rank_zero_warn(
-                f"UnitScaleCallback: {line}. What runs plain is in {named}; expected at least "
-                f"{ENOUGH:.0%} of the FLOPs in units; explain() lists all products."
-            )
+        rank_zero_info(f"UnitScaleCallback: {self.coverage.line()}.")
+        if shortfall := self.coverage.shortfall():
+            rank_zero_warn(f"UnitScaleCallback: {shortfall}")

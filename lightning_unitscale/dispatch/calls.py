@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
 class Call:
     """A product that autograd has recorded: what its backward products need to know."""
 
-    session: ProductSession
+    # Weak: whoever still waits for a backward pass keeps the session, not this table.
+    session: weakref.ref[ProductSession]
     site: Site
     # By the address of each operand's data, which of the operands it is.
     pointers: dict[int, int]
@@ -46,6 +48,12 @@ def remember(number: int, call: Call) -> None:
         for old in list(CALLS)[: _MAX_CALLS // 2]:
             del CALLS[old]
     CALLS[number] = call
+
+
+def forget(session: weakref.ref[ProductSession]) -> None:
+    """Forget the calls of a session: backward passes that are still to come run plain."""
+    for number in [number for number, call in list(CALLS.items()) if call.session is session]:
+        CALLS.pop(number, None)
 
 
 def sources_of(rule: ProductRule, call: Call, operands: Sequence[Tensor]) -> tuple[int | None, ...]:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_unitscale.dispatch.execute import Product, run_in_units
+from lightning_unitscale.dispatch.execute import Product
 from lightning_unitscale.dispatch.simulate import grid_factor
+from lightning_unitscale.dispatch.sites import running_module
 from lightning_unitscale.functional.fp8_linear import GRADIENTS, OPERAND, to_fp8
 from lightning_unitscale.functional.scaled_product import MULTIPLE, scaled_product, why_no_fp8
 from lightning_unitscale.transforms.calibration import Direction
@@ -30,23 +31,27 @@ class FP8Products:
 
     Args:
         config: What is left out, by name or by measurement, and the formats.
+        measures_range: Whether what does not fit, by what :meth:`measure` sees, is left out.
 
     Attributes:
         is_training: Whether the steps that run now are those of training.
     """
 
-    def __init__(self, config: FP8Linears) -> None:
+    def __init__(self, config: FP8Linears, *, measures_range: bool = True) -> None:
         self._config = config
+        self._measures_range = measures_range
         self.is_training = True
         self._shares: list[tuple[Direction, str, Tensor]] = []
 
-    def applies_to(self, site: Site, rule: ProductRule, args: Sequence[Any]) -> bool:
+    def applies_to(
+        self, site: Site, rule: ProductRule, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> bool:
         """Whether a product runs in FP8."""
         config = self._config
         if not (self.is_training or config.in_evaluation):
             return False
         if site.name not in config.decisions:
-            config.decisions[site.name] = self._why_not(site, rule, args)
+            config.decisions[site.name] = self._why_not(site, rule, args, kwargs)
         return config.decisions[site.name] is None and rule.operator in ("mm", "addmm")
 
     def measure(self, product: Product, operands: Sequence[Tensor], *, is_first: bool) -> None:
@@ -54,7 +59,7 @@ class FP8Products:
 
         At first sight it is decided at once: what does not fit is not to be cast even once.
         """
-        if product.rule.operator not in ("mm", "addmm"):
+        if not self._measures_range or product.rule.operator not in ("mm", "addmm"):
             return
         for tensor, unit, name, is_gradient in zip(
             operands, product.log2_units, product.names, product.is_gradient, strict=True
@@ -89,8 +94,6 @@ class FP8Products:
         self, product: Product, original: Kernel, args: list[Any], kwargs: dict[str, Any]
     ) -> Any:
         """Run a product in FP8."""
-        if any(kwargs.get(name, 1) != 1 for name in ("alpha", "beta")):
-            return run_in_units(product, original, args, kwargs)
         config, site = self._config, product.site
         first, second = product.rule.operands
         scale = 1.0
@@ -98,7 +101,7 @@ class FP8Products:
         for position, unit, is_gradient, name in zip(
             (first, second), product.log2_units, product.is_gradient, product.names, strict=True
         ):
-            factor = grid_factor(config.moving_grid, name)
+            factor = grid_factor(config.moving_grid, name, product.step)
             scale *= 2.0**unit / factor
             # The hardware multiplies no two matrices in E5M2.
             is_wide = is_gradient and not any(cast.dtype == GRADIENTS["E5M2"] for cast in casts)
@@ -114,17 +117,23 @@ class FP8Products:
         )
         return result.add_(args[0]) if product.rule.addends else result
 
-    def _why_not(self, site: Site, rule: ProductRule, args: Sequence[Any]) -> str | None:
+    def _why_not(
+        self, site: Site, rule: ProductRule, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> str | None:
         if rule.operator not in ("mm", "addmm"):
             return "it is no linear layer"
         read, weight = (args[position] for position in rule.operands)
-        if not (site.name.rpartition(".")[2].startswith(_LINEAR) or is_parameter(weight)):
+        is_linear = site.name.rpartition(".")[2].startswith(_LINEAR) and _is_of_layer(weight)
+        if not (is_linear or is_parameter(weight)):
             return "it is no linear layer"
         if not self._config.patterns.match_names(site.name, site.module):
             return "its name is excluded"
         for tensor in (read, weight):
             if tensor.dtype not in _DTYPES:
                 return f"made of {tensor.dtype}"
+        for name in ("beta", "alpha"):
+            if kwargs.get(name, 1) != 1:
+                return f"it has {name}={kwargs[name]}"
         for what, size in zip(("input", "output"), weight.shape, strict=True):
             if size % MULTIPLE or size == 0:
                 return f"its {size} {what} features are no multiple of {MULTIPLE}"
@@ -135,6 +144,19 @@ class FP8Products:
                 "8.9 or above, or a CPU; leave FP8 out, or simulate it."
             )
         return self._config.unfit.products.get(site.name)
+
+
+def _is_of_layer(weight: Tensor) -> bool:
+    """Whether a matrix is made of a parameter of the layer that runs, by that parameter's shape.
+
+    ``F.linear(x, 2 * w)`` and ``x @ y.t()`` are the same operation.
+    """
+    layer = running_module()
+    if layer is None:
+        return False
+    shape = weight.shape[::-1]
+    own = layer.parameters(recurse=False)
+    return isinstance(layer, nn.Linear) or any(param.shape == shape for param in own)
 
 
 def is_parameter(tensor: Tensor) -> bool:

@@ -1,13 +1,15 @@
 """The eager executor of the table: kernels of torch's products that ask whose product they run.
 
 Kernels are overridden while there is a session, for the devices in use, and torch's own are back
-when the last one has closed. A product of nobody's costs two microseconds more meanwhile.
+when the last one has closed or was garbage-collected. A product of nobody's costs two microseconds
+more meanwhile.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+import weakref
+from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
@@ -16,7 +18,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils.hooks import RemovableHandle
 
-from lightning_unitscale.dispatch.calls import CALLS
+from lightning_unitscale.dispatch.calls import CALLS, forget
 from lightning_unitscale.dispatch.products import RULES, UNREACHED, ProductRule, UnreachedRule
 from lightning_unitscale.dispatch.session import LOCAL, ProductSession
 from lightning_unitscale.dispatch.torch_internals import (
@@ -28,7 +30,11 @@ from lightning_unitscale.dispatch.torch_internals import (
 )
 
 _KEYS = {"cpu": "CPU", "cuda": "CUDA"}
-_sessions: dict[int, ProductSession] = {}
+if TYPE_CHECKING:
+    Finalizer = weakref.finalize[..., ProductSession]
+
+# By the identity of a session: what ends it, here or when nobody has it any more.
+_sessions: dict[int, Finalizer] = {}
 _optimizer_hooks: list[RemovableHandle] = []
 _overrides: dict[str, KernelOverrides] = {}
 
@@ -40,7 +46,10 @@ def open_session(session: ProductSession, device_types: set[str]) -> None:
         session: The session.
         device_types: Where its module may run, such as ``{"cpu"}``.
     """
-    _sessions[id(session)] = session
+    if id(session) not in _sessions:
+        finalizer = weakref.finalize(session, _end, id(session), session.ref)
+        finalizer.atexit = False
+        _sessions[id(session)] = finalizer
     for device_type in device_types:
         key = _KEYS.get(device_type)
         if key is not None and key not in _overrides:
@@ -54,7 +63,13 @@ def open_session(session: ProductSession, device_types: set[str]) -> None:
 def close_session(session: ProductSession) -> None:
     """End it; torch's own kernels are back when it was the last. May be called more than once."""
     session.close()
-    _sessions.pop(id(session), None)
+    if (finalizer := _sessions.get(id(session))) is not None:
+        finalizer()
+
+
+def _end(key: int, session: weakref.ref[ProductSession]) -> None:
+    _sessions.pop(key, None)
+    forget(session)
     if not _sessions:
         for overrides in _overrides.values():
             overrides.remove()
@@ -120,7 +135,7 @@ def _product_kernel(rule: ProductRule, original: Kernel) -> Kernel:
                 return original(*args, **kwargs)
             return session.forward(rule, original, args, kwargs)
         call = CALLS.get(sequence_number(node))
-        session = LOCAL.session if call is None else call.session
+        session = LOCAL.session if call is None else call.session()
         if session is None:
             return original(*args, **kwargs)
         return session.within_backward(rule, original, args, kwargs, call, node)

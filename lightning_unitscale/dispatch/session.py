@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import CodeType
@@ -19,7 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from lightning_unitscale.dispatch.calls import CALLS, Call, remember, sources_of
+from lightning_unitscale.dispatch.calls import CALLS, Call, forget, remember, sources_of
 from lightning_unitscale.dispatch.coverage import Coverage, CoverageCounter, Kind
 from lightning_unitscale.dispatch.execute import Product, run_in_units
 from lightning_unitscale.dispatch.measured import Measurement, Measurements
@@ -64,7 +65,9 @@ class RanProduct:
 class Numerics(Protocol):
     """What a format does to products: simulated, or run in it."""
 
-    def applies_to(self, site: Site, rule: ProductRule, args: Sequence[Any]) -> bool:
+    def applies_to(
+        self, site: Site, rule: ProductRule, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> bool:
         """Whether a product is rounded."""
 
     def run(
@@ -74,6 +77,39 @@ class Numerics(Protocol):
 
     def measure(self, product: Product, operands: Sequence[Tensor], *, is_first: bool) -> None:
         """Look at operands in their units, for the first time or again."""
+
+
+class FirstOf:
+    """The first of several numerics that applies to a product.
+
+    Args:
+        *numerics: By precedence.
+    """
+
+    def __init__(self, *numerics: Numerics) -> None:
+        self._numerics = numerics
+
+    def applies_to(
+        self, site: Site, rule: ProductRule, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> bool:
+        """Whether any of them applies."""
+        return any(each.applies_to(site, rule, args, kwargs) for each in self._numerics)
+
+    def run(
+        self, product: Product, original: Kernel, args: list[Any], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a product in the first that applies."""
+        first = next(
+            each
+            for each in self._numerics
+            if each.applies_to(product.site, product.rule, args, kwargs)
+        )
+        return first.run(product, original, args, kwargs)
+
+    def measure(self, product: Product, operands: Sequence[Tensor], *, is_first: bool) -> None:
+        """Let each of them look at operands."""
+        for each in self._numerics:
+            each.measure(product, operands, is_first=is_first)
 
 
 class _Local(threading.local):
@@ -114,18 +150,27 @@ class ProductSession:
         module: The module; names of products are paths in it.
         boundary: Code of the function that calls a step.
         numerics: What rounds products, if anything does.
+        uses_units: Whether products run in units; if not, only ``numerics`` changes them.
 
     Attributes:
         gauge: The units in force.
+        ref: The session, weakly: the same object each time.
         is_looking: Whether the steps measure what has units already, for :meth:`take`.
         is_counting: Whether the steps count their products.
         step: How many training steps have begun.
     """
 
     def __init__(
-        self, module: nn.Module, boundary: CodeType, numerics: Numerics | None = None
+        self,
+        module: nn.Module,
+        boundary: CodeType,
+        numerics: Numerics | None = None,
+        *,
+        uses_units: bool = True,
     ) -> None:
         self.numerics = numerics
+        self.uses_units = uses_units
+        self.ref = weakref.ref(self)
         self.gauge = Gauge()
         self.is_looking = False
         self.step = 0
@@ -152,6 +197,10 @@ class ProductSession:
         self._episode += 1
         self.step += is_training
         self._sites.begin()
+        self.settle()
+
+    def settle(self) -> None:
+        """Take the units of what was measured and nobody has taken."""
         measurement = self.take()
         if measurement is not None:
             self.adopt(measurement.forward, measurement.backward, measurement)
@@ -160,10 +209,12 @@ class ProductSession:
         """Count the products from now on, for :meth:`coverage`."""
         self._counter = CoverageCounter()
 
-    def coverage(self) -> Coverage | None:
-        """What was counted since :meth:`count`, which ends with it."""
-        counter, self._counter = self._counter, None
-        return None if counter is None else counter.result()
+    def coverage(self, *, ends: bool = True) -> Coverage | None:
+        """What was counted since :meth:`count`, which ends with it unless it is to go on."""
+        counter = self._counter
+        if ends:
+            self._counter = None
+        return None if counter is None else counter.result(has_units=self.uses_units)
 
     def take(self) -> Measurement | None:
         """What was measured since the last call, with one transfer from the device."""
@@ -222,8 +273,7 @@ class ProductSession:
 
     def close(self) -> None:
         """Forget the recorded products: backward passes that are still to come run plain."""
-        for number in [n for n, call in CALLS.items() if call.session is self]:
-            del CALLS[number]
+        forget(self.ref)
         self._measurements.clear()
 
     def forward(
@@ -343,6 +393,8 @@ class ProductSession:
             site.log2_gamma = units[sources.index(None)]
         if torch.is_grad_enabled():
             derived = self._sites.derive(site, slot, tuple(map(str, range(len(operands)))))
+            if derived.log2_gamma is None:
+                self._set_units(derived)
             self._record(derived, operands, units, is_gradient, stats)
         return self._run(product, original, args, kwargs)
 
@@ -355,10 +407,13 @@ class ProductSession:
         LOCAL.is_inside = True
         try:
             with guard:
-                if numerics is not None and numerics.applies_to(site, rule, args):
+                if numerics is not None and numerics.applies_to(site, rule, args, kwargs):
                     kind: Kind = "format"
                     reason = ""
                     result = numerics.run(product, original, list(args), kwargs)
+                elif not self.uses_units:
+                    kind, reason = "left out", ""
+                    result = original(*args, **kwargs)
                 elif reason := site.plain.get(product.slot, ""):
                     kind = "plain"
                     result = original(*args, **kwargs)
@@ -388,7 +443,7 @@ class ProductSession:
         elif not any(tensor.requires_grad for tensor in operands):
             return
         call = Call(
-            self,
+            self.ref,
             site,
             {tensor.data_ptr(): index for index, tensor in enumerate(operands)},
             tuple(tuple(tensor.shape) for tensor in operands),
@@ -442,6 +497,9 @@ class ProductSession:
         return tuple(unit or 0 for unit in units), rows
 
     def _set_units(self, site: Site) -> None:
+        if not self.uses_units:
+            site.log2_units, site.log2_gamma = (0,) * len(site.roles), 0
+            return
         pairs = self.gauge.pairs
         operands = [pairs.get(name) for name in site.operand_names]
         known = [pair.log2_sigma for pair in operands if pair is not None]

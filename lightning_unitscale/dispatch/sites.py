@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from types import CodeType
 from typing import Any
 
@@ -12,6 +13,17 @@ from lightning_unitscale.dispatch.torch_internals import ENGINE, MODULE_CALL
 
 # Where a product runs beside the slots of its operands' gradients.
 FORWARD = "forward"
+
+
+def running_module() -> nn.Module | None:
+    """The innermost module whose call is on the Python stack."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is MODULE_CALL:
+            module: nn.Module = frame.f_locals["self"]
+            return module
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
 
 
 class Site:
@@ -72,7 +84,8 @@ class Sites:
     """
 
     def __init__(self, module: nn.Module, boundary: CodeType) -> None:
-        self._module = module
+        # Weak: an autograd graph keeps its session, and must not keep the module.
+        self._module = weakref.ref(module)
         self._boundary = boundary
         self._paths: dict[int, str] = {}
         self._places: dict[tuple[str, str], _Place] = {}
@@ -148,7 +161,9 @@ class Sites:
         path = self._paths.get(id(module))
         if path is None and not self._is_fresh:
             # Modules may come while a model runs; looked for once a step at most.
-            self._paths = {id(child): name for name, child in self._module.named_modules()}
+            root = self._module()
+            children = () if root is None else root.named_modules()
+            self._paths = {id(child): name for name, child in children}
             self._is_fresh = True
             path = self._paths.get(id(module))
         return path

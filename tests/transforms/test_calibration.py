@@ -15,7 +15,7 @@ from lightning_unitscale.transforms.calibration import (
     root_mean_square,
 )
 from lightning_unitscale.transforms.lossless import LosslessUnitScale
-from lightning_unitscale.transforms.lossless_unit_scale import calibrate
+from lightning_unitscale.transforms.rehearsal import calibrate
 from tests.helpers import assert_same_bits
 
 

@@ -11,7 +11,7 @@ from lightning_unitscale.quantize import quantize
 from lightning_unitscale.transforms.attach import captured_forward
 from lightning_unitscale.transforms.calibration import Direction, root_mean_square
 from lightning_unitscale.transforms.lossless import LosslessUnitScale
-from lightning_unitscale.transforms.lossless_unit_scale import calibrate
+from lightning_unitscale.transforms.rehearsal import calibrate
 from lightning_unitscale.transforms.range_loss import (
     FORMATS,
     NUM_SHARES,
