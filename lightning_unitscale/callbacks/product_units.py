@@ -23,7 +23,7 @@ from lightning_unitscale.dispatch.attach import AttachedSession
 from lightning_unitscale.dispatch.coverage import Coverage
 from lightning_unitscale.dispatch.fp8 import FP8Products
 from lightning_unitscale.dispatch.measured import Measurement
-from lightning_unitscale.dispatch.session import Numerics
+from lightning_unitscale.dispatch.session import Numerics, ProductSession
 from lightning_unitscale.dispatch.simulate import SimulatedProducts
 from lightning_unitscale.transforms.fp8_linears import WIDE_GRADIENT, FP8Linears
 from lightning_unitscale.transforms.gauge import Gauge
@@ -41,7 +41,6 @@ class ProductUnits:
 
     Attributes:
         gauge: The units in force.
-        coverage: What became of the products of the last step that was counted.
         is_calibrated: Whether a training step has been measured, in this fit or before.
         events: When new units were taken, and why, one line each.
     """
@@ -53,7 +52,6 @@ class ProductUnits:
         fp8: FP8Linears | None,
     ) -> None:
         self.gauge = Gauge()
-        self.coverage = Coverage()
         self.is_calibrated = False
         self.events: list[str] = []
         self._recalibrate = recalibrate
@@ -66,7 +64,15 @@ class ProductUnits:
         self._rounding_step = 0
         self._step_index = 0
         self._global_step_before = 0
-        self._has_told = False
+        # By the name of the step, what was counted last.
+        self._coverages: dict[str, Coverage] = {}
+        self._step_name = "training_step"
+
+    @property
+    def coverage(self) -> Coverage:
+        """What became of the products of a training step, or of an evaluation on its own."""
+        last = next(iter(self._coverages.values()), Coverage())
+        return self._coverages.get("training_step", last)
 
     @property
     def is_attached(self) -> bool:
@@ -77,7 +83,7 @@ class ProductUnits:
         """Let the steps of a module run in units; what is known of another one is forgotten."""
         if is_new:
             self.gauge, self._plain, self.is_calibrated = Gauge(), {}, False
-            self._has_told = False
+            self._coverages = {}
             if self._fp8 is not None:
                 self._fp8.forget()
         if self._attached is not None:
@@ -103,8 +109,7 @@ class ProductUnits:
         # The first step shows everything, what a validation before it has shown included, so that
         # all ranks agree on it.
         session.is_looking = is_look or not self.is_calibrated
-        if self._fp8_products is not None:
-            self._fp8_products.is_training = True
+        self._begin("training_step")
         if session.is_looking:
             session.count()
 
@@ -112,12 +117,11 @@ class ProductUnits:
         """Take units of what was measured, and new ones where they have drifted."""
         assert self._attached is not None
         session = self._attached.session
-        if (coverage := session.coverage()) is not None and coverage.counts:
-            self.coverage = coverage
-            self._tell()
         if not self.is_calibrated:
             self._adopt_first(session.take() or Measurement())
+            self._read_coverage(session)
             return
+        self._read_coverage(session)
         # The accumulated batches share one gauge.
         if session.is_looking and has_stepped(
             trainer, trainer.lightning_module, self._global_step_before
@@ -129,21 +133,17 @@ class ProductUnits:
             session.adopt(measurement.forward, measurement.backward, measurement)
             self.gauge = session.gauge
 
-    def before_evaluation(self, trainer: pl.Trainer) -> None:
-        """A batch of an evaluation begins, on its own or within a fit."""
+    def before_evaluation(self, name: str) -> None:
+        """A batch of an evaluation begins, on its own or within a fit, in the step of this name."""
         assert self._attached is not None
-        if self._fp8_products is not None:
-            self._fp8_products.is_training = False
-        if not self._has_told and trainer.state.fn != "fit":
+        self._begin(name)
+        if name not in self._coverages:
             self._attached.session.count()
 
     def after_evaluation(self, trainer: pl.Trainer, batch_idx: int) -> None:
         """Take the units that an evaluation has shown."""
         assert self._attached is not None
         session = self._attached.session
-        if (coverage := session.coverage()) is not None and coverage.counts:
-            self.coverage = coverage
-            self._tell()
         measurement = session.take()
         forward, backward = {}, {}
         if measurement is not None:
@@ -153,6 +153,7 @@ class ProductUnits:
         if forward:
             session.adopt(forward, backward, measurement or Measurement())
             self.gauge = session.gauge
+        self._read_coverage(session)
 
     def detach(self) -> None:
         """Put the module's own steps back; the gauge stays. May be called more than once."""
@@ -198,11 +199,12 @@ class ProductUnits:
 
     def explain(self) -> str:
         """What became of the products of a step, of FP8's layers, and of the units."""
-        if not self.coverage.counts:
+        if not self._coverages:
             return "No step has run yet: run fit, validate, test or predict."
-        parts = [f"{self.coverage.line()}.", self.coverage.table()]
-        if self._fp8 is not None and (report := self._fp8.report()):
-            parts.append(report)
+        lines = [f"{name}: {coverage.line()}" for name, coverage in self._coverages.items()]
+        parts = ["\n".join(lines), self.coverage.table()]
+        if self._fp8 is not None:
+            parts += [self._fp8.summary(), self._fp8.report()]
         return "\n\n".join([*parts, *self.events])
 
     def _numerics(self) -> Numerics | None:
@@ -275,11 +277,25 @@ class ProductUnits:
                 self.events.append(f"{what} from {when} on: {listed}")
                 rank_zero_info(f"UnitScaleCallback: {self.events[-1]}")
 
-    def _tell(self) -> None:
-        """One line on the first step that was counted, and a warning if much of it ran plain."""
-        if self._has_told:
+    def _begin(self, name: str) -> None:
+        self._step_name = name
+        if self._fp8_products is not None:
+            self._fp8_products.is_training = name == "training_step"
+
+    def _read_coverage(self, session: ProductSession) -> None:
+        coverage = session.coverage()
+        if coverage is None or not coverage.counts:
             return
-        self._has_told = True
-        rank_zero_info(f"UnitScaleCallback: {self.coverage.line()}.")
-        if shortfall := self.coverage.shortfall():
-            rank_zero_warn(f"UnitScaleCallback: {shortfall}")
+        is_first = self._step_name not in self._coverages
+        self._coverages[self._step_name] = coverage
+        if is_first:
+            self._tell(session, coverage)
+
+    def _tell(self, session: ProductSession, coverage: Coverage) -> None:
+        """One line on a step that was counted first, and a warning if much of it ran plain."""
+        if len(self._coverages) == 1 or self._step_name == "training_step":
+            rank_zero_info(f"UnitScaleCallback: {self._step_name}: {coverage.line()}.")
+        # An evaluation that rounds nothing has the same numbers in units and without.
+        matters = self._step_name == "training_step" or session.is_rounding
+        if matters and (shortfall := coverage.shortfall()):
+            rank_zero_warn(f"UnitScaleCallback: {self._step_name}: {shortfall}")

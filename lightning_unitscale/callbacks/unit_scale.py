@@ -376,7 +376,7 @@ class UnitScaleCallback(EvaluationHooks):
     @override
     def _before_evaluation(self, trainer: pl.Trainer, name: str, batch: Any, *indices: int) -> None:
         if not self._runs_captured:
-            self._products.before_evaluation(trainer)
+            self._products.before_evaluation(name)
             return
         assert self._steps is not None
         with starting_batch(trainer.lightning_module, self._steps.steps[name], *indices):

@@ -14,7 +14,6 @@ from lightning_unitscale.dispatch.kernels import close_session, open_session
 from lightning_unitscale.dispatch.session import LOCAL, Numerics, ProductSession
 
 
-
 class _Missing:
     """Of a method that a module does not have by itself; the same in a copy."""
 

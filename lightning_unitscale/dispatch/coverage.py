@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from tabulate import tabulate
@@ -128,23 +128,57 @@ class Coverage:
         return tabulate(rows, headers=("module", "products", "FLOPs", "run in", "why"))
 
 
-@dataclass
+@dataclass(slots=True)
+class _Counted:
+    module: str
+    kind: Kind
+    reason: str
+    flops: int
+    plain: tuple[Mapping[str, str], str] | None
+
+
 class CoverageCounter:
     """Counts products while a step runs."""
 
-    _counts: dict[tuple[str, Kind, str], list[int]] = field(
-        default_factory=lambda: defaultdict(lambda: [0, 0])
-    )
+    def __init__(self) -> None:
+        self._counted: list[_Counted] = []
 
-    def add(self, module: str, kind: Kind, reason: str, flops: int) -> None:
-        """Count one product."""
-        entry = self._counts[module, kind, reason]
-        entry[0] += 1
-        entry[1] += flops
+    def add(
+        self,
+        module: str,
+        kind: Kind,
+        reason: str,
+        flops: int,
+        plain: tuple[Mapping[str, str], str] | None = None,
+    ) -> None:
+        """Count one product.
+
+        Args:
+            module: Path of its module.
+            kind: How it ran.
+            reason: Why it ran plain, if it did.
+            flops: Its floating-point operations.
+            plain: The products of its site that run plain, and which of them it is: whether one in
+                units will be plain from now on is known after the first step.
+        """
+        self._counted.append(_Counted(module, kind, reason, flops, plain))
 
     def result(self, *, has_units: bool = True) -> Coverage:
-        """What was counted, of products that run in units or are only rounded."""
-        counts = tuple(ProductCount(*key, *entry) for key, entry in self._counts.items())
+        """What was counted, as it runs from now on.
+
+        Args:
+            has_units: Whether products run in units, rather than only rounded.
+        """
+        joint: dict[tuple[str, Kind, str], list[int]] = {}
+        for product in self._counted:
+            kind, reason = product.kind, product.reason
+            if kind == "units" and product.plain is not None:
+                reason = product.plain[0].get(product.plain[1], "")
+                kind = "plain" if reason else "units"
+            entry = joint.setdefault((product.module, kind, reason), [0, 0])
+            entry[0] += 1
+            entry[1] += product.flops
+        counts = tuple(ProductCount(*key, *entry) for key, entry in joint.items())
         return Coverage(counts, has_units)
 
 

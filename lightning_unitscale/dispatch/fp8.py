@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_unitscale.dispatch.execute import Product
+from lightning_unitscale.dispatch.fp8_function import run_layer
 from lightning_unitscale.dispatch.simulate import grid_factor
 from lightning_unitscale.dispatch.sites import running_module
 from lightning_unitscale.functional.fp8_linear import GRADIENTS, OPERAND, to_fp8
@@ -18,6 +19,7 @@ from lightning_unitscale.transforms.range_loss import Misfits, Shares, misfits_a
 
 if TYPE_CHECKING:
     from lightning_unitscale.dispatch.products import ProductRule
+    from lightning_unitscale.dispatch.session import ProductSession
     from lightning_unitscale.dispatch.sites import Site
     from lightning_unitscale.dispatch.torch_internals import Kernel
     from lightning_unitscale.transforms.fp8_linears import FP8Linears
@@ -43,12 +45,17 @@ class FP8Products:
         self.is_training = True
         self._shares: list[tuple[Direction, str, Tensor]] = []
 
+    @property
+    def is_active(self) -> bool:
+        """Whether the steps that run now are in FP8."""
+        return self.is_training or self._config.in_evaluation
+
     def applies_to(
         self, site: Site, rule: ProductRule, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> bool:
         """Whether a product runs in FP8."""
         config = self._config
-        if not (self.is_training or config.in_evaluation):
+        if not self.is_active:
             return False
         if site.name not in config.decisions:
             config.decisions[site.name] = self._why_not(site, rule, args, kwargs)
@@ -116,6 +123,12 @@ class FP8Products:
             fast=not any(product.is_gradient),
         )
         return result.add_(args[0]) if product.rule.addends else result
+
+    def run_layer(
+        self, session: ProductSession, input: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> Tensor | None:
+        """Run a linear layer so that it keeps FP8 for its backward pass, if it is in FP8."""
+        return run_layer(session, self, self._config, (input, weight, bias))
 
     def _why_not(
         self, site: Site, rule: ProductRule, args: Sequence[Any], kwargs: Mapping[str, Any]

@@ -11,6 +11,7 @@ import functools
 import weakref
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -30,6 +31,8 @@ from lightning_unitscale.dispatch.torch_internals import (
 )
 
 _KEYS = {"cpu": "CPU", "cuda": "CUDA"}
+# Where linear layers are met as a whole, by what keeps less of them for the backward pass.
+_AUTOGRAD_KEYS = {"cpu": "AutogradCPU", "cuda": "AutogradCUDA"}
 if TYPE_CHECKING:
     Finalizer = weakref.finalize[..., ProductSession]
 
@@ -54,6 +57,9 @@ def open_session(session: ProductSession, device_types: set[str]) -> None:
         key = _KEYS.get(device_type)
         if key is not None and key not in _overrides:
             _overrides[key] = _override(key)
+        key = _AUTOGRAD_KEYS.get(device_type)
+        if session.numerics is not None and key is not None and key not in _overrides:
+            _overrides[key] = _override_layers(key)
     if not _optimizer_hooks:
         # What an optimizer multiplies is not the model's; a closure that it calls is again.
         _optimizer_hooks.append(register_optimizer_step_pre_hook(_suspend))
@@ -141,6 +147,28 @@ def _product_kernel(rule: ProductRule, original: Kernel) -> Kernel:
         return session.within_backward(rule, original, args, kwargs, call, node)
 
     return kernel
+
+
+def _override_layers(key: str) -> KernelOverrides:
+    overrides = KernelOverrides()
+    original = original_kernel("linear", key)
+    assert original is not None, "torch has a linear for every device"
+    overrides.put("linear", key, _layer_kernel(original))
+    return overrides
+
+
+def _layer_kernel(original: Kernel) -> Kernel:
+    def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+        session = LOCAL.session
+        if session is None and (node := current_node()) is not None:
+            call = CALLS.get(sequence_number(node))
+            session = None if call is None else call.session()
+        result = None
+        if session is not None and session.numerics is not None and not LOCAL.is_inside:
+            result = session.numerics.run_layer(session, input, weight, bias)
+        return original(input, weight, bias) if result is None else result
+
+    return linear
 
 
 def _unreached_kernel(rule: UnreachedRule, original: Kernel) -> Kernel:

@@ -45,6 +45,8 @@ class ProductRule:
         temperature: Coefficients of the ``scale`` argument of an attention.
         gradient: Which operand is an arriving gradient, for an operator that is always a backward
             one.
+        with_factor: The function of torch that multiplies the product by a number, ``alpha``, and
+            adds it to its first argument; the operator itself, if it has that argument.
         flops: Floating-point operations of a call.
     """
 
@@ -57,6 +59,7 @@ class ProductRule:
     follows: tuple[tuple[int, int], ...] = ()
     temperature: tuple[int, ...] | None = None
     gradient: int | None = None
+    with_factor: Callable[..., Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -166,11 +169,26 @@ _BOTH: tuple[Coefficients, ...] = ((1, 1),)
 _SDPA = "_scaled_dot_product"
 
 RULES: tuple[ProductRule, ...] = (
-    ProductRule("mm", (0, 1), _BOTH, _mm_word, _contraction(0, 1)),
-    ProductRule("bmm", (0, 1), _BOTH, _two("matmul", "input", "other"), _contraction(0, 1)),
+    ProductRule("mm", (0, 1), _BOTH, _mm_word, _contraction(0, 1), with_factor=torch.addmm),
+    ProductRule(
+        "bmm",
+        (0, 1),
+        _BOTH,
+        _two("matmul", "input", "other"),
+        _contraction(0, 1),
+        with_factor=torch.baddbmm,
+    ),
     ProductRule("mv", (0, 1), _BOTH, _two("matmul", "input", "other"), _contraction(0, 1)),
     ProductRule("dot", (0, 1), _BOTH, _two("matmul", "input", "other"), _contraction(0, 1)),
-    ProductRule("addmm", (1, 2), _BOTH, _addmm_word, _contraction(1, 2), addends=(0,)),
+    ProductRule(
+        "addmm",
+        (1, 2),
+        _BOTH,
+        _addmm_word,
+        _contraction(1, 2),
+        addends=(0,),
+        with_factor=torch.addmm,
+    ),
     ProductRule(
         "baddbmm",
         (1, 2),
@@ -178,6 +196,7 @@ RULES: tuple[ProductRule, ...] = (
         _two("baddbmm", "batch1", "batch2"),
         _contraction(1, 2),
         addends=(0,),
+        with_factor=torch.baddbmm,
     ),
     ProductRule(
         "addbmm",

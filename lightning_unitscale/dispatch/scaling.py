@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from lightning_unitscale.functional.scale import multiply, placed_like
+from lightning_unitscale.dispatch.torch_internals import current_node
+from lightning_unitscale.functional.scale import empty_placed_like, multiply
 
 _LINE_BYTES = 64
 # The largest power of two that is a number in FP32, in which kernels hold a Python factor.
@@ -21,13 +25,69 @@ def scaled_copy(tensor: Tensor, exponent: int) -> Tensor:
         tensor: Floating point, of any shape and layout.
         exponent: Within +-126.
     """
-    product = tensor * 2.0**exponent
-    if product.stride() == tensor.stride():
-        offset = tensor.data_ptr() % _LINE_BYTES
-        if offset == product.data_ptr() % _LINE_BYTES or tensor.numel() == 0:
+    factor = 2.0**exponent
+    if tensor.is_contiguous() or _is_dense(tensor):
+        product = tensor * factor
+        aligned = product.data_ptr() % _LINE_BYTES == tensor.data_ptr() % _LINE_BYTES
+        if (aligned or tensor.numel() == 0) and product.stride() == tensor.stride():
             return product
-        return placed_like(tensor, product, offset // tensor.element_size())
-    return multiply(tensor, 2.0**exponent)
+    if 0 in tensor.stride():
+        return multiply(tensor, factor)
+    offset = tensor.data_ptr() % _LINE_BYTES // tensor.element_size()
+    placed = empty_placed_like(tensor, tensor.dtype, offset)
+    torch.mul(tensor, factor, out=placed)
+    return placed
+
+
+class _LastCopy(threading.local):
+    """The last gradient that was scaled, with its copy; within one autograd node only."""
+
+    node: Any = None
+    source: Tensor | None = None
+    exponent: int = 0
+    copy: Tensor | None = None
+
+
+_LAST = _LastCopy()
+
+
+def shared_copy(tensor: Tensor, exponent: int) -> Tensor:
+    """:func:`scaled_copy` of a gradient, or another view of the copy that was made just before.
+
+    Within one node of autograd's own nothing can have written into the gradient meanwhile.
+    """
+    node = current_node()
+    last = _LAST
+    if (
+        last.copy is not None
+        and last.source is not None
+        and last.exponent == exponent
+        and node is not None
+        and last.node is node
+        and last.source.data_ptr() == tensor.data_ptr()
+        and last.source.numel() == tensor.numel()
+        and _is_dense(tensor)
+    ):
+        copy = last.copy.as_strided(tensor.shape, tensor.stride(), last.copy.storage_offset())
+        forget_copy()
+        return copy
+    copy = scaled_copy(tensor, exponent)
+    if node is not None and _is_dense(tensor):
+        last.node, last.source, last.exponent, last.copy = node, tensor, exponent, copy
+    return copy
+
+
+def forget_copy() -> None:
+    """Let go of the last copy."""
+    _LAST.node = _LAST.source = _LAST.copy = None
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether a tensor's elements lie in memory without gaps, in whatever order."""
+    span = 1
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        span += (size - 1) * stride
+    return span == tensor.numel()
 
 
 def scale_in_place(tensor: Tensor, exponent: int) -> None:

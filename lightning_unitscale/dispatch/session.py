@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any, Protocol
@@ -25,14 +25,13 @@ from lightning_unitscale.dispatch.coverage import Coverage, CoverageCounter, Kin
 from lightning_unitscale.dispatch.execute import Product, run_in_units
 from lightning_unitscale.dispatch.measured import Measurement, Measurements
 from lightning_unitscale.dispatch.products import ProductRule, UnreachedRule
-from lightning_unitscale.dispatch.scaling import smallest_and_rms
-from lightning_unitscale.dispatch.sites import FORWARD, Site, Sites
+from lightning_unitscale.dispatch.scaling import forget_copy, smallest_and_rms
+from lightning_unitscale.dispatch.sites import FORWARD, Run, Site, Sites
 from lightning_unitscale.dispatch.torch_internals import (
     Kernel,
     has_subclass,
     last_sequence_number,
     plain_functions,
-    sequence_number,
 )
 from lightning_unitscale.transforms.gauge import (
     MAX_LOG2_GAMMA,
@@ -63,7 +62,14 @@ class RanProduct:
 
 
 class Numerics(Protocol):
-    """What a format does to products: simulated, or run in it."""
+    """What a format does to products: simulated, or run in it.
+
+    Attributes:
+        is_active: Whether the steps that run now are rounded at all.
+    """
+
+    @property
+    def is_active(self) -> bool: ...  # noqa: D102
 
     def applies_to(
         self, site: Site, rule: ProductRule, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -77,6 +83,14 @@ class Numerics(Protocol):
 
     def measure(self, product: Product, operands: Sequence[Tensor], *, is_first: bool) -> None:
         """Look at operands in their units, for the first time or again."""
+
+    def run_layer(
+        self, session: ProductSession, input: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> Tensor | None:
+        """Run a linear layer above autograd; ``None`` leaves it to its products."""
+
+
+_NO_GUARD = contextlib.nullcontext()
 
 
 class FirstOf:
@@ -105,6 +119,18 @@ class FirstOf:
             if each.applies_to(product.site, product.rule, args, kwargs)
         )
         return first.run(product, original, args, kwargs)
+
+    @property
+    def is_active(self) -> bool:
+        """Whether any of them rounds in the steps that run now."""
+        return any(each.is_active for each in self._numerics)
+
+    def run_layer(
+        self, session: ProductSession, input: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> Tensor | None:
+        """Run a linear layer above autograd, if one of them does."""
+        results = (each.run_layer(session, input, weight, bias) for each in self._numerics)
+        return next((result for result in results if result is not None), None)
 
     def measure(self, product: Product, operands: Sequence[Tensor], *, is_first: bool) -> None:
         """Let each of them look at operands."""
@@ -185,19 +211,31 @@ class ProductSession:
         """Within this context forward products of this thread are the session's."""
         previous, LOCAL.session = LOCAL.session, self
         depth = len(LOCAL.suspended)
+        has_fused_layers = torch.backends.mha.get_fastpath_enabled()
+        if self.is_rounding:
+            # A whole encoder layer in one kernel would be left as it is, in evaluation only.
+            torch.backends.mha.set_fastpath_enabled(False)
         try:
             yield
         finally:
             LOCAL.session = previous
+            torch.backends.mha.set_fastpath_enabled(has_fused_layers)
             # An optimizer that raised has not resumed.
             del LOCAL.suspended[depth:]
+
+    @property
+    def is_rounding(self) -> bool:
+        """Whether products of the steps that run now are rounded."""
+        return self.numerics is not None and self.numerics.is_active
 
     def begin_step(self, *, is_training: bool = True) -> None:
         """Products are counted from the first again; what nobody has taken gives units."""
         self._episode += 1
         self.step += is_training
         self._sites.begin()
+        forget_copy()
         self.settle()
+        self._sites.settle()
 
     def settle(self) -> None:
         """Take the units of what was measured and nobody has taken."""
@@ -275,13 +313,15 @@ class ProductSession:
         """Forget the recorded products: backward passes that are still to come run plain."""
         forget(self.ref)
         self._measurements.clear()
+        forget_copy()
 
     def forward(
         self, rule: ProductRule, original: Kernel, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run a product that a step of the module asks for."""
-        path, _ = self._sites.path_of_caller(3)
-        return self._forward(rule, original, args, kwargs, path or "", self._episode)
+        return self._forward(
+            rule, original, args, kwargs, self._sites.forward_run(3, self._episode)
+        )
 
     def within_backward(
         self,
@@ -293,24 +333,61 @@ class ProductSession:
         node: Any,
     ) -> Any:
         """Run a product that runs while autograd runs one of its nodes."""
-        path, is_engine = self._sites.path_of_caller(3)
-        if path is not None and not is_engine:
+        run = self._sites.backward_run(3, self._episode, node)
+        if run is not None:
             # A checkpoint computes its body again, within the node that asked for it.
-            again = (self._episode, sequence_number(node))
-            return self._forward(rule, original, args, kwargs, path, again)
-        if is_engine and call is not None:
+            return self._forward(rule, original, args, kwargs, run)
+        if call is not None:
             return self._backward(rule, original, args, kwargs, call)
-        module = "" if call is None else call.site.module
-        return self._forward(rule, original, args, kwargs, module, self._episode, f"@{node.name()}")
+        run = Run("", self._episode)
+        return self._forward(rule, original, args, kwargs, run, f"@{node.name()}")
+
+    def take_settled(
+        self,
+        word: str,
+        roles: tuple[str, ...],
+        node: Any,
+        numerics: Numerics,
+        product: tuple[ProductRule, tuple[Any, ...]],
+    ) -> Site | None:
+        """The site of an operation above autograd, if all is known of it and it is to be rounded.
+
+        Args:
+            word: What it is called.
+            roles: Of its operands.
+            node: The autograd node that asks for it, if it is computed again.
+            numerics: What would round it.
+            product: The rule and the arguments of the product that it would make.
+        """
+        if node is None:
+            run = self._sites.forward_run(4, self._episode)
+        else:
+            run = self._sites.backward_run(4, self._episode, node)
+            if run is None:
+                return None
+        site = self._sites.peek(word, run)
+        if site is None or not site.is_settled or not numerics.applies_to(site, *product, {}):
+            return None
+        return self._sites.find(word, roles, run)[0]
+
+    def count_all(self, site: Site, flops: Callable[..., int], args: tuple[Any, ...]) -> None:
+        """Count a layer that is rounded as a whole: its product, and those of its gradients."""
+        if self._counter is not None:
+            for _ in range(1 + sum(tensor.requires_grad for tensor in args)):
+                self._counter.add(site.module, "format", "", flops(args, None))
 
     def unreached(
         self, rule: UnreachedRule, original: Kernel, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run an operator whose products no factor can reach."""
-        result = original(*args, **kwargs)
+        LOCAL.is_inside = True
+        try:
+            result = original(*args, **kwargs)
+        finally:
+            LOCAL.is_inside = False
         if self._counter is not None:
-            path, _ = self._sites.path_of_caller(3)
-            self._count(path or "", "plain", rule.reason, rule.flops, args, result)
+            path = self._sites.forward_run(3, self._episode).path
+            self._counter.add(path, "plain", rule.reason, rule.flops(args, result))
         return result
 
     def _forward(
@@ -319,8 +396,7 @@ class ProductSession:
         original: Kernel,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        path: str,
-        episode: object,
+        run: Run,
         suffix: str = "",
     ) -> Any:
         operands = [args[position] for position in rule.operands]
@@ -329,7 +405,7 @@ class ProductSession:
         word, roles = rule.word(args)
         if rule.gradient is not None:
             roles = ("gradient", *roles)
-        site, is_new = self._sites.find(word + suffix, roles, path, episode)
+        site, is_new = self._sites.find(word + suffix, roles, run)
         if is_new:
             self._set_units(site)
             site.plain = dict(self._plain.get(site.name, {}))
@@ -403,7 +479,7 @@ class ProductSession:
     ) -> Any:
         numerics = self.numerics
         rule, site = product.rule, product.site
-        guard = plain_functions() if has_subclass(args) else contextlib.nullcontext()
+        guard = plain_functions() if has_subclass(args) else _NO_GUARD
         LOCAL.is_inside = True
         try:
             with guard:
@@ -423,7 +499,9 @@ class ProductSession:
         finally:
             LOCAL.is_inside = False
         if self._counter is not None:
-            self._count(site.module, kind, reason, rule.flops, args, result)
+            self._counter.add(
+                site.module, kind, reason, rule.flops(args, result), (site.plain, product.slot)
+            )
         return result
 
     def _record(
@@ -506,12 +584,6 @@ class ProductSession:
         site.log2_units = tuple(known) if len(known) == len(site.roles) else None
         gradient = pairs.get(site.name)
         site.log2_gamma = None if gradient is None else gradient.log2_gamma
-
-    def _count(
-        self, module: str, kind: Kind, reason: str, flops: Any, args: Any, result: Any
-    ) -> None:
-        assert self._counter is not None
-        self._counter.add(module, kind, reason, flops(args, result))
 
 
 def _is_real(operands: Sequence[Any]) -> bool:

@@ -15,6 +15,7 @@ from lightning_unitscale.quantize import rounded
 
 if TYPE_CHECKING:
     from lightning_unitscale.dispatch.products import ProductRule
+    from lightning_unitscale.dispatch.session import ProductSession
     from lightning_unitscale.dispatch.sites import Site
     from lightning_unitscale.dispatch.torch_internals import Kernel
     from lightning_unitscale.transforms.moving_grid import MovingGrid
@@ -31,6 +32,8 @@ class SimulatedProducts:
         *configs: The formats, the way of rounding, and the names that it is for; one after the
             other where several are for the same product.
     """
+
+    is_active = True
 
     def __init__(self, *configs: SimulateFormat) -> None:
         self._configs = configs
@@ -63,6 +66,12 @@ class SimulatedProducts:
 
     def measure(self, product: Product, operands: Sequence[Tensor], *, is_first: bool) -> None:
         """Nothing: a simulated format takes what it gets."""
+
+    def run_layer(
+        self, session: ProductSession, input: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> Tensor | None:
+        """Nothing: products are all that is rounded."""
+        return None
 
     def _configs_of(self, site: Site) -> list[SimulateFormat]:
         return [

@@ -4,15 +4,33 @@ from __future__ import annotations
 
 import sys
 import weakref
-from types import CodeType
+from dataclasses import dataclass
+from types import CodeType, FrameType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from lightning_unitscale.dispatch.torch_internals import ENGINE, MODULE_CALL
+from lightning_unitscale.dispatch.torch_internals import (
+    CHECKPOINT,
+    ENGINE,
+    MODULE_CALL,
+    checkpoint_of,
+    checkpoint_under_way,
+    graph_task,
+    sequence_number,
+)
 
 # Where a product runs beside the slots of its operands' gradients.
 FORWARD = "forward"
+
+
+def frame_at(depth: int) -> FrameType | None:
+    """The frame that many calls above the caller of this function, if the stack is that deep."""
+    try:
+        return sys._getframe(depth + 1)
+    except ValueError:
+        return None
 
 
 def running_module() -> nn.Module | None:
@@ -37,10 +55,12 @@ class Site:
         log2_units: Exponents of the units of its operands; ``None`` while nobody has measured.
         log2_gamma: Exponent of the unit of the arriving gradient.
         plain: Which of its products run as they are, and why: ``"forward"``, or a backward one.
+        is_settled: Whether all of its units were known when the step began.
     """
 
     __slots__ = (
         "derived",
+        "is_settled",
         "log2_gamma",
         "log2_units",
         "module",
@@ -58,18 +78,36 @@ class Site:
         self.log2_units: tuple[int, ...] | None = None
         self.log2_gamma: int | None = None
         self.plain: dict[str, str] = {}
+        self.is_settled = False
         self.derived: dict[str, Site] = {}
 
 
-class _Place:
-    """The products of one kind in one module, in the order in which a step runs them."""
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Where a forward product runs.
 
-    __slots__ = ("count", "episode", "sites")
+    Attributes:
+        path: Of its module.
+        episode: What occurrences are counted within: a step, or one run of a checkpoint's body.
+        checkpoint: Whose body is computed again, if one is.
+    """
 
-    def __init__(self) -> None:
-        self.sites: list[Site] = []
-        self.count = 0
-        self.episode: Any = None
+    path: str
+    episode: object
+    checkpoint: object = None
+
+
+@dataclass(slots=True)
+class _Body:
+    """What a checkpoint's body ran when it ran first.
+
+    Attributes:
+        path: The module that has asked for the checkpoint.
+        starts: How many products of a kind had run in the step before those of the body.
+    """
+
+    path: str
+    starts: dict[tuple[str, str], int]
 
 
 class Sites:
@@ -88,43 +126,68 @@ class Sites:
         self._module = weakref.ref(module)
         self._boundary = boundary
         self._paths: dict[int, str] = {}
-        self._places: dict[tuple[str, str], _Place] = {}
+        # The products of one kind in one module, in the order in which a step runs them.
+        self._places: dict[tuple[str, str], list[Site]] = {}
+        self._counts: dict[tuple[tuple[str, str], object], int] = {}
+        self._bodies: WeakKeyDictionary[Any, _Body] = WeakKeyDictionary()
         self._is_fresh = False
         self.all: dict[str, Site] = {}
 
     def begin(self) -> None:
         """A step begins: occurrences are counted from the first again."""
         self._is_fresh = False
+        self._counts.clear()
 
-    def find(
-        self, word: str, roles: tuple[str, ...], path: str, episode: object
-    ) -> tuple[Site, bool]:
+    def settle(self) -> None:
+        """Note for the step that begins which sites have all of their units."""
+        for site in self.all.values():
+            site.is_settled = site.log2_units is not None and site.log2_gamma is not None
+
+    def find(self, word: str, roles: tuple[str, ...], run: Run) -> tuple[Site, bool]:
         """The site of the product that is about to run.
 
         Args:
             word: What the operation is called.
             roles: What its operands are called.
-            path: Of its module.
-            episode: What occurrences are counted within: a step, or one run of a checkpoint's body.
+            run: Where it runs.
 
         Returns:
             The site, and whether it is seen for the first time.
         """
-        key = (path, word)
-        place = self._places.get(key)
-        if place is None:
-            place = self._places[key] = _Place()
-        if place.episode != episode:
-            place.episode, place.count = episode, 0
-        index = place.count
-        place.count = index + 1
-        if index < len(place.sites):
-            return place.sites[index], False
-        base = f"{path}.{word}" if path else word
-        site = Site(base if index == 0 else f"{base}_{index}", path, roles)
-        place.sites.append(site)
+        key = (run.path, word)
+        index = self._index(key, run)
+        self._counts[key, run.episode] = index + 1
+        if (checkpoint := checkpoint_under_way()) is not None:
+            self._body(checkpoint, run).starts.setdefault(key, index)
+        sites = self._places.setdefault(key, [])
+        if index < len(sites):
+            return sites[index], False
+        base = f"{run.path}.{word}" if run.path else word
+        site = Site(base if index == 0 else f"{base}_{index}", run.path, roles)
+        sites.append(site)
         self.all[site.name] = site
         return site, True
+
+    def peek(self, word: str, run: Run) -> Site | None:
+        """The site that :meth:`find` would give, if it has been seen before; nothing is counted."""
+        sites = self._places.get((run.path, word), [])
+        index = self._index((run.path, word), run)
+        return sites[index] if index < len(sites) else None
+
+    def _index(self, key: tuple[str, str], run: Run) -> int:
+        index = self._counts.get((key, run.episode))
+        if index is not None:
+            return index
+        body = None if run.checkpoint is None else self._bodies.get(run.checkpoint)
+        # What has run before was counted then; more may have been added to a place since.
+        return 0 if body is None else body.starts.get(key, 0)
+
+    def _body(self, checkpoint: object, run: Run) -> _Body:
+        body = self._bodies.get(checkpoint)
+        if body is None:
+            body = _Body(self._path_around_checkpoint() or run.path, {})
+            self._bodies[checkpoint] = body
+        return body
 
     def derive(self, site: Site, slot: str, roles: tuple[str, ...]) -> Site:
         """The product that a backward product is for the backward pass of the backward pass."""
@@ -134,28 +197,66 @@ class Sites:
             self.all[derived.name] = derived
         return derived
 
-    def path_of_caller(self, depth: int) -> tuple[str | None, bool]:
-        """Path of the module that is running, and whether the autograd engine runs it.
+    def forward_run(self, depth: int, episode: object) -> Run:
+        """Where the product of a forward pass runs.
 
         Args:
             depth: Frames between the caller of this method and the kernel's own.
-
-        Returns:
-            ``None`` where no module of this step is on the stack.
+            episode: The step.
         """
-        frame = sys._getframe(depth)
+        frame: FrameType | None = sys._getframe(depth)
         while frame is not None:
             code = frame.f_code
             if code is MODULE_CALL:
                 path = self._path(frame.f_locals["self"])
                 if path is not None:
-                    return path, False
-            elif code is ENGINE:
-                return None, True
+                    return Run(path, episode)
             elif code is self._boundary:
-                return "", False
-            frame = frame.f_back  # type: ignore[assignment]
-        return None, False
+                break
+            frame = frame.f_back
+        return Run("", episode)
+
+    def backward_run(self, depth: int, episode: object, node: Any) -> Run | None:
+        """Where a product that runs within an autograd node is one of a forward pass again.
+
+        Args:
+            depth: Frames between the caller of this method and the kernel's own.
+            episode: The step.
+            node: The node.
+
+        Returns:
+            ``None`` for a product of the backward pass.
+        """
+        path: str | None = None
+        checkpoint = None
+        frame = frame_at(depth)
+        # An accelerator's backward pass has a thread of its own, without frames.
+        while frame is not None and frame.f_code is not ENGINE:
+            if path is None and frame.f_code is MODULE_CALL:
+                path = self._path(frame.f_locals["self"])
+            elif checkpoint is None:
+                checkpoint = checkpoint_of(frame)
+            frame = frame.f_back
+        if checkpoint is not None:
+            if path is None:
+                body = self._bodies.get(checkpoint)
+                path = "" if body is None else body.path
+            return Run(path, (episode, id(checkpoint), graph_task()), checkpoint)
+        return None if path is None else Run(path, (episode, sequence_number(node)))
+
+    def _path_around_checkpoint(self) -> str | None:
+        """Path of the module that has called the innermost checkpoint on the stack."""
+        frame: FrameType | None = sys._getframe(1)
+        is_around = False
+        while frame is not None:
+            if frame.f_code is CHECKPOINT:
+                is_around = True
+            elif is_around and frame.f_code is MODULE_CALL:
+                path = self._path(frame.f_locals["self"])
+                if path is not None:
+                    return path
+            frame = frame.f_back
+        return None
 
     def _path(self, module: nn.Module) -> str | None:
         path = self._paths.get(id(module))

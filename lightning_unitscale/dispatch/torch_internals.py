@@ -12,19 +12,44 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd import graph as autograd_graph
+from torch.utils import checkpoint as torch_checkpoint
 
 Kernel = Callable[..., Any]
 
 MODULE_CALL: CodeType = nn.Module._call_impl.__code__
+CHECKPOINT: CodeType = torch_checkpoint.checkpoint.__wrapped__.__code__
 ENGINE: CodeType = autograd_graph._engine_run_backward.__code__
 
 current_node: Callable[[], Any] = torch._C._current_autograd_node
+
+
+def graph_task() -> int:
+    """Number of the backward pass that runs on this thread."""
+    number: int = torch._C._current_graph_task_id()
+    return number
+
+
+def checkpoint_under_way() -> object | None:
+    """What torch keeps of the checkpoint, not a reentrant one, whose body runs on this thread."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    for cell in () if hooks is None else getattr(hooks[1], "__closure__", None) or ():
+        if isinstance(cell.cell_contents, torch_checkpoint._CheckpointFrame):
+            return cell.cell_contents
+    return None
+
+
+def checkpoint_of(frame: FrameType) -> object | None:
+    """What torch keeps of the checkpoint that a frame computes again; ``None`` for others."""
+    if frame.f_code.co_name != "unpack_hook":
+        return None
+    found = frame.f_locals.get("frame")
+    return found if isinstance(found, torch_checkpoint._CheckpointFrame) else None
 
 
 def last_sequence_number() -> int:

@@ -76,7 +76,7 @@ def multiply(tensor: Tensor, factor: Factor) -> Tensor:
     product = _product(core, factor)
     has_gaps = not core.is_contiguous() and product.stride() != core.stride()
     if core.numel() > 0 and (has_gaps or _alignment(core)):
-        product = placed_like(core, product, _alignment(core))
+        product = empty_placed_like(core, product.dtype, _alignment(core)).copy_(product)
     return product if core is tensor else product.expand(tensor.shape)
 
 
@@ -88,8 +88,8 @@ def _product(tensor: Tensor, factor: Factor) -> Tensor:
     return (wide * factor).to(tensor.dtype)
 
 
-def placed_like(tensor: Tensor, values: Tensor, offset: int) -> Tensor:
-    """``values`` in memory whose dimensions merge where those of ``tensor`` do, and nowhere else.
+def empty_placed_like(tensor: Tensor, dtype: torch.dtype, offset: int) -> Tensor:
+    """Memory whose dimensions merge where those of ``tensor`` do, and nowhere else.
 
     Kernels run over merged dimensions, and in other steps where rows are aligned in another way:
     every stride and the address are those of ``tensor`` modulo a cache line. The gaps themselves
@@ -97,8 +97,11 @@ def placed_like(tensor: Tensor, values: Tensor, offset: int) -> Tensor:
 
     Args:
         tensor: What is imitated, of any strides.
-        values: Of its shape and type.
+        dtype: Type of the new tensor.
         offset: Elements from the last cache line's beginning to the first of ``tensor``.
+
+    Returns:
+        An uninitialized tensor of the shape of ``tensor``; contiguous if that has symbolic sizes.
     """
     line = _LINE_BYTES // tensor.element_size()
     strides = [1] * tensor.dim()
@@ -107,14 +110,14 @@ def placed_like(tensor: Tensor, values: Tensor, offset: int) -> Tensor:
     for dim in sorted(range(tensor.dim()), key=tensor.stride):
         size, stride = tensor.size(dim), tensor.stride(dim)
         if isinstance(size, torch.SymInt) or isinstance(stride, torch.SymInt):
-            return values
+            return torch.empty(tensor.shape, dtype=dtype, device=tensor.device)
         if size == 1:
             strides[dim] = stride  # kernels tell the order of dimensions by it
             continue
         strides[dim] = end if stride == true_end else end + 1 + (stride - end - 1) % line
         end, true_end = strides[dim] * size, stride * size
-    spread = torch.empty(offset + end, dtype=values.dtype, device=values.device)
-    return spread.as_strided(tensor.size(), strides, offset).copy_(values)
+    spread = torch.empty(offset + end, dtype=dtype, device=tensor.device)
+    return spread.as_strided(tensor.size(), strides, offset)
 
 
 _LINE_BYTES = 64

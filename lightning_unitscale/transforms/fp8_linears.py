@@ -8,7 +8,7 @@ they are taken into its casts and into the products' own scales, so they cost no
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
 from tabulate import tabulate
@@ -207,14 +207,21 @@ class FP8Linears(GraphPass):
                 options |= {"grid": region.thread(grid), "index": NUM_CASTS * index}
             _rewrite(region, linear, self.scaling, self.takes_units_in, options)
         self.decisions.update(found)
-        count = sum(one is None for one in found.values())
-        scales = f"{self.scaling} scales" + ("" if self.moving_grid is None else ", moving grid")
-        return (f"{count} of {len(found)} products in FP8 with {scales}",)
+        return (self._summary_of(found),)
 
     def after_step(self, module: nn.Module, result: Any) -> None:
         """Move the numbers of FP8, if they move."""
         if self.moving_grid is not None:
             self.moving_grid.after_step(module)
+
+    def summary(self) -> str:
+        """How many of the products that were seen are in FP8, and how."""
+        return self._summary_of(self.decisions)
+
+    def _summary_of(self, decisions: Mapping[str, str | None]) -> str:
+        count = sum(reason is None for reason in decisions.values())
+        scales = f"{self.scaling} scales" + ("" if self.moving_grid is None else ", moving grid")
+        return f"{count} of {len(decisions)} products in FP8 with {scales}"
 
     def report(self) -> str:
         """Every product with what was decided on it, and why."""
