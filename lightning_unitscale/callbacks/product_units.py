@@ -40,7 +40,6 @@ class ProductUnits:
         fp8: What runs in FP8, if anything does.
 
     Attributes:
-        gauge: The units in force.
         is_calibrated: Whether a training step has been measured, in this fit or before.
         events: When new units were taken, and why, one line each.
     """
@@ -51,7 +50,7 @@ class ProductUnits:
         simulation: SimulateFormat | None,
         fp8: FP8Linears | None,
     ) -> None:
-        self.gauge = Gauge()
+        self._gauge = Gauge()
         self.is_calibrated = False
         self.events: list[str] = []
         self._recalibrate = recalibrate
@@ -69,6 +68,11 @@ class ProductUnits:
         self._step_name = "training_step"
 
     @property
+    def gauge(self) -> Gauge:
+        """The units in force; empty before the first batch."""
+        return self._gauge if self._attached is None else self._attached.session.gauge
+
+    @property
     def coverage(self) -> Coverage:
         """What became of the products of a training step, or of an evaluation on its own."""
         last = next(iter(self._coverages.values()), Coverage())
@@ -82,7 +86,7 @@ class ProductUnits:
     def attach(self, module: pl.LightningModule, *, is_new: bool) -> None:
         """Let the steps of a module run in units; what is known of another one is forgotten."""
         if is_new:
-            self.gauge, self._plain, self.is_calibrated = Gauge(), {}, False
+            self._gauge, self._plain, self.is_calibrated = Gauge(), {}, False
             self._coverages = {}
             if self._fp8 is not None:
                 self._fp8.forget()
@@ -96,7 +100,7 @@ class ProductUnits:
         )
         session = self._attached.session
         session.set_plain_products(self._plain)
-        session.set_gauge(self.gauge)
+        session.set_gauge(self._gauge)
         session.step = self._rounding_step
 
     def before_batch(self, trainer: pl.Trainer) -> None:
@@ -131,7 +135,6 @@ class ProductUnits:
         elif not session.is_looking and (measurement := session.take()) is not None:
             # Products that have not run before.
             session.adopt(measurement.forward, measurement.backward, measurement)
-            self.gauge = session.gauge
 
     def before_evaluation(self, name: str) -> None:
         """A batch of an evaluation begins, on its own or within a fit, in the step of this name."""
@@ -152,7 +155,6 @@ class ProductUnits:
             forward, backward = joint_rms(forward, backward)
         if forward:
             session.adopt(forward, backward, measurement or Measurement())
-            self.gauge = session.gauge
         self._read_coverage(session)
 
     def detach(self) -> None:
@@ -186,7 +188,7 @@ class ProductUnits:
         """
         if state.get("depth") != "products" or "plain" not in state:
             return
-        self.gauge = Gauge.from_state(state["gauge"])
+        self._gauge = Gauge.from_state(state["gauge"])
         self._plain = {name: dict(slots) for name, slots in state["plain"].items()}
         self._rounding_step = state.get("rounding_step", 0)
         self.is_calibrated = True
@@ -194,7 +196,7 @@ class ProductUnits:
             self._fp8.leave_out(Misfits(state.get("fp8_unfit", {}), state.get("fp8_wide", {})))
         if self._attached is not None:
             self._attached.session.set_plain_products(self._plain)
-            self._attached.session.set_gauge(self.gauge)
+            self._attached.session.set_gauge(self._gauge)
             self._attached.session.step = self._rounding_step
 
     def explain(self) -> str:
@@ -203,6 +205,8 @@ class ProductUnits:
             return "No step has run yet: run fit, validate, test or predict."
         lines = [f"{name}: {coverage.line()}" for name, coverage in self._coverages.items()]
         parts = ["\n".join(lines), self.coverage.table()]
+        if self._simulation is not None:
+            parts.append(self._simulation.summary())
         if self._fp8 is not None:
             parts += [self._fp8.summary(), self._fp8.report()]
         return "\n\n".join([*parts, *self.events])
@@ -216,7 +220,7 @@ class ProductUnits:
         return None
 
     def _keep(self, attached: AttachedSession) -> None:
-        self.gauge = attached.session.gauge
+        self._gauge = attached.session.gauge
         self._plain = attached.session.plain_products()
         self._rounding_step = attached.session.step
 
@@ -228,7 +232,6 @@ class ProductUnits:
         if not forward:
             return
         session.adopt(forward, backward, measurement)
-        self.gauge = session.gauge
         # A batch whose loss asks for no gradient shows half of it.
         self.is_calibrated = bool(backward)
         session.is_looking = False
@@ -245,7 +248,6 @@ class ProductUnits:
             return
         old = session.gauge
         session.adopt(forward, backward, measurement)
-        self.gauge = session.gauge
         changed = sum(self.gauge.pair(name) != old.pair(name) for name in self.gauge)
         worst = sorted(outside.items(), key=lambda item: -abs(math.log2(item[1])))[:3]
         reason = ", ".join(f"{name} at RMS {rms:.3g}" for name, rms in worst)

@@ -55,9 +55,7 @@ class Coverage:
     @property
     def num_in_units(self) -> int:
         """Those that ran on operands in units, rounded or not."""
-        return sum(
-            count.num_products for count in self.counts if count.kind in ("units", "format")
-        )
+        return sum(count.num_products for count in self.counts if count.kind in ("units", "format"))
 
     @property
     def reasons(self) -> Mapping[str, float]:

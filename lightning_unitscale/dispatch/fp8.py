@@ -14,7 +14,8 @@ from lightning_unitscale.dispatch.simulate import grid_factor
 from lightning_unitscale.dispatch.sites import running_module
 from lightning_unitscale.functional.fp8_linear import GRADIENTS, OPERAND, to_fp8
 from lightning_unitscale.functional.scaled_product import MULTIPLE, scaled_product, why_no_fp8
-from lightning_unitscale.transforms.calibration import Direction
+from lightning_unitscale.transforms.calibration import Direction, root_mean_square
+from lightning_unitscale.transforms.drift import HIGH, LOW
 from lightning_unitscale.transforms.range_loss import Misfits, Shares, misfits_among, stored_shares
 
 if TYPE_CHECKING:
@@ -72,8 +73,10 @@ class FP8Products:
             operands, product.log2_units, product.names, product.is_gradient, strict=True
         ):
             direction: Direction = "backward" if is_gradient else "forward"
-            shares = stored_shares(tensor.detach().float() * 2.0**-unit, direction)
-            self._shares.append((direction, name, shares))
+            stored = tensor.detach().float() * 2.0**-unit
+            shares = stored_shares(stored, direction)
+            row = torch.cat([root_mean_square(stored).to(shares.dtype)[None], shares])
+            self._shares.append((direction, name, row))
         if is_first:
             self.leave_out(self.misfits())
 
@@ -82,10 +85,12 @@ class FP8Products:
         measured, self._shares = self._shares, []
         if not measured:
             return Misfits()
-        numbers = torch.stack([shares for *_, shares in measured]).tolist()
+        numbers = torch.stack([row for *_, row in measured]).tolist()
         found: list[Shares] = [
-            (direction, name, row)
-            for (direction, name, _), row in zip(measured, numbers, strict=True)
+            (direction, name, shares)
+            for (direction, name, _), (rms, *shares) in zip(measured, numbers, strict=True)
+            # Out of the range it gets other units first.
+            if LOW <= rms <= HIGH
         ]
         return misfits_among(found)
 

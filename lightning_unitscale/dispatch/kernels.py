@@ -33,6 +33,8 @@ from lightning_unitscale.dispatch.torch_internals import (
 _KEYS = {"cpu": "CPU", "cuda": "CUDA"}
 # Where linear layers are met as a whole, by what keeps less of them for the backward pass.
 _AUTOGRAD_KEYS = {"cpu": "AutogradCPU", "cuda": "AutogradCUDA"}
+# On a CPU it multiplies by a kernel of the table, with operands that are in FP8 already.
+_FP8 = "_scaled_mm"
 if TYPE_CHECKING:
     Finalizer = weakref.finalize[..., ProductSession]
 
@@ -127,6 +129,8 @@ def _override(key: str) -> KernelOverrides:
     for unreached in UNREACHED:
         if (original := original_kernel(unreached.operator, key)) is not None:
             overrides.put(unreached.operator, key, _unreached_kernel(unreached, original))
+    if (original := original_kernel(_FP8, key)) is not None:
+        overrides.put(_FP8, key, _closed_kernel(original))
     return overrides
 
 
@@ -169,6 +173,17 @@ def _layer_kernel(original: Kernel) -> Kernel:
         return original(input, weight, bias) if result is None else result
 
     return linear
+
+
+def _closed_kernel(original: Kernel) -> Kernel:
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        previous, LOCAL.is_inside = LOCAL.is_inside, True
+        try:
+            return original(*args, **kwargs)
+        finally:
+            LOCAL.is_inside = previous
+
+    return kernel
 
 
 def _unreached_kernel(rule: UnreachedRule, original: Kernel) -> Kernel:

@@ -106,14 +106,14 @@ class ModuleProducts(AttachedSession):
             parts = [f"In the first call {coverage.line()}.", coverage.table()]
         else:
             parts = ["No product has run yet: the first call is counted."]
-        if len(self.gauge):
-            parts.append(str(self.gauge))
         for wanted in self.passes:
-            if isinstance(wanted, SimulateFormat):
-                parts.append(f"Products are rounded: {wanted.description()}.")
-            elif report := wanted.report():
-                parts.append(report)
-        return "\n\n".join(parts)
+            if isinstance(wanted, LosslessUnitScale):
+                parts.append(str(self.gauge))
+            elif isinstance(wanted, SimulateFormat):
+                parts.append(wanted.summary())
+            elif isinstance(wanted, FP8Linears):
+                parts += [wanted.summary(), wanted.report()]
+        return "\n\n".join(filter(None, parts))
 
     def detach(self) -> None:
         """Put ``forward`` back; the units stay known here."""
@@ -133,8 +133,9 @@ class ModuleProducts(AttachedSession):
     def after_call(self, result: Any) -> None:
         """Warn of a first call that ran plain, and keep the session for the backward pass."""
         for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
-                leaf.grad_fn.metadata[_KEPT] = self.session
+            node: Any = leaf.grad_fn if isinstance(leaf, Tensor) else None
+            if node is not None:
+                node.metadata[_KEPT] = self.session
         if self._num_calls == 1 and (shortfall := self.coverage.shortfall()):
             warnings.warn(f"{type(self._module).__name__}: {shortfall}", stacklevel=6)
 
@@ -163,8 +164,9 @@ class ModuleProducts(AttachedSession):
     def _go_on_from(self, session: ProductSession) -> None:
         session.settle()
         self.session.step = session.step
-        self.session.set_plain_products(session.plain_products())
-        self.session.set_gauge(session.gauge)
+        if session.uses_units:
+            self.session.set_plain_products(session.plain_products())
+            self.session.set_gauge(session.gauge)
 
     def _method(self, name: str, is_training: Callable[[], bool]) -> SessionMethod:
         return _Forward(self, name, is_training)

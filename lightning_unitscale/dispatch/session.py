@@ -179,7 +179,6 @@ class ProductSession:
         uses_units: Whether products run in units; if not, only ``numerics`` changes them.
 
     Attributes:
-        gauge: The units in force.
         ref: The session, weakly: the same object each time.
         is_looking: Whether the steps measure what has units already, for :meth:`take`.
         is_counting: Whether the steps count their products.
@@ -197,7 +196,7 @@ class ProductSession:
         self.numerics = numerics
         self.uses_units = uses_units
         self.ref = weakref.ref(self)
-        self.gauge = Gauge()
+        self._gauge = Gauge()
         self.is_looking = False
         self.step = 0
         self._episode = 0
@@ -222,6 +221,19 @@ class ProductSession:
             torch.backends.mha.set_fastpath_enabled(has_fused_layers)
             # An optimizer that raised has not resumed.
             del LOCAL.suspended[depth:]
+
+    @property
+    def gauge(self) -> Gauge:
+        """The units in force."""
+        measured: dict[str, GaugePair] = {}
+        for site in self._sites.all.values():
+            # What rounds takes units as it measures them; see below.
+            if site.log2_units is not None:
+                pairs = zip(site.operand_names, site.log2_units, strict=True)
+                measured |= {name: GaugePair(log2_sigma=unit) for name, unit in pairs}
+            if site.log2_gamma is not None:
+                measured[site.name] = GaugePair(log2_gamma=site.log2_gamma)
+        return self._gauge.updated(measured)
 
     @property
     def is_rounding(self) -> bool:
@@ -260,7 +272,7 @@ class ProductSession:
 
     def set_gauge(self, gauge: Gauge) -> None:
         """Put units into force from the next product on."""
-        self.gauge = gauge
+        self._gauge = gauge
         for site in self._sites.all.values():
             self._set_units(site)
 
@@ -282,13 +294,13 @@ class ProductSession:
             name: GaugePair(log2_gamma=nearest_exponent(rms, MAX_LOG2_GAMMA))
             for name, rms in backward.items()
         }
-        self.set_gauge(self.gauge.updated(new))
+        self.set_gauge(self._gauge.updated(new))
         self.judge(measurement)
 
     def judge(self, measurement: Measurement) -> None:
         """Run products plain in which powers of two are not exact in the units in force."""
         for product in measurement.products:
-            pairs = [self.gauge.pair(name) for name in product.names]
+            pairs = [self._gauge.pair(name) for name in product.names]
             # An operand's pair has no gamma, and a gradient's no sigma.
             reason = product.why_plain([pair.log2_sigma + pair.log2_gamma for pair in pairs])
             if reason:
@@ -359,12 +371,13 @@ class ProductSession:
             numerics: What would round it.
             product: The rule and the arguments of the product that it would make.
         """
+        run: Run | None
         if node is None:
             run = self._sites.forward_run(4, self._episode)
         else:
             run = self._sites.backward_run(4, self._episode, node)
-            if run is None:
-                return None
+        if run is None:
+            return None
         site = self._sites.peek(word, run)
         if site is None or not site.is_settled or not numerics.applies_to(site, *product, {}):
             return None
@@ -578,7 +591,7 @@ class ProductSession:
         if not self.uses_units:
             site.log2_units, site.log2_gamma = (0,) * len(site.roles), 0
             return
-        pairs = self.gauge.pairs
+        pairs = self._gauge.pairs
         operands = [pairs.get(name) for name in site.operand_names]
         known = [pair.log2_sigma for pair in operands if pair is not None]
         site.log2_units = tuple(known) if len(known) == len(site.roles) else None

@@ -5,10 +5,13 @@ product to the forward product that it belongs to: the forward kernel runs right
 node was made, whose number is the last one given out. ``Library._destroy`` takes overridden kernels
 away again. Frames of ``Module._call_impl`` tell which module is running, and one of
 ``_engine_run_backward`` directly below a kernel tells that the autograd engine itself called it.
+A checkpoint's body is known by ``torch.utils.checkpoint._CheckpointFrame``, which is in the hooks on
+saved tensors while the body runs, and on the stack when it runs again.
 """
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -23,7 +26,8 @@ from torch.utils import checkpoint as torch_checkpoint
 Kernel = Callable[..., Any]
 
 MODULE_CALL: CodeType = nn.Module._call_impl.__code__
-CHECKPOINT: CodeType = torch_checkpoint.checkpoint.__wrapped__.__code__
+# Dynamo's decorator is around it.
+CHECKPOINT: CodeType = inspect.unwrap(torch_checkpoint.checkpoint).__code__
 ENGINE: CodeType = autograd_graph._engine_run_backward.__code__
 
 current_node: Callable[[], Any] = torch._C._current_autograd_node

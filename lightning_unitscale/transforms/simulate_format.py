@@ -174,11 +174,6 @@ class SimulateFormat(GraphPass):
         # Keys come from the CPU: the same rounding on every device.
         self._generator = torch.Generator().manual_seed(seed)
 
-    def description(self) -> str:
-        """The formats and the way of rounding, in words."""
-        how = self.rounding if self.moving_grid is None else f"{self.rounding}, moving grid"
-        return f"operands to {self.fwd_format}, gradients to {self.bwd_format} ({how})"
-
     def run(self, graph: StepGraph) -> tuple[str, ...]:
         """Round what the products of one graph read."""
         sites = find_sites(graph, self.patterns)
@@ -186,10 +181,9 @@ class SimulateFormat(GraphPass):
         num_gradients = sum(one.has_gradient for one in sites)
         if sites:
             self._insert(graph, sites)
-        how = self.rounding if self.moving_grid is None else f"{self.rounding}, moving grid"
         lines = (
             f"{num_operands} operands of {len(sites)} products rounded to {self.fwd_format}, "
-            f"{num_gradients} gradients to {self.bwd_format} ({how})",
+            f"{num_gradients} gradients to {self.bwd_format} ({self.how})",
         )
         simulated = {one.product.node for one in sites}
         left = [
@@ -199,6 +193,15 @@ class SimulateFormat(GraphPass):
             if node not in simulated
         ]
         return (*lines, *left_as_they_are(left))
+
+    @property
+    def how(self) -> str:
+        """The way of rounding, in words."""
+        return self.rounding if self.moving_grid is None else f"{self.rounding}, moving grid"
+
+    def summary(self) -> str:
+        """What is rounded to what, and how."""
+        return f"Operands rounded to {self.fwd_format}, gradients to {self.bwd_format} ({self.how})"
 
     def after_step(self, module: nn.Module, result: Any) -> None:
         """Move the numbers of the formats, if they move."""

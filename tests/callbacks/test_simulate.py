@@ -25,7 +25,7 @@ class _Roundings(pl.Callback):
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.seen: set[tuple[str, str, int]] = set()
         self.stage = ""
-        module = import_module("lightning_unitscale.functional.simulated_cast")
+        module = import_module("lightning_unitscale.dispatch.simulate")
         plain = module.rounded
 
         def recorded(tensor: Tensor, format: Any, saturate: Any, key: Any) -> Tensor:
@@ -58,14 +58,22 @@ def test_training_and_evaluation(
         ("train", "nearest", bits[1]),
         ("validate", "nearest", bits[0]),
     }
-    assert "4 operands of 2 products rounded" in callback.explain()
+    assert "Operands rounded to" in callback.explain()
+    assert callback.coverage.fraction_of_flops("format") == 1.0
 
 
-def test_units_are_measured_on_values_that_are_not_rounded() -> None:
+def test_units_are_measured_before_a_product_rounds_its_operands() -> None:
     plain, simulated = UnitScaleCallback(), UnitScaleCallback(simulate="E2M1FN")
-    for one in (plain, simulated):
-        run(_module, [one], max_steps=1)
-    assert plain.gauge and simulated.gauge == plain.gauge
+    for callback in (plain, simulated):
+        run(_module, [callback], max_steps=1)
+    assert plain.gauge and set(simulated.gauge) == set(plain.gauge)
+    # What the first product reads was not rounded by anybody; later ones read what others made.
+    for name in ("first.linear:input", "first.linear:weight", "second.linear:weight"):
+        assert simulated.gauge[name] == plain.gauge[name]
+    for name, pair in plain.gauge.items():
+        found = simulated.gauge[name]
+        assert abs(found.log2_sigma - pair.log2_sigma) <= 1
+        assert abs(found.log2_gamma - pair.log2_gamma) <= 1
 
 
 def test_training_differs_a_little_and_repeats() -> None:
