@@ -12,6 +12,7 @@ from torch import nn
 
 from lightning_unitscale.dispatch.kernels import close_session, open_session
 from lightning_unitscale.dispatch.session import LOCAL, Numerics, ProductSession
+from lightning_unitscale.dispatch.torch_internals import current_node
 
 
 class _Missing:
@@ -68,7 +69,9 @@ class SessionMethod:
             return self._method(*args, **kwargs)
         if self.before_call is not None:
             self.before_call()
-        self._session.begin_step(is_training=self._is_training())
+        # Within a checkpoint that is computed again it is the same step of training.
+        is_new = current_node() is None
+        self._session.begin_step(is_training=is_new and self._is_training())
         with self._session.running():
             result = self._method(*args, **kwargs)
         if self.after_call is not None:

@@ -19,9 +19,10 @@ from torch.optim.optimizer import (
 )
 from torch.utils.hooks import RemovableHandle
 
-from lightning_unitscale.dispatch.calls import CALLS, forget
+from lightning_unitscale.dispatch.calls import CALLS, Call, forget
 from lightning_unitscale.dispatch.products import RULES, UNREACHED, ProductRule, UnreachedRule
 from lightning_unitscale.dispatch.session import LOCAL, ProductSession
+from lightning_unitscale.dispatch.sites import sites_of_checkpoint
 from lightning_unitscale.dispatch.torch_internals import (
     Kernel,
     KernelOverrides,
@@ -134,6 +135,17 @@ def _override(key: str) -> KernelOverrides:
     return overrides
 
 
+def _asking_session(call: Call | None) -> ProductSession | None:
+    """Whose a product is that runs within an autograd node."""
+    if call is not None:
+        return call.session()
+    if LOCAL.session is not None:
+        return LOCAL.session
+    # The body of a checkpoint, which a node has asked for that makes no product.
+    sites = sites_of_checkpoint()
+    return None if sites is None else sites.session()
+
+
 def _product_kernel(rule: ProductRule, original: Kernel) -> Kernel:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         if LOCAL.is_inside:
@@ -145,7 +157,7 @@ def _product_kernel(rule: ProductRule, original: Kernel) -> Kernel:
                 return original(*args, **kwargs)
             return session.forward(rule, original, args, kwargs)
         call = CALLS.get(sequence_number(node))
-        session = LOCAL.session if call is None else call.session()
+        session = _asking_session(call)
         if session is None:
             return original(*args, **kwargs)
         return session.within_backward(rule, original, args, kwargs, call, node)
@@ -165,8 +177,7 @@ def _layer_kernel(original: Kernel) -> Kernel:
     def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
         session = LOCAL.session
         if session is None and (node := current_node()) is not None:
-            call = CALLS.get(sequence_number(node))
-            session = None if call is None else call.session()
+            session = _asking_session(CALLS.get(sequence_number(node)))
         result = None
         if session is not None and session.numerics is not None and not LOCAL.is_inside:
             result = session.numerics.run_layer(session, input, weight, bias)

@@ -201,7 +201,7 @@ class ProductSession:
         self.step = 0
         self._episode = 0
         self._plain: dict[str, dict[str, str]] = {}
-        self._sites = Sites(module, boundary)
+        self._sites = Sites(module, boundary, self.ref)
         self._measurements = Measurements()
         self._counter: CoverageCounter | None = None
 

@@ -6,7 +6,7 @@ import sys
 import weakref
 from dataclasses import dataclass
 from types import CodeType, FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from torch import nn
@@ -20,6 +20,9 @@ from lightning_unitscale.dispatch.torch_internals import (
     graph_task,
     sequence_number,
 )
+
+if TYPE_CHECKING:
+    from lightning_unitscale.dispatch.session import ProductSession
 
 # Where a product runs beside the slots of its operands' gradients.
 FORWARD = "forward"
@@ -110,6 +113,20 @@ class _Body:
     starts: dict[tuple[str, str], int]
 
 
+# Whose products the body of a checkpoint runs.
+SITES_OF_CHECKPOINTS: WeakKeyDictionary[Any, Sites] = WeakKeyDictionary()
+
+
+def sites_of_checkpoint() -> Sites | None:
+    """Whose the products are that a checkpoint on the Python stack computes again."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not ENGINE:
+        if (checkpoint := checkpoint_of(frame)) is not None:
+            return SITES_OF_CHECKPOINTS.get(checkpoint)
+        frame = frame.f_back
+    return None
+
+
 class Sites:
     """The products of a module's steps.
 
@@ -119,9 +136,13 @@ class Sites:
     Args:
         module: The root; its path is the empty string.
         boundary: Code above which nothing belongs to the step.
+        session: The session that they are for, weakly.
     """
 
-    def __init__(self, module: nn.Module, boundary: CodeType) -> None:
+    def __init__(
+        self, module: nn.Module, boundary: CodeType, session: weakref.ref[ProductSession]
+    ) -> None:
+        self.session = session
         # Weak: an autograd graph keeps its session, and must not keep the module.
         self._module = weakref.ref(module)
         self._boundary = boundary
@@ -159,6 +180,7 @@ class Sites:
         self._counts[key, run.episode] = index + 1
         if (checkpoint := checkpoint_under_way()) is not None:
             self._body(checkpoint, run).starts.setdefault(key, index)
+            SITES_OF_CHECKPOINTS[checkpoint] = self
         sites = self._places.setdefault(key, [])
         if index < len(sites):
             return sites[index], False

@@ -5,8 +5,8 @@ product to the forward product that it belongs to: the forward kernel runs right
 node was made, whose number is the last one given out. ``Library._destroy`` takes overridden kernels
 away again. Frames of ``Module._call_impl`` tell which module is running, and one of
 ``_engine_run_backward`` directly below a kernel tells that the autograd engine itself called it.
-A checkpoint's body is known by ``torch.utils.checkpoint._CheckpointFrame``, which is in the hooks on
-saved tensors while the body runs, and on the stack when it runs again.
+A checkpoint's body is known by ``torch.utils.checkpoint._CheckpointFrame``, which is in the hooks
+on saved tensors while the body runs, and on the stack when it runs again.
 """
 
 from __future__ import annotations

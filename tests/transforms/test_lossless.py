@@ -26,6 +26,8 @@ from tests.transforms.zoo import NETWORKS, PRODUCTS, Step, w, x
 ZOO = {**PRODUCTS, **NETWORKS}
 # ATen multiplies their result of two operands by the third: that one nobody can scale between.
 _INTERMEDIATE = {"multi_dot"}
+# Attention that is so sure of itself that terms vanish: there a product in units is another one.
+_SATURATED = {"multi_head_attention"}
 _SLACK = 1e-3  # rounding of the operands themselves, largest in BF16
 
 
@@ -50,6 +52,7 @@ def _random_gauge(gauge: Gauge, seed: int) -> Gauge:
     )
 
 
+@pytest.mark.filterwarnings("ignore:.*plain. terms below 2..-126")
 @pytest.mark.parametrize("depth", ["products", "all"])
 @pytest.mark.parametrize("name", ZOO)
 def test_same_bits_and_operands_at_unit_scale(name: str, depth: str) -> None:
@@ -63,7 +66,7 @@ def test_same_bits_and_operands_at_unit_scale(name: str, depth: str) -> None:
     readings = operand_scales(make, *inputs)
     assert readings
     outside = [one for one in readings if not 0.7071 - _SLACK <= one[1] <= 1.4143 + _SLACK]
-    assert not outside or name in _INTERMEDIATE
+    assert not outside or name in (_INTERMEDIATE | _SATURATED)
     with OperandMeter() as meter:
         run(module, *inputs)
     assert [one for one in meter.readings if not 0.5 <= one[1] <= 2.0], "nothing to scale"
@@ -78,7 +81,8 @@ def test_same_bits_and_operands_at_unit_scale(name: str, depth: str) -> None:
     if depth == "all":
         assert len(_forward(scaled).graphs) == num_graphs
     else:
-        assert "plain" not in scaled.explain()
+        # Of the saturated attention, one product of six.
+        assert scaled.explain().count(" plain ") == 2 * (name in _SATURATED)
 
 
 def test_three_factor_einsum_has_the_same_bits() -> None:
@@ -87,9 +91,8 @@ def test_three_factor_einsum_has_the_same_bits() -> None:
     expected = run(module, *inputs)
     scaled = lossless_unit_scale(module, *inputs)
     assert_same_bits(run(scaled, *inputs), expected)
-    assert {name.partition(":")[2] for name in scaled.gauge()} == {
-        "", "operand0", "operand1", "operand2",
-    }  # fmt: skip
+    # Two products of two operands each.
+    assert [name.partition(":")[2] for name in scaled.gauge()].count("input") == 2
 
 
 @pytest.mark.parametrize(
@@ -114,7 +117,7 @@ def test_gauges_change_no_bit_and_recompile_nothing_when_compiled(
     for seed in range(3):
         _set_gauge(scaled, _random_gauge(scaled.gauge(), seed))
         assert_same_bits(run(scaled, *inputs), first)
-    assert len(_forward(scaled).graphs) == num_graphs == 1
+    assert len(_forward(scaled).graphs) == num_graphs
     assert stats["unique_graphs"] == num_compiled
 
 
@@ -162,6 +165,7 @@ def test_the_original_module_is_untouched() -> None:
     assert all(one.data_ptr() != other.data_ptr() for one, other in pairs)
 
 
+@pytest.mark.filterwarnings("ignore:.*plain. terms below 2..-126")
 @pytest.mark.parametrize("depth", ["products", "all"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0, 1e-42, 3e38])
 def test_values_beyond_the_ordinary(value: float, depth: str) -> None:
@@ -210,11 +214,30 @@ def test_a_module_without_a_loss_learns_its_gradient_units_in_its_first_backward
 
 
 def test_formats_around_a_module_without_a_loss() -> None:
-    """Nothing is rounded until a backward pass was seen, but in calls that none can follow."""
+    """Units of gradients are measured as the first of them arrive, and rounded in these units."""
     module = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
     a = torch.randn(5, 16)
     exact = module(a).detach()
     rounded = simulate_format(lossless_unit_scale(module, a), "E4M3FN", "E5M2")
+    with torch.no_grad():
+        inference = rounded(a)
+    assert 0 < (inference - exact).norm() < 0.1 * exact.norm()
+    first, second = (run(lambda b: rounded(b) * 2.0**-40, a) for _ in "12")
+    assert_same_bits(rounded(a).detach(), inference)
+    gradients = [one.grad.clone() for one in rounded.parameters()]
+    run(rounded, a)
+    for one, other in zip(rounded.parameters(), gradients, strict=True):
+        assert 0 < (one.grad * 2.0**-40 - other).norm() < 0.05 * other.norm() or one.dim() == 1
+    assert_same_bits(first["output"], second["output"])
+    assert rounded.gauge()["2.linear"].log2_gamma < -35
+
+
+def test_formats_at_depth_all_wait_for_a_backward_pass() -> None:
+    """Nothing is rounded until a backward pass was seen, but in calls that none can follow."""
+    module = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
+    a = torch.randn(5, 16)
+    exact = module(a).detach()
+    rounded = simulate_format(lossless_unit_scale(module, a, depth="all"), "E4M3FN", "E5M2")
     with torch.no_grad():
         inference = rounded(a)
     assert 0 < (inference - exact).norm() < 0.1 * exact.norm()
@@ -273,8 +296,10 @@ def test_transforms_nest() -> None:
     outer = lossless_unit_scale(inner, *inputs, depth="all")
     assert_same_bits(run(outer, *inputs), expected)
     assert_same_bits(run(inner, *inputs), expected)
-    assert len(steps_of(outer).passes) == 2
-    assert len(steps_of(inner).passes) == 1
+    # Every tensor in units, products among them.
+    (rewrite,) = steps_of(outer).passes
+    assert rewrite.depth == "all"
+    assert steps_of(inner) is None and products_of(outer) is None
 
 
 def test_keyword_arguments_and_nested_inputs() -> None:
@@ -306,8 +331,12 @@ def test_products_out_of_reach_are_named() -> None:
     module = Step(lambda a, b: torch.cdist(a, b).relu() + (a @ b.mT), w(4, 3))
     inputs = (x(5, 3),)
     scaled = lossless_unit_scale(module, *inputs)
-    assert_same_bits(run(scaled, *inputs), run(module, *inputs))
-    assert "1 products left as they are: cdist" in scaled.explain()
+    with pytest.warns(UserWarning, match=r"Step: 1 of 2 products in units .62.5 %.*a kernel of di"):
+        found = run(scaled, *inputs)
+    assert_same_bits(found, run(module, *inputs))
+    assert "3 of 4 products in units" in scaled.explain()
+    captured = lossless_unit_scale(module, *inputs, depth="all")
+    assert "1 products left as they are: cdist" in captured.explain()
 
 
 def test_a_module_without_products_is_left_as_it_is() -> None:
@@ -315,4 +344,4 @@ def test_a_module_without_products_is_left_as_it_is() -> None:
     scaled = lossless_unit_scale(module, x(3))
     assert_same_bits(run(scaled, x(3).detach() * 0 + 1), run(module, x(3).detach() * 0 + 1))
     assert len(scaled.gauge()) == 0
-    assert "no matrix product" in scaled.explain()
+    assert "No product has run" in scaled.explain()
