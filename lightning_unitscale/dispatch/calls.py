@@ -30,6 +30,9 @@ class Call:
     log2_units: tuple[int, ...]
     is_gradient: tuple[bool, ...]
     step: int
+    # Operands whose gradients autograd computes, and those that are columns after columns.
+    needs: tuple[int, ...] = ()
+    turned: tuple[bool, ...] = (False, False)
     # What was measured of the operands, and of the arriving gradient.
     stats: tuple[Tensor, ...] = ()
     gradient_stats: Tensor | None = None
@@ -60,8 +63,7 @@ def sources_of(rule: ProductRule, call: Call, operands: Sequence[Tensor]) -> tup
     """For each operand of a backward product which forward operand it is; ``None``: the gradient.
 
     The address of its data tells, unless what was saved for the backward pass was moved or computed
-    again; then its shape does, and between equal shapes the order in which autograd works: the
-    gradient of the first operand comes first, as gradient times operand.
+    again; then its shape does, and between equal shapes the order in which autograd works.
     """
     if rule.gradient is not None:
         order = itertools.count()
@@ -88,6 +90,19 @@ def sources_of(rule: ProductRule, call: Call, operands: Sequence[Tensor]) -> tup
         candidates.append((0, None))
     if a == result[::-1] and b == first:
         candidates.append((None, 0))
-    wanted = 1 if call.num_visits == 1 else 0
-    preferred = [pair for pair in candidates if wanted in pair]
-    return (preferred or candidates or [(None, 1)])[0]
+    needs = call.needs or (0, 1)
+    pair = _order_of(needs[(call.num_visits - 1) % len(needs)], call.turned)
+    read = pair[0] if pair[1] is None else pair[1]
+    preferred = [candidate for candidate in candidates if read in candidate]
+    return pair if pair in candidates else (preferred or candidates or [(None, 1)])[0]
+
+
+def _order_of(index: int, turned: tuple[bool, ...]) -> tuple[int | None, ...]:
+    """What autograd multiplies for the gradient of an operand of ``mm``, in its order.
+
+    ``g b^T`` for the first and ``a^T g`` for the second, unless the operand is columns after
+    columns: then it makes the transposed gradient, so that it is columns after columns as well.
+    """
+    if index == 0:
+        return (1, None) if turned[0] else (None, 1)
+    return (None, 0) if turned[1] else (0, None)

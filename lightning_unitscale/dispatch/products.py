@@ -83,20 +83,23 @@ def _two(word: str, *roles: str) -> Callable[[Arguments], tuple[str, tuple[str, 
 
 def _mm_word(args: Arguments) -> tuple[str, tuple[str, ...]]:
     # F.linear multiplies by its weight transposed; what a person writes has rows, as a rule.
-    if _is_transposed(args[1]):
+    if is_turned(args[1]):
         return "linear", ("input", "weight")
     return "matmul", ("input", "other")
 
 
 def _addmm_word(args: Arguments) -> tuple[str, tuple[str, ...]]:
-    if _is_transposed(args[2]):
+    if is_turned(args[2]):
         return "linear", ("input", "weight")
     return "addmm", ("mat1", "mat2")
 
 
-def _is_transposed(matrix: Tensor) -> bool:
-    stride = matrix.stride()
-    return stride[0] == 1 and stride[1] == matrix.shape[0]
+def is_turned(tensor: Tensor) -> bool:
+    """Whether a tensor is a matrix that lies in memory column after column."""
+    if tensor.dim() != 2:
+        return False
+    stride = tensor.stride()
+    return stride[0] == 1 and stride[1] == tensor.shape[0]
 
 
 def _convolution_word(args: Arguments) -> tuple[str, tuple[str, ...]]:

@@ -24,7 +24,7 @@ from lightning_unitscale.dispatch.calls import CALLS, Call, forget, remember, so
 from lightning_unitscale.dispatch.coverage import Coverage, CoverageCounter, Kind
 from lightning_unitscale.dispatch.execute import Product, run_in_units
 from lightning_unitscale.dispatch.measured import Measurement, Measurements
-from lightning_unitscale.dispatch.products import ProductRule, UnreachedRule
+from lightning_unitscale.dispatch.products import ProductRule, UnreachedRule, is_turned
 from lightning_unitscale.dispatch.scaling import forget_copy, smallest_and_rms
 from lightning_unitscale.dispatch.sites import FORWARD, Run, Site, Sites
 from lightning_unitscale.dispatch.torch_internals import (
@@ -541,6 +541,8 @@ class ProductSession:
             units,
             is_gradient,
             self.step,
+            tuple(index for index, tensor in enumerate(operands) if tensor.requires_grad),
+            tuple(is_turned(tensor) for tensor in operands),
             stats,
         )
         remember(number, call)

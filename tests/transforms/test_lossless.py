@@ -81,8 +81,8 @@ def test_same_bits_and_operands_at_unit_scale(name: str, depth: str) -> None:
     if depth == "all":
         assert len(_forward(scaled).graphs) == num_graphs
     else:
-        # Of the saturated attention, one product of six.
-        assert scaled.explain().count(" plain ") == 2 * (name in _SATURATED)
+        assert (" plain: terms below" in scaled.explain()) == (name in _SATURATED)
+        assert (" plain" in scaled.explain()) == (name in _SATURATED)
 
 
 def test_three_factor_einsum_has_the_same_bits() -> None:
@@ -222,14 +222,15 @@ def test_formats_around_a_module_without_a_loss() -> None:
     with torch.no_grad():
         inference = rounded(a)
     assert 0 < (inference - exact).norm() < 0.1 * exact.norm()
-    first, second = (run(lambda b: rounded(b) * 2.0**-40, a) for _ in "12")
     assert_same_bits(rounded(a).detach(), inference)
-    gradients = [one.grad.clone() for one in rounded.parameters()]
-    run(rounded, a)
-    for one, other in zip(rounded.parameters(), gradients, strict=True):
-        assert 0 < (one.grad * 2.0**-40 - other).norm() < 0.05 * other.norm() or one.dim() == 1
-    assert_same_bits(first["output"], second["output"])
-    assert rounded.gauge()["2.linear"].log2_gamma < -35
+    gradient = torch.randn(5, 16)
+    ((rounded(a) * gradient).sum() * 2.0**-40).backward()
+    faint = [one.grad.clone() for one in rounded.parameters()]
+    assert rounded.gauge()["2.linear"].log2_gamma < -38
+    module.zero_grad()
+    (module(a) * gradient).sum().backward()
+    for one, found in zip(module.parameters(), faint, strict=True):
+        assert (found * 2.0**40 - one.grad).norm() < 0.15 * one.grad.norm()
 
 
 def test_formats_at_depth_all_wait_for_a_backward_pass() -> None:
@@ -336,6 +337,7 @@ def test_products_out_of_reach_are_named() -> None:
     assert_same_bits(found, run(module, *inputs))
     assert "3 of 4 products in units" in scaled.explain()
     captured = lossless_unit_scale(module, *inputs, depth="all")
+    run(captured, *inputs)
     assert "1 products left as they are: cdist" in captured.explain()
 
 
