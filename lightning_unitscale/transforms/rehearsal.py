@@ -217,6 +217,8 @@ class MeasuredAgain:
 
         calibrate(step, self.rewrite, args, kwargs, results=unknown)
         step.before_call = None
+        if step.owner.executor != "eager":
+            step.reset()  # what was rehearsed is of no use to a compiler
         if not seen <= self.rewrite.gauge.keys():
             LiveGradients(self.rewrite).attach(step)
             if step.before_call is not None:
