@@ -44,7 +44,7 @@ def run_layer(
     """
     input, weight, bias = layer
     node = current_node()
-    if session.is_looking or not torch.is_grad_enabled():
+    if session.is_looking or not torch.is_grad_enabled() or input.shape[-1:] != weight.shape[1:]:
         return None
     if not (input.requires_grad or weight.requires_grad) or has_subclass((input, weight)):
         return None

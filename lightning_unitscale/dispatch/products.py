@@ -47,6 +47,8 @@ class ProductRule:
             one.
         with_factor: The function of torch that multiplies the product by a number, ``alpha``, and
             adds it to its first argument; the operator itself, if it has that argument.
+        backward_order: The operands of a product of two in the order in which autograd computes
+            their gradients: that of the names that its derivatives are written with.
         flops: Floating-point operations of a call.
     """
 
@@ -60,6 +62,7 @@ class ProductRule:
     temperature: tuple[int, ...] | None = None
     gradient: int | None = None
     with_factor: Callable[..., Tensor] | None = None
+    backward_order: tuple[int, ...] = (0, 1)
 
 
 @dataclass(frozen=True)
@@ -172,7 +175,15 @@ _BOTH: tuple[Coefficients, ...] = ((1, 1),)
 _SDPA = "_scaled_dot_product"
 
 RULES: tuple[ProductRule, ...] = (
-    ProductRule("mm", (0, 1), _BOTH, _mm_word, _contraction(0, 1), with_factor=torch.addmm),
+    ProductRule(
+        "mm",
+        (0, 1),
+        _BOTH,
+        _mm_word,
+        _contraction(0, 1),
+        with_factor=torch.addmm,
+        backward_order=(1, 0),
+    ),
     ProductRule(
         "bmm",
         (0, 1),
@@ -180,6 +191,7 @@ RULES: tuple[ProductRule, ...] = (
         _two("matmul", "input", "other"),
         _contraction(0, 1),
         with_factor=torch.baddbmm,
+        backward_order=(1, 0),
     ),
     ProductRule("mv", (0, 1), _BOTH, _two("matmul", "input", "other"), _contraction(0, 1)),
     ProductRule("dot", (0, 1), _BOTH, _two("matmul", "input", "other"), _contraction(0, 1)),

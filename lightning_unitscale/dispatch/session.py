@@ -32,6 +32,7 @@ from lightning_unitscale.dispatch.torch_internals import (
     has_subclass,
     last_sequence_number,
     plain_functions,
+    saves_elsewhere,
 )
 from lightning_unitscale.transforms.gauge import (
     MAX_LOG2_GAMMA,
@@ -435,7 +436,7 @@ class ProductSession:
         if stats and self.numerics is not None:
             self.numerics.measure(product, operands, is_first=site.log2_units is None)
             site.log2_units = units
-        self._record(site, operands, units, is_gradient, stats)
+        self._record(rule, site, operands, units, is_gradient, stats)
         if LOCAL.watched is not None:
             storages = tuple(tensor.untyped_storage().data_ptr() for tensor in operands)
             LOCAL.watched.append(RanProduct(site.name, storages, units, site.log2_gamma or 0))
@@ -484,7 +485,7 @@ class ProductSession:
             derived = self._sites.derive(site, slot, tuple(map(str, range(len(operands)))))
             if derived.log2_gamma is None:
                 self._set_units(derived)
-            self._record(derived, operands, units, is_gradient, stats)
+            self._record(rule, derived, operands, units, is_gradient, stats)
         return self._run(product, original, args, kwargs)
 
     def _run(
@@ -519,6 +520,7 @@ class ProductSession:
 
     def _record(
         self,
+        rule: ProductRule,
         site: Site,
         operands: Sequence[Tensor],
         units: tuple[int, ...],
@@ -533,15 +535,20 @@ class ProductSession:
                 return
         elif not any(tensor.requires_grad for tensor in operands):
             return
+        moves = saves_elsewhere()
         call = Call(
             self.ref,
             site,
-            {tensor.data_ptr(): index for index, tensor in enumerate(operands)},
+            {
+                tensor.data_ptr(): index
+                for index, tensor in enumerate(operands)
+                if not moves or (tensor if tensor._base is None else tensor._base).is_leaf
+            },
             tuple(tuple(tensor.shape) for tensor in operands),
             units,
             is_gradient,
             self.step,
-            tuple(index for index, tensor in enumerate(operands) if tensor.requires_grad),
+            tuple(index for index in rule.backward_order if operands[index].requires_grad),
             tuple(is_turned(tensor) for tensor in operands),
             stats,
         )

@@ -207,7 +207,8 @@ class Sites:
     def _body(self, checkpoint: object, run: Run) -> _Body:
         body = self._bodies.get(checkpoint)
         if body is None:
-            body = _Body(self._path_around_checkpoint() or run.path, {})
+            path = self._path_around_checkpoint()
+            body = _Body(run.path if path is None else path, {})
             self._bodies[checkpoint] = body
         return body
 

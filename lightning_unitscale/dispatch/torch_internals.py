@@ -39,6 +39,11 @@ def graph_task() -> int:
     return number
 
 
+def saves_elsewhere() -> bool:
+    """Whether hooks take what autograd saves: its own memory may be another tensor's soon."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
 def checkpoint_under_way() -> object | None:
     """What torch keeps of the checkpoint, not a reentrant one, whose body runs on this thread."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
