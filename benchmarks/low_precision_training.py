@@ -192,7 +192,8 @@ def _rules(forward: str, backward: str) -> Callable[[Loss, Batch], nn.Module]:
 
 def _real_fp8(exclude: str | None) -> Callable[[Loss, Batch], nn.Module]:
     def prepare(module: Loss, batch: Batch) -> nn.Module:
-        return fp8_linears(lossless_unit_scale(module, *batch), exclude=exclude)
+        units = lossless_unit_scale(module, *batch)
+        return fp8_linears(units, exclude=exclude, gradient_format="E5M2")
 
     return prepare
 

@@ -13,7 +13,7 @@ from lightning.pytorch.plugins import (
     TransformerEnginePrecision,
 )
 
-from lightning_unitscale.functional.fp8_linear import GradientFormat
+from lightning_unitscale.functional.fp8_linear import DEFAULT_GRADIENT, GradientFormat
 from lightning_unitscale.functional.scaled_product import why_no_fp8
 from lightning_unitscale.transforms.fp8_linears import FP8Linears, check_gradient_format
 from lightning_unitscale.transforms.moving_grid import Grid, check_grid
@@ -74,7 +74,7 @@ def fp8_of(
     check_gradient_format(gradient_format, "fp8_gradients")
     if precision is None:
         for name, given, default in (
-            ("fp8_gradients", gradient_format, "E4M3FN"),
+            ("fp8_gradients", gradient_format, DEFAULT_GRADIENT),
             ("fp8_exclude", exclude, "auto"),
             ("fp8_evaluation", in_evaluation, False),
         ):

@@ -7,7 +7,10 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.profilers import PyTorchProfiler
-from lightning.pytorch.utilities.rank_zero import rank_zero_info  # type: ignore[attr-defined]
+from lightning.pytorch.utilities.rank_zero import (  # type: ignore[attr-defined]
+    rank_zero_info,
+    rank_zero_warn,
+)
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
@@ -26,8 +29,9 @@ class RematCallback(pl.Callback):
     ``training_step`` is captured, and its forward and backward graph are planned together: what is
     kept between them and what runs again, at the least estimated time within the budget. Random
     operations are kept or replayed from their generator's state, checkpoints of the user's own are
-    honoured, and the plan changes no bit of a gradient. At the end of a run the predicted and the
-    measured peak are logged as ``remat/predicted_peak_bytes`` and ``remat/measured_peak_bytes``.
+    honoured, and the plan changes no bit of a gradient. Batches of changing sizes share a plan. At
+    the end of a run the predicted and the measured peak are logged as
+    ``remat/predicted_peak_bytes`` and ``remat/measured_peak_bytes``.
 
     Args:
         budget: Limit on all tensor bytes alive at once in a training step: parameters, buffers,
@@ -59,6 +63,7 @@ class RematCallback(pl.Callback):
         self._partitioner: StepPartitioner | None = None
         self._meter: PeakMeter | None = None
         self._gradients_seen = 0
+        self._has_warned = False
         self._reports: list[RematReport] = []
         self._explanation = "Nothing has been planned yet: run fit."
 
@@ -128,6 +133,7 @@ class RematCallback(pl.Callback):
         batch_idx: int,
     ) -> None:
         self._refuse_if_unplanned(pl_module)
+        self._warn_of_breaks()
         if self._meter is None:
             return
         self._gradients_seen += 1
@@ -175,6 +181,19 @@ class RematCallback(pl.Callback):
             "out of its loops, or train without RematCallback."
         )
 
+    def _warn_of_breaks(self) -> None:
+        breaks = [] if self._steps is None else self._steps.steps["training_step"].graph_breaks
+        if self._has_warned or not breaks:
+            return
+        self._has_warned = True
+        places = dict.fromkeys(one.rsplit(" at ", 1)[-1] for one in breaks)
+        rank_zero_warn(
+            f"RematCallback: training_step is captured in {len(self.reports)} parts, so "
+            f"budget={self.budget!r} holds for each of them; it breaks at {', '.join(places)}. "
+            "Expected a step that is captured whole; keep printing, .item() and shapes that depend "
+            "on values out of it."
+        )
+
     def _summary(self) -> str:
         predicted, measured = self.predicted_peak_bytes, self.measured_peak_bytes
         if predicted is None:
@@ -182,6 +201,8 @@ class RematCallback(pl.Callback):
         text = f"predicted peak {format_bytes(predicted)}"
         if measured is None:
             return f"{text}, not measured: the run had too few steps"
+        if any(one.sizes for one in self.reports):
+            return f"{text} for the sizes planned for, measured {format_bytes(measured)} for others"
         error = 100 * (predicted / measured - 1)
         return f"{text}, measured {format_bytes(measured)} ({error:+.1f} %)"
 

@@ -29,7 +29,7 @@ from lightning_unitscale.callbacks.remat import RematCallback, step_partitioner
 from lightning_unitscale.callbacks.rule_scaling import required_rules, rules_of
 from lightning_unitscale.callbacks.rule_settings import start_loss_scale_at_one
 from lightning_unitscale.dispatch.coverage import Coverage
-from lightning_unitscale.functional.fp8_linear import GradientFormat
+from lightning_unitscale.functional.fp8_linear import DEFAULT_GRADIENT, GradientFormat
 from lightning_unitscale.graph.passes import GraphPass
 from lightning_unitscale.graph.steps import ModuleSteps
 from lightning_unitscale.quantize import Rounding, check_rounding
@@ -140,7 +140,7 @@ class UnitScaleCallback(EvaluationHooks):
         simulate_rounding: Rounding = "nearest",
         precision: Literal["fp8"] | None = None,
         fp8_exclude: str | Sequence[str] | None = "auto",
-        fp8_gradients: GradientFormat = "E4M3FN",
+        fp8_gradients: GradientFormat = DEFAULT_GRADIENT,
         fp8_evaluation: bool = False,
         grid: Grid | Literal["auto"] = "auto",
         hold_parameters: bool | Literal["auto"] = "auto",

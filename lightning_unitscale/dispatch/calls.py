@@ -59,6 +59,15 @@ def forget(session: weakref.ref[ProductSession]) -> None:
         CALLS.pop(number, None)
 
 
+def may_belong_to(rule: ProductRule, call: Call) -> bool:
+    """Whether a product may be one of the backward products of a call.
+
+    The backward pass of a user's own function may run whatever it likes.
+    """
+    num_saved = len(rule.operands) - (rule.gradient is not None)
+    return num_saved <= len(call.shapes)
+
+
 def sources_of(rule: ProductRule, call: Call, operands: Sequence[Tensor]) -> tuple[int | None, ...]:
     """For each operand of a backward product which forward operand it is; ``None``: the gradient.
 

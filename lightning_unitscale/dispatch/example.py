@@ -15,6 +15,7 @@ from lightning_unitscale.dispatch.measured import Measurement
 from lightning_unitscale.dispatch.session import ProductSession
 from lightning_unitscale.transforms.attach import detached_copy, products_of
 from lightning_unitscale.transforms.calibration import find_loss
+from lightning_unitscale.transforms.copied_inputs import copied_inputs
 from lightning_unitscale.transforms.full_precision import (
     full_precision,
     in_full_precision,
@@ -75,7 +76,7 @@ def _measure(
             full_precision(trial) if is_wide else contextlib.nullcontext(),
             torch.enable_grad(),
         ):
-            given = detached_copy((args, dict(kwargs)))
+            given = copied_inputs(args, kwargs)
             if is_wide:
                 given = in_full_precision(given)
             output = trial(*given[0], **given[1])

@@ -28,6 +28,7 @@ from lightning_unitscale.dispatch.torch_internals import (
     KernelOverrides,
     current_node,
     original_kernel,
+    plain_functions,
     sequence_number,
 )
 
@@ -155,12 +156,14 @@ def _product_kernel(rule: ProductRule, original: Kernel) -> Kernel:
             session = LOCAL.session
             if session is None:
                 return original(*args, **kwargs)
-            return session.forward(rule, original, args, kwargs)
+            with plain_functions():
+                return session.forward(rule, original, args, kwargs)
         call = CALLS.get(sequence_number(node))
         session = _asking_session(call)
         if session is None:
             return original(*args, **kwargs)
-        return session.within_backward(rule, original, args, kwargs, call, node)
+        with plain_functions():
+            return session.within_backward(rule, original, args, kwargs, call, node)
 
     return kernel
 

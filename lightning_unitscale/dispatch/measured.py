@@ -16,6 +16,8 @@ from lightning_unitscale.transforms.drift import HIGH, LOW
 
 # BLAS sums BF16 in FP32, which has the same smallest normal number.
 _SMALLEST_LOG2 = {torch.float32: -126, torch.bfloat16: -126, torch.float64: -1022}
+# As many terms as a product may add, as an exponent of two.
+_LOG2_TERMS = 20
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,7 @@ class Extent:
     Attributes:
         rms: Root of their mean square.
         smallest: Smallest magnitude other than zero; infinite if there is none.
-        largest: Largest magnitude.
+        largest: Largest finite magnitude.
     """
 
     rms: float
@@ -57,7 +59,8 @@ class MeasuredProduct:
         """Why powers of two would not be exact here; empty where they are.
 
         A product of two elements below the smallest normal number vanishes in the plain product and
-        survives in units, where it may break a tie of larger terms.
+        survives in units, where it may break a tie of larger terms. A sum that overflows on its way
+        is infinite or NaN there and may be a number in units.
 
         Args:
             log2_units: Exponents of the operands' units.
@@ -68,6 +71,10 @@ class MeasuredProduct:
         smallest = [math.log2(extent.smallest) for extent in self.extents]
         if any(sum(pair) < limit for pair in itertools.combinations(smallest, 2)):
             return f"terms below 2**{limit}, which vanish there and not in units"
+        largest = [math.log2(extent.largest) for extent in self.extents if extent.largest]
+        too_large = -limit - _LOG2_TERMS
+        if any(sum(pair) > too_large for pair in itertools.combinations(largest, 2)):
+            return f"terms above 2**{too_large}, whose sums may overflow there and not in units"
         stored = [log2 - unit for log2, unit in zip(smallest, log2_units, strict=True)]
         common = sum(log2_units)
         stored += [math.log2(extent.smallest) - common for extent in self.addends]

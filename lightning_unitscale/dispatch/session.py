@@ -20,7 +20,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from lightning_unitscale.dispatch.calls import CALLS, Call, forget, remember, sources_of
+from lightning_unitscale.dispatch.calls import (
+    CALLS,
+    Call,
+    forget,
+    may_belong_to,
+    remember,
+    sources_of,
+)
 from lightning_unitscale.dispatch.coverage import Coverage, CoverageCounter, Kind
 from lightning_unitscale.dispatch.execute import Product, run_in_units
 from lightning_unitscale.dispatch.measured import Measurement, Measurements
@@ -29,9 +36,7 @@ from lightning_unitscale.dispatch.scaling import forget_copy, smallest_and_rms
 from lightning_unitscale.dispatch.sites import FORWARD, Run, Site, Sites
 from lightning_unitscale.dispatch.torch_internals import (
     Kernel,
-    has_subclass,
     last_sequence_number,
-    plain_functions,
     saves_elsewhere,
 )
 from lightning_unitscale.transforms.gauge import (
@@ -89,9 +94,6 @@ class Numerics(Protocol):
         self, session: ProductSession, input: Tensor, weight: Tensor, bias: Tensor | None
     ) -> Tensor | None:
         """Run a linear layer above autograd; ``None`` leaves it to its products."""
-
-
-_NO_GUARD = contextlib.nullcontext()
 
 
 class FirstOf:
@@ -350,7 +352,7 @@ class ProductSession:
         if run is not None:
             # A checkpoint computes its body again, within the node that asked for it.
             return self._forward(rule, original, args, kwargs, run)
-        if call is not None:
+        if call is not None and may_belong_to(rule, call):
             return self._backward(rule, original, args, kwargs, call)
         run = Run("", self._episode)
         return self._forward(rule, original, args, kwargs, run, f"@{node.name()}")
@@ -493,23 +495,21 @@ class ProductSession:
     ) -> Any:
         numerics = self.numerics
         rule, site = product.rule, product.site
-        guard = plain_functions() if has_subclass(args) else _NO_GUARD
         LOCAL.is_inside = True
         try:
-            with guard:
-                if numerics is not None and numerics.applies_to(site, rule, args, kwargs):
-                    kind: Kind = "format"
-                    reason = ""
-                    result = numerics.run(product, original, list(args), kwargs)
-                elif not self.uses_units:
-                    kind, reason = "left out", ""
-                    result = original(*args, **kwargs)
-                elif reason := site.plain.get(product.slot, ""):
-                    kind = "plain"
-                    result = original(*args, **kwargs)
-                else:
-                    kind = "units"
-                    result = run_in_units(product, original, list(args), kwargs)
+            if numerics is not None and numerics.applies_to(site, rule, args, kwargs):
+                kind: Kind = "format"
+                reason = ""
+                result = numerics.run(product, original, list(args), kwargs)
+            elif not self.uses_units:
+                kind, reason = "left out", ""
+                result = original(*args, **kwargs)
+            elif reason := site.plain.get(product.slot, ""):
+                kind = "plain"
+                result = original(*args, **kwargs)
+            else:
+                kind = "units"
+                result = run_in_units(product, original, list(args), kwargs)
         finally:
             LOCAL.is_inside = False
         if self._counter is not None:

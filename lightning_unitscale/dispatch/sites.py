@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import weakref
 from dataclasses import dataclass
@@ -15,8 +16,10 @@ from lightning_unitscale.dispatch.torch_internals import (
     CHECKPOINT,
     ENGINE,
     MODULE_CALL,
+    RECOMPUTATIONS,
     checkpoint_of,
     checkpoint_under_way,
+    checkpointed_body,
     graph_task,
     sequence_number,
 )
@@ -100,19 +103,6 @@ class Run:
     checkpoint: object = None
 
 
-@dataclass(slots=True)
-class _Body:
-    """What a checkpoint's body ran when it ran first.
-
-    Attributes:
-        path: The module that has asked for the checkpoint.
-        starts: How many products of a kind had run in the step before those of the body.
-    """
-
-    path: str
-    starts: dict[tuple[str, str], int]
-
-
 # Whose products the body of a checkpoint runs.
 SITES_OF_CHECKPOINTS: WeakKeyDictionary[Any, Sites] = WeakKeyDictionary()
 
@@ -147,10 +137,13 @@ class Sites:
         self._module = weakref.ref(module)
         self._boundary = boundary
         self._paths: dict[int, str] = {}
+        # What ran a checkpoint, by the checkpoint's body, which alone is there when it runs again.
+        self._paths_of_bodies: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
+        # How many products of a kind had run in the step before a checkpoint's body ran some.
+        self._starts: WeakKeyDictionary[Any, dict[tuple[str, str], int]] = WeakKeyDictionary()
         # The products of one kind in one module, in the order in which a step runs them.
         self._places: dict[tuple[str, str], list[Site]] = {}
         self._counts: dict[tuple[tuple[str, str], object], int] = {}
-        self._bodies: WeakKeyDictionary[Any, _Body] = WeakKeyDictionary()
         self._is_fresh = False
         self.all: dict[str, Site] = {}
 
@@ -179,7 +172,7 @@ class Sites:
         index = self._index(key, run)
         self._counts[key, run.episode] = index + 1
         if (checkpoint := checkpoint_under_way()) is not None:
-            self._body(checkpoint, run).starts.setdefault(key, index)
+            self._starts.setdefault(checkpoint, {}).setdefault(key, index)
             SITES_OF_CHECKPOINTS[checkpoint] = self
         sites = self._places.setdefault(key, [])
         if index < len(sites):
@@ -200,17 +193,8 @@ class Sites:
         index = self._counts.get((key, run.episode))
         if index is not None:
             return index
-        body = None if run.checkpoint is None else self._bodies.get(run.checkpoint)
-        # What has run before was counted then; more may have been added to a place since.
-        return 0 if body is None else body.starts.get(key, 0)
-
-    def _body(self, checkpoint: object, run: Run) -> _Body:
-        body = self._bodies.get(checkpoint)
-        if body is None:
-            path = self._path_around_checkpoint()
-            body = _Body(run.path if path is None else path, {})
-            self._bodies[checkpoint] = body
-        return body
+        # What had run before the body was counted then.
+        return self._starts.get(run.checkpoint, {}).get(key, 0) if run.checkpoint else 0
 
     def derive(self, site: Site, slot: str, roles: tuple[str, ...]) -> Site:
         """The product that a backward product is for the backward pass of the backward pass."""
@@ -228,16 +212,22 @@ class Sites:
             episode: The step.
         """
         frame: FrameType | None = sys._getframe(depth)
-        while frame is not None:
+        bodies: list[Any] = []
+        path: str | None = None
+        while frame is not None and path is None:
             code = frame.f_code
             if code is MODULE_CALL:
                 path = self._path(frame.f_locals["self"])
-                if path is not None:
-                    return Run(path, episode)
             elif code is self._boundary:
-                break
+                path = ""
+            elif code is CHECKPOINT:
+                bodies.append(checkpointed_body(frame))
             frame = frame.f_back
-        return Run("", episode)
+        for body in bodies:
+            # Not for a callable without a hash or weak references.
+            with contextlib.suppress(TypeError):
+                self._paths_of_bodies[body] = path or ""
+        return Run(path or "", episode)
 
     def backward_run(self, depth: int, episode: object, node: Any) -> Run | None:
         """Where a product that runs within an autograd node is one of a forward pass again.
@@ -257,29 +247,16 @@ class Sites:
         while frame is not None and frame.f_code is not ENGINE:
             if path is None and frame.f_code is MODULE_CALL:
                 path = self._path(frame.f_locals["self"])
+            elif path is None and frame.f_code in RECOMPUTATIONS:
+                path = ""
+                with contextlib.suppress(TypeError):
+                    path = self._paths_of_bodies.get(checkpointed_body(frame), "")
             elif checkpoint is None:
                 checkpoint = checkpoint_of(frame)
             frame = frame.f_back
         if checkpoint is not None:
-            if path is None:
-                body = self._bodies.get(checkpoint)
-                path = "" if body is None else body.path
-            return Run(path, (episode, id(checkpoint), graph_task()), checkpoint)
+            return Run(path or "", (episode, id(checkpoint), graph_task()), checkpoint)
         return None if path is None else Run(path, (episode, sequence_number(node)))
-
-    def _path_around_checkpoint(self) -> str | None:
-        """Path of the module that has called the innermost checkpoint on the stack."""
-        frame: FrameType | None = sys._getframe(1)
-        is_around = False
-        while frame is not None:
-            if frame.f_code is CHECKPOINT:
-                is_around = True
-            elif is_around and frame.f_code is MODULE_CALL:
-                path = self._path(frame.f_locals["self"])
-                if path is not None:
-                    return path
-            frame = frame.f_back
-        return None
 
     def _path(self, module: nn.Module) -> str | None:
         path = self._paths.get(id(module))

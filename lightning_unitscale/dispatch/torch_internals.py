@@ -4,9 +4,11 @@
 product to the forward product that it belongs to: the forward kernel runs right after its autograd
 node was made, whose number is the last one given out. ``Library._destroy`` takes overridden kernels
 away again. Frames of ``Module._call_impl`` tell which module is running, and one of
-``_engine_run_backward`` directly below a kernel tells that the autograd engine itself called it.
-A checkpoint's body is known by ``torch.utils.checkpoint._CheckpointFrame``, which is in the hooks
-on saved tensors while the body runs, and on the stack when it runs again.
+``_engine_run_backward`` directly below a kernel tells that the autograd engine itself called it,
+unless one of ``CheckpointFunction.backward`` or of ``recompute_fn``, within
+``_checkpoint_without_reentrant_generator``, comes before: then a checkpoint runs its body again.
+What torch keeps of a checkpoint, ``_CheckpointFrame``, is in the hooks on saved tensors while its
+body runs, and on the stack when it runs again.
 """
 
 from __future__ import annotations
@@ -21,14 +23,21 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd import graph as autograd_graph
-from torch.utils import checkpoint as torch_checkpoint
+from torch.utils import checkpoint as checkpoints
 
 Kernel = Callable[..., Any]
 
 MODULE_CALL: CodeType = nn.Module._call_impl.__code__
-# Dynamo's decorator is around it.
-CHECKPOINT: CodeType = inspect.unwrap(torch_checkpoint.checkpoint).__code__
 ENGINE: CodeType = autograd_graph._engine_run_backward.__code__
+
+CHECKPOINT: CodeType = inspect.unwrap(checkpoints.checkpoint).__code__
+_REENTRANT: CodeType = checkpoints.CheckpointFunction.backward.__code__
+_RECOMPUTATIONS: frozenset[CodeType] = frozenset(
+    code
+    for code in checkpoints._checkpoint_without_reentrant_generator.__code__.co_consts
+    if isinstance(code, CodeType) and code.co_name == "recompute_fn"
+)
+RECOMPUTATIONS = _RECOMPUTATIONS | {_REENTRANT}
 
 current_node: Callable[[], Any] = torch._C._current_autograd_node
 
@@ -48,7 +57,7 @@ def checkpoint_under_way() -> object | None:
     """What torch keeps of the checkpoint, not a reentrant one, whose body runs on this thread."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     for cell in () if hooks is None else getattr(hooks[1], "__closure__", None) or ():
-        if isinstance(cell.cell_contents, torch_checkpoint._CheckpointFrame):
+        if isinstance(cell.cell_contents, checkpoints._CheckpointFrame):
             return cell.cell_contents
     return None
 
@@ -58,7 +67,7 @@ def checkpoint_of(frame: FrameType) -> object | None:
     if frame.f_code.co_name != "unpack_hook":
         return None
     found = frame.f_locals.get("frame")
-    return found if isinstance(found, torch_checkpoint._CheckpointFrame) else None
+    return found if isinstance(found, checkpoints._CheckpointFrame) else None
 
 
 def last_sequence_number() -> int:
@@ -73,6 +82,14 @@ def sequence_number(node: Any) -> int:
     return number
 
 
+def checkpointed_body(frame: FrameType) -> Any:
+    """The function whose checkpoint a frame makes, of ``CHECKPOINT``, or runs again."""
+    values = frame.f_locals
+    if frame.f_code is CHECKPOINT:
+        return values["function"]
+    return values["ctx"].run_function if frame.f_code is _REENTRANT else values["fn"]
+
+
 def has_subclass(args: Sequence[Any]) -> bool:
     """Whether an argument is a tensor of a subclass, with functions of its own."""
     return any(
@@ -82,8 +99,8 @@ def has_subclass(args: Sequence[Any]) -> bool:
 
 
 def plain_functions() -> AbstractContextManager[None]:
-    """Within this context functions of torch ignore what subclasses of tensors make of them."""
-    context: AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
+    """Within this context neither subclasses of tensors nor modes hear of functions of torch."""
+    context: AbstractContextManager[None] = torch._C.DisableTorchFunction()
     return context
 
 

@@ -34,6 +34,8 @@ GradientFormat = Literal["E4M3FN", "E5M2"]
 NUM_CASTS = 3
 
 OPERAND = torch.float8_e4m3fn
+# Gradients in units of their own need little range, and E4M3 has half the rounding error.
+DEFAULT_GRADIENT: GradientFormat = "E4M3FN"
 GRADIENTS = {"E4M3FN": torch.float8_e4m3fn, "E5M2": torch.float8_e5m2}
 
 
@@ -46,7 +48,7 @@ def fp8_linear(
     scaling: Scaling,
     dtype: torch.dtype,
     *factors: Factor,
-    gradient: GradientFormat = "E5M2",
+    gradient: GradientFormat = DEFAULT_GRADIENT,
     grid: Tensor | None = None,
     index: int = 0,
 ) -> Tensor:

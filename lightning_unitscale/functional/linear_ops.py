@@ -179,20 +179,24 @@ def embedding(
         padding_idx: As in torch.
         max_norm: Must be None: a row cut to a norm is not at RMS 1.
         norm_type: As in torch.
-        scale_grad_by_freq: As in torch; the factor assumes that it is off.
+        scale_grad_by_freq: Must be False: a row's gradient would be a mean, at a scale of its own.
         sparse: Must be False: a factor of a gradient needs a dense one.
 
     Returns:
         ``(*, width)``.
 
     Raises:
-        ValueError: If ``max_norm`` or ``sparse`` is given.
+        ValueError: If ``max_norm``, ``scale_grad_by_freq`` or ``sparse`` is given.
 
     References:
         Blake, Orr, Luschi, "Unit Scaling" (arXiv 2303.11257), table of ops: the gradient of the
         weight gets ``(num_embeddings / number of lookups)**0.5``.
     """
-    for name, value, default in (("max_norm", max_norm, None), ("sparse", sparse, False)):
+    for name, value, default in (
+        ("max_norm", max_norm, None),
+        ("scale_grad_by_freq", scale_grad_by_freq, False),
+        ("sparse", sparse, False),
+    ):
         if value is not default:
             raise ValueError(
                 f"embedding: {name}={value}: it has no unit-scaled form; expected {default}. Use "

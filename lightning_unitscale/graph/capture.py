@@ -2,7 +2,7 @@
 
 Everything above works on :class:`CapturedGraph` and on callables. Private names used here were
 checked on torch 2.13 and 2.11: ``node.meta["grapharg"]``, ``node._dynamo_source``,
-``CompileContext.current_compile_id``, ``graph_break_reasons``, ``GlobalSource``, ``compile_fx``.
+``CompileContext.current_compile_id``, ``GlobalSource``, ``compile_fx``.
 """
 
 from __future__ import annotations
@@ -22,13 +22,16 @@ from torch._dynamo import convert_frame
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
 from torch._dynamo.source import GlobalSource
-from torch._dynamo.utils import graph_break_reasons
 from torch._guards import CompileContext
 
+from lightning_unitscale.graph.absent_packages import absent_packages
+from lightning_unitscale.graph.graph_breaks import without_dynamos_texts
+from lightning_unitscale.graph.inference_regions import drop_inference_mode
 from lightning_unitscale.graph.lowering import inductor_options
 from lightning_unitscale.graph.partitioned import partitioned_by, run_boxed
 from lightning_unitscale.graph.passed_over import passed_over
 from lightning_unitscale.graph.plain_algorithm import plain_answers
+from lightning_unitscale.graph.plain_kernels import plain_kernels
 from lightning_unitscale.graph.plain_numbers import plain_numbers
 from lightning_unitscale.graph.plain_optimizers import plain_optimizers
 
@@ -108,6 +111,12 @@ class CapturedGraph:
 _KEY = re.compile(r"\['([^']+)'\]")
 
 
+def compile_whole(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` run through Dynamo as one graph; raises when it is called, if it is several."""
+    compiled: Callable[..., Any] = torch.compile(function, backend="eager", fullgraph=True)
+    return compiled
+
+
 def compile_function(function: Callable[..., Any], backend: Backend) -> Callable[..., Any]:
     """``function`` run through Dynamo with ``backend`` called once per captured graph."""
     compiled: Callable[..., Any] = torch.compile(function, backend=backend)
@@ -155,6 +164,8 @@ def capture_settings(*, passes_over: bool = False) -> Iterator[None]:
     an ``nn.GRU``.
     """
     with (
+        absent_packages(),
+        without_dynamos_texts(),
         plain_answers(),
         plain_numbers(),
         plain_optimizers(),
@@ -287,11 +298,15 @@ def execute_with(
         graph_module.recompile()
         forward: Callable[..., Any] = graph_module.forward
         return forward
-    graph_module.recompile()
+    drop_inference_mode(graph_module)
     if executor == "aot_eager":
         options = {} if partition_fn is None else {"partition_fn": partition_fn}
-        backend = aot_autograd(fw_compiler=run_boxed, **options)
-        compiled: Callable[..., Any] = backend(graph_module, inputs)
+        backend = aot_autograd(
+            fw_compiler=run_boxed, keep_inference_input_mutations=True, **options
+        )
+        # An error in the middle of it would leave gradients off.
+        with plain_kernels(), torch.set_grad_enabled(torch.is_grad_enabled()):
+            compiled: Callable[..., Any] = backend(graph_module, inputs)
         return compiled
     # Imported here: Inductor takes a second to load and most runs never need it.
     from torch._inductor.compile_fx import compile_fx
@@ -300,21 +315,6 @@ def execute_with(
     with partitioned_by(partition_fn):
         run = compile_fx(graph_module, list(inputs), config_patches=patches)
         return cast(Callable[..., Any], run)
-
-
-def graph_breaks_since(count: int) -> list[str]:
-    """Reasons of the graph breaks that Dynamo met after ``count`` of them were seen."""
-    return [
-        f"{reason.reason} at {reason.user_stack[-1].filename}:{reason.user_stack[-1].lineno}"
-        if reason.user_stack
-        else str(reason.reason)
-        for reason in graph_break_reasons[count:]
-    ]
-
-
-def num_graph_breaks() -> int:
-    """How many graph breaks Dynamo has met in this process."""
-    return len(graph_break_reasons)
 
 
 def original_error(error: BaseException) -> BaseException:

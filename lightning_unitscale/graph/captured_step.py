@@ -6,7 +6,7 @@ import copy
 import types
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,9 +17,18 @@ from lightning_unitscale.graph import capture
 from lightning_unitscale.graph.capture import Executor
 from lightning_unitscale.graph.compiled_graph import CompiledGraph, GraphBackend
 from lightning_unitscale.graph.dispatch_modes import is_watched
+from lightning_unitscale.graph.graph_breaks import (
+    graph_breaks_since,
+    is_of_dynamo,
+    joined_reasons,
+    num_graph_breaks,
+    reason_of,
+    wants_dynamos_texts,
+)
 from lightning_unitscale.graph.kept_whole import kept_whole
 from lightning_unitscale.graph.nodes import Names
 from lightning_unitscale.graph.postponed import Postponed
+from lightning_unitscale.graph.tensor_subclasses import not_followed
 from lightning_unitscale.graph.untraced import UntracedCalls, plain_forward
 from lightning_unitscale.graph.whole_layers import opened_layers
 
@@ -28,6 +37,8 @@ if TYPE_CHECKING:
 
 # Calls that captured something, after which somebody should know.
 _MANY_CAPTURES = 16
+# Blocks within which autograd does not save tensors as usual.
+_SAVING = ("saved_tensors_hooks", "save_on_cpu")
 _NO_REASON = "no tensor operation in it, or a loop breaks the graph and Dynamo passes over it all"
 
 Interpreter = Callable[["CompiledGraph", tuple[Any, ...]], Any]
@@ -72,6 +83,8 @@ class CapturedStep:
         self._postponed: Postponed | None = None
         self._untraced: UntracedCalls | None = None
         self._flags: list[bool] = []
+        # Class of an input for which the call runs as it is.
+        self._refused: str | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step, and then do what was held back meanwhile."""
@@ -161,7 +174,7 @@ class CapturedStep:
         begin_step = getattr(self.owner.partition_fn, "begin_step", None)
         if begin_step is not None:
             begin_step()
-        num_breaks = capture.num_graph_breaks()
+        num_breaks = num_graph_breaks()
         try:
             with (
                 # Scaled by rules, what is not captured would be another model.
@@ -172,25 +185,33 @@ class CapturedStep:
                 self._postponed.recording(),
                 self._untraced.replaced(),
             ):
-                result = self._compiled[executor](*args, **kwargs)
+                run = self._compiled[executor]
+                self._refused = not_followed((args, kwargs), capture.compile_whole)
+                if self._refused is not None:
+                    self._refuse_under_rules()
+                    run = self.__wrapped__
+                result = run(*args, **kwargs)
         except Exception as error:
             self._postponed.discard()
             # Dynamo never looks again at a frame in which an error was raised; the next call may.
             capture.forget(self.__wrapped__)
             self.reset()
             inner = capture.original_error(error)
+            if is_of_dynamo(inner):
+                raise self._not_captured(inner) from (inner if wants_dynamos_texts() else None)
             if inner is error:
                 raise
             raise inner from None
         if not self.num_graph_calls and is_watched():
             # Dynamo passes over a step under such a mode, and ever after, if it is not told.
             capture.forget(self.__wrapped__)
-        found = capture.graph_breaks_since(num_breaks)
+        found = graph_breaks_since(num_breaks)
         self.graph_breaks += found
         self.owner.graph_breaks += found
         if result is not None or not self._postponed.is_empty:
             # Otherwise the step has skipped this batch.
             self._warn_if_nothing_ran()
+        self._warn_of_saving(found)
         self._num_captures += len(self.graphs) > num_graphs
         if self._num_captures == _MANY_CAPTURES:
             self._warn_of_captures()
@@ -244,10 +265,25 @@ class CapturedStep:
     def _title(self) -> str:
         return f"{type(self.owner.module).__name__}.{self.name}"
 
+    def _not_captured(self, error: BaseException) -> RuntimeError:
+        return RuntimeError(
+            f"{self._title}: Dynamo cannot capture it: {reason_of(error)}. Expected a "
+            "step that Dynamo captures; move that line out of the step, into a hook such as "
+            "on_train_batch_start, or mark its function with torch.compiler.disable. TORCH_LOGS="
+            "graph_breaks shows what Dynamo says of it."
+        )
+
     def _warn_if_nothing_ran(self) -> None:
         if self.num_graph_calls:
             return
-        reasons = "; ".join(dict.fromkeys(self.owner.graph_breaks)) or _NO_REASON
+        reasons = joined_reasons(self.owner.graph_breaks) or _NO_REASON
+        if self._refused is not None:
+            self._warn_once(
+                f"{self._title}: called with a {self._refused}, whose operations Dynamo does not "
+                "follow, so it runs as it is, neither rewritten nor observed. Expected plain "
+                "tensors; hand it image.as_subclass(torch.Tensor)."
+            )
+            return
         if is_watched():
             reasons = "a mode such as FlopCounterMode looks at every operation of this call"
         self._warn_once(
@@ -255,6 +291,24 @@ class CapturedStep:
             f"runs as it is, neither rewritten nor observed ({reasons}). Expected at least one "
             "traceable operation; keep printing, .item() and third-party calls out of the step."
         )
+
+    def _refuse_under_rules(self) -> None:
+        if self.owner.changes_function:
+            raise RuntimeError(
+                f"{self._title} is unit-scaled by rules and called with a {self._refused}, whose "
+                "operations Dynamo does not follow, so that it would be another model; expected "
+                "plain tensors; hand it image.as_subclass(torch.Tensor)."
+            )
+
+    def _warn_of_saving(self, graph_breaks: Sequence[str]) -> None:
+        """Dynamo passes over the whole function that enters such a block, and all that is in it."""
+        for one in graph_breaks:
+            if any(name in one for name in _SAVING):
+                self._warn_once(
+                    f"{self._title}: what a function computes that saves tensors in its own way "
+                    f"runs as it is, neither rewritten nor observed ({one}). Expected a step "
+                    "without such a block; enter it around the step, in a callback's hooks."
+                )
 
     def _warn_of_captures(self) -> None:
         self._warn_once(

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 from torch import fx
 
 from lightning_unitscale.graph import capture
+from lightning_unitscale.graph.aliasing import find_effects
 from lightning_unitscale.graph.capture import CapturedGraph, Executor
 from lightning_unitscale.graph.expand import expand_composites
 from lightning_unitscale.graph.lowering import REWRITE
 from lightning_unitscale.graph.passes import Run, Stage, StepGraph, run_passes
-from lightning_unitscale.graph.plain_algorithm import refuse_other_algorithms
 
 if TYPE_CHECKING:
     from lightning_unitscale.graph.captured_step import CapturedStep
@@ -34,7 +34,6 @@ class GraphBackend:
         step = self.step()
         if step is None:
             return graph_module.forward
-        refuse_other_algorithms(graph_module)
         captured = capture.describe(graph_module, example_inputs, step.owner.module)
         return _GraphOfEachModule(step, captured, self.executor).__call__
 
@@ -101,6 +100,7 @@ class CompiledGraph:
         self.base = capture.copy_graph_module(captured.graph_module)
         step.names.assign(captured, self.base)
         expand_composites(self.base)
+        find_effects(self.base.graph)  # for all copies of it
         self.inputs = captured.inputs
         self._example_inputs = captured.example_inputs
         self._variants: dict[bool, Variant] = {}

@@ -19,6 +19,7 @@ from torch.export._trace import _export_to_torch_ir
 
 from lightning_unitscale.graph.capture import CapturedGraph
 from lightning_unitscale.graph.expand import expand_composites
+from lightning_unitscale.graph.graph_breaks import is_of_dynamo, reason_of, wants_dynamos_texts
 from lightning_unitscale.graph.nodes import Names
 from lightning_unitscale.graph.out_of_place import make_out_of_place
 from lightning_unitscale.graph.plain_algorithm import plain_answers
@@ -52,10 +53,11 @@ def export_forward(
         with _as_if_plain() if plain else contextlib.nullcontext():
             graph_module: fx.GraphModule = _export_to_torch_ir(module, args, kwargs)
     except Exception as error:
+        reason = reason_of(error) if is_of_dynamo(error) else error
         raise RuntimeError(
             f"module={type(module).__name__}: its forward cannot be captured as one graph "
-            f"({error}); expected a forward without graph breaks; deploy the part that has none."
-        ) from error
+            f"({reason}); expected a forward without graph breaks; deploy the part that has none."
+        ) from (error if wants_dynamos_texts() or not is_of_dynamo(error) else None)
     Names().assign(CapturedGraph(graph_module, (), 0, ()), graph_module)
     if expand:
         expand_composites(graph_module)

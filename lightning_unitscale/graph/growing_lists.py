@@ -142,8 +142,9 @@ def _reachable(module: nn.Module, step: Callable[..., Any]) -> Iterator[Function
             held: Iterable[Any] = (binding.value,)
             if isinstance(binding.value, ModuleType):
                 held = (vars(binding.value).get(name) for name in names)
-            elif isinstance(binding.value, type) and not isinstance(module, binding.value):
-                # Its own class is what ``super()`` mentions.
+            elif isinstance(binding.value, type) and binding.value not in type(module).__mro__:
+                # Its own class is what ``super()`` mentions. Not every class takes isinstance():
+                # typing.Any does not.
                 held = functions_of(binding.value)
             found = [function_in(one) for one in held]
             waiting += [one for one in found if one and _may_look(one, own)]

@@ -100,11 +100,16 @@ def codes_of(code: Any) -> Iterator[Any]:
             yield from codes_of(one)
 
 
+def is_installed_file(file: str) -> bool:
+    """Whether a file is Python's own or an installed package's, and not the user's."""
+    return file.startswith(_INSTALLED)
+
+
 def is_installed(root: str) -> bool:
     """Whether a package is Python's own or an installed one, and not the user's."""
     file = getattr(sys.modules.get(root), "__file__", None)
     # Without a file: built in, or what was typed into a notebook.
-    return root == "builtins" if file is None else file.startswith(_INSTALLED)
+    return root == "builtins" if file is None else is_installed_file(file)
 
 
 def root_of(value: Any) -> str:

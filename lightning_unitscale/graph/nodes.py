@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -22,6 +22,9 @@ INPUT = "graph_input"
 TRANSFORMED = "transformed"
 # Set on nodes of a part of a cut graph whose tensor is another part's: received, or made again.
 ELSEWHERE = "elsewhere"
+
+# Where an argument stands: ``(0,)``, ``("weight",)``, ``(0, 1)``.
+Path = tuple[int | str, ...]
 
 _ROOT = re.compile(r"^(L\[['\"]\w+['\"]\]|G\[['\"]\w+['\"]\]|self)\.?")
 _INDEX = re.compile(r"\[['\"]?([\w.\- ]+?)['\"]?\]")
@@ -167,8 +170,19 @@ def replace_other_uses(node: fx.Node, new: fx.Node) -> None:
     node.replace_all_uses_with(new, delete_user_cb=is_other)
 
 
-def argument_at(node: fx.Node, path: tuple[Any, ...]) -> Any:
-    """The argument of a node at a path: ``(0,)``, ``("weight",)``, ``(0, 1)``."""
+def argument_paths(node: fx.Node) -> Iterator[Path]:
+    """Where the arguments of a node are other nodes."""
+    pending: list[tuple[Path, Any]] = [((i,), one) for i, one in enumerate(node.args)]
+    pending += [((name,), one) for name, one in node.kwargs.items()]
+    for path, value in pending:
+        if isinstance(value, fx.Node):
+            yield path
+        elif isinstance(value, (list, tuple)):
+            pending += [((*path, i), one) for i, one in enumerate(value)]
+
+
+def argument_at(node: fx.Node, path: Path) -> Any:
+    """The argument of a node at a path, as :func:`argument_paths` gives them."""
     value: Any = node.args if isinstance(path[0], int) else node.kwargs
     for part in path:
         value = value[part]

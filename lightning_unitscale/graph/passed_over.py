@@ -15,11 +15,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import linecache
-import re
-import traceback
 import warnings
 from collections import Counter
 from collections.abc import Iterator
+from traceback import FrameSummary
 from typing import Any
 
 from torch._dynamo import convert_frame
@@ -28,9 +27,9 @@ from torch._dynamo.output_graph import GraphCompileReason
 from torch._dynamo.types import ConvertFrameReturn
 from torch._dynamo.utils import graph_break_reasons
 
+from lightning_unitscale.graph.graph_breaks import frames_of, short_reason
 from lightning_unitscale.shadowing import shadowed
 
-_PLACE = re.compile(r'File "([^"]+)", line (\d+), in ')
 # How often a function may fail on fake tensors before it is no longer tried: each try takes time.
 _MAX_FAILURES = 4
 _failures: Counter[Any] = Counter()
@@ -40,6 +39,7 @@ _failures: Counter[Any] = Counter()
 def passed_over() -> Iterator[None]:
     """Within this context such an error of Dynamo is a graph break, and a warning."""
     convert = convert_frame.ConvertFrame.__call__
+    warned: set[tuple[str, int]] = set()
 
     @functools.wraps(convert)
     def convert_or_pass_over(self: Any, frame: Any, *args: Any, **kwargs: Any) -> Any:
@@ -50,29 +50,27 @@ def passed_over() -> Iterator[None]:
             # whoever catches it has it captured the next time.
             _failures[frame.f_code] += 1
             is_last = _failures[frame.f_code] >= _MAX_FAILURES
-            _report(frame.f_code, error, warn=is_last)
+            _report(frame.f_code, error, warned, warn=is_last)
             return ConvertFrameReturn(apply_to_code=is_last)
         except InternalTorchDynamoError as error:
-            _report(frame.f_code, error, warn=True)
+            _report(frame.f_code, error, warned, warn=True)
             return ConvertFrameReturn()
 
     with shadowed(convert_frame.ConvertFrame, __call__=convert_or_pass_over):
         yield
 
 
-def _report(code: Any, error: Exception, *, warn: bool) -> None:
-    text = str(error)
-    # Dynamo ends its message with the lines of the user that it was about to trace.
-    places = _PLACE.findall(text) or [(code.co_filename, str(code.co_firstlineno))]
-    file, line = places[-1][0], int(places[-1][1])
-    reason = text.splitlines()[0]
-    graph_break_reasons.append(
-        GraphCompileReason(reason, [traceback.FrameSummary(file, line, code.co_name)])
-    )
-    if not warn:
+def _report(code: Any, error: Exception, warned: set[tuple[str, int]], *, warn: bool) -> None:
+    frames = frames_of(error) or [FrameSummary(code.co_filename, code.co_firstlineno, code.co_name)]
+    graph_break_reasons.append(GraphCompileReason(str(error), frames))
+    file, line = frames[-1].filename, frames[-1].lineno or 0
+    # Each of the functions around a line fails on it.
+    if not warn or (file, line) in warned:
         return
+    warned.add((file, line))
+    failing = linecache.getline(file, line).strip()
     warnings.warn(
-        f"{file}:{line}: Dynamo fails on `{linecache.getline(file, line).strip()}` ({reason}), so "
+        f"{file}:{line}: Dynamo fails on `{failing}` ({short_reason(str(error))}), so "
         f"{code.co_name} runs as it is, neither rewritten nor observed but for what it calls; "
         "expected code that Dynamo captures; move that line out of the step, into a hook such as "
         "on_train_batch_start.",

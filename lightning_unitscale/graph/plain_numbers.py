@@ -4,14 +4,16 @@
   plain step it is a number: ``loss * np.exp(-x)`` stays FP32 there and would be FP64 when traced,
   other last bits of ``tanh`` and random numbers of torch's aside. So calls of NumPy run as they
   are, and break the graph; their results enter the graphs as Python's numbers.
+* Dynamo takes an array for a constant then, computes ``array *= 2`` while it traces, and gives up:
+  the array would be doubled twice.
 * Dynamo takes ``addcmul_`` and ``addcdiv_`` with ``value`` apart, and until torch 2.11 ``add_``
   with ``alpha``, which rounds in another place than their kernels do.
 * Dynamo draws from a ``random.Random`` of the user's when it traces, and guards on nothing: every
   later step would get the same number. So these calls run as they are, too.
 
 Private names used here were checked on torch 2.13: ``VariableBuilder``'s ``wrap_numpy_ndarray``, to
-which it hands every NumPy number, ``wrap_symfloat``, ``wrap_symint``; ``RandomVariable``, and
-``RandomClassVariable``, which makes one.
+which it hands every NumPy number, ``wrap_symfloat``, ``wrap_symint``; ``NumpyVariable``, which
+an array is; ``RandomVariable``, and ``RandomClassVariable``, which makes one.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ import numpy as np
 import torch._dynamo.config
 from torch._dynamo.exc import unimplemented
 from torch._dynamo.variables.builder import VariableBuilder
-from torch._dynamo.variables.misc import RandomClassVariable, RandomVariable
+from torch._dynamo.variables.misc import NumpyVariable, RandomClassVariable, RandomVariable
 
 from lightning_unitscale.shadowing import shadowed
 
@@ -34,11 +36,16 @@ def plain_numbers() -> Iterator[None]:
     """Within this context NumPy and generators are not traced, and updates not taken apart."""
     with (
         shadowed(VariableBuilder, wrap_numpy_ndarray=_as_number),
+        shadowed(NumpyVariable, is_python_constant=_is_constant),
         shadowed(RandomVariable, is_supported_random_obj=staticmethod(lambda _: False)),
         shadowed(RandomClassVariable, call_function=_refuse_generator),
         torch._dynamo.config.patch(trace_numpy=False, enable_dynamo_decompositions=False),
     ):
         yield
+
+
+def _is_constant(variable: NumpyVariable) -> bool:
+    return not isinstance(variable.value, np.ndarray)
 
 
 def _refuse_generator(variable: Any, tx: Any, args: Any, kwargs: Any) -> Any:

@@ -15,16 +15,17 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
+from lightning_unitscale.graph.aliasing import same_tensor
 from lightning_unitscale.graph.capture import fake_mode_of, is_higher_order
 from lightning_unitscale.graph.nodes import (
     TRANSFORMED,
+    Path,
     argument_at,
+    argument_paths,
     example_tensor,
     requires_grad,
 )
-from lightning_unitscale.graph.out_of_place import same_tensor
 
-Path = tuple[int | str, ...]
 # Where a gradient comes from: minus the number of an operation of autograd's, and which of its
 # results. They come in this order: autograd runs the operation that was recorded last first.
 _Arrival = tuple[int, int]
@@ -41,7 +42,7 @@ def repeated_reads(graph: fx.Graph) -> dict[fx.Node, tuple[fx.Node, ...]]:
     for node in graph.nodes:
         if node.op == "output" or is_higher_order(node) or TRANSFORMED in node.meta:
             continue
-        places = [one for one in _places(node) if argument_at(node, one) in shared]
+        places = [one for one in argument_paths(node) if argument_at(node, one) in shared]
         arrivals = _arrivals(node, places) if places else {}
         several = (argument_at(node, path) for path in places if len(arrivals[path]) > 1)
         if read := tuple(dict.fromkeys(several)):
@@ -117,17 +118,6 @@ def _with(given: Mapping[Path, Tensor], value: Any, path: Path) -> Any:
 def _example(node: fx.Node) -> Any:
     value = node.meta.get("example_value")
     return value.detach() if isinstance(value, Tensor) else value
-
-
-def _places(node: fx.Node) -> Iterator[Path]:
-    """Where the arguments of a node are other nodes."""
-    pending: list[tuple[Path, Any]] = [((i,), one) for i, one in enumerate(node.args)]
-    pending += [((name,), one) for name, one in node.kwargs.items()]
-    for path, value in pending:
-        if isinstance(value, fx.Node):
-            yield path
-        elif isinstance(value, (list, tuple)):
-            pending += [((*path, i), one) for i, one in enumerate(value)]
 
 
 def _operations(roots: Sequence[Any], stop: Container[Any]) -> Iterator[Any]:

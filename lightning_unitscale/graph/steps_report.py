@@ -32,4 +32,5 @@ def breaks_list(graph_breaks: Sequence[str]) -> str:
     breaks = list(dict.fromkeys(graph_breaks))
     if not breaks:
         return "No graph breaks."
-    return f"{len(breaks)} graph breaks:\n" + "\n".join(f"  {one}" for one in breaks)
+    lines = "\n".join(f"  {one}" for one in breaks)
+    return f"{len(breaks)} graph breaks:\n{lines}\n  (TORCH_LOGS=graph_breaks says more of each)"

@@ -1,10 +1,12 @@
 """Pipelines: one module cut into stages, for several devices."""
 
+from torch.distributed.pipelining import SplitPoint, pipe_split
+
 from lightning_unitscale.pipeline.explain import PipelinePlan, explain_pipeline
 from lightning_unitscale.pipeline.flow import MultiUseParameterConfig
 from lightning_unitscale.pipeline.front import pipeline
 from lightning_unitscale.pipeline.loss import LossWrapper, TrivialLossWrapper
-from lightning_unitscale.pipeline.marks import SplitPoint, annotate_split_points, pipe_split
+from lightning_unitscale.pipeline.marks import annotate_split_points
 from lightning_unitscale.pipeline.pipe import Pipe, PipeInfo
 from lightning_unitscale.pipeline.policy import balanced_split
 from lightning_unitscale.pipeline.runner import PipelineRunner

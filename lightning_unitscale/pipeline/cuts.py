@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 from torch import Tensor, fx
 
+from lightning_unitscale.graph.aliasing import memory_roots, written_arguments
 from lightning_unitscale.graph.nodes import op_name, tensor_name
-from lightning_unitscale.graph.out_of_place import memory_roots, mutated_argument
 from lightning_unitscale.pipeline.marks import is_mark
 
 
@@ -89,9 +89,9 @@ def _closed_regions(graph: fx.Graph, places: dict[fx.Node, int]) -> Iterator[tup
     roots = memory_roots(graph)
     last_write: dict[fx.Node, int] = {}
     for node in graph.nodes:
-        target = mutated_argument(node)
-        if target is not None and roots[target].op not in {"placeholder", "get_attr"}:
-            last_write[roots[target]] = places[node]
+        for target in written_arguments(node):
+            if roots[target].op not in {"placeholder", "get_attr"}:
+                last_write[roots[target]] = places[node]
     for root, last in last_write.items():
         yield places[root], last
     depth, start = 0, 0

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from torch import Tensor, fx
 from torch.utils._pytree import tree_flatten
 
+from lightning_unitscale.graph.aliasing import memory_roots, written_arguments
 from lightning_unitscale.graph.nodes import MODULE, op_name, tensor_name
-from lightning_unitscale.graph.out_of_place import memory_roots, mutated_argument
 from lightning_unitscale.pipeline.modes import is_switch
 from lightning_unitscale.pipeline.recompute import Recomputable
 
@@ -155,9 +155,9 @@ def _refuse_shared_writes(
     roots = memory_roots(graph_module.graph)
     written = {}
     for node in graph_module.graph.nodes:
-        target = mutated_argument(node)
-        if target is not None and roots[target].op == "get_attr" and node in stages:
-            written[str(roots[target].target)] = stages[node]
+        for target in written_arguments(node):
+            if roots[target].op == "get_attr" and node in stages:
+                written[str(roots[target].target)] = stages[node]
     for fqn, stage in written.items():
         users = [i for i, one in enumerate(reads) if fqn in {str(n.target) for n in one.attributes}]
         if users != [stage]:
@@ -193,8 +193,7 @@ def _reached(graph_module: fx.GraphModule, targets: list[fx.Node]) -> frozenset[
     written: dict[fx.Node, list[fx.Node]] = {}
     roots = memory_roots(graph)
     for node in graph.nodes:
-        target = mutated_argument(node)
-        if target is not None:
+        for target in written_arguments(node):
             written.setdefault(roots[target], []).append(node)
     trainable = {name for name, one in graph_module.named_parameters(remove_duplicate=False)
                  if one.requires_grad}  # fmt: skip

@@ -6,11 +6,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, fx, nn
+from torch.distributed.pipelining import SplitPoint
 
 from lightning_unitscale.pipeline.build import build_stages
 from lightning_unitscale.pipeline.flow import MultiUseParameterConfig
 from lightning_unitscale.pipeline.loss import LossSpec
-from lightning_unitscale.pipeline.marks import SplitPoint, is_mark, marked
+from lightning_unitscale.pipeline.marks import is_mark, marked
 from lightning_unitscale.pipeline.pipe import Pipe
 from lightning_unitscale.pipeline.policy import LOSS
 from lightning_unitscale.pipeline.program import Program, capture_program
@@ -87,7 +88,8 @@ def cut_by(program: Program, policy: SplitPolicy | None, *, required: bool) -> b
     """Put a policy's cuts into the graph; returns whether there were marks before.
 
     A policy finds the position of the loss among the graph's outputs in ``meta["loss"]`` of the
-    graph module: the backward pass starts there and nowhere else.
+    graph module: the backward pass starts there and nowhere else. One with ``num_stages=1`` may
+    leave the graph whole.
 
     Raises:
         ValueError: If there is no cut and one is required, or both marks and a policy.
@@ -102,6 +104,12 @@ def cut_by(program: Program, policy: SplitPolicy | None, *, required: bool) -> b
                 "one of them to say where to cut; leave one out."
             )
         policy(program.graph_module)
+        if getattr(policy, "num_stages", None) != 1 and not any(map(is_mark, graph.nodes)):
+            raise ValueError(
+                f"split_policy={policy!r}: it put no cut into the graph; expected a call of "
+                "pipe_split() in front of every stage but the first; insert them with "
+                "graph.call_function(pipe_split), or pass balanced_split(1) for one stage."
+            )
     elif required and not has_marks:
         raise ValueError(
             "split_spec=None, split_policy=None: nothing says where to cut, and the model's code "

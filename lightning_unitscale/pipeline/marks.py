@@ -1,57 +1,33 @@
 """Where a user wants the cuts: a call in the model's code, or the edge of a named module.
 
-Both become the same node of the captured graph, an operator without arguments and result.
+Both become the same node of the captured graph, torch's own mark, which has neither arguments nor
+a result.
 """
 
 from __future__ import annotations
 
 import contextlib
-import enum
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.distributed.pipelining import SplitPoint, pipe_split
 from torch.utils.hooks import RemovableHandle
 
-
-class SplitPoint(enum.Enum):
-    """Which edge of a module is a cut."""
-
-    BEGINNING = "beginning"
-    END = "end"
-
-
-@torch.library.custom_op("lightning_unitscale::pipe_split", mutates_args=())
-def _mark() -> None:
-    """Does nothing: the captured graph shows where it was called."""
-
-
-@_mark.register_fake
-def _() -> None:
-    return None
-
-
-_MARK = torch.ops.lightning_unitscale.pipe_split.default
-
-
-def pipe_split() -> None:
-    """Cut the pipeline here: what runs before is one stage, what runs after the next.
-
-    Call it in a model's ``forward``. Outside of a capture it does nothing.
-    """
-    _MARK()
+# A capture records the operator, and a split policy may insert the function or the operator.
+_MARKS = (pipe_split, torch.ops.pippy._pipe_split, torch.ops.pippy._pipe_split.default)
 
 
 def is_mark(node: fx.Node) -> bool:
     """Whether the node is a wanted cut."""
-    return node.op == "call_function" and node.target is _MARK
+    return node.op == "call_function" and node.target in _MARKS
 
 
 def insert_mark(graph: fx.Graph, before: fx.Node) -> fx.Node:
     """Put a cut in front of a node; for split policies."""
     with graph.inserting_before(before):
-        return graph.call_function(_MARK, ())
+        return graph.call_function(pipe_split)
 
 
 def annotate_split_points(

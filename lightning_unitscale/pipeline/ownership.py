@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, fx, nn
 
-from lightning_unitscale.graph.out_of_place import memory_roots, mutated_argument
+from lightning_unitscale.graph.aliasing import memory_roots, written_arguments
 from lightning_unitscale.pipeline.cuts import keep_items_with_their_tuples
 from lightning_unitscale.pipeline.marks import insert_mark
 from lightning_unitscale.pipeline.pipe import Pipe
@@ -149,9 +149,8 @@ class Ownership:
                     if known is not None:
                         found[known] = found.get(known, frozenset()) | {index}
         roots = memory_roots(graph_module.graph)
-        targets = (mutated_argument(node) for node in graph_module.graph.nodes)
-        attributes = {str(roots[one].target) for one in targets
-                      if one is not None and roots[one].op == "get_attr"}  # fmt: skip
+        targets = (one for node in graph_module.graph.nodes for one in written_arguments(node))
+        attributes = {str(roots[one].target) for one in targets if roots[one].op == "get_attr"}
         known_buffers = (self._names.get(id(buffers[one])) for one in attributes & buffers.keys())
         return used, readers, frozenset(filter(None, known_buffers))
 

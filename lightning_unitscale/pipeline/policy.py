@@ -10,6 +10,9 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
+from lightning_unitscale.functional.func_transforms import leaving_transforms
+from lightning_unitscale.graph.capture import is_checkpoint, is_higher_order
+from lightning_unitscale.graph.nodes import op_name
 from lightning_unitscale.pipeline.cuts import keep_items_with_their_tuples, legal_cuts
 from lightning_unitscale.pipeline.flow import find_gradients
 from lightning_unitscale.pipeline.marks import insert_mark
@@ -112,13 +115,28 @@ class BalancedSplit:
 
 
 def note_costs(graph_module: fx.GraphModule) -> GraphProfile:
-    """Profile a graph, backward from its loss, and note the costs in its nodes."""
+    """Profile a graph, backward from its loss, and note the costs in its nodes.
+
+    Raises:
+        RuntimeError: If an operation does not run on tensors without data.
+    """
     graph, loss = graph_module.graph, graph_module.meta.get(LOSS)
     inputs = [node.meta.get("example_value") for node in graph.find_nodes(op="placeholder")]
     device = device_type_of(graph_module)
-    return MetaInfoProp(graph_module, device="cuda" if device == "cuda" else "cpu").run(
-        *inputs, loss=None if loss is None else operator.itemgetter(loss)
-    )
+    profiled = MetaInfoProp(graph_module, device="cuda" if device == "cuda" else "cpu")
+    try:
+        with leaving_transforms():
+            return profiled.run(*inputs, loss=None if loss is None else operator.itemgetter(loss))
+    except (RuntimeError, NotImplementedError) as error:
+        branches = [one for one in graph.nodes if is_higher_order(one) and not is_checkpoint(one)]
+        reason = str(error).strip().partition("\n")[0]
+        reason = f"it calls {op_name(branches[0])}" if branches else reason
+        raise RuntimeError(
+            f"the costs by which a graph is cut cannot be found ({reason}); expected operations "
+            "that run on tensors without data, which transforms of torch.func and torch.cond, scan "
+            "and while_loop may not; say where to cut with split_spec={path: "
+            "SplitPoint.BEGINNING} or pipe_split()."
+        ) from error
 
 
 def possible_cuts(graph_module: fx.GraphModule) -> tuple[list[Cut], float]:

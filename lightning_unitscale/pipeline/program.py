@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_flatten_with_path, tree_unflatten
 
+from lightning_unitscale.graph.aliasing import memory_roots, written_arguments
 from lightning_unitscale.graph.capture import is_compiled
 from lightning_unitscale.graph.exported import export_forward
 from lightning_unitscale.graph.nodes import MODULE, NAME, example_tensor, tensor_name
-from lightning_unitscale.graph.out_of_place import memory_roots, mutated_argument
 from lightning_unitscale.pipeline.loss import LossSpec, LossWrapper, loss_index
 from lightning_unitscale.shadowing import shadowed
 
@@ -293,13 +293,13 @@ def _name_by_origin(graph: fx.Graph) -> None:
 def _refuse_written_inputs(module: nn.Module, graph: fx.Graph) -> None:
     roots = memory_roots(graph)
     for node in graph.nodes:
-        target = mutated_argument(node)
-        if target is not None and roots[target].op == "placeholder":
-            raise ValueError(
-                f"{type(module).__name__}: {tensor_name(node)} writes into the argument "
-                f"{tensor_name(roots[target])}; expected a forward that leaves its arguments as "
-                "they are: every stage reads its own copy; clone the argument first."
-            )
+        for target in written_arguments(node):
+            if roots[target].op == "placeholder":
+                raise ValueError(
+                    f"{type(module).__name__}: {tensor_name(node)} writes into the argument "
+                    f"{tensor_name(roots[target])}; expected a forward that leaves its arguments "
+                    "as they are: every stage reads its own copy; clone the argument first."
+                )
 
 
 def _can_be_loss(value: object) -> bool:

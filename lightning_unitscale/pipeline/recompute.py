@@ -10,9 +10,9 @@ import operator
 
 from torch import Tensor, fx
 
+from lightning_unitscale.graph.aliasing import memory_roots, written_arguments
 from lightning_unitscale.graph.capture import autocast_dtypes
 from lightning_unitscale.graph.nodes import TRANSFORMED, op_name
-from lightning_unitscale.graph.out_of_place import memory_roots, mutated_argument
 from lightning_unitscale.pipeline.modes import Modes
 
 # Chains of more operations are relayed: their kernels' launches would cost more than the transfer.
@@ -45,8 +45,7 @@ class Recomputable:
         self._buffers = {name for name, _ in graph_module.named_buffers(remove_duplicate=False)}
         self._autocast = autocast_dtypes(graph)
         roots = memory_roots(graph)
-        written = (mutated_argument(node) for node in graph.nodes)
-        dirty = {roots[one] for one in written if one is not None}
+        dirty = {roots[one] for node in graph.nodes for one in written_arguments(node)}
         self._written = {node for node, root in roots.items() if root in dirty}
         modes = Modes()
         self._in_region: set[fx.Node] = set()

@@ -12,6 +12,8 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from lightning_unitscale.remat.sizes import hint
+
 # Kernels that torch's registry does not list, by the query and key that they are given first.
 _ATTENTION = ("_scaled_dot_product_flash_attention_for_cpu",)
 _ATTENTION_BACKWARD = ("_scaled_dot_product_flash_attention_for_cpu_backward",)
@@ -78,15 +80,6 @@ def size_of(tensor: Tensor) -> int:
     return count * tensor.element_size()
 
 
-def hint(size: Any) -> int:
-    """The number behind a symbolic size, without a guard on it; 4096 if there is none."""
-    if isinstance(size, int):
-        return size
-    node = size.node
-    value = node.hint if node.has_hint() else None
-    return 4096 if value is None else int(value)
-
-
 def node_flops(node: fx.Node) -> float:
     """Floating-point operations of a node: 2 for a multiply-add, 1 per element otherwise."""
     value = node.meta.get("val")
@@ -119,9 +112,9 @@ def example_of(argument: Any) -> Any:
 def concrete(value: Any) -> Any:
     """An example value with numbers for symbolic sizes; asking these for ints would fix them."""
     if isinstance(value, Tensor):
-        shape, stride = ([hint(one) for one in many] for many in (value.shape, value.stride()))
-        if (*shape, *stride) == (*value.shape, *value.stride()):
+        if all(isinstance(size, int) for size in (*value.shape, *value.stride())):
             return value
+        shape, stride = ([hint(one) for one in many] for many in (value.shape, value.stride()))
         return torch.empty_strided(shape, stride, dtype=value.dtype, device="meta")
     if isinstance(value, torch.SymInt):
         return hint(value)

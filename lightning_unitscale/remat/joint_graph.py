@@ -12,8 +12,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy
 
 from lightning_unitscale.graph.capture import is_higher_order
-from lightning_unitscale.remat.costs import CostModel, hint, node_flops, size_of, tensors_of
+from lightning_unitscale.remat.costs import CostModel, node_flops, size_of, tensors_of
 from lightning_unitscale.remat.problem import Region, RematNode, RematProblem
+from lightning_unitscale.remat.sizes import changing_sizes, hint
 from lightning_unitscale.remat.workspaces import workspace_bytes
 
 Symbolic = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -109,6 +110,7 @@ class _Reader:
         outputs = tree_leaves(graph.output_node().args)
         self.outputs = [self.index.get(one) for one in outputs]
         self.num_fwd_outputs = num_fwd_outputs
+        self.sizes = changing_sizes(graph)
         self.cost_model = cost_model
         self.inputs = [[self.index[i] for i in node.all_input_nodes] for node in self.nodes]
         self.storages = [_storage(node.meta.get("val")) for node in self.nodes]
@@ -148,7 +150,8 @@ class _Reader:
                     replay_bytes=_RNG_STATE_BYTES if is_random(node) else 0,
                 )
             )
-        return RematProblem(tuple(read), forward_outputs, backward_outputs), self.nodes
+        sizes = tuple(hint(one) for one in self.sizes)
+        return RematProblem(tuple(read), forward_outputs, backward_outputs, sizes), self.nodes
 
     def _output_indices(self, start: int, stop: int) -> tuple[int, ...]:
         return tuple(dict.fromkeys(i for i in self.outputs[start:stop] if i is not None))

@@ -9,13 +9,13 @@ Private names used here were checked on torch 2.13: ``_extract_fwd_bwd_modules``
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
-from torch._dynamo.backends.common import aot_autograd
 from torch._functorch import partitioners
 from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
 from torch._functorch.compile_utils import raise_getitems
@@ -23,9 +23,9 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy
 
-from lightning_unitscale.graph.partitioned import run_boxed
+from lightning_unitscale.graph.capture import execute_with
 from lightning_unitscale.remat.budget import Budget, check_budget
-from lightning_unitscale.remat.costs import CostModel, default_cost_model, hint
+from lightning_unitscale.remat.costs import CostModel, default_cost_model
 from lightning_unitscale.remat.joint_graph import (
     Recomputable,
     Symbolic,
@@ -35,14 +35,17 @@ from lightning_unitscale.remat.joint_graph import (
 )
 from lightning_unitscale.remat.planner import PLANNER_VERSION, Planner, RematPlan
 from lightning_unitscale.remat.problem import Mask, Region, RematProblem, recomputed
+from lightning_unitscale.remat.reassigned import keep_old_data
 from lightning_unitscale.remat.schedule import lazy_order
 from lightning_unitscale.remat.simulate import input_bytes
+from lightning_unitscale.remat.sizes import changing_sizes, hint, limit_reach
 
 PartitionFn = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 
 
 def prepare(joint_module: fx.GraphModule) -> None:
     """Mark what a user's checkpoint, a collective, an effect or a mutation fixes. Idempotent."""
+    keep_old_data(joint_module)
     if any(must_recompute(node) for node in joint_module.graph.nodes):
         partitioners.cleanup_recompute_tags(joint_module, is_default_partition=False)
     partitioners.force_save_collectives(joint_module)
@@ -92,7 +95,8 @@ def split(
             # functorch replays what is marked so, from the generator's state of the forward pass.
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
             replays = True
-    chosen = [node for index, node in enumerate(nodes) if saved[index]]
+    # The bodies of a torch.cond or scan are attributes of both graphs.
+    chosen = [node for i, node in enumerate(nodes) if saved[i] and node.op != "get_attr"]
     values = [node for node in chosen if not isinstance(node.meta.get("val"), Symbolic)]
     symbols = [node for node in chosen if isinstance(node.meta.get("val"), Symbolic)]
     opaque = [node for node in values if _is_opaque(node)]
@@ -228,7 +232,8 @@ class RematPartitioner(CustomPartitionerFn):
         prepare(gm)
         is_fused = compiler == "inductor"
         model = self.cost_model or default_cost_model(_device_type(gm), fused=is_fused)
-        problem, nodes = read_joint_graph(
+        read = functools.partial(
+            read_joint_graph,
             gm.graph,
             num_fwd_outputs,
             model,
@@ -237,12 +242,20 @@ class RematPartitioner(CustomPartitionerFn):
             # Inductor draws by seeds of its own, which are saved.
             replay_random=not is_fused,
         )
+        problem, nodes = read()
         resident, forward = (0, 0)
         if self.resident is not None:
             static = _static_bytes(gm, static_lifetime_input_indices)
             # Unknown outside of torch.compile's own backends: then all inputs count for them.
             resident, forward = self.resident(static or input_bytes(problem))
-        plan = self.choose(Planner(problem, resident_bytes=resident, forward_bytes=forward))
+        planner = Planner(problem, resident_bytes=resident, forward_bytes=forward)
+        plan = self.choose(planner)
+        if isinstance(self.budget, int):
+            limit = self.budget
+            limit_reach(
+                changing_sizes(gm.graph),
+                lambda: self.peak_bytes(planner.in_problem(plan, read()[0])) <= limit,
+            )
         if self.on_plan is not None:
             self.on_plan(plan)
         segments, kept = plan.segments, plan.kept
@@ -251,6 +264,10 @@ class RematPartitioner(CustomPartitionerFn):
     def choose(self, planner: Planner) -> RematPlan:
         """The plan of one graph; a subclass may choose another."""
         return planner.default if self.budget == "default" else planner.plan(self.budget)
+
+    def peak_bytes(self, plan: RematPlan) -> int:
+        """What the budget limits."""
+        return plan.peak_bytes
 
     def uuid(self) -> Any:
         """What Inductor's cache keys graphs by; ``None``, no cache, if more than that decides."""
@@ -377,7 +394,8 @@ def _static_bytes(joint_module: fx.GraphModule, indices: Sequence[int] | None) -
 
 def aot_backend(partition_fn: PartitionFn) -> Callable[..., Any]:
     """A backend of ``torch.compile`` that runs AOTAutograd's graphs op by op."""
-    backend: Callable[..., Any] = aot_autograd(
-        fw_compiler=run_boxed, bw_compiler=run_boxed, partition_fn=partition_fn
-    )
-    return backend
+
+    def run(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        return execute_with("aot_eager", graph_module, inputs, partition_fn)
+
+    return run

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -224,6 +224,17 @@ class Planner:
         if key not in self._made:
             self._made[key] = self._simulated(name, saved, again, kept, segments)
         return self._made[key]
+
+    def in_problem(self, plan: RematPlan, problem: RematProblem) -> RematPlan:
+        """The same plan for the same graph with other sizes."""
+        timeline = simulate(
+            problem,
+            plan.saved,
+            resident_bytes=self.resident_bytes,
+            forward_bytes=self.forward_bytes,
+            order=plan.order,
+        )
+        return replace(plan, problem=problem, timeline=timeline)
 
     def _simulated(
         self,

@@ -74,11 +74,13 @@ class RematProblem:
         nodes: The nodes.
         forward_outputs: Indices of what the forward pass returns to the caller.
         backward_outputs: Indices of what the backward pass returns: the gradients.
+        sizes: The numbers assumed for sizes that change from call to call.
     """
 
     nodes: tuple[RematNode, ...]
     forward_outputs: tuple[int, ...] = ()
     backward_outputs: tuple[int, ...] = ()
+    sizes: tuple[int, ...] = ()
 
     def __len__(self) -> int:
         return len(self.nodes)

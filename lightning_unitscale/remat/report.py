@@ -27,6 +27,7 @@ class RematReport:
         recomputed: How often each kind of operation runs again.
         recomputed_flops: Floating-point operations of these.
         recomputed_seconds: Their estimated time.
+        sizes: The numbers that the plan assumes for sizes that change from call to call.
     """
 
     plan_name: str
@@ -37,6 +38,7 @@ class RematReport:
     recomputed: Mapping[str, int] = field(default_factory=dict)
     recomputed_flops: float = 0.0
     recomputed_seconds: float = 0.0
+    sizes: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, plan: RematPlan) -> RematReport:
@@ -53,6 +55,7 @@ class RematReport:
             dict(sorted(counts.items(), key=lambda item: (-item[1], item[0]))),
             plan.flops,
             plan.seconds,
+            plan.problem.sizes,
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -61,9 +64,11 @@ class RematReport:
 
     def table(self) -> str:
         """The report as text."""
+        sizes = ", ".join(map(str, self.sizes))
         rows = [
             ("plan", f"{self.plan_name} {self.plan_hash}"),
             ("predicted peak", f"{format_bytes(self.peak_bytes)} at {self.peak_at}"),
+            *([("for sizes", f"{sizes}; others share the plan")] if sizes else []),
             ("saved for backward", format_bytes(self.saved_bytes)),
             (
                 "recomputed",

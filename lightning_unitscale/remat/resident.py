@@ -15,14 +15,15 @@ from torch.utils._pytree import tree_leaves
 _SIDE = 16
 
 
+def storages_of(values: Any) -> dict[int, int]:
+    """The storages of all tensors in a nested value, and the bytes of each."""
+    storages = (one.untyped_storage() for one in tree_leaves(values) if isinstance(one, Tensor))
+    return {storage._cdata: storage.nbytes() for storage in storages}
+
+
 def storage_bytes(values: Any) -> int:
     """Bytes of all tensors in a nested value, each storage once."""
-    storages = {}
-    for one in tree_leaves(values):
-        if isinstance(one, Tensor):
-            storage = one.untyped_storage()
-            storages[storage._cdata] = storage.nbytes()
-    return sum(storages.values())
+    return sum(storages_of(values).values())
 
 
 def module_bytes(module: nn.Module) -> int:

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import time
+import warnings
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+from torch import Tensor, fx, nn
 
-from lightning_unitscale.graph.capture import num_graph_breaks
+from lightning_unitscale.graph.graph_breaks import num_graph_breaks
 from lightning_unitscale.remat.budget import Budget
 from lightning_unitscale.remat.partitioner import RematPartitioner
 from lightning_unitscale.remat.planner import Planner, RematPlan
+from lightning_unitscale.remat.problem import Region
+from lightning_unitscale.remat.real_inputs import real_inputs
 from lightning_unitscale.remat.report import RematReport
-from lightning_unitscale.remat.resident import gradient_bytes, module_bytes
+from lightning_unitscale.remat.resident import gradient_bytes, module_bytes, storages_of
+
+# Steps that were planned, after which somebody should know: the first batch, another size of it,
+# and a smaller last batch are usual.
+_MANY_STEPS = 5
 
 
 class Granted:
@@ -64,12 +72,17 @@ class StepPartitioner(RematPartitioner):
         self._module = module
         self._around = around
         self._granted = Granted()
+        self._num_planned_steps = 0
+        self._inputs: dict[str, Tensor] = {}
         self.begin_step()
 
     def begin_step(self) -> None:
         """What is captured from here on belongs to one step; called before each."""
         self._breaks_before = num_graph_breaks()
         self._kept_bytes = self._static_bytes = 0
+        # What earlier graphs of the step were given and keep, by storage.
+        self._held: dict[int, int] = {}
+        self._has_planned = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StepPartitioner:
         """One for the copied module; what its callback knows is not taken along."""
@@ -81,6 +94,19 @@ class StepPartitioner(RematPartitioner):
         if not self.reports:
             return "Nothing has been planned yet: run a step with gradients."
         return "\n\n".join(f"graph {i}\n{one.table()}" for i, one in enumerate(self.reports))
+
+    def __call__(
+        self, gm: fx.GraphModule, *args: Any, **kwargs: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """The forward and the backward graph of a joint graph."""
+        start = time.perf_counter()
+        self._inputs = real_inputs(gm.graph)
+        graphs = super().__call__(gm, *args, **kwargs)
+        self._num_planned_steps += not self._has_planned
+        if not self._has_planned and self._num_planned_steps == _MANY_STEPS:
+            self._warn_of_plans(time.perf_counter() - start)
+        self._has_planned = True
+        return graphs
 
     def choose(self, planner: Planner) -> RematPlan:
         """The plan of one graph."""
@@ -101,8 +127,13 @@ class StepPartitioner(RematPartitioner):
                 "each graph; explain() shows where it breaks."
             )
         always, forward = self._around()
+        given = storages_of(list(self._inputs.values()))
+        own = storages_of([*self._module.parameters(), *self._module.buffers()])
+        if given:
+            static_bytes = sum(given[key] for key in given.keys() & own.keys())
         # The graphs before this one in a step keep theirs until their own backward passes.
         always += self._kept_bytes
+        always += sum(self._held[key] for key in self._held.keys() - given.keys() - own.keys())
         self._static_bytes += static_bytes
         if breaks and forward:
             # Its backward pass meets the gradients of the graphs after it.
@@ -110,6 +141,22 @@ class StepPartitioner(RematPartitioner):
             always, forward = always + later, forward - later
         return always + max(0, module_bytes(self._module) - static_bytes), forward
 
+    def _warn_of_plans(self, seconds: float) -> None:
+        fixed = "" if self.reports[-1].sizes else ", whose sizes the code fixes when it is captured"
+        warnings.warn(
+            f"budget={self.budget!r}: {type(self._module).__name__} has been captured and planned "
+            f"in {_MANY_STEPS} steps, the last time within {seconds:.1f} s, which every further "
+            f"one will take too: what it is called with has changed{fixed}. Expected batches whose "
+            "sizes change freely or hardly ever; TORCH_LOGS=recompiles,dynamic names the line that "
+            "depends on them; change it, or pad the batches to a few sizes.",
+            stacklevel=2,
+        )
+
     def _keep(self, plan: RematPlan) -> None:
         self._kept_bytes += plan.saved_bytes
+        problem = plan.problem
+        # The caller of the step holds its batch; later inputs are held by those who saved them.
+        holds = (problem.region == Region.INPUT) & (plan.saved | (not self._has_planned))
+        names = [problem.nodes[i].name for i in holds.nonzero()[0]]
+        self._held |= storages_of([self._inputs[one] for one in names if one in self._inputs])
         self.reports.append(RematReport.of(plan))

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, fx
 
 from lightning_unitscale.profiler import workspace
-from lightning_unitscale.remat.costs import concrete, example_of, hint, tensors_of
+from lightning_unitscale.remat.costs import concrete, example_of, tensors_of
+from lightning_unitscale.remat.sizes import hint
 
 
 def workspace_bytes(node: fx.Node) -> int:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 import torchmetrics
@@ -15,6 +16,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.data import RandomSampler
 from typing_extensions import override
 
 from lightning_unitscale.shadowing import shadowed
@@ -151,6 +153,28 @@ class GridStrategy(DDPStrategy):
                     stack.enter_context(shadowed(one, distributed_available_fn=_never))
                 else:
                     stack.enter_context(shadowed(one, process_group=self.grid.replicas.group))
+            yield
+
+    @contextlib.contextmanager
+    def order_of_loaders(self, trainer: pl.Trainer) -> Iterator[None]:
+        """Within this context Lightning shuffles the training data of a single pipeline if asked.
+
+        It gives the training data of several devices a sampler that shuffles, whatever the loader's
+        own does. All ranks of one pipeline read all data, so there the loader's own order is kept.
+        The data of several pipelines are divided as under DDP.
+        """
+        if self.data_parallel > 1:
+            yield
+            return
+        # Private names of Lightning's, checked on 2.6: no hook of a strategy sees both samplers.
+        connector = trainer._data_connector
+        prepare = connector._prepare_dataloader
+
+        def prepare_in_order(dataloader: Any, shuffle: bool, mode: Any) -> object:
+            is_shuffled = isinstance(getattr(dataloader, "sampler", None), RandomSampler)
+            return prepare(dataloader, shuffle=shuffle and is_shuffled, mode=mode)
+
+        with shadowed(connector, _prepare_dataloader=prepare_in_order):
             yield
 
 

@@ -13,11 +13,12 @@ import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn  # type: ignore[attr-defined]
 from torch import Tensor, nn
+from torch.distributed.pipelining import SplitPoint
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_unitscale.graph.steps import steps_of
-from lightning_unitscale.pipeline.marks import SplitPoint, annotate_split_points
+from lightning_unitscale.pipeline.marks import annotate_split_points
 from lightning_unitscale.pipeline.ownership import Ownership
 from lightning_unitscale.pipeline.policy import balanced_split
 from lightning_unitscale.pipeline.schedules import find_schedule
@@ -166,6 +167,7 @@ class PipelineStrategy(EvaluatingStrategy):
         clipping = shadowed(self.precision_plugin, clip_grad_by_norm=self._clip_by_norm)
         self._changes.enter_context(clipping)
         self._changes.enter_context(self.metrics_over_pipelines(module))
+        self._changes.enter_context(self.order_of_loaders(trainer))
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

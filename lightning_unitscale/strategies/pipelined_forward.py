@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torchmetrics import Metric, MetricCollection
 
 from lightning_unitscale.pipeline.microbatches import split_evenly
 from lightning_unitscale.pipeline.runner import PipelineRunner
@@ -27,6 +28,11 @@ from lightning_unitscale.strategies.pipelined_method import (
     Pipelining,
     Rehearsal,
     Replay,
+)
+from lightning_unitscale.strategies.shared_metrics import (
+    LoggedMetric,
+    MetricChange,
+    SharedMetrics,
 )
 
 # A call of ``forward``.
@@ -63,6 +69,7 @@ class PipelinedForward(PipelinedMethod):
         super().__init__(module, "forward", how)
         self._plain = plain
         self._because = because
+        self._metrics = SharedMetrics(module)
         self._name = f"{type(module).__name__}.training_step"
 
     def __call__(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -82,6 +89,7 @@ class PipelinedForward(PipelinedMethod):
         # What a step does before ``forward`` may be another thing on another rank.
         batches.check_equal(given, self.how.group, what="arguments of forward")
         results: dict[int, tuple[Any, list[Logged]]] = {}
+        counted = self._metrics.states()
         with static_shapes():
             with self._plain():
                 rehearsal = self.rehearse(given)
@@ -115,7 +123,8 @@ class PipelinedForward(PipelinedMethod):
                 raise
         if runner.is_last:
             self._refuse_gradients_of_others()
-        return self._share(runner, results)
+        changes = self._metrics.changes(counted) if runner.is_last else {}
+        return self._share(runner, results, changes)
 
     def _arguments(self, *args: Any, **kwargs: Any) -> Given:
         """What the step calls ``forward`` with."""
@@ -127,7 +136,7 @@ class PipelinedForward(PipelinedMethod):
         before = [one._version for one in tensors]
         ignored = dict.fromkeys(_LOGS, lambda *a, **k: None)
         try:
-            with shadowed(self.module, forward=forward, **ignored):
+            with self._metrics.unchanged(), shadowed(self.module, forward=forward, **ignored):
                 self._training_step(*args, **kwargs)
         except _ReachedError as reached:
             given = reached.given
@@ -169,7 +178,7 @@ class PipelinedForward(PipelinedMethod):
         logged: list[Logged] = []
 
         def recorder(method: str) -> Callable[..., None]:
-            return lambda *a, **k: logged.append((method, self._loggable(a), k))
+            return lambda *a, **k: logged.append((method, *self._loggable(a, k)))
 
         calls: list[None] = []
 
@@ -234,18 +243,32 @@ class PipelinedForward(PipelinedMethod):
                 "(capture='forward'); move the use there."
             )
 
-    def _loggable(self, given: tuple[Any, ...]) -> tuple[Any, ...]:
-        if any(isinstance(one, nn.Module) for one in tree_flatten(given)[0]):
-            raise RuntimeError(
-                f"{self._name} logs {given!r}; expected tensors and numbers: with "
-                "capture='forward' the step runs on one rank, and a metric's state would be there "
-                "alone; log what the metric returns."
-            )
-        detached: tuple[Any, ...] = tree_map(_detached, given)
-        return detached
+    def _loggable(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        def loggable(value: Any) -> Any:
+            if isinstance(value, MetricCollection):
+                named = value.items(keep_base=False, copy_state=False)
+                return {name: loggable(metric) for name, metric in named}
+            if isinstance(value, Metric):
+                return tree_map(_detached, self._metrics.logged(value))
+            if isinstance(value, nn.Module):
+                raise RuntimeError(
+                    f"{self._name} logs {value!r}; expected tensors, numbers and metrics; log "
+                    "one of those."
+                )
+            return _detached(value)
 
-    def _share(self, runner: PipelineRunner, results: dict[int, tuple[Any, list[Logged]]]) -> Any:
-        """The result for the batch, on all ranks; and each of them logs."""
+        found: tuple[tuple[Any, ...], dict[str, Any]] = tree_map(loggable, (args, kwargs))
+        return found
+
+    def _share(
+        self,
+        runner: PipelineRunner,
+        results: dict[int, tuple[Any, list[Logged]]],
+        changes: dict[str, MetricChange],
+    ) -> Any:
+        """The result for the batch, on all ranks; each of them logs and has counted the same."""
         payload: list[Any] = [None]
         if runner.is_last:
             found = [tree_flatten(results[place]) for place in sorted(results)]
@@ -255,14 +278,24 @@ class PipelinedForward(PipelinedMethod):
                     f"{self._name} logs or returns other things for one microbatch than for "
                     "another; expected the same names for each."
                 )
-            payload = [
-                tree_unflatten([_mean(list(one)) for one in zip(*leaves, strict=True)], spec)
-            ]
+            combined = [_mean(list(one)) for one in zip(*leaves, strict=True)]
+            payload = [(tree_unflatten(combined, spec), changes)]
         dist.broadcast_object_list(payload, group=self.how.group, group_src=runner.last_rank)
-        result, logged = tree_map(self._here, payload[0])
+        shared, changes = payload[0]
+        if not runner.is_last:
+            self._metrics.apply(changes)
+        result, logged = tree_map(self._here, shared)
         for method, args, kwargs in logged:
+            args, kwargs = tree_map(
+                self._with_metrics,
+                (args, kwargs),
+                is_leaf=lambda one: isinstance(one, LoggedMetric),
+            )
             getattr(self.module, method)(*args, **kwargs)
         return result
+
+    def _with_metrics(self, value: Any) -> Any:
+        return self._metrics.metric_of(value) if isinstance(value, LoggedMetric) else value
 
     def _here(self, value: Any) -> Any:
         return value.to(self.how.device) if isinstance(value, Tensor) else value

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
 
-from lightning_unitscale.graph.capture import graph_breaks_since, num_graph_breaks
 from lightning_unitscale.graph.compiled_graph import CompiledGraph
+from lightning_unitscale.graph.graph_breaks import graph_breaks_since, num_graph_breaks
 from lightning_unitscale.graph.steps import steps_of
 from lightning_unitscale.pipeline.flow import MultiUseParameterConfig
 from lightning_unitscale.pipeline.front import build_pipe, cut_by

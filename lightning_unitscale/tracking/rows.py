@@ -27,6 +27,8 @@ class TensorRow:
     Attributes:
         is_shown: Whether it has a row; otherwise it is only on the way to others.
         is_given: Whether the step starts from it: a parameter, a buffer or a part of the batch.
+        is_constant: Whether it was made outside of the backward pass: a mask, a table.
+        is_hooked: Whether its gradient is looked at.
         forward: Statistics of the value, if taken.
         backward: Statistics of the gradients that have arrived.
         log2_sigma: Unit in which a product stores the value, as an exponent of two.
@@ -41,6 +43,8 @@ class TensorRow:
         self.inputs = tuple(inputs)
         self.is_shown = False
         self.is_given = False
+        self.is_constant = False
+        self.is_hooked = False
         self.forward: Tensor | None = None
         self.backward: list[Tensor] = []
         self.log2_sigma = 0

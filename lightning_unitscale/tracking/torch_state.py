@@ -1,8 +1,8 @@
 """The only file here that looks into torch's modes, by private names of torch.
 
 ``torch._C.DisableTorchFunction``, ``_pop_mode`` and ``_push_mode`` of ``torch.overrides``,
-``_disable_current_modes`` of ``torch.utils._python_dispatch``, and ``set_skip_guard_eval_unsafe`` of
-``torch._dynamo.eval_frame``; checked on torch 2.13.
+``_disable_current_modes`` of ``torch.utils._python_dispatch``, and ``DisableContext`` and
+``set_skip_guard_eval_unsafe`` of ``torch._dynamo.eval_frame``; checked on torch 2.13.
 """
 
 from __future__ import annotations
@@ -16,7 +16,13 @@ from typing import Any
 import torch
 import torch._dynamo.eval_frame
 from torch import Tensor
-from torch.overrides import TorchFunctionMode, _len_torch_function_stack, _pop_mode, _push_mode
+from torch._dynamo.eval_frame import DisableContext
+from torch.overrides import (
+    TorchFunctionMode,
+    _get_current_function_mode,
+    _pop_mode,
+    _push_mode,
+)
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_unitscale.functional.func_transforms import is_transforming
@@ -24,6 +30,8 @@ from lightning_unitscale.graph.dispatch_modes import is_watched
 from lightning_unitscale.shadowing import shadowed
 
 plain_functions = torch._C.DisableTorchFunction
+# Dynamo's wrapper of a compiled function calls it before and after, whatever happens in between.
+_AROUND_COMPILED = "set_skip_guard_eval_unsafe"
 _PLAIN_DISPATCH = Tensor.__torch_dispatch__
 
 
@@ -57,7 +65,8 @@ def is_readable(tensor: Tensor) -> bool:
 
 def is_transformed() -> bool:
     """Whether tensors are not yet what they seem: below ``torch.func``, or while torch traces."""
-    return is_transforming() or torch.compiler.is_compiling() or torch.jit.is_tracing()
+    is_tracing: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[attr-defined]
+    return is_transforming() or torch.compiler.is_compiling() or is_tracing()
 
 
 @contextlib.contextmanager
@@ -102,27 +111,29 @@ def outside_of_compiled_code(
         see: Called with the frame of Dynamo's wrapper, which holds ``fn``, ``args``, ``kwargs`` and
             ``result``, when such a function has returned.
     """
-    # Called by the wrapper before and after the user's function, whatever happens in between.
-    original = torch._dynamo.eval_frame.set_skip_guard_eval_unsafe
+    original = vars(torch._dynamo.eval_frame)[_AROUND_COMPILED]
     running: list[tuple[FrameType, list[TorchFunctionMode]]] = []
 
-    def set_skip_guard_eval_unsafe(value: bool) -> Any:
+    def around(value: bool) -> Any:
         frame = sys._getframe(1)
         if running and running[-1][0] is frame:
             _push(running.pop()[1])
             see(frame)
-        elif above := _pop_through(mode):
+        # The wrapper of a function that is never compiled may call it too.
+        elif not isinstance(frame.f_locals.get("self"), DisableContext) and (
+            above := _pop_through(mode)
+        ):
             running.append((frame, above))
         return original(value)
 
-    with shadowed(torch._dynamo.eval_frame, set_skip_guard_eval_unsafe=set_skip_guard_eval_unsafe):
+    with shadowed(torch._dynamo.eval_frame, **{_AROUND_COMPILED: around}):
         yield
 
 
 def _pop_through(mode: TorchFunctionMode) -> list[TorchFunctionMode]:
     """Take a mode and those above it off this thread's stack; none if it is not there."""
     popped: list[TorchFunctionMode] = []
-    while _len_torch_function_stack():
+    while _get_current_function_mode() is not None:
         popped.append(_pop_mode())
         if popped[-1] is mode:
             return popped

@@ -12,18 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
+from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_unitscale.dispatch.session import RanProduct
 from lightning_unitscale.tracking.callers import Caller, Callers
+from lightning_unitscale.tracking.operands import operands_of
 from lightning_unitscale.tracking.rows import Measuring, TensorRow, shown_inputs
 from lightning_unitscale.tracking.torch_state import is_readable, plain_functions, unseen
 from lightning_unitscale.tracking.words import is_alias, is_product, word_of
 from lightning_unitscale.transforms.probed_calls import ProbedTensor
 
-# What a product adds comes first among its arguments.
-_ADDENDS_FIRST = frozenset({"addmm", "baddbmm", "addbmm", "addmv"})
+_WHOLE_MODULE = frozenset({"forward", "call", "call_impl", "wrapped_call_impl", "inner"})
 
 
 @dataclass
@@ -69,7 +70,7 @@ class WatchedCall:
         self._seen: Counter[str] = Counter()
         self._hooks: list[RemovableHandle] = []
         # A parameter does not keep its node alive, only the graphs that have read it do.
-        self._leaf_nodes: list[Any] = []
+        self._leaf_nodes: dict[int, Any] = {}
 
     def run(
         self,
@@ -94,7 +95,8 @@ class WatchedCall:
         with plain_functions():
             ran = self._products[num_products:]
             if ran:
-                self._take_units(ran, arguments, word)
+                for operand, unit in operands_of(ran, arguments, word):
+                    self._set_unit(operand, unit)
             if word == "setitem":
                 self._rows_of[arguments[0]] = inputs
             base = _named(caller.path, word)
@@ -119,9 +121,9 @@ class WatchedCall:
         scope = frame.f_locals
         if caller is None or caller.again is not None:
             return
-        function, module = scope.get("fn"), getattr(scope.get("fn"), "__self__", None)
-        is_module = isinstance(module, nn.Module) and caller.path != ""
-        word = "compiled" if is_module else word_of(function)
+        # Dynamo's own name for a whole module is nobody's word.
+        word = word_of(scope.get("fn"))
+        word = "compiled" if word in _WHOLE_MODULE else word
         arguments = _tensors_in((*scope.get("args", ()), *scope.get("kwargs", {}).values()))
         with plain_functions():
             inputs = self._inputs(arguments, word)
@@ -141,7 +143,18 @@ class WatchedCall:
                     row = self._row(fqn, fqn.rpartition(".")[0], ())
                     row.is_given = True
                     if self._select(row.name, row.module):
-                        self._hook(row, parameter, late=parameter)
+                        self._given.append(row)
+                        self._hook(row, parameter, is_late=True)
+
+    def begin(self, module: nn.Module) -> None:
+        """Have the nodes of the parameters made, which a step would make when it reads them.
+
+        Within a step one node more would give all later ones another number, by which products of
+        a backward pass are told.
+        """
+        for parameter in module.parameters():
+            if parameter.requires_grad and not is_lazy(parameter) and is_readable(parameter):
+                self._leaf_node(parameter)
 
     def close(self) -> None:
         """Look at no more gradients."""
@@ -175,11 +188,16 @@ class WatchedCall:
         """Rows of what a function is given; those are made that nothing has made yet."""
         inputs: dict[TensorRow, None] = {}
         for one in arguments:
+            if is_lazy(one):
+                # A gradient would be expected in the shape that it has now, none.
+                continue
             rows = self._rows(one)
             if rows is None:
                 rows = self._rows_of[one] = self._new_rows(one)
+            elif len(rows) == 1 and not rows[0].is_hooked and _takes_part(one):
+                rows = self._rows_of[one] = self._with_gradient(rows[0], one)
             inputs.update(dict.fromkeys(rows))
-            if is_product(word) and len(rows) == 1 and not rows[0].is_shown:
+            if is_product(word) and len(rows) == 1 and not rows[0].is_shown and is_readable(one):
                 # Masks and tables of constants count where a product reads them.
                 self._show(rows[0], one)
         return tuple(inputs)
@@ -197,7 +215,7 @@ class WatchedCall:
             row.is_given = True
             self._given.append(row)
             self._show(row, tensor)
-            if tensor.requires_grad and row.is_shown:
+            if _takes_part(tensor) and row.is_shown:
                 self._hook(row, tensor)
             return (row,)
         base = tensor._base
@@ -205,15 +223,32 @@ class WatchedCall:
             return self._inputs((base,), "")
         if tensor.grad_fn is None:
             return ()
-        # Of an autograd function, a scripted module, an extension: named when it is first read.
-        word = type(tensor.grad_fn).__name__.partition("Backward")[0]
         caller = self.callers.find(sys._getframe(1)) or Caller("")
-        row = self._row(self._unique(_named(caller.path, word)), caller.path, ())
+        return (self._unseen_row(tensor, caller.path, ()),)
+
+    def _with_gradient(self, row: TensorRow, tensor: Tensor) -> tuple[TensorRow, ...]:
+        """Rows of a tensor that has come to take part in the backward pass since it was noted."""
+        if not _has_node(tensor):
+            self._show(row, tensor)
+            if row.is_shown:
+                self._hook(row, tensor)
+        elif row.is_constant:
+            # An autograd function has returned what it has computed without gradients.
+            row = self._unseen_row(tensor, row.module, (row,))
+        return (row,)
+
+    def _unseen_row(self, tensor: Tensor, path: str, inputs: tuple[TensorRow, ...]) -> TensorRow:
+        """The row of what an autograd function has made, a scripted module or an extension.
+
+        It is made when the tensor is first read, and where that is, if nothing else is known.
+        """
+        word = type(tensor.grad_fn).__name__.partition("Backward")[0]
+        row = self._row(self._unique(_named(path, word)), path, inputs)
         self._made.append(row)
         self._show(row, tensor)
         if row.is_shown:
             self._hook(row, tensor)
-        return (row,)
+        return row
 
     def _note(
         self,
@@ -237,11 +272,13 @@ class WatchedCall:
             kept = self.checkpoints.setdefault(checkpoint, _Checkpoint())
             kept.rows.append(row)
             kept.words.append(word)
-        if tensor.requires_grad:
+        if _takes_part(tensor):
             self._show(row, tensor)
             if row.is_shown:
                 self._hook(row, tensor)
-        elif caller.checkpoints and self._select(row.name, row.module):
+        elif not caller.checkpoints:
+            row.is_constant = True
+        elif self._select(row.name, row.module):
             # Whether it takes part in the backward pass is seen when it is made again.
             self._measuring.value(row, tensor)
 
@@ -266,7 +303,7 @@ class WatchedCall:
                     kept = self.checkpoints.setdefault(checkpoint, _Checkpoint())
                     kept.rows.append(row)
                     kept.words.append(word)
-                if one.requires_grad and row.forward is not None:
+                if _takes_part(one) and row.forward is not None:
                     row.is_shown = True
                     self._hook(row, one)
 
@@ -276,65 +313,57 @@ class WatchedCall:
         return row
 
     def _show(self, row: TensorRow, tensor: Tensor) -> None:
-        if self._select(row.name, row.module):
+        if self._select(row.name, row.module) and is_readable(tensor):
             row.is_shown = True
             if row.forward is None:
                 self._measuring.value(row, tensor)
 
-    def _hook(self, row: TensorRow, tensor: Tensor, late: Tensor | None = None) -> None:
+    def _hook(self, row: TensorRow, tensor: Tensor, *, is_late: bool = False) -> None:
         """Look at the gradient when all of it has come together, and before it goes on.
 
         On the node and not on the tensor, which is the user's: in whatever order hooks are hung on
         the tensor itself, the node's come after them.
         """
+        row.is_hooked = True
         node, index = tensor.grad_fn, tensor.output_nr
         if node is None:
-            with unseen():
-                node, index = get_gradient_edge(tensor)[:2]
-            self._leaf_nodes.append(node)
+            node = self._leaf_node(tensor)
+        # A hook that held its own tensor would keep it for the whole step.
+        late = tensor if is_late else None
 
         def see(gradients: Sequence[Tensor | None]) -> None:
             gradient = gradients[index]
             # A backward pass that is itself differentiated is a part of the step's forward pass.
             if gradient is None or torch.is_grad_enabled():
                 return
-            if late is not None and row.forward is None:
-                self._given.append(row)
+            if not (is_readable(gradient) or gradient.is_sparse):
+                return
+            if late is not None:
+                # It was read where nothing is seen, in compiled code for one.
                 self._show(row, late)
             self._measuring.gradient(row, gradient)
 
         self._hooks.append(node.register_prehook(see))
 
-    def _take_units(
-        self, ran: Sequence[RanProduct], arguments: Sequence[Tensor], word: str
-    ) -> None:
-        """Give operands the units in which products that have just run have read them."""
-        by_storage: dict[int, list[Tensor]] = {}
-        floats = [one for one in arguments if one.is_floating_point() and is_readable(one)]
-        for one in floats:
-            by_storage.setdefault(one.untyped_storage().data_ptr(), []).append(one)
-        for product in ran:
-            left = {storage: list(tensors) for storage, tensors in by_storage.items()}
-            # Autocast casts operands before a product sees them; their order stays.
-            in_order = floats[word in _ADDENDS_FIRST :]
-            is_moved = len(ran) == 1 and not any(one in left for one in product.storages)
-            for index, (storage, unit) in enumerate(
-                zip(product.storages, product.log2_sigmas, strict=True)
-            ):
-                if is_moved:
-                    found = in_order[index] if index < len(in_order) else None
-                else:
-                    found = left[storage].pop(0) if left.get(storage) else None
-                rows = () if found is None else self._rows_of.get(found, ())
-                if found is not None and len(rows) == 1 and not rows[0].has_unit:
-                    self._set_unit(rows[0], unit, found)
-
-    def _set_unit(self, row: TensorRow, unit: int, tensor: Tensor) -> None:
+    def _set_unit(self, tensor: Tensor, unit: int) -> None:
+        """Note the unit in which a product has just read a tensor; the first product counts."""
+        rows: Sequence[TensorRow] = self._rows(tensor) or ()
+        if len(rows) != 1 or rows[0].has_unit:
+            return
+        row = rows[0]
         row.has_unit = True
         row.log2_sigma = unit
         if row.forward is not None and row.log2_counted != unit:
             # Of another unit than at the last sample: its formats are counted once more.
             self._measuring.value(row, tensor)
+
+    def _leaf_node(self, leaf: Tensor) -> Any:
+        if id(leaf) not in self._leaf_nodes:
+            # A helper may read a parameter in inference mode before the model does.
+            with unseen(), torch.inference_mode(False):
+                edge: Any = get_gradient_edge(leaf)
+            self._leaf_nodes[id(leaf)] = edge.node
+        return self._leaf_nodes[id(leaf)]
 
     def _unique(self, base: str) -> str:
         name = base
@@ -356,6 +385,11 @@ def _version(tensor: Tensor) -> int:
 
 def _has_node(tensor: Tensor) -> bool:
     return tensor.grad_fn is not None
+
+
+def _takes_part(tensor: Tensor) -> bool:
+    """Whether a gradient can arrive: at a node, or at a leaf that is no view of one."""
+    return tensor.requires_grad and (_has_node(tensor) or tensor._base is None)
 
 
 def _tensors_in(values: Iterable[Any]) -> list[Tensor]:

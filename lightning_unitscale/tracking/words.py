@@ -23,7 +23,7 @@ _OPERATORS: dict[Any, str] = {
 # A cast has the scale of its tensor, up to the rounding.
 _CASTS = frozenset(
     {"to", "type", "type_as", "float", "double", "half", "bfloat16", "cpu", "cuda", "data",
-     "requires_grad", "deepcopy", "pin_memory", "as_subclass", "copy"}
+     "requires_grad", "deepcopy", "H", "mH", "pin_memory", "as_subclass", "copy"}
 )  # fmt: skip
 _ALIASES = WHOLE_VIEWS | _CASTS
 # Asked all the time, and never answered with a tensor of the step's.

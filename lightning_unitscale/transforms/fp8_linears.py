@@ -17,6 +17,7 @@ from torch import fx, nn
 from lightning_unitscale.choices import check_choice
 from lightning_unitscale.functional.change_units import change_gradient_units, change_units
 from lightning_unitscale.functional.fp8_linear import (
+    DEFAULT_GRADIENT,
     NUM_CASTS,
     GradientFormat,
     Scaling,
@@ -48,7 +49,7 @@ def fp8_linears(
     *,
     scaling: Scaling = "constant",
     exclude: str | Sequence[str] | None = None,
-    gradient_format: GradientFormat = "E5M2",
+    gradient_format: GradientFormat = DEFAULT_GRADIENT,
     grid: Grid = "fixed",
 ) -> nn.Module:
     """A copy of ``module`` whose linear layers, and their gradients, run in real FP8.
@@ -67,8 +68,9 @@ def fp8_linears(
             1 without it. ``"dynamic"`` brings every tensor's largest element to the end of its
             format in every call, which needs no unit scaling and a pass more over each tensor.
         exclude: Globs of module paths or tensor names whose layers stay as they are.
-        gradient_format: ``"E5M2"``, or ``"E4M3FN"``, which has half its rounding error and holds
-            gradients in units of their own, or with dynamic scales, unless they are very uneven.
+        gradient_format: ``"E4M3FN"`` holds gradients in units of their own, or with dynamic scales,
+            unless they are very uneven. ``"E5M2"`` has more range and twice the rounding error: for
+            constant scales without unit scaling, or to compare with packages that take it.
         grid: ``"moving"`` multiplies what is cast by a number in (1/2, 1], another one at every
             training step, and divides the product by it, so that the errors of a weight that hardly
             changes average out; for constant scales.
@@ -125,7 +127,7 @@ class FP8Linears(GraphPass):
         scaling: Scaling = "constant",
         *,
         exclude: str | Sequence[str] | None = None,
-        gradient_format: GradientFormat = "E5M2",
+        gradient_format: GradientFormat = DEFAULT_GRADIENT,
         grid: Grid = "fixed",
         in_evaluation: bool = True,
     ) -> None:

@@ -6,8 +6,8 @@ from collections.abc import Collection, Mapping
 
 from torch import fx
 
+from lightning_unitscale.graph.aliasing import aliased_by_mutation
 from lightning_unitscale.graph.nodes import INPUT, TRANSFORMED, is_float_tensor, requires_grad
-from lightning_unitscale.graph.out_of_place import aliased_by_mutation
 from lightning_unitscale.transforms.gauge import ONE, Factor, gamma, sigma
 from lightning_unitscale.transforms.units import Units
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
+from lightning_unitscale.graph.aliasing import same_tensor
 from lightning_unitscale.graph.nodes import (
     INTERNAL,
     example_tensor,
@@ -16,7 +17,6 @@ from lightning_unitscale.graph.nodes import (
     op_name,
     tensor_name,
 )
-from lightning_unitscale.graph.out_of_place import same_tensor
 from lightning_unitscale.graph.passes import Region, StepGraph
 from lightning_unitscale.transforms.drift import probe_gradient
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from lightning_unitscale.functional.whole_view import whole_view
+from lightning_unitscale.graph.aliasing import aliased_by_mutation, returned_alone
 from lightning_unitscale.graph.capture import GraphInput
 from lightning_unitscale.graph.lowering import REWRITE
 from lightning_unitscale.graph.nodes import (
@@ -19,10 +20,6 @@ from lightning_unitscale.graph.nodes import (
     first_operation,
     requires_grad,
     tensor_name,
-)
-from lightning_unitscale.graph.out_of_place import (
-    aliased_by_mutation,
-    returned_alone,
 )
 from lightning_unitscale.graph.passes import GraphPass, Region, Stage, StepGraph
 from lightning_unitscale.graph.recording import CallRecorder

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -18,6 +17,7 @@ from lightning_unitscale.transforms.calibration import (
     find_loss,
     root_mean_square,
 )
+from lightning_unitscale.transforms.copied_inputs import copied_inputs
 from lightning_unitscale.transforms.full_precision import (
     full_precision,
     in_full_precision,
@@ -66,7 +66,7 @@ def calibrate(
     def rehearse() -> Mapping[str, float] | None:
         calibrator = rewrite.calibrator()
         with torch.enable_grad() if backward else contextlib.nullcontext():
-            given = copy.deepcopy((args, dict(kwargs)))
+            given = copied_inputs(args, kwargs)
             if is_wide:
                 given = in_full_precision(given)
             output = step.rehearse(calibrator, *given[0], **given[1])

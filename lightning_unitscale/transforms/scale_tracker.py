@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
+from lightning_unitscale.graph.aliasing import (
+    aliased_by_mutation,
+    memory_roots,
+    returned_alone,
+    written_arguments,
+)
 from lightning_unitscale.graph.capture import (
     GraphInput,
     is_checkpoint,
@@ -27,14 +33,9 @@ from lightning_unitscale.graph.nodes import (
     op_name,
     requires_grad,
 )
-from lightning_unitscale.graph.out_of_place import (
-    aliased_by_mutation,
-    memory_roots,
-    mutated_argument,
-    returned_alone,
-)
 from lightning_unitscale.graph.passes import GraphPass, Region, Run, Stage, StepGraph
 from lightning_unitscale.graph.recording import CallRecord, CallRecorder
+from lightning_unitscale.graph.repeated_reads import repeated_reads
 from lightning_unitscale.transforms.metrics import MOMENTS
 from lightning_unitscale.transforms.probed_places import (
     Place,
@@ -82,9 +83,12 @@ class ScaleTracker(GraphPass):
             if not is_passed_through(node, places.bodies)
         ]
         rows_of = {node: row for row, (_, node) in enumerate(chosen)}
+        gathered = _gathered_inputs(graph.graph)
+        inputs = [one for one in graph.graph.find_nodes(op="placeholder") if INPUT in one.meta]
+        hooked = {i: rows_of[one] for i, one in enumerate(inputs) if one in gathered & {*rows_of}}
         tracked = TrackedGraph(places.regions[0], places.bodies, rows_of)
         records: list[CallRecord] = []
-        graph.wrap(functools.partial(self._around, tracked, records))
+        graph.wrap(functools.partial(self._around, tracked, records, hooked))
         if not chosen:
             return ("no tensor to track",)
         for region in places.regions:
@@ -92,12 +96,13 @@ class ScaleTracker(GraphPass):
         # Probes of inputs go before them, and after the slots, which are inputs themselves.
         anchors = {id(region): first_operation(region.graph) for region in places.regions}
         recorder = CallRecorder(graph, len(chosen), MOMENTS.num_columns, records.append)
-        rows = _insert_probes(graph, places, chosen, recorder, anchors)
+        rows = _insert_probes(graph, places, chosen, recorder, anchors, gathered)
         recorder.finish(rows)
         return (f"{len(chosen)} tensors tracked",)
 
     def before_step(self, module: nn.Module) -> None:
         """Begin a new record; the last complete one stays until this call has returned."""
+        _release(self._calls)
         self._calls = []
         self._made.clear()
 
@@ -115,6 +120,7 @@ class ScaleTracker(GraphPass):
             if made.attached is not None:
                 with torch.enable_grad():
                     _Attach.apply(one, made.attached)
+        _release(self._complete)
         self._complete, self._calls = self._calls, []
         self._made.clear()
 
@@ -131,6 +137,7 @@ class ScaleTracker(GraphPass):
         self,
         graph: TrackedGraph,
         records: list[CallRecord],
+        hooked: Mapping[int, int],
         run: Run,
         inputs: Sequence[Any],
     ) -> Sequence[Any]:
@@ -144,7 +151,11 @@ class ScaleTracker(GraphPass):
                     given[position] = made.attached
         outputs = run(given)
         place = len(self._calls)
-        self._calls.append(TrackedCall(graph, records.pop() if records else None, links))
+        call = TrackedCall(graph, records.pop() if records else None, links)
+        for position, row in hooked.items():
+            if inputs[position].requires_grad and torch.is_grad_enabled():
+                call.watch(inputs[position], row)
+        self._calls.append(call)
         return tuple(
             self._hand_out(one, (place, position), graph.output_gradients[position])
             if isinstance(one, Tensor) and not any(one is other for other in given)
@@ -204,8 +215,12 @@ def _insert_probes(
     chosen: Sequence[Place],
     recorder: CallRecorder,
     anchors: Mapping[int, fx.Node],
+    gathered: Collection[fx.Node],
 ) -> list[fx.Node]:
-    """Probe the nodes; returns their rows, in the same order, as nodes of the outermost graph."""
+    """Probe the nodes; returns their rows, in the same order, as nodes of the outermost graph.
+
+    Those of ``gathered`` in the forward direction only.
+    """
     forced = ProbeFunctions(MOMENTS)
     existing = ProbeFunctions(MOMENTS, if_differentiable=True)
     mutated = {id(region): aliased_by_mutation(region.graph) for region in places.regions}
@@ -214,7 +229,7 @@ def _insert_probes(
     rows: list[fx.Node] = []
     for index, (region, node) in enumerate(chosen):
         slot = None
-        if node not in mutated[id(region)]:
+        if node not in mutated[id(region)] and node not in gathered:
             slot = recorder.slot(index, region)
         functions = forced if _is_argument(node) else existing
         anchor = anchors[id(region)]
@@ -230,6 +245,29 @@ def _is_argument(node: fx.Node) -> bool:
     return not given.source.startswith(_STATE_SOURCES)
 
 
+def _gathered_inputs(graph: fx.Graph) -> set[fx.Node]:
+    """Inputs with a gradient that several operations of the graph contribute to.
+
+    The caller may read such a tensor as well, and adds gradients up one by one; a probe would add
+    up those of this graph first, which is another order. A hook sees the sum.
+    """
+    several = {one for read in repeated_reads(graph).values() for one in read}
+    written = aliased_by_mutation(graph)
+    return {
+        node
+        for node in graph.find_nodes(op="placeholder")
+        if _is_argument(node)
+        and requires_grad(node)
+        and node not in written
+        and (len(node.users) > 1 or node in several)
+    }
+
+
+def _release(calls: Sequence[TrackedCall]) -> None:
+    for one in calls:
+        one.release()
+
+
 def _keep_kernels(region: Region) -> None:
     """Detach arguments whose gradient would change bits, or make an operation fail.
 
@@ -239,10 +277,10 @@ def _keep_kernels(region: Region) -> None:
     roots = memory_roots(graph)
     for node in list(graph.nodes):
         touchy = _touchy_arguments(node)
-        target = mutated_argument(node)
-        if target is not None and roots[target].op in {"placeholder", "get_attr"}:
+        targets = written_arguments(node)
+        if any(roots[one].op in {"placeholder", "get_attr"} for one in targets):
             # A write into the caller's or the module's own tensor must not leave a gradient there.
-            touchy += [one for one in node.all_input_nodes if one is not target]
+            touchy += [one for one in node.all_input_nodes if one not in targets]
         for one in dict.fromkeys(touchy):
             if is_float_tensor(one) and not requires_grad(one):
                 with graph.inserting_before(node):

@@ -16,8 +16,8 @@ import torch
 from torch import fx
 
 from lightning_unitscale.exponents import FloatArray
+from lightning_unitscale.graph.aliasing import same_tensor
 from lightning_unitscale.graph.nodes import example_tensor, is_whole_view, op_name
-from lightning_unitscale.graph.out_of_place import same_tensor
 from lightning_unitscale.row_layout import RowLayout
 from lightning_unitscale.transforms.units import Held
 

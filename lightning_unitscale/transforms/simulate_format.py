@@ -21,6 +21,7 @@ from lightning_unitscale.functional.simulated_cast import (
     round_gradient,
     round_operand,
 )
+from lightning_unitscale.graph.aliasing import aliased_by_mutation
 from lightning_unitscale.graph.nodes import (
     INTERNAL,
     MODULE,
@@ -28,7 +29,6 @@ from lightning_unitscale.graph.nodes import (
     map_arguments,
     requires_grad,
 )
-from lightning_unitscale.graph.out_of_place import aliased_by_mutation
 from lightning_unitscale.graph.passes import GraphPass, Region, Stage, StepGraph
 from lightning_unitscale.graph.patterns import NamePatterns
 from lightning_unitscale.graph.products import Product, product_of, unreachable_products

@@ -25,6 +25,12 @@ from typing import Any
 
 from torch import fx
 
+from lightning_unitscale.graph.aliasing import (
+    aliased_by_mutation,
+    same_tensor,
+    viewed_argument,
+    written_arguments,
+)
 from lightning_unitscale.graph.nodes import (
     TRANSFORMED,
     example_tensor,
@@ -32,12 +38,6 @@ from lightning_unitscale.graph.nodes import (
     op_name,
     requires_grad,
     tensor_name,
-)
-from lightning_unitscale.graph.out_of_place import (
-    aliased_by_mutation,
-    mutated_argument,
-    same_tensor,
-    shares_memory,
 )
 from lightning_unitscale.graph.passes import Region
 from lightning_unitscale.graph.products import product_of
@@ -47,8 +47,14 @@ from lightning_unitscale.transforms.held_units import held_parameters, refuse_un
 from lightning_unitscale.transforms.product_gauge import plan_product
 from lightning_unitscale.transforms.units import Edit, NodePlan, Path, Units
 
-# Positively homogeneous in their first argument, which is the only one that matters.
-_KEEPS_UNITS = {"relu", "leaky_relu", "neg", "clone", "abs", "dropout", "contiguous", "identity"}
+# Positively homogeneous in their first argument, which is the only one that matters. So are views;
+# some of these are views of one layout or type, and copies of another.
+_KEEPS_UNITS = {
+    "relu", "leaky_relu", "neg", "clone", "abs", "identity", "positive", "contiguous", "reshape",
+    "reshape_as", "flatten", "ravel", "to", "type", "type_as", "float", "half", "bfloat16",
+    "double", "cpu", "cuda", "dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout",
+    "feature_alpha_dropout", "feature_dropout",
+}  # fmt: skip
 # They return their argument in evaluation, and add a constant to it in training.
 _NOT_HOMOGENEOUS = {"alpha_dropout", "feature_alpha_dropout"}
 _LINEAR = {"add", "sub", "cat", "concat", "stack", "hstack", "vstack", "iadd", "isub"}
@@ -139,7 +145,7 @@ def _without_units(graph: fx.Graph) -> set[fx.Node]:
         if TRANSFORMED in node.meta:
             # What a ``vmap`` reads: no change of units can stand inside it.
             excluded.update((node, *node.all_input_nodes))
-        elif op_name(node) in _GRADIENT_MATTERS or mutated_argument(node) is not None:
+        elif op_name(node) in _GRADIENT_MATTERS or any(map(requires_grad, written_arguments(node))):
             # The latter must see the very tensor that it writes into.
             excluded.add(node)
         elif _has_complex_and_real_arguments(node):
@@ -167,7 +173,9 @@ def _has_own_units(node: fx.Node) -> bool:
 def kept_argument(node: fx.Node) -> fx.Node | None:
     """The argument whose units the node hands on, or ``None`` when it has units of its own."""
     first = node.args[0] if node.args else None
-    if not isinstance(first, fx.Node) or not (shares_memory(node) or op_name(node) in _KEEPS_UNITS):
+    if not isinstance(first, fx.Node) or written_arguments(node):
+        return None
+    if viewed_argument(node) is not first and op_name(node) not in _KEEPS_UNITS:
         return None
     if node.op == "call_function" and node.target is operator.getitem and not _is_view(first):
         return None
@@ -285,4 +293,4 @@ def _leaves(node: fx.Node) -> Iterator[tuple[Path, Any]]:
 
 def _is_view(node: fx.Node) -> bool:
     """Whether items of this node are views: of a tensor, or of a split of one."""
-    return is_float_tensor(node) or shares_memory(node)
+    return is_float_tensor(node) or viewed_argument(node) is not None

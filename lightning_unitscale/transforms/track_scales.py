@@ -34,7 +34,9 @@ def track_scales(module: nn.Module) -> nn.Module:
     Returns:
         A new module with parameters of its own, ``scales_graph()`` and ``explain()``. What is
         computed from an input requires a gradient, even if the plain module's result would not;
-        buffers, and tensors that the caller passes in, are as they would be.
+        buffers, and tensors that the caller passes in, are as they would be. An input that needs a
+        gradient and is read several times is shown with all of its gradient, to which the caller's
+        own operations on it may contribute.
 
     Raises:
         ValueError: If ``module`` was compiled by the user.

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.utils.hooks import RemovableHandle
 
+from lightning_unitscale.graph.aliasing import aliased_by_mutation, same_tensor
 from lightning_unitscale.graph.capture import GraphInput
 from lightning_unitscale.graph.nodes import INPUT, INTERNAL, NAME, requires_grad
-from lightning_unitscale.graph.out_of_place import (
-    WRITTEN_AS,
-    aliased_by_mutation,
-    same_tensor,
-)
+from lightning_unitscale.graph.out_of_place import WRITTEN_AS
 from lightning_unitscale.graph.passes import Region
 from lightning_unitscale.graph.recording import CallRecord
-from lightning_unitscale.transforms.metrics import Metrics
+from lightning_unitscale.statistics import statistics_row
+from lightning_unitscale.transforms.metrics import MOMENTS, Metrics
 from lightning_unitscale.transforms.probed_places import is_passed_through
 from lightning_unitscale.transforms.scales_graph import (
     CLEAN_NAME,
@@ -134,16 +134,32 @@ class TrackedCall:
         self._forward = None if record is None else record.forward
         # A list, since the hook must not hold the call: the two would keep each other alive.
         self._arrived: list[Tensor] = []
+        self._watched: dict[int, Tensor] = {}
+        self._handles: list[RemovableHandle] = []
         if record is not None and record.slots.requires_grad and not record.slots.is_inference():
             record.slots.register_hook(_Keep(self._arrived))
+
+    def watch(self, tensor: Tensor, row: int) -> None:
+        """Measure the whole gradient of an input from now on, as its row."""
+        self._handles.append(tensor.register_hook(functools.partial(_measure, self._watched, row)))
+
+    def release(self) -> None:
+        """Leave the inputs as they were."""
+        for one in self._handles:
+            one.remove()
 
     def metrics(self) -> dict[fx.Node, Metrics]:
         """Metrics of the graph's nodes; one transfer from the device."""
         if self._forward is None:
             return {}
-        forward, backward = torch.stack(
-            [self._forward, *(self._arrived or [torch.zeros_like(self._forward)])]
-        ).tolist()
+        arrived = self._arrived[0] if self._arrived else torch.zeros_like(self._forward)
+        if self._watched:
+            arrived = arrived.index_copy(
+                0,
+                torch.tensor([*self._watched], device=arrived.device),
+                torch.stack([*self._watched.values()]).to(arrived),
+            )
+        forward, backward = torch.stack([self._forward, arrived]).tolist()
         return {
             node: Metrics(
                 Metrics.from_row(forward[row]),
@@ -151,6 +167,12 @@ class TrackedCall:
             )
             for node, row in self.graph.rows.items()
         }
+
+
+def _measure(watched: dict[int, Tensor], row: int, gradient: Tensor) -> None:
+    is_dense = gradient.layout == torch.strided
+    dense = gradient if is_dense else gradient.coalesce().values()
+    watched[row] = statistics_row(dense.detach(), MOMENTS)
 
 
 class _Keep:

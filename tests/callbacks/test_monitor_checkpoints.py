@@ -49,6 +49,8 @@ class Checkpointed(Regression):
     def __init__(self, kind, rate):
         super().__init__(norm=False, dropout=rate)
         self.kind = kind
+        # A reentrant checkpoint has gradients only if something that it is given needs them.
+        self.gain = nn.Parameter(torch.ones(6))
         self.blocks = nn.ModuleList(Block(6, rate) for _ in range(3))
 
     def again(self, function, x):
@@ -61,7 +63,7 @@ class Checkpointed(Regression):
         return inner(self.blocks[1], inner(self.blocks[0], x))
 
     def forward(self, x):
-        x = self.again(self.blocks[2], self.again(self.pair, x))
+        x = self.again(self.blocks[2], self.again(self.pair, x * self.gain))
         return super().forward(x)
 
 

@@ -14,6 +14,8 @@ from lightning_unitscale.graph.steps import steps_of
 from tests.callbacks.modules import Regression
 from tests.callbacks.runs import QUIET, MemoryLogger, Rows, loader
 
+pytestmark = pytest.mark.filterwarnings("ignore:RematCallback. training_step is captured in")
+
 
 def _bytes(generator: torch.Generator) -> tuple[Tensor, Tensor]:
     text = torch.randint(256, (65,), generator=generator)
@@ -193,12 +195,25 @@ class _Wide(Rows):
         super().__init__(length, lambda generator: (torch.randn(8, generator=generator),))
 
 
+class _Three(_Parts):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts.append(_layers())
+
+    def training_step(self, batch, batch_idx):
+        x = self.parts[0](batch[0])
+        torch._dynamo.graph_break()
+        x = self.parts[1](x)
+        torch._dynamo.graph_break()
+        return self.parts[2](x).square().mean()
+
+
 def test_what_other_graphs_of_a_step_hold_is_counted() -> None:
     torch.manual_seed(0)
-    callback = RematCallback(0.9)
-    _fit(_Parts(), DataLoader(_Wide(), batch_size=256), callback)
-    assert len(callback.reports) == 2
-    assert callback.predicted_peak_bytes == pytest.approx(callback.measured_peak_bytes, rel=0.03)
+    callback = RematCallback(1.0)
+    _fit(_Three(), DataLoader(_Wide(), batch_size=256), callback)
+    assert len(callback.reports) == 3
+    assert callback.predicted_peak_bytes == pytest.approx(callback.measured_peak_bytes, rel=0.005)
 
 
 class _Whole(_Parts):
@@ -330,3 +345,61 @@ def test_inductor_runs_the_plan() -> None:
     assert callback.reports
     for a, b in zip(plain.parameters(), planned.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+class _Lengths(pl.LightningModule):
+    """Attention over sequences whose lengths change from batch to batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(32, 16)
+        self.encoder = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True)
+        self.head = nn.Linear(16, 32)
+
+    def training_step(self, batch, batch_idx):
+        logits = self.head(self.encoder(self.embedding(batch[:, :-1])))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def _sequences(*lengths: int) -> DataLoader:
+    return DataLoader([torch.randint(32, (4, one)) for one in lengths], batch_size=None)
+
+
+def test_batches_of_changing_lengths_share_a_plan() -> None:
+    data = _sequences(20, 31, 17, 40, 25, 64, 12, 33, 52, 28)
+    plain = _Lengths()
+    planned, callback = copy.deepcopy(plain), RematCallback(0.9)
+    _fit(plain, data)
+    _fit(planned, data, callback)
+    _assert_same_weights(plain, planned)
+    assert [one.sizes for one in callback.reports] == [(), (31,)]
+    assert "for the sizes planned for" in callback.explain().splitlines()[-1]
+
+
+def test_bytes_are_kept_by_longer_batches_than_the_planned_one() -> None:
+    unplanned = RematCallback(1.0)
+    _fit(_Lengths(), _sequences(200, 200, 200), unplanned)
+    torch._dynamo.reset()
+    assert unplanned.measured_peak_bytes is not None
+    callback = RematCallback(int(0.85 * unplanned.measured_peak_bytes))
+    _fit(_Lengths(), _sequences(12, 16, 200, 18, 200, 15), callback)
+    # The plan of the short batches would keep too much of the long ones.
+    assert [one.sizes for one in callback.reports] == [(), (16,), (200,)]
+    assert callback.predicted_peak_bytes is not None
+    assert callback.predicted_peak_bytes <= 0.85 * unplanned.measured_peak_bytes
+
+
+class _Unrolled(_Lengths):
+    def training_step(self, batch, batch_idx):
+        state = self.embedding(batch[:, 0])
+        for position in range(1, batch.shape[1]):
+            state = torch.tanh(state + self.embedding(batch[:, position]))
+        return self.head(state).square().mean()
+
+
+def test_it_warns_of_steps_that_are_planned_again_and_again() -> None:
+    with pytest.warns(UserWarning, match="captured and planned in 5 steps.*recompiles"):
+        _fit(_Unrolled(), _sequences(5, 8, 4, 6, 9, 7), RematCallback(1.0))

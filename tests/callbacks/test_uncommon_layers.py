@@ -182,6 +182,6 @@ def test_lengths_that_change(dropout: float, how: str) -> None:
             names.append(set(unit_scale_of(callbacks).gauge))
     if names:
         assert names[0] == names[1]
-        products = [one for one in names[0] if "attention_product:" in one]
-        # The two products of either attention, and their two operands, where torch opens them.
-        assert (len(products) == 4) == (dropout > 0)
+        fused = [name for name in names[0] if "scaled_dot_product_attention:" in name]
+        # The two attentions and their three operands, where torch runs each as one kernel.
+        assert (len(fused) == 6) == (dropout == 0)

@@ -9,7 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_unitscale.functional.fp8_linear import fp8_linear, to_fp8
+from lightning_unitscale.functional.fp8_linear import (
+    GRADIENTS,
+    GradientFormat,
+    fp8_linear,
+    to_fp8,
+)
 from lightning_unitscale.quantize import quantize
 from tests.helpers import assert_same_bits
 
@@ -27,8 +32,8 @@ def _operand(tensor: Tensor, factor: float = 1.0) -> Tensor:
     return quantize(tensor.detach().float() * factor, "E4M3FN").double()
 
 
-def _gradient(tensor: Tensor, factor: float = 1.0) -> Tensor:
-    return quantize(tensor.detach().float() * factor, "E5M2", saturate=True).double()
+def _gradient(tensor: Tensor, factor: float, name: str) -> Tensor:
+    return quantize(tensor.detach().float() * factor, name, saturate=True).double()
 
 
 def _assert_near(found: Tensor, expected: Tensor, num_terms: int) -> None:
@@ -39,16 +44,19 @@ def _assert_near(found: Tensor, expected: Tensor, num_terms: int) -> None:
     assert error <= tolerance * scale, (error, scale)
 
 
+@pytest.mark.parametrize("gradient", GRADIENTS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(32, 48), (3, 7, 48), (48,), (1, 48)], ids=str)
-def test_products_of_rounded_operands(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_products_of_rounded_operands(
+    dtype: torch.dtype, shape: tuple[int, ...], gradient: GradientFormat
+) -> None:
     x, w = _random(*shape, dtype=dtype), _random(32, 48, dtype=dtype, seed=1)
     factors = (2.0, 0.5, 1.0, 4.0, 0.25, 0.125)
-    y = fp8_linear(x, w, None, "constant", dtype, *factors)
+    y = fp8_linear(x, w, None, "constant", dtype, *factors, gradient=gradient)
     g = _random(*y.shape, dtype=dtype, seed=2).detach()
     y.backward(g)
     assert y.dtype == dtype and y.shape == (*shape[:-1], 32)
-    x8, w8, g8 = _operand(x, 2.0), _operand(w, 0.5), _gradient(g, 4.0)
+    x8, w8, g8 = _operand(x, 2.0), _operand(w, 0.5), _gradient(g, 4.0, gradient)
     _assert_near(y.detach(), x8 @ w8.T, 48)
     assert x.grad is not None and w.grad is not None
     assert x.grad.dtype == w.grad.dtype == dtype
@@ -67,16 +75,23 @@ def test_the_bias_is_not_rounded_and_neither_is_its_gradient() -> None:
     assert_same_bits(b.grad, g.sum(0))
 
 
+@pytest.mark.parametrize("gradient", GRADIENTS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_dynamic_scales_reach_the_end_of_each_format(dtype: torch.dtype) -> None:
+def test_dynamic_scales_reach_the_end_of_each_format(
+    dtype: torch.dtype, gradient: GradientFormat
+) -> None:
     """Operands far out of FP8's range give what they give near 1."""
     x, w = _random(24, 32, dtype=dtype), _random(16, 32, dtype=dtype, seed=1)
-    made = fp8_linear(x, w, None, "dynamic", dtype)
+    made = fp8_linear(x, w, None, "dynamic", dtype, gradient=gradient)
     g = _random(24, 16, dtype=dtype, seed=2).detach()
     made.backward(g)
     of_x, of_w = (448.0 / one.detach().abs().max().double() for one in (x, w))
-    of_g = 57344.0 / g.abs().max().double()
-    x8, w8, g8 = _operand(x, float(of_x)), _operand(w, float(of_w)), _gradient(g, float(of_g))
+    of_g = torch.finfo(GRADIENTS[gradient]).max / g.abs().max().double()
+    x8, w8, g8 = (
+        _operand(x, float(of_x)),
+        _operand(w, float(of_w)),
+        _gradient(g, float(of_g), gradient),
+    )
     assert x.grad is not None and w.grad is not None
     _assert_near(made.detach(), x8 @ w8.T / (of_x * of_w), 64)
     _assert_near(x.grad, g8 @ w8 / (of_g * of_w), 64)

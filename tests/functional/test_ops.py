@@ -296,6 +296,11 @@ def test_shapes_that_do_not_fit_are_torchs_own_error(
         (lambda x: U.kl_div(x, x, constraint=None), TypeError, "constraint"),
         (lambda x: U.embedding(x.long(), x, max_norm=1.0), ValueError, "max_norm=1.0: it has no"),
         (lambda x: U.embedding(x.long(), x, sparse=True), ValueError, "sparse=True"),
+        (
+            lambda x: U.embedding(x.long(), x, scale_grad_by_freq=True),
+            ValueError,
+            "scale_grad_by_freq=True: it has no",
+        ),
         (lambda x: U.residual_add(x, x, tau=-1.0), ValueError, "tau=-1.0: it is no weight"),
         (lambda x: U.scaled_op(torch.exp), ValueError, "function=.*exp.*: it has no rule"),
     ],

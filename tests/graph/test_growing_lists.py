@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -107,7 +107,14 @@ def _plain(kind: type[Base]) -> Any:
     return module
 
 
-@pytest.mark.parametrize("kind", [Appends, ByHelpers, ByBase, InForward])
+class MentionsAny(Appends):
+    """A class that refuses ``isinstance``."""
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        return super().training_step(cast(Any, batch))
+
+
+@pytest.mark.parametrize("kind", [Appends, ByHelpers, ByBase, InForward, MentionsAny])
 def test_a_step_that_appends_is_captured_once(kind: type[Base]) -> None:
     module, steps = _captured(kind)
     for batch in _batches():

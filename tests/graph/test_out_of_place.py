@@ -10,13 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from lightning_unitscale.graph.out_of_place import (
-    aliased_by_mutation,
-    make_out_of_place,
-    mutated_argument,
-    returned_alone,
-    same_tensor,
+from lightning_unitscale.graph.aliasing import (
+    written_arguments,
 )
+from lightning_unitscale.graph.out_of_place import make_out_of_place
 from tests.helpers import assert_same_bits, captured, run
 
 
@@ -101,11 +98,11 @@ def test_values_and_gradients_stay(name: str) -> None:
     function = _REWRITTEN[name]
     x = torch.randn(5, 4, requires_grad=True)
     graph_module = captured(function, x)
-    before = sum(mutated_argument(node) is not None for node in graph_module.graph.nodes)
+    before = sum(bool(written_arguments(node)) for node in graph_module.graph.nodes)
     (line,) = make_out_of_place(graph_module.graph)
     assert before > 0
     assert line == f"{before} in-place operations made out of place"
-    assert not any(mutated_argument(node) for node in graph_module.graph.nodes)
+    assert not any(written_arguments(node) for node in graph_module.graph.nodes)
     _compare(function, graph_module, x)
 
 
@@ -183,7 +180,7 @@ def test_what_cannot_be_rewritten_is_kept_and_named(name: str) -> None:
     graph_module = captured(function, x)
     lines = make_out_of_place(graph_module.graph)
     assert any("in-place operations kept" in line for line in lines)
-    assert any(mutated_argument(node) for node in graph_module.graph.nodes)
+    assert any(written_arguments(node) for node in graph_module.graph.nodes)
     _compare(function, graph_module, x)
 
 
@@ -209,89 +206,3 @@ def test_a_matrix_product_is_never_in_place() -> None:
     graph_module = captured(function, *inputs)
     assert make_out_of_place(graph_module.graph) == ()
     _compare(function, graph_module, *inputs)
-
-
-def test_who_shares_memory_with_a_mutated_tensor() -> None:
-    def function(x: Tensor) -> Tensor:
-        y = x * 2
-        first, second = y.chunk(2, dim=0)
-        first.add_(1)
-        other = x.sin()
-        return other.view(-1)[:4] * second.flatten()[:4]
-
-    graph = captured(function, torch.randn(4, 4)).graph
-    aliased = {node.name for node in aliased_by_mutation(graph)}
-    by_target = {str(node.target): node for node in graph.nodes}
-    assert {"y", "first", "second"} <= aliased
-    assert by_target["chunk"].name in aliased
-    assert by_target["flatten"].name in aliased
-    assert by_target["sin"].name not in aliased
-    assert by_target["view"].name not in aliased
-
-
-def test_which_operations_hand_their_argument_back() -> None:
-    def function(x: Tensor) -> Tensor:
-        y = x.exp()
-        y = F.dropout(y.float().contiguous().type_as(x), 0.0)
-        y = F.dropout(y, 0.5, training=False)
-        y = F.dropout(y, 0.5).double().view(4, 4)
-        return F.relu(y.t().contiguous(), inplace=True).add_(1)
-
-    graph_module = captured(function, torch.randn(4, 4))
-    make_out_of_place(graph_module.graph)
-    # What torch itself does, node by node.
-    handed_back: dict[fx.Node, bool] = {}
-
-    class Identities(fx.Interpreter):
-        def run_node(self, n: fx.Node) -> Any:
-            result = super().run_node(n)
-            arguments = [self.env[one] for one in n.all_input_nodes]
-            writes = mutated_argument(n) is not None
-            handed_back[n] = not writes and any(result is one for one in arguments)
-            return result
-
-    Identities(graph_module).run(torch.randn(4, 4))
-    found = {node: same_tensor(node) is not None for node in graph_module.graph.nodes}
-    assert found == {**dict.fromkeys(found, False), **handed_back}
-    assert sum(found.values()) == 5
-
-
-def test_which_results_nobody_else_looks_into() -> None:
-    def function(x: Tensor) -> tuple[Tensor, ...]:
-        own = x * 2
-        whole = (x + 1).sin()
-        part = whole[:2]
-        return own.view(-1), x.view(-1), whole, part, (x - 1).float()
-
-    graph = captured(function, torch.randn(4, 4)).graph
-    returned = graph.output_node().args[0]
-    alone = returned_alone(graph)
-    assert [one in alone for one in returned] == [True, False, False, False, True]
-    # The tensor that ``float`` hands back is the one that is returned.
-    assert returned[-1].all_input_nodes[0] in alone
-
-
-@pytest.mark.parametrize("function", [F.embedding, F.embedding_bag])
-@pytest.mark.parametrize("by_name", [False, True])
-def test_an_embedding_that_shortens_its_rows_writes_into_its_weight(
-    function: Any, by_name: bool
-) -> None:
-    graph = fx.Graph()
-    index, weight = graph.placeholder("index"), graph.placeholder("weight")
-    options = ((), {"max_norm": 1.0}) if by_name else ((None, 1.0), {})
-    found = graph.call_function(function, (index, weight, *options[0]), options[1])
-    plain = graph.call_function(function, (index, weight))
-    graph.output((found, plain))
-    assert mutated_argument(found) is weight
-    assert mutated_argument(plain) is None
-    # What it looks up is a copy.
-    assert aliased_by_mutation(graph) == {weight}
-
-
-@pytest.mark.parametrize(("function", "by_default"), [(F.dropout, False), (F.alpha_dropout, True)])
-def test_which_dropout_hands_its_argument_back_by_default(function: Any, by_default: bool) -> None:
-    graph = fx.Graph()
-    x = graph.placeholder("x")
-    dropped = graph.call_function(function, (x, 0.4))
-    x.meta["example_value"] = dropped.meta["example_value"] = torch.zeros(2)
-    assert (same_tensor(dropped) is x) == by_default

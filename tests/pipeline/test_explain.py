@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from lightning_unitscale.pipeline import balanced_split, explain_pipeline, pipe_split, pipeline
+from lightning_unitscale.functional.func_transforms import is_transforming
+from lightning_unitscale.pipeline import (
+    SplitPoint,
+    balanced_split,
+    explain_pipeline,
+    pipe_split,
+    pipeline,
+)
 from lightning_unitscale.pipeline.explain import PipelinePlan, plan_of
 from lightning_unitscale.pipeline.explain_step import explain_step
 from lightning_unitscale.pipeline.marks import insert_mark
@@ -68,6 +77,50 @@ def _sums(plan: PipelinePlan) -> list[float]:
         sum(one.backward_seconds for one in plan.stages),
         sum(one.saved_bytes for one in plan.stages),
     ]
+
+
+class Transforming(nn.Module):
+    """A transform of torch.func, or a branch, between two layers."""
+
+    def __init__(self, transform: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.transform = transform
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.transform(self.first(x))).sum()
+
+
+TRANSFORMS: dict[str, Callable[[Tensor], Tensor]] = {
+    "vmap": torch.vmap(lambda row: row.sin() * 2),
+    "grad": torch.func.grad(lambda x: x.sin().sum()),
+    "jvp": lambda x: torch.func.jvp(torch.sin, (x,), (torch.ones_like(x),))[1],
+    "cond": lambda x: torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,)),
+}
+
+
+# What torch says when it first loads its rules of forward-mode differentiation.
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_a_transform_has_no_costs_and_is_left(name: str) -> None:
+    module, x = Transforming(TRANSFORMS[name]), torch.randn(4, 8)
+    # Twice: the first failure must not be the second's reason.
+    for call in (
+        lambda: explain_pipeline(module, x, 2),
+        lambda: pipeline(module, x, split_policy=balanced_split(2)),
+    ):
+        with pytest.raises(RuntimeError, match=r"the costs .* split_spec=") as first:
+            call()
+        with pytest.raises(RuntimeError, match=r"the costs") as second:
+            call()
+        assert str(second.value) == str(first.value)
+        assert not is_transforming()
+    leaf = torch.randn(2, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved):
+        leaf.square().sum().backward()
+    assert torch.equal(leaf.grad, 2 * leaf.detach())
+    pipe = pipeline(module, x, split_spec={"last": SplitPoint.BEGINNING})
+    assert torch.equal(pipe(x), module(x))
 
 
 def test_every_operation_counts_in_one_stage() -> None:

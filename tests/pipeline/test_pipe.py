@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.pipelining
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 pytest.importorskip("transformers")
 
@@ -165,6 +167,69 @@ def test_marks_in_code_and_in_sequences() -> None:
         one.remove()
     with pytest.raises(ValueError, match="nothing says where to cut"):
         pipeline(plain, (x,))
+
+
+class _OwnForward(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + super().forward(x)
+
+
+def test_a_sequence_keeps_what_it_computes() -> None:
+    shared = nn.Linear(4, 4)
+    plain = nn.Sequential(shared, nn.Tanh(), shared).eval()
+    staged = PipeSequential.from_sequential(plain)
+    x = torch.randn(5, 4)
+    assert [name for name, _ in staged.named_modules(remove_duplicate=False)] == ["", *"012"]
+    assert torch.equal(staged(x), plain(x))
+    assert not staged.training
+    pipe = pipeline(staged, x)
+    assert pipe.num_stages == 3
+    assert pipe.shared_parameters() == {"0.bias": (0, 2), "0.weight": (0, 2)}
+    assert torch.equal(pipe(x), plain(x))
+    with pytest.raises(TypeError, match=r"sequential=_OwnForward: .* has its own"):
+        PipeSequential.from_sequential(_OwnForward(shared))
+
+
+class _TorchMark(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        torch.distributed.pipelining.pipe_split()
+        return self.second(y)
+
+
+def _cut_before_last(target: Callable[[], None]) -> Callable[[fx.GraphModule], fx.GraphModule]:
+    def policy(graph_module: fx.GraphModule) -> fx.GraphModule:
+        last = graph_module.graph.output_node().prev
+        with graph_module.graph.inserting_before(last):
+            graph_module.graph.call_function(target)
+        return graph_module
+
+    return policy
+
+
+def test_marks_of_torch() -> None:
+    x = torch.randn(5, 3)
+    module = _TorchMark()
+    pipe = pipeline(module, x)
+    assert pipe.num_stages == 2
+    assert torch.equal(pipe(x), module(x))
+    plain = nn.Sequential(module.first, module.second)
+    edge = torch.distributed.pipelining.SplitPoint.END
+    assert pipeline(plain, x, split_spec={"0": edge}).num_stages == 2
+    for target in (pipe_split, torch.distributed.pipelining.pipe_split):
+        pipe = pipeline(plain, x, split_policy=_cut_before_last(target))
+        assert pipe.num_stages == 2
+        assert torch.equal(pipe(x), plain(x))
+
+
+def test_a_policy_without_cuts_is_refused() -> None:
+    module, x = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), torch.randn(5, 3)
+    with pytest.raises(ValueError, match="put no cut into the graph"):
+        pipeline(module, x, split_policy=lambda graph_module: graph_module)
 
 
 class Outputs(nn.Module):

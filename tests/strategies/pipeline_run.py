@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics.classification import MulticlassAccuracy
 
 from examples.gpt import GPT
 from lightning_unitscale.pipeline import PipelineRunner
@@ -146,7 +147,11 @@ class Changing(Groups):
 
 
 class Branching(Groups):
-    """A step that looks at its loss, prints it, and logs numbers."""
+    """A step that looks at its loss, prints it, and logs numbers and a metric object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.measured = MulticlassAccuracy(3, average="micro")
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.net(x))
@@ -160,6 +165,8 @@ class Branching(Groups):
         print("the loss is", loss.item())
         self.log("number", loss.item(), on_epoch=True)
         self.log_dict({"accuracy": (logits.argmax(-1) == y).float().mean()}, prog_bar=True)
+        self.measured(logits, y)
+        self.log("measured", self.measured, on_step=True, on_epoch=True)
         return {"loss": loss, "logits": logits.detach()}
 
 

@@ -227,6 +227,32 @@ def test_one_rank_trains_as_without(one_rank: dict[str, Any]) -> None:
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
+class Order(pl.Callback):
+    """Keeps the first number of every batch."""
+
+    def __init__(self) -> None:
+        self.firsts: list[float] = []
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        self.firsts.append(batch[0][0, 0].item())
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_data_are_shuffled_if_the_loader_does(shuffle: bool, one_rank: dict[str, Any]) -> None:
+    order = Order()
+    trainer = pl.Trainer(
+        strategy=PipelineStrategy("GPipe", num_microbatches=2),
+        callbacks=[order],
+        **{**one_rank, "use_distributed_sampler": True},
+    )
+    data = _points()
+    loader = torch.utils.data.DataLoader(data, batch_size=16, shuffle=shuffle)
+    trainer.fit(Groups(), loader, _loader())
+    in_order = [data[place][0][0].item() for place in range(0, 64, 16)]
+    assert (order.firsts == in_order) is not shuffle
+    assert "_prepare_dataloader" not in vars(trainer._data_connector)
+
+
 pytestmark = pytest.mark.filterwarnings(
     # Every rank logs the same values.
     "ignore:It is recommended to use `self.log:UserWarning"
@@ -338,7 +364,7 @@ def test_what_cannot_be_pipelined_is_refused(
         (Twice, "forward", "more than once"),
         (Counts, "forward", "with other arguments the second time"),
         (Without, "forward", "did not call self.forward"),
-        (Logs, "forward", "expected tensors and numbers"),
+        (Logs, "forward", "expected tensors, numbers and metrics"),
     ],
 )
 def test_what_cannot_be_captured_is_refused(

@@ -9,8 +9,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
-from lightning_unitscale.pipeline import pipeline
-from lightning_unitscale.pipeline.marks import SplitPoint
+from lightning_unitscale.pipeline import SplitPoint, pipeline
 from lightning_unitscale.pipeline.schedules import find_schedule
 from lightning_unitscale.pipeline.stage import StageModule
 from lightning_unitscale.remat.budget import Budget

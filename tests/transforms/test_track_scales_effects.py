@@ -122,6 +122,48 @@ def test_a_tensor_handed_on_as_it_is_has_one_gradient() -> None:
     assert found["dropout"] is not None and found["dropout"].bwd is not None
 
 
+class ReturnsItsInput(nn.Module):
+    """The caller reads the input as well: in results, or by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return x, self.linear(x), x.view(-1)
+
+
+@pytest.mark.parametrize("is_leaf", [True, False])
+def test_gradients_of_an_input_are_added_up_in_the_plain_order(is_leaf: bool) -> None:
+    module = ReturnsItsInput()
+    tracked = track_scales(module)
+    # Which sums round differently is a matter of luck.
+    for seed in range(8):
+        generator = torch.Generator().manual_seed(seed)
+        x = torch.randn(8, 16, generator=generator)
+        seeds = [torch.randn(one.shape, generator=generator) for one in module(x)]
+        gradients = []
+        for one in (module, tracked):
+            leaf = x.clone().requires_grad_()
+            given = leaf if is_leaf else leaf * 1
+            torch.autograd.backward(one(given), seeds)
+            gradients.append(leaf.grad)
+        assert torch.equal(gradients[1], gradients[0])
+        (node,) = (one for one in tracked.scales_graph().nodes if one.meta["clean_name"] == "x")
+        found = node.meta["metrics"].bwd
+        assert found.abs_max == gradients[0].abs().max()
+        assert found.numel == x.numel()
+
+
+def test_an_input_has_no_hook_for_longer_than_its_call_counts() -> None:
+    tracked = track_scales(ReturnsItsInput())
+    first, second = (torch.randn(8, 16, requires_grad=True) for _ in range(2))
+    for one in (first, second):
+        tracked(one)
+    assert not first._backward_hooks
+    assert second._backward_hooks
+
+
 def test_results_between_graph_breaks_are_those_of_the_plain_module() -> None:
     class Asking(nn.Module):
         def __init__(self) -> None:

@@ -22,6 +22,7 @@ from lightning_unitscale.graph.nodes import (
 )
 from lightning_unitscale.transforms.calibration import root_mean_square
 from lightning_unitscale.transforms.rules.constants import takes_form_only
+from lightning_unitscale.transforms.rules.same_graph import is_same_graph
 
 Path = tuple[int | str, ...]
 
@@ -82,7 +83,7 @@ class Flow:
     _readers: dict[fx.Node, list[fx.Node]] = field(default_factory=lambda: defaultdict(list))
     _parameters: dict[fx.Node, str] = field(default_factory=dict)
     _by_fqn: dict[str, fx.Node] = field(default_factory=dict)
-    _graphs: set[fx.Graph] = field(default_factory=set)
+    _graphs: dict[fx.Graph, fx.GraphModule] = field(default_factory=dict)
     _learned: set[fx.Node] = field(default_factory=set)
     _gradients: set[fx.Node] = field(default_factory=set)
     _of_data: set[fx.Node] = field(default_factory=set)
@@ -162,6 +163,13 @@ class Flow:
         """Whether a graph has been added."""
         return graph in self._graphs
 
+    def known(self, graph_module: fx.GraphModule) -> fx.GraphModule:
+        """The graph that has been added and is the same, captured another time; or itself."""
+        if self.has_graph(graph_module.graph):
+            return graph_module
+        same = (one for one in self._graphs.values() if is_same_graph(one, graph_module))
+        return next(same, graph_module)
+
     def add_graph(self, graph_module: fx.GraphModule, made: Sequence[tuple[int, fx.Node]]) -> None:
         """Append a graph.
 
@@ -170,7 +178,7 @@ class Flow:
             made: Placeholder positions that nodes of earlier graphs made.
         """
         links = dict(made)
-        self._graphs.add(graph_module.graph)
+        self._graphs[graph_module.graph] = graph_module
         for position, node in enumerate(graph_module.graph.find_nodes(op="placeholder")):
             if position in links:
                 self._same[node] = links[position]
@@ -252,7 +260,9 @@ class Recorder:
     def __call__(self, graph: Any, inputs: tuple[Any, ...]) -> Any:
         """Run one graph; the interpreter that ``CapturedStep`` expects."""
 
-        def run_with(graph_module: fx.GraphModule) -> Any:
+        def run_with(captured: fx.GraphModule) -> Any:
+            graph_module = self.flow.known(captured)
+
             def run(*values: Any) -> Any:
                 outputs = _Recording(graph_module, self.flow).run(*values)
                 self._record(graph_module, values, outputs)

@@ -45,7 +45,8 @@ class Rehearsal:
     def __call__(self, graph: Any, inputs: tuple[Any, ...]) -> Any:
         """Run one graph; the interpreter that ``CapturedStep`` expects."""
 
-        def run_with(graph_module: fx.GraphModule) -> Callable[..., Any]:
+        def run_with(captured: fx.GraphModule) -> Callable[..., Any]:
+            graph_module = self.flow.known(captured)
             if not self.flow.has_graph(graph_module.graph):
                 self.saw_new_graph = True
                 return fx.Interpreter(graph_module).run

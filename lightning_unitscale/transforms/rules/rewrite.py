@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from lightning_unitscale.graph.aliasing import aliased_by_mutation
 from lightning_unitscale.graph.nodes import (
     INPUT,
     INTERNAL,
@@ -22,7 +23,6 @@ from lightning_unitscale.graph.nodes import (
     replace_other_uses,
     tensor_name,
 )
-from lightning_unitscale.graph.out_of_place import aliased_by_mutation
 from lightning_unitscale.graph.passes import GraphPass, Region, Stage, StepGraph
 from lightning_unitscale.graph.products import product_of
 from lightning_unitscale.transforms.rules.coverage import coverage_report

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 import lightning_unitscale.transforms.rules as rules
 from lightning_unitscale.transforms.attach import captured_forward
@@ -18,6 +18,7 @@ from lightning_unitscale.transforms.rules.plan import RuleOptions, RulePlan
 from lightning_unitscale.transforms.rules.planning import plan_step
 from lightning_unitscale.transforms.rules.residuals import branch_weights, find_residuals
 from lightning_unitscale.transforms.rules.roles import find_structure, plan_parameters
+from lightning_unitscale.transforms.rules.same_graph import is_same_graph
 from lightning_unitscale.transforms.rules.weights import set_to_unit_scale
 from tests.helpers import IS_TORCH_2_11, assert_same_bits
 from tests.transforms.rules.models import GPT, MODELS, Of, tokens
@@ -109,6 +110,64 @@ def test_a_step_that_is_never_the_same_is_refused() -> None:
         RuntimeError, match=r"Restless\.forward: it ran other graphs in each of 3 runs.*expected"
     ):
         plan(Restless(), torch.randn(4, W))
+
+
+class FreshClass(nn.Module):
+    """Hands its result over in a class that it defines anew in every call, over a graph break."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(W, W), nn.Linear(W, W)
+
+    def forward(self, x: Tensor) -> Tensor:
+        class Output:
+            def __init__(self, value: Tensor) -> None:
+                self.value = value
+
+        out = Output(self.first(x).relu())
+        torch._dynamo.graph_break()
+        scale = out.value.new_ones(())
+        return self.last(out.value * scale).square().mean()
+
+
+def test_a_graph_that_is_captured_again_in_every_call_is_one_graph() -> None:
+    module, x = FreshClass(), torch.randn(8, W)
+    new, step = captured_forward(module, "test")
+    found = plan_step(step, (x,), {}, RuleOptions(), RulePlan())
+    # It was captured several times: the class is another one each time.
+    assert len(step.graphs) > 2
+    assert {"first.linear", "last.linear"} <= {name.partition(":")[2] for name in found}
+    assert set(found.parameters) == dict(new.named_parameters()).keys()
+
+
+def _captured(module: nn.Module, x: Tensor) -> fx.GraphModule:
+    _, step = captured_forward(module, "test")
+    step(x)
+    return step.graphs[0].base
+
+
+class Constant(nn.Module):
+    def __init__(self, factor: float, size: int = W) -> None:
+        super().__init__()
+        self.linear, self.factor, self.size = nn.Linear(W, W), factor, size
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)[:, : self.size] * self.factor
+
+
+def test_graphs_are_the_same_if_they_compute_the_same_of_the_same() -> None:
+    x = torch.randn(8, W)
+    first = _captured(Constant(2.0), x)
+    assert is_same_graph(first, _captured(Constant(2.0), x))
+    others = (
+        (Constant(3.0), x),
+        (Constant(2.0, 3), x),
+        (Constant(2.0).requires_grad_(False), x),
+        (Constant(2.0), x[:4]),
+        (nn.Linear(W, W), x),
+    )
+    for module, given in others:
+        assert not is_same_graph(first, _captured(module, given))
 
 
 def test_another_step_keeps_what_was_decided() -> None:

@@ -1,0 +1,284 @@
+"""Which nodes of a captured graph share memory, and which write into it: asked of their storages.
+
+What one operation does is found by running it without numbers, on stand-ins for its arguments. No
+name of an operation says it: ``.data``, ``einsum("ij->ji")`` and ``.float()`` may all hand on the
+memory of what they read, and ``numpy()[:] *= 2`` writes into it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from lightning_unitscale.graph.capture import fake_mode_of, is_checkpoint, is_higher_order
+from lightning_unitscale.graph.dispatch_modes import Writes
+from lightning_unitscale.graph.nodes import Path, argument_at, argument_paths
+
+_OWN_PACKAGE = __name__.partition(".")[0]
+# Key of ``node.meta``: the effects of a node, and the operation that has them.
+_EFFECTS = "effects"
+
+
+@dataclass(frozen=True)
+class Effects:
+    """What an operation does with the memory of its arguments, which are given by their paths.
+
+    Attributes:
+        writes: Into which it writes.
+        views: Whose memory its result looks into.
+        same: Which one it hands back as the very tensor, not even as a view.
+    """
+
+    writes: tuple[Path, ...] = ()
+    views: tuple[Path, ...] = ()
+    same: Path | None = None
+
+
+_NOTHING = Effects()
+
+
+def written_arguments(node: fx.Node) -> tuple[fx.Node, ...]:
+    """The tensors that the node writes into."""
+    return _arguments(node, _effects(node).writes)
+
+
+def viewed_argument(node: fx.Node) -> fx.Node | None:
+    """The argument into whose memory, and no other's, the node's result looks."""
+    viewed = _arguments(node, _effects(node).views)
+    return viewed[0] if len(viewed) == 1 else None
+
+
+def looks_into(node: fx.Node, argument: fx.Node) -> bool:
+    """Whether the node's result looks into the memory of an argument."""
+    return argument in _arguments(node, _effects(node).views)
+
+
+def owns_result(node: fx.Node) -> bool:
+    """Whether the node is an operation whose result looks into no argument's memory."""
+    return node.op in {"call_function", "call_method"} and not _effects(node).views
+
+
+def same_tensor(node: fx.Node) -> fx.Node | None:
+    """The argument that the operation hands back as it is, not even as a view: ``x.float()``.
+
+    A probe between the two would have autograd add up the gradient of that one tensor in another
+    order, and so with other bits.
+    """
+    effects = _effects(node)
+    if effects.same is None or effects.writes:
+        return None
+    argument: fx.Node = argument_at(node, effects.same)
+    return argument
+
+
+def returned_argument(node: fx.Node) -> fx.Node | None:
+    """The one tensor that the node writes into and hands back, such as that of ``y.add_(x)``."""
+    effects = _effects(node)
+    written = _arguments(node, effects.writes)
+    if effects.same is None or written != (argument_at(node, effects.same),):
+        return None
+    return written[0]
+
+
+def memory_roots(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """For each node the one that stands for the memory of its result.
+
+    Nodes that share memory have one root: the input or attribute that it came in by, or else the
+    node that made it.
+    """
+    parents: dict[fx.Node, fx.Node] = {}
+    order = {node: (not _is_input(node), index) for index, node in enumerate(graph.nodes)}
+
+    def root(node: fx.Node) -> fx.Node:
+        while parents[node] is not node:
+            node = parents[node]
+        return node
+
+    def join(first: fx.Node, second: fx.Node) -> None:
+        first, second = sorted((root(first), root(second)), key=order.__getitem__)
+        parents[second] = first
+
+    inputs: dict[Any, fx.Node] = {}
+    for node in graph.nodes:
+        parents[node] = node
+        if _is_input(node):
+            # One storage may come in several times, as several views of it.
+            keys: list[Any] = [*_storages(node.meta.get("example_value"))]
+            keys += [node.target] if node.op == "get_attr" else []
+            for key in keys:
+                join(node, inputs.setdefault(key, node))
+        for argument in _arguments(node, _effects(node).views):
+            join(node, argument)
+    return {node: root(node) for node in parents}
+
+
+def aliased_by_mutation(graph: fx.Graph) -> set[fx.Node]:
+    """Nodes that share memory with a tensor that the graph still writes into.
+
+    Giving such a tensor a new identity would cut the tie, so a pass leaves them alone.
+    """
+    roots = memory_roots(graph)
+    mutated = {roots[target] for node in graph.nodes for target in written_arguments(node)}
+    return {node for node, root in roots.items() if root in mutated}
+
+
+def returned_alone(graph: fx.Graph) -> set[fx.Node]:
+    """Returned nodes into whose memory, which the graph made, no other returned node looks.
+
+    After a graph break the step may write into such a tensor, and nobody else can tell.
+    """
+    roots = memory_roots(graph)
+    returned = graph.output_node().all_input_nodes
+    looking = Counter(roots[node] for node in returned)
+    alone: set[fx.Node] = set()
+    for node in returned:
+        if looking[roots[node]] > 1 or _is_input(roots[node]):
+            continue
+        handed: fx.Node | None = node
+        while handed is not None:
+            alone.add(handed)
+            handed = same_tensor(handed)
+    return alone
+
+
+def find_effects(graph: fx.Graph) -> None:
+    """Find out what every node does, as long as the example values are those of the capture."""
+    for node in graph.nodes:
+        _effects(node)
+
+
+def set_out_of_place(node: fx.Node) -> None:
+    """Say of a node that was rewritten that it makes a new tensor and writes into none."""
+    node.meta[_EFFECTS] = (node.op, node.target, _NOTHING)
+
+
+def _effects(node: fx.Node) -> Effects:
+    if node.op not in {"call_function", "call_method"}:
+        return _NOTHING
+    *operation, effects = node.meta.get(_EFFECTS, (None, None, _NOTHING))
+    if operation != [node.op, node.target]:
+        effects = _find(node)
+        node.meta[_EFFECTS] = (node.op, node.target, effects)
+    known: Effects = effects
+    return known
+
+
+def _find(node: fx.Node) -> Effects:
+    if (getattr(node.target, "__module__", None) or "").startswith(_OWN_PACKAGE):
+        # What a pass inserts makes a new identity of its argument, and never writes.
+        return _NOTHING
+    paths = [
+        path
+        for path in argument_paths(node)
+        if next(_tensors(argument_at(node, path).meta.get("example_value")), None) is not None
+    ]
+    if not paths:
+        # Not to be run: it may enter autocast, or turn gradients off.
+        return _NOTHING
+    if is_higher_order(node):
+        return _seen_in_examples(node, paths, _writes_of_checkpoint(node))
+    mode = fake_mode_of(node.graph)
+    try:
+        # With real examples it would draw random numbers.
+        if not isinstance(mode, contextlib.nullcontext):
+            return _seen_by_running(node, paths, mode)
+    except Exception:
+        # It does not run by itself.
+        pass
+    return _seen_in_examples(node, paths, ())
+
+
+def _seen_by_running(node: fx.Node, paths: list[Path], mode: Any) -> Effects:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mode)
+        shape_env = mode.shape_env
+        if shape_env is not None:
+            stack.enter_context(shape_env.ignore_fresh_unbacked_symbols())
+        stack.enter_context(torch.no_grad())
+        stand_ins = {
+            argument: tree_map_only(Tensor, _stand_in, argument.meta.get("example_value"))
+            for argument in node.all_input_nodes
+        }
+        args, kwargs = fx.map_arg((node.args, node.kwargs), stand_ins.__getitem__)
+        writes = stack.enter_context(Writes())
+        if node.op == "call_method":
+            result = getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        else:
+            assert callable(node.target)
+            result = node.target(*args, **kwargs)
+    given = {path: stand_ins[argument_at(node, path)] for path in paths}
+    return Effects(
+        tuple(path for path, one in given.items() if _is_written(one, writes)),
+        tuple(_sharing(result, given.items())),
+        next((path for path, one in given.items() if result is one), None),
+    )
+
+
+def _is_written(value: Any, writes: Writes) -> bool:
+    # No operator is called for ``requires_grad_()``, and a stand-in comes without.
+    asks = any(one.requires_grad for one in _tensors(value))
+    return asks or not writes.storages.isdisjoint(_storages(value))
+
+
+def _seen_in_examples(node: fx.Node, paths: list[Path], writes: tuple[Path, ...]) -> Effects:
+    """What the tensors say that the capture left, of an operation that does not run by itself."""
+    result = node.meta.get("example_value")
+    given = {path: argument_at(node, path).meta.get("example_value") for path in paths}
+    same = (path for path, one in given.items() if isinstance(one, Tensor) and one is result)
+    return Effects(writes, tuple(_sharing(result, given.items())), next(same, None))
+
+
+def _writes_of_checkpoint(node: fx.Node) -> tuple[Path, ...]:
+    """Arguments of a checkpoint that its body writes into."""
+    if not is_checkpoint(node) or not isinstance(node.args[0], fx.Node):
+        return ()
+    body = getattr(node.graph.owning_module, str(node.args[0].target), None)
+    if not isinstance(body, fx.GraphModule):
+        return ()
+    aliased = aliased_by_mutation(body.graph)
+    inner = body.graph.find_nodes(op="placeholder")
+    return tuple((i,) for i, one in enumerate(inner, start=1) if one in aliased)
+
+
+def _stand_in(example: Tensor) -> Tensor:
+    """A tensor of the same kind with memory of its own."""
+    if example.layout is not torch.strided or example.is_nested:
+        return example.detach()
+    return torch.empty_strided(
+        example.size(), example.stride(), dtype=example.dtype, device=example.device
+    )
+
+
+def _sharing(result: Any, given: Iterable[tuple[Path, Any]]) -> Iterator[Path]:
+    """Paths of the values that share memory with a result."""
+    made = set(_storages(result))
+    for path, value in given:
+        if made.intersection(_storages(value)):
+            yield path
+
+
+def _storages(value: Any) -> Iterator[Any]:
+    for tensor in _tensors(value):
+        try:
+            yield tensor.untyped_storage()
+        except (NotImplementedError, RuntimeError):
+            continue  # sparse, or within a functorch transform
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    return (one for one in tree_leaves(value) if isinstance(one, Tensor))
+
+
+def _arguments(node: fx.Node, paths: Iterable[Path]) -> tuple[fx.Node, ...]:
+    return tuple(dict.fromkeys(argument_at(node, path) for path in paths))
+
+
+def _is_input(node: fx.Node) -> bool:
+    return node.op in {"placeholder", "get_attr"}

@@ -1,0 +1,115 @@
+"""Steps that AOTAutograd refuses, or gets wrong, as they are: planned, with the bits of plain."""
+
+import copy
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import nn
+from torch._higher_order_ops.scan import scan
+from torch.utils.data import DataLoader
+
+from lightning_unitscale import RematCallback
+from tests.callbacks.runs import QUIET
+
+
+class _Step(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.copy = copy.deepcopy(self.first).requires_grad_(False)
+
+    def forward(self, x):
+        return self.second(self.first(x).relu())
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.01)
+
+
+class _ViewsInInferenceMode(_Step):
+    @torch.inference_mode()
+    def parts(self, x):
+        return x[:2], x.view(-1)[:8], self(x).tanh()
+
+    def training_step(self, batch, batch_idx):
+        rows, flat, target = self.parts(batch)
+        assert not torch.is_inference_mode_enabled()
+        return (self(batch) - target.clone()).square().mean() + self(rows + flat).sum()
+
+
+class _Momentum(_Step):
+    """As MoCo keeps its second encoder."""
+
+    def training_step(self, batch, batch_idx):
+        for new, old in zip(self.first.parameters(), self.copy.parameters(), strict=True):
+            old.data = 0.9 * old.data + 0.1 * new.data
+        with torch.no_grad():
+            key = self.copy(batch)
+        return (self.first(batch) - key).square().mean() + self(batch).square().mean()
+
+
+class _ReassignedAfterwards(_Step):
+    """The backward pass multiplies by the weights that the forward pass has read."""
+
+    def training_step(self, batch, batch_idx):
+        loss = self(batch).square().mean()
+        for param in (*self.first.parameters(), *self.second.parameters()):
+            param.data = param.data.clamp(-0.1, 0.1)
+        return loss
+
+
+class _Cond(_Step):
+    def training_step(self, batch, batch_idx):
+        def sine(x):
+            return self.first(x).sin()
+
+        def cosine(x):
+            return self.first(x).cos()
+
+        hidden = torch.cond(batch.sum() > 0, sine, cosine, (batch,))
+        return self.second(hidden).square().mean()
+
+
+class _Scan(_Step):
+    def training_step(self, batch, batch_idx):
+        def step(state, row):
+            return 0.5 * state + row.tanh(), (state + row).clone()
+
+        _, states = scan(step, torch.zeros(16), self.first(batch))
+        return self.second(states).square().mean()
+
+
+STEPS = (_ViewsInInferenceMode, _Momentum, _ReassignedAfterwards, _Cond, _Scan)
+
+
+def _fit(module: pl.LightningModule, *callbacks: pl.Callback) -> None:
+    torch.manual_seed(2)
+    data = [torch.randn(4, 8) for _ in range(3)]
+    trainer = pl.Trainer(callbacks=list(callbacks), max_epochs=1, **QUIET)
+    trainer.fit(module, DataLoader(data, batch_size=None))
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_it_has_the_bits_of_the_plain_run(step: type[_Step]) -> None:
+    plain = step()
+    planned, callback = copy.deepcopy(plain), RematCallback("min_cut")
+    _fit(plain)
+    _fit(planned, callback)
+    expected, got = plain.state_dict(), planned.state_dict()
+    for name in expected:
+        assert torch.equal(expected[name], got[name]), name
+    assert len(callback.reports) == 1
+
+
+class _Broken(_Step):
+    def training_step(self, batch, batch_idx):
+        hidden = self.first(batch).relu()
+        torch._dynamo.graph_break()
+        return self.second(hidden).square().mean()
+
+
+def test_it_warns_once_of_a_step_in_parts_and_names_the_line() -> None:
+    line = _Broken.training_step.__code__.co_firstlineno + 2
+    with pytest.warns(UserWarning, match=rf"in 2 parts.*test_remat_steps.py:{line}\.") as warned:
+        _fit(_Broken(), RematCallback(1.0))
+    assert sum("RematCallback" in str(one.message) for one in warned) == 1

@@ -1,0 +1,92 @@
+"""Every odd module trains bit for bit as it does without the package."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.conformance import (
+    zoo_autograd,
+    zoo_control_flow,
+    zoo_derivatives,
+    zoo_functorch,
+    zoo_layers,
+    zoo_neighbours,
+    zoo_numbers,
+    zoo_state,
+    zoo_subclasses,
+    zoo_types,
+    zoo_views,
+    zoo_writes,
+)
+from tests.conformance.cases import Case
+from tests.conformance.harness import CALLBACKS, differences, plain, train
+
+THEMES = (
+    zoo_autograd,
+    zoo_control_flow,
+    zoo_derivatives,
+    zoo_functorch,
+    zoo_layers,
+    zoo_neighbours,
+    zoo_numbers,
+    zoo_state,
+    zoo_subclasses,
+    zoo_types,
+    zoo_views,
+    zoo_writes,
+)
+CASES: list[Case] = [case for theme in THEMES for case in theme.CASES]
+METHODS = [name for name in CALLBACKS if name != "plain"]
+
+_LATER = (
+    "numbers are looked at when units are measured, at steps 8, 16, 32, 64 and every 128th: "
+    "between them, "
+)
+_HALF = "FP16 has no units in which subnormal numbers keep their bits: "
+# What a user sees of these cases, by name; only with units.
+INEXACT = {
+    "numbers-attention_that_saturates_later": _LATER
+    + "elements of a gradient below 1e-38 may differ by a subnormal number",
+    "numbers-shrinking_to_nothing": _LATER
+    + "a batch 1e50 times smaller than the measured one may become zero",
+    "numbers-half_near_its_smallest": _HALF
+    + "gradients below 6e-5 may differ by the smallest number, 6e-8",
+    "numbers-half_near_its_largest": _HALF
+    + "a batch 100 times smaller than the measured one may lose a gradient's last bits",
+}
+
+
+def _trainings() -> list[Any]:
+    params = []
+    for case in CASES:
+        for method in METHODS:
+            is_inexact = case.name in INEXACT and method != "monitor"
+            mark = pytest.mark.xfail(reason=INEXACT.get(case.name, ""), strict=True)
+            marks = [mark] if is_inexact else []
+            params.append(pytest.param(case, method, id=f"{case.name}-{method}", marks=marks))
+    return params
+
+
+def test_there_are_enough_cases() -> None:
+    names = [case.name for case in CASES]
+    assert len(set(names)) == len(names) >= 220
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_case_repeats_itself(case: Case) -> None:
+    expected = plain(case)
+    assert not differences(train(case, "plain"), expected)
+    gradients = [v for name, v in expected.values.items() if "gradient of" in name]
+    assert any(gradient is not None and gradient.any() for gradient in gradients)
+    if case.is_finite:
+        losses = [v for name, v in expected.values.items() if name.endswith(": loss")]
+        assert all(torch.isfinite(value).all() for value in losses)
+
+
+@pytest.mark.parametrize(("case", "method"), _trainings())
+def test_same_training(case: Case, method: str) -> None:
+    found = differences(train(case, method), plain(case))
+    assert not found, "\n".join(found[:20])

@@ -1,0 +1,127 @@
+"""Products that the user's own functions run where autograd asks for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
+
+from lightning_unitscale import UnitScaleCallback
+from tests.callbacks.modules import Regression
+from tests.callbacks.runs import assert_same_run, run, unit_scale_of
+
+
+class Bodies(Regression):
+    """Products of no layer's own, two of them in the body of a checkpoint, or in none."""
+
+    def __init__(self, reentrant: bool | None) -> None:
+        super().__init__(norm=False)
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        def body(h: Tensor) -> Tensor:
+            q = (h @ self.first.weight @ self.first.weight.T).view(1, 1, -1, 8)
+            return h + F.scaled_dot_product_attention(q, q, q)[0, 0]
+
+        h = self.first(x)
+        if self.reentrant is None:
+            return self.second(body(h))
+        return self.second(checkpoint(body, h, use_reentrant=self.reentrant))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_the_body_of_a_checkpoint_has_the_same_products_when_it_runs_again(reentrant: bool) -> None:
+    def lossless() -> list[Any]:
+        return [UnitScaleCallback()]
+
+    _, callbacks = assert_same_run(lambda: Bodies(reentrant), lossless)
+    _, expected = assert_same_run(lambda: Bodies(None), lossless)
+    gauge, other = unit_scale_of(callbacks).gauge, unit_scale_of(expected).gauge
+    assert set(gauge) == set(other)
+    for name, pair in gauge.items():
+        # Weights differ in their last bits: a checkpoint draws and adds in its own order.
+        assert abs(pair.log2_sigma - other.pair(name).log2_sigma) <= 1
+
+
+class Heard(TorchFunctionMode):
+    """Lists the functions of torch that it hears of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(getattr(func, "__name__", str(func)))
+        return func(*args, **(kwargs or {}))
+
+
+class Hearing(Regression):
+    """A mode of the user's around a layer that TorchScript runs."""
+
+    def __init__(self) -> None:
+        super().__init__(norm=False)
+        self.traced = torch.jit.trace(torch.nn.Linear(6, 6), torch.ones(4, 6))
+        self.heard: list[str] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        with Heard() as heard:
+            x = self.traced(x)
+        self.heard += heard.names
+        return super().forward(x)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace:DeprecationWarning")
+def test_modes_of_the_user_do_not_hear_of_units() -> None:
+    heard = [run(Hearing, callbacks).module.heard for callbacks in ([], [UnitScaleCallback()])]
+    assert heard[0] == heard[1]
+
+
+class OwnAttention(torch.autograd.Function):
+    """A product, in whose backward pass an attention runs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        h = gradient.view(1, 1, *gradient.shape)
+        return F.scaled_dot_product_attention(h, h, h)[0, 0] @ weight.T, x.T @ gradient
+
+
+class Attending(Regression):
+    def __init__(self) -> None:
+        super().__init__(norm=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        return self.second(OwnAttention.apply(h, self.first.weight @ self.first.weight.T))
+
+
+def test_a_backward_pass_with_products_of_another_kind() -> None:
+    assert_same_run(Attending, lambda: [UnitScaleCallback()])
+
+
+class Masked(Regression):
+    """Attention whose mask, of negative infinities, is added by the product itself."""
+
+    def __init__(self) -> None:
+        super().__init__(norm=False)
+        self.attention = torch.nn.MultiheadAttention(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.nn.Transformer.generate_square_subsequent_mask(len(x))
+        return super().forward(self.attention(x, x, x, attn_mask=mask)[0])
+
+
+def test_a_mask_of_infinities_leaves_its_product_in_units() -> None:
+    _, callbacks = assert_same_run(Masked, lambda: [UnitScaleCallback()])
+    coverage = unit_scale_of(callbacks).coverage
+    assert coverage.num_in_units == coverage.num_products > 10, coverage.table()
