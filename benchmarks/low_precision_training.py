@@ -58,8 +58,8 @@ from lightning_unitscale.transforms import (
 )
 from lightning_unitscale.transforms.attach import captured_forward
 from lightning_unitscale.transforms.lossless import LosslessUnitScale
-from lightning_unitscale.transforms.lossless_unit_scale import calibrate
 from lightning_unitscale.transforms.parameter_info import ParameterInfo
+from lightning_unitscale.transforms.rehearsal import calibrate
 from lightning_unitscale.transforms.rules.rewrite import RuleRewrite
 from lightning_unitscale.transforms.scaled_step import scale_learning_rates
 from lightning_unitscale.transforms.simulate_format import find_sites, insert_at_sites

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import gc
 import math
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-from lightning_unitscale.graph import capture, compiled_graph
+from lightning_unitscale.dispatch.kernels import num_overridden
+from lightning_unitscale.dispatch.torch_internals import (
+    Kernel,
+    KernelOverrides,
+    original_kernel,
+)
+from lightning_unitscale.graph import capture
 from lightning_unitscale.graph.nodes import Names
 
 
@@ -143,20 +150,70 @@ class OperandMeter(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def operand_scales(module: Callable[..., Any], *inputs: Any) -> list[tuple[str, float]]:
-    """RMS of every operand of every matrix product of one seeded step, forward and backward."""
-    readings = OperandMeter()
-    run_variant = compiled_graph.Variant.__call__
+# Called with the name of a product's operand, such as ``aten::mm[0]``, and the operand.
+See = Callable[[str, Tensor], None]
 
-    # Dynamo captures nothing below a dispatch mode, so the mode starts where a graph runs.
-    def measured(variant: compiled_graph.Variant, *args: Any) -> Any:
-        with readings:
-            return run_variant(variant, *args)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compiled_graph.Variant, "__call__", measured)
-        run(module, *inputs, around_backward=readings)
-    return readings.readings
+@contextmanager
+def below_all_kernels(see: See) -> Iterator[None]:
+    """Within this context ``see`` gets what torch's own kernels of products read, in every thread.
+
+    Below whatever else has kernels of its own, so nothing may have any when it begins or ends. A
+    kernel within a kernel is not seen.
+    """
+    gc.collect()
+    assert num_overridden() == 0
+    overrides, running = KernelOverrides(), threading.local()
+
+    def watched(name: str, original: Kernel) -> Kernel:
+        def kernel(*args: Any, **kwargs: Any) -> Any:
+            if getattr(running, "is_inside", False):
+                return original(*args, **kwargs)
+            for position in PRODUCT_OPERANDS[name]:
+                see(f"{name}[{position}]", args[position].detach())
+            running.is_inside = True
+            try:
+                return original(*args, **kwargs)
+            finally:
+                running.is_inside = False
+
+        return kernel
+
+    for name in PRODUCT_OPERANDS:
+        operator = name.removeprefix("aten::")
+        original = original_kernel(operator, "CPU")
+        assert original is not None
+        overrides.put(operator, "CPU", watched(name, original))
+    try:
+        yield
+    finally:
+        gc.collect()
+        overrides.remove()
+    assert num_overridden() == 0
+
+
+def operand_scales(make: Callable[[], nn.Module], *inputs: Any) -> list[tuple[str, float]]:
+    """RMS of every operand that torch's kernels of products read in a seeded step.
+
+    Args:
+        make: Makes the module, which must not be there before.
+        *inputs: Of the step, forward and backward.
+    """
+    readings: list[tuple[str, float]] = []
+
+    def see(name: str, operand: Tensor) -> None:
+        rms = float(operand.double().square().mean().sqrt())
+        if math.isfinite(rms) and rms > 0:
+            readings.append((name, rms))
+
+    def step() -> None:
+        module = make()
+        readings.clear()
+        run(module, *inputs)
+
+    with below_all_kernels(see):
+        step()
+    return readings
 
 
 # What torch 2.11 does in another way.

@@ -45,9 +45,9 @@ from lightning_unitscale.transforms.fp8_linears import WIDE_GRADIENT, FP8Linears
 from lightning_unitscale.transforms.full_precision import runs_in_fp16
 from lightning_unitscale.transforms.gauge import Gauge
 from lightning_unitscale.transforms.lossless import LosslessUnitScale
-from lightning_unitscale.transforms.lossless_unit_scale import calibrate
 from lightning_unitscale.transforms.range_loss import Misfits, RangeCalibrator
 from lightning_unitscale.transforms.reachable import find_once_only
+from lightning_unitscale.transforms.rehearsal import calibrate
 
 
 class GaugeKeeping:

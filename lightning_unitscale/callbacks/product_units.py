@@ -20,7 +20,7 @@ from lightning_unitscale.callbacks.module_steps import (
 from lightning_unitscale.callbacks.ranks import joint_reasons, joint_rms
 from lightning_unitscale.callbacks.recalibration import Looks
 from lightning_unitscale.dispatch.attach import AttachedSession
-from lightning_unitscale.dispatch.coverage import ENOUGH, Coverage
+from lightning_unitscale.dispatch.coverage import Coverage
 from lightning_unitscale.dispatch.fp8 import FP8Products
 from lightning_unitscale.dispatch.measured import Measurement
 from lightning_unitscale.dispatch.session import Numerics, ProductSession
@@ -29,8 +29,6 @@ from lightning_unitscale.transforms.fp8_linears import WIDE_GRADIENT, FP8Linears
 from lightning_unitscale.transforms.gauge import Gauge
 from lightning_unitscale.transforms.range_loss import Misfits
 from lightning_unitscale.transforms.simulate_format import SimulateFormat
-
-_NAMED = 5
 
 
 class ProductUnits:
@@ -297,16 +295,9 @@ class ProductUnits:
 
     def _tell(self, session: ProductSession, coverage: Coverage) -> None:
         """One line on a step that was counted first, and a warning if much of it ran plain."""
-        line = coverage.line()
         if len(self._coverages) == 1 or self._step_name == "training_step":
-            rank_zero_info(f"UnitScaleCallback: {self._step_name}: {line}.")
+            rank_zero_info(f"UnitScaleCallback: {self._step_name}: {coverage.line()}.")
         # An evaluation that rounds nothing has the same numbers in units and without.
         matters = self._step_name == "training_step" or session.is_rounding
-        if matters and coverage.fraction_of_flops("units", "format") < ENOUGH:
-            modules = coverage.uncovered_modules()
-            named = ", ".join(modules[:_NAMED]) + (", ..." if len(modules) > _NAMED else "")
-            rank_zero_warn(
-                f"UnitScaleCallback: {self._step_name}: {line}. What runs plain is in {named}; "
-                f"expected at least {ENOUGH:.0%} of the FLOPs in units; explain() lists all "
-                "products."
-            )
+        if matters and (shortfall := coverage.shortfall()):
+            rank_zero_warn(f"UnitScaleCallback: {self._step_name}: {shortfall}")

@@ -12,8 +12,17 @@ from torch import nn
 
 from lightning_unitscale.dispatch.kernels import close_session, open_session
 from lightning_unitscale.dispatch.session import LOCAL, Numerics, ProductSession
+from lightning_unitscale.dispatch.torch_internals import current_node
 
-_MISSING = object()
+
+class _Missing:
+    """Of a method that a module does not have by itself; the same in a copy."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Missing:
+        return self
+
+
+MISSING = _Missing()
 
 
 class SessionMethod:
@@ -37,6 +46,7 @@ class SessionMethod:
         self._session = session
         self._is_training = is_training
         self.before_call: Callable[[], None] | None = None
+        self.after_call: Callable[[Any], None] | None = None
         functools.update_wrapper(self, self._method)
 
     @property
@@ -46,13 +56,27 @@ class SessionMethod:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the method."""
-        if torch.compiler.is_compiling() or LOCAL.session is self._session:
+        if torch.compiler.is_compiling():
+            if self._session.numerics is None or torch.compiler.is_exporting():
+                return self._method(*args, **kwargs)
+            # What the compiler made of it would not be rounded.
+            return torch.compiler.disable(self.run)(*args, **kwargs)
+        return self.run(*args, **kwargs)
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the method within the session, if it is not within it already."""
+        if LOCAL.session is self._session:
             return self._method(*args, **kwargs)
         if self.before_call is not None:
             self.before_call()
-        self._session.begin_step(is_training=self._is_training())
+        # Within a checkpoint that is computed again it is the same step of training.
+        is_new = current_node() is None
+        self._session.begin_step(is_training=is_new and self._is_training())
         with self._session.running():
-            return self._method(*args, **kwargs)
+            result = self._method(*args, **kwargs)
+        if self.after_call is not None:
+            self.after_call(result)
+        return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """The copied module's own method: a copy made in the middle of a training is plain."""
@@ -77,6 +101,7 @@ class AttachedSession:
         names: Methods that are steps.
         numerics: What rounds products, if anything does.
         is_training: By the method's name, whether a call is one of training.
+        uses_units: Whether products run in units.
 
     Attributes:
         session: The session.
@@ -89,38 +114,36 @@ class AttachedSession:
         names: Iterable[str],
         numerics: Numerics | None = None,
         is_training: Callable[[str], bool] = lambda _: True,
+        *,
+        uses_units: bool = True,
     ) -> None:
-        self.session = ProductSession(module, SessionMethod.__call__.__code__, numerics)
+        self.session = ProductSession(
+            module, SessionMethod.run.__code__, numerics, uses_units=uses_units
+        )
         self._module = module
         self._before: dict[str, Any] = {}
         self.methods: dict[str, SessionMethod] = {}
-        device_types = device_types_of(module)
-        open_session(self.session, device_types)
-        self._overrides = [] if numerics is None else numerics.overrides(self.session, device_types)
+        open_session(self.session, _device_types())
         for name in names:
-            self._before[name] = vars(module).get(name, _MISSING)
-            method = SessionMethod(module, name, self.session, functools.partial(is_training, name))
+            self._before[name] = vars(module).get(name, MISSING)
+            method = self._method(name, functools.partial(is_training, name))
             self.methods[name] = vars(module)[name] = method
+
+    def _method(self, name: str, is_training: Callable[[], bool]) -> SessionMethod:
+        return SessionMethod(self._module, name, self.session, is_training)
 
     def detach(self) -> None:
         """Put the methods and torch's kernels back. May be called more than once."""
         close_session(self.session)
-        for overrides in self._overrides:
-            overrides.remove()
-        self._overrides = []
         for name, before in self._before.items():
             # Whoever has put something over it since takes it away himself.
             if vars(self._module).get(name) is self.methods[name]:
                 del vars(self._module)[name]
-                if before is not _MISSING:
+                if before is not MISSING:
                     vars(self._module)[name] = before
         self._before = {}
 
 
-def device_types_of(module: nn.Module) -> set[str]:
-    """Kinds of devices that a module may run on: where it is now, and an accelerator's if any."""
-    types = {tensor.device.type for tensor in (*module.parameters(), *module.buffers())}
-    types.add("cpu")
-    if torch.cuda.is_available():
-        types.add("cuda")
-    return types
+def _device_types() -> set[str]:
+    """Kinds of devices that a module may run on."""
+    return {"cpu", "cuda"} if torch.cuda.is_available() else {"cpu"}

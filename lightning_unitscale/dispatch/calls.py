@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
 class Call:
     """A product that autograd has recorded: what its backward products need to know."""
 
-    session: ProductSession
+    # Weak: whoever still waits for a backward pass keeps the session, not this table.
+    session: weakref.ref[ProductSession]
     site: Site
     # By the address of each operand's data, which of the operands it is.
     pointers: dict[int, int]
@@ -28,6 +30,9 @@ class Call:
     log2_units: tuple[int, ...]
     is_gradient: tuple[bool, ...]
     step: int
+    # Operands whose gradients autograd computes, and those that are columns after columns.
+    needs: tuple[int, ...] = ()
+    turned: tuple[bool, ...] = (False, False)
     # What was measured of the operands, and of the arriving gradient.
     stats: tuple[Tensor, ...] = ()
     gradient_stats: Tensor | None = None
@@ -48,6 +53,12 @@ def remember(number: int, call: Call) -> None:
     CALLS[number] = call
 
 
+def forget(session: weakref.ref[ProductSession]) -> None:
+    """Forget the calls of a session: backward passes that are still to come run plain."""
+    for number in [number for number, call in list(CALLS.items()) if call.session is session]:
+        CALLS.pop(number, None)
+
+
 def may_belong_to(rule: ProductRule, call: Call) -> bool:
     """Whether a product may be one of the backward products of a call.
 
@@ -61,8 +72,7 @@ def sources_of(rule: ProductRule, call: Call, operands: Sequence[Tensor]) -> tup
     """For each operand of a backward product which forward operand it is; ``None``: the gradient.
 
     Shapes tell, and between equal ones the address of the data, unless what was saved for the
-    backward pass was moved; then the order in which autograd works: the gradient of the first
-    operand comes first, as gradient times operand.
+    backward pass was moved or computed again; then the order in which autograd works.
     """
     if rule.gradient is not None:
         order = itertools.count()
@@ -78,8 +88,11 @@ def sources_of(rule: ProductRule, call: Call, operands: Sequence[Tensor]) -> tup
         return known
     if not candidates:
         return (None, *range(1, len(operands)))
-    wanted = 1 if call.num_visits == 1 else 0
-    return next((pair for pair in candidates if wanted in pair), candidates[0])
+    needs = call.needs or (0, 1)
+    pair = _order_of(needs[(call.num_visits - 1) % len(needs)], call.turned)
+    read = pair[0] if pair[1] is None else pair[1]
+    preferred = [candidate for candidate in candidates if read in candidate]
+    return pair if pair in candidates else (preferred or candidates)[0]
 
 
 def _sources_by_shape(call: Call, operands: Sequence[Tensor]) -> list[tuple[int | None, ...]]:
@@ -96,3 +109,14 @@ def _sources_by_shape(call: Call, operands: Sequence[Tensor]) -> list[tuple[int 
         (None, 0): a == result[::-1] and b == first,
     }
     return [sources for sources, fits in possible.items() if fits]
+
+
+def _order_of(index: int, turned: tuple[bool, ...]) -> tuple[int | None, ...]:
+    """What autograd multiplies for the gradient of an operand of ``mm``, in its order.
+
+    ``g b^T`` for the first and ``a^T g`` for the second, unless the operand is columns after
+    columns: then it makes the transposed gradient, so that it is columns after columns as well.
+    """
+    if index == 0:
+        return (1, None) if turned[0] else (None, 1)
+    return (None, 0) if turned[1] else (0, None)

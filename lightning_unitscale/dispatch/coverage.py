@@ -9,9 +9,10 @@ from typing import Literal
 
 from tabulate import tabulate
 
-Kind = Literal["units", "format", "plain"]
+Kind = Literal["units", "format", "plain", "left out"]
 # Below this share of a step's floating-point operations a user is warned.
 ENOUGH = 0.9
+_NAMED = 5
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,8 @@ class ProductCount:
 
     Attributes:
         module: Path of the module; empty for the root.
-        kind: ``"units"``, ``"format"`` (in units and rounded to fewer bits), or ``"plain"``.
+        kind: ``"units"``, ``"format"`` (rounded to fewer bits, in units if there are any),
+            ``"plain"``, or ``"left out"`` of the format where there are no units.
         reason: Why they ran plain; empty otherwise.
         num_products: How many there were in a step.
         flops: Their floating-point operations.
@@ -39,9 +41,11 @@ class Coverage:
 
     Attributes:
         counts: By module, kind and reason, in the order in which they ran.
+        has_units: Whether products run in units; if not, they are only rounded.
     """
 
     counts: tuple[ProductCount, ...] = ()
+    has_units: bool = True
 
     @property
     def num_products(self) -> int:
@@ -51,7 +55,7 @@ class Coverage:
     @property
     def num_in_units(self) -> int:
         """Those that ran on operands in units, rounded or not."""
-        return sum(count.num_products for count in self.counts if count.kind != "plain")
+        return sum(count.num_products for count in self.counts if count.kind in ("units", "format"))
 
     @property
     def reasons(self) -> Mapping[str, float]:
@@ -83,15 +87,28 @@ class Coverage:
         if not self.counts:
             return "no matrix product ran"
         rounded = sum(count.num_products for count in self.counts if count.kind == "format")
+        how = "in units" if self.has_units else "rounded to a format"
         text = (
-            f"{self.num_in_units} of {self.num_products} products in units "
+            f"{self.num_in_units} of {self.num_products} products {how} "
             f"({_percent(self.fraction_of_flops('units', 'format'))} of their FLOPs)"
         )
-        if rounded:
+        if rounded and self.has_units:
             share = _percent(self.fraction_of_flops("format"))
             text += f", {rounded} of them rounded to a format ({share})"
         reasons = [f"{_percent(share)} plain: {why}" for why, share in self.reasons.items()]
         return "; ".join([text, *reasons])
+
+    def shortfall(self) -> str:
+        """What to warn of where much of a step ran plain; empty where enough did not."""
+        if 1.0 - self.fraction_of_flops("plain") >= ENOUGH or not self.counts:
+            return ""
+        modules = self.uncovered_modules()
+        named = ", ".join(modules[:_NAMED]) + (", ..." if len(modules) > _NAMED else "")
+        wanted = "in units" if self.has_units else "rounded"
+        return (
+            f"{self.line()}. What runs plain is in {named}; expected at least {ENOUGH:.0%} of the "
+            f"FLOPs {wanted}; explain() lists all products."
+        )
 
     def table(self) -> str:
         """A row for each module, kind and reason."""
@@ -144,8 +161,12 @@ class CoverageCounter:
         """
         self._counted.append(_Counted(module, kind, reason, flops, plain))
 
-    def result(self) -> Coverage:
-        """What was counted, as it runs from now on."""
+    def result(self, *, has_units: bool = True) -> Coverage:
+        """What was counted, as it runs from now on.
+
+        Args:
+            has_units: Whether products run in units, rather than only rounded.
+        """
         joint: dict[tuple[str, Kind, str], list[int]] = {}
         for product in self._counted:
             kind, reason = product.kind, product.reason
@@ -155,7 +176,8 @@ class CoverageCounter:
             entry = joint.setdefault((product.module, kind, reason), [0, 0])
             entry[0] += 1
             entry[1] += product.flops
-        return Coverage(tuple(ProductCount(*key, *entry) for key, entry in joint.items()))
+        counts = tuple(ProductCount(*key, *entry) for key, entry in joint.items())
+        return Coverage(counts, has_units)
 
 
 def _percent(share: float) -> str:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_unitscale.dispatch.execute import Product, run_in_units
-from lightning_unitscale.dispatch.fp8_function import override_linear
+from lightning_unitscale.dispatch.execute import Product
+from lightning_unitscale.dispatch.fp8_function import run_layer
 from lightning_unitscale.dispatch.simulate import grid_factor
+from lightning_unitscale.dispatch.sites import running_module
 from lightning_unitscale.functional.fp8_linear import GRADIENTS, OPERAND, to_fp8
 from lightning_unitscale.functional.scaled_product import MULTIPLE, scaled_product, why_no_fp8
 from lightning_unitscale.transforms.calibration import Direction, root_mean_square
@@ -21,12 +22,11 @@ if TYPE_CHECKING:
     from lightning_unitscale.dispatch.products import ProductRule
     from lightning_unitscale.dispatch.session import ProductSession
     from lightning_unitscale.dispatch.sites import Site
-    from lightning_unitscale.dispatch.torch_internals import Kernel, KernelOverrides
+    from lightning_unitscale.dispatch.torch_internals import Kernel
     from lightning_unitscale.transforms.fp8_linears import FP8Linears
 
 _DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 _LINEAR = "linear"
-_AUTOGRAD_KEYS = {"cpu": "AutogradCPU", "cuda": "AutogradCUDA"}
 
 
 class FP8Products:
@@ -34,13 +34,15 @@ class FP8Products:
 
     Args:
         config: What is left out, by name or by measurement, and the formats.
+        measures_range: Whether what does not fit, by what :meth:`measure` sees, is left out.
 
     Attributes:
         is_training: Whether the steps that run now are those of training.
     """
 
-    def __init__(self, config: FP8Linears) -> None:
+    def __init__(self, config: FP8Linears, *, measures_range: bool = True) -> None:
         self._config = config
+        self._measures_range = measures_range
         self.is_training = True
         self._shares: list[tuple[Direction, str, Tensor]] = []
 
@@ -49,13 +51,15 @@ class FP8Products:
         """Whether the steps that run now are in FP8."""
         return self.is_training or self._config.in_evaluation
 
-    def applies_to(self, site: Site, rule: ProductRule, args: Sequence[Any]) -> bool:
+    def applies_to(
+        self, site: Site, rule: ProductRule, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> bool:
         """Whether a product runs in FP8."""
         config = self._config
         if not self.is_active:
             return False
         if site.name not in config.decisions:
-            config.decisions[site.name] = self._why_not(site, rule, args)
+            config.decisions[site.name] = self._why_not(site, rule, args, kwargs)
         return config.decisions[site.name] is None and rule.operator in ("mm", "addmm")
 
     def measure(self, product: Product, operands: Sequence[Tensor], *, is_first: bool) -> None:
@@ -63,7 +67,7 @@ class FP8Products:
 
         At first sight it is decided at once: what does not fit is not to be cast even once.
         """
-        if product.rule.operator not in ("mm", "addmm"):
+        if not self._measures_range or product.rule.operator not in ("mm", "addmm"):
             return
         for tensor, unit, name, is_gradient in zip(
             operands, product.log2_units, product.names, product.is_gradient, strict=True
@@ -102,16 +106,16 @@ class FP8Products:
         self, product: Product, original: Kernel, args: list[Any], kwargs: dict[str, Any]
     ) -> Any:
         """Run a product in FP8."""
-        if any(kwargs.get(name, 1) != 1 for name in ("alpha", "beta")):
-            return run_in_units(product, original, args, kwargs)
         config, site = self._config, product.site
         first, second = product.rule.operands
+        if args[first].shape[1] != args[second].shape[0]:
+            return original(*args, **kwargs)  # which says what is wrong; FP8 would pad it
         scale = 1.0
         casts: list[Tensor] = []
         for position, unit, is_gradient, name in zip(
             (first, second), product.log2_units, product.is_gradient, product.names, strict=True
         ):
-            factor = grid_factor(config.moving_grid, name)
+            factor = grid_factor(config.moving_grid, name, product.step)
             scale *= 2.0**unit / factor
             # The hardware multiplies no two matrices in E5M2.
             is_wide = is_gradient and not any(cast.dtype == GRADIENTS["E5M2"] for cast in casts)
@@ -127,24 +131,29 @@ class FP8Products:
         )
         return result.add_(args[0]) if product.rule.addends else result
 
-    def overrides(
-        self, session: ProductSession, device_types: Collection[str]
-    ) -> list[KernelOverrides]:
-        """Let linear layers keep FP8 for their backward pass."""
-        keys = [_AUTOGRAD_KEYS[kind] for kind in device_types if kind in _AUTOGRAD_KEYS]
-        return [override_linear(session, self._config, key) for key in keys]
+    def run_layer(
+        self, session: ProductSession, input: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> Tensor | None:
+        """Run a linear layer so that it keeps FP8 for its backward pass, if it is in FP8."""
+        return run_layer(session, self, self._config, (input, weight, bias))
 
-    def _why_not(self, site: Site, rule: ProductRule, args: Sequence[Any]) -> str | None:
+    def _why_not(
+        self, site: Site, rule: ProductRule, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> str | None:
         if rule.operator not in ("mm", "addmm"):
             return "it is no linear layer"
         read, weight = (args[position] for position in rule.operands)
-        if not (site.name.rpartition(".")[2].startswith(_LINEAR) or is_parameter(weight)):
+        is_linear = site.name.rpartition(".")[2].startswith(_LINEAR) and _is_of_layer(weight)
+        if not (is_linear or is_parameter(weight)):
             return "it is no linear layer"
         if not self._config.patterns.match_names(site.name, site.module):
             return "its name is excluded"
         for tensor in (read, weight):
             if tensor.dtype not in _DTYPES:
                 return f"made of {tensor.dtype}"
+        for name in ("beta", "alpha"):
+            if kwargs.get(name, 1) != 1:
+                return f"it has {name}={kwargs[name]}"
         for what, size in zip(("input", "output"), weight.shape, strict=True):
             if size % MULTIPLE or size == 0:
                 return f"its {size} {what} features are no multiple of {MULTIPLE}"
@@ -155,6 +164,19 @@ class FP8Products:
                 "8.9 or above, or a CPU; leave FP8 out, or simulate it."
             )
         return self._config.unfit.products.get(site.name)
+
+
+def _is_of_layer(weight: Tensor) -> bool:
+    """Whether a matrix is made of a parameter of the layer that runs, by that parameter's shape.
+
+    ``F.linear(x, 2 * w)`` and ``x @ y.t()`` are the same operation.
+    """
+    layer = running_module()
+    if layer is None:
+        return False
+    shape = weight.shape[::-1]
+    own = layer.parameters(recurse=False)
+    return isinstance(layer, nn.Linear) or any(param.shape == shape for param in own)
 
 
 def is_parameter(tensor: Tensor) -> bool:

@@ -1,14 +1,17 @@
 """The eager executor of the table: kernels of torch's products that ask whose product they run.
 
 Kernels are overridden while there is a session, for the devices in use, and torch's own are back
-when the last one has closed. A product of nobody's costs two microseconds more meanwhile.
+when the last one has closed or was garbage-collected. A product of nobody's costs two microseconds
+more meanwhile.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+import weakref
+from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -16,9 +19,10 @@ from torch.optim.optimizer import (
 )
 from torch.utils.hooks import RemovableHandle
 
-from lightning_unitscale.dispatch.calls import CALLS
+from lightning_unitscale.dispatch.calls import CALLS, Call, forget
 from lightning_unitscale.dispatch.products import RULES, UNREACHED, ProductRule, UnreachedRule
 from lightning_unitscale.dispatch.session import LOCAL, ProductSession
+from lightning_unitscale.dispatch.sites import sites_of_checkpoint
 from lightning_unitscale.dispatch.torch_internals import (
     Kernel,
     KernelOverrides,
@@ -29,9 +33,15 @@ from lightning_unitscale.dispatch.torch_internals import (
 )
 
 _KEYS = {"cpu": "CPU", "cuda": "CUDA"}
+# Where linear layers are met as a whole, by what keeps less of them for the backward pass.
+_AUTOGRAD_KEYS = {"cpu": "AutogradCPU", "cuda": "AutogradCUDA"}
 # On a CPU it multiplies by a kernel of the table, with operands that are in FP8 already.
 _FP8 = "_scaled_mm"
-_sessions: dict[int, ProductSession] = {}
+if TYPE_CHECKING:
+    Finalizer = weakref.finalize[..., ProductSession]
+
+# By the identity of a session: what ends it, here or when nobody has it any more.
+_sessions: dict[int, Finalizer] = {}
 _optimizer_hooks: list[RemovableHandle] = []
 _overrides: dict[str, KernelOverrides] = {}
 
@@ -43,11 +53,17 @@ def open_session(session: ProductSession, device_types: set[str]) -> None:
         session: The session.
         device_types: Where its module may run, such as ``{"cpu"}``.
     """
-    _sessions[id(session)] = session
+    if id(session) not in _sessions:
+        finalizer = weakref.finalize(session, _end, id(session), session.ref)
+        finalizer.atexit = False
+        _sessions[id(session)] = finalizer
     for device_type in device_types:
         key = _KEYS.get(device_type)
         if key is not None and key not in _overrides:
             _overrides[key] = _override(key)
+        key = _AUTOGRAD_KEYS.get(device_type)
+        if session.numerics is not None and key is not None and key not in _overrides:
+            _overrides[key] = _override_layers(key)
     if not _optimizer_hooks:
         # What an optimizer multiplies is not the model's; a closure that it calls is again.
         _optimizer_hooks.append(register_optimizer_step_pre_hook(_suspend))
@@ -57,7 +73,13 @@ def open_session(session: ProductSession, device_types: set[str]) -> None:
 def close_session(session: ProductSession) -> None:
     """End it; torch's own kernels are back when it was the last. May be called more than once."""
     session.close()
-    _sessions.pop(id(session), None)
+    if (finalizer := _sessions.get(id(session))) is not None:
+        finalizer()
+
+
+def _end(key: int, session: weakref.ref[ProductSession]) -> None:
+    _sessions.pop(key, None)
+    forget(session)
     if not _sessions:
         for overrides in _overrides.values():
             overrides.remove()
@@ -114,6 +136,17 @@ def _override(key: str) -> KernelOverrides:
     return overrides
 
 
+def _asking_session(call: Call | None) -> ProductSession | None:
+    """Whose a product is that runs within an autograd node."""
+    if call is not None:
+        return call.session()
+    if LOCAL.session is not None:
+        return LOCAL.session
+    # The body of a checkpoint, which a node has asked for that makes no product.
+    sites = sites_of_checkpoint()
+    return None if sites is None else sites.session()
+
+
 def _product_kernel(rule: ProductRule, original: Kernel) -> Kernel:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         if LOCAL.is_inside:
@@ -126,7 +159,7 @@ def _product_kernel(rule: ProductRule, original: Kernel) -> Kernel:
             with plain_functions():
                 return session.forward(rule, original, args, kwargs)
         call = CALLS.get(sequence_number(node))
-        session = LOCAL.session or _recomputing() if call is None else call.session
+        session = _asking_session(call)
         if session is None:
             return original(*args, **kwargs)
         with plain_functions():
@@ -135,9 +168,25 @@ def _product_kernel(rule: ProductRule, original: Kernel) -> Kernel:
     return kernel
 
 
-def _recomputing() -> ProductSession | None:
-    """Whose checkpoint computes once more, within a node that no product has made."""
-    return next((session for session in _sessions.values() if session.owns_caller()), None)
+def _override_layers(key: str) -> KernelOverrides:
+    overrides = KernelOverrides()
+    original = original_kernel("linear", key)
+    assert original is not None, "torch has a linear for every device"
+    overrides.put("linear", key, _layer_kernel(original))
+    return overrides
+
+
+def _layer_kernel(original: Kernel) -> Kernel:
+    def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+        session = LOCAL.session
+        if session is None and (node := current_node()) is not None:
+            session = _asking_session(CALLS.get(sequence_number(node)))
+        result = None
+        if session is not None and session.numerics is not None and not LOCAL.is_inside:
+            result = session.numerics.run_layer(session, input, weight, bias)
+        return original(input, weight, bias) if result is None else result
+
+    return linear
 
 
 def _closed_kernel(original: Kernel) -> Kernel:

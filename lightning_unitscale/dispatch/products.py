@@ -47,6 +47,8 @@ class ProductRule:
             one.
         with_factor: The function of torch that multiplies the product by a number, ``alpha``, and
             adds it to its first argument; the operator itself, if it has that argument.
+        backward_order: The operands of a product of two in the order in which autograd computes
+            their gradients: that of the names that its derivatives are written with.
         flops: Floating-point operations of a call.
     """
 
@@ -60,6 +62,7 @@ class ProductRule:
     temperature: tuple[int, ...] | None = None
     gradient: int | None = None
     with_factor: Callable[..., Tensor] | None = None
+    backward_order: tuple[int, ...] = (0, 1)
 
 
 @dataclass(frozen=True)
@@ -83,20 +86,23 @@ def _two(word: str, *roles: str) -> Callable[[Arguments], tuple[str, tuple[str, 
 
 def _mm_word(args: Arguments) -> tuple[str, tuple[str, ...]]:
     # F.linear multiplies by its weight transposed; what a person writes has rows, as a rule.
-    if _is_transposed(args[1]):
+    if is_turned(args[1]):
         return "linear", ("input", "weight")
     return "matmul", ("input", "other")
 
 
 def _addmm_word(args: Arguments) -> tuple[str, tuple[str, ...]]:
-    if _is_transposed(args[2]):
+    if is_turned(args[2]):
         return "linear", ("input", "weight")
     return "addmm", ("mat1", "mat2")
 
 
-def _is_transposed(matrix: Tensor) -> bool:
-    stride = matrix.stride()
-    return stride[0] == 1 and stride[1] == matrix.shape[0]
+def is_turned(tensor: Tensor) -> bool:
+    """Whether a tensor is a matrix that lies in memory column after column."""
+    if tensor.dim() != 2:
+        return False
+    stride = tensor.stride()
+    return stride[0] == 1 and stride[1] == tensor.shape[0]
 
 
 def _convolution_word(args: Arguments) -> tuple[str, tuple[str, ...]]:
@@ -169,7 +175,15 @@ _BOTH: tuple[Coefficients, ...] = ((1, 1),)
 _SDPA = "_scaled_dot_product"
 
 RULES: tuple[ProductRule, ...] = (
-    ProductRule("mm", (0, 1), _BOTH, _mm_word, _contraction(0, 1), with_factor=torch.addmm),
+    ProductRule(
+        "mm",
+        (0, 1),
+        _BOTH,
+        _mm_word,
+        _contraction(0, 1),
+        with_factor=torch.addmm,
+        backward_order=(1, 0),
+    ),
     ProductRule(
         "bmm",
         (0, 1),
@@ -177,6 +191,7 @@ RULES: tuple[ProductRule, ...] = (
         _two("matmul", "input", "other"),
         _contraction(0, 1),
         with_factor=torch.baddbmm,
+        backward_order=(1, 0),
     ),
     ProductRule("mv", (0, 1), _BOTH, _two("matmul", "input", "other"), _contraction(0, 1)),
     ProductRule("dot", (0, 1), _BOTH, _two("matmul", "input", "other"), _contraction(0, 1)),

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any, Protocol
@@ -19,18 +20,24 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from lightning_unitscale.dispatch.calls import CALLS, Call, may_belong_to, remember, sources_of
+from lightning_unitscale.dispatch.calls import (
+    CALLS,
+    Call,
+    forget,
+    may_belong_to,
+    remember,
+    sources_of,
+)
 from lightning_unitscale.dispatch.coverage import Coverage, CoverageCounter, Kind
 from lightning_unitscale.dispatch.execute import Product, run_in_units
 from lightning_unitscale.dispatch.measured import Measurement, Measurements
-from lightning_unitscale.dispatch.products import ProductRule, UnreachedRule
+from lightning_unitscale.dispatch.products import ProductRule, UnreachedRule, is_turned
 from lightning_unitscale.dispatch.scaling import forget_copy, smallest_and_rms
-from lightning_unitscale.dispatch.sites import FORWARD, Site, Sites
+from lightning_unitscale.dispatch.sites import FORWARD, Run, Site, Sites
 from lightning_unitscale.dispatch.torch_internals import (
     Kernel,
-    KernelOverrides,
     last_sequence_number,
-    sequence_number,
+    saves_elsewhere,
 )
 from lightning_unitscale.transforms.gauge import (
     MAX_LOG2_GAMMA,
@@ -70,7 +77,9 @@ class Numerics(Protocol):
     @property
     def is_active(self) -> bool: ...  # noqa: D102
 
-    def applies_to(self, site: Site, rule: ProductRule, args: Sequence[Any]) -> bool:
+    def applies_to(
+        self, site: Site, rule: ProductRule, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> bool:
         """Whether a product is rounded."""
 
     def run(
@@ -81,10 +90,55 @@ class Numerics(Protocol):
     def measure(self, product: Product, operands: Sequence[Tensor], *, is_first: bool) -> None:
         """Look at operands in their units, for the first time or again."""
 
-    def overrides(
-        self, session: ProductSession, device_types: Collection[str]
-    ) -> list[KernelOverrides]:
-        """Override what is needed beside products, for kinds of devices."""
+    def run_layer(
+        self, session: ProductSession, input: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> Tensor | None:
+        """Run a linear layer above autograd; ``None`` leaves it to its products."""
+
+
+class FirstOf:
+    """The first of several numerics that applies to a product.
+
+    Args:
+        *numerics: By precedence.
+    """
+
+    def __init__(self, *numerics: Numerics) -> None:
+        self._numerics = numerics
+
+    def applies_to(
+        self, site: Site, rule: ProductRule, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> bool:
+        """Whether any of them applies."""
+        return any(each.applies_to(site, rule, args, kwargs) for each in self._numerics)
+
+    def run(
+        self, product: Product, original: Kernel, args: list[Any], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a product in the first that applies."""
+        first = next(
+            each
+            for each in self._numerics
+            if each.applies_to(product.site, product.rule, args, kwargs)
+        )
+        return first.run(product, original, args, kwargs)
+
+    @property
+    def is_active(self) -> bool:
+        """Whether any of them rounds in the steps that run now."""
+        return any(each.is_active for each in self._numerics)
+
+    def run_layer(
+        self, session: ProductSession, input: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> Tensor | None:
+        """Run a linear layer above autograd, if one of them does."""
+        results = (each.run_layer(session, input, weight, bias) for each in self._numerics)
+        return next((result for result in results if result is not None), None)
+
+    def measure(self, product: Product, operands: Sequence[Tensor], *, is_first: bool) -> None:
+        """Let each of them look at operands."""
+        for each in self._numerics:
+            each.measure(product, operands, is_first=is_first)
 
 
 class _Local(threading.local):
@@ -125,23 +179,32 @@ class ProductSession:
         module: The module; names of products are paths in it.
         boundary: Code of the function that calls a step.
         numerics: What rounds products, if anything does.
+        uses_units: Whether products run in units; if not, only ``numerics`` changes them.
 
     Attributes:
+        ref: The session, weakly: the same object each time.
         is_looking: Whether the steps measure what has units already, for :meth:`take`.
         is_counting: Whether the steps count their products.
         step: How many training steps have begun.
     """
 
     def __init__(
-        self, module: nn.Module, boundary: CodeType, numerics: Numerics | None = None
+        self,
+        module: nn.Module,
+        boundary: CodeType,
+        numerics: Numerics | None = None,
+        *,
+        uses_units: bool = True,
     ) -> None:
         self.numerics = numerics
+        self.uses_units = uses_units
+        self.ref = weakref.ref(self)
         self._gauge = Gauge()
         self.is_looking = False
         self.step = 0
         self._episode = 0
         self._plain: dict[str, dict[str, str]] = {}
-        self._sites = Sites(module, boundary)
+        self._sites = Sites(module, boundary, self.ref)
         self._measurements = Measurements()
         self._counter: CoverageCounter | None = None
 
@@ -186,6 +249,11 @@ class ProductSession:
         self.step += is_training
         self._sites.begin()
         forget_copy()
+        self.settle()
+        self._sites.settle()
+
+    def settle(self) -> None:
+        """Take the units of what was measured and nobody has taken."""
         measurement = self.take()
         if measurement is not None:
             self.adopt(measurement.forward, measurement.backward, measurement)
@@ -194,10 +262,12 @@ class ProductSession:
         """Count the products from now on, for :meth:`coverage`."""
         self._counter = CoverageCounter()
 
-    def coverage(self) -> Coverage | None:
-        """What was counted since :meth:`count`, which ends with it."""
-        counter, self._counter = self._counter, None
-        return None if counter is None else counter.result()
+    def coverage(self, *, ends: bool = True) -> Coverage | None:
+        """What was counted since :meth:`count`, which ends with it unless it is to go on."""
+        counter = self._counter
+        if ends:
+            self._counter = None
+        return None if counter is None else counter.result(has_units=self.uses_units)
 
     def take(self) -> Measurement | None:
         """What was measured since the last call, with one transfer from the device."""
@@ -256,8 +326,7 @@ class ProductSession:
 
     def close(self) -> None:
         """Forget the recorded products: backward passes that are still to come run plain."""
-        for number in [n for n, call in CALLS.items() if call.session is self]:
-            del CALLS[number]
+        forget(self.ref)
         self._measurements.clear()
         forget_copy()
 
@@ -265,8 +334,9 @@ class ProductSession:
         self, rule: ProductRule, original: Kernel, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run a product that a step of the module asks for."""
-        path, _ = self._sites.path_of_caller(3)
-        return self._forward(rule, original, args, kwargs, path or "", self._episode)
+        return self._forward(
+            rule, original, args, kwargs, self._sites.forward_run(3, self._episode)
+        )
 
     def within_backward(
         self,
@@ -278,25 +348,21 @@ class ProductSession:
         node: Any,
     ) -> Any:
         """Run a product that runs while autograd runs one of its nodes."""
-        path, is_engine = self._sites.path_of_caller(3)
-        if path is not None and not is_engine:
+        run = self._sites.backward_run(3, self._episode, node)
+        if run is not None:
             # A checkpoint computes its body again, within the node that asked for it.
-            again = (self._episode, sequence_number(node))
-            return self._forward(rule, original, args, kwargs, path, again)
-        if is_engine and call is not None and may_belong_to(rule, call):
+            return self._forward(rule, original, args, kwargs, run)
+        if call is not None and may_belong_to(rule, call):
             return self._backward(rule, original, args, kwargs, call)
-        module = "" if call is None else call.site.module
-        return self._forward(rule, original, args, kwargs, module, self._episode, f"@{node.name()}")
-
-    def owns_caller(self) -> bool:
-        """Whether a module of the session's runs what the caller's caller was called for."""
-        return self._sites.owns_caller(4)
+        run = Run("", self._episode)
+        return self._forward(rule, original, args, kwargs, run, f"@{node.name()}")
 
     def take_settled(
         self,
         word: str,
         roles: tuple[str, ...],
-        node_number: int | None,
+        node: Any,
+        numerics: Numerics,
         product: tuple[ProductRule, tuple[Any, ...]],
     ) -> Site | None:
         """The site of an operation above autograd, if all is known of it and it is to be rounded.
@@ -304,17 +370,21 @@ class ProductSession:
         Args:
             word: What it is called.
             roles: Of its operands.
-            node_number: Of the autograd node that asks for it, if it is computed again.
+            node: The autograd node that asks for it, if it is computed again.
+            numerics: What would round it.
             product: The rule and the arguments of the product that it would make.
         """
-        path, is_engine = self._sites.path_of_caller(4)
-        if path is None or is_engine or self.numerics is None:
+        run: Run | None
+        if node is None:
+            run = self._sites.forward_run(4, self._episode)
+        else:
+            run = self._sites.backward_run(4, self._episode, node)
+        if run is None:
             return None
-        episode = self._episode if node_number is None else (self._episode, node_number)
-        site = self._sites.peek(word, path, episode)
-        if site is None or not site.is_settled or not self.numerics.applies_to(site, *product):
+        site = self._sites.peek(word, run)
+        if site is None or not site.is_settled or not numerics.applies_to(site, *product, {}):
             return None
-        return self._sites.find(word, roles, path, episode)[0]
+        return self._sites.find(word, roles, run)[0]
 
     def count_all(self, site: Site, flops: Callable[..., int], args: tuple[Any, ...]) -> None:
         """Count a layer that is rounded as a whole: its product, and those of its gradients."""
@@ -332,8 +402,8 @@ class ProductSession:
         finally:
             LOCAL.is_inside = False
         if self._counter is not None:
-            path, _ = self._sites.path_of_caller(3)
-            self._counter.add(path or "", "plain", rule.reason, rule.flops(args, result))
+            path = self._sites.forward_run(3, self._episode).path
+            self._counter.add(path, "plain", rule.reason, rule.flops(args, result))
         return result
 
     def _forward(
@@ -342,8 +412,7 @@ class ProductSession:
         original: Kernel,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        path: str,
-        episode: object,
+        run: Run,
         suffix: str = "",
     ) -> Any:
         operands = [args[position] for position in rule.operands]
@@ -352,7 +421,7 @@ class ProductSession:
         word, roles = rule.word(args)
         if rule.gradient is not None:
             roles = ("gradient", *roles)
-        site, is_new = self._sites.find(word + suffix, roles, path, episode)
+        site, is_new = self._sites.find(word + suffix, roles, run)
         if is_new:
             self._set_units(site)
             site.plain = dict(self._plain.get(site.name, {}))
@@ -369,8 +438,7 @@ class ProductSession:
         if stats and self.numerics is not None:
             self.numerics.measure(product, operands, is_first=site.log2_units is None)
             site.log2_units = units
-        is_again = isinstance(episode, tuple)
-        self._record(site, operands, units, is_gradient, stats, is_again=is_again)
+        self._record(rule, site, operands, units, is_gradient, stats)
         if LOCAL.watched is not None:
             storages = tuple(tensor.untyped_storage().data_ptr() for tensor in operands)
             LOCAL.watched.append(RanProduct(site.name, storages, units, site.log2_gamma or 0))
@@ -417,7 +485,9 @@ class ProductSession:
             site.log2_gamma = units[sources.index(None)]
         if torch.is_grad_enabled():
             derived = self._sites.derive(site, slot, tuple(map(str, range(len(operands)))))
-            self._record(derived, operands, units, is_gradient, stats)
+            if derived.log2_gamma is None:
+                self._set_units(derived)
+            self._record(rule, derived, operands, units, is_gradient, stats)
         return self._run(product, original, args, kwargs)
 
     def _run(
@@ -427,10 +497,13 @@ class ProductSession:
         rule, site = product.rule, product.site
         LOCAL.is_inside = True
         try:
-            if numerics is not None and numerics.applies_to(site, rule, args):
+            if numerics is not None and numerics.applies_to(site, rule, args, kwargs):
                 kind: Kind = "format"
                 reason = ""
                 result = numerics.run(product, original, list(args), kwargs)
+            elif not self.uses_units:
+                kind, reason = "left out", ""
+                result = original(*args, **kwargs)
             elif reason := site.plain.get(product.slot, ""):
                 kind = "plain"
                 result = original(*args, **kwargs)
@@ -447,13 +520,12 @@ class ProductSession:
 
     def _record(
         self,
+        rule: ProductRule,
         site: Site,
         operands: Sequence[Tensor],
         units: tuple[int, ...],
         is_gradient: tuple[bool, ...],
         stats: tuple[Tensor, ...],
-        *,
-        is_again: bool = False,
     ) -> None:
         """Remember a product under the number of the autograd node that was made for it."""
         number = last_sequence_number()
@@ -463,21 +535,23 @@ class ProductSession:
                 return
         elif not any(tensor.requires_grad for tensor in operands):
             return
+        moves = saves_elsewhere()
         call = Call(
-            self,
+            self.ref,
             site,
-            {tensor.data_ptr(): index for index, tensor in enumerate(operands)},
+            {
+                tensor.data_ptr(): index
+                for index, tensor in enumerate(operands)
+                if not moves or (tensor if tensor._base is None else tensor._base).is_leaf
+            },
             tuple(tuple(tensor.shape) for tensor in operands),
             units,
             is_gradient,
             self.step,
+            tuple(index for index in rule.backward_order if operands[index].requires_grad),
+            tuple(is_turned(tensor) for tensor in operands),
             stats,
         )
-        if is_again and site.last_call is not None:
-            # The backward pass of the first run reads what this one saves.
-            site.last_call.pointers = call.pointers
-        else:
-            site.last_call = call
         remember(number, call)
 
     def _measure(
@@ -523,13 +597,15 @@ class ProductSession:
         return tuple(unit or 0 for unit in units), rows
 
     def _set_units(self, site: Site) -> None:
+        if not self.uses_units:
+            site.log2_units, site.log2_gamma = (0,) * len(site.roles), 0
+            return
         pairs = self._gauge.pairs
         operands = [pairs.get(name) for name in site.operand_names]
         known = [pair.log2_sigma for pair in operands if pair is not None]
         site.log2_units = tuple(known) if len(known) == len(site.roles) else None
         gradient = pairs.get(site.name)
         site.log2_gamma = None if gradient is None else gradient.log2_gamma
-        site.is_settled = site.log2_units is not None and site.log2_gamma is not None
 
 
 def _is_real(operands: Sequence[Any]) -> bool:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import sys
 import weakref
-from types import CodeType
+from dataclasses import dataclass
+from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from torch import nn
 
@@ -15,14 +17,37 @@ from lightning_unitscale.dispatch.torch_internals import (
     ENGINE,
     MODULE_CALL,
     RECOMPUTATIONS,
+    checkpoint_of,
+    checkpoint_under_way,
     checkpointed_body,
+    graph_task,
+    sequence_number,
 )
 
 if TYPE_CHECKING:
-    from lightning_unitscale.dispatch.calls import Call
+    from lightning_unitscale.dispatch.session import ProductSession
 
 # Where a product runs beside the slots of its operands' gradients.
 FORWARD = "forward"
+
+
+def frame_at(depth: int) -> FrameType | None:
+    """The frame that many calls above the caller of this function, if the stack is that deep."""
+    try:
+        return sys._getframe(depth + 1)
+    except ValueError:
+        return None
+
+
+def running_module() -> nn.Module | None:
+    """The innermost module whose call is on the Python stack."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is MODULE_CALL:
+            module: nn.Module = frame.f_locals["self"]
+            return module
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
 
 
 class Site:
@@ -36,14 +61,12 @@ class Site:
         log2_units: Exponents of the units of its operands; ``None`` while nobody has measured.
         log2_gamma: Exponent of the unit of the arriving gradient.
         plain: Which of its products run as they are, and why: ``"forward"``, or a backward one.
-        last_call: Its last run that autograd has recorded.
         is_settled: Whether all of its units were known when the step began.
     """
 
     __slots__ = (
         "derived",
         "is_settled",
-        "last_call",
         "log2_gamma",
         "log2_units",
         "module",
@@ -62,19 +85,36 @@ class Site:
         self.log2_gamma: int | None = None
         self.plain: dict[str, str] = {}
         self.is_settled = False
-        self.last_call: Call | None = None
         self.derived: dict[str, Site] = {}
 
 
-class _Place:
-    """The products of one kind in one module, in the order in which a step runs them."""
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Where a forward product runs.
 
-    __slots__ = ("count", "episode", "sites")
+    Attributes:
+        path: Of its module.
+        episode: What occurrences are counted within: a step, or one run of a checkpoint's body.
+        checkpoint: Whose body is computed again, if one is.
+    """
 
-    def __init__(self) -> None:
-        self.sites: list[Site] = []
-        self.count = 0
-        self.episode: Any = None
+    path: str
+    episode: object
+    checkpoint: object = None
+
+
+# Whose products the body of a checkpoint runs.
+SITES_OF_CHECKPOINTS: WeakKeyDictionary[Any, Sites] = WeakKeyDictionary()
+
+
+def sites_of_checkpoint() -> Sites | None:
+    """Whose the products are that a checkpoint on the Python stack computes again."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not ENGINE:
+        if (checkpoint := checkpoint_of(frame)) is not None:
+            return SITES_OF_CHECKPOINTS.get(checkpoint)
+        frame = frame.f_back
+    return None
 
 
 class Sites:
@@ -86,59 +126,75 @@ class Sites:
     Args:
         module: The root; its path is the empty string.
         boundary: Code above which nothing belongs to the step.
+        session: The session that they are for, weakly.
     """
 
-    def __init__(self, module: nn.Module, boundary: CodeType) -> None:
-        self._module = module
+    def __init__(
+        self, module: nn.Module, boundary: CodeType, session: weakref.ref[ProductSession]
+    ) -> None:
+        self.session = session
+        # Weak: an autograd graph keeps its session, and must not keep the module.
+        self._module = weakref.ref(module)
         self._boundary = boundary
         self._paths: dict[int, str] = {}
         # What ran a checkpoint, by the checkpoint's body, which alone is there when it runs again.
-        self._paths_of_bodies: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
-        self._places: dict[tuple[str, str], _Place] = {}
+        self._paths_of_bodies: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
+        # How many products of a kind had run in the step before a checkpoint's body ran some.
+        self._starts: WeakKeyDictionary[Any, dict[tuple[str, str], int]] = WeakKeyDictionary()
+        # The products of one kind in one module, in the order in which a step runs them.
+        self._places: dict[tuple[str, str], list[Site]] = {}
+        self._counts: dict[tuple[tuple[str, str], object], int] = {}
         self._is_fresh = False
         self.all: dict[str, Site] = {}
 
     def begin(self) -> None:
         """A step begins: occurrences are counted from the first again."""
         self._is_fresh = False
+        self._counts.clear()
 
-    def find(
-        self, word: str, roles: tuple[str, ...], path: str, episode: object
-    ) -> tuple[Site, bool]:
+    def settle(self) -> None:
+        """Note for the step that begins which sites have all of their units."""
+        for site in self.all.values():
+            site.is_settled = site.log2_units is not None and site.log2_gamma is not None
+
+    def find(self, word: str, roles: tuple[str, ...], run: Run) -> tuple[Site, bool]:
         """The site of the product that is about to run.
 
         Args:
             word: What the operation is called.
             roles: What its operands are called.
-            path: Of its module.
-            episode: What occurrences are counted within: a step, or one run of a checkpoint's body.
+            run: Where it runs.
 
         Returns:
             The site, and whether it is seen for the first time.
         """
-        key = (path, word)
-        place = self._places.get(key)
-        if place is None:
-            place = self._places[key] = _Place()
-        if place.episode != episode:
-            place.episode, place.count = episode, 0
-        index = place.count
-        place.count = index + 1
-        if index < len(place.sites):
-            return place.sites[index], False
-        base = f"{path}.{word}" if path else word
-        site = Site(base if index == 0 else f"{base}_{index}", path, roles)
-        place.sites.append(site)
+        key = (run.path, word)
+        index = self._index(key, run)
+        self._counts[key, run.episode] = index + 1
+        if (checkpoint := checkpoint_under_way()) is not None:
+            self._starts.setdefault(checkpoint, {}).setdefault(key, index)
+            SITES_OF_CHECKPOINTS[checkpoint] = self
+        sites = self._places.setdefault(key, [])
+        if index < len(sites):
+            return sites[index], False
+        base = f"{run.path}.{word}" if run.path else word
+        site = Site(base if index == 0 else f"{base}_{index}", run.path, roles)
+        sites.append(site)
         self.all[site.name] = site
         return site, True
 
-    def peek(self, word: str, path: str, episode: object) -> Site | None:
+    def peek(self, word: str, run: Run) -> Site | None:
         """The site that :meth:`find` would give, if it has been seen before; nothing is counted."""
-        place = self._places.get((path, word))
-        if place is None:
-            return None
-        index = place.count if place.episode == episode else 0
-        return place.sites[index] if index < len(place.sites) else None
+        sites = self._places.get((run.path, word), [])
+        index = self._index((run.path, word), run)
+        return sites[index] if index < len(sites) else None
+
+    def _index(self, key: tuple[str, str], run: Run) -> int:
+        index = self._counts.get((key, run.episode))
+        if index is not None:
+            return index
+        # What had run before the body was counted then.
+        return self._starts.get(run.checkpoint, {}).get(key, 0) if run.checkpoint else 0
 
     def derive(self, site: Site, slot: str, roles: tuple[str, ...]) -> Site:
         """The product that a backward product is for the backward pass of the backward pass."""
@@ -148,62 +204,67 @@ class Sites:
             self.all[derived.name] = derived
         return derived
 
-    def path_of_caller(self, depth: int) -> tuple[str | None, bool]:
-        """Path of the module that is running, and whether the autograd engine runs it.
+    def forward_run(self, depth: int, episode: object) -> Run:
+        """Where the product of a forward pass runs.
 
         Args:
             depth: Frames between the caller of this method and the kernel's own.
-
-        Returns:
-            ``None`` where no module of this step is on the stack.
+            episode: The step.
         """
-        frame = sys._getframe(depth)
+        frame: FrameType | None = sys._getframe(depth)
         bodies: list[Any] = []
         path: str | None = None
         while frame is not None and path is None:
             code = frame.f_code
             if code is MODULE_CALL:
                 path = self._path(frame.f_locals["self"])
-            elif code is ENGINE:
-                return None, True
             elif code is self._boundary:
                 path = ""
             elif code is CHECKPOINT:
                 bodies.append(checkpointed_body(frame))
-            elif code in RECOMPUTATIONS:
-                path = ""
-                with contextlib.suppress(TypeError):
-                    path = self._paths_of_bodies.get(checkpointed_body(frame), "")
-            frame = frame.f_back  # type: ignore[assignment]
-        if path is not None:
-            for body in bodies:
-                # Not for a callable without a hash or weak references.
-                with contextlib.suppress(TypeError):
-                    self._paths_of_bodies[body] = path
-        return path, False
+            frame = frame.f_back
+        for body in bodies:
+            # Not for a callable without a hash or weak references.
+            with contextlib.suppress(TypeError):
+                self._paths_of_bodies[body] = path or ""
+        return Run(path or "", episode)
 
-    def owns_caller(self, depth: int) -> bool:
-        """Whether a module of this step is on the stack, above the engine that runs a node of it.
+    def backward_run(self, depth: int, episode: object, node: Any) -> Run | None:
+        """Where a product that runs within an autograd node is one of a forward pass again.
 
         Args:
             depth: Frames between the caller of this method and the kernel's own.
+            episode: The step.
+            node: The node.
+
+        Returns:
+            ``None`` for a product of the backward pass.
         """
-        frame = sys._getframe(depth)
+        path: str | None = None
+        checkpoint = None
+        frame = frame_at(depth)
+        # An accelerator's backward pass has a thread of its own, without frames.
         while frame is not None and frame.f_code is not ENGINE:
-            if frame.f_code is MODULE_CALL and self._path(frame.f_locals["self"]) is not None:
-                return True
-            if frame.f_code in RECOMPUTATIONS:
+            if path is None and frame.f_code is MODULE_CALL:
+                path = self._path(frame.f_locals["self"])
+            elif path is None and frame.f_code in RECOMPUTATIONS:
+                path = ""
                 with contextlib.suppress(TypeError):
-                    if checkpointed_body(frame) in self._paths_of_bodies:
-                        return True
-            frame = frame.f_back  # type: ignore[assignment]
-        return False
+                    path = self._paths_of_bodies.get(checkpointed_body(frame), "")
+            elif checkpoint is None:
+                checkpoint = checkpoint_of(frame)
+            frame = frame.f_back
+        if checkpoint is not None:
+            return Run(path or "", (episode, id(checkpoint), graph_task()), checkpoint)
+        return None if path is None else Run(path, (episode, sequence_number(node)))
 
     def _path(self, module: nn.Module) -> str | None:
         path = self._paths.get(id(module))
         if path is None and not self._is_fresh:
             # Modules may come while a model runs; looked for once a step at most.
-            self._paths = {id(child): name for name, child in self._module.named_modules()}
+            root = self._module()
+            children = () if root is None else root.named_modules()
+            self._paths = {id(child): name for name, child in children}
             self._is_fresh = True
             path = self._paths.get(id(module))
         return path

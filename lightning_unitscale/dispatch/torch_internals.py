@@ -7,6 +7,8 @@ away again. Frames of ``Module._call_impl`` tell which module is running, and on
 ``_engine_run_backward`` directly below a kernel tells that the autograd engine itself called it,
 unless one of ``CheckpointFunction.backward`` or of ``recompute_fn``, within
 ``_checkpoint_without_reentrant_generator``, comes before: then a checkpoint runs its body again.
+What torch keeps of a checkpoint, ``_CheckpointFrame``, is in the hooks on saved tensors while its
+body runs, and on the stack when it runs again.
 """
 
 from __future__ import annotations
@@ -38,6 +40,34 @@ _RECOMPUTATIONS: frozenset[CodeType] = frozenset(
 RECOMPUTATIONS = _RECOMPUTATIONS | {_REENTRANT}
 
 current_node: Callable[[], Any] = torch._C._current_autograd_node
+
+
+def graph_task() -> int:
+    """Number of the backward pass that runs on this thread."""
+    number: int = torch._C._current_graph_task_id()
+    return number
+
+
+def saves_elsewhere() -> bool:
+    """Whether hooks take what autograd saves: its own memory may be another tensor's soon."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def checkpoint_under_way() -> object | None:
+    """What torch keeps of the checkpoint, not a reentrant one, whose body runs on this thread."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    for cell in () if hooks is None else getattr(hooks[1], "__closure__", None) or ():
+        if isinstance(cell.cell_contents, checkpoints._CheckpointFrame):
+            return cell.cell_contents
+    return None
+
+
+def checkpoint_of(frame: FrameType) -> object | None:
+    """What torch keeps of the checkpoint that a frame computes again; ``None`` for others."""
+    if frame.f_code.co_name != "unpack_hook":
+        return None
+    found = frame.f_locals.get("frame")
+    return found if isinstance(found, checkpoints._CheckpointFrame) else None
 
 
 def last_sequence_number() -> int:

@@ -189,6 +189,7 @@ class GraphPass(abc.ABC):
         out_of_place: Whether it needs in-place operations made out of place first.
         observes: Whether it makes the observed variant differ from the plain one.
         kept_whole: Functions that the capture must not look into.
+        needs_graph: Whether it does more than the units and formats of products, which need none.
     """
 
     name: str
@@ -196,6 +197,7 @@ class GraphPass(abc.ABC):
     out_of_place: bool = False
     observes: bool = False
     kept_whole: tuple[Callable[..., Any], ...] = ()
+    needs_graph: bool = True
 
     @abc.abstractmethod
     def run(self, graph: StepGraph) -> tuple[str, ...]:

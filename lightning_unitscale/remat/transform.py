@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from lightning_unitscale.graph.steps import steps_of
 from lightning_unitscale.remat.budget import Budget
 from lightning_unitscale.remat.report import RematReport
 from lightning_unitscale.remat.step_partitioner import StepPartitioner
@@ -45,7 +46,9 @@ def remat(module: nn.Module, budget: Budget) -> nn.Module:
 
 
 def _partitioner_of(module: nn.Module) -> StepPartitioner:
-    partitioner = module.__dict__["explain"].steps.partition_fn
+    steps = steps_of(module)
+    assert steps is not None
+    partitioner = steps.partition_fn
     assert isinstance(partitioner, StepPartitioner)
     return partitioner
 

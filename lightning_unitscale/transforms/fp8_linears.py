@@ -29,7 +29,7 @@ from lightning_unitscale.graph.passes import GraphPass, Region, Stage, StepGraph
 from lightning_unitscale.graph.patterns import NamePatterns
 from lightning_unitscale.graph.products import product_of
 from lightning_unitscale.graph.steps import EVALUATION_STEPS
-from lightning_unitscale.transforms.attach import captured_forward
+from lightning_unitscale.transforms.attach import transformed
 from lightning_unitscale.transforms.fp8_candidates import Linear, linear_of, why_not_fp8
 from lightning_unitscale.transforms.moving_grid import Grid, MovingGrid, cast_names, check_grid
 from lightning_unitscale.transforms.range_loss import Misfits
@@ -56,12 +56,14 @@ def fp8_linears(
 
     Eligible are ``F.linear`` and products with a 2-D parameter (``matmul``, ``addmm``, ...) whose
     numbers of features are multiples of 16. Operands are cast to E4M3FN, arriving gradients to
-    ``gradient_format``, and only FP8 is kept for the backward pass. Results have the type that they
-    had. It runs on GPUs of compute capability 8.9 and above, and on CPUs, slowly, as a check.
-    Together with :func:`simulate_format`, in either order, what runs in FP8 is not rounded again.
+    ``gradient_format``. Results have the type that they had. It runs on GPUs of compute capability
+    8.9 and above, and on CPUs, slowly, as a check. Together with :func:`simulate_format`, in either
+    order, what runs in FP8 is not rounded again. What is kept for the backward pass is what
+    ``module`` keeps; in a captured graph (:func:`compile`, ``depth="all"``, dynamic scales) it is
+    FP8 only.
 
     Args:
-        module: Any module that Dynamo can capture; it is left as it is.
+        module: Any module; one that Dynamo can capture with dynamic scales. It is left as it is.
         scaling: ``"constant"`` takes scales from :func:`lossless_unit_scale`, in either order, and
             1 without it. ``"dynamic"`` brings every tensor's largest element to the end of its
             format in every call, which needs no unit scaling and a pass more over each tensor.
@@ -89,7 +91,7 @@ def fp8_linears(
         torch.Size([8, 16])
     """
     one = FP8Linears(scaling, exclude=exclude, gradient_format=gradient_format, grid=grid)
-    return captured_forward(module, "fp8_linears", one)[0]
+    return transformed(module, "fp8_linears", one)
 
 
 def check_gradient_format(format: object, name: str = "gradient_format") -> None:
@@ -139,6 +141,7 @@ class FP8Linears(GraphPass):
                 "where the numbers of its format lie; expected 'fixed'; leave the argument out."
             )
         self.scaling: Scaling = scaling
+        self.needs_graph = scaling == "dynamic"
         self.gradient_format: GradientFormat = gradient_format
         self.moving_grid = MovingGrid() if grid == "moving" else None
         self.patterns = NamePatterns(exclude=exclude)

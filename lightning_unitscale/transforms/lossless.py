@@ -96,7 +96,7 @@ class LosslessUnitScale(GraphPass):
         advice = "pass depth='products' for FP8 products, depth='all' for FP16"
         check_choice("depth", depth, get_args(Depth), "unknown depth", advice)
         self.depth = depth
-        self.out_of_place = depth == "all"
+        self.out_of_place = self.needs_graph = depth == "all"
         self.observes = measures_drift
         self.measures_range = measures_range
         self.holds_parameters = holds_parameters

@@ -78,6 +78,14 @@ class MovingGrid:
         self.step = step
         self._counts_calls = False
 
+    def at(self, call: int) -> int:
+        """The training step that a call belongs to: where the optimizer is, if anybody says so.
+
+        Args:
+            call: How many calls in training there have been, this one included.
+        """
+        return max(call - 1, 0) if self._counts_calls else self.step
+
     def after_step(self, module: nn.Module) -> None:
         """Count a call of a module that is being trained, if nobody says where the optimizer is."""
         if self._counts_calls:

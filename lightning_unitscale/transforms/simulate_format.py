@@ -39,7 +39,7 @@ from lightning_unitscale.quantize import (
     checked_format,
     rounding_keys,
 )
-from lightning_unitscale.transforms.attach import captured_forward
+from lightning_unitscale.transforms.attach import transformed
 from lightning_unitscale.transforms.moving_grid import Grid, MovingGrid, cast_names, check_grid
 from lightning_unitscale.transforms.units import left_as_they_are, meant_name
 
@@ -66,13 +66,13 @@ def simulate_format(
     Every operand of every product (linear, matmul, einsum, convolution, attention, ...) is rounded
     to one format, and the gradient that arrives at its output to another before the product's own
     gradients are computed from it. Gradients pass the rounding of operands as they are. What is
-    added to a product, and all that lies between products, keeps its precision.
+    added to a product with its gradient, and all that lies between products, keeps its precision.
 
     Together with :func:`lossless_unit_scale`, in either order, it is the stored operands and
     gradients that are rounded.
 
     Args:
-        module: Any module that Dynamo can capture; it is left as it is.
+        module: Any module; it is left as it is.
         fwd_format: Format of the operands: a name, a :class:`NumberFormat`, or ``(exponent_bits,
             mantissa_bits)``.
         bwd_format: Format of the gradients.
@@ -89,7 +89,8 @@ def simulate_format(
             a weight that hardly changes average out over the steps.
 
     Returns:
-        A new module with ``explain()``, what was rewritten.
+        A new module with ``explain()``: which products were rounded in its first call, and why
+        others were not. Within a ``torch.compile`` of your own it runs as it is, uncompiled.
 
     Raises:
         ValueError: If a format or a pattern makes no sense, or the module is already compiled.
@@ -108,7 +109,7 @@ def simulate_format(
         seed=seed,
         grid=grid,
     )
-    return captured_forward(module, "simulate_format", one)[0]
+    return transformed(module, "simulate_format", one)
 
 
 def simulate_fp8(module: nn.Module) -> nn.Module:
@@ -147,6 +148,7 @@ class SimulateFormat(GraphPass):
 
     name = "simulate format"
     stage = Stage.QUANTIZE
+    needs_graph = False
 
     def __init__(
         self,

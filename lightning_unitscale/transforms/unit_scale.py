@@ -17,7 +17,7 @@ from lightning_unitscale.graph.captured_step import CapturedStep
 from lightning_unitscale.graph.steps import steps_of
 from lightning_unitscale.transforms.attach import captured_forward
 from lightning_unitscale.transforms.lossless import LosslessUnitScale
-from lightning_unitscale.transforms.lossless_unit_scale import calibrate
+from lightning_unitscale.transforms.rehearsal import calibrate
 from lightning_unitscale.transforms.rules.plan import RuleOptions
 from lightning_unitscale.transforms.rules.planning import plan_step
 from lightning_unitscale.transforms.rules.rewrite import RuleRewrite

@@ -7,16 +7,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_unitscale.graph.steps import steps_of
 from lightning_unitscale.transforms import lossless_unit_scale
+from lightning_unitscale.transforms.attach import captured_forward
 from lightning_unitscale.transforms.calibration import (
     Calibrator,
     find_loss,
     root_mean_square,
 )
 from lightning_unitscale.transforms.lossless import LosslessUnitScale
-from lightning_unitscale.transforms.lossless_unit_scale import calibrate
-from tests.helpers import assert_same_bits
+from lightning_unitscale.transforms.rehearsal import calibrate
+from tests.helpers import assert_same_bits, run
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
@@ -33,8 +33,7 @@ def test_root_mean_square_neither_overflows_nor_underflows(dtype: torch.dtype) -
 def test_the_calibrator_measures_values_and_gradients_of_a_product() -> None:
     module = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4))
     inputs = torch.randn(5, 6)
-    scaled = lossless_unit_scale(module, inputs)
-    step = steps_of(scaled).steps["forward"]
+    _, step = captured_forward(module, "test")
     calibrator = LosslessUnitScale().calibrator()
     assert not calibrator.saw_gradients
     output = step.rehearse(calibrator, inputs)
@@ -121,23 +120,41 @@ def test_calibrate_seeds_the_backward_pass_and_touches_no_gradient() -> None:
             return self.linear(batch["x"]).sum()
 
     module, batch = Loss(), {"x": torch.randn(3, 4)}
-    scaled = lossless_unit_scale(module, batch)
-    assert batch.keys() == {"x"}
+    rewrite = LosslessUnitScale()
+    scaled, step = captured_forward(module, "test", rewrite)
     scaled.linear.weight.grad = torch.full((4, 4), 7.0)
-    step, (rewrite,) = steps_of(scaled).steps["forward"], steps_of(scaled).passes
     for exponent in (16, -4):
         assert calibrate(step, rewrite, (batch,), {}, seed_gradient=2.0**exponent)
-        assert scaled.gauge()["linear.linear"].log2_gamma == exponent
+        assert rewrite.gauge["linear.linear"].log2_gamma == exponent
+    assert batch.keys() == {"x"}
     assert torch.equal(scaled.linear.weight.grad, torch.full((4, 4), 7.0))
 
 
+def test_an_example_is_left_as_it_is() -> None:
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, batch: dict[str, Tensor]) -> Tensor:
+            batch["seen"] = True
+            batch["x"].mul_(2.0)
+            return self.linear(batch["x"]).sum()
+
+    x = torch.randn(3, 4)
+    batch = {"x": x}
+    scaled = lossless_unit_scale(Loss(), batch)
+    assert batch == {"x": x} and scaled.linear.weight.grad is None
+    assert_same_bits(run(scaled, {"x": x})["output"], run(scaled, {"x": x})["output"])
+
+
 def test_calibrate_takes_the_results_that_the_ranks_agreed_on() -> None:
-    scaled = lossless_unit_scale(nn.Linear(4, 4), torch.randn(3, 4))
-    step, (rewrite,) = steps_of(scaled).steps["forward"], steps_of(scaled).passes
+    rewrite = LosslessUnitScale()
+    _, step = captured_forward(nn.Linear(4, 4), "test", rewrite)
 
     def agreed(calibrator: Calibrator) -> tuple[dict[str, float], dict[str, float]]:
         forward, _ = calibrator.results()
         return {name: 1024.0 for name in forward}, {}
 
     calibrate(step, rewrite, (torch.randn(3, 4),), {}, results=agreed)
-    assert {pair.log2_sigma for pair in scaled.gauge().values()} == {10}
+    assert {pair.log2_sigma for pair in rewrite.gauge.values()} == {10}

@@ -11,7 +11,6 @@ from lightning_unitscale.quantize import quantize
 from lightning_unitscale.transforms.attach import captured_forward
 from lightning_unitscale.transforms.calibration import Direction, root_mean_square
 from lightning_unitscale.transforms.lossless import LosslessUnitScale
-from lightning_unitscale.transforms.lossless_unit_scale import calibrate
 from lightning_unitscale.transforms.range_loss import (
     FORMATS,
     NUM_SHARES,
@@ -19,6 +18,7 @@ from lightning_unitscale.transforms.range_loss import (
     RangeCalibrator,
     lost_shares,
 )
+from lightning_unitscale.transforms.rehearsal import calibrate
 
 
 @pytest.mark.parametrize("format", [E4M3FN, E5M2], ids=str)

@@ -1,27 +1,26 @@
 """What products read is in the format: seen from below, by a dispatch mode, in every call form."""
 
 import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from lightning_unitscale.formats import E4M3FN, E5M2, NumberFormat
-from lightning_unitscale.graph import compiled_graph
 from lightning_unitscale.graph.steps import steps_of
 from lightning_unitscale.quantize import quantize
 from lightning_unitscale.transforms import lossless_unit_scale, simulate_format, simulate_fp8
+from lightning_unitscale.transforms.attach import captured_forward
 from lightning_unitscale.transforms.simulate_format import SimulateFormat
-from tests.helpers import PRODUCT_OPERANDS, assert_same_bits, run
+from tests.helpers import assert_same_bits, below_all_kernels, run
 from tests.transforms.zoo import NETWORKS, PRODUCTS, Step, w, x
 
 ZOO = {**PRODUCTS, **NETWORKS}
-# torch multiplies the product of two operands with a third, and that one nobody can round.
-_INTERMEDIATE = {"multi_dot"}
 
 
 def _is_in(tensor: Tensor, format: NumberFormat) -> bool:
@@ -29,48 +28,45 @@ def _is_in(tensor: Tensor, format: NumberFormat) -> bool:
     return torch.equal(tensor.to(dtype).to(tensor.dtype), tensor)
 
 
-class _Formats(TorchDispatchMode):
-    """For each operand of each product, whether it is in E4M3FN and whether in E5M2."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[tuple[str, bool, bool]] = []
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        name = func._schema.name
-        for position in PRODUCT_OPERANDS.get(name, ()):
-            tensor = args[position].detach()
-            self.seen.append((f"{name}[{position}]", _is_in(tensor, E4M3FN), _is_in(tensor, E5M2)))
-        return func(*args, **(kwargs or {}))
+# For each operand of each product, whether it is in E4M3FN and whether in E5M2.
+Seen = list[tuple[str, bool, bool]]
 
 
-def _formats(module: nn.Module, *inputs: Any) -> tuple[list[Any], list[Any]]:
+def _formats(make: Callable[[], nn.Module], *inputs: Any) -> tuple[Seen, Seen]:
     """Formats of the operands in the forward pass, and of those in the backward pass."""
-    forward, backward = _Formats(), _Formats()
-    run_variant = compiled_graph.Variant.__call__
+    seen: dict[bool, Seen] = {False: [], True: []}
+    is_backward = False
 
-    # Dynamo captures nothing below a dispatch mode, so the mode starts where a graph runs.
-    def watched(variant: Any, *args: Any) -> Any:
-        with forward:
-            return run_variant(variant, *args)
+    def see(name: str, tensor: Tensor) -> None:
+        seen[is_backward].append((name, _is_in(tensor, E4M3FN), _is_in(tensor, E5M2)))
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compiled_graph.Variant, "__call__", watched)
-        run(module, *inputs, around_backward=backward)
-    return forward.seen, backward.seen
+    @contextmanager
+    def backward() -> Iterator[None]:
+        nonlocal is_backward
+        is_backward = True
+        yield
+        is_backward = False
+
+    def step() -> None:
+        module = make()
+        seen[False].clear()
+        seen[True].clear()
+        run(module, *inputs, around_backward=backward())
+
+    with below_all_kernels(see):
+        step()
+    return seen[False], seen[True]
 
 
 @pytest.mark.parametrize("name", ZOO)
 def test_every_product_reads_what_is_in_the_format(name: str) -> None:
     module, inputs = ZOO[name]()
-    forward, backward = _formats(simulate_fp8(module), *inputs)
+    forward, backward = _formats(lambda: simulate_fp8(module), *inputs)
     assert forward
-    outside = [one for one in forward if not one[1]]
-    assert not outside or name in _INTERMEDIATE, outside
-    outside = [one for one in backward if not (one[1] or one[2])]
-    assert not outside or name in _INTERMEDIATE, outside
+    # All that is below is what the products themselves read.
+    outside = [one for one in (*forward, *backward) if not (one[1] or one[2])]
+    assert not outside, outside
+    assert not [one for one in forward if not one[1]]
 
 
 @pytest.mark.parametrize("order", ["lossless first", "lossless last"])
@@ -78,11 +74,13 @@ def test_every_product_reads_what_is_in_the_format(name: str) -> None:
 @pytest.mark.parametrize("name", ["linear", "attention_fused", "attention_dropout", "checkpoint"])
 def test_the_stored_operands_are_rounded(name: str, depth: str, order: str) -> None:
     module, inputs = ZOO[name]()
-    if order == "lossless first":
-        both = simulate_fp8(lossless_unit_scale(module, *inputs, depth=depth))
-    else:
-        both = lossless_unit_scale(simulate_fp8(module), *inputs, depth=depth)
-    forward, backward = _formats(both, *inputs)
+
+    def make() -> nn.Module:
+        if order == "lossless first":
+            return simulate_fp8(lossless_unit_scale(module, *inputs, depth=depth))
+        return lossless_unit_scale(simulate_fp8(module), *inputs, depth=depth)
+
+    forward, backward = _formats(make, *inputs)
     assert forward and backward
     assert all(one[1] for one in forward), forward
     assert all(one[1] or one[2] for one in backward), backward
@@ -116,8 +114,8 @@ def test_a_linear_by_hand() -> None:
     assert_same_bits(output.detach(), F.linear(stored, weight, module.bias.detach()))
     torch.testing.assert_close(a.grad, arriving @ weight)
     torch.testing.assert_close(simulated.weight.grad, arriving.T @ stored)
-    # The bias is added wide, but its gradient is that of the product's output.
-    torch.testing.assert_close(simulated.bias.grad, arriving.sum(0))
+    # The bias is no operand: it is added wide, and so is its gradient.
+    torch.testing.assert_close(simulated.bias.grad, grad.sum(0))
     assert module.weight.grad is None
 
 
@@ -141,7 +139,9 @@ def test_compiled(executor: str, rounding: str) -> None:
     # Sums of few numbers of few bits are exact, so no order of summation shows.
     module = Step(function, nn.Linear(4, 4), nn.Linear(4, 2))
     inputs = (torch.randn(4, 4).requires_grad_(),)
-    expected = simulate_format(module, (3, 2), (4, 2), rounding=rounding, seed=3)
+    expected = captured_forward(
+        simulate_format(module, (3, 2), (4, 2), rounding=rounding, seed=3), "test"
+    )[0]
     compiled = copy.deepcopy(expected)
     steps_of(compiled).use_executor(executor)
     for _ in range(2):
@@ -168,9 +168,20 @@ def test_stochastic_rounding_is_seeded_and_leaves_the_random_state_alone() -> No
     assert torch.equal(state, torch.get_rng_state())
 
 
-def test_a_copy_and_a_restored_state_draw_the_same_numbers() -> None:
+def test_a_copy_draws_the_same_numbers() -> None:
     module, inputs = NETWORKS["gates"]()
     simulated = simulate_format(module, "E3M2FN", "E3M2FN", rounding="stochastic")
+    first = run(simulated, *inputs)
+    twin = copy.deepcopy(simulated)
+    expected = run(simulated, *inputs)
+    assert not torch.equal(first["output"], expected["output"])
+    assert_same_bits(run(twin, *inputs), expected)
+
+
+def test_a_captured_copy_and_a_restored_state_draw_the_same_numbers() -> None:
+    module, inputs = NETWORKS["gates"]()
+    simulated = simulate_format(module, "E3M2FN", "E3M2FN", rounding="stochastic")
+    simulated, _ = captured_forward(simulated, "test")
     run(simulated, *inputs)
     (one,) = steps_of(simulated).passes
     state = one.state()
@@ -204,12 +215,16 @@ def test_include_and_exclude() -> None:
 
     module, a = Two(), x(3, 8)
     for options in ({"exclude": "down"}, {"include": ["u*"]}):
-        simulated = simulate_format(module, "E4M3FN", "E5M2", **options)
-        forward, _ = _formats(simulated, a)
+        forward, _ = _formats(lambda: simulate_format(module, "E4M3FN", "E5M2", **options), a)  # noqa: B023
         assert [one[1] for one in forward] == [True, True, False, False]
+        simulated = simulate_format(module, "E4M3FN", "E5M2", **options)
+        simulated(a).backward()
         done = simulated.explain()
-        assert "2 operands of 1 products rounded to E4M3FN, 1 gradients to E5M2" in done
-        assert "1 products left as they are: down.linear" in done
+        assert "3 of 6 products rounded to a format (50 % of their FLOPs)" in done
+        assert "Operands rounded to E4M3FN, gradients to E5M2 (nearest)" in done
+        rows = [line.split() for line in done.splitlines()]
+        assert ["up", "3", "50", "%", "format"] in rows
+        assert ["down", "3", "50", "%", "left", "out"] in rows
 
 
 def test_nothing_arrives_without_a_gradient() -> None:
@@ -217,7 +232,7 @@ def test_nothing_arrives_without_a_gradient() -> None:
     simulated = simulate_fp8(module)
     with torch.no_grad():
         output = simulated(a)
-    assert "0 gradients" in simulated.explain()
+    assert "1 of 1 products rounded" in simulated.explain()
     weight = quantize(module.weight.detach(), "E4M3FN")
     assert_same_bits(output, F.linear(quantize(a, "E4M3FN"), weight, module.bias.detach()))
 
