@@ -1,0 +1,156 @@
+"""The pieces of the dispatcher one by one: copies in units, exactness, who is who, what is told."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_unitscale.dispatch.calls import Call, sources_of
+from lightning_unitscale.dispatch.coverage import CoverageCounter
+from lightning_unitscale.dispatch.measured import Extent, MeasuredProduct
+from lightning_unitscale.dispatch.products import RULES, is_turned
+from lightning_unitscale.dispatch.scaling import scale_in_place, scaled_copy, smallest_and_rms
+from lightning_unitscale.dispatch.sites import Site
+
+MM = next(rule for rule in RULES if rule.operator == "mm")
+
+
+@pytest.mark.parametrize("exponent", [-126, -7, 0, 5, 126])
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda t: t,
+        lambda t: t.t(),
+        lambda t: t[:, 3:11],
+        lambda t: t[1:, :].t(),
+        lambda t: t[:, :1].expand(-1, 7),
+        lambda t: t[:0],
+    ],
+)
+def test_a_scaled_copy_lies_as_its_source_does(view: Any, exponent: int) -> None:
+    tensor = view(torch.randn(9, 16).sign())
+    copy = scaled_copy(tensor, exponent)
+    assert torch.equal(copy, tensor * 2.0**exponent)
+    assert copy.shape == tensor.shape
+    if tensor.numel() and 0 not in tensor.stride():
+        assert copy.stride() == tensor.stride()
+        assert (copy.data_ptr() - tensor.data_ptr()) % 64 == 0
+
+
+@pytest.mark.parametrize("exponent", [-200, -126, 0, 3, 126, 200])
+def test_a_result_is_scaled_in_steps(exponent: int) -> None:
+    tensor = torch.full((3,), 2.0 ** (-exponent // 2), dtype=torch.float32)
+    scale_in_place(tensor, exponent)
+    assert torch.equal(tensor, torch.full((3,), 2.0 ** (exponent + -exponent // 2)))
+
+
+def test_extents() -> None:
+    rms, smallest, largest = smallest_and_rms(torch.tensor([0.0, -3e-25, 4e-25])).tolist()
+    assert rms == pytest.approx(5e-25 / math.sqrt(3), rel=1e-6)
+    assert (smallest, largest) == (pytest.approx(3e-25), pytest.approx(4e-25))
+    assert smallest_and_rms(torch.zeros(2)).tolist() == [0.0, math.inf, 0.0]
+    rms, smallest, largest = smallest_and_rms(torch.ones(0, 2)).tolist()
+    assert math.isnan(rms) and (smallest, largest) == (math.inf, 0.0)
+
+
+def _product(*smallest: float, addends: Any = (), dtype: torch.dtype = torch.float32) -> Any:
+    extents = tuple(Extent(1.0, one, 1.0) for one in smallest)
+    names = tuple(map(str, range(len(smallest))))
+    return MeasuredProduct(Site("x", "", names), "forward", names, extents, addends, dtype)
+
+
+def test_where_powers_of_two_are_not_exact() -> None:
+    assert _product(2.0**-60, 2.0**-60).why_plain((0, 0)) == ""
+    assert "terms below 2**-126" in _product(2.0**-60, 2.0**-70).why_plain((0, 0))
+    assert "elements that would be below" in _product(2.0**-60, 1.0).why_plain((67, 0))
+    tiny, huge = Extent(1.0, 2.0**-100, 1.0), Extent(1.0, 1.0, 2.0**100)
+    assert "elements" in _product(1.0, 1.0, addends=(tiny,)).why_plain((20, 10))
+    assert "an addend" in _product(1.0, 1.0, addends=(huge,)).why_plain((-20, -10))
+    for dtype in (torch.float16, torch.float64):
+        assert _product(2.0**-60, 2.0**-70, dtype=dtype).why_plain((0, 0)) == ""
+    assert _product(math.inf, 2.0**-70).why_plain((0, 0)) == ""
+
+
+def _call(first: Tensor, second: Tensor, *, knows: bool, needs: tuple[int, ...] = (1, 0)) -> Call:
+    return Call(
+        weakref.ref(torch.nn.Identity()),  # type: ignore[arg-type]
+        Site("x", "", ("input", "other")),
+        {first.data_ptr(): 0, second.data_ptr(): 1} if knows else {},
+        (tuple(first.shape), tuple(second.shape)),
+        (0, 0),
+        (False, False),
+        0,
+        needs,
+        (is_turned(first), is_turned(second)),
+    )
+
+
+@pytest.mark.parametrize("knows", [True, False])
+@pytest.mark.parametrize("shape", [(3, 5, 7), (4, 4, 4), (4, 4, 5), (5, 4, 4), (4, 5, 4)])
+@pytest.mark.parametrize("turned", [(False, False), (False, True), (True, False), (True, True)])
+@pytest.mark.parametrize("needs", [(1, 0), (0,), (1,)])
+def test_who_is_who_in_a_backward_product(
+    knows: bool, shape: tuple[int, int, int], turned: tuple[bool, bool], needs: tuple[int, ...]
+) -> None:
+    """All that autograd multiplies for ``mm``, against itself: seen from below, in its order."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    rows, inner, columns = shape
+    first = torch.randn(inner, rows).t() if turned[0] else torch.randn(rows, inner)
+    second = torch.randn(columns, inner).t() if turned[1] else torch.randn(inner, columns)
+    first.requires_grad_(0 in needs)
+    second.requires_grad_(1 in needs)
+    gradient = torch.randn(rows, columns)
+    call = _call(first, second, knows=knows, needs=needs)
+    seen: list[tuple[Any, Any]] = []
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):  # type: ignore[no-untyped-def]
+            if func._schema.name == "aten::mm":
+                call.num_visits += 1
+                known = {first.data_ptr(): 0, second.data_ptr(): 1, gradient.data_ptr(): None}
+                seen.append((sources_of(MM, call, args), tuple(known[t.data_ptr()] for t in args)))
+            return func(*args, **(kwargs or {}))
+
+    result = first @ second
+    with Mode():
+        result.backward(gradient)
+    assert len(seen) == len(needs)
+    for found, expected in seen:
+        assert found == expected
+
+
+def test_what_is_told_of_a_step() -> None:
+    counter = CoverageCounter()
+    assert counter.result().line() == "no matrix product ran"
+    assert counter.result().shortfall() == ""
+    site_plain: dict[str, str] = {}
+    counter.add("up", "units", "", 60, (site_plain, "forward"))
+    counter.add("down", "format", "", 35)
+    counter.add("", "plain", "a kernel of distances", 5)
+    coverage = counter.result()
+    assert coverage.line() == (
+        "2 of 3 products in units (95 % of their FLOPs), 1 of them rounded to a format (35 %); "
+        "5 % plain: a kernel of distances"
+    )
+    assert coverage.shortfall() == "" and coverage.uncovered_modules() == ("the step itself",)
+    assert "(the step itself)" in coverage.table()
+    # Whether it is exact in units is known after the step.
+    site_plain["forward"] = "terms below"
+    assert "What runs plain is in up, the step itself" in counter.result().shortfall()
+    alone = counter.result(has_units=False)
+    assert alone.line().startswith("1 of 3 products rounded to a format (35 % of their FLOPs);")
+
+
+def test_what_is_left_out_is_no_shortfall() -> None:
+    counter = CoverageCounter()
+    counter.add("up", "left out", "", 60)
+    counter.add("down", "format", "", 40)
+    coverage = counter.result(has_units=False)
+    assert coverage.shortfall() == ""
+    assert coverage.line() == "1 of 2 products rounded to a format (40 % of their FLOPs)"
