@@ -6,6 +6,7 @@ when the last one has closed. A product of nobody's costs two microseconds more 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -16,7 +17,9 @@ from torch.optim.optimizer import (
 )
 from torch.utils.hooks import RemovableHandle
 
+from lightning_unitscale.dispatch.aot_pass import PASS
 from lightning_unitscale.dispatch.calls import CALLS
+from lightning_unitscale.dispatch.compiled_graphs import caller
 from lightning_unitscale.dispatch.products import RULES, UNREACHED, ProductRule, UnreachedRule
 from lightning_unitscale.dispatch.session import LOCAL, ProductSession
 from lightning_unitscale.dispatch.torch_internals import (
@@ -28,6 +31,9 @@ from lightning_unitscale.dispatch.torch_internals import (
 )
 
 _KEYS = {"cpu": "CPU", "cuda": "CUDA"}
+# Callers within Inductor whose products are not to be met again: a graph of ours has its units.
+_COMPILED = ("ours", "compiler")
+_COMPILED_BEFORE = "compiled before this callback was attached"
 _sessions: dict[int, ProductSession] = {}
 _optimizer_hooks: list[RemovableHandle] = []
 _overrides: dict[str, KernelOverrides] = {}
@@ -40,6 +46,8 @@ def open_session(session: ProductSession, device_types: set[str]) -> None:
         session: The session.
         device_types: Where its module may run, such as ``{"cpu"}``.
     """
+    if not _sessions:
+        PASS.install()
     _sessions[id(session)] = session
     for device_type in device_types:
         key = _KEYS.get(device_type)
@@ -56,6 +64,7 @@ def close_session(session: ProductSession) -> None:
     session.close()
     _sessions.pop(id(session), None)
     if not _sessions:
+        PASS.remove()
         for overrides in _overrides.values():
             overrides.remove()
         _overrides.clear()
@@ -114,6 +123,8 @@ def _product_kernel(rule: ProductRule, original: Kernel) -> Kernel:
         if LOCAL.is_inside:
             return original(*args, **kwargs)
         node = current_node()
+        if (node is not None or LOCAL.session is not None) and caller() in _COMPILED:
+            return original(*args, **kwargs)
         if node is None:
             session = LOCAL.session
             if session is None:
@@ -129,10 +140,16 @@ def _product_kernel(rule: ProductRule, original: Kernel) -> Kernel:
 
 
 def _unreached_kernel(rule: UnreachedRule, original: Kernel) -> Kernel:
+    foreign = dataclasses.replace(rule, reason=_COMPILED_BEFORE)
+
     def kernel(*args: Any, **kwargs: Any) -> Any:
         session = LOCAL.session
         if LOCAL.is_inside or session is None:
             return original(*args, **kwargs)
-        return session.unreached(rule, original, args, kwargs)
+        graph = caller()
+        if graph in _COMPILED:
+            return original(*args, **kwargs)
+        reached_by = rule if graph is None else foreign
+        return session.unreached(reached_by, original, args, kwargs)
 
     return kernel

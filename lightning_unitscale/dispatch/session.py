@@ -120,19 +120,26 @@ class ProductSession:
         is_looking: Whether the steps measure what has units already, for :meth:`take`.
         is_counting: Whether the steps count their products.
         step: How many training steps have begun.
+        module: The module.
+        is_open: Whether its products are run by it; see :meth:`close`.
+        measurements: What products measure until :meth:`take`.
+        claims: By the name of a site, the number of the compiled frame that its product is in.
     """
 
     def __init__(
         self, module: nn.Module, boundary: CodeType, numerics: Numerics | None = None
     ) -> None:
+        self.module = module
         self.numerics = numerics
         self.gauge = Gauge()
+        self.is_open = True
+        self.claims: dict[str, int | None] = {}
         self.is_looking = False
         self.step = 0
         self._episode = 0
         self._plain: dict[str, dict[str, str]] = {}
         self._sites = Sites(module, boundary)
-        self._measurements = Measurements()
+        self.measurements = Measurements()
         self._counter: CoverageCounter | None = None
 
     @contextlib.contextmanager
@@ -167,7 +174,7 @@ class ProductSession:
 
     def take(self) -> Measurement | None:
         """What was measured since the last call, with one transfer from the device."""
-        return self._measurements.take()
+        return self.measurements.take()
 
     def set_gauge(self, gauge: Gauge) -> None:
         """Put units into force from the next product on."""
@@ -222,9 +229,10 @@ class ProductSession:
 
     def close(self) -> None:
         """Forget the recorded products: backward passes that are still to come run plain."""
+        self.is_open = False
         for number in [n for n, call in CALLS.items() if call.session is self]:
             del CALLS[number]
-        self._measurements.clear()
+        self.measurements.clear()
 
     def forward(
         self, rule: ProductRule, original: Kernel, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -263,6 +271,24 @@ class ProductSession:
             self._count(path or "", "plain", rule.reason, rule.flops, args, result)
         return result
 
+    def numbered_site(self, word: str, roles: tuple[str, ...], path: str, index: int) -> Site:
+        """The site of a product that a compiled graph runs; see :meth:`Sites.numbered`."""
+        site, is_new = self._sites.numbered(word, roles, path, index)
+        if is_new:
+            self._start(site)
+        return site
+
+    def path_of(self, module: int | None = None) -> str | None:
+        """Path of the module with an ``id``, or of the innermost one that runs."""
+        if module is not None:
+            return self._sites.path_of(module)
+        return self._sites.path_of_caller(2)[0]
+
+    def add_counted(self, module: str, kind: Kind, reason: str, flops: int) -> None:
+        """Count a product that a compiled graph runs, if products are counted."""
+        if self._counter is not None:
+            self._counter.add(module, kind, reason, flops)
+
     def _forward(
         self,
         rule: ProductRule,
@@ -281,8 +307,7 @@ class ProductSession:
             roles = ("gradient", *roles)
         site, is_new = self._sites.find(word + suffix, roles, path, episode)
         if is_new:
-            self._set_units(site)
-            site.plain = dict(self._plain.get(site.name, {}))
+            self._start(site)
         units = site.log2_units
         names = site.operand_names
         is_gradient = (False,) * len(operands)
@@ -429,7 +454,7 @@ class ProductSession:
             for tensor, row in zip(operands, stats, strict=True)
         )
         added = tuple(smallest_and_rms(tensor) for tensor in addends)
-        self._measurements.add(site, slot, names, rows, added, units, operands[0].dtype)
+        self.measurements.add(site, slot, names, rows, added, units, operands[0].dtype)
         if self.numerics is not None and None in units:
             found = [
                 float(row[0]) if unit is None else 0.0
@@ -440,6 +465,10 @@ class ProductSession:
                 for rms, unit in zip(found, units, strict=True)
             )
         return tuple(unit or 0 for unit in units), rows
+
+    def _start(self, site: Site) -> None:
+        self._set_units(site)
+        site.plain = dict(self._plain.get(site.name, {}))
 
     def _set_units(self, site: Site) -> None:
         pairs = self.gauge.pairs

@@ -12,6 +12,8 @@ from lightning_unitscale.dispatch.torch_internals import ENGINE, MODULE_CALL
 
 # Where a product runs beside the slots of its operands' gradients.
 FORWARD = "forward"
+# Under which torch.compile keeps the module that it was given.
+_COMPILED = "_orig_mod"
 
 
 class Site:
@@ -105,6 +107,18 @@ class Sites:
             place.episode, place.count = episode, 0
         index = place.count
         place.count = index + 1
+        return self._numbered(place, word, roles, path, index)
+
+    def numbered(
+        self, word: str, roles: tuple[str, ...], path: str, index: int
+    ) -> tuple[Site, bool]:
+        """The site of one occurrence, for who counts them himself; see :meth:`find`."""
+        place = self._places.setdefault((path, word), _Place())
+        return self._numbered(place, word, roles, path, index)
+
+    def _numbered(
+        self, place: _Place, word: str, roles: tuple[str, ...], path: str, index: int
+    ) -> tuple[Site, bool]:
         if index < len(place.sites):
             return place.sites[index], False
         base = f"{path}.{word}" if path else word
@@ -134,7 +148,7 @@ class Sites:
         while frame is not None:
             code = frame.f_code
             if code is MODULE_CALL:
-                path = self._path(frame.f_locals["self"])
+                path = self.path_of(id(frame.f_locals["self"]))
                 if path is not None:
                     return path, False
             elif code is ENGINE:
@@ -144,11 +158,15 @@ class Sites:
             frame = frame.f_back  # type: ignore[assignment]
         return None, False
 
-    def _path(self, module: nn.Module) -> str | None:
-        path = self._paths.get(id(module))
+    def path_of(self, module: int) -> str | None:
+        """Path of the module with an ``id``; a compiled one has that of the user's own."""
+        path = self._paths.get(module)
         if path is None and not self._is_fresh:
             # Modules may come while a model runs; looked for once a step at most.
-            self._paths = {id(child): name for name, child in self._module.named_modules()}
+            self._paths = {
+                id(child): ".".join(part for part in name.split(".") if part != _COMPILED)
+                for name, child in self._module.named_modules()
+            }
             self._is_fresh = True
-            path = self._paths.get(id(module))
+            path = self._paths.get(module)
         return path
