@@ -144,11 +144,12 @@ class _Rewriting:
         args = _examples(node.args)
         word, roles = rule.word(args)
         number = node.meta.get("seq_nr")
-        slot, sources = FORWARD, tuple(range(len(rule.operands)))
+        slot = FORWARD
+        sources: tuple[int | None, ...] = tuple(range(len(rule.operands)))
         claimed: _Claimed | None = None
         if self._is_backward and node.meta.get("partitioner_tag") != "is_forward":
             known = self._forward.products.get(number) if number is not None else None
-            if known:
+            if number is not None and known:
                 claimed, operands = known[0]
                 sources = self._sources(rule, node, operands, number)
                 slot = f"backward_{'_'.join('g' if k is None else str(k) for k in sources)}"
@@ -199,7 +200,7 @@ class _Rewriting:
             self._scale_result(node, result)
             return
         for user in list(node.users):
-            which = user.args[1]
+            which: Any = user.args[1]
             if isinstance(which, int) and which < len(rule.results) and rule.results[which]:
                 self._scale_result(user, result + which)
 

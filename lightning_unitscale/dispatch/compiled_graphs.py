@@ -73,14 +73,17 @@ class CompiledProduct:
         site = self.site
         return tuple(site.name if k is None else site.operand_names[k] for k in self.sources)
 
-    def units(self) -> tuple[int | None, ...]:
+    def known(self) -> tuple[int | None, ...]:
         """Exponents of the units of its operands, ``None`` where nobody has measured."""
         site = self.site
         known = site.log2_units or (None,) * len(site.roles)
-        units = (site.log2_gamma if k is None else known[k] for k in self.sources)
+        return tuple(site.log2_gamma if k is None else known[k] for k in self.sources)
+
+    def units(self) -> tuple[int, ...]:
+        """Exponents of what its operands are divided by, unless it runs plain."""
         return tuple(
-            0 if fixed and unit is not None else unit
-            for unit, fixed in zip(units, self.is_fixed, strict=True)
+            0 if is_fixed else unit or 0
+            for unit, is_fixed in zip(self.known(), self.is_fixed, strict=True)
         )
 
     def why_plain(self) -> str:
@@ -96,7 +99,7 @@ class CompiledProduct:
         return [0] * self.num_factors if self.why_plain() else self._exponents()
 
     def _exponents(self) -> list[int]:
-        units = [unit or 0 for unit in self.units()]
+        units = self.units()
         results = [
             sum(power * unit for power, unit in zip(coefficients, units, strict=True))
             for coefficients in (row or (0,) * len(units) for row in self.results)
@@ -127,12 +130,12 @@ class CompiledGraph:
     def session(self) -> ProductSession | None:
         """Whose products they are now; ``None`` once the session has closed."""
         current = LOCAL.session
-        if current is not None and current is not self._session:
-            if current.module is self._module():
-                # Compiled in an earlier run of the same module's.
-                for product in self.products:
-                    product.site = current.numbered_site(*product.identity)
-                self._session = current
+        is_new = current is not None and current is not self._session
+        if current is not None and is_new and current.module is self._module():
+            # Compiled in an earlier run of the same module's.
+            for product in self.products:
+                product.site = current.numbered_site(*product.identity)
+            self._session = current
         if self._session is not None and not self._session.is_open:
             self._session = None
         return self._session
@@ -161,20 +164,18 @@ class CompiledGraph:
         session, product = self._session, self.products[index]
         if session is None:
             return
-        units = product.units()
-        if None not in units and not session.is_looking:
+        known = product.known()
+        if None not in known and not session.is_looking:
             return
-        plain = product.why_plain()
-        in_force = [0 if plain else (unit or 0) for unit in units]
-        *rows, common = (*in_force, sum(in_force))
-        count = len(in_force)
+        units = (0,) * len(known) if product.why_plain() else product.units()
+        count, common = len(units), sum(units)
         stats = [
             smallest_and_rms(tensor) * 2.0**unit
-            for tensor, unit in zip(tensors[:count], rows, strict=True)
+            for tensor, unit in zip(tensors[:count], units, strict=True)
         ]
         added = tuple(smallest_and_rms(tensor) * 2.0**common for tensor in tensors[count:])
         session.measurements.add(
-            product.site, product.slot, product.names, tuple(stats), added, units, product.dtype
+            product.site, product.slot, product.names, tuple(stats), added, known, product.dtype
         )
 
     def _count(self, session: ProductSession) -> None:

@@ -1,7 +1,6 @@
 """Private names of Inductor and of what calls it; checked on torch 2.13.
 
-``post_grad_custom_pre_pass`` runs on the forward and on the backward graph that AOTAutograd gives to
-Inductor; a pass without a ``uuid`` keeps both of its caches out, so that nobody else is handed a
+``post_grad_custom_pre_pass`` runs on the forward and on the backward graph of AOTAutograd; a pass without a ``uuid`` keeps both of its caches out, so that nobody else is handed a
 rewritten graph and no rewritten one is missed. The identifier of a compilation is the same for a
 graph and its backward graph, which may be compiled much later, by another thread. Frames of
 ``CompiledFxGraph.__call__`` tell which compiled graph calls a kernel, and those of
