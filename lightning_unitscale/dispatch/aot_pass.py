@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -65,15 +66,15 @@ class _Forward:
 
 
 _FORWARDS: dict[tuple[int | None, int | None], _Forward] = {}
+_IDENTIFIED: dict[tuple[tuple[int | None, int | None], bool], _Rewriting] = {}
 
 
-def rewrite(graph: fx.Graph) -> None:
-    """Put units around the products of a graph, if it is compiled in a step of a session's."""
-    identity = compile_id()
+def _identify(graph: fx.Graph) -> None:
+    """Find the sites of the products of a graph, if it is compiled in a step of a session's."""
+    identity, is_backward = compile_id(), _is_backward(graph)
     if identity is None:
         return
-    placeholders = [node.name for node in graph.nodes if node.op == "placeholder"]
-    is_backward = any(name.startswith("tangents_") for name in placeholders)
+    _IDENTIFIED.pop((identity, is_backward), None)
     if is_backward:
         forward = _FORWARDS.get(identity)
         if forward is None or not forward.session.is_open:
@@ -84,10 +85,49 @@ def rewrite(graph: fx.Graph) -> None:
             return
         forward = _Forward(LOCAL.session, LOCAL.session.path_of() or "")
         _FORWARDS[identity] = forward
-    _Rewriting(graph, forward, identity[0], is_backward=is_backward).run()
+    rewriting = _Rewriting(graph, forward, identity[0], is_backward=is_backward)
+    rewriting.identify()
+    _IDENTIFIED[identity, is_backward] = rewriting
 
 
-PASS = GraphPass(rewrite)
+def _rewrite(graph: fx.Graph) -> None:
+    """Put units around the products whose sites were found."""
+    identity = compile_id()
+    if identity is not None:
+        rewriting = _IDENTIFIED.pop((identity, _is_backward(graph)), None)
+        if rewriting is not None:
+            rewriting.run()
+
+
+def _is_backward(graph: fx.Graph) -> bool:
+    return any(
+        node.op == "placeholder" and node.name.startswith("tangents_") for node in graph.nodes
+    )
+
+
+PASSES = (
+    GraphPass("post_grad_custom_pre_pass", _identify),
+    GraphPass("post_grad_custom_post_pass", _rewrite),
+)
+
+
+@dataclass(frozen=True)
+class _Identified:
+    """A product as it was before Inductor joined it with a sum, or parted it from one.
+
+    Attributes:
+        name: Name of its node.
+        operands: Names of the nodes that it reads.
+        claimed: Its site.
+        slot: ``"forward"``, or which gradient it makes.
+        sources: For each operand which forward operand it is; ``None``: the arriving gradient.
+    """
+
+    name: str
+    operands: tuple[str, ...]
+    claimed: _Claimed
+    slot: str
+    sources: tuple[int | None, ...]
 
 
 class _Rewriting:
@@ -107,7 +147,15 @@ class _Rewriting:
         self._visits: dict[int, int] = defaultdict(int)
         self._starts: list[int] = []
         self._num_factors = 0
+        self._identified: list[_Identified] = []
         self._fake_mode: Any = None
+
+    def identify(self) -> None:
+        """Find the site of every product."""
+        for node in self._graph.nodes:
+            rule = _RULES.get(str(node.target))
+            if rule is not None and self._is_real(rule, node):
+                self._identified.append(self._identify(rule, node))
 
     def run(self) -> None:
         """Rewrite it."""
@@ -140,9 +188,8 @@ class _Rewriting:
         for index, (rule, node, product) in enumerate(found):
             self._rewrite(index, rule, node, product)
 
-    def _plan(self, rule: ProductRule, node: fx.Node) -> CompiledProduct:
-        args = _examples(node.args)
-        word, roles = rule.word(args)
+    def _identify(self, rule: ProductRule, node: fx.Node) -> _Identified:
+        word, roles = rule.word(_examples(node.args))
         number = node.meta.get("seq_nr")
         slot = FORWARD
         sources: tuple[int | None, ...] = tuple(range(len(rule.operands)))
@@ -162,21 +209,45 @@ class _Rewriting:
             if number is not None and not self._is_backward:
                 names = [_names(node.args[position]) for position in rule.operands]
                 self._forward.products[number].append((claimed, names))
+        return _Identified(node.name, _operands(rule, node), claimed, slot, sources)
+
+    def _plan(self, rule: ProductRule, node: fx.Node) -> CompiledProduct:
+        identified = self._found(rule, node)
         temperature = rule.temperature or (0,) * len(rule.operands)
         product = CompiledProduct(
-            *claimed,
-            slot,
-            sources,
+            *identified.claimed,
+            identified.slot,
+            identified.sources,
             tuple(power != 0 for power in temperature),
             rule.results,
-            len(self._addends(rule, node)),
-            int(rule.flops(args, _examples(_value(node)))),
+            int(rule.flops(_examples(node.args), _examples(_value(node)))),
             _value(node.args[rule.operands[0]]).dtype,
         )
         self._compiled.products.append(product)
         self._starts.append(self._num_factors)
         self._num_factors += product.num_factors
         return product
+
+    def _found(self, rule: ProductRule, node: fx.Node) -> _Identified:
+        """The product that a node was; one that Inductor has joined with a sum has another name."""
+        operands = _operands(rule, node)
+        matching = [
+            known
+            for known in self._identified
+            if len(known.operands) == len(operands)
+            and (known.name == node.name or set(known.operands) & set(operands))
+        ]
+        if not matching:
+            return self._identify(rule, node)
+        best = max(
+            matching,
+            key=lambda known: (
+                known.name == node.name,
+                sum(a == b for a, b in zip(known.operands, operands, strict=True)),
+            ),
+        )
+        self._identified.remove(best)
+        return best
 
     def _rewrite(
         self, index: int, rule: ProductRule, node: fx.Node, product: CompiledProduct
@@ -200,9 +271,9 @@ class _Rewriting:
             self._scale_result(node, result)
             return
         for user in list(node.users):
-            which: Any = user.args[1]
-            if isinstance(which, int) and which < len(rule.results) and rule.results[which]:
-                self._scale_result(user, result + which)
+            item: Any = user.args[1]
+            if isinstance(item, int) and item < len(rule.results) and rule.results[item]:
+                self._scale_result(user, result + item)
 
     def _scale_result(self, node: fx.Node, factor: int) -> None:
         users = list(node.users)
@@ -299,6 +370,10 @@ class _Rewriting:
 
 def _value(node: Any) -> Any:
     return node.meta["val"]
+
+
+def _operands(rule: ProductRule, node: fx.Node) -> tuple[str, ...]:
+    return tuple(str(node.args[position]) for position in rule.operands)
 
 
 def _names(node: Any) -> set[str]:

@@ -45,7 +45,6 @@ class CompiledProduct:
         sources: For each operand which forward operand it is; ``None``: the arriving gradient.
         is_fixed: Which operands have no units: the temperature of attention is a Python number.
         results: Coefficients of each result.
-        num_addends: How many tensors are added to it.
         flops: Its floating-point operations.
         dtype: Type of its operands.
         reason: Why it runs plain whatever its units are; empty where it does not.
@@ -57,7 +56,6 @@ class CompiledProduct:
     sources: tuple[int | None, ...]
     is_fixed: tuple[bool, ...]
     results: tuple[Coefficients, ...]
-    num_addends: int
     flops: int
     dtype: torch.dtype
     reason: str = ""

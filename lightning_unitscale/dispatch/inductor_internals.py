@@ -1,10 +1,13 @@
 """Private names of Inductor and of what calls it; checked on torch 2.13.
 
-``post_grad_custom_pre_pass`` runs on the forward and on the backward graph of AOTAutograd; a pass without a ``uuid`` keeps both of its caches out, so that nobody else is handed a
-rewritten graph and no rewritten one is missed. The identifier of a compilation is the same for a
-graph and its backward graph, which may be compiled much later, by another thread. Frames of
-``CompiledFxGraph.__call__`` tell which compiled graph calls a kernel, and those of
-``_compile_fx_inner`` that Inductor is only trying kernels out.
+``post_grad_custom_pre_pass`` and ``post_grad_custom_post_pass`` run on the forward and on the
+backward graph of AOTAutograd, before and after Inductor decides whether a product and a sum run as
+one; its decisions should be those of a graph without units. A pass without a ``uuid`` keeps both of
+Inductor's caches out, so that nobody else is handed a rewritten graph and no rewritten one is
+missed. The identifier of a compilation is the same for a graph and its backward graph, which may
+be compiled much later, by another thread. Frames of ``CompiledFxGraph.__call__`` tell which
+compiled graph calls a kernel, and those of ``_compile_fx_inner`` that Inductor is only trying
+kernels out.
 """
 
 from __future__ import annotations
@@ -29,22 +32,24 @@ class GraphPass(CustomGraphPass):
     """A pass over what Inductor compiles, after the passes that the user has set.
 
     Args:
+        setting: Which of Inductor's settings it belongs to.
         rewrite: Called with each graph.
     """
 
-    def __init__(self, rewrite: Callable[[fx.Graph], None]) -> None:
+    def __init__(self, setting: str, rewrite: Callable[[fx.Graph], None]) -> None:
+        self._setting = setting
         self._rewrite = rewrite
         self._before: Any = None
 
     def install(self) -> None:
         """Put it into Inductor's configuration."""
-        self._before = config.post_grad_custom_pre_pass
-        config.post_grad_custom_pre_pass = self
+        self._before = getattr(config, self._setting)
+        setattr(config, self._setting, self)
 
     def remove(self) -> None:
         """Put the user's own back, unless he has set another one meanwhile."""
-        if config.post_grad_custom_pre_pass is self:
-            config.post_grad_custom_pre_pass = self._before
+        if getattr(config, self._setting) is self:
+            setattr(config, self._setting, self._before)
 
     def __call__(self, graph: fx.Graph) -> None:
         """Run the user's own passes, then this one."""

@@ -17,7 +17,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils.hooks import RemovableHandle
 
-from lightning_unitscale.dispatch.aot_pass import PASS
+from lightning_unitscale.dispatch.aot_pass import PASSES
 from lightning_unitscale.dispatch.calls import CALLS
 from lightning_unitscale.dispatch.compiled_graphs import caller
 from lightning_unitscale.dispatch.products import RULES, UNREACHED, ProductRule, UnreachedRule
@@ -47,7 +47,8 @@ def open_session(session: ProductSession, device_types: set[str]) -> None:
         device_types: Where its module may run, such as ``{"cpu"}``.
     """
     if not _sessions:
-        PASS.install()
+        for graph_pass in PASSES:
+            graph_pass.install()
     _sessions[id(session)] = session
     for device_type in device_types:
         key = _KEYS.get(device_type)
@@ -64,7 +65,8 @@ def close_session(session: ProductSession) -> None:
     session.close()
     _sessions.pop(id(session), None)
     if not _sessions:
-        PASS.remove()
+        for graph_pass in PASSES:
+            graph_pass.remove()
         for overrides in _overrides.values():
             overrides.remove()
         _overrides.clear()

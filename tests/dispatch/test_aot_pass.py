@@ -34,7 +34,9 @@ class Net(nn.Module):
         x = self.conv(x).relu().mT * 30
         heads = self.qkv(x).view(*x.shape[:2], 2, 12).transpose(1, 2)
         x = F.scaled_dot_product_attention(*heads.chunk(3, -1)).transpose(1, 2).flatten(2)
-        return self.out(x) + (x @ x.mT).softmax(-1) @ x
+        # A weight read twice, whose gradient Inductor adds up within a product.
+        tied = self.qkv.weight[:8] @ self.qkv.weight[8:16].mT
+        return self.out(x) + (x @ x.mT).softmax(-1) @ x + tied.sum()
 
 
 class Module(pl.LightningModule):
@@ -77,7 +79,7 @@ def _fresh() -> Iterator[None]:
         warnings.simplefilter("ignore", FutureWarning)
         warnings.filterwarnings("ignore", message=".*(num_workers|lr_scheduler|log_every).*")
         yield
-    assert config.post_grad_custom_pre_pass is None
+    assert config.post_grad_custom_pre_pass is config.post_grad_custom_post_pass is None
     torch._dynamo.reset()
 
 
@@ -121,11 +123,18 @@ def test_a_module_that_is_compiled_trains_to_the_same_bits_in_units(how: str) ->
     assert same(plain, scaled)
     # New units at every step, and nothing compiled again.
     assert counters["stats"]["unique_graphs"] == num_graphs
-    assert callback.coverage.num_products == callback.coverage.num_in_units == 19
+    assert callback.coverage.num_products == callback.coverage.num_in_units == 22
     assert not callback.coverage.uncovered_modules()
     pairs = callback.gauge.pairs
     attention = "net.scaled_dot_product_attention"
-    forward = {"net.conv.conv1d", "net.qkv.linear", "net.out.linear", "net.matmul", "net.matmul_1"}
+    forward = {
+        "net.linear",
+        "net.conv.conv1d",
+        "net.qkv.linear",
+        "net.out.linear",
+        "net.matmul",
+        "net.matmul_1",
+    }
     assert {name for name in pairs if ":" not in name} == forward | {attention, "head.linear"}
     assert pairs["net.qkv.linear:input"].log2_sigma > 2
     assert pairs["net.conv.conv1d"].log2_gamma != 0
