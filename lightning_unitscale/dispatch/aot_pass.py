@@ -32,23 +32,23 @@ _UNREACHED = {
 # arrangement of the same memory, and BLAS adds in the same order.
 _ARRANGED = frozenset(
     f"aten.{name}"
-    for name in ("permute.default", "t.default", "transpose.int", "view.default", "reshape.default")
+    for name in (
+        "permute.default",
+        "t.default",
+        "transpose.int",
+        "view.default",
+        "reshape.default",
+        "expand.default",
+        "unsqueeze.default",
+        "squeeze.dim",
+        "squeeze.dims",
+    )
 )
-_SAME = (
-    _ARRANGED
-    | {
-        f"aten.{name}"
-        for name in (
-            "expand.default",
-            "unsqueeze.default",
-            "squeeze.dim",
-            "squeeze.dims",
-            "clone.default",
-            "_unsafe_view.default",
-        )
-    }
-    | {"prims.convert_element_type.default"}
-)
+_SAME = _ARRANGED | {
+    "aten.clone.default",
+    "aten._unsafe_view.default",
+    "prims.convert_element_type.default",
+}
 
 
 # A site, with what another session needs to find its own.

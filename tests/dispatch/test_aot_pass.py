@@ -50,7 +50,7 @@ class Module(pl.LightningModule):
             self.net.compile()
         self.losses: list[Tensor] = []
 
-    def training_step(self, batch: Tensor) -> Tensor:
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         loss = self.head(self.net(batch)).square().mean() * 100
         self.losses.append(loss.detach().clone())
         return loss
