@@ -79,6 +79,7 @@ MAY_NOT_IMPORT_TORCH = (
 # The only files that may use names of torch that start with an underscore: when one moves, there is
 # one place to mend.
 TORCH_ADAPTERS = (
+    "dispatch/inductor_internals.py",
     "dispatch/torch_internals.py",
     "functional/func_transforms.py",
     "functional/scaled_product.py",

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import warnings
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
 
+from lightning_unitscale.dispatch.inductor_internals import is_compiled
 from lightning_unitscale.dispatch.kernels import close_session, open_session
 from lightning_unitscale.dispatch.session import LOCAL, Numerics, ProductSession
 from lightning_unitscale.dispatch.torch_internals import current_node
@@ -45,6 +49,7 @@ class SessionMethod:
         self._method = getattr(module, name)
         self._session = session
         self._is_training = is_training
+        self._has_warned = False
         self.before_call: Callable[[], None] | None = None
         self.after_call: Callable[[Any], None] | None = None
         functools.update_wrapper(self, self._method)
@@ -72,11 +77,30 @@ class SessionMethod:
         # Within a checkpoint that is computed again it is the same step of training.
         is_new = current_node() is None
         self._session.begin_step(is_training=is_new and self._is_training())
-        with self._session.running():
+        with self._session.running(), self._uncompiled():
             result = self._method(*args, **kwargs)
         if self.after_call is not None:
             self.after_call(result)
         return result
+
+    def _uncompiled(self) -> AbstractContextManager[Any]:
+        """Formats round at the dispatcher only, so what the user compiled runs as it was written.
+
+        A context for the step, which does nothing where nothing is rounded or compiled.
+        """
+        module = self._session.module
+        if self._session.numerics is None or module is None or not is_compiled(module):
+            return contextlib.nullcontext()
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"{type(module).__name__} has parts that were compiled by "
+                "torch.compile: formats are rounded in uncompiled steps only, so they run "
+                "uncompiled; leave out torch.compile, or let UnitScaleCallback(compile=True) "
+                "compile the steps.",
+                stacklevel=3,
+            )
+        return torch.compiler.set_stance("force_eager")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """The copied module's own method: a copy made in the middle of a training is plain."""

@@ -7,6 +7,7 @@ more meanwhile.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,9 @@ from torch.optim.optimizer import (
 )
 from torch.utils.hooks import RemovableHandle
 
+from lightning_unitscale.dispatch.aot_pass import PASSES
 from lightning_unitscale.dispatch.calls import CALLS, Call, forget
+from lightning_unitscale.dispatch.compiled_graphs import caller
 from lightning_unitscale.dispatch.products import RULES, UNREACHED, ProductRule, UnreachedRule
 from lightning_unitscale.dispatch.session import LOCAL, ProductSession
 from lightning_unitscale.dispatch.sites import sites_of_checkpoint
@@ -33,6 +36,9 @@ from lightning_unitscale.dispatch.torch_internals import (
 )
 
 _KEYS = {"cpu": "CPU", "cuda": "CUDA"}
+# Callers within Inductor whose products are not to be met again: a graph of ours has its units.
+_COMPILED = ("ours", "compiler")
+_COMPILED_BEFORE = "compiled before this callback was attached"
 # Where linear layers are met as a whole, by what keeps less of them for the backward pass.
 _AUTOGRAD_KEYS = {"cpu": "AutogradCPU", "cuda": "AutogradCUDA"}
 # On a CPU it multiplies by a kernel of the table, with operands that are in FP8 already.
@@ -53,6 +59,9 @@ def open_session(session: ProductSession, device_types: set[str]) -> None:
         session: The session.
         device_types: Where its module may run, such as ``{"cpu"}``.
     """
+    if not _sessions:
+        for graph_pass in PASSES:
+            graph_pass.install()
     if id(session) not in _sessions:
         finalizer = weakref.finalize(session, _end, id(session), session.ref)
         finalizer.atexit = False
@@ -81,6 +90,8 @@ def _end(key: int, session: weakref.ref[ProductSession]) -> None:
     _sessions.pop(key, None)
     forget(session)
     if not _sessions:
+        for graph_pass in PASSES:
+            graph_pass.remove()
         for overrides in _overrides.values():
             overrides.remove()
         _overrides.clear()
@@ -152,6 +163,8 @@ def _product_kernel(rule: ProductRule, original: Kernel) -> Kernel:
         if LOCAL.is_inside:
             return original(*args, **kwargs)
         node = current_node()
+        if (node is not None or LOCAL.session is not None) and caller() in _COMPILED:
+            return original(*args, **kwargs)
         if node is None:
             session = LOCAL.session
             if session is None:
@@ -201,10 +214,16 @@ def _closed_kernel(original: Kernel) -> Kernel:
 
 
 def _unreached_kernel(rule: UnreachedRule, original: Kernel) -> Kernel:
+    foreign = dataclasses.replace(rule, reason=_COMPILED_BEFORE)
+
     def kernel(*args: Any, **kwargs: Any) -> Any:
         session = LOCAL.session
         if LOCAL.is_inside or session is None:
             return original(*args, **kwargs)
-        return session.unreached(rule, original, args, kwargs)
+        graph = caller()
+        if graph in _COMPILED:
+            return original(*args, **kwargs)
+        reached_by = rule if graph is None else foreign
+        return session.unreached(reached_by, original, args, kwargs)
 
     return kernel

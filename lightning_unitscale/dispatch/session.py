@@ -186,6 +186,10 @@ class ProductSession:
         is_looking: Whether the steps measure what has units already, for :meth:`take`.
         is_counting: Whether the steps count their products.
         step: How many training steps have begun.
+        module: The module.
+        is_open: Whether its products are run by it; see :meth:`close`.
+        measurements: What products measure until :meth:`take`.
+        claims: By the name of a site, the number of the compiled frame that its product is in.
     """
 
     def __init__(
@@ -200,12 +204,14 @@ class ProductSession:
         self.uses_units = uses_units
         self.ref = weakref.ref(self)
         self._gauge = Gauge()
+        self.is_open = True
+        self.claims: dict[str, int | None] = {}
         self.is_looking = False
         self.step = 0
         self._episode = 0
         self._plain: dict[str, dict[str, str]] = {}
         self._sites = Sites(module, boundary, self.ref)
-        self._measurements = Measurements()
+        self.measurements = Measurements()
         self._counter: CoverageCounter | None = None
 
     @contextlib.contextmanager
@@ -224,6 +230,11 @@ class ProductSession:
             torch.backends.mha.set_fastpath_enabled(has_fused_layers)
             # An optimizer that raised has not resumed.
             del LOCAL.suspended[depth:]
+
+    @property
+    def module(self) -> nn.Module | None:
+        """The module, while somebody has it."""
+        return self._sites.module
 
     @property
     def gauge(self) -> Gauge:
@@ -271,7 +282,7 @@ class ProductSession:
 
     def take(self) -> Measurement | None:
         """What was measured since the last call, with one transfer from the device."""
-        return self._measurements.take()
+        return self.measurements.take()
 
     def set_gauge(self, gauge: Gauge) -> None:
         """Put units into force from the next product on."""
@@ -326,8 +337,9 @@ class ProductSession:
 
     def close(self) -> None:
         """Forget the recorded products: backward passes that are still to come run plain."""
+        self.is_open = False
         forget(self.ref)
-        self._measurements.clear()
+        self.measurements.clear()
         forget_copy()
 
     def forward(
@@ -406,6 +418,24 @@ class ProductSession:
             self._counter.add(path, "plain", rule.reason, rule.flops(args, result))
         return result
 
+    def numbered_site(self, word: str, roles: tuple[str, ...], path: str, index: int) -> Site:
+        """The site of a product that a compiled graph runs; see :meth:`Sites.numbered`."""
+        site, is_new = self._sites.numbered(word, roles, path, index)
+        if is_new:
+            self._start(site)
+        return site
+
+    def path_of(self, module: int | None = None) -> str | None:
+        """Path of the module with an ``id``, or of the innermost one that runs."""
+        if module is not None:
+            return self._sites.path_of(module)
+        return self._sites.forward_run(2, self._episode).path
+
+    def add_counted(self, module: str, kind: Kind, reason: str, flops: int) -> None:
+        """Count a product that a compiled graph runs, if products are counted."""
+        if self._counter is not None:
+            self._counter.add(module, kind, reason, flops)
+
     def _forward(
         self,
         rule: ProductRule,
@@ -423,8 +453,7 @@ class ProductSession:
             roles = ("gradient", *roles)
         site, is_new = self._sites.find(word + suffix, roles, run)
         if is_new:
-            self._set_units(site)
-            site.plain = dict(self._plain.get(site.name, {}))
+            self._start(site)
         units = site.log2_units
         names = site.operand_names
         is_gradient = (False,) * len(operands)
@@ -584,7 +613,7 @@ class ProductSession:
             for tensor, row in zip(operands, stats, strict=True)
         )
         added = tuple(smallest_and_rms(tensor) for tensor in addends)
-        self._measurements.add(site, slot, names, rows, added, units, operands[0].dtype)
+        self.measurements.add(site, slot, names, rows, added, units, operands[0].dtype)
         if self.numerics is not None and None in units:
             found = [
                 float(row[0]) if unit is None else 0.0
@@ -595,6 +624,10 @@ class ProductSession:
                 for rms, unit in zip(found, units, strict=True)
             )
         return tuple(unit or 0 for unit in units), rows
+
+    def _start(self, site: Site) -> None:
+        self._set_units(site)
+        site.plain = dict(self._plain.get(site.name, {}))
 
     def _set_units(self, site: Site) -> None:
         if not self.uses_units:

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 # Where a product runs beside the slots of its operands' gradients.
 FORWARD = "forward"
+# Under which torch.compile keeps the module that it was given.
+_COMPILED = "_orig_mod"
 
 
 def frame_at(depth: int) -> FrameType | None:
@@ -174,11 +176,17 @@ class Sites:
         if (checkpoint := checkpoint_under_way()) is not None:
             self._starts.setdefault(checkpoint, {}).setdefault(key, index)
             SITES_OF_CHECKPOINTS[checkpoint] = self
-        sites = self._places.setdefault(key, [])
+        return self.numbered(word, roles, run.path, index)
+
+    def numbered(
+        self, word: str, roles: tuple[str, ...], path: str, index: int
+    ) -> tuple[Site, bool]:
+        """The site of one occurrence, for who counts them himself; see :meth:`find`."""
+        sites = self._places.setdefault((path, word), [])
         if index < len(sites):
             return sites[index], False
-        base = f"{run.path}.{word}" if run.path else word
-        site = Site(base if index == 0 else f"{base}_{index}", run.path, roles)
+        base = f"{path}.{word}" if path else word
+        site = Site(base if index == 0 else f"{base}_{index}", path, roles)
         sites.append(site)
         self.all[site.name] = site
         return site, True
@@ -217,7 +225,7 @@ class Sites:
         while frame is not None and path is None:
             code = frame.f_code
             if code is MODULE_CALL:
-                path = self._path(frame.f_locals["self"])
+                path = self.path_of(id(frame.f_locals["self"]))
             elif code is self._boundary:
                 path = ""
             elif code is CHECKPOINT:
@@ -246,7 +254,7 @@ class Sites:
         # An accelerator's backward pass has a thread of its own, without frames.
         while frame is not None and frame.f_code is not ENGINE:
             if path is None and frame.f_code is MODULE_CALL:
-                path = self._path(frame.f_locals["self"])
+                path = self.path_of(id(frame.f_locals["self"]))
             elif path is None and frame.f_code in RECOMPUTATIONS:
                 path = ""
                 with contextlib.suppress(TypeError):
@@ -258,13 +266,22 @@ class Sites:
             return Run(path or "", (episode, id(checkpoint), graph_task()), checkpoint)
         return None if path is None else Run(path, (episode, sequence_number(node)))
 
-    def _path(self, module: nn.Module) -> str | None:
-        path = self._paths.get(id(module))
+    @property
+    def module(self) -> nn.Module | None:
+        """The root, while somebody has it."""
+        return self._module()
+
+    def path_of(self, module: int) -> str | None:
+        """Path of the module with an ``id``; a compiled one has that of the user's own."""
+        path = self._paths.get(module)
         if path is None and not self._is_fresh:
             # Modules may come while a model runs; looked for once a step at most.
             root = self._module()
             children = () if root is None else root.named_modules()
-            self._paths = {id(child): name for name, child in children}
+            self._paths = {
+                id(child): ".".join(part for part in name.split(".") if part != _COMPILED)
+                for name, child in children
+            }
             self._is_fresh = True
-            path = self._paths.get(id(module))
+            path = self._paths.get(module)
         return path

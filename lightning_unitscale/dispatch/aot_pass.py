@@ -1,0 +1,409 @@
+"""The compiled executor of the table: units around the products of what the user compiles.
+
+A module that the user gave to ``torch.compile`` runs no kernel under its own name. Its products are
+rewritten within that compilation, in the forward and the backward graph of AOTAutograd.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from lightning_unitscale.dispatch.compiled_graphs import GRAPHS, CompiledGraph, CompiledProduct
+from lightning_unitscale.dispatch.inductor_internals import GraphPass, compile_id, fake_mode_of
+from lightning_unitscale.dispatch.products import RULES, UNREACHED, ProductRule
+from lightning_unitscale.dispatch.session import FLOATS, LOCAL, ProductSession
+from lightning_unitscale.dispatch.sites import FORWARD, Site
+
+_ATEN = torch.ops.aten
+_OURS = torch.ops.lightning_unitscale
+_RULES = {f"aten.{rule.operator}.default": rule for rule in RULES}
+_UNREACHED = {
+    f"aten.{rule.operator}" + ("" if "." in rule.operator else ".default"): rule
+    for rule in UNREACHED
+}
+# Other arrangements of a tensor: the factor goes before them, so that a product reads the same
+# arrangement of the same memory, and BLAS adds in the same order.
+_ARRANGED = frozenset(
+    f"aten.{name}"
+    for name in (
+        "permute.default",
+        "t.default",
+        "transpose.int",
+        "view.default",
+        "reshape.default",
+        "expand.default",
+        "unsqueeze.default",
+        "squeeze.dim",
+        "squeeze.dims",
+    )
+)
+_SAME = _ARRANGED | {
+    "aten.clone.default",
+    "aten._unsafe_view.default",
+    "prims.convert_element_type.default",
+}
+
+
+# A site, with what another session needs to find its own.
+_Claimed = tuple[Site, tuple[str, tuple[str, ...], str, int]]
+
+
+class _Forward:
+    """What the backward graph of a compilation needs to know of its forward graph."""
+
+    def __init__(self, session: ProductSession, root: str) -> None:
+        self.session = session
+        self.root = root
+        # By the number of the autograd node: the site, and the names of its operands' nodes.
+        self.products: dict[int, list[tuple[_Claimed, list[set[str]]]]] = defaultdict(list)
+
+
+_FORWARDS: dict[tuple[int | None, int | None], _Forward] = {}
+_IDENTIFIED: dict[tuple[tuple[int | None, int | None], bool], _Rewriting] = {}
+
+
+def _identify(graph: fx.Graph) -> None:
+    """Find the sites of the products of a graph, if it is compiled in a step of a session's."""
+    identity, is_backward = compile_id(), _is_backward(graph)
+    if identity is None:
+        return
+    _IDENTIFIED.pop((identity, is_backward), None)
+    if is_backward:
+        forward = _FORWARDS.get(identity)
+        if forward is None or not forward.session.is_open:
+            return
+    else:
+        _FORWARDS.pop(identity, None)
+        if LOCAL.session is None:
+            return
+        forward = _Forward(LOCAL.session, LOCAL.session.path_of() or "")
+        _FORWARDS[identity] = forward
+    rewriting = _Rewriting(graph, forward, identity[0], is_backward=is_backward)
+    rewriting.identify()
+    _IDENTIFIED[identity, is_backward] = rewriting
+
+
+def _rewrite(graph: fx.Graph) -> None:
+    """Put units around the products whose sites were found."""
+    identity = compile_id()
+    if identity is not None:
+        rewriting = _IDENTIFIED.pop((identity, _is_backward(graph)), None)
+        if rewriting is not None:
+            rewriting.run()
+
+
+def _is_backward(graph: fx.Graph) -> bool:
+    return any(
+        node.op == "placeholder" and node.name.startswith("tangents_") for node in graph.nodes
+    )
+
+
+PASSES = (
+    GraphPass("post_grad_custom_pre_pass", _identify),
+    GraphPass("post_grad_custom_post_pass", _rewrite),
+)
+
+
+@dataclass(frozen=True)
+class _Identified:
+    """A product as it was before Inductor joined it with a sum, or parted it from one.
+
+    Attributes:
+        name: Name of its node.
+        operands: Names of the nodes that it reads.
+        claimed: Its site.
+        slot: ``"forward"``, or which gradient it makes.
+        sources: For each operand which forward operand it is; ``None``: the arriving gradient.
+    """
+
+    name: str
+    operands: tuple[str, ...]
+    claimed: _Claimed
+    slot: str
+    sources: tuple[int | None, ...]
+
+
+class _Rewriting:
+    """Rewrites one graph."""
+
+    def __init__(
+        self, graph: fx.Graph, forward: _Forward, frame: int | None, *, is_backward: bool
+    ) -> None:
+        self._graph = graph
+        self._forward = forward
+        self._session = forward.session
+        self._frame = frame
+        self._is_backward = is_backward
+        self._compiled = CompiledGraph(forward.session)
+        self._index = len(GRAPHS)
+        self._taken: set[str] = set()
+        self._visits: dict[int, int] = defaultdict(int)
+        self._starts: list[int] = []
+        self._num_factors = 0
+        self._identified: list[_Identified] = []
+        self._fake_mode: Any = None
+
+    def identify(self) -> None:
+        """Find the site of every product."""
+        for node in self._graph.nodes:
+            rule = _RULES.get(str(node.target))
+            if rule is not None and self._is_real(rule, node):
+                self._identified.append(self._identify(rule, node))
+
+    def run(self) -> None:
+        """Rewrite it."""
+        found = []
+        for node in list(self._graph.nodes):
+            if node.op != "call_function":
+                continue
+            name = str(node.target)
+            if (rule := _RULES.get(name)) is not None and self._is_real(rule, node):
+                found.append((rule, node, self._plan(rule, node)))
+            elif (unreached := _UNREACHED.get(name)) is not None:
+                flops = unreached.flops(_examples(node.args), _examples(_value(node)))
+                self._compiled.unreached.append((self._path(node), unreached.reason, flops))
+        if not found and not self._compiled.unreached:
+            return
+        GRAPHS.append(self._compiled)
+        device = next(
+            (_value(n).device for _, n, _ in found if isinstance(_value(n), Tensor)),
+            None,
+        )
+        if device is None and found:
+            device = _value(found[0][1].args[found[0][0].operands[0]]).device
+        first = next(node for node in self._graph.nodes if node.op != "placeholder")
+        values = [_value(node) for node in self._graph.nodes if "val" in node.meta]
+        self._fake_mode = fake_mode_of(values)
+        with self._graph.inserting_before(first):
+            where = device or torch.device("cpu")
+            self._factors = self._new(_OURS.compiled_factors.default, self._index, where)
+            self._order = self._new(_OURS.compiled_order.default, where) if found else None
+        for index, (rule, node, product) in enumerate(found):
+            self._rewrite(index, rule, node, product)
+
+    def _identify(self, rule: ProductRule, node: fx.Node) -> _Identified:
+        word, roles = rule.word(_examples(node.args))
+        number = node.meta.get("seq_nr")
+        slot = FORWARD
+        sources: tuple[int | None, ...] = tuple(range(len(rule.operands)))
+        claimed: _Claimed | None = None
+        if self._is_backward and node.meta.get("partitioner_tag") != "is_forward":
+            known = self._forward.products.get(number) if number is not None else None
+            if number is not None and known:
+                claimed, operands = known[0]
+                sources = self._sources(rule, node, operands, number)
+                slot = f"backward_{'_'.join('g' if k is None else str(k) for k in sources)}"
+            else:
+                word += "@backward"
+        if claimed is None:
+            if rule.gradient is not None:
+                roles = ("gradient", *roles)
+            claimed = self._claim(word, roles, self._path(node))
+            if number is not None and not self._is_backward:
+                names = [_names(node.args[position]) for position in rule.operands]
+                self._forward.products[number].append((claimed, names))
+        return _Identified(node.name, _operands(rule, node), claimed, slot, sources)
+
+    def _plan(self, rule: ProductRule, node: fx.Node) -> CompiledProduct:
+        identified = self._found(rule, node)
+        temperature = rule.temperature or (0,) * len(rule.operands)
+        product = CompiledProduct(
+            *identified.claimed,
+            identified.slot,
+            identified.sources,
+            tuple(power != 0 for power in temperature),
+            rule.results,
+            int(rule.flops(_examples(node.args), _examples(_value(node)))),
+            _value(node.args[rule.operands[0]]).dtype,
+        )
+        self._compiled.products.append(product)
+        self._starts.append(self._num_factors)
+        self._num_factors += product.num_factors
+        return product
+
+    def _found(self, rule: ProductRule, node: fx.Node) -> _Identified:
+        """The product that a node was; one that Inductor has joined with a sum has another name."""
+        operands = _operands(rule, node)
+        matching = [
+            known
+            for known in self._identified
+            if len(known.operands) == len(operands)
+            and (known.name == node.name or set(known.operands) & set(operands))
+        ]
+        if not matching:
+            return self._identify(rule, node)
+        best = max(
+            matching,
+            key=lambda known: (
+                known.name == node.name,
+                sum(a == b for a, b in zip(known.operands, operands, strict=True)),
+            ),
+        )
+        self._identified.remove(best)
+        return best
+
+    def _rewrite(
+        self, index: int, rule: ProductRule, node: fx.Node, product: CompiledProduct
+    ) -> None:
+        start = self._starts[index]
+        addend, result = start + len(product.sources), start + len(product.sources) + 1
+        with self._graph.inserting_before(node):
+            args = list(node.args)
+            looked = []
+            for offset, position in enumerate(rule.operands):
+                args[position] = self._scaled(args[position], start + offset)
+                looked.append(args[position])
+            for position in self._addends(rule, node):
+                args[position] = self._scaled(args[position], addend)
+                looked.append(args[position])
+            for position, which in rule.follows:
+                args[position] = self._scaled(args[position], start + which)
+            self._new(_OURS.look.default, looked, self._order, self._index, index)
+        node.args = tuple(args)
+        if isinstance(_value(node), Tensor):
+            self._scale_result(node, result)
+            return
+        for user in list(node.users):
+            item: Any = user.args[1]
+            if isinstance(item, int) and item < len(rule.results) and rule.results[item]:
+                self._scale_result(user, result + item)
+
+    def _scale_result(self, node: fx.Node, factor: int) -> None:
+        users = list(node.users)
+        with self._graph.inserting_after(node):
+            marker = node.next
+        with self._graph.inserting_before(marker):
+            scaled = self._times(node, factor)
+        for user in users:
+            user.replace_input_with(node, scaled)
+
+    def _scaled(self, node: Any, factor: int) -> fx.Node:
+        """A tensor times a factor, in the same arrangement."""
+        chain = []
+        while str(node.target) in _ARRANGED:
+            chain.append(node)
+            node = node.args[0]
+        result = self._times(node, factor)
+        for view in reversed(chain):
+            result = self._new(view.target, result, *view.args[1:], **view.kwargs)
+        return result
+
+    def _times(self, node: fx.Node, factor: int) -> fx.Node:
+        number = self._new(_ATEN.select.int, self._factors, 0, factor)
+        dtype = _value(node).dtype
+        if dtype is not torch.float16:
+            return self._new(_ATEN.mul.Tensor, node, number)
+        # A factor of FP32 need not be a number of FP16.
+        convert = torch.ops.prims.convert_element_type.default
+        wide = self._new(convert, node, torch.float32)
+        return self._new(convert, self._new(_ATEN.mul.Tensor, wide, number), dtype)
+
+    def _new(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        node = self._graph.call_function(target, args, kwargs)
+        values = fx.map_arg((args, kwargs), _value)
+        with self._fake_mode:
+            node.meta["val"] = target(*values[0], **values[1])
+        return node
+
+    def _claim(self, word: str, roles: tuple[str, ...], path: str) -> _Claimed:
+        """The site of a forward product; the same one when its frame is compiled again."""
+        index = 0
+        while True:
+            identity = (word, roles, path, index)
+            site = self._session.numbered_site(*identity)
+            owner = self._session.claims.setdefault(site.name, self._frame)
+            if owner == self._frame and site.name not in self._taken:
+                self._taken.add(site.name)
+                return site, identity
+            index += 1
+
+    def _sources(
+        self, rule: ProductRule, node: fx.Node, operands: list[set[str]], number: int
+    ) -> tuple[int | None, ...]:
+        """For each operand which forward operand it is; ``None``: the arriving gradient."""
+        count = len(rule.operands)
+        if rule.gradient is not None:
+            return (None, *range(count - 1))
+        visit = self._visits[number]
+        self._visits[number] += 1
+        found: list[int | None] = []
+        for position in rule.operands:
+            names = _names(node.args[position])
+            matches = [k for k, known in enumerate(operands) if names & known]
+            found.append(matches[0] if matches else None)
+        if found.count(None) == 1:
+            return tuple(found)
+        return (None, 1) if visit == 0 else (0, None)
+
+    def _path(self, node: fx.Node) -> str:
+        stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+        for key in reversed(list(stack)):
+            path = self._session.path_of(int(str(key).partition("@")[0]))
+            if path is not None:
+                return path
+        return self._forward.root
+
+    def _addends(self, rule: ProductRule, node: fx.Node) -> list[int]:
+        return [
+            position
+            for position in rule.addends
+            if position < len(node.args) and node.args[position] is not None
+        ]
+
+    def _is_real(self, rule: ProductRule, node: fx.Node) -> bool:
+        operands = [node.args[position] for position in rule.operands]
+        return all(
+            isinstance(operand, fx.Node)
+            and isinstance(_value(operand), Tensor)
+            and _value(operand).dtype in FLOATS
+            and _value(operand).layout is torch.strided
+            for operand in operands
+        )
+
+
+def _value(node: Any) -> Any:
+    return node.meta["val"]
+
+
+def _operands(rule: ProductRule, node: fx.Node) -> tuple[str, ...]:
+    return tuple(str(node.args[position]) for position in rule.operands)
+
+
+def _names(node: Any) -> set[str]:
+    """Names of a node and of those that it is another arrangement of."""
+    names = {node.name}
+    while str(node.target) in _SAME:
+        node = node.args[0]
+        names.add(node.name)
+    return names
+
+
+def _examples(value: Any) -> Any:
+    """Tensors without data in place of nodes and fake tensors, whose sizes are plain numbers."""
+    if isinstance(value, fx.Node):
+        return _examples(value.meta.get("val"))
+    if isinstance(value, (tuple, list)):
+        return type(value)(_examples(item) for item in value)
+    if isinstance(value, Tensor):
+        shape, stride = _numbers(value.shape), _numbers(value.stride())
+        return torch.empty_strided(shape, stride, dtype=value.dtype, device="meta")
+    return _number(value) if isinstance(value, torch.SymInt) else value
+
+
+def _numbers(sizes: Sequence[Any]) -> tuple[int, ...]:
+    return tuple(_number(size) for size in sizes)
+
+
+def _number(size: Any) -> int:
+    """A size, or what it is in the first call: asking for more would bind the graph to it."""
+    if not isinstance(size, torch.SymInt):
+        return int(size)
+    hint = size.node.hint
+    return 1 if hint is None or not math.isfinite(hint) else int(hint)

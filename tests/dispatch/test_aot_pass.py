@@ -1,0 +1,230 @@
+"""Modules that the user compiled: units around the products within his own torch.compile."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+from torch._dynamo.utils import counters
+from torch._inductor import config
+from torch.utils.data import DataLoader
+
+from lightning_unitscale import UnitScaleCallback
+from lightning_unitscale.dispatch import compiled_graphs
+from lightning_unitscale.dispatch.attach import AttachedSession
+from lightning_unitscale.dispatch.compiled_graphs import GRAPHS, CompiledGraph
+from lightning_unitscale.transforms.gauge import Gauge, GaugePair
+
+
+class Net(nn.Module):
+    """A convolution, attention, linear layers with and without bias, a product of activations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(4, 8, 3, padding=1)
+        self.qkv = nn.Linear(8, 24, bias=False)
+        self.out = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.conv(x).relu().mT * 30
+        heads = self.qkv(x).view(*x.shape[:2], 2, 12).transpose(1, 2)
+        x = F.scaled_dot_product_attention(*heads.chunk(3, -1)).transpose(1, 2).flatten(2)
+        # A weight read twice, whose gradient Inductor adds up within a product.
+        tied = self.qkv.weight[:8] @ self.qkv.weight[8:16].mT
+        return self.out(x) + (x @ x.mT * 1e-3).softmax(-1) @ x + tied.sum()
+
+
+class Module(pl.LightningModule):
+    def __init__(self, how: str = "") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        net = Net()
+        self.net: nn.Module = torch.compile(net) if how == "submodule" else net
+        self.head = nn.Linear(8, 3)
+        if how == "method":
+            self.net.compile()
+        self.losses: list[Tensor] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = self.head(self.net(batch)).square().mean() * 100
+        self.losses.append(loss.detach().clone())
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+class Linear(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = torch.compile(nn.Linear(16, 16, bias=False))
+
+    def step(self, x: Tensor) -> Tensor:
+        return (self.net(x) * 1000).square().mean()
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    counters.clear()
+    with warnings.catch_warnings():
+        # Of torch's own, while it compiles.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.simplefilter("ignore", FutureWarning)
+        warnings.filterwarnings("ignore", message=".*(num_workers|lr_scheduler|log_every).*")
+        yield
+    assert config.post_grad_custom_pre_pass is config.post_grad_custom_post_pass is None
+    torch._dynamo.reset()
+
+
+def batches(count: int) -> DataLoader:
+    generator = torch.Generator().manual_seed(1)
+    data = [torch.randn(4, 16, generator=generator) for _ in range(2 * count)]
+    return DataLoader(data, batch_size=2)
+
+
+def fitted(how: str, *callbacks: pl.Callback, steps: int = 4) -> Module:
+    module = Module("" if how == "whole" else how)
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=list(callbacks),
+    )
+    trainer.fit(torch.compile(module) if how == "whole" else module, batches(steps))
+    return module
+
+
+def same(first: Module, second: Module) -> bool:
+    tensors = zip(
+        (*first.losses, *first.parameters()), (*second.losses, *second.parameters()), strict=True
+    )
+    return all(torch.equal(a, b) for a, b in tensors)
+
+
+@pytest.mark.parametrize("how", ["submodule", "method", "whole"])
+def test_a_module_that_is_compiled_trains_to_the_same_bits_in_units(how: str) -> None:
+    plain = fitted(how)
+    num_graphs = counters["stats"]["unique_graphs"]
+    torch._dynamo.reset()
+    counters.clear()
+    before = len(GRAPHS)
+    callback = UnitScaleCallback(recalibrate=1)
+    scaled = fitted(how, callback)
+    assert same(plain, scaled)
+    # New units at every step, and nothing compiled again.
+    assert counters["stats"]["unique_graphs"] == num_graphs
+    assert callback.coverage.num_products == callback.coverage.num_in_units == 22
+    assert not callback.coverage.uncovered_modules()
+    pairs = callback.gauge.pairs
+    attention = "net.scaled_dot_product_attention"
+    forward = {
+        "net.linear",
+        "net.conv.conv1d",
+        "net.qkv.linear",
+        "net.out.linear",
+        "net.matmul",
+        "net.matmul_1",
+    }
+    assert {name for name in pairs if ":" not in name} == forward | {attention, "head.linear"}
+    assert pairs["net.qkv.linear:input"].log2_sigma > 2
+    assert pairs["net.conv.conv1d"].log2_gamma != 0
+    # Afterwards the compiled graphs compute as if nothing had been.
+    ours = GRAPHS[before:]
+    assert ours
+    for graph in ours:
+        assert graph.session() is None
+        assert (graph.factors(torch.device("cpu")) == 1).all()
+
+
+def test_units_change_in_place_what_a_compiled_product_reads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    read: dict[str, Tensor] = {}
+    look = CompiledGraph.look
+
+    def noted(graph: CompiledGraph, tensors: list[Tensor], index: int) -> None:
+        product = graph.products[index]
+        read.update({n: t.clone() for n, t in zip(product.names, tensors, strict=True)})
+        look(graph, tensors, index)
+
+    monkeypatch.setattr(CompiledGraph, "look", noted)
+    module, x = Linear(), torch.randn(8, 16)
+    attached = AttachedSession(module, ["step"])
+    results = []
+    for exponent in (0, 3, -5):
+        pair = GaugePair(log2_sigma=exponent)
+        name = "net.linear"
+        gauge = {f"{name}:input": pair, f"{name}:weight": GaugePair(log2_sigma=1)}
+        attached.session.set_gauge(Gauge(gauge | {name: GaugePair(log2_gamma=exponent)}))
+        loss = module.step(x)
+        loss.backward()
+        results.append((loss.detach(), *[p.grad.clone() for p in module.parameters()]))
+        module.zero_grad()
+        assert torch.equal(read["net.linear:input"], x * 2.0**-exponent)
+    assert counters["stats"]["unique_graphs"] == 1
+    for others in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], others, strict=True))
+    attached.detach()
+    # What was compiled stays right, and another run of the same module's goes on with it.
+    assert torch.equal(module.step(x).detach(), results[0][0])
+    assert torch.equal(read["net.linear:input"], x)
+    again = AttachedSession(module, ["step"])
+    module.step(x)
+    module.step(x)
+    assert again.session.gauge.pairs["net.linear:weight"].log2_sigma == -3
+    assert counters["stats"]["unique_graphs"] == 1
+    again.detach()
+
+
+def test_a_graph_that_was_compiled_before_is_told_and_caches_are_kept_apart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module, x = Linear(), torch.randn(8, 16)
+    expected = module.step(x)
+    attached = AttachedSession(module, ["step"])
+    attached.session.count()
+    assert torch.equal(module.step(x), expected)
+    coverage = attached.session.coverage()
+    assert coverage is not None
+    assert list(coverage.reasons) == ["compiled before this callback was attached"]
+    # The plain graph is in Inductor's cache by now; it is not taken for ours, nor ours for it.
+    torch._dynamo.reset()
+    before = len(GRAPHS)
+    assert torch.equal(module.step(x), expected)
+    assert len(GRAPHS) == before + 1
+    attached.detach()
+    torch._dynamo.reset()
+    monkeypatch.setattr(compiled_graphs, "GRAPHS", [])
+    assert torch.equal(module.step(x), expected)
+
+
+def test_a_pass_of_the_users_own_runs_before_and_is_put_back() -> None:
+    seen: list[fx.Graph] = []
+    with config.patch(post_grad_custom_pre_pass=seen.append):
+        before = config.post_grad_custom_pre_pass
+        module = Linear()
+        attached = AttachedSession(module, ["step"])
+        module.step(torch.randn(8, 16))
+        attached.detach()
+        assert config.post_grad_custom_pre_pass is before
+    assert len(seen) == 1
+
+
+def test_formats_run_uncompiled_and_say_so() -> None:
+    plain = fitted("", UnitScaleCallback(simulate="fp8"), steps=2)
+    callback = UnitScaleCallback(simulate="fp8")
+    with pytest.warns(UserWarning, match="they run uncompiled"):
+        compiled = fitted("submodule", callback, steps=2)
+    assert same(plain, compiled)
+    assert callback.coverage.fraction_of_flops("format") == 1.0
+    assert counters["stats"]["unique_graphs"] == 0
