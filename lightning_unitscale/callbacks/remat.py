@@ -7,7 +7,10 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.profilers import PyTorchProfiler
-from lightning.pytorch.utilities.rank_zero import rank_zero_info  # type: ignore[attr-defined]
+from lightning.pytorch.utilities.rank_zero import (  # type: ignore[attr-defined]
+    rank_zero_info,
+    rank_zero_warn,
+)
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
@@ -60,6 +63,7 @@ class RematCallback(pl.Callback):
         self._partitioner: StepPartitioner | None = None
         self._meter: PeakMeter | None = None
         self._gradients_seen = 0
+        self._has_warned = False
         self._reports: list[RematReport] = []
         self._explanation = "Nothing has been planned yet: run fit."
 
@@ -129,6 +133,7 @@ class RematCallback(pl.Callback):
         batch_idx: int,
     ) -> None:
         self._refuse_if_unplanned(pl_module)
+        self._warn_of_breaks()
         if self._meter is None:
             return
         self._gradients_seen += 1
@@ -174,6 +179,19 @@ class RematCallback(pl.Callback):
             f"captured, so that nothing is planned ({reasons}); expected a step that Dynamo "
             "captures, whole or in parts; keep printing, .item() and shapes that depend on values "
             "out of its loops, or train without RematCallback."
+        )
+
+    def _warn_of_breaks(self) -> None:
+        breaks = [] if self._steps is None else self._steps.steps["training_step"].graph_breaks
+        if self._has_warned or not breaks:
+            return
+        self._has_warned = True
+        places = dict.fromkeys(one.rsplit(" at ", 1)[-1] for one in breaks)
+        rank_zero_warn(
+            f"RematCallback: training_step is captured in {len(self.reports)} parts, so "
+            f"budget={self.budget!r} holds for each of them; it breaks at {', '.join(places)}. "
+            "Expected a step that is captured whole; keep printing, .item() and shapes that depend "
+            "on values out of it."
         )
 
     def _summary(self) -> str:

@@ -38,6 +38,8 @@ class SessionMethod:
         self._is_training = is_training
         self.before_call: Callable[[], None] | None = None
         functools.update_wrapper(self, self._method)
+        # Lightning reads parameters one wrapping down: where a decorator of the user's leads.
+        self.__wrapped__ = getattr(self._method, "__wrapped__", self._method)
 
     @property
     def __code__(self) -> Any:

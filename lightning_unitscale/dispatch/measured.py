@@ -27,7 +27,7 @@ class Extent:
     Attributes:
         rms: Root of their mean square.
         smallest: Smallest magnitude other than zero; infinite if there is none.
-        largest: Largest magnitude.
+        largest: Largest finite magnitude.
     """
 
     rms: float

@@ -101,7 +101,7 @@ def scale_in_place(tensor: Tensor, exponent: int) -> None:
 
 
 def smallest_and_rms(tensor: Tensor) -> Tensor:
-    """RMS, smallest magnitude other than zero, and largest magnitude: FP64 of shape ``(3,)``.
+    """RMS, smallest magnitude other than zero, and largest finite one: FP64 of shape ``(3,)``.
 
     The smallest of a tensor of zeros is infinite, and the RMS of an empty one is NaN: it says
     nothing of the next. Squares are summed in FP64: a gradient of 1e-25 is ordinary, and its square
@@ -112,6 +112,7 @@ def smallest_and_rms(tensor: Tensor) -> Tensor:
         return torch.tensor(row, dtype=torch.float64, device=tensor.device)
     magnitudes = tensor.detach().abs()
     rms = torch.linalg.vector_norm(magnitudes, dtype=torch.float64) / tensor.numel() ** 0.5
-    largest = magnitudes.amax()
+    # An infinity, as in the mask of an attention, is one in any unit.
+    largest = magnitudes.masked_fill(magnitudes == float("inf"), 0.0).amax()
     smallest = magnitudes.masked_fill_(magnitudes == 0, float("inf")).amin()
     return torch.stack([rms, smallest.double(), largest.double()])

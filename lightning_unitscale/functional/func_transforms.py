@@ -1,8 +1,9 @@
 """The only file here that asks for ``torch.func``'s state, by private names of torch.
 
-``torch._C._are_functorch_transforms_active``, the depth of functorch's stack, the level of
-forward-mode differentiation, and whether hooks on saved tensors are disabled, which transforms do;
-checked on torch 2.11 and 2.13.
+``torch._C._are_functorch_transforms_active``, ``is_functorch_wrapped_tensor`` and ``get_unwrapped``
+of ``torch._C._functorch``, the depth of functorch's stack, the level of forward-mode
+differentiation, and whether hooks on saved tensors are disabled, which transforms do; checked on
+torch 2.11 and 2.13.
 """
 
 from __future__ import annotations
@@ -11,7 +12,11 @@ import contextlib
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch.autograd import forward_ad
+
+from lightning_unitscale.shadowing import shadowed
 
 
 def is_transforming() -> bool:
@@ -52,3 +57,24 @@ def _leave_dual_level() -> None:
         # Levels do not nest, so entering fails within one.
         torch._C._enter_dual_level()
     torch._C._exit_dual_level(level=0)
+
+
+def plain_tensor(tensor: Tensor) -> Tensor:
+    """What a transform has wrapped: all samples of a ``vmap``, the value that ``grad`` follows."""
+    while is_functorch_wrapped_tensor(tensor):
+        tensor = get_unwrapped(tensor)
+    return tensor
+
+
+@contextlib.contextmanager
+def hooks_in_transforms() -> Iterator[None]:
+    """Within this context transforms run under hooks of saved tensors that leave these as they are.
+
+    They refuse all hooks, because one that changes a tensor would see it wrapped.
+    """
+
+    def allowed(message: str) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    with shadowed(torch.autograd.graph, disable_saved_tensors_hooks=allowed):
+        yield

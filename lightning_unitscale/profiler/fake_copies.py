@@ -62,4 +62,6 @@ class FakeCopies:
             fake = flat.as_strided(tensor.shape, tensor.stride(), int(tensor.storage_offset()))
             if isinstance(tensor, nn.Parameter):
                 return nn.Parameter(fake, requires_grad=tensor.requires_grad)
-        return fake.requires_grad_(tensor.requires_grad)
+            # No view: autograd regenerates a view's function under a lock, which a mode that looks
+            # at the operators of this would wait for without end.
+            return fake.data.requires_grad_(tensor.requires_grad)

@@ -14,6 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks as saving
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map
 
+from lightning_unitscale.functional.func_transforms import hooks_in_transforms
 from lightning_unitscale.profiler.fake_copies import FakeCopies
 from lightning_unitscale.profiler.memory import (
     DATA_DEPENDENT,
@@ -99,7 +100,7 @@ class FakeStep:
             self._declare(trace)
             args, kwargs = self.inputs
             with trace.watching():
-                with saving(recorder.keep, lambda one: one), context():
+                with saving(recorder.keep, lambda one: one), hooks_in_transforms(), context():
                     output = forward(*args, **kwargs)
                     roots = _roots(output, loss)
                 recorder.phase = "backward"

@@ -2,18 +2,24 @@
 
 The file of the profiler that touches torch's own names. Checked on torch 2.13 and 2.11:
 ``FakeTensorMode`` and its exceptions, ``_current_autograd_node``, ``_execution_engine``,
-``_IncludeDispatchKeyGuard``, and that C++ asks a fake tensor for its device through the operator
-``prim::device``.
+``_IncludeDispatchKeyGuard``, ``HigherOrderOperator``, ``reset_code``, and that C++ asks a fake
+tensor for its device through the operator ``prim::device``.
 """
 
 from __future__ import annotations
 
 import contextlib
+import inspect
+import types
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._dynamo.eval_frame import reset_code
+from torch._higher_order_ops.scan import scan
+from torch._higher_order_ops.while_loop import while_loop
+from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -35,6 +41,27 @@ _STAND_IN = torch.device("cpu", 0)
 
 DispatchMode = TorchDispatchMode
 is_several_tensors = is_traceable_wrapper_subclass
+
+
+def is_control_flow(function: Any) -> bool:
+    """Whether an operator takes functions, as ``torch.cond`` and ``scan`` do."""
+    return isinstance(function, HigherOrderOperator)
+
+
+@contextlib.contextmanager
+def forgetting_control_flow() -> Iterator[None]:
+    """Has Dynamo forget how it ran ``torch.cond`` and its like within this context.
+
+    They compile themselves when they are called; under a mode Dynamo passes over them, and would
+    from then on.
+    """
+    try:
+        yield
+    finally:
+        for function in (torch.cond, scan, while_loop):
+            for code in inspect.unwrap(function).__code__.co_consts:
+                if isinstance(code, types.CodeType):
+                    reset_code(code)
 
 
 def current_autograd_function() -> Any:

@@ -16,7 +16,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
+from lightning_unitscale.functional.func_transforms import plain_tensor
 from lightning_unitscale.graph.expand import open_function
+from lightning_unitscale.profiler.control_flow import run_control_flow
+from lightning_unitscale.profiler.memory import forgetting_control_flow, is_control_flow
 from lightning_unitscale.profiler.step_record import OUTSIDE, NodeRecord
 from lightning_unitscale.profiler.storage_recorder import StorageRecorder
 
@@ -91,7 +94,7 @@ class NodeTrace(TorchFunctionMode):
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Within this context every torch function becomes a node."""
-        with self._paths.watched(), self:
+        with forgetting_control_flow(), self._paths.watched(), self:
             yield
 
     def name_input(self, tensor: Tensor, name: str) -> None:
@@ -107,17 +110,20 @@ class NodeTrace(TorchFunctionMode):
             # Opened, as in a captured graph: what is inside depends on the device too.
             with self:
                 return open_function(func)(*args, **kwargs)
+        if is_control_flow(func):
+            with self:
+                return run_control_flow(func, args, kwargs)
         if recorder.phase != "forward":
             # What a checkpoint runs again is part of the backward pass.
             return self._call(func, args, kwargs)
         op = function_name(func)
-        given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
+        given = _tensors((args, kwargs))
         recorder.label(given, len(self.nodes) - 1)
         num_operators = len(recorder.operators)
         recorder.node = len(self.nodes)
         self.running = f"{self._paths.current}.{op}".lstrip(".")
         result = self._call(func, args, kwargs)
-        made = [one for one in tree_leaves(result) if isinstance(one, Tensor)]
+        made = _tensors(result)
         if made or len(recorder.operators) > num_operators:
             self._add(op, given, made)
         recorder.node = OUTSIDE
@@ -151,6 +157,10 @@ class NodeTrace(TorchFunctionMode):
             self._names[base] += 1
         self._names[name] = 1
         return name
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [plain_tensor(one) for one in tree_leaves(values) if isinstance(one, Tensor)]
 
 
 def function_name(function: Any) -> str:

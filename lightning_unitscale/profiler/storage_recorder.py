@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from lightning_unitscale.functional.func_transforms import plain_tensor
 from lightning_unitscale.profiler.memory import (
     DispatchMode,
     FakeScalars,
@@ -167,7 +168,7 @@ class StorageRecorder(DispatchMode):
 
     def keep(self, tensor: Tensor) -> Tensor:
         """Hook of autograd: ``tensor`` is saved for the backward pass."""
-        place = self.place(tensor)
+        place = self.place(plain_tensor(tensor))
         if place != OUTSIDE and self.phase == "forward":
             # An autograd function of the user's saves after its last node.
             node = self.last_node if self.node == OUTSIDE else self.node

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
+from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -69,7 +70,7 @@ class WatchedCall:
         self._seen: Counter[str] = Counter()
         self._hooks: list[RemovableHandle] = []
         # A parameter does not keep its node alive, only the graphs that have read it do.
-        self._leaf_nodes: list[Any] = []
+        self._leaf_nodes: dict[int, Any] = {}
 
     def run(
         self,
@@ -145,6 +146,16 @@ class WatchedCall:
                         self._given.append(row)
                         self._hook(row, parameter, is_late=True)
 
+    def begin(self, module: nn.Module) -> None:
+        """Have the nodes of the parameters made, which a step would make when it reads them.
+
+        Within a step one node more would give all later ones another number, by which products of
+        a backward pass are told.
+        """
+        for parameter in module.parameters():
+            if parameter.requires_grad and not is_lazy(parameter) and is_readable(parameter):
+                self._leaf_node(parameter)
+
     def close(self) -> None:
         """Look at no more gradients."""
         for handle in self._hooks:
@@ -177,13 +188,16 @@ class WatchedCall:
         """Rows of what a function is given; those are made that nothing has made yet."""
         inputs: dict[TensorRow, None] = {}
         for one in arguments:
+            if is_lazy(one):
+                # A gradient would be expected in the shape that it has now, none.
+                continue
             rows = self._rows(one)
             if rows is None:
                 rows = self._rows_of[one] = self._new_rows(one)
             elif len(rows) == 1 and not rows[0].is_hooked and _takes_part(one):
                 rows = self._rows_of[one] = self._with_gradient(rows[0], one)
             inputs.update(dict.fromkeys(rows))
-            if is_product(word) and len(rows) == 1 and not rows[0].is_shown:
+            if is_product(word) and len(rows) == 1 and not rows[0].is_shown and is_readable(one):
                 # Masks and tables of constants count where a product reads them.
                 self._show(rows[0], one)
         return tuple(inputs)
@@ -299,7 +313,7 @@ class WatchedCall:
         return row
 
     def _show(self, row: TensorRow, tensor: Tensor) -> None:
-        if self._select(row.name, row.module):
+        if self._select(row.name, row.module) and is_readable(tensor):
             row.is_shown = True
             if row.forward is None:
                 self._measuring.value(row, tensor)
@@ -313,19 +327,20 @@ class WatchedCall:
         row.is_hooked = True
         node, index = tensor.grad_fn, tensor.output_nr
         if node is None:
-            with unseen():
-                edge: Any = get_gradient_edge(tensor)
-            node, index = edge.node, edge.output_nr
-            self._leaf_nodes.append(node)
+            node = self._leaf_node(tensor)
+        # A hook that held its own tensor would keep it for the whole step.
+        late = tensor if is_late else None
 
         def see(gradients: Sequence[Tensor | None]) -> None:
             gradient = gradients[index]
             # A backward pass that is itself differentiated is a part of the step's forward pass.
             if gradient is None or torch.is_grad_enabled():
                 return
-            if is_late:
+            if not (is_readable(gradient) or gradient.is_sparse):
+                return
+            if late is not None:
                 # It was read where nothing is seen, in compiled code for one.
-                self._show(row, tensor)
+                self._show(row, late)
             self._measuring.gradient(row, gradient)
 
         self._hooks.append(node.register_prehook(see))
@@ -341,6 +356,14 @@ class WatchedCall:
         if row.forward is not None and row.log2_counted != unit:
             # Of another unit than at the last sample: its formats are counted once more.
             self._measuring.value(row, tensor)
+
+    def _leaf_node(self, leaf: Tensor) -> Any:
+        if id(leaf) not in self._leaf_nodes:
+            # A helper may read a parameter in inference mode before the model does.
+            with unseen(), torch.inference_mode(False):
+                edge: Any = get_gradient_edge(leaf)
+            self._leaf_nodes[id(leaf)] = edge.node
+        return self._leaf_nodes[id(leaf)]
 
     def _unique(self, base: str) -> str:
         name = base

@@ -73,6 +73,7 @@ class StepWatcher:
         with watching() as products:
             call = WatchedCall(callers, given, self._measuring, self._select, self._units, products)
             self._calls.append(call)
+            call.begin(module)
             with _watch(call, callers):
                 result = step(*args, **kwargs)
             call.finish(module, result)

@@ -40,6 +40,7 @@ def restoring(module: nn.Module, *, numbers: bool = True) -> Iterator[None]:
     every submodule, with the containers, arrays, tensors, random generators and objects of the
     user's own classes in them (a list that a step appends to, a replay buffer, metric states). So
     are globals and free variables that the modules' own code mentions.
+    A lazy module waits for its first call again.
     Nothing undoes what an iterator has given or a file has taken.
     """
     changing = list(module.parameters()) if numbers else []
@@ -48,6 +49,8 @@ def restoring(module: nn.Module, *, numbers: bool = True) -> Iterator[None]:
     gradients = [(one, one.grad) for one in changing]
     attributes = [(one.__dict__, own_attributes(one)) for one in module.modules()]
     parameters = [(one, _Parameter(one)) for one in changing if _has_numbers(one)]
+    kinds = [(one, type(one)) for one in module.modules()]
+    lazy = [_Lazy(one) for one in (*module.parameters(), *module.buffers()) if is_lazy(one)]
     bindings = [one for one in mentioned(module) if one.name]
     values = [*(one._buffers for one in module.modules()), *(one for _, one in reachable(module))]
     if not numbers:
@@ -69,6 +72,12 @@ def restoring(module: nn.Module, *, numbers: bool = True) -> Iterator[None]:
                 current.update(saved)
             for restore in contents:
                 restore()
+            for one, kind in kinds:
+                # What its first call gives shapes changes its class.
+                if type(one) is not kind:
+                    one.__class__ = kind
+            for waiting in lazy:
+                waiting.restore()
             for binding in bindings:
                 binding.restore()
             for parameter, kept in parameters:
@@ -99,6 +108,21 @@ class _Parameter:
             parameter.data.copy_(numbers)
 
 
+class _Lazy:
+    """A parameter or buffer that the first call of its module gives a shape and numbers."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+        self._kind = type(tensor)
+        self._data = tensor.data
+
+    def restore(self) -> None:
+        """Let it wait for the first call again, which then draws the same numbers."""
+        if type(self._tensor) is not self._kind:
+            self._tensor.data = self._data
+            self._tensor.__class__ = self._kind
+
+
 def _restorers(value: Any) -> Iterator[Callable[[], object]]:
     """What puts the contents of an object back, which others may hold as well.
 
@@ -114,6 +138,8 @@ def _restorers(value: Any) -> Iterator[Callable[[], object]]:
         generator = value.bit_generator
         yield functools.partial(setattr, generator, "state", generator.state)
     elif isinstance(value, Tensor):
+        if is_lazy(value):
+            return
         if value.layout is torch.strided and value.device.type != "meta" and not value.is_nested:
             yield functools.partial(_restore_tensor, value, value.detach().clone())
     elif isinstance(value, np.ndarray):

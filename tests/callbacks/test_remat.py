@@ -14,6 +14,8 @@ from lightning_unitscale.graph.steps import steps_of
 from tests.callbacks.modules import Regression
 from tests.callbacks.runs import QUIET, MemoryLogger, Rows, loader
 
+pytestmark = pytest.mark.filterwarnings("ignore:RematCallback. training_step is captured in")
+
 
 def _bytes(generator: torch.Generator) -> tuple[Tensor, Tensor]:
     text = torch.randint(256, (65,), generator=generator)

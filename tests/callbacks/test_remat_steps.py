@@ -99,3 +99,17 @@ def test_it_has_the_bits_of_the_plain_run(step: type[_Step]) -> None:
     for name in expected:
         assert torch.equal(expected[name], got[name]), name
     assert len(callback.reports) == 1
+
+
+class _Broken(_Step):
+    def training_step(self, batch, batch_idx):
+        hidden = self.first(batch).relu()
+        torch._dynamo.graph_break()
+        return self.second(hidden).square().mean()
+
+
+def test_it_warns_once_of_a_step_in_parts_and_names_the_line() -> None:
+    line = _Broken.training_step.__code__.co_firstlineno + 2
+    with pytest.warns(UserWarning, match=rf"in 2 parts.*test_remat_steps.py:{line}\.") as warned:
+        _fit(_Broken(), RematCallback(1.0))
+    assert sum("RematCallback" in str(one.message) for one in warned) == 1

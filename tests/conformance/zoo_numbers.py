@@ -131,6 +131,13 @@ def saturated_fused_attention(m: Any, x: Tensor) -> Tensor:
     return m.b(F.scaled_dot_product_attention(m.a(x) * 20, x, x, is_causal=True))
 
 
+@zoo.step(rows(2, 4, 8), a=linear())
+def masks_of_infinities_and_of_the_largest_number(m: Any, x: Tensor) -> Tensor:
+    mask = torch.full((4, 4), torch.finfo(torch.float32).min).triu(1)
+    mask[3, 1] = -torch.inf
+    return torch.baddbmm(mask.expand(2, 4, 4), m.a(x), x.mT).softmax(-1) @ x
+
+
 zoo.add(
     "attention_that_saturates_later",
     lambda: nn.MultiheadAttention(8, 2, batch_first=True),

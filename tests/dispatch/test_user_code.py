@@ -107,3 +107,21 @@ class Attending(Regression):
 
 def test_a_backward_pass_with_products_of_another_kind() -> None:
     assert_same_run(Attending, lambda: [UnitScaleCallback()])
+
+
+class Masked(Regression):
+    """Attention whose mask, of negative infinities, is added by the product itself."""
+
+    def __init__(self) -> None:
+        super().__init__(norm=False)
+        self.attention = torch.nn.MultiheadAttention(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.nn.Transformer.generate_square_subsequent_mask(len(x))
+        return super().forward(self.attention(x, x, x, attn_mask=mask)[0])
+
+
+def test_a_mask_of_infinities_leaves_its_product_in_units() -> None:
+    _, callbacks = assert_same_run(Masked, lambda: [UnitScaleCallback()])
+    coverage = unit_scale_of(callbacks).coverage
+    assert coverage.num_in_units == coverage.num_products > 10, coverage.table()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -244,3 +245,19 @@ def test_steps_that_are_not_sampled_run_the_users_own_method() -> None:
     monitor = ScaleMonitor(every_n_steps=2)
     pl.Trainer(callbacks=[monitor], max_steps=4, **QUIET).fit(Looking(), loader())
     assert seen == [(0, True), (1, False), (2, True), (3, False)]
+
+
+def test_results_live_no_longer_than_they_would() -> None:
+    alive: list[bool] = []
+
+    class Freeing(Small):
+        def forward(self, x: Tensor) -> Tensor:
+            negative = -self.first(x)  # which autograd does not keep
+            seen = weakref.ref(negative)
+            hidden = negative + 1
+            del negative
+            alive.append(seen() is not None)
+            return self.second(hidden)
+
+    snapshot(Freeing, loader)
+    assert alive == [False, False]

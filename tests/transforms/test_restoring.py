@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from lightning_unitscale.transforms.restoring import restoring
 from tests.helpers import assert_same_bits
@@ -126,4 +127,5 @@ def test_restoring_leaves_parameters_without_numbers_alone() -> None:
     module = nn.Sequential(nn.LazyLinear(2), nn.Linear(2, 2, device="meta"))
     with restoring(module):
         module[0](torch.ones(1, 3))
-    assert module[0].weight.shape == (2, 3)
+        assert module[0].weight.shape == (2, 3)
+    assert is_lazy(module[0].weight)

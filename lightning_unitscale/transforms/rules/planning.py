@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.nn.parameter import is_lazy
 
 from lightning_unitscale.graph.captured_step import CapturedStep
+from lightning_unitscale.graph.compiled_graph import CompiledGraph
 from lightning_unitscale.graph.nodes import tensor_name
 from lightning_unitscale.graph.products import product_of
 from lightning_unitscale.transforms.copied_inputs import copied_inputs
@@ -61,6 +63,7 @@ def plan_step(
     Returns:
         ``known`` and what is new. Parameters are not touched yet.
     """
+    _give_shapes(step, args, kwargs)
     for _ in range(_MAX_ATTEMPTS):
         found = _plan_once(step, args, kwargs, options, known, init_weights, backward)
         if found is not None:
@@ -70,6 +73,18 @@ def plan_step(
         f"{_MAX_ATTEMPTS} runs on the same batch; expected a step that is captured alike each "
         "time; keep counters and random Python choices out of it."
     )
+
+
+def _give_shapes(step: CapturedStep, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Let lazy modules be called once, which nothing undoes: the rules set their weights."""
+    if any(map(is_lazy, step.owner.module.parameters())):
+        given, named = copied_inputs(args, kwargs)
+        with torch.no_grad():
+            step.rehearse(_run_as_it_is, *given, **named)
+
+
+def _run_as_it_is(graph: CompiledGraph, inputs: tuple[Any, ...]) -> Any:
+    return graph.interpret(lambda graph_module: graph_module.forward, inputs)
 
 
 def _plan_once(

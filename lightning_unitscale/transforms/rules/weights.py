@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -77,7 +78,8 @@ def keeping_parameters(module: nn.Module) -> Iterator[None]:
 
     A step under manual optimization may do so itself: clip the weights of a critic, for example.
     """
-    before = [(one, one._version, one.detach().clone()) for one in module.parameters()]
+    known = (one for one in module.parameters() if not is_lazy(one))
+    before = [(one, one._version, one.detach().clone()) for one in known]
     try:
         yield
     finally:

@@ -1,0 +1,110 @@
+"""Two training runs beside each other, bit by bit."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .apart import Failure
+from .training import Run
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One variant beside the plain run.
+
+    Attributes:
+        error: What was raised, in one line; everything else is then empty.
+        equal: ``"equal"``, or what is not.
+        loss: The last loss (or, where the module returns none, the first logged number).
+        first_step: Seconds of the first step.
+        later_steps: Median seconds of the others.
+        peak_bytes: Memory that training took.
+        num_products: Products of a step, forward and backward.
+        num_in_units: Those that ran in units, rounded or not.
+        flops_in_units: Their share of the products' floating-point operations.
+        reasons: Why others ran plain, with their share.
+        warnings: What it said and the plain run did not.
+    """
+
+    error: str = ""
+    equal: str = ""
+    loss: float | None = None
+    first_step: float = 0.0
+    later_steps: float = 0.0
+    peak_bytes: int = 0
+    num_products: int | None = None
+    num_in_units: int | None = None
+    flops_in_units: float | None = None
+    reasons: dict[str, float] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+
+
+def compared(plain: Run, ours: Run | Failure) -> Compared:
+    if isinstance(ours, Failure):
+        return Compared(error=ours.text)
+    values = ours.losses or list(ours.logs[-1].values())
+    counted: dict[str, Any] = {}
+    if (coverage := ours.coverage) is not None:
+        counted = {
+            "num_products": coverage.num_products,
+            "num_in_units": coverage.num_in_units,
+            "flops_in_units": coverage.fraction_of_flops("units", "format"),
+            "reasons": dict(coverage.reasons),
+        }
+    return Compared(
+        equal=difference(plain, ours) or "equal",
+        loss=values[-1].float().mean().item() if values else None,
+        first_step=ours.seconds[0],
+        later_steps=statistics.median(ours.seconds[1:]),
+        peak_bytes=ours.peak_bytes,
+        **counted,
+        warnings=sorted(ours.warnings - plain.warnings),
+    )
+
+
+def difference(plain: Run, ours: Run) -> str:
+    """What of the two runs has other bits; empty if nothing has."""
+    parts = []
+    if len(plain.losses) != len(ours.losses):
+        parts.append(f"{len(ours.losses)} losses, not {len(plain.losses)}")
+    for step, (first, second) in enumerate(zip(plain.losses, ours.losses, strict=False)):
+        if not same_bits(first, second):
+            gap = ((first - second).abs() / first.abs()).max().item()
+            parts.append(f"losses from step {step} ({gap:.0e})")
+            break
+    parts += _different_logs(plain, ours)
+    differing = [
+        name
+        for name, value in plain.state.items()
+        if name not in ours.state or not same_bits(value, ours.state[name])
+    ]
+    if differing:
+        parts.append(f"{len(differing)} of {len(plain.state)} weights")
+    if extra := ours.state.keys() - plain.state.keys():
+        parts.append(f"{len(extra)} more weights")
+    return ", ".join(parts)
+
+
+def _different_logs(plain: Run, ours: Run) -> list[str]:
+    """The first step whose logged numbers differ; what only our run logs is its own."""
+    for step, (expected, logged) in enumerate(zip(plain.logs, ours.logs, strict=False)):
+        for name, value in expected.items():
+            if name not in logged or not same_bits(value, logged[name]):
+                return [f"logs from step {step} ({name})"]
+    return []
+
+
+def same_bits(first: Tensor, second: Tensor) -> bool:
+    """Equality of shape, type and every bit.
+
+    Not imported from ``tests``: packages that are trained here install a package of that name.
+    """
+    if first.shape != second.shape or first.dtype != second.dtype:
+        return False
+    raw, other = (value.contiguous().reshape(-1).view(torch.uint8) for value in (first, second))
+    return torch.equal(raw, other)

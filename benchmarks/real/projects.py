@@ -1,0 +1,12 @@
+"""Modules that ship in packages on PyPI, with synthetic data, by the name that the script takes."""
+
+from __future__ import annotations
+
+from . import chemistry, forecasting, generative, language, own, vision
+from .project import Project
+
+PROJECTS: dict[str, Project] = {
+    project.name: project
+    for domain in (forecasting, chemistry, vision, generative, language, own)
+    for project in domain.PROJECTS
+}

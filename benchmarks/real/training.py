@@ -1,0 +1,150 @@
+"""One training run of a project with or without the callbacks, and what came of it."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.loggers import TensorBoardLogger
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_unitscale import ScaleMonitor, UnitScaleCallback
+from lightning_unitscale.dispatch.coverage import Coverage
+
+from .project import Project
+
+VARIANTS: dict[str, Callable[[], list[pl.Callback]]] = {
+    "plain": list,
+    "again": list,
+    "monitor": lambda: [ScaleMonitor(every_n_steps=5)],
+    "default": lambda: [UnitScaleCallback()],
+    "both": lambda: [UnitScaleCallback(), ScaleMonitor(every_n_steps=5)],
+    "fp8": lambda: [UnitScaleCallback(simulate="fp8")],
+}
+
+
+@dataclass
+class Run:
+    """What one training run computed and what it took.
+
+    Attributes:
+        losses: What ``training_step`` returned, step by step.
+        logs: What had been logged after each step, and at the end.
+        state: The module's final parameters and buffers.
+        seconds: CPU time of each step, from one batch's start to the next's.
+        peak_bytes: Largest resident memory less that before training.
+        coverage: What became of the products, where there was unit scaling.
+        warnings: The first lines of all warnings.
+    """
+
+    losses: list[Tensor] = field(default_factory=list)
+    logs: list[dict[str, Tensor]] = field(default_factory=list)
+    state: dict[str, Tensor] = field(default_factory=dict)
+    seconds: list[float] = field(default_factory=list)
+    peak_bytes: int = 0
+    coverage: Coverage | None = None
+    warnings: set[str] = field(default_factory=set)
+
+
+class _Recorder(pl.Callback):
+    """Fills in a run and ends it after a number of batches, however many optimizers step."""
+
+    def __init__(self, run: Run, steps: int) -> None:
+        self.run, self.steps = run, steps
+        self._starts: list[float] = []
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        # CPU time, and not the clock's: the machine may do other things besides.
+        self._starts.append(time.process_time())
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, *_: Any
+    ) -> None:
+        loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+        if isinstance(loss, Tensor):
+            self.run.losses.append(loss.detach().clone())
+        self._note_logs(trainer)
+        if len(self._starts) == self.steps:
+            trainer.should_stop = True
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._note_logs(trainer)
+        ends = [*self._starts[1:], time.process_time()]
+        self.run.seconds = [end - start for start, end in zip(self._starts, ends, strict=True)]
+
+    def _note_logs(self, trainer: pl.Trainer) -> None:
+        self.run.logs.append(
+            {name: value.detach().clone() for name, value in trainer.callback_metrics.items()}
+        )
+
+
+def train(project: Project, variant: str, steps: int) -> Run:
+    """Train from a fixed seed: equal variants draw equal weights, batches and random numbers."""
+    torch.set_num_threads(1)
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    run = Run()
+    callbacks = VARIANTS[variant]()
+    pl.seed_everything(1, verbose=False)
+    with warnings.catch_warnings(record=True) as caught, tempfile.TemporaryDirectory() as folder:
+        warnings.simplefilter("always")
+        module, batches = project.make()
+        pl.seed_everything(2, verbose=False)
+        trainer = pl.Trainer(
+            accelerator="cpu",
+            devices=1,
+            max_epochs=steps,
+            limit_val_batches=0,
+            logger=TensorBoardLogger(folder),
+            log_every_n_steps=1,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            # First, so that what the others do at a batch's start is part of its step.
+            callbacks=[_Recorder(run, steps), *callbacks],
+            **project.trainer,
+        )
+        before = _resident_bytes()
+        trainer.fit(module, batches)
+        run.peak_bytes = _peak_bytes() - before
+    run.state = {
+        name: value.detach().clone()
+        for name, value in module.state_dict().items()
+        if isinstance(value, Tensor)
+    }
+    for callback in callbacks:
+        if isinstance(callback, UnitScaleCallback):
+            run.coverage = callback.coverage
+    run.warnings = {f"{w.category.__name__}: {w.message}".splitlines()[0] for w in caught}
+    return run
+
+
+def _resident_bytes() -> int:
+    """Resident memory now; the peak counts from here on."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return _status("VmRSS")
+
+
+def _peak_bytes() -> int:
+    return _status("VmHWM")
+
+
+def _status(key: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        name, _, rest = line.partition(":")
+        if name == key:
+            return int(rest.split()[0]) * 1024
+    raise RuntimeError(f"{key}: not in /proc/self/status; expected a Linux kernel")
