@@ -181,7 +181,7 @@ def test_accumulated_batches_are_one_sample(monkeypatch: pytest.MonkeyPatch) -> 
     )
     assert looks.watched == [True, True, False, False] * 2
     # The first batch alone gives the first units.
-    assert looks.measured == [True, False, False, False] + [True, True, False, False]
+    assert looks.measured == [True, False, False, False, True, True, False, False]
     snapshot = monitor.snapshots[0]
     assert [one.step for one in monitor.snapshots] == [0, 2]
     place = snapshot.names.index("first.linear")
