@@ -60,9 +60,9 @@ def may_belong_to(rule: ProductRule, call: Call) -> bool:
 def sources_of(rule: ProductRule, call: Call, operands: Sequence[Tensor]) -> tuple[int | None, ...]:
     """For each operand of a backward product which forward operand it is; ``None``: the gradient.
 
-    The address of its data tells, unless what was saved for the backward pass was moved or computed
-    again; then its shape does, and between equal shapes the order in which autograd works: the
-    gradient of the first operand comes first, as gradient times operand.
+    Shapes tell, and between equal ones the address of the data, unless what was saved for the
+    backward pass was moved; then the order in which autograd works: the gradient of the first
+    operand comes first, as gradient times operand.
     """
     if rule.gradient is not None:
         order = itertools.count()
@@ -70,25 +70,29 @@ def sources_of(rule: ProductRule, call: Call, operands: Sequence[Tensor]) -> tup
             None if index == rule.gradient else next(order) for index in range(len(operands))
         )
     known = tuple(call.pointers.get(tensor.data_ptr()) for tensor in operands)
-    if sum(index is None for index in known) == 1:
+    is_plausible = sum(index is None for index in known) == 1
+    candidates = _sources_by_shape(call, operands)
+    if len(candidates) == 1:
+        return candidates[0]
+    if is_plausible and (known in candidates or not candidates):
         return known
-    if len(operands) != 2 or len(call.shapes) != 2:
+    if not candidates:
         return (None, *range(1, len(operands)))
-    (first, second), (a, b) = (
-        [shape[-2:] for shape in call.shapes],
-        [t.shape[-2:] for t in operands],
-    )
-    turned_first, turned_second = first[::-1], second[::-1]
-    result = (*first[:-1], *second[1:])
-    candidates: list[tuple[int | None, ...]] = []
-    if a == result and b == turned_second:
-        candidates.append((None, 1))
-    if a == second and b == result[::-1]:
-        candidates.append((1, None))
-    if a == turned_first and b == result:
-        candidates.append((0, None))
-    if a == result[::-1] and b == first:
-        candidates.append((None, 0))
     wanted = 1 if call.num_visits == 1 else 0
-    preferred = [pair for pair in candidates if wanted in pair]
-    return (preferred or candidates or [(None, 1)])[0]
+    return next((pair for pair in candidates if wanted in pair), candidates[0])
+
+
+def _sources_by_shape(call: Call, operands: Sequence[Tensor]) -> list[tuple[int | None, ...]]:
+    """What two matrices may be: the gradient and an operand, in either order, turned or not."""
+    if len(operands) != 2 or len(call.shapes) != 2:
+        return []
+    first, second = (shape[-2:] for shape in call.shapes)
+    a, b = (tuple(tensor.shape[-2:]) for tensor in operands)
+    result = (*first[:-1], *second[1:])
+    possible: dict[tuple[int | None, ...], bool] = {
+        (None, 1): a == result and b == second[::-1],
+        (1, None): a == second and b == result[::-1],
+        (0, None): a == first[::-1] and b == result,
+        (None, 0): a == result[::-1] and b == first,
+    }
+    return [sources for sources, fits in possible.items() if fits]

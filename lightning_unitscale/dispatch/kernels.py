@@ -126,13 +126,18 @@ def _product_kernel(rule: ProductRule, original: Kernel) -> Kernel:
             with plain_functions():
                 return session.forward(rule, original, args, kwargs)
         call = CALLS.get(sequence_number(node))
-        session = LOCAL.session if call is None else call.session
+        session = LOCAL.session or _recomputing() if call is None else call.session
         if session is None:
             return original(*args, **kwargs)
         with plain_functions():
             return session.within_backward(rule, original, args, kwargs, call, node)
 
     return kernel
+
+
+def _recomputing() -> ProductSession | None:
+    """Whose checkpoint computes once more, within a node that no product has made."""
+    return next((session for session in _sessions.values() if session.owns_caller()), None)
 
 
 def _closed_kernel(original: Kernel) -> Kernel:

@@ -288,6 +288,10 @@ class ProductSession:
         module = "" if call is None else call.site.module
         return self._forward(rule, original, args, kwargs, module, self._episode, f"@{node.name()}")
 
+    def owns_caller(self) -> bool:
+        """Whether a module of the session's runs what the caller's caller was called for."""
+        return self._sites.owns_caller(4)
+
     def take_settled(
         self,
         word: str,
@@ -365,7 +369,8 @@ class ProductSession:
         if stats and self.numerics is not None:
             self.numerics.measure(product, operands, is_first=site.log2_units is None)
             site.log2_units = units
-        self._record(site, operands, units, is_gradient, stats)
+        is_again = isinstance(episode, tuple)
+        self._record(site, operands, units, is_gradient, stats, is_again=is_again)
         if LOCAL.watched is not None:
             storages = tuple(tensor.untyped_storage().data_ptr() for tensor in operands)
             LOCAL.watched.append(RanProduct(site.name, storages, units, site.log2_gamma or 0))
@@ -447,6 +452,8 @@ class ProductSession:
         units: tuple[int, ...],
         is_gradient: tuple[bool, ...],
         stats: tuple[Tensor, ...],
+        *,
+        is_again: bool = False,
     ) -> None:
         """Remember a product under the number of the autograd node that was made for it."""
         number = last_sequence_number()
@@ -466,6 +473,11 @@ class ProductSession:
             self.step,
             stats,
         )
+        if is_again and site.last_call is not None:
+            # The backward pass of the first run reads what this one saves.
+            site.last_call.pointers = call.pointers
+        else:
+            site.last_call = call
         remember(number, call)
 
     def _measure(

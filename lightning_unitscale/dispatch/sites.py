@@ -6,7 +6,7 @@ import contextlib
 import sys
 import weakref
 from types import CodeType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -17,6 +17,9 @@ from lightning_unitscale.dispatch.torch_internals import (
     RECOMPUTATIONS,
     checkpointed_body,
 )
+
+if TYPE_CHECKING:
+    from lightning_unitscale.dispatch.calls import Call
 
 # Where a product runs beside the slots of its operands' gradients.
 FORWARD = "forward"
@@ -33,12 +36,14 @@ class Site:
         log2_units: Exponents of the units of its operands; ``None`` while nobody has measured.
         log2_gamma: Exponent of the unit of the arriving gradient.
         plain: Which of its products run as they are, and why: ``"forward"``, or a backward one.
+        last_call: Its last run that autograd has recorded.
         is_settled: Whether all of its units were known when the step began.
     """
 
     __slots__ = (
         "derived",
         "is_settled",
+        "last_call",
         "log2_gamma",
         "log2_units",
         "module",
@@ -57,6 +62,7 @@ class Site:
         self.log2_gamma: int | None = None
         self.plain: dict[str, str] = {}
         self.is_settled = False
+        self.last_call: Call | None = None
         self.derived: dict[str, Site] = {}
 
 
@@ -175,6 +181,23 @@ class Sites:
                 with contextlib.suppress(TypeError):
                     self._paths_of_bodies[body] = path
         return path, False
+
+    def owns_caller(self, depth: int) -> bool:
+        """Whether a module of this step is on the stack, above the engine that runs a node of it.
+
+        Args:
+            depth: Frames between the caller of this method and the kernel's own.
+        """
+        frame = sys._getframe(depth)
+        while frame is not None and frame.f_code is not ENGINE:
+            if frame.f_code is MODULE_CALL and self._path(frame.f_locals["self"]) is not None:
+                return True
+            if frame.f_code in RECOMPUTATIONS:
+                with contextlib.suppress(TypeError):
+                    if checkpointed_body(frame) in self._paths_of_bodies:
+                        return True
+            frame = frame.f_back  # type: ignore[assignment]
+        return False
 
     def _path(self, module: nn.Module) -> str | None:
         path = self._paths.get(id(module))

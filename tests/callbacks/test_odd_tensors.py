@@ -26,7 +26,7 @@ def _always(depth: str) -> Any:
     return lambda: [UnitScaleCallback(depth=depth, recalibrate=2), ScaleMonitor(every_n_steps=1)]
 
 
-@pytest.mark.filterwarnings("ignore:UnitScaleCallback.*terms below:UserWarning")
+@pytest.mark.filterwarnings("ignore:UnitScaleCallback.*terms (below|above):UserWarning")
 @pytest.mark.parametrize("depth", ["products", "all"])
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf, 0.0, 1e38, 1e-40])
 def test_special_numbers(number: float, depth: str) -> None:
