@@ -140,6 +140,8 @@ def _watched(
     def training_step(*args: Any, **kwargs: Any) -> Any:
         return watcher.run(module, step, args, kwargs)
 
+    # Lightning reads parameters one wrapping down, where the step may be wrapped already.
+    training_step.__wrapped__ = getattr(step, "__wrapped__", step)
     return training_step
 
 

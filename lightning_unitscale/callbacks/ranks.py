@@ -46,7 +46,8 @@ def joint_snapshot(snapshot: ScaleSnapshot, device: torch.device) -> ScaleSnapsh
     """Statistics of the joint batch of all ranks.
 
     Ranks that ran different graphs (a branch on data) cannot be packed; they are merged by name
-    over the tensors that all of them have.
+    over the tensors that all of them have in the same units: what a product reads on one rank only
+    has its units there, and is counted in them.
     """
     if not is_distributed():
         return snapshot
@@ -84,10 +85,15 @@ def _reduced(rows: FloatArray, snapshot: ScaleSnapshot, device: torch.device) ->
 def _merged_by_name(snapshot: ScaleSnapshot) -> ScaleSnapshot:
     gathered: list[ScaleSnapshot] = [snapshot] * dist.get_world_size()
     dist.all_gather_object(gathered, snapshot)
-    shared = set.intersection(*(set(one.names) for one in gathered))
+    shared = set.intersection(*(set(_in_units(one)) for one in gathered))
     # In the order of the first rank: graphs of others may list the same tensors in another.
-    names = [one for one in gathered[0].names if one in shared]
+    names = [one[0] for one in _in_units(gathered[0]) if one in shared]
     first, *others = (one.select(names) for one in gathered)
     for one in others:
         first = first.merge(one)
     return first
+
+
+def _in_units(snapshot: ScaleSnapshot) -> list[tuple[str, int, int]]:
+    units = (snapshot.log2_sigma.tolist(), snapshot.log2_gamma.tolist())
+    return list(zip(snapshot.names, *units, strict=True))

@@ -53,6 +53,8 @@ class SessionMethod:
         self.before_call: Callable[[], None] | None = None
         self.after_call: Callable[[Any], None] | None = None
         functools.update_wrapper(self, self._method)
+        # Lightning reads parameters one wrapping down: where a decorator of the user's leads.
+        self.__wrapped__ = getattr(self._method, "__wrapped__", self._method)
 
     @property
     def __code__(self) -> Any:

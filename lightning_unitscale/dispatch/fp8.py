@@ -69,6 +69,9 @@ class FP8Products:
         """
         if not self._measures_range or product.rule.operator not in ("mm", "addmm"):
             return
+        if self._config.decisions.get(product.site.name) is not None:
+            # It is not in FP8 anyway.
+            return
         for tensor, unit, name, is_gradient in zip(
             operands, product.log2_units, product.names, product.is_gradient, strict=True
         ):

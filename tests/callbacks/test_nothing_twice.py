@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
+from lightning_unitscale import UnitScaleCallback
 from tests.callbacks.modules import Evaluated, Regression, adamw
 from tests.callbacks.runs import assert_same_run, both, loader, products_run, unit_scale_of
 
@@ -160,11 +161,20 @@ class Freezing(Regression):
 
 def test_a_step_on_which_dynamo_fails() -> None:
     with pytest.warns(UserWarning, match=r"fails on `self.first.weight.requires_grad_\(batch"):
-        _, callbacks = assert_same_run(Freezing, both)
+        _, callbacks = assert_same_run(Freezing, lambda: [UnitScaleCallback(depth="all")])
     # What the step calls is captured all the same.
     assert products_run(callbacks) > 0
     explained = unit_scale_of(callbacks).explain()
     assert "graph break" in explained and "test_nothing_twice.py" in explained
+
+
+def test_a_weight_that_freezes_and_thaws_within_the_step() -> None:
+    _, callbacks = assert_same_run(Freezing, both)
+    gauge = unit_scale_of(callbacks).gauge
+    # Its gradient is needed in every other step, the first among them.
+    assert {"first.linear", "first.linear:weight", "second.linear"} <= set(gauge)
+    coverage = unit_scale_of(callbacks).coverage
+    assert coverage.num_in_units == coverage.num_products > 0
 
 
 class Uneven(Regression):

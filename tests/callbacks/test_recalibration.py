@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from importlib import import_module
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
@@ -56,6 +58,35 @@ def variants(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return seen
 
 
+class Looks(pl.Callback):
+    """In which training batches operands were measured, and which of them somebody watched."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.measured: list[bool] = []
+        self._steps: list[Any] = []
+        self._count = 0
+        session = import_module("lightning_unitscale.dispatch.session")
+        plain = session.smallest_and_rms
+
+        def counted(tensor: Any) -> Any:
+            self._count += 1
+            return plain(tensor)
+
+        patch.setattr(session, "smallest_and_rms", counted)
+
+    @property
+    def watched(self) -> list[bool]:
+        """A watched step has something in its place that the last one, which is not, has not."""
+        return [step is not self._steps[-1] for step in self._steps]
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        self._steps.append(vars(pl_module).get("training_step"))
+        self._count = 0
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.measured.append(self._count > 0)
+
+
 def _growing(self: Any, batch: Any, batch_idx: int) -> Any:
     """Its inputs grow, and so its gradients shrink."""
     x, y = batch
@@ -81,7 +112,7 @@ def test_units_follow_without_a_compilation(
         lambda: [UnitScaleCallback(depth=depth, recalibrate=recalibrate)],
         max_steps=20,
     )
-    assert captures == ["training_step"]
+    assert captures == (["training_step"] if depth == "all" else [])
     unit = unit_scale_of(callbacks).gauge.pair("first.linear:input").log2_sigma
     # 2**1 times about 2**-7 at the first batch; doubled with each.
     last = {"auto": 16, None: 0, 2: 18, 5: 15}[recalibrate]
@@ -92,10 +123,40 @@ def test_units_follow_without_a_compilation(
 
 
 @pytest.mark.parametrize("first", ["unit scale", "monitor"])
-def test_a_step_that_is_not_sampled_runs_the_plain_variant(
+def test_a_step_that_nobody_looks_at_measures_nothing(
+    first: str, captures: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = Looks(monkeypatch)
+    callbacks = [UnitScaleCallback(recalibrate=None), ScaleMonitor(every_n_steps=4)]
+    if first == "monitor":
+        callbacks.reverse()
+    run(Regression, callbacks, max_steps=11, others=lambda: [looks])
+    assert looks.measured == [step == 0 for step in range(11)]
+    assert looks.watched == [step % 4 == 0 for step in range(11)]
+    looks = Looks(monkeypatch)
+    run(Regression, [UnitScaleCallback(recalibrate=5)], max_steps=12, others=lambda: [looks])
+    assert looks.measured == [step in (0, 5, 10) for step in range(12)]
+    assert not any(looks.watched)
+    assert captures == []
+
+
+def test_looks_of_one_do_not_show_in_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = Looks(monkeypatch)
+    callbacks = [UnitScaleCallback(recalibrate=3), ScaleMonitor(every_n_steps=4)]
+    run(Regression, callbacks, max_steps=11, others=lambda: [looks])
+    assert [one.step for one in monitor_of(callbacks).snapshots] == [0, 4, 8]
+    assert looks.watched == [step in (0, 4, 8) for step in range(11)]
+    assert looks.measured == [step in (0, 3, 6, 9) for step in range(11)]
+
+
+@pytest.mark.parametrize("first", ["unit scale", "monitor"])
+def test_a_captured_step_that_is_not_sampled_runs_the_plain_variant(
     first: str, captures: list[str], variants: list[bool]
 ) -> None:
-    callbacks = [UnitScaleCallback(recalibrate=None), ScaleMonitor(every_n_steps=4)]
+    callbacks = [
+        UnitScaleCallback(depth="all", recalibrate=None),
+        ScaleMonitor(every_n_steps=4),
+    ]
     if first == "monitor":
         callbacks.reverse()
     run(Regression, callbacks, max_steps=10)
@@ -103,28 +164,24 @@ def test_a_step_that_is_not_sampled_runs_the_plain_variant(
     # The step that units are measured in runs neither variant.
     assert variants == [step % 4 == 0 for step in range(1, 10)]
     variants.clear()
-    run(Regression, [UnitScaleCallback(recalibrate=5)], max_steps=12)
-    assert variants == [step in (5, 10) for step in range(1, 12)]
-
-
-def test_looks_of_one_do_not_show_in_the_other(variants: list[bool]) -> None:
-    callbacks = [UnitScaleCallback(recalibrate=3), ScaleMonitor(every_n_steps=4)]
+    callbacks = [UnitScaleCallback(depth="all", recalibrate=3), ScaleMonitor(every_n_steps=4)]
     run(Regression, callbacks, max_steps=10)
     assert [one.step for one in monitor_of(callbacks).snapshots] == [0, 4, 8]
     assert variants == [step % 4 == 0 or step in (3, 6, 9) for step in range(1, 10)]
 
 
-def test_accumulated_batches_are_one_sample() -> None:
-    watched: list[bool] = []
-
-    class Looking(Regression):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            watched.append("training_step" in vars(self))
-            return super().training_step(batch, batch_idx)
-
-    monitor = ScaleMonitor(every_n_steps=2)
-    run(Looking, [monitor], accumulate_grad_batches=2, max_steps=4)
-    assert watched == [True, True, False, False] * 2
+def test_accumulated_batches_are_one_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks, monitor = Looks(monkeypatch), ScaleMonitor(every_n_steps=2)
+    run(
+        Regression,
+        [UnitScaleCallback(recalibrate=2), monitor],
+        accumulate_grad_batches=2,
+        max_steps=4,
+        others=lambda: [looks],
+    )
+    assert looks.watched == [True, True, False, False] * 2
+    # The first batch alone gives the first units.
+    assert looks.measured == [True, False, False, False, True, True, False, False]
     snapshot = monitor.snapshots[0]
     assert [one.step for one in monitor.snapshots] == [0, 2]
     place = snapshot.names.index("first.linear")
@@ -132,16 +189,61 @@ def test_accumulated_batches_are_one_sample() -> None:
     assert snapshot.column("numel", "backward")[place] == 2 * 4 * 8
 
 
-def test_training_and_validation_are_captured_once(captures: list[str]) -> None:
+def test_accumulated_batches_are_one_look() -> None:
+    """The units of a look are those of the RMS over all batches of the optimizer's step."""
+
+    def scaled(self: Any, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        # Steps of two batches; in the third one, the look, the second is 2**8 times the first.
+        return self.loss((x * 2.0**8 if batch_idx == 5 else x, y))
+
+    callback = UnitScaleCallback(recalibrate=2)
     run(
-        Evaluated,
-        [UnitScaleCallback(), ScaleMonitor()],
+        regression_with(scaled),
+        [callback],
+        accumulate_grad_batches=2,
+        max_steps=3,
+        data=lambda: loader(24),
+    )
+    assert callback.explain().count("New units") == 2
+    first = 0.01 * 2.0**8 / math.sqrt(2)
+    assert abs(callback.gauge.pair("first.linear:input").log2_sigma - math.log2(first)) < 1
+
+
+class Counted(Evaluated):
+    """Counts how often its steps run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = {"train": 0, "validate": 0}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.counts["train"] += 1
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        self.counts["validate"] += 1
+        return super().validation_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize(
+    ("make", "depth"), [(Counted, "products"), (Evaluated, "products"), (Evaluated, "all")]
+)
+def test_steps_run_once_a_batch_and_are_captured_once_or_never(
+    make: Any, depth: str, captures: list[str]
+) -> None:
+    found, _ = assert_same_run(
+        make,
+        lambda: [UnitScaleCallback(depth=depth), ScaleMonitor()],
         max_epochs=3,
         max_steps=-1,
         num_sanity_val_steps=1,
         entry_options={"val_dataloaders": loader(8)},
     )
-    assert sorted(captures) == ["training_step", "validation_step"]
+    assert sorted(captures) == (["training_step", "validation_step"] if depth == "all" else [])
+    if make is Counted:
+        # Of the data's four batches and two.
+        assert found.module.counts == {"train": 3 * 4, "validate": 1 + 3 * 2}
 
 
 def test_a_rate_that_a_step_reads_is_no_compilation(captures: list[str]) -> None:
@@ -156,7 +258,7 @@ def test_a_rate_that_a_step_reads_is_no_compilation(captures: list[str]) -> None
 
     made = regression_with(step, configure_optimizers=configure)
     found, _ = assert_same_run(made, max_steps=12)
-    assert len(captures) <= 3
+    assert captures == []
     rates = [row["rate"] for _, row in found.logged if "rate" in row]
     assert rates == pytest.approx([0.1 * 0.9**n for n in range(12)])
 

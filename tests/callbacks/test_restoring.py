@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import pickle
+import re
 import signal
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from lightning_unitscale import ScaleMonitor, UnitScaleCallback
+from lightning_unitscale.dispatch.kernels import num_overridden
 from tests.callbacks.modules import Evaluated, Regression, adamw
 from tests.callbacks.runs import ARRANGEMENTS, QUIET, both, loader, run, unit_scale_of
 from tests.helpers import assert_same_bits
@@ -38,6 +40,8 @@ def _assert_restored(module: Evaluated, before: dict[str, dict[str, Any]]) -> No
         assert step not in module.__dict__
     assert module.training_step.__func__ is type(module).training_step
     assert not any(one._backward_hooks for one in module.parameters())
+    # Torch's own kernels are back.
+    assert num_overridden() == 0
     pickle.dumps(module.state_dict())
     copy.deepcopy(module)
 
@@ -134,8 +138,14 @@ def test_a_run_leaves_the_module_as_it_was(stage: str) -> None:
     # Two batches: the first one is measured.
     getattr(trainer, stage)(module, *[loader(8)] * (1 + (stage == "fit")))
     _assert_restored(module, before)
-    # What was captured can still be explained.
-    assert "lossless unit scale" in unit_scale_of(callbacks).explain()
+    # What ran can still be explained.
+    step = {"fit": "training"}.get(stage, stage.replace("validate", "validation")) + "_step"
+    text = unit_scale_of(callbacks).explain()
+    assert re.search(
+        rf"^{step}: (\d+) of \1 products in units \(100 % of their FLOPs\)$", text, re.M
+    )
+    assert unit_scale_of(callbacks).coverage.num_products == (6 - 1 if stage == "fit" else 2)
+    assert unit_scale_of(callbacks).gauge
     module.forward(torch.randn(3, 6)).sum().backward()
 
 

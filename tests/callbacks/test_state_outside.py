@@ -133,14 +133,12 @@ def test_an_evaluation_reads_an_iterator_once() -> None:
     assert products_run(callbacks) > 0
 
 
-def test_rounded_products_need_units_at_once_so_an_iterator_is_named() -> None:
-    with pytest.warns(UserWarning, match=r"Keeping has kept \(generator\), which cannot be put"):
-        run(
-            lambda: Keeping(*KINDS["generator"]),
-            [UnitScaleCallback(simulate="fp8")],
-            logger=False,
-            max_steps=2,
-        )
+@pytest.mark.parametrize("options", [{"simulate": "fp8"}, {"precision": "fp8"}])
+@pytest.mark.filterwarnings("ignore:UnitScaleCallback. training_step. .* products in units")
+def test_rounded_products_read_an_iterator_once_too(options: dict[str, Any]) -> None:
+    """They need units at once, and take them from the operands that they are about to round."""
+    found = run(lambda: Keeping(*KINDS["generator"]), [UnitScaleCallback(**options)], max_steps=6)
+    assert len(list(found.module.kept)) == len(_others()) - 6
 
 
 class Starting(Regression):

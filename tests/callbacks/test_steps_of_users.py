@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import random
 from collections import namedtuple
 from typing import Any
@@ -21,11 +22,13 @@ from lightning_unitscale import UnitScaleCallback
 from lightning_unitscale.graph.steps import steps_of
 from tests.callbacks.modules import Evaluated, Regression, adamw, regression_with
 from tests.callbacks.runs import (
+    ARRANGEMENTS,
     assert_same_run,
     both,
     loader,
     monitor_of,
     pair,
+    products_run,
     run,
     unit_scale_of,
 )
@@ -79,6 +82,23 @@ def test_what_a_step_returns_and_takes(step: Any) -> None:
     assert gauge.pair("first.linear:input").log2_sigma < -4
     assert {"first.linear", "second.linear"} <= set(gauge)
     assert "first.linear" in monitor_of(callbacks).snapshots[0].names
+
+
+def _decorated(step: Any) -> Any:
+    """By a decorator that passes everything on."""
+
+    @functools.wraps(step)
+    def run_step(*args: Any, **kwargs: Any) -> Any:
+        return step(*args, **kwargs)
+
+    return run_step
+
+
+@pytest.mark.parametrize(
+    "make_callbacks", [both, *(ARRANGEMENTS[n] for n in ("unit scale", "monitor"))]
+)
+def test_a_decorated_step_without_an_index(make_callbacks: Any) -> None:
+    assert_same_run(regression_with(_decorated(_no_index)), make_callbacks, max_steps=3)
 
 
 # Batches.
@@ -312,8 +332,8 @@ def test_what_changes_at_every_step(step: Any, at_most: int, executor: str) -> N
     kind = type("Changed", (Changing,), {"training_step": step})
 
     def callbacks() -> list[pl.Callback]:
-        compiled = {"compile": True} if executor == "inductor" else {}
-        return [UnitScaleCallback(**compiled), NumGraphs()]
+        captured = {"compile": True} if executor == "inductor" else {"depth": "all"}
+        return [UnitScaleCallback(**captured), NumGraphs()]
 
     options: dict[str, Any] = {"data": lambda: loader(36), "max_steps": 9}
     if executor == "eager":
@@ -329,6 +349,16 @@ def test_what_changes_at_every_step(step: Any, at_most: int, executor: str) -> N
         assert found.module.outputs[1::2] == list(range(9))
 
 
+@pytest.mark.parametrize("step", [_append, _count, _by_global_step, _by_index])
+def test_what_changes_at_every_step_is_not_captured(step: Any) -> None:
+    kind = type("Changed", (Changing,), {"training_step": step})
+    found, made = assert_same_run(kind, both, data=lambda: loader(36), max_steps=9)
+    assert steps_of(found.module) is None
+    assert products_run(made) == 6
+    if step is _append:
+        assert found.module.outputs[1::2] == list(range(9))
+
+
 def _append_by_key(self: Any, batch: Any, batch_idx: int) -> Any:
     loss = self.loss(batch)
     self.by_key["losses"].append(loss.detach())
@@ -340,7 +370,10 @@ def test_a_step_that_is_captured_again_and_again_says_so() -> None:
     options: dict[str, Any] = {"data": lambda: loader(72), "max_steps": 18}
     expected = run(kind, **options)
     with pytest.warns(UserWarning, match=r"ByKey.training_step has been captured 16 times"):
-        found = run(kind, [UnitScaleCallback()], **options)
+        found = run(kind, [UnitScaleCallback(depth="all")], **options)
+    assert_same_bits(found.weights, expected.weights)
+    # There is nothing to say of it where nothing is captured.
+    found = run(kind, [UnitScaleCallback()], **options)
     assert_same_bits(found.weights, expected.weights)
 
 
