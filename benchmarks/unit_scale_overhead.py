@@ -10,6 +10,7 @@ import argparse
 import torch
 from demo_step import DemoLoss, demo_batch, training_step
 from measure import interleaved, report
+from small_models import small_models
 from torch import nn
 
 from lightning_unitscale.transforms import compile as compile_graphs
@@ -41,6 +42,10 @@ def main() -> None:
         "Inductor, by rules": compile_graphs(rules),
     }
     steps = {name: training_step(module, batch) for name, module in modules.items()}
+    for name, (module, own_batch) in small_models().items():
+        scaled = lossless_unit_scale(module, *own_batch)
+        steps[f"{name}, plain"] = training_step(module, own_batch)
+        steps[f"{name}, lossless products"] = training_step(scaled, own_batch)
     seconds = interleaved(steps, rounds=options.rounds, warmup=options.warmup)
     baselines = {name: f"{name.split(',')[0]}, plain" for name in seconds}
     report("Unit scaling, demo GPT", seconds, baselines, "unit_scale_overhead.json")

@@ -23,7 +23,8 @@ from lightning_unitscale.dispatch.attach import AttachedSession
 from lightning_unitscale.dispatch.coverage import Coverage
 from lightning_unitscale.dispatch.fp8 import FP8Products
 from lightning_unitscale.dispatch.measured import Measurement
-from lightning_unitscale.dispatch.session import Numerics, ProductSession
+from lightning_unitscale.dispatch.numerics import Numerics
+from lightning_unitscale.dispatch.session import ProductSession
 from lightning_unitscale.dispatch.simulate import SimulatedProducts
 from lightning_unitscale.transforms.fp8_linears import WIDE_GRADIENT, FP8Linears
 from lightning_unitscale.transforms.gauge import Gauge
@@ -286,7 +287,7 @@ class ProductUnits:
 
     def _read_coverage(self, session: ProductSession) -> None:
         coverage = session.coverage()
-        if coverage is None or not coverage.counts:
+        if coverage is None:
             return
         is_first = self._step_name not in self._coverages
         self._coverages[self._step_name] = coverage

@@ -18,8 +18,9 @@ from torch import Tensor, fx
 from lightning_unitscale.dispatch.compiled_graphs import GRAPHS, CompiledGraph, CompiledProduct
 from lightning_unitscale.dispatch.inductor_internals import GraphPass, compile_id, fake_mode_of
 from lightning_unitscale.dispatch.products import RULES, UNREACHED, ProductRule
-from lightning_unitscale.dispatch.session import FLOATS, LOCAL, ProductSession
+from lightning_unitscale.dispatch.session import FLOATS, ProductSession
 from lightning_unitscale.dispatch.sites import FORWARD, Site
+from lightning_unitscale.dispatch.threads import LOCAL
 
 _ATEN = torch.ops.aten
 _OURS = torch.ops.lightning_unitscale

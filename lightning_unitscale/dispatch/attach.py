@@ -15,7 +15,9 @@ from torch import nn
 
 from lightning_unitscale.dispatch.inductor_internals import is_compiled
 from lightning_unitscale.dispatch.kernels import close_session, open_session
-from lightning_unitscale.dispatch.session import LOCAL, Numerics, ProductSession
+from lightning_unitscale.dispatch.numerics import Numerics
+from lightning_unitscale.dispatch.session import ProductSession
+from lightning_unitscale.dispatch.threads import LOCAL
 from lightning_unitscale.dispatch.torch_internals import current_node
 
 

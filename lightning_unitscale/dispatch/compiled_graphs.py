@@ -17,8 +17,9 @@ from lightning_unitscale.dispatch.coverage import Kind
 from lightning_unitscale.dispatch.inductor_internals import codes, frame_of
 from lightning_unitscale.dispatch.products import Coefficients
 from lightning_unitscale.dispatch.scaling import smallest_and_rms
-from lightning_unitscale.dispatch.session import LOCAL, ProductSession
+from lightning_unitscale.dispatch.session import ProductSession
 from lightning_unitscale.dispatch.sites import Site
+from lightning_unitscale.dispatch.threads import LOCAL
 from lightning_unitscale.dispatch.torch_internals import ENGINE, MODULE_CALL
 
 # Beyond it a factor, or its inverse, is no normal number of FP32, in which it is held.

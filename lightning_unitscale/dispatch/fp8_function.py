@@ -18,7 +18,8 @@ from lightning_unitscale.dispatch.torch_internals import current_node, has_subcl
 from lightning_unitscale.functional.fp8_linear import fp8_linear
 
 if TYPE_CHECKING:
-    from lightning_unitscale.dispatch.session import Numerics, ProductSession
+    from lightning_unitscale.dispatch.numerics import Numerics
+    from lightning_unitscale.dispatch.session import ProductSession
     from lightning_unitscale.transforms.fp8_linears import FP8Linears
 
 _ROLES = ("input", "weight")

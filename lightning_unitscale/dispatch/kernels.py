@@ -24,8 +24,9 @@ from lightning_unitscale.dispatch.aot_pass import PASSES
 from lightning_unitscale.dispatch.calls import CALLS, Call, forget
 from lightning_unitscale.dispatch.compiled_graphs import caller
 from lightning_unitscale.dispatch.products import RULES, UNREACHED, ProductRule, UnreachedRule
-from lightning_unitscale.dispatch.session import LOCAL, ProductSession
+from lightning_unitscale.dispatch.session import ProductSession
 from lightning_unitscale.dispatch.sites import sites_of_checkpoint
+from lightning_unitscale.dispatch.threads import LOCAL
 from lightning_unitscale.dispatch.torch_internals import (
     Kernel,
     KernelOverrides,

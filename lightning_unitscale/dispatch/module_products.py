@@ -14,7 +14,8 @@ from lightning_unitscale.dispatch.attach import MISSING, AttachedSession, Sessio
 from lightning_unitscale.dispatch.coverage import Coverage
 from lightning_unitscale.dispatch.example import session_of_example
 from lightning_unitscale.dispatch.fp8 import FP8Products
-from lightning_unitscale.dispatch.session import FirstOf, Numerics, ProductSession
+from lightning_unitscale.dispatch.numerics import FirstOf, Numerics
+from lightning_unitscale.dispatch.session import ProductSession
 from lightning_unitscale.dispatch.simulate import SimulatedProducts
 from lightning_unitscale.graph.captured_step import CapturedStep
 from lightning_unitscale.graph.passes import GraphPass

@@ -73,11 +73,13 @@ class UnreachedRule:
         operator: Its name in ``torch.ops.aten``, with the overload if that is not the default.
         reason: Why its products run as they are.
         flops: Floating-point operations of a call.
+        has_backward: Whether its gradients come from a kernel of the same kind, with twice as many.
     """
 
     operator: str
     reason: str
     flops: Callable[[Arguments, Any], int]
+    has_backward: bool = False
 
 
 def _two(word: str, *roles: str) -> Callable[[Arguments], tuple[str, tuple[str, ...]]]:
@@ -302,10 +304,8 @@ UNREACHED: tuple[UnreachedRule, ...] = (
     UnreachedRule("addmm.out", _IN_PLACE, _contraction(1, 2)),
     UnreachedRule("baddbmm.out", _IN_PLACE, _contraction(1, 2)),
     UnreachedRule("_cdist_forward", "a kernel of distances", _contraction(0, 0)),
-    UnreachedRule("mkldnn_rnn_layer", _RECURRENT, _rnn_flops),
-    UnreachedRule("mkldnn_rnn_layer_backward", _RECURRENT, lambda a, r: 2 * _rnn_flops(a, r)),
-    UnreachedRule("_cudnn_rnn", _RECURRENT, _cudnn_rnn_flops),
-    UnreachedRule("_cudnn_rnn_backward", _RECURRENT, lambda a, r: 2 * _cudnn_rnn_flops(a, r)),
+    UnreachedRule("mkldnn_rnn_layer", _RECURRENT, _rnn_flops, has_backward=True),
+    UnreachedRule("_cudnn_rnn", _RECURRENT, _cudnn_rnn_flops, has_backward=True),
     UnreachedRule("_transformer_encoder_layer_fwd", _FUSED, _encoder_layer_flops),
     UnreachedRule("_native_multi_head_attention", _FUSED, _encoder_layer_flops),
 )

@@ -10,12 +10,10 @@ units yet is measured when it runs for the first time.
 from __future__ import annotations
 
 import contextlib
-import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from types import CodeType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,149 +28,22 @@ from lightning_unitscale.dispatch.calls import (
 )
 from lightning_unitscale.dispatch.coverage import Coverage, CoverageCounter, Kind
 from lightning_unitscale.dispatch.execute import Product, run_in_units
-from lightning_unitscale.dispatch.measured import Measurement, Measurements
+from lightning_unitscale.dispatch.numerics import Numerics
 from lightning_unitscale.dispatch.products import ProductRule, UnreachedRule, is_turned
-from lightning_unitscale.dispatch.scaling import forget_copy, smallest_and_rms
+from lightning_unitscale.dispatch.scaling import forget_copy
 from lightning_unitscale.dispatch.sites import FORWARD, Run, Site, Sites
+from lightning_unitscale.dispatch.threads import LOCAL, RanProduct
 from lightning_unitscale.dispatch.torch_internals import (
     Kernel,
     last_sequence_number,
     saves_elsewhere,
 )
-from lightning_unitscale.transforms.gauge import (
-    MAX_LOG2_GAMMA,
-    MAX_LOG2_SIGMA,
-    Gauge,
-    GaugePair,
-    nearest_exponent,
-)
+from lightning_unitscale.dispatch.units import SessionUnits
 
 FLOATS = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16})
 
 
-@dataclass(frozen=True)
-class RanProduct:
-    """A product that has just run, for whoever shows tensors in the units that they are stored in.
-
-    Attributes:
-        name: Name of the product in the gauge.
-        storages: ``untyped_storage().data_ptr()`` of each operand.
-        log2_sigmas: What each operand was divided by, as an exponent of two.
-        log2_gamma: What the gradient that arrives at the product is divided by.
-    """
-
-    name: str
-    storages: tuple[int, ...]
-    log2_sigmas: tuple[int, ...]
-    log2_gamma: int
-
-
-class Numerics(Protocol):
-    """What a format does to products: simulated, or run in it.
-
-    Attributes:
-        is_active: Whether the steps that run now are rounded at all.
-    """
-
-    @property
-    def is_active(self) -> bool: ...  # noqa: D102
-
-    def applies_to(
-        self, site: Site, rule: ProductRule, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> bool:
-        """Whether a product is rounded."""
-
-    def run(
-        self, product: Product, original: Kernel, args: list[Any], kwargs: dict[str, Any]
-    ) -> Any:
-        """Run a product on operands in units, rounded."""
-
-    def measure(self, product: Product, operands: Sequence[Tensor], *, is_first: bool) -> None:
-        """Look at operands in their units, for the first time or again."""
-
-    def run_layer(
-        self, session: ProductSession, input: Tensor, weight: Tensor, bias: Tensor | None
-    ) -> Tensor | None:
-        """Run a linear layer above autograd; ``None`` leaves it to its products."""
-
-
-class FirstOf:
-    """The first of several numerics that applies to a product.
-
-    Args:
-        *numerics: By precedence.
-    """
-
-    def __init__(self, *numerics: Numerics) -> None:
-        self._numerics = numerics
-
-    def applies_to(
-        self, site: Site, rule: ProductRule, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> bool:
-        """Whether any of them applies."""
-        return any(each.applies_to(site, rule, args, kwargs) for each in self._numerics)
-
-    def run(
-        self, product: Product, original: Kernel, args: list[Any], kwargs: dict[str, Any]
-    ) -> Any:
-        """Run a product in the first that applies."""
-        first = next(
-            each
-            for each in self._numerics
-            if each.applies_to(product.site, product.rule, args, kwargs)
-        )
-        return first.run(product, original, args, kwargs)
-
-    @property
-    def is_active(self) -> bool:
-        """Whether any of them rounds in the steps that run now."""
-        return any(each.is_active for each in self._numerics)
-
-    def run_layer(
-        self, session: ProductSession, input: Tensor, weight: Tensor, bias: Tensor | None
-    ) -> Tensor | None:
-        """Run a linear layer above autograd, if one of them does."""
-        results = (each.run_layer(session, input, weight, bias) for each in self._numerics)
-        return next((result for result in results if result is not None), None)
-
-    def measure(self, product: Product, operands: Sequence[Tensor], *, is_first: bool) -> None:
-        """Let each of them look at operands."""
-        for each in self._numerics:
-            each.measure(product, operands, is_first=is_first)
-
-
-class _Local(threading.local):
-    """What goes on in one thread.
-
-    Attributes:
-        session: Whose the forward products are.
-        suspended: What ``session`` was before the optimizers that are stepping.
-        is_inside: Whether a product is running, whose own kernels are nobody's.
-        watched: Where products are listed, if somebody watches.
-    """
-
-    session: ProductSession | None = None
-    is_inside: bool = False
-    watched: list[RanProduct] | None = None
-
-    def __init__(self) -> None:
-        self.suspended: list[ProductSession | None] = []
-
-
-LOCAL = _Local()
-
-
-@contextlib.contextmanager
-def watching() -> Iterator[list[RanProduct]]:
-    """Within this context the forward products of this thread are listed as they run."""
-    previous, LOCAL.watched = LOCAL.watched, []
-    try:
-        yield LOCAL.watched
-    finally:
-        LOCAL.watched = previous
-
-
-class ProductSession:
+class ProductSession(SessionUnits):
     """The products of one module's steps, with their units.
 
     Args:
@@ -183,12 +54,9 @@ class ProductSession:
 
     Attributes:
         ref: The session, weakly: the same object each time.
-        is_looking: Whether the steps measure what has units already, for :meth:`take`.
-        is_counting: Whether the steps count their products.
+        numerics: What rounds products.
         step: How many training steps have begun.
-        module: The module.
         is_open: Whether its products are run by it; see :meth:`close`.
-        measurements: What products measure until :meth:`take`.
         claims: By the name of a site, the number of the compiled frame that its product is in.
     """
 
@@ -200,18 +68,17 @@ class ProductSession:
         *,
         uses_units: bool = True,
     ) -> None:
-        self.numerics = numerics
-        self.uses_units = uses_units
         self.ref = weakref.ref(self)
-        self._gauge = Gauge()
+        super().__init__(
+            Sites(module, boundary, self.ref),
+            uses_units=uses_units,
+            needs_units_at_once=numerics is not None,
+        )
+        self.numerics = numerics
         self.is_open = True
         self.claims: dict[str, int | None] = {}
-        self.is_looking = False
         self.step = 0
         self._episode = 0
-        self._plain: dict[str, dict[str, str]] = {}
-        self._sites = Sites(module, boundary, self.ref)
-        self.measurements = Measurements()
         self._counter: CoverageCounter | None = None
 
     @contextlib.contextmanager
@@ -232,24 +99,6 @@ class ProductSession:
             del LOCAL.suspended[depth:]
 
     @property
-    def module(self) -> nn.Module | None:
-        """The module, while somebody has it."""
-        return self._sites.module
-
-    @property
-    def gauge(self) -> Gauge:
-        """The units in force."""
-        measured: dict[str, GaugePair] = {}
-        for site in self._sites.all.values():
-            # What rounds takes units as it measures them; see below.
-            if site.log2_units is not None:
-                pairs = zip(site.operand_names, site.log2_units, strict=True)
-                measured |= {name: GaugePair(log2_sigma=unit) for name, unit in pairs}
-            if site.log2_gamma is not None:
-                measured[site.name] = GaugePair(log2_gamma=site.log2_gamma)
-        return self._gauge.updated(measured)
-
-    @property
     def is_rounding(self) -> bool:
         """Whether products of the steps that run now are rounded."""
         return self.numerics is not None and self.numerics.is_active
@@ -263,12 +112,6 @@ class ProductSession:
         self.settle()
         self._sites.settle()
 
-    def settle(self) -> None:
-        """Take the units of what was measured and nobody has taken."""
-        measurement = self.take()
-        if measurement is not None:
-            self.adopt(measurement.forward, measurement.backward, measurement)
-
     def count(self) -> None:
         """Count the products from now on, for :meth:`coverage`."""
         self._counter = CoverageCounter()
@@ -279,61 +122,6 @@ class ProductSession:
         if ends:
             self._counter = None
         return None if counter is None else counter.result(has_units=self.uses_units)
-
-    def take(self) -> Measurement | None:
-        """What was measured since the last call, with one transfer from the device."""
-        return self.measurements.take()
-
-    def set_gauge(self, gauge: Gauge) -> None:
-        """Put units into force from the next product on."""
-        self._gauge = gauge
-        for site in self._sites.all.values():
-            self._set_units(site)
-
-    def adopt(
-        self, forward: Mapping[str, float], backward: Mapping[str, float], measurement: Measurement
-    ) -> None:
-        """Take the units of measured tensors, and leave out products in which they are not exact.
-
-        Args:
-            forward: RMS of operands, of all ranks.
-            backward: RMS of gradients, of all ranks.
-            measurement: What this rank has measured.
-        """
-        new = {
-            name: GaugePair(log2_sigma=nearest_exponent(rms, MAX_LOG2_SIGMA))
-            for name, rms in forward.items()
-        }
-        new |= {
-            name: GaugePair(log2_gamma=nearest_exponent(rms, MAX_LOG2_GAMMA))
-            for name, rms in backward.items()
-        }
-        self.set_gauge(self._gauge.updated(new))
-        self.judge(measurement)
-
-    def judge(self, measurement: Measurement) -> None:
-        """Run products plain in which powers of two are not exact in the units in force."""
-        for product in measurement.products:
-            pairs = [self._gauge.pair(name) for name in product.names]
-            # An operand's pair has no gamma, and a gradient's no sigma.
-            reason = product.why_plain([pair.log2_sigma + pair.log2_gamma for pair in pairs])
-            if reason:
-                product.site.plain[product.slot] = reason
-            else:
-                product.site.plain.pop(product.slot, None)
-
-    def plain_products(self) -> dict[str, dict[str, str]]:
-        """By site, which of its products run as they are, and why."""
-        return {
-            **self._plain,
-            **{name: dict(site.plain) for name, site in self._sites.all.items() if site.plain},
-        }
-
-    def set_plain_products(self, plain: dict[str, dict[str, str]]) -> None:
-        """Go on from :meth:`plain_products`."""
-        self._plain = {name: dict(slots) for name, slots in plain.items()}
-        for site in self._sites.all.values():
-            site.plain = dict(self._plain.get(site.name, {}))
 
     def close(self) -> None:
         """Forget the recorded products: backward passes that are still to come run plain."""
@@ -415,7 +203,11 @@ class ProductSession:
             LOCAL.is_inside = False
         if self._counter is not None:
             path = self._sites.forward_run(3, self._episode).path
-            self._counter.add(path, "plain", rule.reason, rule.flops(args, result))
+            flops = rule.flops(args, result)
+            self._counter.add(path, "plain", rule.reason, flops)
+            if rule.has_backward and torch.is_grad_enabled() and _needs_gradient(args):
+                # Counted here: a backward pass of its own does not say whose it is.
+                self._counter.add(path, "plain", rule.reason, 2 * flops)
         return result
 
     def numbered_site(self, word: str, roles: tuple[str, ...], path: str, index: int) -> Site:
@@ -583,63 +375,6 @@ class ProductSession:
         )
         remember(number, call)
 
-    def _measure(
-        self,
-        site: Site,
-        slot: str,
-        names: tuple[str, ...],
-        operands: Sequence[Tensor],
-        units: tuple[int | None, ...],
-        stats: tuple[Tensor | None, ...],
-        addends: Sequence[Tensor],
-    ) -> tuple[tuple[int, ...], tuple[Tensor, ...]]:
-        """Measure the operands of a product.
-
-        Args:
-            site: Which product of the step.
-            slot: Which product of the site.
-            names: Of the operands in the gauge.
-            operands: The operands.
-            units: Their units, as far as they are known.
-            stats: What was measured of them before in this step.
-            addends: What is added to the product.
-
-        Returns:
-            Units in which to run the product, and what was measured. What rounds needs units now;
-            without them the first step has the same bits, and the device need not be waited for.
-        """
-        rows = tuple(
-            smallest_and_rms(tensor) if row is None else row
-            for tensor, row in zip(operands, stats, strict=True)
-        )
-        added = tuple(smallest_and_rms(tensor) for tensor in addends)
-        self.measurements.add(site, slot, names, rows, added, units, operands[0].dtype)
-        if self.numerics is not None and None in units:
-            found = [
-                float(row[0]) if unit is None else 0.0
-                for row, unit in zip(rows, units, strict=True)
-            ]
-            units = tuple(
-                nearest_exponent(rms, MAX_LOG2_SIGMA) if unit is None else unit
-                for rms, unit in zip(found, units, strict=True)
-            )
-        return tuple(unit or 0 for unit in units), rows
-
-    def _start(self, site: Site) -> None:
-        self._set_units(site)
-        site.plain = dict(self._plain.get(site.name, {}))
-
-    def _set_units(self, site: Site) -> None:
-        if not self.uses_units:
-            site.log2_units, site.log2_gamma = (0,) * len(site.roles), 0
-            return
-        pairs = self._gauge.pairs
-        operands = [pairs.get(name) for name in site.operand_names]
-        known = [pair.log2_sigma for pair in operands if pair is not None]
-        site.log2_units = tuple(known) if len(known) == len(site.roles) else None
-        gradient = pairs.get(site.name)
-        site.log2_gamma = None if gradient is None else gradient.log2_gamma
-
 
 def _is_real(operands: Sequence[Any]) -> bool:
     """Whether all operands are dense tensors of floating-point numbers."""
@@ -655,3 +390,8 @@ def _addends(rule: ProductRule, args: Sequence[Any]) -> list[Tensor]:
         for position in rule.addends
         if position < len(args) and args[position] is not None
     ]
+
+
+def _needs_gradient(args: Sequence[Any]) -> bool:
+    tensors = (leaf for arg in args for leaf in (arg if isinstance(arg, (list, tuple)) else [arg]))
+    return any(isinstance(tensor, Tensor) and tensor.requires_grad for tensor in tensors)

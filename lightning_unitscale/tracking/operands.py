@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
-from lightning_unitscale.dispatch.session import RanProduct
+from lightning_unitscale.dispatch.threads import RanProduct
 from lightning_unitscale.tracking.torch_state import is_readable
 
 # What a product adds comes first among its arguments.

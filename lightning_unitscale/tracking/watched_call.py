@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lightning_unitscale.dispatch.session import RanProduct
+from lightning_unitscale.dispatch.threads import RanProduct
 from lightning_unitscale.tracking.callers import Caller, Callers
 from lightning_unitscale.tracking.operands import operands_of
 from lightning_unitscale.tracking.rows import Measuring, TensorRow, shown_inputs

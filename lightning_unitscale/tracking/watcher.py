@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, has_torch_function
 
-from lightning_unitscale.dispatch.session import watching
+from lightning_unitscale.dispatch.threads import watching
 from lightning_unitscale.graph.expand import open_function
 from lightning_unitscale.graph.recording import CallRecord
 from lightning_unitscale.row_layout import RowLayout

@@ -65,14 +65,14 @@ class Looks(pl.Callback):
         self.measured: list[bool] = []
         self._steps: list[Any] = []
         self._count = 0
-        session = import_module("lightning_unitscale.dispatch.session")
-        plain = session.smallest_and_rms
+        units = import_module("lightning_unitscale.dispatch.units")
+        plain = units.smallest_and_rms
 
         def counted(tensor: Any) -> Any:
             self._count += 1
             return plain(tensor)
 
-        patch.setattr(session, "smallest_and_rms", counted)
+        patch.setattr(units, "smallest_and_rms", counted)
 
     @property
     def watched(self) -> list[bool]:

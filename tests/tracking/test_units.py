@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_unitscale.dispatch.session import RanProduct
+from lightning_unitscale.dispatch.threads import RanProduct
 from lightning_unitscale.formats import FP16
 from lightning_unitscale.row_layout import RowLayout
 from lightning_unitscale.snapshot import ScaleSnapshot
