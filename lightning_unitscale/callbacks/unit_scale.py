@@ -80,11 +80,12 @@ class UnitScaleCallback(EvaluationHooks):
         loss_mult: u-muP's factor on the logits of a cross-entropy.
         simulate: Format in which matrix products are simulated, in training and in evaluation:
             ``"fp8"`` (E4M3FN for operands, E5M2 for gradients), one format such as ``"E3M2FN"`` for
-            both, or one for each. What is stored at RMS 1 is rounded; units are measured before.
+            both, or one for each. Operands are rounded in units, which a product measures before it
+            runs for the first time.
         simulate_rounding: ``"nearest"``, or ``"stochastic"``, whose random numbers are its own.
         precision: ``"fp8"`` runs linear layers, and their two gradients, in real FP8 with constant
-            scales: those whose features are multiples of 16 and whose operands fit, on the first
-            batch and whenever units are looked at. It goes with any precision of the Trainer, whose
+            scales: those whose features are multiples of 16 and whose operands fit, when they first
+            run and whenever units are looked at. It goes with any precision of the Trainer, whose
             types the results have; ``explain()`` tells what was decided on each product. FP8 needs
             a GPU of compute capability 8.9, or a CPU, where it is slow.
         fp8_exclude: Globs of module paths or tensor names to keep out of FP8; ``None`` for none.
@@ -111,8 +112,9 @@ class UnitScaleCallback(EvaluationHooks):
 
     Raises:
         ValueError: If an argument is out of its range.
-        MisconfigurationException: At ``setup``, if the module is compiled already, the callback is
-            given twice, or the Trainer's device or precision plugin does not go with FP8.
+        MisconfigurationException: At ``setup``, if the callback is given twice, the Trainer's device
+            or precision plugin does not go with FP8, or the module is compiled already where a
+            graph has to be captured.
 
     Example:
         >>> from lightning.pytorch import Trainer
