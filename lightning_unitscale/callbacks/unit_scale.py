@@ -112,9 +112,9 @@ class UnitScaleCallback(EvaluationHooks):
 
     Raises:
         ValueError: If an argument is out of its range.
-        MisconfigurationException: At ``setup``, if the callback is given twice, the Trainer's device
-            or precision plugin does not go with FP8, or the module is compiled already where a
-            graph has to be captured.
+        MisconfigurationException: At ``setup``, if the callback is given twice, the device or the
+            precision plugin of the Trainer does not go with FP8, or the module is compiled already
+            where a graph has to be captured.
 
     Example:
         >>> from lightning.pytorch import Trainer

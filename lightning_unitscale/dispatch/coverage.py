@@ -100,9 +100,9 @@ class Coverage:
 
     def shortfall(self) -> str:
         """What to warn of where much of a step ran plain; empty where enough did not."""
-        if 1.0 - self.fraction_of_flops("plain") >= ENOUGH or not self.counts:
-            return ""
         modules = self.uncovered_modules()
+        if not modules or 1.0 - self.fraction_of_flops("plain") >= ENOUGH:
+            return ""
         named = ", ".join(modules[:_NAMED]) + (", ..." if len(modules) > _NAMED else "")
         wanted = "in units" if self.has_units else "rounded"
         return (

@@ -155,8 +155,12 @@ def _asking_session(call: Call | None) -> ProductSession | None:
     if LOCAL.session is not None:
         return LOCAL.session
     # The body of a checkpoint, which a node has asked for that makes no product.
-    sites = sites_of_checkpoint()
-    return None if sites is None else sites.session()
+    if (sites := sites_of_checkpoint()) is not None:
+        return sites.session()
+    # All of its products may have been those of checkpoints within it.
+    alive = [finalizer.peek() for finalizer in _sessions.values()]
+    sessions = [found[0] for found in alive if found is not None]
+    return next((session for session in sessions if session.owns_caller()), None)
 
 
 def _product_kernel(rule: ProductRule, original: Kernel) -> Kernel:

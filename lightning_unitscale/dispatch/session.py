@@ -157,6 +157,10 @@ class ProductSession(SessionUnits):
         run = Run("", self._episode)
         return self._forward(rule, original, args, kwargs, run, f"@{node.name()}")
 
+    def owns_caller(self) -> bool:
+        """Whether a module of the session's runs what was called, within a backward pass."""
+        return self._sites.owns_caller()
+
     def take_settled(
         self,
         word: str,

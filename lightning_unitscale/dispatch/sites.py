@@ -212,6 +212,15 @@ class Sites:
             self.all[derived.name] = derived
         return derived
 
+    def owns_caller(self) -> bool:
+        """Whether a module of these runs what was called, within the node that the engine runs."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_code is not ENGINE:
+            if frame.f_code is MODULE_CALL and self.path_of(id(frame.f_locals["self"])) is not None:
+                return True
+            frame = frame.f_back
+        return False
+
     def forward_run(self, depth: int, episode: object) -> Run:
         """Where the product of a forward pass runs.
 

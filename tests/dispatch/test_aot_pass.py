@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Iterator
 
@@ -71,6 +72,7 @@ class Linear(nn.Module):
 
 @pytest.fixture(autouse=True)
 def _fresh() -> Iterator[None]:
+    gc.collect()  # modules of other tests, whose sessions end with them
     torch._dynamo.reset()
     counters.clear()
     with warnings.catch_warnings():

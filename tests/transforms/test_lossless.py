@@ -165,7 +165,7 @@ def test_the_original_module_is_untouched() -> None:
     assert all(one.data_ptr() != other.data_ptr() for one, other in pairs)
 
 
-@pytest.mark.filterwarnings("ignore:.*plain. terms below 2..-126")
+@pytest.mark.filterwarnings("ignore:.*plain. terms (below|above) 2")
 @pytest.mark.parametrize("depth", ["products", "all"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0, 1e-42, 3e38])
 def test_values_beyond_the_ordinary(value: float, depth: str) -> None:
