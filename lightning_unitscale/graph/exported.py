@@ -22,7 +22,7 @@ from lightning_unitscale.graph.expand import expand_composites
 from lightning_unitscale.graph.graph_breaks import is_of_dynamo, reason_of, wants_dynamos_texts
 from lightning_unitscale.graph.nodes import Names
 from lightning_unitscale.graph.out_of_place import make_out_of_place
-from lightning_unitscale.graph.plain_algorithm import plain_answers
+from lightning_unitscale.graph.plain_algorithm import plain_answers, trace_one_graph
 from lightning_unitscale.shadowing import shadowed
 
 _STATE = "_compiling_state_context"
@@ -43,15 +43,19 @@ def export_forward(
         args: Example arguments.
         kwargs: Example keyword arguments.
         expand: Whether attention that torch runs as products is opened up.
-        plain: Whether code that asks if it is exported is told no: it then takes the algorithm, and
-            gives the bits, of a plain call.
+        plain: Whether code that asks if it is exported or compiled is told no, where it can be
+            captured so: it then takes the algorithm, and gives the bits, of a plain call.
 
     Raises:
         RuntimeError: If ``forward`` cannot be captured as one graph.
     """
     try:
-        with _as_if_plain() if plain else contextlib.nullcontext():
-            graph_module: fx.GraphModule = _export_to_torch_ir(module, args, kwargs)
+        graph_module: fx.GraphModule
+        if plain:
+            with _as_if_plain():
+                graph_module = trace_one_graph(lambda: _export_to_torch_ir(module, args, kwargs))
+        else:
+            graph_module = _export_to_torch_ir(module, args, kwargs)
     except Exception as error:
         reason = reason_of(error) if is_of_dynamo(error) else error
         raise RuntimeError(

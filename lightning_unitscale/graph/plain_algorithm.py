@@ -11,7 +11,7 @@ attention an explicit mask; from 2.12 on, and here, only an export is one.
 
 Private names used here were checked on torch 2.13 and 2.11: ``tracing_state_functions``, ``tx`` in
 the handler that answers the question, ``ConvertFrame``, which is called once per function to
-capture, the two errors, and ``_is_exporting_flag``.
+capture, the three errors, and ``_is_exporting_flag``.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ import functools
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch._dynamo import convert_frame
-from torch._dynamo.exc import InternalTorchDynamoError, TorchRuntimeError
+from torch._dynamo.exc import InternalTorchDynamoError, TorchRuntimeError, Unsupported
 from torch._dynamo.variables import torch as torch_variables
 
 from lightning_unitscale.shadowing import shadowed
@@ -38,6 +38,9 @@ _IS_COMPILING = frozenset({_QUESTION, "is_dynamo_compiling"})
 # torch's code (its checkpointing) knows what it needs to be told, and so does ours.
 _KNOWING = (f"{torch.__path__[0]}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}")
 _RESUMED = re.compile(r"^torch_dynamo_resume_in_(.*)_at_\d+$")
+
+_Traced = TypeVar("_Traced")
+_FAILURES = (InternalTorchDynamoError, TorchRuntimeError)
 
 # The innermost functions that asked, as (file, function): it is often done through a helper or two.
 _Asker = tuple[tuple[str, str], ...]
@@ -54,18 +57,7 @@ def plain_answers() -> Iterator[None]:
 
     @functools.wraps(convert)
     def convert_or_tell(*args: Any, **kwargs: Any) -> Any:
-        told: list[_Asker] = []
-        while True:
-            _told_no.clear()
-            try:
-                return convert(*args, **kwargs)
-            except (InternalTorchDynamoError, TorchRuntimeError):
-                if not _told_no:
-                    _told_yes.difference_update(told)
-                    raise
-                # Nothing of the function has run by now.
-                told.append(_told_no[-1])
-                _told_yes.add(_told_no[-1])
+        return _tell_until_traced(lambda: convert(*args, **kwargs), _FAILURES)
 
     with (
         # Dynamo looks this function up whenever traced code asks.
@@ -73,6 +65,37 @@ def plain_answers() -> Iterator[None]:
         shadowed(convert_frame.ConvertFrame, __call__=convert_or_tell),
     ):
         yield
+
+
+def trace_one_graph(trace: Callable[[], _Traced]) -> _Traced:
+    """The result of ``trace``, which captures a function as one graph under ``plain_answers``.
+
+    Where a step would break its graph, one graph fails: then too the last asker is told yes, but
+    only here, so that the capture of a step does not depend on what was exported before it.
+    """
+    before = set(_told_yes)
+    try:
+        return _tell_until_traced(trace, (*_FAILURES, Unsupported))
+    finally:
+        _told_yes.intersection_update(before)
+
+
+def _tell_until_traced(
+    trace: Callable[[], _Traced], failures: tuple[type[Exception], ...]
+) -> _Traced:
+    """Trace, and after each failure tell the last asker yes and trace again."""
+    told: list[_Asker] = []
+    while True:
+        _told_no.clear()
+        try:
+            return trace()
+        except failures:
+            if not _told_no:
+                _told_yes.difference_update(told)
+                raise
+            # Nothing of the function has run by now.
+            told.append(_told_no[-1])
+            _told_yes.add(_told_no[-1])
 
 
 class _Answers(dict[Any, Any]):

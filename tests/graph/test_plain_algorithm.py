@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import lightning_unitscale
+from lightning_unitscale.graph import plain_algorithm
+from lightning_unitscale.graph.exported import export_forward
 from lightning_unitscale.transforms import track_scales
 from tests.helpers import assert_same_bits, run
 
@@ -100,3 +103,41 @@ def test_code_that_dynamo_would_fail_on_is_told_the_truth(
     assert_same_bits(run(tracked, x), run(module, x))
     assert "No graph breaks" in tracked.explain()  # type: ignore[operator]
     assert not [one for one in caplog.records if one.levelno >= logging.WARNING]
+
+
+class KeepsInAContextVariable(nn.Module):
+    """Has another way for compilers, which cannot trace that of a plain call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.kept: ContextVar[int] = ContextVar("kept")
+        self.asks_in_vain = Asks(torch.compiler.is_compiling)
+
+    def forward(self, x: Tensor) -> Tensor:
+        other = self.asks_in_vain(x)
+        if not _by_a_helper():
+            self.kept.set(1)
+        return other + self.linear(x).sum()
+
+
+def test_one_graph_tells_the_truth_only_to_code_that_dynamo_would_fail_on() -> None:
+    module = KeepsInAContextVariable()
+    x = torch.randn(2, 3)
+    told = set(plain_algorithm._told_yes)
+    exported = export_forward(module, (x,), {}, plain=True)
+    assert torch.equal(exported(x), module(x))
+    assert told == plain_algorithm._told_yes
+
+
+def test_one_graph_that_cannot_be_captured_says_why() -> None:
+    class Breaks(Asks):
+        def forward(self, x: Tensor) -> Tensor:
+            total = super().forward(x)
+            torch._dynamo.graph_break()
+            return total
+
+    told = set(plain_algorithm._told_yes)
+    with pytest.raises(RuntimeError, match="module=Breaks: its forward cannot be captured"):
+        export_forward(Breaks(_by_a_helper), (torch.randn(2, 3),), {}, plain=True)
+    assert told == plain_algorithm._told_yes
