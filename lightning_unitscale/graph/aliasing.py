@@ -201,6 +201,8 @@ def _seen_by_running(node: fx.Node, paths: list[Path], mode: Any) -> Effects:
         shape_env = mode.shape_env
         if shape_env is not None:
             stack.enter_context(shape_env.ignore_fresh_unbacked_symbols())
+            # The capture has the guards it needs; kernels in C++ would fix sizes that are symbols.
+            stack.enter_context(shape_env.suppress_guards())
         stack.enter_context(torch.no_grad())
         stand_ins = {
             argument: tree_map_only(Tensor, _stand_in, argument.meta.get("example_value"))

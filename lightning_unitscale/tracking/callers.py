@@ -5,9 +5,10 @@ Nothing is hung on the modules for it, so that there is nothing to take away.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection
 from dataclasses import dataclass
-from types import CodeType, FrameType
+from types import CodeType, FrameType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -43,7 +44,7 @@ class Callers:
         top: Code of the function that calls the step: a call that is not below it is no part of
             the step.
         ignored: Code of functions whose calls are no part of the model either: an optimizer's
-            step, a logger.
+            step, a logger. What they call by an argument of theirs, a closure, is part of it.
     """
 
     def __init__(self, module: nn.Module, top: CodeType, ignored: Collection[CodeType]) -> None:
@@ -55,6 +56,7 @@ class Callers:
         """The caller whose code runs in ``frame``; ``None`` for what is no part of the step."""
         path: str | None = None
         checkpoints: list[int] = []
+        first = frame
         while frame is not None:
             code = frame.f_code
             if code is _MODULE_CALL:
@@ -66,8 +68,10 @@ class Callers:
                 checkpoints.append(_context(frame))
             elif code is _CHECKPOINT_AGAIN:
                 return Caller(path or "", tuple(checkpoints), _context(frame))
-            elif code in self._ignored or code in _BACKWARD:
+            elif code in _BACKWARD:
                 # Autograd functions in Python, and checkpoints that keep their first results.
+                return None
+            elif code in self._ignored and not _is_below_closure(first, frame):
                 return None
             frame = frame.f_back
         return None
@@ -76,3 +80,25 @@ class Callers:
 def _context(frame: FrameType) -> int:
     context: Any = frame.f_locals["ctx"]
     return id(context)
+
+
+def _is_below_closure(frame: FrameType | None, outer: FrameType) -> bool:
+    """Whether ``frame`` runs for a function that ``outer`` was given to call."""
+    given = outer.f_locals
+    arguments = (given.get("closure"), *given.get("args", ()), *given.get("kwargs", {}).values())
+    closures = {code for code in map(_code_of, arguments) if code is not None}
+    while closures and frame is not None and frame is not outer:
+        if frame.f_code in closures:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _code_of(value: Any) -> CodeType | None:
+    """The code of a function, a method, a partial call of them, or an object that is called."""
+    while isinstance(value, functools.partial):
+        value = value.func
+    if not isinstance(value, (FunctionType, MethodType)) and callable(value):
+        value = type(value).__call__
+    code: CodeType | None = getattr(value, "__code__", None)
+    return code

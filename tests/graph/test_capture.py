@@ -106,20 +106,6 @@ def test_executors_run_a_graph_as_it_is(executor: capture.Executor) -> None:
     assert_same_bits(got["inputs"], expected["inputs"])
 
 
-def test_reasons_of_graph_breaks_since() -> None:
-    before = capture.num_graph_breaks()
-
-    def function(x: Tensor) -> Tensor:
-        y = x + 1
-        torch._dynamo.graph_break()
-        return y * 2
-
-    torch.compile(function, backend="eager")(torch.ones(2))
-    (reason,) = capture.graph_breaks_since(before)
-    assert f"{__file__.rpartition('/')[2]}:" in reason
-    assert capture.graph_breaks_since(capture.num_graph_breaks()) == []
-
-
 def test_the_original_error_is_unwrapped() -> None:
     inner, outer = ValueError("inner"), RuntimeError("outer")
     assert capture.original_error(outer) is outer

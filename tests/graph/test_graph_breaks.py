@@ -12,7 +12,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_unitscale.graph.graph_breaks import joined_reasons, short_reason
+from lightning_unitscale.graph.graph_breaks import (
+    graph_breaks_since,
+    joined_reasons,
+    num_graph_breaks,
+    short_reason,
+)
 from lightning_unitscale.transforms import track_scales
 from lightning_unitscale.transforms.unit_scale import unit_scale
 
@@ -53,6 +58,20 @@ def _line_of(kind: type) -> str:
     lines = Path(__file__).read_text().splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith(f"class {kind.__name__}"))
     return f"{__file__}:{next(i for i in range(start, 999) if '# the line' in lines[i]) + 1}"
+
+
+def test_reasons_of_graph_breaks_since() -> None:
+    before = num_graph_breaks()
+
+    def function(x: Tensor) -> Tensor:
+        y = x + 1
+        torch._dynamo.graph_break()
+        return y * 2
+
+    torch.compile(function, backend="eager")(torch.ones(2))
+    (reason,) = graph_breaks_since(before)
+    assert f"{__file__.rpartition('/')[2]}:" in reason
+    assert graph_breaks_since(num_graph_breaks()) == []
 
 
 def test_a_graph_break_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
