@@ -16,8 +16,8 @@ from lightning_unitscale.callbacks.fp8 import check_fp8, fp8_of, grid_of
 from lightning_unitscale.callbacks.gauge_keeping import GaugeKeeping
 from lightning_unitscale.callbacks.holding import holding_of, holds_parameters
 from lightning_unitscale.callbacks.module_steps import (
-    all_callbacks,
     attach_steps,
+    captures_steps,
     check_module,
     optimizer_step_index,
     starting_batch,
@@ -25,7 +25,7 @@ from lightning_unitscale.callbacks.module_steps import (
 )
 from lightning_unitscale.callbacks.pipelined import pipeline_of, rehearsed
 from lightning_unitscale.callbacks.product_units import ProductUnits
-from lightning_unitscale.callbacks.remat import RematCallback, step_partitioner
+from lightning_unitscale.callbacks.remat import step_partitioner
 from lightning_unitscale.callbacks.rule_scaling import required_rules, rules_of
 from lightning_unitscale.callbacks.rule_settings import start_loss_scale_at_one
 from lightning_unitscale.dispatch.coverage import Coverage
@@ -212,12 +212,7 @@ class UnitScaleCallback(EvaluationHooks):
         """Whether this needs the module's steps as captured graphs."""
         if self.method != "lossless" or self._rewrite.depth == "all" or self.compile:
             return True
-        if self.remat is not None or pipeline_of(trainer) is not None:
-            return True
-        if holds_parameters(self._hold_parameters, trainer):
-            return True
-        # One that needs graphs hides the modules that products run in.
-        return any(isinstance(other, RematCallback) for other in all_callbacks(trainer))
+        return self.remat is not None or holds_parameters(self._hold_parameters, trainer)
 
     def explain(self) -> str:
         """What became of every product, and when units were taken."""
@@ -241,7 +236,8 @@ class UnitScaleCallback(EvaluationHooks):
             self._fp8.takes_units_in = not is_cut or self.recalibrate is None
         is_first = self._module is None
         is_new = self._module is None or self._module() is not pl_module
-        self._runs_captured = self.captures_steps(trainer)
+        # Whoever needs graphs hides the modules that products run in.
+        self._runs_captured = captures_steps(trainer)
         if not self._runs_captured:
             check_module(trainer, pl_module, self)
             self._module = weakref.ref(pl_module)

@@ -132,6 +132,13 @@ class Run:
         )
 
 
+class Capturing(pl.Callback):
+    """Has the steps captured, and does nothing to them."""
+
+    def captures_steps(self, trainer: pl.Trainer) -> bool:
+        return True
+
+
 class Recorder(pl.Callback):
     """Keeps what every step returned."""
 

@@ -21,6 +21,7 @@ from examples.gpt import GPT
 from lightning_unitscale import RematCallback, ScaleMonitor, UnitScaleCallback
 from lightning_unitscale.callbacks import ScaleViolation
 from lightning_unitscale.strategies import PipelineStrategy
+from tests.callbacks.runs import Capturing
 from tests.distributed.launch import quiet_rank
 from tests.strategies.pipeline_run import CONTEXT, Branching, Groups, _points, _text
 from tests.strategies.trainers import quiet_trainer
@@ -74,11 +75,12 @@ class Breaks(pl.Callback):
 
 
 V = {"schedule": "ZBVZeroBubble"}
+# One device captures what is "captured": products that are rounded, names of a graph's tensors.
 CASES: dict[str, dict[str, Any]] = {
     "plain": {"clip": 0.5},
     "products": {"scale": {}, "monitor": {}, "clip": 0.5, "validates": True},
     "all-v": {"scale": {"depth": "all"}, **V},
-    "looks": {"scale": {"recalibrate": 1}, "breaks": 64.0, "points": True},
+    "looks": {"scale": {"recalibrate": 1}, "breaks": 64.0, "points": True, "captured": True},
     "rules-v": {
         "scale": {"method": "unit-scaling"},
         "clip": 0.01,
@@ -90,10 +92,25 @@ CASES: dict[str, dict[str, Any]] = {
     "simulated": {
         "scale": {"simulate": "fp8", "simulate_rounding": "stochastic"},
         "points": True,
+        "captured": True,
     },
-    "fp8": {"scale": {"precision": "fp8", "recalibrate": None}, "validates": True},
-    "fp8-looks": {"scale": {"precision": "fp8", "recalibrate": 1}, "breaks": 64.0},
-    "monitored": {"monitor": {}, "points": True, "logs": True, "validates": True},
+    "fp8": {
+        "scale": {"precision": "fp8", "recalibrate": None},
+        "validates": True,
+        "captured": True,
+    },
+    "fp8-looks": {
+        "scale": {"precision": "fp8", "recalibrate": 1},
+        "breaks": 64.0,
+        "captured": True,
+    },
+    "monitored": {
+        "monitor": {},
+        "points": True,
+        "logs": True,
+        "validates": True,
+        "captured": True,
+    },
     "bf16": {
         "scale": {},
         "monitor": {},
@@ -101,15 +118,27 @@ CASES: dict[str, dict[str, Any]] = {
         "precision": "bf16-mixed",
         "validates": True,
     },
-    "accumulated": {"scale": {}, "monitor": {}, "points": True, "accumulate": 2},
+    "accumulated": {
+        "scale": {},
+        "monitor": {},
+        "points": True,
+        "accumulate": 2,
+        "captured": True,
+    },
     "min-cut": {"remat": "min_cut", "clip": 0.5},
     "share": {"remat": 0.85, "scale": {}, "clip": 0.5},
-    "stops": {"monitor": {"on_violation": "stop"}, "points": True, "breaks": float("inf")},
+    "stops": {
+        "monitor": {"on_violation": "stop"},
+        "points": True,
+        "breaks": float("inf"),
+        "captured": True,
+    },
     "raises": {"monitor": {"on_violation": "raise"}, "points": True, "breaks": float("inf")},
 }
 # Three parts, each of which goes on from the one before.
 PARTS: dict[str, dict[str, Any]] = {
-    "lossless": {"scale": {"recalibrate": None}, "saves": True},
+    "lossless": {"scale": {"recalibrate": None}, "saves": True, "captured": True},
+    "two-roads": {"scale": {"recalibrate": None}, "saves": True},
     "by-rules": {"scale": {"method": "u-mup", "recalibrate": None}, "saves": True, "points": True},
 }
 for _name in PARTS:
@@ -152,6 +181,8 @@ def train(folder: Path, case: str, num_ranks: int, resume_from: str) -> None:
     remat = RematCallback(options["remat"]) if "remat" in options and num_ranks > 1 else None
     if remat is not None:
         callbacks.append(remat)
+    if options.get("captured"):
+        callbacks.append(Capturing())
     if "breaks" in options:
         callbacks.append(Breaks(options["breaks"]))
     strategy: Any = "auto"

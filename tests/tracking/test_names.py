@@ -19,20 +19,13 @@ from examples.gpt import GPT
 from lightning_unitscale import ScaleMonitor
 from lightning_unitscale.snapshot import ScaleSnapshot
 from tests.callbacks.modules import Regression
-from tests.callbacks.runs import QUIET, loader
+from tests.callbacks.runs import QUIET, Capturing, loader
 from tests.tracking.modules import Small
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:ScaleMonitor. the Trainer has no logger"),
     pytest.mark.filterwarnings("ignore:You defined a .validation_step. but have no"),
 ]
-
-
-class Capturing(pl.Callback):
-    """Has the steps captured, and does nothing to them."""
-
-    def captures_steps(self, trainer: pl.Trainer) -> bool:
-        return True
 
 
 def snapshot(make: Callable[[], pl.LightningModule], data: Any, *others: Any) -> ScaleSnapshot:
