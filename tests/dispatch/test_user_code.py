@@ -76,6 +76,7 @@ class Hearing(Regression):
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.trace:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace:FutureWarning")
 def test_modes_of_the_user_do_not_hear_of_units() -> None:
     heard = [run(Hearing, callbacks).module.heard for callbacks in ([], [UnitScaleCallback()])]
     assert heard[0] == heard[1]
