@@ -24,7 +24,14 @@ from torch import nn
 
 from lightning_unitscale import UnitScaleCallback
 from tests.callbacks.modules import Evaluated, Regression, adamw
-from tests.callbacks.runs import ARRANGEMENTS, assert_same_run, loader, run, unit_scale_of
+from tests.callbacks.runs import (
+    ARRANGEMENTS,
+    Capturing,
+    assert_same_run,
+    loader,
+    run,
+    unit_scale_of,
+)
 from tests.helpers import assert_same_bits
 
 
@@ -122,3 +129,12 @@ def test_a_callback_that_wraps_training_step(is_first: bool) -> None:
     assert_same_bits(found.compared(), plain.compared())
     assert len(ours.gauge) >= 4
     assert wrapping.calls == 6
+
+
+def test_any_callback_can_ask_for_captured_steps() -> None:
+    """Products are rewritten in the graph then, and none is seen at the dispatcher."""
+    _, dispatched = assert_same_run(Regression, lambda: [UnitScaleCallback()])
+    _, captured = assert_same_run(Regression, lambda: [UnitScaleCallback(), Capturing()])
+    assert unit_scale_of(dispatched).coverage.counts
+    assert not unit_scale_of(captured).coverage.counts
+    assert len(unit_scale_of(captured).gauge) > 0
