@@ -2,8 +2,8 @@
 
 For every architecture of ``model_zoo.py`` and for both depths: whether it runs, whether loss and
 gradients are the plain model's bit for bit, and how near to RMS 1 the operands of the matrix
-products are. Operands are read off the operators that torch executes, forward and backward, by a
-dispatch mode that knows nothing of the package.
+products are. Operands are what torch's own kernels read, forward and backward, below everything
+that the package does.
 
     python benchmarks/architectures.py                # all of them, one table, one JSON file
     python benchmarks/architectures.py GPT-2 T5       # some
@@ -22,7 +22,8 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.architecture_tables import Result, Shares, markdown, summary, table
+from benchmarks.executed_products import PRODUCT_OPERANDS, below_all_kernels
 from benchmarks.model_zoo import CORE, ZOO
 from lightning_unitscale import transforms
 from lightning_unitscale.graph.steps import steps_of
@@ -47,33 +49,11 @@ DEPTHS = ("products", "all")
 SEED = 1234
 WITHIN = 1.5
 
-# Positions of the operands of every operator that multiplies matrices. In the backward pass the
-# first group of the second table is the arriving gradient.
-_OPERANDS = {
-    "mm": (0, 1),
-    "bmm": (0, 1),
-    "addmm": (1, 2),
-    "baddbmm": (1, 2),
-    "addbmm": (1, 2),
-    "mv": (0, 1),
-    "addmv": (1, 2),
-    "dot": (0, 1),
-    "convolution": (0, 1),
-    "convolution_overrideable": (0, 1),
-    "_trilinear": (0, 1, 2),
-    "_grouped_mm": (0, 1),
-    "_scaled_dot_product_flash_attention_for_cpu": (0, 1, 2),
-    "_scaled_dot_product_flash_attention": (0, 1, 2),
-    "_scaled_dot_product_efficient_attention": (0, 1, 2),
-    "_scaled_dot_product_cudnn_attention": (0, 1, 2),
-}
-_BACKWARD_OPERANDS = {
-    "convolution_backward": (0, 1, 2),
-    "convolution_backward_overrideable": (0, 1, 2),
-    "_scaled_dot_product_flash_attention_for_cpu_backward": (0, 1, 2, 3),
-    "_scaled_dot_product_flash_attention_backward": (0, 1, 2, 3),
-    "_scaled_dot_product_efficient_attention_backward": (0, 1, 2, 3),
-    "_scaled_dot_product_cudnn_attention_backward": (0, 1, 2, 3),
+# Operators of the backward pass alone, whose first operand is the arriving gradient.
+_BACKWARD = {
+    "aten::convolution_backward",
+    "aten::conv_tbc_backward",
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward",
 }
 
 
@@ -86,48 +66,75 @@ class Operands:
     gradients: list[tuple[str, float]] = field(default_factory=list)
 
 
+# What kind of operand a product is about to read, and the operator that the model asked for.
+_Group = list[tuple[str, float]]
+_Expected = tuple[_Group | None, str]
+
+
 class ProductObserver(TorchDispatchMode):
     """Reads the operands of all matrix products that run under it.
 
     A backward product reads stored operands and a gradient. A stored operand is known by its
-    memory, which is kept alive so that it cannot be given to another tensor.
+    memory, which is kept alive so that it cannot be given to another tensor. The mode tells which
+    is which by the tensors that autograd hands over; how large an operand is, the kernel below
+    tells, which may get a copy in other units.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.operands = Operands()
-        self.in_backward = False
-        self._memory: dict[int, Tensor] = {}
+        self.start()
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         """Captured graphs run under this mode as they do without it."""
         return True
 
+    def start(self) -> None:
+        """Forget all that was read."""
+        self.operands = Operands()
+        self.in_backward = False
+        self._memory: dict[int, Tensor] = {}
+        self._expected: list[_Expected] = []
+
+    def see(self, name: str, operand: Tensor) -> None:
+        """Note what a kernel reads, operand after operand."""
+        if not self._expected:
+            return
+        group, operator = self._expected.pop(0)
+        if group is not None:
+            group.append((operator, root_mean_square(operand)))
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        name = func._schema.name.removeprefix("aten::")
-        if name in _OPERANDS:
-            for position in _OPERANDS[name]:
-                self._see(name, args[position])
-        elif name in _BACKWARD_OPERANDS:
-            first, *rest = _BACKWARD_OPERANDS[name]
-            self.operands.gradients.append((name, root_mean_square(args[first])))
-            for position in rest:
-                self.operands.stored.append((name, root_mean_square(args[position])))
-        return func(*args, **(kwargs or {}))
+        name = func._schema.name
+        positions = PRODUCT_OPERANDS.get(name, ())
+        operator = name.removeprefix("aten::")
+        if name in _BACKWARD:
+            groups = [self.operands.gradients, *[self.operands.stored] * (len(positions) - 1)]
+            self._expected = [(group, operator) for group in groups]
+        else:
+            self._expected = [(self._group_of(args[at]), operator) for at in positions]
+        result = func(*args, **(kwargs or {}))
+        assert not self._expected, f"no kernel was seen to run {name}"
+        return result
 
-    def _see(self, name: str, operand: Tensor) -> None:
+    def _group_of(self, operand: Tensor) -> _Group | None:
         if not (operand.is_floating_point() or operand.is_complex()):
-            return
+            return None
         address = operand.untyped_storage().data_ptr()
         if not self.in_backward:
             self._memory[address] = operand
-            group = self.operands.forward
-        else:
-            group = self.operands.stored if address in self._memory else self.operands.gradients
-        group.append((name, root_mean_square(operand)))
+            return self.operands.forward
+        return self.operands.stored if address in self._memory else self.operands.gradients
+
+
+@contextmanager
+def observer_below() -> Iterator[ProductObserver]:
+    """An observer of modules that are scaled, run and gone within this context."""
+    observer = ProductObserver()
+    with below_all_kernels(observer.see):
+        yield observer
 
 
 def root_mean_square(tensor: Tensor) -> float:
@@ -181,15 +188,30 @@ def run_step(model: nn.Module, inputs: Mapping[str, Any]) -> Step:
     return Step(loss.detach(), gradients)
 
 
-def observe_step(model: nn.Module, inputs: Mapping[str, Any]) -> Operands:
-    """Operands of every product of one forward and backward pass."""
+def observe_step(
+    model: nn.Module, inputs: Mapping[str, Any], observer: ProductObserver | None = None
+) -> Operands:
+    """Operands of every product of one forward and backward pass.
+
+    Args:
+        model: The model.
+        inputs: Its inputs, by name.
+        observer: Of :func:`observer_below`, opened before the model was scaled. A plain or a
+            captured model, which leaves torch's kernels alone, needs none.
+    """
+    if observer is None:
+        with observer_below() as own:
+            return observe_step(model, inputs, own)
     model.zero_grad()
     seed_everything()
-    with ProductObserver() as observer:
+    observer.start()
+    with observer:
         loss = loss_of(model(**inputs))
         observer.in_backward = True
         loss.backward()
-    return observer.operands
+    operands = observer.operands
+    observer.start()
+    return operands
 
 
 def differing_gradients(plain: Step, ours: Step) -> tuple[list[str], float]:
@@ -239,12 +261,17 @@ def _first_line(text: str) -> str:
 def examine(name: str, depth: str, *, verbose: bool = False) -> Result:
     """Compare the plain model with its unit-scaled copy."""
     torch._dynamo.reset()
+    with observer_below() as observer:
+        return _examine(name, depth, observer, verbose=verbose)
+
+
+def _examine(name: str, depth: str, observer: ProductObserver, *, verbose: bool) -> Result:
     result = Result(name, depth)
     start = time.perf_counter()
     model, inputs = ZOO[name]()
     plain_step = run_step(model, inputs)
     # Built anew where it matters: some models keep tensors of their last call.
-    plain = observe_step(ZOO[name]()[0], inputs)
+    plain = observe_step(ZOO[name]()[0], inputs, observer)
     again = run_step(ZOO[name]()[0], inputs)
     result.repeatable = not differing_gradients(plain_step, again)[0]
     try:
@@ -254,7 +281,7 @@ def examine(name: str, depth: str, *, verbose: bool = False) -> Result:
             seed_everything()
             scaled = lossless_unit_scale(model, depth=depth, **inputs)  # type: ignore[arg-type]
             our_step = run_step(scaled, inputs)
-            ours = observe_step(scaled, inputs)
+            ours = observe_step(scaled, inputs, observer)
     except Exception as error:
         result.error = f"{type(error).__name__}: {error}".splitlines()[0]
         if verbose:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import math
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -14,12 +12,7 @@ from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-from lightning_unitscale.dispatch.kernels import num_overridden
-from lightning_unitscale.dispatch.torch_internals import (
-    Kernel,
-    KernelOverrides,
-    original_kernel,
-)
+from benchmarks.executed_products import PRODUCT_OPERANDS, below_all_kernels
 from lightning_unitscale.graph import capture
 from lightning_unitscale.graph.nodes import Names
 
@@ -113,26 +106,6 @@ def captured(function: Callable[..., Any], *inputs: Any) -> fx.GraphModule:
     return graphs[0]
 
 
-# Where the matrix operands of ATen's products stand.
-PRODUCT_OPERANDS = {
-    "aten::mm": (0, 1),
-    "aten::bmm": (0, 1),
-    "aten::mv": (0, 1),
-    "aten::dot": (0, 1),
-    "aten::addmm": (1, 2),
-    "aten::baddbmm": (1, 2),
-    "aten::addbmm": (1, 2),
-    "aten::addmv": (1, 2),
-    "aten::conv_tbc": (0, 1),
-    "aten::conv_tbc_backward": (0, 1, 2),
-    "aten::_trilinear": (0, 1, 2),
-    "aten::convolution": (0, 1),
-    "aten::convolution_backward": (0, 1, 2),
-    "aten::_scaled_dot_product_flash_attention_for_cpu": (0, 1, 2),
-    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": (0, 1, 2, 3),
-}
-
-
 class OperandMeter(TorchDispatchMode):
     """Notes the RMS of whatever ATen's matrix products really read, forward and backward."""
 
@@ -148,48 +121,6 @@ class OperandMeter(TorchDispatchMode):
             if math.isfinite(rms) and rms > 0:
                 self.readings.append((f"{func._schema.name}[{position}]", rms))
         return func(*args, **(kwargs or {}))
-
-
-# Called with the name of a product's operand, such as ``aten::mm[0]``, and the operand.
-See = Callable[[str, Tensor], None]
-
-
-@contextmanager
-def below_all_kernels(see: See) -> Iterator[None]:
-    """Within this context ``see`` gets what torch's own kernels of products read, in every thread.
-
-    Below whatever else has kernels of its own, so nothing may have any when it begins or ends. A
-    kernel within a kernel is not seen.
-    """
-    gc.collect()
-    assert num_overridden() == 0
-    overrides, running = KernelOverrides(), threading.local()
-
-    def watched(name: str, original: Kernel) -> Kernel:
-        def kernel(*args: Any, **kwargs: Any) -> Any:
-            if getattr(running, "is_inside", False):
-                return original(*args, **kwargs)
-            for position in PRODUCT_OPERANDS[name]:
-                see(f"{name}[{position}]", args[position].detach())
-            running.is_inside = True
-            try:
-                return original(*args, **kwargs)
-            finally:
-                running.is_inside = False
-
-        return kernel
-
-    for name in PRODUCT_OPERANDS:
-        operator = name.removeprefix("aten::")
-        original = original_kernel(operator, "CPU")
-        assert original is not None
-        overrides.put(operator, "CPU", watched(name, original))
-    try:
-        yield
-    finally:
-        gc.collect()
-        overrides.remove()
-    assert num_overridden() == 0
 
 
 def operand_scales(make: Callable[[], nn.Module], *inputs: Any) -> list[tuple[str, float]]:

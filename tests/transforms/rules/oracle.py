@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from benchmarks.executed_products import PRODUCT_OPERANDS
 from lightning_unitscale.graph.steps import ModuleSteps, steps_of
 from lightning_unitscale.transforms.attach import captured_forward
 from lightning_unitscale.transforms.rules.flow import Flow, Recorder
@@ -19,7 +20,7 @@ from lightning_unitscale.transforms.rules.residuals import Residual, find_residu
 from lightning_unitscale.transforms.rules.rewrite import RuleRewrite
 from lightning_unitscale.transforms.rules.roles import Structure, find_structure
 from lightning_unitscale.transforms.rules.weights import ParameterGradients
-from tests.helpers import PRODUCT_OPERANDS, OperandMeter, run, same_bits
+from tests.helpers import OperandMeter, run, same_bits
 
 
 def pass_of(module: nn.Module, kind: type) -> Any:

@@ -1,0 +1,83 @@
+"""What torch's own kernels of matrix products read on a CPU, whoever calls them.
+
+A dispatch mode sees what a model asks for. Unit scaling exchanges kernels, so that what is
+multiplied is known below them only.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+from lightning_unitscale.dispatch.kernels import num_overridden
+from lightning_unitscale.dispatch.torch_internals import (
+    Kernel,
+    KernelOverrides,
+    original_kernel,
+)
+
+# Where the matrix operands of ATen's products stand.
+PRODUCT_OPERANDS = {
+    "aten::mm": (0, 1),
+    "aten::bmm": (0, 1),
+    "aten::mv": (0, 1),
+    "aten::dot": (0, 1),
+    "aten::addmm": (1, 2),
+    "aten::baddbmm": (1, 2),
+    "aten::addbmm": (1, 2),
+    "aten::addmv": (1, 2),
+    "aten::_grouped_mm": (0, 1),
+    "aten::conv_tbc": (0, 1),
+    "aten::conv_tbc_backward": (0, 1, 2),
+    "aten::_trilinear": (0, 1, 2),
+    "aten::convolution": (0, 1),
+    "aten::convolution_backward": (0, 1, 2),
+    "aten::_scaled_dot_product_flash_attention_for_cpu": (0, 1, 2),
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": (0, 1, 2, 3),
+}
+
+# Called with the name of a product's operand, such as ``aten::mm[0]``, and the operand.
+See = Callable[[str, Tensor], None]
+
+
+@contextmanager
+def below_all_kernels(see: See) -> Iterator[None]:
+    """Within this context ``see`` gets what torch's own kernels of products read, in every thread.
+
+    Below whatever else has kernels of its own, so nothing may have any when it begins or ends. A
+    kernel within a kernel is not seen.
+    """
+    gc.collect()
+    assert num_overridden() == 0
+    overrides, running = KernelOverrides(), threading.local()
+
+    def watched(name: str, original: Kernel) -> Kernel:
+        def kernel(*args: Any, **kwargs: Any) -> Any:
+            if getattr(running, "is_inside", False):
+                return original(*args, **kwargs)
+            for position in PRODUCT_OPERANDS[name]:
+                see(f"{name}[{position}]", args[position].detach())
+            running.is_inside = True
+            try:
+                return original(*args, **kwargs)
+            finally:
+                running.is_inside = False
+
+        return kernel
+
+    for name in PRODUCT_OPERANDS:
+        operator = name.removeprefix("aten::")
+        original = original_kernel(operator, "CPU")
+        assert original is not None
+        overrides.put(operator, "CPU", watched(name, original))
+    try:
+        yield
+    finally:
+        gc.collect()
+        overrides.remove()
+    assert num_overridden() == 0
