@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -137,7 +138,9 @@ class ModuleProducts(AttachedSession):
             node: Any = leaf.grad_fn if isinstance(leaf, Tensor) else None
             if node is not None:
                 node.metadata[_KEPT] = self.session
-        if self._num_calls == 1 and (shortfall := self.coverage.shortfall()):
+        # An evaluation that rounds nothing has the same numbers in units and without.
+        matters = torch.is_grad_enabled() or self.session.is_rounding
+        if matters and self._num_calls == 1 and (shortfall := self.coverage.shortfall()):
             warnings.warn(f"{type(self._module).__name__}: {shortfall}", stacklevel=6)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModuleProducts:

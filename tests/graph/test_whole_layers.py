@@ -135,3 +135,11 @@ def test_the_users_setting_is_back(setting: bool) -> None:
         assert torch.backends.mha.get_fastpath_enabled() == setting
     finally:
         torch.backends.mha.set_fastpath_enabled(before)
+
+
+def test_a_first_call_in_evaluation_that_rounds_nothing_warns_of_nothing() -> None:
+    module, x = _encoder()
+    new = lossless_unit_scale(module, x)
+    with torch.no_grad():
+        assert_same_bits(new.eval()(x), module.eval()(x))
+    assert "a fused inference kernel" in new.explain()
