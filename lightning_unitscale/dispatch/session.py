@@ -109,7 +109,9 @@ class ProductSession(SessionUnits):
         self.step += is_training
         self._sites.begin()
         forget_copy()
-        self.settle()
+        if not self.is_looking:
+            # Who looks takes what accumulated batches have shown together, and for all ranks.
+            self.settle()
         self._sites.settle()
 
     def count(self) -> None:
