@@ -1,11 +1,4 @@
-# Everything runs in a virtual environment of its own, made on the first call.
-#
-#   make demo                                 train the byte-level GPT, unit-scaled
-#   make demo-pipeline                        train it on two processes, as a pipeline
-#   make test                                 run every test
-#   make test PYTEST_ARGS="-k gauge"          run some of them
-#   make demo PIP_ARGS="--index-url <url>"    pass options to pip, e.g. an index of CPU-only wheels
-#   make demo DEMO_ARGS="--trainer.max_steps 20"
+# Everything runs in a virtual environment of its own, made on the first call; `make help` lists it all.
 
 VENV ?= .venv
 # The first interpreter that is new enough, unless one is given: make PYTHON=python3.12
@@ -14,51 +7,68 @@ PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3
 PIP_ARGS ?=
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
-# Processes that run tests side by side; files are not divided.
+# Processes that run tests side by side; files are not divided, and those with slow tests come first.
 TEST_WORKERS ?= 2
 BENCHMARKS ?= unit_scale_overhead monitor_overhead same_training operator_bits architectures rule_coverage rule_transform_cost best_rates lr_transfer low_precision_gradients low_precision_training memory_prediction remat_pareto planning_time pipeline_bubble pipeline_balance pipeline_scale
 
 BIN := $(VENV)/bin
+PYTEST := $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 # A stamp is younger than what it was installed from, so that a second call installs nothing.
 INSTALLED_DEMO := $(VENV)/.installed-demo
 INSTALLED_ALL := $(VENV)/.installed-all
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 
-.PHONY: help demo demo-baseline demo-pipeline test lint format types tensorboard bench clean
+.PHONY: help demo demo-baseline demo-pipeline test test-fast browser mutations lint format types docs tensorboard bench clean
 
-help:
-	@sed -n 's/^#   //p' Makefile
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' Makefile
+	@echo
+	@echo 'make test PYTEST_ARGS="-k gauge"          some of the tests'
+	@echo 'make demo DEMO_ARGS="--trainer.max_steps 20"'
+	@echo 'make demo PIP_ARGS="--index-url <url>"    options for pip, e.g. an index of CPU-only wheels'
 
-demo: $(INSTALLED_DEMO)
+demo: $(INSTALLED_DEMO) ## train the byte-level GPT, unit-scaled
 	$(BIN)/python -m lightning_unitscale fit --config configs/gpt_unit_scaled.yaml $(DEMO_ARGS)
 
-demo-baseline: $(INSTALLED_DEMO)
+demo-baseline: $(INSTALLED_DEMO) ## the same without unit scaling
 	$(BIN)/python -m lightning_unitscale fit --config configs/gpt_baseline.yaml $(DEMO_ARGS)
 
-demo-pipeline: $(INSTALLED_DEMO)
+demo-pipeline: $(INSTALLED_DEMO) ## train it on two processes, as a pipeline
 	$(BIN)/python -m lightning_unitscale fit --config configs/gpt_pipeline.yaml $(DEMO_ARGS)
 
-test: $(INSTALLED_ALL)
-	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile $(PYTEST_ARGS)
+tensorboard: $(INSTALLED_DEMO) ## show the runs of the demo
+	$(BIN)/tensorboard --logdir logs
 
-lint: $(INSTALLED_ALL)
+test: $(INSTALLED_ALL) ## every test; those of a browser need `make browser` before
+	$(PYTEST) $(PYTEST_ARGS)
+
+test-fast: $(INSTALLED_ALL) ## some cases of every test that is quick
+	$(PYTEST) -m "not slow and not distributed and not browser" --cases 2 $(PYTEST_ARGS)
+
+browser: $(INSTALLED_ALL) ## fetch by npm what the tests of the dashboard drive Chromium with
+	$(BIN)/python -m tests.browser.browser
+
+mutations: $(INSTALLED_ALL) ## put faults into a copy of the code: do tests find them?
+	$(BIN)/python tests/mutations.py
+
+lint: $(INSTALLED_ALL) ## ruff
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-format: $(INSTALLED_ALL)
+format: $(INSTALLED_ALL) ## let ruff mend what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-types: $(INSTALLED_ALL)
+types: $(INSTALLED_ALL) ## mypy --strict
 	$(BIN)/mypy
 
-tensorboard: $(INSTALLED_DEMO)
-	$(BIN)/tensorboard --logdir logs
+docs: $(INSTALLED_ALL) ## the documentation, into build/site
+	$(BIN)/mkdocs build --strict
 
-bench: $(INSTALLED_ALL)
+bench: $(INSTALLED_ALL) ## the tables of the docs; BENCHMARKS="unit_scale_overhead ..." for some
 	@for name in $(BENCHMARKS); do echo "== $$name"; $(BIN)/python benchmarks/$$name.py || exit 1; done
 
-clean:
+clean: ## remove the virtual environment and what tools have left
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -68,10 +78,10 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
 
 $(INSTALLED_DEMO): pyproject.toml constraints.txt | $(BIN)/python
-	$(INSTALL) -e '.[cli,dev]'
+	$(INSTALL) -e '.[cli]'
 	@touch $@
 
 # Everything includes what the demo needs.
 $(INSTALLED_ALL): pyproject.toml constraints.txt | $(BIN)/python
-	$(INSTALL) -e '.[cli,dev,bench]'
+	$(INSTALL) -e '.[cli,dev,docs,bench]'
 	@touch $(INSTALLED_DEMO) $@

@@ -41,7 +41,7 @@ from benchmarks.architecture_tables import Result, Shares, markdown, summary, ta
 from benchmarks.executed_products import PRODUCT_OPERANDS, below_all_kernels
 from benchmarks.model_zoo import CORE, ZOO
 from lightning_unitscale import transforms
-from lightning_unitscale.graph.steps import steps_of
+from lightning_unitscale.capture.steps import steps_of
 from lightning_unitscale.transforms import lossless_unit_scale
 
 RESULTS = Path(__file__).parent / "results" / "architectures.json"
@@ -325,7 +325,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument("--verbose", action="store_true")
     parser.add_argument(
-        "--markdown", action="store_true", help="the table of docs/architectures.md"
+        "--markdown", action="store_true", help="the table of docs/measurements/architectures.md"
     )
     arguments = parser.parse_args()
     torch.set_num_threads(1)

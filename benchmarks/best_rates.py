@@ -127,8 +127,8 @@ class LSTM(nn.Module):
         inputs = self.embedding(tokens)
         state = cell = inputs.new_zeros(len(tokens), self.width)
         states = []
-        for one in inputs.unbind(1):
-            gates = self.from_input(one) + self.from_state(state)
+        for step in inputs.unbind(1):
+            gates = self.from_input(step) + self.from_state(state)
             enter, keep, new, show = gates.chunk(4, dim=-1)
             cell = keep.sigmoid() * cell + enter.sigmoid() * new.tanh()
             state = show.sigmoid() * cell.tanh()
@@ -214,16 +214,16 @@ def train(task: str, method: str | None, log2_rate: int, seed: int) -> float:
 
 def search(task: str, method: str | None, exponents: Iterable[int]) -> dict[int, list[float]]:
     """The losses of all seeds at every rate."""
-    found = {}
+    losses = {}
     for log2_rate in exponents:
-        found[log2_rate] = [train(task, method, log2_rate, seed) for seed in SEEDS]
-        print(task, method, log2_rate, found[log2_rate], flush=True)
-    return found
+        losses[log2_rate] = [train(task, method, log2_rate, seed) for seed in SEEDS]
+        print(task, method, log2_rate, losses[log2_rate], flush=True)
+    return losses
 
 
-def best_of(found: dict[int, list[float]]) -> int:
+def best_of(losses: dict[int, list[float]]) -> int:
     """The rate with the lowest mean loss."""
-    return min(found, key=lambda one: statistics.mean(found[one]))
+    return min(losses, key=lambda rate: statistics.mean(losses[rate]))
 
 
 def compare(task: str) -> list[dict[str, object]]:
@@ -243,12 +243,12 @@ def compare(task: str) -> list[dict[str, object]]:
             "task": task,
             "": name,
             "rate": f"2^{rate}",
-            "val loss": statistics.mean(found[rate]),
-            "spread": max(found[rate]) - min(found[rate]),
-            "losses": found[rate],
-            "search": found,
+            "val loss": statistics.mean(losses[rate]),
+            "spread": max(losses[rate]) - min(losses[rate]),
+            "losses": losses[rate],
+            "search": losses,
         }
-        for name, rate, found in chosen
+        for name, rate, losses in chosen
     ]
 
 

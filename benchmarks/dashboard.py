@@ -29,9 +29,9 @@ from torch.utils.tensorboard import SummaryWriter
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from lightning_unitscale.row_layout import RowLayout
-from lightning_unitscale.snapshot import ScaleSnapshot
-from lightning_unitscale.statistics import statistics_row
+from lightning_unitscale.scales.layout import RowLayout
+from lightning_unitscale.scales.snapshot import ScaleSnapshot
+from lightning_unitscale.scales.statistics import statistics_row
 from lightning_unitscale.tensorboard.writer import ScaleWriter
 from tests.browser.browser import Browser
 
@@ -75,9 +75,9 @@ def scaled_rows(row: np.ndarray, log2_scales: np.ndarray) -> np.ndarray:
     rows = np.repeat(row[None], len(log2_scales), axis=0)
     rows[:, LAYOUT.index("square_sum")] *= 4.0**log2_scales
     counts = row[LAYOUT.exponents]
-    places = np.arange(counts.size)[None] - np.round(log2_scales).astype(int)[:, None]
-    inside = (places >= 0) & (places < counts.size)
-    rows[:, LAYOUT.exponents] = np.where(inside, counts[places.clip(0, counts.size - 1)], 0.0)
+    columns = np.arange(counts.size)[None] - np.round(log2_scales).astype(int)[:, None]
+    inside = (columns >= 0) & (columns < counts.size)
+    rows[:, LAYOUT.exponents] = np.where(inside, counts[columns.clip(0, counts.size - 1)], 0.0)
     return rows
 
 
@@ -136,12 +136,12 @@ def main() -> None:
             browser.close()
             server.terminate()
             server.wait()
-        found = {key: statistics.median(one[key] for one in rounds) for key in rounds[0]}
-        found["event_file_bytes"] = sum(path.stat().st_size for path in run.iterdir())
-        found["writer_seconds_per_step"] = written / options.steps
+        measured = {key: statistics.median(row[key] for row in rounds) for key in rounds[0]}
+        measured["event_file_bytes"] = sum(path.stat().st_size for path in run.iterdir())
+        measured["writer_seconds_per_step"] = written / options.steps
     title = f"{options.tensors} tensors, {options.steps} steps"
-    print("\n".join([title, *(f"{key:>26} {value:.4g}" for key, value in found.items())]))
-    result = {"case": title, "machine": machine(), **found}
+    print("\n".join([title, *(f"{key:>26} {value:.4g}" for key, value in measured.items())]))
+    result = {"case": title, "machine": machine(), **measured}
     (RESULTS / "dashboard.json").write_text(json.dumps(result, indent=2) + "\n")
 
 

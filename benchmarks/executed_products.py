@@ -6,6 +6,7 @@ multiplied is known below them only.
 
 from __future__ import annotations
 
+import functools
 import gc
 import threading
 from collections.abc import Callable, Iterator
@@ -15,11 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_unitscale.dispatch.kernels import num_overridden
-from lightning_unitscale.dispatch.torch_internals import (
-    Kernel,
-    KernelOverrides,
-    original_kernel,
-)
+from lightning_unitscale.dispatch.torch_internals import Kernel, KernelOverrides
 
 # Where the matrix operands of ATen's products stand.
 PRODUCT_OPERANDS = {
@@ -54,7 +51,7 @@ def below_all_kernels(see: See) -> Iterator[None]:
     """
     gc.collect()
     assert num_overridden() == 0
-    overrides, running = KernelOverrides(), threading.local()
+    overrides, running = KernelOverrides("CPU"), threading.local()
 
     def watched(name: str, original: Kernel) -> Kernel:
         def kernel(*args: Any, **kwargs: Any) -> Any:
@@ -71,10 +68,7 @@ def below_all_kernels(see: See) -> Iterator[None]:
         return kernel
 
     for name in PRODUCT_OPERANDS:
-        operator = name.removeprefix("aten::")
-        original = original_kernel(operator, "CPU")
-        assert original is not None
-        overrides.put(operator, "CPU", watched(name, original))
+        overrides.put(name.removeprefix("aten::"), functools.partial(watched, name))
     try:
         yield
     finally:

@@ -32,7 +32,7 @@ from tabulate import tabulate
 from torch import Tensor, nn
 
 from benchmarks.measure import RESULTS, machine
-from lightning_unitscale.functional.scaled_product import why_no_fp8
+from lightning_unitscale.functional.low_precision import why_no_fp8
 from lightning_unitscale.transforms import compile, fp8_linears, lossless_unit_scale
 
 # The step runs on the GPU's own clock, between two of its events; the machine is not waited for.

@@ -44,25 +44,25 @@ from benchmarks.demo_step import VOCABULARY
 from benchmarks.measure import RESULTS, machine
 from examples.gpt import GPT
 from examples.text import TextDataModule
-from lightning_unitscale.callbacks.recalibration import Looks
+from lightning_unitscale.callbacks.units import RecalibrationSchedule
+from lightning_unitscale.capture.attach import captured_forward
+from lightning_unitscale.capture.steps import steps_of
 from lightning_unitscale.formats import NumberFormat, get_format
-from lightning_unitscale.graph.passes import GraphPass, Region, Stage, StepGraph
-from lightning_unitscale.graph.patterns import NamePatterns
-from lightning_unitscale.graph.steps import steps_of
+from lightning_unitscale.graph.name_patterns import NamePatterns
+from lightning_unitscale.graph.passes import GraphPass, Phase, Region, StepGraph
+from lightning_unitscale.lossless.rehearsal import calibrate
+from lightning_unitscale.lossless.rewrite import LosslessUnitScale
+from lightning_unitscale.optim.learning_rates import ParameterInfo
+from lightning_unitscale.optim.scaled_step import scale_learning_rates
+from lightning_unitscale.precision.simulate import find_sites, insert_at_sites
 from lightning_unitscale.quantize import quantize
+from lightning_unitscale.rules.rewrite import RuleRewrite
 from lightning_unitscale.transforms import (
     fp8_linears,
     lossless_unit_scale,
     simulate_format,
     unit_scale,
 )
-from lightning_unitscale.transforms.attach import captured_forward
-from lightning_unitscale.transforms.lossless import LosslessUnitScale
-from lightning_unitscale.transforms.parameter_info import ParameterInfo
-from lightning_unitscale.transforms.rehearsal import calibrate
-from lightning_unitscale.transforms.rules.rewrite import RuleRewrite
-from lightning_unitscale.transforms.scaled_step import scale_learning_rates
-from lightning_unitscale.transforms.simulate_format import find_sites, insert_at_sites
 
 Batch = tuple[Tensor, Tensor]
 PLOTS = Path(__file__).parents[1] / "docs" / "images"
@@ -93,7 +93,7 @@ class DynamicScaling(GraphPass):
     """
 
     name = "dynamic scaling"
-    stage = Stage.QUANTIZE
+    phase = Phase.QUANTIZE
 
     def __init__(
         self,
@@ -368,9 +368,9 @@ def train(method: Method, seed: int, args: argparse.Namespace) -> Outcome:
         clip *= math.sqrt(sum(one.numel() for one in module.parameters()))
     losses = []
     batch = first
-    looks = Looks("auto" if method.follows else None)
+    schedule = RecalibrationSchedule("auto" if method.follows else None)
     for step in range(args.steps):
-        if looks.at(step):
+        if schedule.looks_at(step):
             take_new_units(module, batch)
         with torch.autocast("cpu", method.dtype, enabled=method.dtype is not torch.float32):
             loss = module(*batch)

@@ -89,38 +89,38 @@ def shapes() -> list[tuple[int, int]]:
 def run_missing(runs: list[Run], seeds: int, parametrizations: list[str]) -> None:
     """Train what is not there yet, the small models first, and write after each run."""
     keys = ("parametrization", "width", "depth", "log2_rate", "seed")
-    done = {tuple(one[key] for key in keys) for one in runs}
+    done = {tuple(run[key] for key in keys) for run in runs}
     plan = [
         (parametrization, width, depth, log2_rate, seed)
         for seed in range(1, seeds + 1)
         for parametrization in parametrizations
-        for width, depth in sorted(shapes(), key=lambda one: one[0] ** 2 * one[1])
+        for width, depth in sorted(shapes(), key=lambda shape: shape[0] ** 2 * shape[1])
         for log2_rate in RATES[parametrization]
     ]
-    for one in plan:
-        if one in done:
+    for case in plan:
+        if case in done:
             continue
-        loss = train(*one)
-        runs.append({**dict(zip(keys, one, strict=True)), "val_loss": loss})
-        print(*one, f"{loss:.4f}", flush=True)
+        loss = train(*case)
+        runs.append({**dict(zip(keys, case, strict=True)), "val_loss": loss})
+        print(*case, f"{loss:.4f}", flush=True)
         FILE.write_text(json.dumps({**machine(), "steps": STEPS, "runs": runs}, indent=1) + "\n")
 
 
 def curve(runs: list[Run], parametrization: str, width: int, depth: int) -> dict[int, float]:
     """Mean loss over the seeds by exponent of the rate."""
     wanted = (parametrization, width, depth)
-    found: dict[int, list[float]] = {}
-    for one in runs:
-        if (one["parametrization"], one["width"], one["depth"]) == wanted:
-            losses = found.setdefault(int(str(one["log2_rate"])), [])
-            losses.append(float(str(one["val_loss"])))
-    return {rate: sum(losses) / len(losses) for rate, losses in sorted(found.items())}
+    by_rate: dict[int, list[float]] = {}
+    for run in runs:
+        if (run["parametrization"], run["width"], run["depth"]) == wanted:
+            losses = by_rate.setdefault(int(str(run["log2_rate"])), [])
+            losses.append(float(str(run["val_loss"])))
+    return {rate: sum(losses) / len(losses) for rate, losses in sorted(by_rate.items())}
 
 
-def vertex(found: dict[int, float]) -> float:
+def vertex(losses_of: dict[int, float]) -> float:
     """Exponent of the rate at the lowest point of the parabola through the best three."""
-    best = min(found, key=lambda one: found[one])
-    left, middle, right = (found.get(best + step, math.nan) for step in (-1, 0, 1))
+    best = min(losses_of, key=lambda rate: losses_of[rate])
+    left, middle, right = (losses_of.get(best + step, math.nan) for step in (-1, 0, 1))
     return best + (left - right) / (2 * (left - 2 * middle + right))
 
 
@@ -129,15 +129,15 @@ def table(runs: list[Run]) -> str:
     rows = []
     for parametrization in RATES:
         base = curve(runs, parametrization, BASE_WIDTH, BASE_DEPTH)
-        best_of_base = min(base, key=lambda one: base[one]) if base else None
+        best_of_base = min(base, key=lambda rate: base[rate]) if base else None
         for width, depth in shapes():
-            found = curve(runs, parametrization, width, depth)
-            if not found or best_of_base is None:
+            losses_of = curve(runs, parametrization, width, depth)
+            if not losses_of or best_of_base is None:
                 continue
-            best = min(found, key=lambda one: found[one])
-            moved = f"{vertex(found) - vertex(base):+.2f}"
-            cost = found.get(best_of_base, math.nan) - found[best]
-            rows.append((parametrization, width, depth, f"2^{best}", moved, found[best], cost))
+            best = min(losses_of, key=lambda rate: losses_of[rate])
+            moved = f"{vertex(losses_of) - vertex(base):+.2f}"
+            cost = losses_of.get(best_of_base, math.nan) - losses_of[best]
+            rows.append((parametrization, width, depth, f"2^{best}", moved, losses_of[best], cost))
     headers = (
         "",
         "width",
@@ -164,14 +164,16 @@ def plot(runs: list[Run]) -> None:
         for axis, chosen, what in ((row[0], wide, "width"), (row[1], deep, "depth")):
             colors = plt.get_cmap("viridis")(torch.linspace(0, 0.9, len(chosen)).numpy())
             for color, (width, depth) in zip(colors, chosen, strict=True):
-                found = curve(runs, parametrization, width, depth)
-                if not found:
+                losses_of = curve(runs, parametrization, width, depth)
+                if not losses_of:
                     continue
                 value = width if what == "width" else depth
-                rates = [2.0**one for one in found]
-                axis.plot(rates, list(found.values()), "o-", color=color, label=f"{what} {value}")
-                best = min(found, key=lambda one: found[one])
-                axis.plot(2.0**best, found[best], "*", color=color, markersize=14)
+                rates = [2.0**log2_rate for log2_rate in losses_of]
+                axis.plot(
+                    rates, list(losses_of.values()), "o-", color=color, label=f"{what} {value}"
+                )
+                best = min(losses_of, key=lambda rate: losses_of[rate])
+                axis.plot(2.0**best, losses_of[best], "*", color=color, markersize=14)
             axis.set_xscale("log", base=2)
             axis.set_title(f"{parametrization}, over {what}")
             axis.set_xlabel("peak learning rate")

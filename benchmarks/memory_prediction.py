@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,10 +29,10 @@ from measure import RESULTS, machine
 from model_zoo import ZOO
 from tabulate import tabulate
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
-from torch.utils._pytree import tree_leaves
 
 from lightning_unitscale.profiler import profile_graph
+from lightning_unitscale.profiler.costs import tensors_in
+from lightning_unitscale.profiler.measure import PeakMeter, storages_of
 
 MIB = 2**20
 # Ten published architectures with different traits, at the size of the zoo.
@@ -151,38 +151,31 @@ def train_step(case: Case, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad(set_to_none=True)
 
 
-def storage_bytes(tensors: Iterable[Any]) -> int:
-    """Bytes of the storages behind tensors, each once."""
-    found = [one.untyped_storage() for one in tensors if isinstance(one, Tensor)]
-    return sum({one._cdata: one.nbytes() for one in found}.values())
-
-
 def measure(case: Case) -> tuple[int, int]:
     """Peak of the second step and bytes that autograd saves in it, by the tools of torch."""
     model, optimizer = case.model, torch.optim.AdamW(case.model.parameters())
     torch.manual_seed(0)
     train_step(case, optimizer)
     gc.collect()
-    there = [*model.parameters(), *model.buffers(), *tree_leaves(case.inputs)]
-    before = storage_bytes([*there, *tree_leaves(list(optimizer.state.values()))])
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        train_step(case, optimizer)
-    events = [one for one in profiled.profiler.kineto_results.events() if one.name() == "[memory]"]
-    live = top = 0
-    for one in sorted(events, key=lambda one: one.start_ns()):
-        live += one.nbytes()
-        top = max(top, live)
+    meter = PeakMeter(torch.device("cpu"))
+    meter.start()
+    state = list(map(dict, optimizer.state.values()))
+    meter.mark([list(model.parameters()), list(model.buffers()), case.inputs, state])
+    train_step(case, optimizer)
+    peak = meter.stop()
+    assert peak is not None
     kept: list[Tensor] = []
 
     def keep(tensor: Tensor) -> Tensor:
         kept.append(tensor.detach())
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda one: one):
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda kept: kept):
         case.loss(case.model(**case.inputs))
-    always = {one.untyped_storage()._cdata for one in [*model.parameters(), *model.buffers()]}
-    saved = storage_bytes(one for one in kept if one.untyped_storage()._cdata not in always)
-    return before + top, saved
+    storages = storages_of(kept)
+    for storage in storages_of([*model.parameters(), *model.buffers()]):
+        storages.pop(storage, None)
+    return peak, sum(storages.values())
 
 
 def track(case: Case) -> tuple[int | None, float]:
@@ -192,7 +185,7 @@ def track(case: Case) -> tuple[int | None, float]:
     optimizer = torch.optim.AdamW(case.model.parameters())
     train_step(case, optimizer)
     tracker = MemTracker()
-    tensors = [one for one in tree_leaves(case.inputs) if isinstance(one, Tensor)]
+    tensors = tensors_in(case.inputs)
     tracker.track_external(case.model, optimizer, *tensors)
     start = time.perf_counter()
     try:
@@ -202,7 +195,7 @@ def track(case: Case) -> tuple[int | None, float]:
         print(f"MemTracker: {type(error).__name__}: {error}"[:200], file=sys.stderr)
         return None, 0.0
     snapshot = tracker.get_tracker_snapshot("peak")
-    return sum(one["Total"] for one in snapshot.values()), time.perf_counter() - start
+    return sum(device["Total"] for device in snapshot.values()), time.perf_counter() - start
 
 
 def examine(name: str) -> dict[str, Any]:
@@ -231,7 +224,7 @@ def examine(name: str) -> dict[str, Any]:
 def most_resident_mib() -> int:
     """The most memory that this process has had (Linux; ``getrusage`` inherits the parent's)."""
     status = Path("/proc/self/status").read_text()
-    line = next(one for one in status.splitlines() if one.startswith("VmHWM"))
+    line = next(line for line in status.splitlines() if line.startswith("VmHWM"))
     return int(line.split()[1]) // 1024
 
 
@@ -251,7 +244,7 @@ def large(device: str) -> dict[str, Any]:
     return {
         "model": "Llama 7B, BF16, 1 x 2048 tokens, AdamW",
         "device": device,
-        "parameters": sum(one.numel() for one in model.parameters()),
+        "parameters": sum(param.numel() for param in model.parameters()),
         "nodes": len(predicted.nodes),
         "seconds": round(seconds, 1),
         "process MiB before": before,

@@ -25,10 +25,10 @@ from tabulate import tabulate
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
+from lightning_unitscale.capture.attach import captured_forward
 from lightning_unitscale.graph.nodes import is_whole_view
-from lightning_unitscale.row_layout import RowLayout
-from lightning_unitscale.transforms.attach import captured_forward
-from lightning_unitscale.transforms.probes import ScaleProbes
+from lightning_unitscale.scales.layout import DIRECTIONS, RowLayout
+from lightning_unitscale.tracking.probes import ScaleProbes
 
 # (tensors, elements of each)
 CASES = ((10, 1_000), (10, 100_000), (10, 1_000_000), (1_000, 1_000), (1_000, 10_000))
@@ -74,7 +74,7 @@ def extra_seconds(num_tensors: int, numel: int, rounds: int) -> tuple[float, int
                 assert snapshot is not None
             if round_index > 1:
                 times[name].append(time.thread_time() - start)
-    counts = np.stack([snapshot.column("numel", one) for one in ("forward", "backward")])
+    counts = np.stack([snapshot.column("numel", direction) for direction in DIRECTIONS])
     rows, elements = int((counts > 0).sum()), int(np.nansum(counts))
     return min(times["sampled"]) - min(times["plain"]), rows, elements
 
@@ -84,15 +84,15 @@ def peak_bytes(step: Callable[[], object]) -> int:
 
     As torch's allocator counts them: what the process has resident varies by tens of megabytes.
     """
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         step()
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
-        found.export_chrome_trace(file.name)
+        profiled.export_chrome_trace(file.name)
         events = json.loads(Path(file.name).read_text())["traceEvents"]
-    memory = [one for one in events if one["name"] == "[memory]"]
+    memory = [event for event in events if event["name"] == "[memory]"]
     held = peak = 0
-    for one in sorted(memory, key=lambda event: event["ts"]):
-        held += one["args"]["Bytes"]
+    for event in sorted(memory, key=lambda event: event["ts"]):
+        held += event["args"]["Bytes"]
         peak = max(peak, held)
     return peak
 
@@ -121,7 +121,7 @@ def demo_elements() -> tuple[int, float]:
         start = time.thread_time()
         plain()
         times.append(time.thread_time() - start)
-    counts = [np.nansum(snapshot.column("numel", one)) for one in ("forward", "backward")]
+    counts = [np.nansum(snapshot.column("numel", direction)) for direction in DIRECTIONS]
     return int(sum(counts)), min(times)
 
 
@@ -151,11 +151,11 @@ def main() -> None:
     torch.set_num_threads(1)
     memory, extra = extra_memory()
     demo_numel, step = demo_elements()
-    found = []
+    cases = []
     for num_tensors, numel in CASES:
         seconds, rows, elements = extra_seconds(num_tensors, numel, options.rounds)
-        found.append((num_tensors, numel, rows, elements, seconds))
-    table = np.array(found)
+        cases.append((num_tensors, numel, rows, elements, seconds))
+    table = np.array(cases)
     # Relative errors count: the small cases tell the cost of a tensor, the large of an element.
     weights = 1 / table[:, 4]
     design = np.stack([table[:, 2], table[:, 3]], axis=1) * weights[:, None]
@@ -170,7 +170,7 @@ def main() -> None:
             "ns per element": round(1e9 * case[4] / case[3], 3),
             "fitted ms": round(1e3 * (per_row * case[2] + per_element * case[3]), 3),
         }
-        for case in found
+        for case in cases
     ]
     print("Scale monitor: cost of a sample by tensors and elements")
     print(tabulate(rows, headers="keys"))

@@ -24,12 +24,12 @@ from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 from unit_scaling.transforms import track_scales as peer_track_scales
 
-from lightning_unitscale.graph.capture import Executor
+from lightning_unitscale.capture.attach import captured_forward
+from lightning_unitscale.dynamo.capture import Executor
 from lightning_unitscale.graph.nodes import is_whole_view
-from lightning_unitscale.row_layout import RowLayout
+from lightning_unitscale.scales.layout import RowLayout
 from lightning_unitscale.tensorboard.writer import ScaleWriter
-from lightning_unitscale.transforms.attach import captured_forward
-from lightning_unitscale.transforms.probes import ScaleProbes
+from lightning_unitscale.tracking.probes import ScaleProbes
 
 
 def monitored_step(

@@ -28,8 +28,8 @@ from measure import RESULTS, machine
 from tabulate import tabulate
 from torch.utils.tensorboard import SummaryWriter
 
-from lightning_unitscale.snapshot import ScaleSnapshot
-from lightning_unitscale.statistics import statistics_row
+from lightning_unitscale.scales.snapshot import ScaleSnapshot
+from lightning_unitscale.scales.statistics import statistics_row
 from lightning_unitscale.tensorboard.writer import ScaleWriter
 
 _DIFFERENT = 20
@@ -41,27 +41,27 @@ def snapshots(num_tensors: int, num_steps: int) -> Iterator[ScaleSnapshot]:
     row = statistics_row(torch.randn(65536), LAYOUT).double().numpy()
     generator = np.random.default_rng(0)
     base = generator.normal(-3, 3, num_tensors)
-    made = []
+    different = []
     for _ in range(_DIFFERENT):
         noise = generator.normal(0, 0.5, (2, num_tensors))
         forward, backward = scaled_rows(row, base + noise[0]), scaled_rows(row, noise[1] - 8)
-        made.append(ScaleSnapshot(0, names, forward, backward, LAYOUT, counted_as_stored=True))
+        different.append(ScaleSnapshot(0, names, forward, backward, LAYOUT, counted_as_stored=True))
     for step in range(num_steps):
-        yield dataclasses.replace(made[step % _DIFFERENT], step=step)
+        yield dataclasses.replace(different[step % _DIFFERENT], step=step)
 
 
 def write_run(folder: Path, num_tensors: int, num_steps: int) -> tuple[float, float]:
     """Writes the run; returns seconds in calls of the writer, and of CPU time that it took."""
     inside = 0.0
-    made = list(snapshots(num_tensors, num_steps))
+    series = list(snapshots(num_tensors, num_steps))
     before = time.process_time()
     with SummaryWriter(str(folder)) as experiment:
         writer = ScaleWriter(experiment)
-        for one in made:
+        for snapshot in series:
             start = time.perf_counter()
-            writer.write(one)
+            writer.write(snapshot)
             inside += time.perf_counter() - start
-        writer.finish(made[-1])
+        writer.finish(series[-1])
     return inside, time.process_time() - before
 
 
@@ -106,7 +106,7 @@ def main() -> None:
         inside, cpu = write_run(run, options.tensors, options.steps)
         size = sum(path.stat().st_size for path in run.iterdir())
         opened = seconds_to_open(run.parent, options.steps - 1)
-    found = {
+    measured = {
         "event_file_bytes": size,
         "writer_call_seconds_per_step": inside / options.steps,
         "writer_cpu_seconds_per_step": cpu / options.steps,
@@ -116,10 +116,10 @@ def main() -> None:
     }
     title = f"Scale monitor's writer: {options.steps} sampled steps, {options.tensors} tensors"
     print(title)
-    print(tabulate([(key, f"{value:.4g}") for key, value in found.items()]))
+    print(tabulate([(key, f"{value:.4g}") for key, value in measured.items()]))
     about = machine()
     print(", ".join(f"{key} {value}" for key, value in about.items()))
-    content = {"title": title, "machine": about, **found}
+    content = {"title": title, "machine": about, **measured}
     (RESULTS / "monitor_writer.json").write_text(json.dumps(content, indent=1) + "\n")
 
 

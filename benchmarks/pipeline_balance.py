@@ -51,9 +51,9 @@ from lightning_unitscale.pipeline import (
     balanced_split,
     pipeline,
 )
+from lightning_unitscale.pipeline.balance import note_costs
+from lightning_unitscale.pipeline.cuts import insert_mark
 from lightning_unitscale.pipeline.explain import PipelinePlan, plan_of
-from lightning_unitscale.pipeline.marks import insert_mark
-from lightning_unitscale.pipeline.policy import note_costs
 
 NUM_RANKS, MICROBATCHES = 2, 8
 RESULT = "pipeline_balance.json"
@@ -103,9 +103,9 @@ def _hugging_face(model: str, config: str, layers: list[str], **options: Any) ->
     }
     made = getattr(transformers, config)(**{**common, **options})
     module = getattr(transformers, model)(made).train()
-    for one in module.modules():
-        if isinstance(one, nn.Dropout):
-            one.p = 0.0
+    for layer in module.modules():
+        if isinstance(layer, nn.Dropout):
+            layer.p = 0.0
     return Case(module, _text(8192), layers)
 
 
@@ -152,9 +152,9 @@ def _plan(case: Case, pipe: Pipe) -> PipelinePlan:
 
 def _rank_imbalance(plan: PipelinePlan, schedule: str, num_ranks: int) -> float:
     ranks = [0.0] * num_ranks
-    for index, one in enumerate(plan.stages):
+    for index, costs in enumerate(plan.stages):
         rank = SCHEDULES[schedule].rank_of(index, num_ranks)
-        ranks[rank] += one.forward_seconds + one.backward_seconds
+        ranks[rank] += costs.forward_seconds + costs.backward_seconds
     return max(ranks) * num_ranks / sum(ranks)
 
 
@@ -178,8 +178,8 @@ def planned(names: list[str]) -> list[dict[str, Any]]:
                 spec = equal_layers(case, num_ranks)
                 equal = _plan(case, _capture(case, {"split_policy": _marked(spec, case)}))
             plan = _plan(case, single)
-            owned = [sum(_size(one) for one in stage.parameters()) for stage in single.stages]
-            whole = sum(_size(one) for one in case.module.parameters())
+            owned = [sum(_size(param) for param in stage.parameters()) for stage in single.stages]
+            whole = sum(_size(param) for param in case.module.parameters())
             rows.append(
                 {
                     "model": name,
@@ -219,10 +219,10 @@ def _marked(spec: dict[str, Any], case: Case) -> Any:
         note_costs(graph_module)
         for path in spec:
             node = next(
-                one
-                for one in graph_module.graph.nodes
-                if one.op not in {"placeholder", "get_attr"}
-                and f"{one.meta.get(MODULE, '')}.".startswith(f"{path}.")
+                node
+                for node in graph_module.graph.nodes
+                if node.op not in {"placeholder", "get_attr"}
+                and f"{node.meta.get(MODULE, '')}.".startswith(f"{path}.")
             )
             insert_mark(graph_module.graph, node)
         graph_module.recompile()
@@ -271,7 +271,7 @@ def measured(name: str, rounds: int) -> list[dict[str, Any]]:
                 "model": name,
                 "cut": way,
                 "step ms": 1e3 * seconds[way],
-                "computing ms": " ".join(f"{1e3 * one:.0f}" for one in ranks),
+                "computing ms": " ".join(f"{1e3 * seconds:.0f}" for seconds in ranks),
                 "slowest over mean": max(ranks) * NUM_RANKS / sum(ranks),
             }
         )

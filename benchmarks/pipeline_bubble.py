@@ -40,13 +40,8 @@ from torch.nn import functional as F
 
 from benchmarks.measure import RESULTS, interleaved_medians, machine
 from benchmarks.ranks import run_as_ranks
-from lightning_unitscale.pipeline import (
-    PipelineRunner,
-    SplitPoint,
-    TrivialLossWrapper,
-    pipeline,
-)
-from lightning_unitscale.pipeline.simulate import simulate_1f1b
+from lightning_unitscale.pipeline import PipelineRunner, SplitPoint, TrivialLossWrapper, pipeline
+from lightning_unitscale.pipeline.schedules import simulate_1f1b
 
 NUM_RANKS = 2
 # Of a timed layer's forward pass.

@@ -41,25 +41,25 @@ def rows_of(model: str, schedules: list[str], num_ranks: int) -> list[dict[str, 
         arguments = (str(num_ranks), *runs)
         run_ranks("tests.pipeline.engine_run", folder, *arguments, num_ranks=1, timeout=900)
         reports = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(num_ranks)]
-    return [_row(run, [one[run] for one in reports]) for run in runs]
+    return [_row(run, [report[run] for report in reports]) for run in runs]
 
 
 def _row(run: str, found: list[dict[str, Any]]) -> dict[str, Any]:
     model, _, schedule = run.partition(":")
-    (losses,) = [one["losses"] for one in found if one["losses"] is not None]
+    (losses,) = [report["losses"] for report in found if report["losses"] is not None]
     users: dict[str, int] = {}
-    for one in found:
-        for name in one["has_gradient"]:
+    for report in found:
+        for name in report["has_gradient"]:
             users[name] = users.get(name, 0) + 1
-    different = {name: value for one in found for name, value in one["gradients"].items()}
-    multiple = {name for one in found for name in one["in_several_stages"]}
+    different = {name: value for report in found for name, value in report["gradients"].items()}
+    multiple = {name for report in found for name in report["in_several_stages"]}
     tied = [value for name, value in different.items() if name in multiple]
     untied = [value for name, value in different.items() if name not in multiple]
     return {
         "model": model,
         "schedule": schedule,
         "ranks": len(found),
-        "stages": sum(len(one["stages"]) for one in found),
+        "stages": sum(len(report["stages"]) for report in found),
         "parameters": len(users),
         "losses": max(losses),
         "gradients": max(untied, default=0.0),
@@ -86,15 +86,15 @@ def main() -> int:
     path = RESULTS / RESULT
     # What was run on other numbers of processes before stays.
     known = json.loads(path.read_text()) if path.exists() else {"rows": []}
-    others = [one for one in known["rows"] if one["ranks"] not in options.ranks]
+    others = [row for row in known["rows"] if row["ranks"] not in options.ranks]
     content = {
         "title": __doc__.splitlines()[0],
         "machine": about,
-        "rows": sorted([*others, *rows], key=lambda one: one["ranks"]),
+        "rows": sorted([*others, *rows], key=lambda row: row["ranks"]),
     }
     path.write_text(json.dumps(content, indent=1) + "\n")
     return int(
-        any(one["losses"] or one["gradients"] or (one["tied"] or 0.0) > TIED_LIMIT for one in rows)
+        any(row["losses"] or row["gradients"] or (row["tied"] or 0.0) > TIED_LIMIT for row in rows)
     )
 
 

@@ -45,14 +45,14 @@ def losses_of(folder: Path) -> list[float]:
 def one_time(root: Path, num_ranks: int, schedule: str, rank: int, step: int) -> dict[str, Any]:
     """Kill a rank, go on from the last checkpoint, and say what came out."""
     killed, resumed = root / "killed", root / "resumed"
-    for one in (killed, resumed):
-        one.mkdir(parents=True)
+    for folder in (killed, resumed):
+        folder.mkdir(parents=True)
     common = (str(num_ranks), schedule)
     codes, _ = codes_of_ranks(
         RUN, killed, *common, f"killed@{rank}:{step}", num_ranks=num_ranks, timeout=600
     )
     # The last that a rank writes is the traceback with which it ends.
-    ended = max((killed / f"{one}.txt").stat().st_mtime for one in range(num_ranks))
+    ended = max((killed / f"{rank}.txt").stat().st_mtime for rank in range(num_ranks))
     checkpoints = sorted(killed.glob("*.ckpt"))
     resume_from = str(checkpoints[-1]) if checkpoints else ""
     case = f"killed={resume_from}"
@@ -95,7 +95,7 @@ def main() -> int:
             losses = row.pop("losses")
             expected = whole[schedule][-len(losses) :]
             row["loss difference"] = max(abs(a - b) for a, b in zip(losses, expected, strict=True))
-            codes = [int(one) for one in row["codes"].split()]
+            codes = [int(code) for code in row["codes"].split()]
             all_ended = codes.pop(rank) == -signal.SIGKILL and set(codes) == {1}
             in_time = row["seconds to the end"] < TIMEOUT_SECONDS
             failed |= not (all_ended and in_time and row["loss difference"] == 0.0)

@@ -36,8 +36,7 @@ from tabulate import tabulate
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
 from benchmarks.measure import RESULTS, machine
-from lightning_unitscale.pipeline.schedules import SCHEDULES
-from lightning_unitscale.pipeline.simulate import order_of_1f1b
+from lightning_unitscale.pipeline.schedules import SCHEDULES, order_of_1f1b
 
 RESULT = "pipeline_scale.json"
 LAYERS, WIDTH, LENGTH, SEQUENCES, MOST_MICROBATCHES = 80, 8192, 4096, 4096, 128
@@ -118,7 +117,7 @@ def _ready(
     if not 0 <= other <= last:
         return 0.0 if kind == "F" else ended.get((stage, microbatch, "F"))
     kinds = "F" if kind == "F" else "IB"
-    found = [ended[key] for one in kinds if (key := (other, microbatch, one)) in ended]
+    found = [ended[key] for kind in kinds if (key := (other, microbatch, kind)) in ended]
     if not found:
         return None
     return found[0] + (sending if rank_of[other] != rank_of[stage] else 0.0)
@@ -140,10 +139,10 @@ def orders_of(schedule: str, num_ranks: int, num_microbatches: int) -> list[list
     for actions in get_schedule_ops(schedule, num_ranks, num_microbatches):
         order: list[Piece] = []
         for action in actions:
-            for one in () if action is None else (action.sub_actions or (action,)):
-                kind = _KINDS.get(one.computation_type.name)
+            for part in () if action is None else (action.sub_actions or (action,)):
+                kind = _KINDS.get(part.computation_type.name)
                 if kind is not None:
-                    order.append((one.stage_index, one.microbatch_index, kind))
+                    order.append((part.stage_index, part.microbatch_index, kind))
         orders.append(order)
     return orders
 
@@ -179,7 +178,8 @@ def rows_of(
         orders = orders_of(name, num_ranks, num_microbatches)
         for imbalance in imbalances:
             seconds = [
-                together * one for one in _forward_seconds(name, num_ranks, num_stages, imbalance)
+                together * seconds
+                for seconds in _forward_seconds(name, num_ranks, num_stages, imbalance)
             ]
             for bandwidth in bandwidths:
                 sending = LATENCY_SECONDS + together * BOUNDARY_BYTES / bandwidth
@@ -216,7 +216,7 @@ def main() -> int:
     rows = []
     for devices in options.devices:
         for num_ranks in options.ranks:
-            bandwidths = [1e9 * one for one in options.gigabytes]
+            bandwidths = [1e9 * gigabytes for gigabytes in options.gigabytes]
             rows += rows_of(devices, num_ranks, options.imbalances, bandwidths)
     print(__doc__)
     print(tabulate(rows, headers="keys", floatfmt=".3f"))

@@ -34,8 +34,8 @@ from torch import Tensor, nn
 
 from benchmarks.measure import RESULTS, machine
 from benchmarks.model_zoo import CORE, ZOO
+from lightning_unitscale.profiler.measure import PeakMeter
 from lightning_unitscale.remat import Planner, RematPartitioner, RematPlan, aot_backend
-from lightning_unitscale.remat.measure import PeakMeter
 from lightning_unitscale.remat.partitioner import PlanOnly
 from tests.helpers import same_bits
 
@@ -50,14 +50,14 @@ class Subject:
     def __init__(self, name: str) -> None:
         torch.manual_seed(0)
         self.model, inputs = ZOO[name]()
-        batch = next(len(one) for one in inputs.values() if isinstance(one, Tensor))
+        batch = next(len(value) for value in inputs.values() if isinstance(value, Tensor))
         self.inputs = {
             key: value.repeat(TIMES_BATCH, *[1] * (value.dim() - 1))
             if isinstance(value, Tensor) and value.dim() and len(value) == batch
             else value
             for key, value in inputs.items()
         }
-        self._start = {key: one.clone() for key, one in self.model.state_dict().items()}
+        self._start = {key: value.clone() for key, value in self.model.state_dict().items()}
         with torch.no_grad():
             self.model(**self.inputs)  # some warn in their first call, which breaks the graph
 
@@ -73,10 +73,10 @@ class Subject:
         value = loss()
         value.backward()
         found = {"loss": value.detach(), "generator": torch.get_rng_state()}
-        for name, one in self.model.named_parameters():
-            if one.grad is not None:
-                found[f"gradient of {name}"] = one.grad
-        found |= {f"buffer {name}": one.clone() for name, one in self.model.named_buffers()}
+        for name, param in self.model.named_parameters():
+            if param.grad is not None:
+                found[f"gradient of {name}"] = param.grad
+        found |= {f"buffer {name}": buffer.clone() for name, buffer in self.model.named_buffers()}
         return found
 
     def measured_peak(self, loss: Callable[[], Tensor]) -> int:
@@ -113,11 +113,11 @@ def budgets_of(planner: Planner) -> dict[str, int | str]:
 
 
 def differing(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[str]:
-    names = [one for one in expected if one not in found]
+    names = [name for name in expected if name not in found]
     return names + [
         key
-        for key, one in found.items()
-        if key not in expected or not same_bits(one, expected[key])
+        for key, value in found.items()
+        if key not in expected or not same_bits(value, expected[key])
     ]
 
 
@@ -125,7 +125,7 @@ def examine(name: str) -> list[dict[str, Any]]:
     subject = Subject(name)
     only = PlanOnly()
     step = subject.compiled(only)
-    reference = {key: one.clone() for key, one in subject.step(step).items()}
+    reference = {key: value.clone() for key, value in subject.step(step).items()}
     if len(only.planners) != 1:
         # Peaks are predicted per graph; that no bit changes holds for all of them together.
         planned: dict[str, int | str] = {"min_cut": "min_cut"}
@@ -144,8 +144,8 @@ def examine(name: str) -> list[dict[str, Any]]:
             row["error %"] = round(100 * (predicted / measured - 1), 4)
             if isinstance(budget, int):
                 row["within budget"] = predicted <= budget
-        row["nodes"] = sum(len(one.problem) for one in plans)
-        row["run again"] = sum(len(one.again) for one in plans)
+        row["nodes"] = sum(len(plan.problem) for plan in plans)
+        row["run again"] = sum(len(plan.again) for plan in plans)
         row["same bits"] = not wrong
         if wrong:
             row["differing"] = wrong[:5]

@@ -36,8 +36,8 @@ from torch._functorch.partitioners import (
 
 from benchmarks.measure import RESULTS, machine
 from examples.gpt import GPT
+from lightning_unitscale.profiler.costs import default_cost_model
 from lightning_unitscale.remat import Planner, RematPartitioner, aot_backend
-from lightning_unitscale.remat.costs import default_cost_model
 from lightning_unitscale.remat.joint_graph import read_joint_graph
 
 FILE = RESULTS / "planning_time.json"

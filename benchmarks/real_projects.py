@@ -137,7 +137,7 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path, default=RESULTS / "real_projects.json")
     parser.add_argument(
-        "--markdown", action="store_true", help="the tables of docs/real-projects.md"
+        "--markdown", action="store_true", help="the tables of docs/measurements/real-projects.md"
     )
     parser.add_argument("--verbose", action="store_true", help="with tracebacks")
     options = parser.parse_args()

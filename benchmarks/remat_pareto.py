@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -35,6 +34,8 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.measure import RESULTS, interleaved_medians, machine
 from examples.gpt import GPT
+from lightning_unitscale.profiler.costs import aten_node_costs, concrete, operator_flops
+from lightning_unitscale.profiler.measure import PeakMeter
 from lightning_unitscale.remat import (
     Planner,
     RematPartitioner,
@@ -42,8 +43,6 @@ from lightning_unitscale.remat import (
     aot_backend,
     pareto_front,
 )
-from lightning_unitscale.remat.costs import node_flops, size_of, tensors_of
-from lightning_unitscale.remat.measure import PeakMeter
 
 TORCH_BUDGETS = (1.0, 0.8, 0.6, 0.4, 0.3, 0.2, 0.1, 0.0)
 PLOT = Path(__file__).parent.parent / "docs" / "images" / "remat_pareto.png"
@@ -70,7 +69,7 @@ class _Chosen(RematPartitioner):
 
     def choose(self, planner: Planner) -> RematPlan:
         plan = self._plan
-        return planner.made(plan.name, plan.saved, plan.kept, plan.segments)
+        return planner.plan_of(plan.name, plan.saved, plan.kept, plan.segments)
 
 
 class _Counting:
@@ -89,14 +88,13 @@ class _Counting:
 
 
 def _product_flops(node: fx.Node) -> float:
-    """Operations of matrix products and attention; one per element is what all others cost."""
-    for wrapper, place in _REPLAYS.items():
+    """Operations of matrix products, convolutions and attention."""
+    for wrapper, index in _REPLAYS.items():
         if node.target is wrapper:
-            given = {"target": node.args[place], "args": node.args[place + 1 :]}
-            return node_flops(cast(fx.Node, SimpleNamespace(**given, kwargs=node.kwargs, meta={})))
-    flops = node_flops(node)
-    elements = sum(size_of(one) // one.element_size() for one in tensors_of(node.meta.get("val")))
-    return flops if flops > 4 * elements else 0.0
+            args = fx.node.map_arg(node.args[index + 1 :], lambda read: concrete(read.meta["val"]))
+            result = concrete(node.meta.get("val"))
+            return operator_flops(node.args[index], args, node.kwargs, result)
+    return aten_node_costs(node).flops
 
 
 def _torch_partition(budget: float) -> Callable[..., Any]:
@@ -159,7 +157,7 @@ def _vit() -> Subject:
     model = transformers.ViTForImageClassification(config)
     images, labels = torch.randn(8, 3, 96, 96), torch.randint(0, 10, (8,))
     title = "ViT, 6 blocks of width 192, 8 images of 96 x 96 in patches of 8"
-    layers = next(one for one in model.modules() if isinstance(one, nn.ModuleList))
+    layers = next(module for module in model.modules() if isinstance(module, nn.ModuleList))
     return Subject(title, model, lambda x, y: model(x, labels=y).loss, (images, labels), [layers])
 
 
@@ -170,7 +168,7 @@ def _resnet() -> Subject:
     model = transformers.ResNetForImageClassification(config)
     images, labels = torch.randn(16, 3, 96, 96), torch.randint(0, 10, (16,))
     title = "ResNet, 3 stages of 3 bottlenecks, batch norm in training, 16 images of 96 x 96"
-    blocks = [cast(nn.ModuleList, one.layers) for one in model.resnet.encoder.stages]
+    blocks = [cast(nn.ModuleList, stage.layers) for stage in model.resnet.encoder.stages]
     return Subject(title, model, lambda x, y: model(x, labels=y).loss, (images, labels), blocks)
 
 
@@ -222,13 +220,13 @@ class Bench:
 
     def gradients(self, step: Step) -> list[Tensor]:
         loss = step()
-        gradients = [one.grad for one in self.model.parameters() if one.grad is not None]
-        return [torch.tensor(loss), *(one.clone() for one in gradients)]
+        gradients = [param.grad for param in self.model.parameters() if param.grad is not None]
+        return [torch.tensor(loss), *(gradient.clone() for gradient in gradients)]
 
     @contextmanager
     def checkpointed(self) -> Iterator[None]:
         """Every block under ``torch.utils.checkpoint``."""
-        blocks = [list(one) for one in self.subject.blocks]
+        blocks = [list(modules) for modules in self.subject.blocks]
         for modules in self.subject.blocks:
             for i, block in enumerate(modules):
                 modules[i] = _Checkpointed(block)
@@ -291,7 +289,7 @@ def examine(
             del bench.steps[name]
         kind = str(row.get("kind"))
         turns[name] = kinds[kind] = kinds.get(kind, 0) + 1
-    mixed = {name: bench.steps[name] for name in sorted(bench.steps, key=lambda one: turns[one])}
+    mixed = {name: bench.steps[name] for name in sorted(bench.steps, key=lambda name: turns[name])}
     seconds = interleaved_medians(mixed, rounds=rounds, warmup=1)
     for name, value in seconds.items():
         bench.rows[name]["ms"] = 1e3 * value
@@ -322,8 +320,8 @@ def _spread(plans: list[RematPlan], count: int) -> list[RematPlan]:
     """Plans at even distances in their peak, the first and the last among them."""
     top, bottom = plans[0].peak_bytes, plans[-1].peak_bytes
     aims = [top - (top - bottom) * i / (count - 1) for i in range(count)]
-    nearest = [min(plans, key=lambda one: abs(one.peak_bytes - aim)) for aim in aims]
-    return list({one.hash: one for one in nearest}.values())
+    nearest = [min(plans, key=lambda plan: abs(plan.peak_bytes - aim)) for aim in aims]
+    return list({plan.hash: plan for plan in nearest}.values())
 
 
 def _rounded(row: dict[str, Any]) -> dict[str, Any]:

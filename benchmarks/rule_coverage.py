@@ -48,11 +48,11 @@ from benchmarks.architectures import (
 )
 from benchmarks.model_zoo import CORE, ZOO
 from benchmarks.own_architectures import OWN
-from lightning_unitscale.graph.steps import steps_of
+from lightning_unitscale.capture.steps import steps_of
+from lightning_unitscale.rules.rewrite import RuleRewrite
+from lightning_unitscale.rules.weights import ParameterGradients
 from lightning_unitscale.transforms import compile as compile_graphs
 from lightning_unitscale.transforms import unit_scale
-from lightning_unitscale.transforms.rules.rewrite import RuleRewrite
-from lightning_unitscale.transforms.rules.weights import ParameterGradients
 
 RESULTS = Path(__file__).parent / "results" / "rule_coverage.json"
 OPERANDS_WITHIN, GRADIENTS_WITHIN = 2.0, 4.0
@@ -81,7 +81,7 @@ class Coverage:
     inductor: str = "not run"
     gradients_exact: bool = False
     residuals: int = 0
-    how: dict[str, int] | None = None
+    origins: dict[str, int] | None = None
     parameters: dict[str, int] | None = None
     error: str = ""
 
@@ -114,15 +114,19 @@ def examine(name: str, *, inductor: bool) -> Coverage:
         steps = steps_of(scaled)
         assert steps is not None
         compiled = compile_graphs(scaled) if inductor else None
-        (rules,) = (one for one in steps.passes if isinstance(one, RuleRewrite))
-        (units,) = (one for one in steps.passes if isinstance(one, ParameterGradients))
-        result.how = dict(Counter(one.how for one in rules.plan.values()))
-        result.residuals = result.how.get("residual", 0)
-        result.parameters = dict(Counter(one.action for one in rules.plan.parameters.values()))
+        (rules,) = (
+            graph_pass for graph_pass in steps.passes if isinstance(graph_pass, RuleRewrite)
+        )
+        (units,) = (
+            graph_pass for graph_pass in steps.passes if isinstance(graph_pass, ParameterGradients)
+        )
+        result.origins = dict(Counter(decision.origin for decision in rules.plan.values()))
+        result.residuals = result.origins.get("residual", 0)
+        result.parameters = dict(Counter(param.action for param in rules.plan.parameters.values()))
         # The same function with plain autograd: no pass but the rules, no hook on a parameter.
         units.remove()
         steps.passes = [rules]
-        steps.steps["forward"].rewrite_anew()
+        steps.steps["forward"].invalidate()
         alone = run_step(scaled, inputs)
         result.rules_alone = share_of(observe_step(scaled, inputs))
         result.gradients_exact = equal_bits(ours.loss, alone.loss) and all(
@@ -184,22 +188,22 @@ def table(results: list[Coverage]) -> str:
         return (share or "-"), ""
 
     rows: list[tuple[object, ...]] = []
-    for one in results:
-        if one.error:
-            rows.append((one.name, one.error))
+    for result in results:
+        if result.error:
+            rows.append((result.name, result.error))
             continue
         rows.append(
             (
-                one.name,
-                *shown(one.plain),
-                *shown(one.reference),
-                *shown(one.rules_alone),
-                *shown(one.ours),
-                "yes" if one.gradients_exact else "NO",
-                one.inductor,
-                one.residuals,
-                (one.how or {}).get("calibrated", 0),
-                (one.parameters or {}).get("left", 0),
+                result.name,
+                *shown(result.plain),
+                *shown(result.reference),
+                *shown(result.rules_alone),
+                *shown(result.ours),
+                "yes" if result.gradients_exact else "NO",
+                result.inductor,
+                result.residuals,
+                (result.origins or {}).get("calibrated", 0),
+                (result.parameters or {}).get("left", 0),
             )
         )
     headers = (
@@ -212,19 +216,19 @@ def table(results: list[Coverage]) -> str:
 
 def summary(results: list[Coverage]) -> str:
     """Medians and worst cases over the architectures that ran."""
-    ran = [one for one in results if one.ours is not None and not one.error]
+    ran = [result for result in results if result.ours is not None and not result.error]
     lines = [f"{len(ran)} of {len(results)} architectures run."]
     for what in ("plain", "rules_alone", "ours"):
-        shares = [share for one in ran if (share := getattr(one, what)) is not None]
+        shares = [share for result in ran if (share := getattr(result, what)) is not None]
         if shares:
-            operands = [one.operands for one in shares]
-            gradients = [one.gradients for one in shares]
+            operands = [share.operands for share in shares]
+            gradients = [share.gradients for share in shares]
             lines.append(
                 f"{what}: operands median {statistics.median(operands):.0%}, worst "
                 f"{min(operands):.0%}; gradients median {statistics.median(gradients):.0%}, worst "
                 f"{min(gradients):.0%}"
             )
-    theirs = sum(isinstance(one.reference, Share) for one in results)
+    theirs = sum(isinstance(result.reference, Share) for result in results)
     lines.append(f"unit-scaling 0.3.5 runs on {theirs} of {len(results)}.")
     return "\n".join(lines)
 
@@ -247,7 +251,7 @@ def main() -> None:
     arguments = parser.parse_args()
     # What was compiled in an earlier run is kept.
     earlier = json.loads(RESULTS.read_text())["results"] if RESULTS.exists() else []
-    known = {one["name"]: one["inductor"] for one in earlier}
+    inductor = {row["name"]: row["inductor"] for row in earlier}
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
@@ -255,17 +259,17 @@ def main() -> None:
     results = []
     for name in names:
         result = examine(name, inductor=arguments.inductor)
-        if not arguments.inductor and name in known:
-            result.inductor = known[name]
+        if not arguments.inductor and name in inductor:
+            result.inductor = inductor[name]
         results.append(result)
         print(name, results[-1].error or results[-1].ours, flush=True)
     order = {name: index for index, name in enumerate(ALL)}
-    done = {one.name for one in results}
-    kept = [_from_json(one) for one in earlier if one["name"] not in done]
-    results = sorted([*results, *kept], key=lambda one: order[one.name])
+    done = {result.name for result in results}
+    kept = [_from_json(row) for row in earlier if row["name"] not in done]
+    results = sorted([*results, *kept], key=lambda result: order[result.name])
     print(table(results))
     print(summary(results))
-    document = {**machine(), "results": [asdict(one) for one in results]}
+    document = {**machine(), "results": [asdict(result) for result in results]}
     RESULTS.write_text(json.dumps(document, indent=1) + "\n")
 
 

@@ -27,14 +27,13 @@ from tabulate import tabulate
 
 from benchmarks.demo_step import DemoLoss, demo_batch
 from benchmarks.measure import RESULTS, machine
-from lightning_unitscale.graph.steps import ModuleSteps
-from lightning_unitscale.transforms.restoring import restoring
-from lightning_unitscale.transforms.rules.decide import Decider
-from lightning_unitscale.transforms.rules.flow import Recorder
-from lightning_unitscale.transforms.rules.plan import RuleOptions, RulePlan, key
-from lightning_unitscale.transforms.rules.residuals import branch_weights, find_residuals
-from lightning_unitscale.transforms.rules.rewrite import RuleRewrite
-from lightning_unitscale.transforms.rules.roles import find_structure, plan_parameters
+from lightning_unitscale.capture.rollback import restoring
+from lightning_unitscale.capture.steps import ModuleSteps
+from lightning_unitscale.rules.decide import Decider
+from lightning_unitscale.rules.plan import RuleOptions, RulePlan, key
+from lightning_unitscale.rules.rewrite import RuleRewrite
+from lightning_unitscale.rules.roles import find_structure, plan_parameters
+from lightning_unitscale.rules.trace import Recorder
 
 DEPTHS = (8, 16, 32, 64, 128, 256, 512)
 PLOT = Path(__file__).parent.parent / "docs" / "images" / "rule_transform_cost.png"
@@ -62,23 +61,21 @@ def ours(depth: int) -> dict[str, float]:
 
     def transform() -> tuple[int, int]:
         flow = recorder.result()
-        residuals = find_residuals(flow)
-        structure = find_structure(flow, residuals)
+        structure = find_structure(flow)
         parameters = plan_parameters(structure, init_weights=True)
-        weights = branch_weights(residuals)
-        decider = Decider(structure, parameters, weights, RuleOptions(), lambda node: None)
+        decider = Decider(structure, parameters, RuleOptions(), lambda node: None)
         for node in flow.nodes:
             decider.before(node)
-        decisions = {key("forward", name): one for name, one in decider.decisions.items()}
+        decisions = {key("forward", name): decision for name, decision in decider.decisions.items()}
         rules.set_plan(RulePlan(decisions, parameters))
-        return len(flow.nodes), len(residuals)
+        return len(flow.nodes), len(structure.residuals)
 
     start = time.perf_counter()
     num_nodes, num_residuals = transform()
     planned = time.perf_counter() - start
-    step.rewrite_anew()
+    step.invalidate()
     step(*batch)
-    rewritten = sum(one.seconds for one in steps.records)
+    rewritten = sum(record.seconds for record in steps.records)
     tracemalloc.start()
     transform()
     memory = tracemalloc.get_traced_memory()[1]

@@ -11,16 +11,28 @@ from typing import TYPE_CHECKING, Any
 from lightning_unitscale.registration import register_strategies
 
 if TYPE_CHECKING:
-    from lightning_unitscale.callbacks import RematCallback, ScaleMonitor, UnitScaleCallback
+    from lightning_unitscale.callbacks import (
+        FP8,
+        Lossless,
+        RematCallback,
+        Rules,
+        ScaleMonitor,
+        Simulate,
+        UnitScaleCallback,
+    )
     from lightning_unitscale.strategies import PipelineStrategy
 
 __version__ = "0.1.0"
 
 # public name -> the module that defines it
 _EXPORTS = {
+    "FP8": "lightning_unitscale.callbacks",
+    "Lossless": "lightning_unitscale.callbacks",
     "PipelineStrategy": "lightning_unitscale.strategies",
     "RematCallback": "lightning_unitscale.callbacks",
+    "Rules": "lightning_unitscale.callbacks",
     "ScaleMonitor": "lightning_unitscale.callbacks",
+    "Simulate": "lightning_unitscale.callbacks",
     "UnitScaleCallback": "lightning_unitscale.callbacks",
 }
 _SUBMODULES = frozenset(
@@ -34,7 +46,7 @@ _SUBMODULES = frozenset(
         "profiler",
         "quantize",
         "remat",
-        "statistics",
+        "scales",
         "strategies",
         "tensorboard",
         "transforms",
@@ -42,9 +54,13 @@ _SUBMODULES = frozenset(
 )
 
 __all__ = [
+    "FP8",
+    "Lossless",
     "PipelineStrategy",
     "RematCallback",
+    "Rules",
     "ScaleMonitor",
+    "Simulate",
     "UnitScaleCallback",
     "__version__",
 ]

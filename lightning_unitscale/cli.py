@@ -1,7 +1,7 @@
 """The command line: `lightning-unitscale fit --config run.yaml`, a LightningCLI with a report."""
 
-import inspect
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -16,17 +16,29 @@ from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCL
 from lightning.pytorch.loggers import TensorBoardLogger
 from typing_extensions import override
 
+from lightning_unitscale import __version__
 from lightning_unitscale.callbacks import ScaleMonitor
-from lightning_unitscale.pipeline.explain_step import explain_step
+from lightning_unitscale.callbacks.steps import step_arguments
+from lightning_unitscale.patching import nothing
+from lightning_unitscale.pipeline.explain import explain_step
 from lightning_unitscale.profiler import DeviceType, profile_graph
-from lightning_unitscale.report.command import main as report_command
+from lightning_unitscale.tensorboard.report.command import main as report_command
 
 # What a shell reports for a program that Ctrl-C ended.
 _EXIT_INTERRUPTED = 130
-# How jsonargparse begins where a value has another type altogether.
-_OTHER_TYPE = "Expected a <class"
+# How errors about an argument read: "argument=value: what is wrong; expected ...".
+_ARGUMENT_ERROR = re.compile(r"^[\s-]*(\w+=.*: .*expected .*)", re.MULTILINE)
 
-_COMMANDS = ("fit", "validate", "test", "predict", "profile", "explain-pipeline", "report")
+_COMMANDS = {
+    "fit": "train, and end with the scale of every tensor and the validation loss",
+    "validate": "evaluate on the validation data",
+    "test": "evaluate on the test data",
+    "predict": "run on the data to predict",
+    "profile": "memory and operations of a training step, before it is run",
+    "explain-pipeline": "costs of the stages of a pipeline, before it is run",
+    "report": "the scales of finished runs as a picture, a page and a table",
+}
+_USAGE = f"usage: lightning-unitscale {{{','.join(_COMMANDS)}}} ..."
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -39,14 +51,22 @@ def main(args: Sequence[str] | None = None) -> None:
         SystemExit: If the command line cannot be understood, the extra `cli` is not installed, or
             the run was interrupted.
     """
-    given = list(sys.argv[1:] if args is None else args)
-    if given and not given[0].startswith("-") and given[0] not in _COMMANDS:
+    words = list(sys.argv[1:] if args is None else args)
+    if words in (["--help"], ["-h"]):
+        print(_help())
+        return
+    if words == ["--version"]:
+        print(f"lightning-unitscale {__version__}")
+        return
+    if not words:
+        raise SystemExit(f"{_USAGE}\nlightning-unitscale: no command; try --help")
+    if not words[0].startswith("-") and words[0] not in _COMMANDS:
         raise SystemExit(
-            f"lightning-unitscale: {given[0]}: no such command; expected one of "
+            f"lightning-unitscale: {words[0]}: no such command; expected one of "
             f"{', '.join(_COMMANDS)}; run one of them with --help to see what it takes"
         )
-    if given[:1] == ["report"]:
-        report_command(given[1:])
+    if words[:1] == ["report"]:
+        report_command(words[1:])
         return
     # All of jsonargparse[signatures]: without one of them Lightning fails late or obscurely.
     needed = ("jsonargparse", "docstring_parser", "typeshed_client")
@@ -60,21 +80,34 @@ def main(args: Sequence[str] | None = None) -> None:
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        if given[:1] == ["profile"]:
-            ProfileCLI(given[1:]).profile()
-        elif given[:1] == ["explain-pipeline"]:
-            ExplainPipelineCLI(given[1:]).explain()
+        if words[:1] == ["profile"]:
+            ProfileCLI(words[1:]).profile()
+        elif words[:1] == ["explain-pipeline"]:
+            ExplainPipelineCLI(words[1:]).explain()
         else:
             UnitScaleCLI(args=None if args is None else list(args))
     except KeyboardInterrupt:  # before or after the training, which has an answer of its own
         raise SystemExit(_EXIT_INTERRUPTED) from None
 
 
-def _complaint(message: str) -> str:
-    """What the types of a union said of a value, but for those that it was not meant for."""
-    _, _, listed = message.partition("\nErrors:\n  - ")
-    reasons = listed.partition("\nGiven value type:")[0].split("\n  - ")
-    return "\n".join(one for one in reasons if one and not one.startswith(_OTHER_TYPE))
+def _help() -> str:
+    """The commands of all parsers: each of them knows only its own."""
+    width = max(map(len, _COMMANDS))
+    lines = [f"  {name:{width}}  {what}" for name, what in _COMMANDS.items()]
+    return "\n".join(
+        [
+            _USAGE,
+            "",
+            "Unit scaling for PyTorch Lightning, from YAML: COMMAND --config FILE",
+            "",
+            "commands (each with --help):",
+            *lines,
+            "",
+            "options:",
+            f"  {'--help':{width}}  this page",
+            f"  {'--version':{width}}  {__version__}",
+        ]
+    )
 
 
 class UnitScaleCLI(LightningCLI):
@@ -95,12 +128,7 @@ class UnitScaleCLI(LightningCLI):
             run=run,
             trainer_defaults={"callbacks": self._record},
             seed_everything_default=1,
-            parser_kwargs={
-                "prog": "lightning-unitscale",
-                "epilog": "lightning-unitscale report RUN_DIR shows the scales of a finished run; "
-                "lightning-unitscale profile --config FILE its memory before it is begun, "
-                "lightning-unitscale explain-pipeline --config FILE its stages on several devices.",
-            },
+            parser_kwargs={"prog": "lightning-unitscale"},
             # Loggers make a new folder for each run; who names one and the same folder twice, or
             # resumes, means it.
             save_config_kwargs={"overwrite": True},
@@ -122,12 +150,11 @@ class UnitScaleCLI(LightningCLI):
         except ValueError as error:
             # Where a type is optional, jsonargparse turns what a constructor complains about into
             # a list of the types that the value might have been.
+            if (complaint := _ARGUMENT_ERROR.search(str(error))) is not None:
+                raise ValueError(complaint[1]) from None
             cause: BaseException = error
             while cause.__cause__ is not None and "Union subtypes" in str(cause):
                 cause = cause.__cause__
-            # It is the first type's complaint, which may be that it is not of that type at all.
-            if str(cause).startswith(_OTHER_TYPE) and (complaint := _complaint(str(error))):
-                raise ValueError(complaint) from None
             raise cause from None
 
     def fit(self, **kwargs: Any) -> None:
@@ -224,15 +251,14 @@ class ProfileCLI(UnitScaleCLI):
         batch = self._first_batch()
         # Outside of a loop of the trainer's there is nowhere to log to.
         for name in ("log", "log_dict"):
-            model.__dict__[name] = _ignored
+            model.__dict__[name] = nothing
         profile = profile_graph(
             model,
-            batch,
+            *step_arguments(model, "training_step", batch, 0),
             device=self._device,
             optimizer=self._optimizer(),
             method="training_step",
             context=context,
-            **self._step_arguments(),
         )
         print(f"{profile.module_table(depth=2)}\n")
         print(profile.table(self.config.sort_by, self.config.limit))
@@ -244,20 +270,15 @@ class ProfileCLI(UnitScaleCLI):
         if self.config.plot is not None:
             profile.plot(self.config.plot)
 
-    def _step_arguments(self) -> dict[str, Any]:
-        given = {"batch_idx": 0, "dataloader_idx": 0}
-        wanted = inspect.signature(self.model.training_step).parameters
-        return {name: value for name, value in given.items() if name in wanted}
-
     def _first_batch(self) -> Any:
         data, model = self.datamodule, self.model
         model.trainer = self.trainer
         self.trainer.strategy.connect(model)
         if data is not None:
             data.trainer = self.trainer
-        for one in filter(None, (data, model)):
-            one.prepare_data()
-            one.setup("fit")
+        for hooks in filter(None, (data, model)):
+            hooks.prepare_data()
+            hooks.setup("fit")
         # As `fit` does, so that a schedule can ask the trainer how long the run will be.
         self.trainer._data_connector.attach_data(model, datamodule=data)
         model.configure_model()
@@ -266,15 +287,15 @@ class ProfileCLI(UnitScaleCLI):
 
     def _optimizer(self) -> torch.optim.Optimizer | None:
         """The optimizer of the model; its schedule costs nothing."""
-        made = self.model.configure_optimizers()
-        if isinstance(made, Mapping):
-            made = made["optimizer"]
-        while isinstance(made, (list, tuple)):
-            first = next(iter(made), None)
-            if len(made) > 1 and not isinstance(first, (list, tuple)):
-                print(f"Of {len(made)} optimizers, the step is profiled with the first.")
-            made = first["optimizer"] if isinstance(first, Mapping) else first
-        return made
+        optimizers = self.model.configure_optimizers()
+        if isinstance(optimizers, Mapping):
+            optimizers = optimizers["optimizer"]
+        while isinstance(optimizers, (list, tuple)):
+            first = next(iter(optimizers), None)
+            if len(optimizers) > 1 and not isinstance(first, (list, tuple)):
+                print(f"Of {len(optimizers)} optimizers, the step is profiled with the first.")
+            optimizers = first["optimizer"] if isinstance(first, Mapping) else first
+        return optimizers
 
 
 class ExplainPipelineCLI(ProfileCLI):
@@ -297,20 +318,16 @@ class ExplainPipelineCLI(ProfileCLI):
 
     def explain(self) -> None:
         """Prints what the stages of the training step would cost."""
-        batch = self._first_batch()
+        batch, *indices = step_arguments(self.model, "training_step", self._first_batch(), 0)
         plan = explain_step(
             self.model,
             batch,
             self.config.num_stages,
+            *indices,
             num_microbatches=self.config.num_microbatches,
             context=self.trainer.precision_plugin.forward_context,
-            **self._step_arguments(),
         )
         print(plan)
-
-
-def _ignored(*args: Any, **kwargs: Any) -> None:
-    """Stands in for the logging of a model."""
 
 
 class _FitRecord(pl.Callback):

@@ -173,7 +173,7 @@ def get_format(format: str | NumberFormat | tuple[int, int]) -> NumberFormat:
     if isinstance(format, NumberFormat):
         return format
     if isinstance(format, (tuple, list)):
-        if len(format) != 2 or not all(type(one) is int for one in format):
+        if len(format) != 2 or not all(type(bits) is int for bits in format):
             raise TypeError(
                 f"format={format!r}: not the bits of a format; expected two integers, "
                 "(exponent_bits, mantissa_bits); pass for example (4, 3)"
@@ -185,9 +185,9 @@ def get_format(format: str | NumberFormat | tuple[int, int]) -> NumberFormat:
             f"{type(format).__name__}; pass for example 'FP16'"
         )
     name = format.strip().upper().removeprefix("TORCH.")
-    known = FORMATS.get(name) or _ALIASES.get(name)
-    if known is not None:
-        return known
+    named = FORMATS.get(name) or _ALIASES.get(name)
+    if named is not None:
+        return named
     bits = _NAME.fullmatch(name)
     if bits is None:
         raise ValueError(

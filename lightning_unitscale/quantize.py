@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from lightning_unitscale.choices import check_choice
+from lightning_unitscale.arguments import check_choice
 from lightning_unitscale.formats import FP32, NumberFormat, get_format
 
 FormatLike = str | NumberFormat | tuple[int, int]
@@ -71,9 +71,9 @@ def quantize(
     resolved = checked_format(format)
     check_rounding(rounding)
     if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
-        given = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+        actual = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
         raise TypeError(
-            f"tensor of {given}: only floating-point numbers can be rounded to a format; expected "
+            f"tensor of {actual}: only floating-point numbers can be rounded to a format; expected "
             "a tensor of float32, bfloat16, float16 or float64; convert it first."
         )
     key = None

@@ -21,7 +21,7 @@ def register_strategies() -> None:
     module = sys.modules.get(_REGISTRY)
     if module is not None:
         _register(module)
-    elif not any(isinstance(one, _WaitForRegistry) for one in sys.meta_path):
+    elif not any(isinstance(finder, _WaitForRegistry) for finder in sys.meta_path):
         sys.meta_path.insert(0, _WaitForRegistry())
 
 

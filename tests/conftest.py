@@ -1,21 +1,64 @@
 """What every test has in common: one thread, a fixed seed, a working folder of its own."""
 
+import gc
+import importlib
 import os
 import random
 import sys
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 # Before torch is imported, and for the processes that a test starts.
 os.environ["OMP_NUM_THREADS"] = "1"
 # Lightning 2.6 calls names that jsonargparse 4.53 deprecates.
 os.environ["JSONARGPARSE_DEPRECATION_WARNINGS"] = "off"
+# Inductor's helpers are for Triton; each would import torch first.
+os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 
 import numpy as np
 import pytest
 import torch
 
 torch.set_num_threads(1)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds ``--cases``."""
+    parser.addoption("--cases", type=int, help="run at most so many cases of a parametrized test")
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> Generator[None]:
+    """Marks what Inductor runs as slow, drops cases if asked to, puts files with slow tests first.
+
+    A worker that came upon one of those last would run on while the others have nothing left.
+    """
+    for item in items:
+        if "inductor" in item.nodeid:
+            item.add_marker("slow")  # it compiles C++
+    yield
+    most = config.getoption("--cases")
+    if most is not None:
+        cases: dict[str, list[pytest.Item]] = defaultdict(list)
+        for item in items:
+            cases[item.nodeid.partition("[")[0]].append(item)
+        kept = {item for group in cases.values() for item in group[:: -(-len(group) // most)]}
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = [item for item in items if item in kept]
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _short_collections() -> None:
+    """Leaves what is imported out of later collections: each would go through all of it."""
+    for name in ("lightning.pytorch", "torch._dynamo", "torch._inductor.compile_fx"):
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
@@ -26,6 +69,8 @@ def _own_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
     np.random.seed(1)
     torch.manual_seed(1)
     yield
+    # Trainer(deterministic=True) leaves it on, and max_unpool2d then refuses to run.
+    torch.use_deterministic_algorithms(False)
     # Dynamo counts recompilations per function, over all the tests that call it.
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()

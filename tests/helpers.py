@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 from benchmarks.executed_products import PRODUCT_OPERANDS, below_all_kernels
-from lightning_unitscale.graph import capture
+from lightning_unitscale.dynamo import capture
 from lightning_unitscale.graph.nodes import Names
 
 

@@ -16,7 +16,7 @@ import torch
 import yaml
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
-from lightning_unitscale import cli
+from lightning_unitscale import __version__, cli
 from lightning_unitscale.cli import main, tensorboard_command
 from lightning_unitscale.profiler import GraphProfile
 
@@ -81,7 +81,8 @@ def test_fit_ends_with_a_report(
 ) -> None:
     _fit(config, *tiny, "--trainer.callbacks.every_n_steps=1")
     report = capsys.readouterr().out
-    assert "blocks.0.mlp.up" in report  # the scale table
+    assert re.search(r"\nblocks\.0 +\d+ of 11 ", report)  # the scale table
+    assert "gradients within 2x of RMS 1" in report
     assert re.search(r"Validation loss: \d\.\d{4} after step 4 .*\d\.\d{4}, the unigram", report)
     assert report.rstrip().endswith("--logdir logs")
     assert list(Path("logs", config.stem, "version_0").glob("events.out.tfevents.*"))
@@ -201,6 +202,43 @@ def test_a_failed_run_has_no_report(tiny: list[str], capsys: pytest.CaptureFixtu
 def test_a_path_that_does_not_exist_is_one_clear_error(tiny: list[str]) -> None:
     with pytest.raises(ValueError, match=r"^`path=nowhere`: there is no such file or folder"):
         _fit(BASELINE, *tiny, "--data.path=nowhere")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [("method", {"method": "u-mup", "loss_mult": -1.0}, r"^loss_mult=-1.0: no such factor; exp"),
+     ("precision", {"exclude": [""]}, r"^exclude=\[''\]: '' is no pattern; expected globs"),
+     ("simulate", {"format": "FP7"}, r"^format='FP7': unknown number format; expected one of"),
+     ("remat", "many", r"^remat='many': not a budget; expected bytes")],
+)  # fmt: skip
+def test_an_option_of_a_callback_that_is_wrong_is_one_clear_error(
+    name: str, value: Any, expected: str
+) -> None:
+    scaled = {"class_path": "lightning_unitscale.UnitScaleCallback", "init_args": {name: value}}
+    model = {"class_path": "lightning.pytorch.demos.boring_classes.BoringModel"}
+    with pytest.raises(ValueError, match=expected):
+        cli.UnitScaleCLI(args={"model": model, "trainer": {"callbacks": [scaled]}}, run=False)
+
+
+def test_the_printed_configuration_shows_the_options_of_a_callback(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rules = {"class_path": "lightning_unitscale.Rules", "init_args": {"method": "u-mup"}}
+    fp8 = {"class_path": "lightning_unitscale.FP8", "init_args": {"exclude": ["head"]}}
+    init_args = {"method": rules, "precision": fp8}
+    scaled = {"class_path": "lightning_unitscale.UnitScaleCallback", "init_args": init_args}
+    model = {"class_path": "lightning.pytorch.demos.boring_classes.BoringModel"}
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump({"model": model, "trainer": {"callbacks": [scaled]}}))
+    with pytest.raises(SystemExit):
+        main(["fit", f"--config={config}", "--print_config"])
+    (callback,) = yaml.safe_load(capsys.readouterr().out)["trainer"]["callbacks"]
+    printed = callback["init_args"]
+    assert printed["method"]["method"] == "u-mup" and printed["method"]["attention_mult"] == 1.0
+    assert printed["precision"] == {
+        "exclude": ["head"], "gradient_format": "E4M3FN", "evaluation": False, "grid": "moving",
+    }  # fmt: skip
+    assert printed["lr_scaling"] == "auto" and len(printed) == 12
 
 
 def test_an_unknown_option_is_named(tiny: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -328,7 +366,7 @@ class TestExplainPipeline:
         options = ["--num_stages=2", "--model.depth=2", "--data.batch_size=4"]
         main(["explain-pipeline", config, *tiny, *options])
         printed = capsys.readouterr().out
-        assert re.search(r"imbalance \d\.\d+, bubble 0\.\d+, step \d+\.\d+ ms", printed)
+        assert re.search(r"step \d+\.\d+ ms \(estimated\), bubble \d+\.\d%", printed)
         assert "stage 1 |." in printed
         assert not Path("logs").exists()
 
@@ -338,6 +376,54 @@ class TestExplainPipeline:
             main(["explain-pipeline", config, *tiny, "--num_microbatches=3"])
 
 
+_STEPS = """
+import lightning.pytorch as pl, torch
+class Plain(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    def training_step(self, ARGUMENTS):
+        return self.layers(batch).square().mean()
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters())
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader(torch.ones(8, 8), batch_size=4)
+"""
+
+
+@pytest.mark.parametrize("command", ["profile", "explain-pipeline"])
+@pytest.mark.parametrize("arguments", ["batch", "batch, i", "batch, batch_idx=3"])
+def test_a_step_names_its_arguments_as_it_likes(
+    command: str,
+    arguments: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    name = f"of_{tmp_path.name}"  # another module for each case
+    Path(f"{name}.py").write_text(_STEPS.replace("ARGUMENTS", arguments))
+    main([command, f"--model={name}.Plain", "--trainer.accelerator=cpu"])
+    assert "layers.0" in capsys.readouterr().out
+
+
+COMMANDS = ("fit", "validate", "test", "predict", "profile", "explain-pipeline", "report")
+
+
+def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--help"])
+    printed = capsys.readouterr().out
+    assert all(re.search(rf"^  {command} ", printed, re.MULTILINE) for command in COMMANDS)
+    with pytest.raises(SystemExit, match=re.escape(f"{{{','.join(COMMANDS)}}}")):
+        main([])
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--version"])
+    assert capsys.readouterr().out == f"lightning-unitscale {__version__}\n"
+
+
 def test_a_command_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match=r"bogus: no such command; expected one of fit, .*report"):
+    listed = ", ".join(COMMANDS)
+    with pytest.raises(SystemExit, match=f"bogus: no such command; expected one of {listed};"):
         main(["bogus"])

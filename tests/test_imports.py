@@ -23,6 +23,11 @@ def test_the_package_loads_neither_torch_nor_lightning() -> None:
     assert not loaded & {"torch", "lightning", "pytorch_lightning", "numpy", "tensorboard", "scipy"}
 
 
+def test_callbacks_do_not_load_the_engine_of_pipelines() -> None:
+    code = "import sys, lightning_unitscale.callbacks; print(*sys.modules)"
+    assert "torch.distributed.pipelining" not in _run(code).split()
+
+
 @pytest.mark.parametrize(
     "imports",
     [

@@ -8,15 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_unitscale.formats import (
-    BF16,
-    E4M3FN,
-    E5M2,
-    FP16,
-    FP32,
-    NumberFormat,
-    get_format,
-)
+from lightning_unitscale.formats import BF16, E4M3FN, E5M2, FP16, FP32, NumberFormat, get_format
 from lightning_unitscale.quantize import quantize, rounding_keys
 from tests.helpers import cast, same_bits
 

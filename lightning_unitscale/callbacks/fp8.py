@@ -1,9 +1,6 @@
-"""``UnitScaleCallback(precision="fp8")``: which layers, and with which Trainers it goes."""
+"""The passes of ``UnitScaleCallback``'s formats, and the Trainers that go with real FP8."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
-from typing import Literal
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -13,10 +10,10 @@ from lightning.pytorch.plugins import (
     TransformerEnginePrecision,
 )
 
-from lightning_unitscale.functional.fp8_linear import DEFAULT_GRADIENT, GradientFormat
-from lightning_unitscale.functional.scaled_product import why_no_fp8
-from lightning_unitscale.transforms.fp8_linears import FP8Linears, check_gradient_format
-from lightning_unitscale.transforms.moving_grid import Grid, check_grid
+from lightning_unitscale.callbacks.options import FP8, Simulate
+from lightning_unitscale.functional.low_precision import why_no_fp8
+from lightning_unitscale.precision.fp8 import FP8Linears
+from lightning_unitscale.precision.simulate import SimulateFormat
 
 # By the names that these layers have in torch, nanoGPT, Hugging Face's and Meta's code.
 _READOUT = ("lm_head", "head", "embed_out", "output_layer")
@@ -30,9 +27,10 @@ _PATHS = (
     *("*mlp*.c_proj", "*mlp.proj", "*DenseReluDense.wo", "*layer.[0-9]*.output.dense"),
 )
 # What u-muP keeps out of FP8 (Blake et al., arXiv 2407.17465).
-U_MUP_EXCLUDE = (*_LAST_NAMES, *(f"*.{one}" for one in _LAST_NAMES), *_PATHS)
-# Nearly all of what FP8 linears cost the demo's loss is the readout's: docs/low-precision.md.
-READOUT_EXCLUDE = (*_READOUT, *(f"*.{one}" for one in _READOUT))
+U_MUP_EXCLUDE = (*_LAST_NAMES, *(f"*.{name}" for name in _LAST_NAMES), *_PATHS)
+# Nearly all of what FP8 linears cost the demo's loss is the readout's:
+# docs/explanation/low-precision.md.
+READOUT_EXCLUDE = (*_READOUT, *(f"*.{name}" for name in _READOUT))
 
 _CONFLICTS = {
     TransformerEnginePrecision: "it replaces the layers by its own, which run in FP8 by themselves "
@@ -43,82 +41,45 @@ _CONFLICTS = {
 }
 
 
-def fp8_of(
-    precision: str | None,
-    exclude: str | Sequence[str] | None,
-    method: str,
-    gradient_format: GradientFormat,
-    grid: Grid,
-    in_evaluation: bool,
-    is_simulated: bool,
-) -> FP8Linears | None:
+def fp8_pass(fp8: FP8 | None, *, is_lossless: bool) -> FP8Linears | None:
     """The pass that runs linear layers in FP8, if that is asked for.
 
     Args:
-        precision: ``"fp8"`` or ``None``.
-        exclude: Globs; ``"auto"`` for the method's own.
-        method: The callback's method.
-        gradient_format: Format of gradients that fit into it.
-        grid: Whether the numbers of FP8 move.
-        in_evaluation: Whether validation, test and prediction are in FP8 too.
-        is_simulated: Whether a format is simulated as well.
-
-    Raises:
-        ValueError: If an argument makes no sense, alone or with the others.
+        fp8: The callback's options.
+        is_lossless: Whether the method leaves the model as it is, which decides what ``"auto"``
+            excludes.
     """
-    if precision not in (None, "fp8"):
-        raise ValueError(
-            f"precision={precision!r}: unknown precision; expected 'fp8' or None; other types are "
-            "the Trainer's: pass Trainer(precision=...)."
-        )
-    check_gradient_format(gradient_format, "fp8_gradients")
-    if precision is None:
-        for name, given, default in (
-            ("fp8_gradients", gradient_format, DEFAULT_GRADIENT),
-            ("fp8_exclude", exclude, "auto"),
-            ("fp8_evaluation", in_evaluation, False),
-        ):
-            if given != default:
-                raise ValueError(
-                    f"{name}={given!r}: nothing runs in FP8; expected {default!r} without "
-                    "precision='fp8'; leave it out, or pass precision='fp8'."
-                )
+    if fp8 is None:
         return None
-    if is_simulated:
-        raise ValueError(
-            "precision='fp8': together with simulate, layers would run in one format and be "
-            "simulated in another; expected one of the two; leave one out."
-        )
+    exclude = fp8.exclude
     if exclude == "auto":
-        exclude = READOUT_EXCLUDE if method == "lossless" else U_MUP_EXCLUDE
+        exclude = READOUT_EXCLUDE if is_lossless else U_MUP_EXCLUDE
     return FP8Linears(
         exclude=exclude,
-        gradient_format=gradient_format,
-        grid=grid,
-        in_evaluation=in_evaluation,
+        gradient_format=fp8.gradient_format,
+        grid=fp8.grid,
+        in_evaluation=fp8.evaluation,
     )
 
 
-def grid_of(grid: Grid | Literal["auto"], precision: str | None, *, is_simulated: bool) -> Grid:
-    """Whether the numbers of a format move, if there is one.
+def unmatched_layers(fp8: FP8 | None, graph_pass: FP8Linears | None) -> list[str]:
+    """What is wrong with layers that were excluded by name and are not there.
 
     Args:
-        grid: The callback's argument.
-        precision: ``"fp8"`` or ``None``.
-        is_simulated: Whether a format is simulated.
-
-    Raises:
-        ValueError: If it is unknown, or nothing is rounded.
+        fp8: The callback's options.
+        graph_pass: Their pass, which has seen all products of a step.
     """
-    if grid == "auto":
-        return "fixed" if precision is None else "moving"
-    check_grid(grid)
-    if precision is None and not is_simulated:
-        raise ValueError(
-            f"grid={grid!r}: no format is in use whose numbers could lie anywhere; expected 'auto' "
-            "without precision='fp8' and simulate; leave it out, or pass one of these."
-        )
-    return grid
+    # What "auto" excludes are usual names: no model has them all.
+    if fp8 is None or graph_pass is None or fp8.exclude == "auto":
+        return []
+    return [f"FP8: {text}" for text in graph_pass.patterns.take_unmatched()]
+
+
+def simulation_pass(simulate: Simulate | None) -> SimulateFormat | None:
+    """The pass that rounds what products read, if that is asked for."""
+    if simulate is None:
+        return None
+    return SimulateFormat(*simulate.formats, rounding=simulate.rounding, grid=simulate.grid)
 
 
 def check_fp8(trainer: pl.Trainer) -> None:

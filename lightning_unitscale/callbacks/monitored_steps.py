@@ -1,4 +1,4 @@
-"""The two ways of ``ScaleMonitor`` to a training step: to watch it run, or to probe its graphs.
+"""How ``ScaleMonitor`` looks at a training step: it watches it run, or probes its graphs.
 
 Where another callback, or the strategy, runs captured graphs, probes are a pass over these, so that
 what they rewrite is what is shown. Otherwise the step runs as it is written.
@@ -6,25 +6,27 @@ what they rewrite is what is shown. Otherwise the step runs as it is written.
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import functools
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import fx
 from torch.optim import Optimizer
+from typing_extensions import override
 
-from lightning_unitscale.callbacks.module_steps import attach_steps, check_module
+from lightning_unitscale.callbacks.steps import attach_steps, check_module
+from lightning_unitscale.graph.matmuls import product_of
+from lightning_unitscale.graph.name_patterns import NamePatterns
 from lightning_unitscale.graph.nodes import is_whole_view, requires_grad
-from lightning_unitscale.graph.patterns import NamePatterns
-from lightning_unitscale.graph.products import product_of
-from lightning_unitscale.row_layout import RowLayout
-from lightning_unitscale.shadowing import nothing, shadowed
-from lightning_unitscale.snapshot import ScaleSnapshot
-from lightning_unitscale.tracking.watcher import StepWatcher
-from lightning_unitscale.transforms.probes import ScaleProbes
+from lightning_unitscale.patching import nothing, shadowed
+from lightning_unitscale.scales.layout import RowLayout
+from lightning_unitscale.scales.snapshot import ScaleSnapshot
+from lightning_unitscale.tracking.probes import ScaleProbes
+from lightning_unitscale.watching.watcher import StepWatcher
 
 # What a step calls beside its model. All classes of optimizers have the same wrapper around theirs.
 _IGNORED = frozenset(
@@ -39,39 +41,51 @@ _IGNORED = frozenset(
 )
 
 
-class MonitoredSteps(Protocol):
+class MonitoredSteps(abc.ABC):
     """A module's training steps while a monitor looks at some of them.
 
     Attributes:
         is_before_units: Whether units were measured in the sampled step, and come after it.
     """
 
-    is_before_units: bool
+    is_before_units = False
 
+    @abc.abstractmethod
     def begin_batch(self, is_sampled: bool) -> None:
         """Called before a batch."""
 
+    @abc.abstractmethod
     def begin_backward(self) -> None:
         """Called before Lightning's own backward pass of a sampled batch."""
 
+    @abc.abstractmethod
     def end_backward(self) -> None:
         """Called after it."""
 
+    @abc.abstractmethod
     def end_batch(self) -> None:
         """Called after a sampled batch."""
 
+    @abc.abstractmethod
     def clear(self) -> None:
         """Forget what was measured and not taken."""
 
+    @abc.abstractmethod
     def take(self, step: int, *, grad_scale: float) -> ScaleSnapshot | None:
-        """What was measured since the last call; ``None`` when it was nothing."""
+        """What was measured since the last call; ``None`` when it was nothing.
 
+        Args:
+            step: Optimizer step that was sampled.
+            grad_scale: Factor on the loss, and so on all gradients.
+        """
+
+    @abc.abstractmethod
     def detach(self) -> None:
         """Leave the module as it was."""
 
 
-class WatchedSteps:
-    """Training steps that run as they are written, the sampled ones with somebody looking on.
+class WatchedSteps(MonitoredSteps):
+    """Training steps that run as they are written; sampled ones are watched.
 
     Args:
         trainer: The Trainer.
@@ -94,41 +108,41 @@ class WatchedSteps:
         self._watcher = StepWatcher(layout, patterns.match_names, _IGNORED)
         self._shadow = contextlib.ExitStack()
         self._backward = contextlib.ExitStack()
-        self.is_before_units = False
 
+    @override
     def begin_batch(self, is_sampled: bool) -> None:
-        """Put a watched step in place of the module's own, for a sampled batch."""
         self.end_batch()
         if is_sampled:
             watched = _watched(self._module.training_step, self._module, self._watcher)
             self._shadow.enter_context(shadowed(self._module, training_step=watched))
 
+    @override
     def begin_backward(self) -> None:
-        """Look at what checkpoints compute again."""
+        # Checkpoints compute again what they did not keep.
         self._backward.enter_context(self._watcher.during_backward())
 
+    @override
     def end_backward(self) -> None:
-        """Look at no more of it."""
         self._backward.close()
         self.is_before_units = self._watcher.is_before_units
 
+    @override
     def end_batch(self) -> None:
-        """Put the module's own step back."""
         self._backward.close()
         self._shadow.close()
         self._watcher.close()
 
+    @override
     def clear(self) -> None:
-        """Forget what was watched and not taken."""
         self._watcher.clear()
         self.is_before_units = False
 
+    @override
     def take(self, step: int, *, grad_scale: float) -> ScaleSnapshot | None:
-        """The snapshot of the watched batches."""
         return self._watcher.take(step, grad_scale=grad_scale)
 
+    @override
     def detach(self) -> None:
-        """Forget the module."""
         self.end_batch()
         self._watcher.clear()
 
@@ -145,7 +159,7 @@ def _watched(
     return training_step
 
 
-class ProbedSteps:
+class ProbedSteps(MonitoredSteps):
     """Training steps whose captured graphs carry probes in a variant of their own.
 
     Args:
@@ -169,33 +183,35 @@ class ProbedSteps:
         self._probes = ScaleProbes(layout, self._watches)
         self._steps = attach_steps(trainer, module, owner)
         self._steps.add_pass(self._probes)
-        self.is_before_units = False
 
+    @override
     def begin_batch(self, is_sampled: bool) -> None:
-        """Ask for the variant with probes, or for the plain one."""
         self._steps.observe(self._owner, is_sampled)
 
+    @override
     def begin_backward(self) -> None:
         """Nothing: probes are in the graphs."""
 
+    @override
+    def end_batch(self) -> None:
+        """Nothing: the next batch chooses its variant."""
+
+    @override
     def end_backward(self) -> None:
-        """See whether units were measured."""
         self.is_before_units |= self._steps.steps["training_step"].interpreter is not None
 
-    def end_batch(self) -> None:
-        """Nothing: the next batch begins with what it wants."""
-
+    @override
     def clear(self) -> None:
-        """Forget what was recorded, which only somebody else may have wanted to observe."""
+        # Another callback may have wanted to observe this step.
         self._probes.clear()
         self.is_before_units = False
 
+    @override
     def take(self, step: int, *, grad_scale: float) -> ScaleSnapshot | None:
-        """The snapshot of what was recorded."""
         return self._probes.take(step, grad_scale=grad_scale)
 
+    @override
     def detach(self) -> None:
-        """Take the probes out of the steps."""
         self._probes.forget()
         self._steps.detach(self._owner, self._probes)
 

@@ -14,16 +14,18 @@ from lightning.pytorch.utilities.rank_zero import (  # type: ignore[attr-defined
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from lightning_unitscale.callbacks.module_steps import attach_steps
-from lightning_unitscale.graph.steps import ModuleSteps
-from lightning_unitscale.remat.budget import Budget, check_budget, format_bytes
-from lightning_unitscale.remat.measure import PeakMeter
+from lightning_unitscale.arguments import check_flag
+from lightning_unitscale.callbacks.explanation import Explanation
+from lightning_unitscale.callbacks.steps import StepsCallback, attach_steps
+from lightning_unitscale.capture.steps import ModuleSteps
+from lightning_unitscale.profiler.measure import PeakMeter, gradient_bytes, optimizer_state_bytes
+from lightning_unitscale.profiler.report import format_bytes
+from lightning_unitscale.remat.attach import StepPartitioner
+from lightning_unitscale.remat.budget import Budget, check_budget
 from lightning_unitscale.remat.report import RematReport
-from lightning_unitscale.remat.resident import gradient_bytes, optimizer_state_bytes
-from lightning_unitscale.remat.step_partitioner import StepPartitioner
 
 
-class RematCallback(pl.Callback):
+class RematCallback(StepsCallback):
     """Trains a LightningModule within a memory budget: same losses, same weights, fewer bytes.
 
     ``training_step`` is captured, and its forward and backward graph are planned together: what is
@@ -47,7 +49,7 @@ class RematCallback(pl.Callback):
         MisconfigurationException: At ``setup``, if the module is compiled already or the callback
             is given twice.
 
-    Example:
+    Examples:
         >>> from lightning.pytorch import Trainer
         >>> from lightning_unitscale import RematCallback
         >>> remat = RematCallback(0.6)
@@ -56,6 +58,8 @@ class RematCallback(pl.Callback):
 
     def __init__(self, budget: Budget, *, compile: bool = False) -> None:
         super().__init__()
+        self._remember(locals())
+        check_flag("compile", compile)
         self.budget = check_budget(budget)
         self.compile = compile
         self.measured_peak_bytes: int | None = None
@@ -75,15 +79,16 @@ class RematCallback(pl.Callback):
     @property
     def predicted_peak_bytes(self) -> int | None:
         """The highest predicted peak of the graphs; ``None`` before the first batch."""
-        return max((one.peak_bytes for one in self.reports), default=None)
+        return max((report.peak_bytes for report in self.reports), default=None)
 
-    def explain(self) -> str:
+    def explain(self) -> Explanation:
         """The plans and, after a run, the measured peak beside the predicted one."""
         if self._partitioner is not None:
             self._explanation = self._partitioner.table()
-        measured = "" if self.measured_peak_bytes is None else f"\n\n{self._summary()}"
-        return self._explanation + measured
+        measured = "" if self.measured_peak_bytes is None else self._summary()
+        return Explanation(self._explanation, measured)
 
+    @override
     def captures_steps(self, trainer: pl.Trainer) -> bool:
         """Whether the module's steps run as captured graphs: what they keep is planned on them."""
         return True
@@ -117,8 +122,8 @@ class RematCallback(pl.Callback):
         if self._gradients_seen < trainer.accumulate_grad_batches:
             return
         parameters = list(pl_module.parameters())
-        states = [dict(state) for one in trainer.optimizers for state in one.state.values()]
-        gradients = [one.grad for one in parameters if one.grad is not None]
+        states = [dict(state) for opt in trainer.optimizers for state in opt.state.values()]
+        gradients = [param.grad for param in parameters if param.grad is not None]
         alive = [parameters, list(pl_module.buffers()), gradients, states, batch]
         self._meter.mark(alive, beside=_bucket_bytes(trainer))
         self._gradients_seen = 0
@@ -153,22 +158,12 @@ class RematCallback(pl.Callback):
             logger.log_metrics(metrics, step=trainer.global_step)
         rank_zero_info(f"RematCallback: {self._summary()}")
 
-    @override
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._restore()
-
-    @override
-    def on_exception(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
-    ) -> None:
-        self._restore()
-
     def _refuse_if_unplanned(self, module: pl.LightningModule) -> None:
         """Raise if a step has made gradients without a plan: the budget would mean nothing."""
-        if self.reports or all(one.grad is None for one in module.parameters()):
+        if self.reports or all(param.grad is None for param in module.parameters()):
             return
         graphs = [] if self._steps is None else self._steps.steps["training_step"].graphs
-        if any(one.executor == "eager" for one in graphs):
+        if any(graph.executor == "eager" for graph in graphs):
             return  # unit scaling has measured this step while it ran; the next one is planned
         breaks = [] if self._steps is None else self._steps.graph_breaks
         reasons = (
@@ -186,12 +181,17 @@ class RematCallback(pl.Callback):
         if self._has_warned or not breaks:
             return
         self._has_warned = True
-        places = dict.fromkeys(one.rsplit(" at ", 1)[-1] for one in breaks)
+        lines = dict.fromkeys(reason.rsplit(" at ", 1)[-1] for reason in breaks)
+        count = len(self.reports)
+        parts = (
+            f"{count} parts, so budget={self.budget!r} holds for each of them"
+            if count != 1
+            else f"pieces, so budget={self.budget!r} holds for the only one that trains"
+        )
         rank_zero_warn(
-            f"RematCallback: training_step is captured in {len(self.reports)} parts, so "
-            f"budget={self.budget!r} holds for each of them; it breaks at {', '.join(places)}. "
-            "Expected a step that is captured whole; keep printing, .item() and shapes that depend "
-            "on values out of it."
+            f"RematCallback: training_step is captured in {parts}; it breaks at "
+            f"{', '.join(lines)}. Expected a step that is captured whole; keep printing, .item() "
+            "and shapes that depend on values out of it."
         )
 
     def _summary(self) -> str:
@@ -201,11 +201,12 @@ class RematCallback(pl.Callback):
         text = f"predicted peak {format_bytes(predicted)}"
         if measured is None:
             return f"{text}, not measured: the run had too few steps"
-        if any(one.sizes for one in self.reports):
+        if any(report.sizes for report in self.reports):
             return f"{text} for the sizes planned for, measured {format_bytes(measured)} for others"
         error = 100 * (predicted / measured - 1)
         return f"{text}, measured {format_bytes(measured)} ({error:+.1f} %)"
 
+    @override
     def _restore(self) -> None:
         if self._steps is None:
             return
@@ -223,7 +224,13 @@ class RematCallback(pl.Callback):
 def step_partitioner(
     trainer: pl.Trainer, module: pl.LightningModule, budget: Budget
 ) -> StepPartitioner:
-    """The partitioner of a LightningModule's steps: counts what its Trainer keeps in memory."""
+    """The partitioner of a LightningModule's steps: counts what its Trainer keeps in memory.
+
+    Args:
+        trainer: The Trainer, referred to weakly.
+        module: Its module.
+        budget: As of :class:`RematCallback`.
+    """
     weak_trainer = weakref.ref(trainer)
 
     def around() -> tuple[int, int]:

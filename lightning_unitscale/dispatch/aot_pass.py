@@ -6,21 +6,25 @@ rewritten within that compilation, in the forward and the backward graph of AOTA
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, fx
 
+from lightning_unitscale.dispatch.calls import Sources, slot_of
 from lightning_unitscale.dispatch.compiled_graphs import GRAPHS, CompiledGraph, CompiledProduct
-from lightning_unitscale.dispatch.inductor_internals import GraphPass, compile_id, fake_mode_of
-from lightning_unitscale.dispatch.products import RULES, UNREACHED, ProductRule
-from lightning_unitscale.dispatch.session import FLOATS, ProductSession
-from lightning_unitscale.dispatch.sites import FORWARD, Site
-from lightning_unitscale.dispatch.threads import LOCAL
+from lightning_unitscale.dispatch.execute import ProductRule, are_real
+from lightning_unitscale.dispatch.products import RULES
+from lightning_unitscale.dispatch.session import LOCAL, ProductSession
+from lightning_unitscale.dispatch.torch_internals import GraphPass, compile_id, fake_mode_of
+from lightning_unitscale.dispatch.units import FORWARD, Site
+from lightning_unitscale.dispatch.unreached import UNREACHED
 
 _ATEN = torch.ops.aten
 _OURS = torch.ops.lightning_unitscale
@@ -52,10 +56,6 @@ _SAME = _ARRANGED | {
 }
 
 
-# A site, with what another session needs to find its own.
-_Claimed = tuple[Site, tuple[str, tuple[str, ...], str, int]]
-
-
 class _Forward:
     """What the backward graph of a compilation needs to know of its forward graph."""
 
@@ -63,9 +63,11 @@ class _Forward:
         self.session = session
         self.root = root
         # By the number of the autograd node: the site, and the names of its operands' nodes.
-        self.products: dict[int, list[tuple[_Claimed, list[set[str]]]]] = defaultdict(list)
+        self.products: dict[int, list[tuple[Site, list[set[str]]]]] = defaultdict(list)
 
 
+# By session and the name of a site, the number of the compiled frame that its product is in.
+_CLAIMS: WeakKeyDictionary[ProductSession, dict[str, int | None]] = WeakKeyDictionary()
 _FORWARDS: dict[tuple[int | None, int | None], _Forward] = {}
 _IDENTIFIED: dict[tuple[tuple[int | None, int | None], bool], _Rewriting] = {}
 
@@ -84,7 +86,8 @@ def _identify(graph: fx.Graph) -> None:
         _FORWARDS.pop(identity, None)
         if LOCAL.session is None:
             return
-        forward = _Forward(LOCAL.session, LOCAL.session.path_of() or "")
+        session = LOCAL.session
+        forward = _Forward(session, session.sites.forward_run().path)
         _FORWARDS[identity] = forward
     rewriting = _Rewriting(graph, forward, identity[0], is_backward=is_backward)
     rewriting.identify()
@@ -119,16 +122,16 @@ class _Identified:
     Attributes:
         name: Name of its node.
         operands: Names of the nodes that it reads.
-        claimed: Its site.
+        site: Which product of the step it is, or the backward product of.
         slot: ``"forward"``, or which gradient it makes.
         sources: For each operand which forward operand it is; ``None``: the arriving gradient.
     """
 
     name: str
     operands: tuple[str, ...]
-    claimed: _Claimed
+    site: Site
     slot: str
-    sources: tuple[int | None, ...]
+    sources: Sources
 
 
 class _Rewriting:
@@ -144,10 +147,9 @@ class _Rewriting:
         self._is_backward = is_backward
         self._compiled = CompiledGraph(forward.session)
         self._index = len(GRAPHS)
+        self._claims = _CLAIMS.setdefault(forward.session, {})
         self._taken: set[str] = set()
         self._visits: dict[int, int] = defaultdict(int)
-        self._starts: list[int] = []
-        self._num_factors = 0
         self._identified: list[_Identified] = []
         self._fake_mode: Any = None
 
@@ -155,7 +157,7 @@ class _Rewriting:
         """Find the site of every product."""
         for node in self._graph.nodes:
             rule = _RULES.get(str(node.target))
-            if rule is not None and self._is_real(rule, node):
+            if rule is not None and _is_real(rule, node):
                 self._identified.append(self._identify(rule, node))
 
     def run(self) -> None:
@@ -165,68 +167,60 @@ class _Rewriting:
             if node.op != "call_function":
                 continue
             name = str(node.target)
-            if (rule := _RULES.get(name)) is not None and self._is_real(rule, node):
-                found.append((rule, node, self._plan(rule, node)))
+            if (rule := _RULES.get(name)) is not None and _is_real(rule, node):
+                found.append((node, self._plan(rule, node)))
             elif (unreached := _UNREACHED.get(name)) is not None:
                 flops = unreached.flops(_examples(node.args), _examples(_value(node)))
                 self._compiled.unreached.append((self._path(node), unreached.reason, flops))
         if not found and not self._compiled.unreached:
             return
         GRAPHS.append(self._compiled)
-        device = next(
-            (_value(n).device for _, n, _ in found if isinstance(_value(n), Tensor)),
-            None,
-        )
-        if device is None and found:
-            device = _value(found[0][1].args[found[0][0].operands[0]]).device
+        device = torch.device("cpu")
+        if found:
+            node, product = found[0]
+            device = _value(product.rule.operands_in(node.args)[0]).device
         first = next(node for node in self._graph.nodes if node.op != "placeholder")
         values = [_value(node) for node in self._graph.nodes if "val" in node.meta]
         self._fake_mode = fake_mode_of(values)
         with self._graph.inserting_before(first):
-            where = device or torch.device("cpu")
-            self._factors = self._new(_OURS.compiled_factors.default, self._index, where)
-            self._order = self._new(_OURS.compiled_order.default, where) if found else None
-        for index, (rule, node, product) in enumerate(found):
-            self._rewrite(index, rule, node, product)
+            self._factors = self._new(_OURS.compiled_factors.default, self._index, device)
+            self._order = self._new(_OURS.compiled_order.default, device) if found else None
+        for index, (node, product) in enumerate(found):
+            self._rewrite(index, node, product)
 
     def _identify(self, rule: ProductRule, node: fx.Node) -> _Identified:
-        word, roles = rule.word(_examples(node.args))
+        word, roles = rule.name_in(_examples(node.args))
         number = node.meta.get("seq_nr")
         slot = FORWARD
-        sources: tuple[int | None, ...] = tuple(range(len(rule.operands)))
-        claimed: _Claimed | None = None
+        sources: Sources = tuple(range(len(rule.operands)))
+        site: Site | None = None
         if self._is_backward and node.meta.get("partitioner_tag") != "is_forward":
             known = self._forward.products.get(number) if number is not None else None
             if number is not None and known:
-                claimed, operands = known[0]
+                site, operands = known[0]
                 sources = self._sources(rule, node, operands, number)
-                slot = f"backward_{'_'.join('g' if k is None else str(k) for k in sources)}"
+                slot = slot_of(sources)
             else:
                 word += "@backward"
-        if claimed is None:
-            if rule.gradient is not None:
-                roles = ("gradient", *roles)
-            claimed = self._claim(word, roles, self._path(node))
+        if site is None:
+            site = self._claim(word, roles, self._path(node))
             if number is not None and not self._is_backward:
-                names = [_names(node.args[position]) for position in rule.operands]
-                self._forward.products[number].append((claimed, names))
-        return _Identified(node.name, _operands(rule, node), claimed, slot, sources)
+                names = [_names(operand) for operand in rule.operands_in(node.args)]
+                self._forward.products[number].append((site, names))
+        return _Identified(node.name, _operands(rule, node), site, slot, sources)
 
     def _plan(self, rule: ProductRule, node: fx.Node) -> CompiledProduct:
         identified = self._found(rule, node)
-        temperature = rule.temperature or (0,) * len(rule.operands)
         product = CompiledProduct(
-            *identified.claimed,
+            rule,
+            identified.site,
             identified.slot,
             identified.sources,
-            tuple(power != 0 for power in temperature),
-            rule.results,
             int(rule.flops(_examples(node.args), _examples(_value(node)))),
             _value(node.args[rule.operands[0]]).dtype,
+            self._compiled.num_factors,
         )
         self._compiled.products.append(product)
-        self._starts.append(self._num_factors)
-        self._num_factors += product.num_factors
         return product
 
     def _found(self, rule: ProductRule, node: fx.Node) -> _Identified:
@@ -250,10 +244,8 @@ class _Rewriting:
         self._identified.remove(best)
         return best
 
-    def _rewrite(
-        self, index: int, rule: ProductRule, node: fx.Node, product: CompiledProduct
-    ) -> None:
-        start = self._starts[index]
+    def _rewrite(self, index: int, node: fx.Node, product: CompiledProduct) -> None:
+        rule, start = product.rule, product.start
         addend, result = start + len(product.sources), start + len(product.sources) + 1
         with self._graph.inserting_before(node):
             args = list(node.args)
@@ -261,7 +253,7 @@ class _Rewriting:
             for offset, position in enumerate(rule.operands):
                 args[position] = self._scaled(args[position], start + offset)
                 looked.append(args[position])
-            for position in self._addends(rule, node):
+            for position in rule.addends_in(node.args):
                 args[position] = self._scaled(args[position], addend)
                 looked.append(args[position])
             for position, which in rule.follows:
@@ -313,21 +305,19 @@ class _Rewriting:
             node.meta["val"] = target(*values[0], **values[1])
         return node
 
-    def _claim(self, word: str, roles: tuple[str, ...], path: str) -> _Claimed:
+    def _claim(self, word: str, roles: tuple[str, ...], path: str) -> Site:
         """The site of a forward product; the same one when its frame is compiled again."""
-        index = 0
-        while True:
-            identity = (word, roles, path, index)
-            site = self._session.numbered_site(*identity)
-            owner = self._session.claims.setdefault(site.name, self._frame)
+        for index in itertools.count():
+            site = self._session.sites.numbered(word, roles, path, index)
+            owner = self._claims.setdefault(site.name, self._frame)
             if owner == self._frame and site.name not in self._taken:
-                self._taken.add(site.name)
-                return site, identity
-            index += 1
+                break
+        self._taken.add(site.name)
+        return site
 
     def _sources(
         self, rule: ProductRule, node: fx.Node, operands: list[set[str]], number: int
-    ) -> tuple[int | None, ...]:
+    ) -> Sources:
         """For each operand which forward operand it is; ``None``: the arriving gradient."""
         count = len(rule.operands)
         if rule.gradient is not None:
@@ -346,27 +336,18 @@ class _Rewriting:
     def _path(self, node: fx.Node) -> str:
         stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
         for key in reversed(list(stack)):
-            path = self._session.path_of(int(str(key).partition("@")[0]))
+            path = self._session.sites.path_of(int(str(key).partition("@")[0]))
             if path is not None:
                 return path
         return self._forward.root
 
-    def _addends(self, rule: ProductRule, node: fx.Node) -> list[int]:
-        return [
-            position
-            for position in rule.addends
-            if position < len(node.args) and node.args[position] is not None
-        ]
 
-    def _is_real(self, rule: ProductRule, node: fx.Node) -> bool:
-        operands = [node.args[position] for position in rule.operands]
-        return all(
-            isinstance(operand, fx.Node)
-            and isinstance(_value(operand), Tensor)
-            and _value(operand).dtype in FLOATS
-            and _value(operand).layout is torch.strided
-            for operand in operands
-        )
+def _is_real(rule: ProductRule, node: fx.Node) -> bool:
+    operands = rule.operands_in(node.args)
+    if not all(isinstance(operand, fx.Node) for operand in operands):
+        return False
+    values = [_value(operand) for operand in operands]
+    return all(isinstance(value, Tensor) for value in values) and are_real(values)
 
 
 def _value(node: Any) -> Any:
@@ -374,7 +355,7 @@ def _value(node: Any) -> Any:
 
 
 def _operands(rule: ProductRule, node: fx.Node) -> tuple[str, ...]:
-    return tuple(str(node.args[position]) for position in rule.operands)
+    return tuple(map(str, rule.operands_in(node.args)))
 
 
 def _names(node: Any) -> set[str]:

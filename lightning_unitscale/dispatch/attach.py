@@ -2,61 +2,39 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import warnings
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Sequence
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
 
-from lightning_unitscale.dispatch.inductor_internals import is_compiled
+from lightning_unitscale.capture.steps import EVALUATION_STEPS
+from lightning_unitscale.dispatch.compiled_graphs import uncompiled
+from lightning_unitscale.dispatch.formats import Numerics
 from lightning_unitscale.dispatch.kernels import close_session, open_session
-from lightning_unitscale.dispatch.numerics import Numerics
-from lightning_unitscale.dispatch.session import ProductSession
-from lightning_unitscale.dispatch.threads import LOCAL
+from lightning_unitscale.dispatch.session import LOCAL, ProductSession
 from lightning_unitscale.dispatch.torch_internals import current_node
-
-
-class _Missing:
-    """Of a method that a module does not have by itself; the same in a copy."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Missing:
-        return self
-
-
-MISSING = _Missing()
+from lightning_unitscale.dispatch.units import Units
 
 
 class SessionMethod:
     """Stands in for one method of a module: the same call, with its products in the session.
 
     Args:
-        module: The module.
+        owner: The module's session, which is told of every call.
         name: Of the method.
-        session: Whose products they are.
-        is_training: Says whether a call is one of training.
+        method: The module's own.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        name: str,
-        session: ProductSession,
-        is_training: Callable[[], bool],
-    ) -> None:
-        self._method = getattr(module, name)
-        self._session = session
-        self._is_training = is_training
-        self._has_warned = False
-        self.before_call: Callable[[], None] | None = None
-        self.after_call: Callable[[Any], None] | None = None
-        functools.update_wrapper(self, self._method)
+    def __init__(self, owner: AttachedSession, name: str, method: Any) -> None:
+        self._owner = owner
+        self._name = name
+        self._method = method
+        functools.update_wrapper(self, method)
         # Lightning reads parameters one wrapping down: where a decorator of the user's leads.
-        self.__wrapped__ = getattr(self._method, "__wrapped__", self._method)
+        self.__wrapped__ = getattr(method, "__wrapped__", method)
 
     @property
     def __code__(self) -> Any:
@@ -66,7 +44,7 @@ class SessionMethod:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the method."""
         if torch.compiler.is_compiling():
-            if self._session.numerics is None or torch.compiler.is_exporting():
+            if not self._owner.session.numerics or torch.compiler.is_exporting():
                 return self._method(*args, **kwargs)
             # What the compiler made of it would not be rounded.
             return torch.compiler.disable(self.run)(*args, **kwargs)
@@ -74,51 +52,23 @@ class SessionMethod:
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Run the method within the session, if it is not within it already."""
-        if LOCAL.session is self._session:
+        owner, session = self._owner, self._owner.session
+        if LOCAL.session is session:
             return self._method(*args, **kwargs)
-        if self.before_call is not None:
-            self.before_call()
+        owner.before_call()
         # Within a checkpoint that is computed again it is the same step of training.
         is_new = current_node() is None
-        self._session.begin_step(is_training=is_new and self._is_training())
-        with self._session.running(), self._uncompiled():
+        session.begin_step(is_training=is_new and owner.is_training(self._name))
+        with session.running(), uncompiled(session):
             result = self._method(*args, **kwargs)
-        if self.after_call is not None:
-            self.after_call(result)
+        owner.after_call(result)
         return result
 
-    def _uncompiled(self) -> AbstractContextManager[Any]:
-        """Formats round at the dispatcher only, so what the user compiled runs as it was written.
-
-        A context for the step, which does nothing where nothing is rounded or compiled.
-        """
-        module = self._session.module
-        if self._session.numerics is None or module is None or not is_compiled(module):
-            return contextlib.nullcontext()
-        if not self._has_warned:
-            self._has_warned = True
-            warnings.warn(
-                f"{type(module).__name__} has parts that were compiled by "
-                "torch.compile: formats are rounded in uncompiled steps only, so they run "
-                "uncompiled; leave out torch.compile, or let UnitScaleCallback(compile=True) "
-                "compile the steps.",
-                stacklevel=3,
-            )
-        return torch.compiler.set_stance("force_eager")
-
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """The copied module's own method: a copy made in the middle of a training is plain."""
-        method = self._method
-        if isinstance(method, MethodType):
-            owner = memo.get(id(method.__self__), method.__self__)
-            return MethodType(method.__func__, owner)
-        return method
+        return self._owner.copied_method(self._method, memo)
 
     def __reduce__(self) -> Any:
-        method = self._method
-        if isinstance(method, MethodType):
-            return getattr, (method.__self__, method.__name__)
-        return super().__reduce__()
+        return self._owner.reduced_method(self._method)
 
 
 class AttachedSession:
@@ -127,9 +77,8 @@ class AttachedSession:
     Args:
         module: The module.
         names: Methods that are steps.
-        numerics: What rounds products, if anything does.
-        is_training: By the method's name, whether a call is one of training.
-        uses_units: Whether products run in units.
+        units: The units in force; none by default.
+        numerics: What rounds products, by precedence.
 
     Attributes:
         session: The session.
@@ -140,25 +89,42 @@ class AttachedSession:
         self,
         module: nn.Module,
         names: Iterable[str],
-        numerics: Numerics | None = None,
-        is_training: Callable[[str], bool] = lambda _: True,
-        *,
-        uses_units: bool = True,
+        units: Units | None = None,
+        numerics: Sequence[Numerics] = (),
     ) -> None:
         self.session = ProductSession(
-            module, SessionMethod.run.__code__, numerics, uses_units=uses_units
+            module, SessionMethod.run.__code__, units or Units(), numerics
         )
         self._module = module
         self._before: dict[str, Any] = {}
         self.methods: dict[str, SessionMethod] = {}
-        open_session(self.session, _device_types())
+        open_session(self.session)
         for name in names:
-            self._before[name] = vars(module).get(name, MISSING)
-            method = self._method(name, functools.partial(is_training, name))
+            self._before[name] = vars(module).get(name)
+            method = SessionMethod(self, name, getattr(module, name))
             self.methods[name] = vars(module)[name] = method
 
-    def _method(self, name: str, is_training: Callable[[], bool]) -> SessionMethod:
-        return SessionMethod(self._module, name, self.session, is_training)
+    def is_training(self, name: str) -> bool:
+        """Whether a call of a method is one of training."""
+        return name not in EVALUATION_STEPS
+
+    def before_call(self) -> None:
+        """A step is about to begin."""
+
+    def after_call(self, result: Any) -> None:
+        """A step has returned."""
+
+    def copied_method(self, method: Any, memo: dict[int, Any]) -> Any:
+        """The copied module's own method: a copy made in the middle of a training is plain."""
+        if isinstance(method, MethodType):
+            return MethodType(method.__func__, memo.get(id(method.__self__), method.__self__))
+        return method
+
+    def reduced_method(self, method: Any) -> Any:
+        """What a pickled module has in a method's place: its own."""
+        if isinstance(method, MethodType):
+            return getattr, (method.__self__, method.__name__)
+        return functools.partial, (method,)
 
     def detach(self) -> None:
         """Put the methods and torch's kernels back. May be called more than once."""
@@ -167,11 +133,6 @@ class AttachedSession:
             # Whoever has put something over it since takes it away himself.
             if vars(self._module).get(name) is self.methods[name]:
                 del vars(self._module)[name]
-                if before is not MISSING:
+                if before is not None:
                     vars(self._module)[name] = before
         self._before = {}
-
-
-def _device_types() -> set[str]:
-    """Kinds of devices that a module may run on."""
-    return {"cpu", "cuda"} if torch.cuda.is_available() else {"cpu"}

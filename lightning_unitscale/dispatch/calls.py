@@ -1,28 +1,39 @@
-"""Products that autograd has recorded, by which a backward product finds what it belongs to."""
+"""Products that autograd has recorded, and which of their operands a backward product reads."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
+import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
+import torch
 from torch import Tensor
 
-from lightning_unitscale.dispatch.products import ProductRule
-from lightning_unitscale.dispatch.sites import Site
+from lightning_unitscale.dispatch.execute import Product, ProductRule
+from lightning_unitscale.dispatch.products import is_turned
+from lightning_unitscale.dispatch.tensors import Extent
+from lightning_unitscale.dispatch.torch_internals import last_sequence_number, saves_elsewhere
+from lightning_unitscale.dispatch.units import Site
 
-if TYPE_CHECKING:
-    from lightning_unitscale.dispatch.session import ProductSession
+# For each operand of a product which forward operand it is; ``None``: the arriving gradient.
+Sources = tuple[int | None, ...]
+
+
+@functools.cache
+def slot_of(sources: Sources) -> str:
+    """Which backward product it is that reads these."""
+    return f"backward_{'_'.join('g' if k is None else str(k) for k in sources)}"
 
 
 @dataclass(slots=True)
 class Call:
     """A product that autograd has recorded: what its backward products need to know."""
 
-    # Weak: whoever still waits for a backward pass keeps the session, not this table.
-    session: weakref.ref[ProductSession]
     site: Site
     # By the address of each operand's data, which of the operands it is.
     pointers: dict[int, int]
@@ -34,28 +45,69 @@ class Call:
     needs: tuple[int, ...] = ()
     turned: tuple[bool, ...] = (False, False)
     # What was measured of the operands, and of the arriving gradient.
-    stats: tuple[Tensor, ...] = ()
-    gradient_stats: Tensor | None = None
+    extents: tuple[Extent, ...] = ()
+    gradient_extent: Extent | None = None
     num_visits: int = 0
 
 
-# By the number of the autograd node.
-CALLS: dict[int, Call] = {}
+# By the number of an autograd node, the product that it was made for, and whose that is: weakly,
+# since whoever still waits for a backward pass keeps the session, not this table.
+CALLS: dict[int, tuple[weakref.ref[Any], Call]] = {}
 # Forward products whose backward pass may still come; each is a few numbers.
 _MAX_CALLS = 2**16
 
 
-def remember(number: int, call: Call) -> None:
-    """Keep a call for the backward products of an autograd node."""
+def remember(
+    session: weakref.ref[Any],
+    product: Product,
+    site: Site,
+    operands: Sequence[Tensor],
+    extents: tuple[Extent, ...],
+    step: int,
+) -> None:
+    """Keep what backward products need of a product that is about to run.
+
+    Args:
+        session: Whose it is.
+        product: The product.
+        site: Of which its backward products are.
+        operands: What it reads.
+        extents: What was measured of them, if they were.
+        step: The training step.
+    """
+    number = last_sequence_number()
+    if not torch.is_grad_enabled():
+        # Within the forward of an autograd function the node is that of the function.
+        if number in CALLS:
+            return
+    elif not any(tensor.requires_grad for tensor in operands):
+        return
+    moves = saves_elsewhere()
+    pointers = {
+        tensor.data_ptr(): index
+        for index, tensor in enumerate(operands)
+        if not moves or (tensor if tensor._base is None else tensor._base).is_leaf
+    }
     if len(CALLS) >= _MAX_CALLS:
         for old in list(CALLS)[: _MAX_CALLS // 2]:
             del CALLS[old]
-    CALLS[number] = call
+    call = Call(
+        site,
+        pointers,
+        tuple(tuple(tensor.shape) for tensor in operands),
+        product.log2_units,
+        product.is_gradient,
+        step,
+        tuple(index for index in product.rule.backward_order if operands[index].requires_grad),
+        tuple(is_turned(tensor) for tensor in operands),
+        extents,
+    )
+    CALLS[number] = (session, call)
 
 
-def forget(session: weakref.ref[ProductSession]) -> None:
+def forget(session: weakref.ref[Any]) -> None:
     """Forget the calls of a session: backward passes that are still to come run plain."""
-    for number in [number for number, call in list(CALLS.items()) if call.session is session]:
+    for number in [number for number, (whose, _) in list(CALLS.items()) if whose is session]:
         CALLS.pop(number, None)
 
 
@@ -68,7 +120,7 @@ def may_belong_to(rule: ProductRule, call: Call) -> bool:
     return num_saved <= len(call.shapes)
 
 
-def sources_of(rule: ProductRule, call: Call, operands: Sequence[Tensor]) -> tuple[int | None, ...]:
+def sources_of(rule: ProductRule, call: Call, operands: Sequence[Tensor]) -> Sources:
     """For each operand of a backward product which forward operand it is; ``None``: the gradient.
 
     Shapes tell, and between equal ones the address of the data, unless what was saved for the
@@ -95,14 +147,14 @@ def sources_of(rule: ProductRule, call: Call, operands: Sequence[Tensor]) -> tup
     return pair if pair in candidates else (preferred or candidates)[0]
 
 
-def _sources_by_shape(call: Call, operands: Sequence[Tensor]) -> list[tuple[int | None, ...]]:
+def _sources_by_shape(call: Call, operands: Sequence[Tensor]) -> list[Sources]:
     """What two matrices may be: the gradient and an operand, in either order, turned or not."""
     if len(operands) != 2 or len(call.shapes) != 2:
         return []
     first, second = (shape[-2:] for shape in call.shapes)
     a, b = (tuple(tensor.shape[-2:]) for tensor in operands)
     result = (*first[:-1], *second[1:])
-    possible: dict[tuple[int | None, ...], bool] = {
+    possible: dict[Sources, bool] = {
         (None, 1): a == result and b == second[::-1],
         (1, None): a == second and b == result[::-1],
         (0, None): a == first[::-1] and b == result,
@@ -111,7 +163,7 @@ def _sources_by_shape(call: Call, operands: Sequence[Tensor]) -> list[tuple[int 
     return [sources for sources, fits in possible.items() if fits]
 
 
-def _order_of(index: int, turned: tuple[bool, ...]) -> tuple[int | None, ...]:
+def _order_of(index: int, turned: tuple[bool, ...]) -> Sources:
     """What autograd multiplies for the gradient of an operand of ``mm``, in its order.
 
     ``g b^T`` for the first and ``a^T g`` for the second, unless the operand is columns after
@@ -120,3 +172,44 @@ def _order_of(index: int, turned: tuple[bool, ...]) -> tuple[int | None, ...]:
     if index == 0:
         return (1, None) if turned[0] else (None, 1)
     return (None, 0) if turned[1] else (0, None)
+
+
+@dataclass(frozen=True)
+class RanProduct:
+    """A product that has just run, for whoever shows tensors in the units that they are stored in.
+
+    Attributes:
+        name: Name of the product in the gauge.
+        storages: ``untyped_storage().data_ptr()`` of each operand.
+        log2_sigmas: What each operand was divided by, as an exponent of two.
+        log2_gamma: What the gradient that arrives at the product is divided by.
+    """
+
+    name: str
+    storages: tuple[int, ...]
+    log2_sigmas: tuple[int, ...]
+    log2_gamma: int
+
+
+class _Watched(threading.local):
+    products: list[RanProduct] | None = None
+
+
+_WATCHED = _Watched()
+
+
+@contextlib.contextmanager
+def watching() -> Iterator[list[RanProduct]]:
+    """Within this context the forward products of this thread are listed as they run."""
+    previous, _WATCHED.products = _WATCHED.products, []
+    try:
+        yield _WATCHED.products
+    finally:
+        _WATCHED.products = previous
+
+
+def show(site: Site, operands: Sequence[Tensor], units: tuple[int, ...]) -> None:
+    """List a forward product, if somebody watches."""
+    if _WATCHED.products is not None:
+        storages = tuple(tensor.untyped_storage().data_ptr() for tensor in operands)
+        _WATCHED.products.append(RanProduct(site.name, storages, units, site.log2_gamma or 0))

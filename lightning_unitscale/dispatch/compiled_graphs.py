@@ -6,21 +6,26 @@ the graph whenever it runs: Inductor cannot fold it, and new units compile nothi
 
 from __future__ import annotations
 
+import contextlib
+import warnings
 import weakref
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from types import CodeType, FrameType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_unitscale.dispatch.coverage import Kind
-from lightning_unitscale.dispatch.inductor_internals import codes, frame_of
-from lightning_unitscale.dispatch.products import Coefficients
-from lightning_unitscale.dispatch.scaling import smallest_and_rms
-from lightning_unitscale.dispatch.session import ProductSession
-from lightning_unitscale.dispatch.sites import Site
-from lightning_unitscale.dispatch.threads import LOCAL
-from lightning_unitscale.dispatch.torch_internals import ENGINE, MODULE_CALL
+from lightning_unitscale.dispatch.calls import Sources
+from lightning_unitscale.dispatch.coverage import CoverageCounter, Kind
+from lightning_unitscale.dispatch.execute import ProductRule, combined
+from lightning_unitscale.dispatch.session import LOCAL, ProductSession
+from lightning_unitscale.dispatch.sites import frames
+from lightning_unitscale.dispatch.tensors import Extent, smallest_and_rms
+from lightning_unitscale.dispatch.torch_internals import MODULE_CALL, codes, is_compiled
+from lightning_unitscale.dispatch.units import MeasuredProduct, Site
 
 # Beyond it a factor, or its inverse, is no normal number of FP32, in which it is held.
 _LARGEST = 126
@@ -40,37 +45,27 @@ class CompiledProduct:
     """A product of a compiled graph.
 
     Attributes:
+        rule: Its operator.
         site: Which product of the step it is, or the backward product of.
-        identity: Its word, roles, module and occurrence, by which another session knows it.
         slot: ``"forward"``, or which gradient it makes.
         sources: For each operand which forward operand it is; ``None``: the arriving gradient.
-        is_fixed: Which operands have no units: the temperature of attention is a Python number.
-        results: Coefficients of each result.
         flops: Its floating-point operations.
         dtype: Type of its operands.
-        reason: Why it runs plain whatever its units are; empty where it does not.
+        start: Where its factors begin among those of the graph.
     """
 
+    rule: ProductRule
     site: Site
-    identity: tuple[str, tuple[str, ...], str, int]
     slot: str
-    sources: tuple[int | None, ...]
-    is_fixed: tuple[bool, ...]
-    results: tuple[Coefficients, ...]
+    sources: Sources
     flops: int
     dtype: torch.dtype
-    reason: str = ""
+    start: int
 
     @property
     def num_factors(self) -> int:
         """One for each operand, one for addends, one for each result."""
-        return len(self.sources) + 1 + len(self.results)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names of the operands in the gauge; that of the product for a gradient."""
-        site = self.site
-        return tuple(site.name if k is None else site.operand_names[k] for k in self.sources)
+        return len(self.sources) + 1 + len(self.rule.results)
 
     def known(self) -> tuple[int | None, ...]:
         """Exponents of the units of its operands, ``None`` where nobody has measured."""
@@ -80,15 +75,15 @@ class CompiledProduct:
 
     def units(self) -> tuple[int, ...]:
         """Exponents of what its operands are divided by, unless it runs plain."""
-        return tuple(
-            0 if is_fixed else unit or 0
-            for unit, is_fixed in zip(self.known(), self.is_fixed, strict=True)
-        )
+        # The temperature of an attention is a Python number in the graph: what it takes stays.
+        temperature = self.rule.temperature or (0,) * len(self.sources)
+        pairs = zip(self.known(), temperature, strict=True)
+        return tuple(0 if power else unit or 0 for unit, power in pairs)
 
     def why_plain(self) -> str:
         """Why it runs plain in the units in force; empty where it does not."""
-        if self.reason or (reason := self.site.plain.get(self.slot, "")):
-            return self.reason or reason
+        if reason := self.site.plain.get(self.slot, ""):
+            return reason
         if any(abs(exponent) > _LARGEST for exponent in self._exponents()):
             return f"units that make 2**{_LARGEST} together, in a compiled graph"
         return ""
@@ -99,10 +94,7 @@ class CompiledProduct:
 
     def _exponents(self) -> list[int]:
         units = self.units()
-        results = [
-            sum(power * unit for power, unit in zip(coefficients, units, strict=True))
-            for coefficients in (row or (0,) * len(units) for row in self.results)
-        ]
+        results = [combined(row, units) if row else 0 for row in self.rule.results]
         return [*(-unit for unit in units), -sum(units), *results]
 
 
@@ -121,21 +113,27 @@ class CompiledGraph:
         self.products: list[CompiledProduct] = []
         self.unreached: list[tuple[str, str, int]] = []
         self._session: ProductSession | None = session
-        module = session.module
+        module = session.sites.module
         assert module is not None, "it is running"
         self._module: weakref.ref[nn.Module] = weakref.ref(module)
         self._exponents: list[int] = []
         self._tensors: dict[torch.device, Tensor] = {}
         self._is_known = False
 
+    @property
+    def num_factors(self) -> int:
+        """Of all products."""
+        return sum(product.num_factors for product in self.products)
+
     def session(self) -> ProductSession | None:
         """Whose products they are now; ``None`` once the session has closed."""
         current = LOCAL.session
         is_new = current is not None and current is not self._session
-        if current is not None and is_new and current.module is self._module():
+        if current is not None and is_new and current.sites.module is self._module():
             # Compiled in an earlier run of the same module's.
             for product in self.products:
-                product.site = current.numbered_site(*product.identity)
+                old = product.site
+                product.site = current.sites.numbered(old.word, old.roles, old.module, old.index)
             self._session = current
         if self._session is not None and not self._session.is_open:
             self._session = None
@@ -145,10 +143,11 @@ class CompiledGraph:
         """All factors of the graph, FP32 of shape ``(factors,)``: 1 where there is no session."""
         session = self.session()
         if session is None:
-            exponents = [0] * sum(product.num_factors for product in self.products)
+            exponents = [0] * self.num_factors
         else:
             exponents = [e for product in self.products for e in product.exponents()]
-            self._count(session)
+            if session.counter is not None:
+                self._count(session.counter)
         if exponents != self._exponents:
             self._exponents = exponents
             self._tensors = {}
@@ -166,26 +165,34 @@ class CompiledGraph:
         if session is None:
             return
         known = product.known()
-        if None not in known and not session.is_looking:
+        if None not in known and not session.units.is_looking:
             return
         units = (0,) * len(known) if product.why_plain() else product.units()
         count, common = len(units), sum(units)
-        stats = [
-            smallest_and_rms(tensor) * 2.0**unit
-            for tensor, unit in zip(tensors[:count], units, strict=True)
-        ]
-        added = tuple(smallest_and_rms(tensor) * 2.0**common for tensor in tensors[count:])
-        session.measurements.add(
-            product.site, product.slot, product.names, tuple(stats), added, known, product.dtype
+        extents = tuple(
+            Extent(row=smallest_and_rms(tensor) * 2.0**unit)
+            for tensor, unit in zip(tensors, (*units, *[common] * len(tensors)), strict=False)
+        )
+        session.units.note(
+            MeasuredProduct(
+                product.site,
+                product.slot,
+                product.site.names_of(product.sources),
+                extents[:count],
+                extents[count:],
+                product.dtype,
+                known,
+            ),
+            takes_units=False,
         )
 
-    def _count(self, session: ProductSession) -> None:
+    def _count(self, counter: CoverageCounter) -> None:
         for product in self.products:
             reason = product.why_plain()
             kind: Kind = "plain" if reason else "units"
-            session.add_counted(product.site.module, kind, reason, product.flops)
+            counter.add(product.site.module, kind, reason, product.flops)
         for module, reason, flops in self.unreached:
-            session.add_counted(module, "plain", reason, flops)
+            counter.add(module, "plain", reason, flops)
 
 
 GRAPHS: list[CompiledGraph] = []
@@ -193,13 +200,17 @@ GRAPHS: list[CompiledGraph] = []
 _OURS: weakref.WeakValueDictionary[int, object] = weakref.WeakValueDictionary()
 
 
+# Callers whose products are not to be met again: a graph of ours has its units.
+OWN_CALLERS = ("ours", "compiler")
+# Sessions whose modules were said to run uncompiled.
+_TOLD: weakref.WeakSet[ProductSession] = weakref.WeakSet()
+
+
 def caller() -> str | None:
     """Who of Inductor calls a kernel: ``"ours"``, ``"another"`` graph, or ``"compiler"``."""
     found = codes()
-    if found is None:
-        return None
-    frame = frame_of(3, (*found, MODULE_CALL, ENGINE))
-    if frame is None or frame.f_code not in found:
+    frame = None if found is None else _calling_frame(found)
+    if found is None or frame is None:
         return None
     if frame.f_code is found[1]:
         return "compiler"
@@ -208,10 +219,37 @@ def caller() -> str | None:
 
 def _mark_caller() -> None:
     found = codes()
-    frame = None if found is None else frame_of(3, (found[0], MODULE_CALL, ENGINE))
-    if found is not None and frame is not None and frame.f_code is found[0]:
+    frame = None if found is None else _calling_frame(found[:1])
+    if frame is not None:
         graph = frame.f_locals["self"]
         _OURS[id(graph)] = graph
+
+
+def _calling_frame(codes: tuple[CodeType, ...]) -> FrameType | None:
+    """The innermost frame that runs one of these codes, unless a module is called before it."""
+    for frame in frames():
+        if frame.f_code in codes or frame.f_code is MODULE_CALL:
+            return None if frame.f_code is MODULE_CALL else frame
+    return None
+
+
+def uncompiled(session: ProductSession) -> AbstractContextManager[Any]:
+    """Formats round at the dispatcher only, so what the user compiled runs as it was written.
+
+    A context for a step, which does nothing where nothing is rounded or compiled.
+    """
+    module = session.sites.module
+    if not session.numerics or module is None or not is_compiled(module):
+        return contextlib.nullcontext()
+    if session not in _TOLD:
+        _TOLD.add(session)
+        warnings.warn(
+            f"{type(module).__name__} has parts that were compiled by torch.compile: formats are "
+            "rounded in uncompiled steps only, so they run uncompiled; leave out torch.compile, or "
+            "let UnitScaleCallback(compile=True) compile the steps.",
+            stacklevel=4,
+        )
+    return torch.compiler.set_stance("force_eager")
 
 
 @torch.library.impl(_LIBRARY, "compiled_factors", "CompositeExplicitAutograd")
@@ -231,8 +269,7 @@ def _look(operands: Sequence[Tensor], order: Tensor, graph: int, product: int) -
 
 @torch.library.register_fake("lightning_unitscale::compiled_factors", lib=_LIBRARY)
 def _fake_factors(graph: int, device: torch.device) -> Tensor:
-    count = sum(product.num_factors for product in GRAPHS[graph].products)
-    return torch.empty(count, device=device)
+    return torch.empty(GRAPHS[graph].num_factors, device=device)
 
 
 @torch.library.register_fake("lightning_unitscale::compiled_order", lib=_LIBRARY)

@@ -10,6 +10,8 @@ from typing import Literal
 from tabulate import tabulate
 
 Kind = Literal["units", "format", "plain", "left out"]
+# The products of a site that run plain, with reasons, and which of them it is.
+PlainProduct = tuple[Mapping[str, str], str]
 # Below this share of a step's floating-point operations a user is warned.
 ENOUGH = 0.9
 _NAMED = 5
@@ -126,20 +128,11 @@ class Coverage:
         return tabulate(rows, headers=("module", "products", "FLOPs", "run in", "why"))
 
 
-@dataclass(slots=True)
-class _Counted:
-    module: str
-    kind: Kind
-    reason: str
-    flops: int
-    plain: tuple[Mapping[str, str], str] | None
-
-
 class CoverageCounter:
     """Counts products while a step runs."""
 
     def __init__(self) -> None:
-        self._counted: list[_Counted] = []
+        self._counted: list[tuple[str, Kind, str, int, PlainProduct | None]] = []
 
     def add(
         self,
@@ -147,7 +140,7 @@ class CoverageCounter:
         kind: Kind,
         reason: str,
         flops: int,
-        plain: tuple[Mapping[str, str], str] | None = None,
+        plain: PlainProduct | None = None,
     ) -> None:
         """Count one product.
 
@@ -159,7 +152,7 @@ class CoverageCounter:
             plain: The products of its site that run plain, and which of them it is: whether one in
                 units will be plain from now on is known after the first step.
         """
-        self._counted.append(_Counted(module, kind, reason, flops, plain))
+        self._counted.append((module, kind, reason, flops, plain))
 
     def result(self, *, has_units: bool = True) -> Coverage:
         """What was counted, as it runs from now on.
@@ -168,14 +161,12 @@ class CoverageCounter:
             has_units: Whether products run in units, rather than only rounded.
         """
         joint: dict[tuple[str, Kind, str], list[int]] = {}
-        for product in self._counted:
-            kind, reason = product.kind, product.reason
-            if kind == "units" and product.plain is not None:
-                reason = product.plain[0].get(product.plain[1], "")
-                kind = "plain" if reason else "units"
-            entry = joint.setdefault((product.module, kind, reason), [0, 0])
+        for module, kind, reason, flops, plain in self._counted:
+            if kind == "units" and plain is not None and (reason := plain[0].get(plain[1], "")):
+                kind = "plain"
+            entry = joint.setdefault((module, kind, reason), [0, 0])
             entry[0] += 1
-            entry[1] += product.flops
+            entry[1] += flops
         counts = tuple(ProductCount(*key, *entry) for key, entry in joint.items())
         return Coverage(counts, has_units)
 

@@ -3,19 +3,79 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_unitscale.dispatch.products import ProductRule
-from lightning_unitscale.dispatch.scaling import scale_in_place, scaled_copy, shared_copy
-from lightning_unitscale.dispatch.sites import Site
+from lightning_unitscale.dispatch.tensors import scale_in_place, scaled_copy, shared_copy
 from lightning_unitscale.dispatch.torch_internals import Kernel
+from lightning_unitscale.dispatch.units import Site
 
 _HAS_MKL = torch.backends.mkl.is_available()
+Arguments = Sequence[Any]
+# For one result, the power to which each operand's unit enters it; ``None``: none of them does.
+Coefficients = tuple[int, ...] | None
+# What a person calls a call, and the roles of its operands.
+Word = Callable[[Arguments], tuple[str, tuple[str, ...]]]
+_FLOATS = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16})
+
+
+@dataclass(frozen=True)
+class ProductRule:
+    """How one aten operator multiplies.
+
+    Attributes:
+        operator: Its name in ``torch.ops.aten``.
+        operands: Positions of the arguments in which it is linear.
+        results: The coefficients of each result.
+        word: What a person calls the operation, and the roles of its operands, from the arguments.
+        addends: Positions of arguments that are added to the first result.
+        follows: Arguments that are stored in the units of an operand: position and which operand.
+        temperature: Coefficients of the ``scale`` argument of an attention.
+        gradient: Which operand is an arriving gradient, for an operator that is always a backward
+            one.
+        with_factor: The function of torch that multiplies the product by a number, ``alpha``, and
+            adds it to its first argument; the operator itself, if it has that argument.
+        backward_order: The operands of a product of two in the order in which autograd computes
+            their gradients: that of the names that its derivatives are written with.
+        flops: Floating-point operations of a call.
+    """
+
+    operator: str
+    operands: tuple[int, ...]
+    results: tuple[Coefficients, ...]
+    word: Word
+    flops: Callable[[Arguments, Any], int]
+    addends: tuple[int, ...] = ()
+    follows: tuple[tuple[int, int], ...] = ()
+    temperature: tuple[int, ...] | None = None
+    gradient: int | None = None
+    with_factor: Callable[..., Tensor] | None = None
+    backward_order: tuple[int, ...] = (0, 1)
+
+    def name_in(self, args: Arguments) -> tuple[str, tuple[str, ...]]:
+        """What a person calls a call of it, and the roles of all of its operands."""
+        word, roles = self.word(args)
+        return word, roles if self.gradient is None else ("gradient", *roles)
+
+    def operands_in(self, args: Arguments) -> list[Any]:
+        """The operands among the arguments of a call."""
+        return [args[position] for position in self.operands]
+
+    def addends_in(self, args: Arguments) -> list[int]:
+        """Positions of the addends that a call has."""
+        return [at for at in self.addends if at < len(args) and args[at] is not None]
+
+
+def are_real(tensors: Sequence[Any]) -> bool:
+    """Whether all of these are dense tensors of floating-point numbers."""
+    for tensor in tensors:
+        if tensor is None or tensor.dtype not in _FLOATS or tensor.layout is not torch.strided:
+            return False
+    return True
 
 
 @dataclass(slots=True)
@@ -40,6 +100,10 @@ class Product:
     names: tuple[str, ...]
     step: int
 
+    def places(self) -> Iterator[tuple[int, int, bool, str]]:
+        """Position, unit, whether it is a gradient, and name of each operand."""
+        return zip(self.rule.operands, self.log2_units, self.is_gradient, self.names, strict=True)
+
 
 def run_in_units(
     product: Product, original: Kernel, args: list[Any], kwargs: dict[str, Any]
@@ -52,8 +116,7 @@ def run_in_units(
         args: Arguments, which may be changed.
         kwargs: Keyword arguments.
     """
-    places = zip(product.rule.operands, product.log2_units, product.is_gradient, strict=True)
-    for position, unit, is_gradient in places:
+    for position, unit, is_gradient, _ in product.places():
         if unit:
             # Two backward products in a row read one gradient.
             copy_of = shared_copy if is_gradient else scaled_copy
@@ -66,7 +129,7 @@ def run_scaled(product: Product, original: Kernel, args: list[Any], kwargs: dict
     rule, units = product.rule, product.log2_units
     common = sum(units)
     if common and rule.with_factor is not None and _takes_factor(args[rule.operands[0]]):
-        first, second = (args[position] for position in rule.operands)
+        first, second = rule.operands_in(args)
         if rule.addends:
             kwargs = {**kwargs, "alpha": kwargs.get("alpha", 1) * 2.0**common}
             return original(args[0], first, second, **kwargs)
@@ -74,21 +137,20 @@ def run_scaled(product: Product, original: Kernel, args: list[Any], kwargs: dict
         nothing = first.new_empty((1,) * first.dim())
         return rule.with_factor(nothing, first, second, beta=0, alpha=2.0**common)
     if common:
-        for position in rule.addends:
-            if position < len(args) and args[position] is not None:
-                args[position] = scaled_copy(args[position], -common)
+        for position in rule.addends_in(args):
+            args[position] = scaled_copy(args[position], -common)
     for position, index in rule.follows:
         if units[index]:
             args[position] = scaled_copy(args[position], -units[index])
     if rule.temperature is not None:
-        exponent = _combined(rule.temperature, units)
+        exponent = combined(rule.temperature, units)
         if exponent:
             kwargs = {**kwargs, "scale": _temperature(rule, args, kwargs) * 2.0**exponent}
     result = original(*args, **kwargs)
     results = result if isinstance(result, (tuple, list)) else (result,)
     for tensor, coefficients in zip(results, rule.results, strict=False):
         if tensor is not None and coefficients is not None:
-            scale_in_place(tensor, _combined(coefficients, units))
+            scale_in_place(tensor, combined(coefficients, units))
     return result
 
 
@@ -100,7 +162,8 @@ def _takes_factor(operand: Tensor) -> bool:
     return _HAS_MKL and operand.dtype is torch.float32 and operand.device.type == "cpu"
 
 
-def _combined(coefficients: tuple[int, ...], units: tuple[int, ...]) -> int:
+def combined(coefficients: tuple[int, ...], units: tuple[int, ...]) -> int:
+    """Exponent of the factor of a result: units of operands to the power of its coefficients."""
     return sum(power * unit for power, unit in zip(coefficients, units, strict=True))
 
 

@@ -1,49 +1,66 @@
-"""Linear layers in real FP8: their products are taken to the hardware's own kernel."""
+"""Linear layers in real FP8: the hardware's kernel, and FP8 operands kept for the backward pass.
+
+Below autograd a product cannot choose what is saved. So ``linear`` itself is overridden, above
+autograd, for layers whose units and formats were known before the step began: a checkpoint's second
+run of them has to save what the first one has saved.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_unitscale.dispatch.execute import Product
-from lightning_unitscale.dispatch.fp8_function import run_layer
-from lightning_unitscale.dispatch.simulate import grid_factor
-from lightning_unitscale.dispatch.sites import running_module
-from lightning_unitscale.functional.fp8_linear import GRADIENTS, OPERAND, to_fp8
-from lightning_unitscale.functional.scaled_product import MULTIPLE, scaled_product, why_no_fp8
-from lightning_unitscale.transforms.calibration import Direction, root_mean_square
-from lightning_unitscale.transforms.drift import HIGH, LOW
-from lightning_unitscale.transforms.range_loss import Misfits, Shares, misfits_among, stored_shares
+from lightning_unitscale.dispatch.execute import Product, ProductRule
+from lightning_unitscale.dispatch.formats import Numerics, SimulatedProducts, grid_factor
+from lightning_unitscale.dispatch.products import RULES
+from lightning_unitscale.dispatch.session import LOCAL, ProductSession
+from lightning_unitscale.dispatch.sites import frames
+from lightning_unitscale.dispatch.torch_internals import (
+    MODULE_CALL,
+    Kernel,
+    current_node,
+    has_subclass,
+)
+from lightning_unitscale.dispatch.units import Site
+from lightning_unitscale.functional.low_precision import (
+    GRADIENTS,
+    OPERAND,
+    fp8_linear,
+    scaled_product,
+    to_fp8,
+)
+from lightning_unitscale.graph.passes import GraphPass
+from lightning_unitscale.lossless.calibrate import root_mean_square
+from lightning_unitscale.lossless.drift import HIGH, LOW
+from lightning_unitscale.lossless.fp8_range import (
+    Direction,
+    Shares,
+    Unrepresentable,
+    stored_shares,
+    unrepresentable_among,
+)
+from lightning_unitscale.precision.fp8 import NO_LINEAR, FP8Linears
+from lightning_unitscale.precision.simulate import SimulateFormat
 
-if TYPE_CHECKING:
-    from lightning_unitscale.dispatch.products import ProductRule
-    from lightning_unitscale.dispatch.session import ProductSession
-    from lightning_unitscale.dispatch.sites import Site
-    from lightning_unitscale.dispatch.torch_internals import Kernel
-    from lightning_unitscale.transforms.fp8_linears import FP8Linears
-
-_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 _LINEAR = "linear"
+_ROLES = ("input", "weight")
+_MM = next(rule for rule in RULES if rule.operator == "mm")
 
 
-class FP8Products:
+class FP8Products(Numerics):
     """Runs linear layers, and both their gradients, in FP8 with the units of their operands.
 
     Args:
         config: What is left out, by name or by measurement, and the formats.
         measures_range: Whether what does not fit, by what :meth:`measure` sees, is left out.
-
-    Attributes:
-        is_training: Whether the steps that run now are those of training.
     """
 
-    def __init__(self, config: FP8Linears, *, measures_range: bool = True) -> None:
+    def __init__(self, config: FP8Linears, measures_range: bool) -> None:
         self._config = config
         self._measures_range = measures_range
-        self.is_training = True
         self._shares: list[tuple[Direction, str, Tensor]] = []
 
     @property
@@ -63,7 +80,7 @@ class FP8Products:
         return config.decisions[site.name] is None and rule.operator in ("mm", "addmm")
 
     def measure(self, product: Product, operands: Sequence[Tensor], *, is_first: bool) -> None:
-        """Find out what FP8 would lose of operands in their units; see :meth:`misfits`.
+        """Find out what FP8 would lose of operands in their units; see :meth:`fit`.
 
         At first sight it is decided at once: what does not fit is not to be cast even once.
         """
@@ -72,22 +89,34 @@ class FP8Products:
         if self._config.decisions.get(product.site.name) is not None:
             # It is not in FP8 anyway.
             return
-        for tensor, unit, name, is_gradient in zip(
-            operands, product.log2_units, product.names, product.is_gradient, strict=True
-        ):
+        for tensor, (_, unit, is_gradient, name) in zip(operands, product.places(), strict=True):
             direction: Direction = "backward" if is_gradient else "forward"
             stored = tensor.detach().float() * 2.0**-unit
             shares = stored_shares(stored, direction)
             row = torch.cat([root_mean_square(stored).to(shares.dtype)[None], shares])
             self._shares.append((direction, name, row))
         if is_first:
-            self.leave_out(self.misfits())
+            self._leave_out(self._unrepresentable())
 
-    def misfits(self) -> Misfits:
+    def fit(self, joint: Callable[[Unrepresentable], Unrepresentable]) -> Unrepresentable:
+        """Take out of FP8, or out of its finer format, what does not fit of what was measured."""
+        # What ranks have taken out by themselves in this step counts for all of them.
+        before, measured = self._config.unfit, self._unrepresentable()
+        self._leave_out(
+            joint(
+                Unrepresentable(
+                    {**before.products, **measured.products},
+                    {**before.gradients, **measured.gradients},
+                )
+            )
+        )
+        return self._config.unfit.without(before)
+
+    def _unrepresentable(self) -> Unrepresentable:
         """What does not fit of what was measured since the last call."""
         measured, self._shares = self._shares, []
         if not measured:
-            return Misfits()
+            return Unrepresentable()
         numbers = torch.stack([row for *_, row in measured]).tolist()
         found: list[Shares] = [
             (direction, name, shares)
@@ -95,15 +124,12 @@ class FP8Products:
             # Out of the range it gets other units first.
             if LOW <= rms <= HIGH
         ]
-        return misfits_among(found)
+        return unrepresentable_among(found)
 
-    def leave_out(self, misfits: Misfits) -> Misfits:
-        """Keep products out of FP8, or their gradients in E5M2; returns what is new of that."""
-        new = self._config.leave_out(misfits)
-        for name, reason in new.products.items():
-            if self._config.decisions.get(name, "unknown") is None:
+    def _leave_out(self, unrepresentable: Unrepresentable) -> None:
+        for name, reason in self._config.leave_out(unrepresentable).products.items():
+            if self._config.runs(name):
                 self._config.decisions[name] = reason
-        return new
 
     def run(
         self, product: Product, original: Kernel, args: list[Any], kwargs: dict[str, Any]
@@ -115,9 +141,7 @@ class FP8Products:
             return original(*args, **kwargs)  # which says what is wrong; FP8 would pad it
         scale = 1.0
         casts: list[Tensor] = []
-        for position, unit, is_gradient, name in zip(
-            (first, second), product.log2_units, product.is_gradient, product.names, strict=True
-        ):
+        for position, unit, is_gradient, name in product.places():
             factor = grid_factor(config.moving_grid, name, product.step)
             scale *= 2.0**unit / factor
             # The hardware multiplies no two matrices in E5M2.
@@ -135,38 +159,63 @@ class FP8Products:
         return result.add_(args[0]) if product.rule.addends else result
 
     def run_layer(
-        self, session: ProductSession, input: Tensor, weight: Tensor, bias: Tensor | None
-    ) -> Tensor | None:
-        """Run a linear layer so that it keeps FP8 for its backward pass, if it is in FP8."""
-        return run_layer(session, self, self._config, (input, weight, bias))
+        self, site: Site, step: int, input: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        """Run a linear layer so that it keeps FP8 for its backward pass.
+
+        Args:
+            site: Its product, of which all units are known.
+            step: The training step.
+            input: Its input.
+            weight: Its weight.
+            bias: Its bias, if it has one.
+        """
+        config = self._config
+        units = (*(site.log2_units or ()), site.log2_gamma or 0)
+        names = (*site.operand_names, site.name)
+        x, w, g = (2.0**unit for unit in units)
+        x_grid, w_grid, g_grid = (grid_factor(config.moving_grid, name, step) for name in names)
+        return fp8_linear(
+            input,
+            weight,
+            bias,
+            "constant",
+            input.dtype,
+            x_grid / x,
+            w_grid / w,
+            x * w / (x_grid * w_grid),
+            g_grid / g,
+            g * w / (g_grid * w_grid),
+            g * x / (g_grid * x_grid),
+            gradient_format=config.gradient_of(site.name),
+        )
 
     def _why_not(
         self, site: Site, rule: ProductRule, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> str | None:
         if rule.operator not in ("mm", "addmm"):
-            return "it is no linear layer"
-        read, weight = (args[position] for position in rule.operands)
+            return NO_LINEAR
+        operands = rule.operands_in(args)
+        weight = operands[1]
         is_linear = site.name.rpartition(".")[2].startswith(_LINEAR) and _is_of_layer(weight)
         if not (is_linear or is_parameter(weight)):
-            return "it is no linear layer"
-        if not self._config.patterns.match_names(site.name, site.module):
-            return "its name is excluded"
-        for tensor in (read, weight):
-            if tensor.dtype not in _DTYPES:
-                return f"made of {tensor.dtype}"
-        for name in ("beta", "alpha"):
-            if kwargs.get(name, 1) != 1:
-                return f"it has {name}={kwargs[name]}"
-        for what, size in zip(("input", "output"), weight.shape, strict=True):
-            if size % MULTIPLE or size == 0:
-                return f"its {size} {what} features are no multiple of {MULTIPLE}"
-        reason = why_no_fp8(read.device)
-        if reason is not None:
-            raise RuntimeError(
-                f"{site.name} on {read.device}: {reason}; expected a GPU of compute capability "
-                "8.9 or above, or a CPU; leave FP8 out, or simulate it."
-            )
-        return self._config.unfit.products.get(site.name)
+            return NO_LINEAR
+        return self._config.why_not(site.name, site.module, operands, kwargs, is_turned=True)
+
+
+def numerics_of(passes: Iterable[GraphPass | None], *, measures_range: bool) -> list[Numerics]:
+    """What rounds products; what runs in FP8 is not rounded again.
+
+    Args:
+        passes: That would do the same to captured graphs.
+        measures_range: Whether what does not fit into FP8 is left out.
+    """
+    passes = list(passes)
+    simulated = [graph_pass for graph_pass in passes if isinstance(graph_pass, SimulateFormat)]
+    return [
+        *(FP8Products(each, measures_range) for each in passes if isinstance(each, FP8Linears)),
+        *([SimulatedProducts(*simulated)] if simulated else []),
+    ]
 
 
 def _is_of_layer(weight: Tensor) -> bool:
@@ -174,9 +223,10 @@ def _is_of_layer(weight: Tensor) -> bool:
 
     ``F.linear(x, 2 * w)`` and ``x @ y.t()`` are the same operation.
     """
-    layer = running_module()
-    if layer is None:
+    call = next((frame for frame in frames() if frame.f_code is MODULE_CALL), None)
+    if call is None:
         return False
+    layer: nn.Module = call.f_locals["self"]
     shape = weight.shape[::-1]
     own = layer.parameters(recurse=False)
     return isinstance(layer, nn.Linear) or any(param.shape == shape for param in own)
@@ -194,3 +244,49 @@ def is_parameter(tensor: Tensor) -> bool:
         source is not None and isinstance(getattr(source, "variable", None), nn.Parameter)
         for source, _ in made_by.next_functions
     )
+
+
+def layer_kernel(
+    asking_session: Callable[[Any], tuple[ProductSession | None, Any]], original: Kernel
+) -> Kernel:
+    """A kernel of ``linear``, above autograd, that keeps FP8 for the backward pass.
+
+    Args:
+        asking_session: Whose a product is that runs within an autograd node.
+        original: torch's own kernel.
+    """
+
+    def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+        session, node = LOCAL.session, current_node()
+        if session is None and node is not None:
+            session, _ = asking_session(node)
+        result = None
+        if session is not None and not LOCAL.is_inside:
+            result = _run_layer(session, node, input, weight, bias)
+        return original(input, weight, bias) if result is None else result
+
+    return linear
+
+
+def _run_layer(
+    session: ProductSession, node: Any, input: Tensor, weight: Tensor, bias: Tensor | None
+) -> Tensor | None:
+    """Run a layer in FP8; ``None`` where not everything is known of it, or it is not in FP8."""
+    numerics = next((each for each in session.numerics if isinstance(each, FP8Products)), None)
+    if numerics is None or session.units.is_looking or not torch.is_grad_enabled():
+        return None
+    if not (input.requires_grad or weight.requires_grad) or has_subclass((input, weight)):
+        return None
+    sites, operands = session.sites, (input, weight.t())
+    run = sites.run_of(node)
+    site = None if run is None else sites.peek(_LINEAR, run)
+    if run is None or site is None or not site.is_settled or input.shape[-1:] != weight.shape[1:]:
+        return None
+    if not numerics.applies_to(site, _MM, operands, {}):
+        return None
+    sites.find(_LINEAR, _ROLES, run)
+    if session.counter is not None:
+        # The product, and those of its gradients.
+        for _ in range(1 + input.requires_grad + weight.requires_grad):
+            session.counter.add(site.module, "format", "", _MM.flops(operands, None))
+    return numerics.run_layer(site, session.units.step, input, weight, bias)

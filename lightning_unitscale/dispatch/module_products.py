@@ -1,34 +1,102 @@
-"""A plain module whose products run in units and formats, for as long as the module lives."""
+"""A plain module whose products run in units and formats, measured on an example."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
+from typing_extensions import override
 
-from lightning_unitscale.dispatch.attach import MISSING, AttachedSession, SessionMethod
-from lightning_unitscale.dispatch.coverage import Coverage
-from lightning_unitscale.dispatch.example import session_of_example
-from lightning_unitscale.dispatch.fp8 import FP8Products
-from lightning_unitscale.dispatch.numerics import FirstOf, Numerics
-from lightning_unitscale.dispatch.session import ProductSession
-from lightning_unitscale.dispatch.simulate import SimulatedProducts
-from lightning_unitscale.graph.captured_step import CapturedStep
+from lightning_unitscale.capture.attach import PRODUCTS, products_of
+from lightning_unitscale.capture.captured_step import CapturedStep
+from lightning_unitscale.capture.rollback import detached_copy, restoring
+from lightning_unitscale.dispatch.attach import AttachedSession
+from lightning_unitscale.dispatch.coverage import Coverage, CoverageCounter
+from lightning_unitscale.dispatch.fp8 import numerics_of
+from lightning_unitscale.dispatch.units import Measurement, Units
 from lightning_unitscale.graph.passes import GraphPass
-from lightning_unitscale.transforms.attach import PRODUCTS, products_of
-from lightning_unitscale.transforms.fp8_linears import FP8Linears
-from lightning_unitscale.transforms.gauge import Gauge
-from lightning_unitscale.transforms.lossless import LosslessUnitScale
-from lightning_unitscale.transforms.rehearsal import MeasuredAgain
-from lightning_unitscale.transforms.simulate_format import SimulateFormat
+from lightning_unitscale.lossless.calibrate import (
+    find_loss,
+    full_precision,
+    in_full_precision,
+    runs_in_fp16,
+)
+from lightning_unitscale.lossless.gauge import Gauge
+from lightning_unitscale.lossless.rehearsal import MeasuredAgain
+from lightning_unitscale.lossless.rewrite import LosslessUnitScale
+from lightning_unitscale.precision.fp8 import FP8Linears
+from lightning_unitscale.precision.simulate import SimulateFormat
 
 # In the metadata of autograd nodes.
 _KEPT = "lightning_unitscale.session"
+
+
+def units_of_example(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Units:
+    """Run a copy of a module on copies of an example, forward and, with a loss, backward.
+
+    Neither the module nor any random state changes. A module in FP16, or under autocast to it, is
+    measured in FP32 as well: what FP16 loses measures as zero.
+
+    Args:
+        module: The module; of its products nothing is rounded here.
+        args: Positional arguments of one call.
+        kwargs: Keyword arguments of that call.
+
+    Returns:
+        The gauge, and the products that have to run plain.
+    """
+    units, measurement = _measure(module, args, kwargs, is_wide=False)
+    forward, backward = dict(measurement.forward), dict(measurement.backward)
+    if runs_in_fp16(module):
+        try:
+            _, wide = _measure(module, args, kwargs, is_wide=True)
+        except RuntimeError as error:
+            warnings.warn(
+                f"{type(module).__name__}.forward: it runs in FP16 and not in FP32 "
+                f"({str(error).splitlines()[0]}), so units are measured in FP16, where small "
+                "gradients are zero; expected a step without casts to torch.float16 of its "
+                "own; use tensor.to(other.dtype) for them.",
+                stacklevel=4,
+            )
+        else:
+            # Products that are there in FP16 only keep what was measured of them.
+            forward |= wide.forward
+            backward |= wide.backward
+    units.adopt(measurement, forward, backward)
+    return units
+
+
+def _measure(
+    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, is_wide: bool
+) -> tuple[Units, Measurement]:
+    trial = detached_copy(module)
+    if (products := products_of(trial)) is not None:
+        products.detach()
+    attached = AttachedSession(trial, ["forward"])
+    try:
+        with (
+            # The copy shares random states with the module.
+            restoring(trial, parameters=False),
+            full_precision(trial) if is_wide else contextlib.nullcontext(),
+            torch.enable_grad(),
+        ):
+            given = detached_copy((args, dict(kwargs)))
+            if is_wide:
+                given = in_full_precision(given)
+            output = trial(*given[0], **given[1])
+            loss = find_loss(output)
+            if loss is not None:
+                loss.backward(torch.ones_like(loss))
+        units = attached.session.units
+        return units, units.take() or Measurement()
+    finally:
+        attached.detach()
 
 
 class ModuleProducts(AttachedSession):
@@ -46,60 +114,58 @@ class ModuleProducts(AttachedSession):
         self.passes = tuple(passes)
         self._coverage = Coverage()
         self._num_calls = 0
-        super().__init__(
-            module,
-            ["forward"],
-            _numerics_of(passes),
-            lambda _: module.training,
-            uses_units=any(isinstance(wanted, LosslessUnitScale) for wanted in passes),
-        )
+        uses_units = any(isinstance(graph_pass, LosslessUnitScale) for graph_pass in passes)
+        # An example was not measured for FP8, so what is measured later is not judged either.
+        numerics = numerics_of(passes, measures_range=False)
+        super().__init__(module, ["forward"], Units(is_used=uses_units), numerics)
         vars(module)[PRODUCTS] = self
 
     @staticmethod
     def add(module: nn.Module, passes: Sequence[GraphPass]) -> ModuleProducts:
-        """Let the products of a module run in what ``passes`` want, and was wanted before."""
+        """Let the products of a module run in what ``passes`` want, and what was wanted before."""
         before = products_of(module)
         if before is None:
             return ModuleProducts(module, passes)
         before.detach()
         new = ModuleProducts(module, (*before.passes_beside(passes), *passes))
-        new._go_on_from(before.session)
+        new._go_on_from(before.session.units)
         return new
 
     @property
     def gauge(self) -> Gauge:
         """The units in force."""
-        self.session.settle()
-        return self.session.gauge
+        self.session.units.settle()
+        return self.session.units.gauge
 
     @property
     def coverage(self) -> Coverage:
         """What became of the products of the first call and of its backward pass."""
-        return self.session.coverage(ends=False) or self._coverage
+        if self.session.counter is None:
+            return self._coverage
+        return self.session.counter.result(has_units=self.session.units.is_used)
 
     def measure(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Take the units of an example; what it does not show is measured when it first runs."""
-        example = session_of_example(self._module, args, kwargs)
-        self.session.set_plain_products(example.plain_products())
-        self.session.set_gauge(example.gauge)
+        example = units_of_example(self._module, args, kwargs)
+        self.session.units.restore(example.gauge, example.plain)
 
     def passes_beside(self, others: Sequence[GraphPass]) -> list[GraphPass]:
         """The passes, for others to join; units that those measure take the place of ours."""
         is_replaced = any(isinstance(other, LosslessUnitScale) for other in others)
         kept = []
-        for wanted in self.passes:
-            if isinstance(wanted, LosslessUnitScale):
+        for graph_pass in self.passes:
+            if isinstance(graph_pass, LosslessUnitScale):
                 if is_replaced:
                     continue
-                wanted.set_gauge(self.gauge)
-            kept.append(wanted)
+                graph_pass.set_gauge(self.gauge)
+            kept.append(graph_pass)
         return kept
 
     def measure_again(self, step: CapturedStep) -> None:
         """Have the units measured whose tensors have other names in a captured graph."""
-        for wanted in step.owner.passes:
-            if wanted in self.passes and isinstance(wanted, LosslessUnitScale):
-                step.before_call = MeasuredAgain(wanted)
+        for graph_pass in step.owner.passes:
+            if graph_pass in self.passes and isinstance(graph_pass, LosslessUnitScale):
+                step.before_call = MeasuredAgain(graph_pass)
 
     def explain(self) -> str:
         """What became of the products of the first call, of FP8's layers, and the units."""
@@ -108,30 +174,33 @@ class ModuleProducts(AttachedSession):
             parts = [f"In the first call {coverage.line()}.", coverage.table()]
         else:
             parts = ["No product has run yet: the first call is counted."]
-        for wanted in self.passes:
-            if isinstance(wanted, LosslessUnitScale):
+        for graph_pass in self.passes:
+            if isinstance(graph_pass, LosslessUnitScale):
                 parts.append(str(self.gauge))
-            elif isinstance(wanted, SimulateFormat):
-                parts.append(wanted.summary())
-            elif isinstance(wanted, FP8Linears):
-                parts += [wanted.summary(), wanted.report()]
+            elif isinstance(graph_pass, SimulateFormat):
+                parts.append(graph_pass.summary())
+            elif isinstance(graph_pass, FP8Linears):
+                parts += [graph_pass.summary(), graph_pass.report()]
         return "\n\n".join(filter(None, parts))
 
+    @override
     def detach(self) -> None:
         """Put ``forward`` back; the units stay known here."""
-        self.session.settle()
+        self.session.units.settle()
         super().detach()
         if products_of(self._module) is self:
             del vars(self._module)[PRODUCTS]
 
+    @override
     def before_call(self) -> None:
         """Count the first call, and end it with the second."""
         self._num_calls += 1
         if self._num_calls == 1:
-            self.session.count()
+            self.session.counter = CoverageCounter()
         elif self._num_calls == 2:
-            self._coverage = self.session.coverage() or self._coverage
+            self._coverage, self.session.counter = self.coverage, None
 
+    @override
     def after_call(self, result: Any) -> None:
         """Warn of a first call that ran plain, and keep the session for the backward pass."""
         for leaf in tree_leaves(result):
@@ -151,12 +220,24 @@ class ModuleProducts(AttachedSession):
             return known
         # Of the module's copy, only an empty shell may be there as yet.
         before = copy.deepcopy(self._before["forward"], memo)
-        if before is not MISSING:
+        if before is not None:
             vars(module)["forward"] = before
         new = ModuleProducts(module, copy.deepcopy(self.passes, memo))
         memo[id(self)] = new
-        new._go_on_from(self.session)
+        new._go_on_from(self.session.units)
         return new
+
+    @override
+    def is_training(self, name: str) -> bool:
+        return self._module.training
+
+    @override
+    def copied_method(self, method: Any, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self, memo).methods["forward"]
+
+    @override
+    def reduced_method(self, method: Any) -> Any:
+        return self.__reduce__()
 
     def __reduce__(self) -> Any:
         raise TypeError(
@@ -165,42 +246,8 @@ class ModuleProducts(AttachedSession):
             "instead, or pickle the module that it was made of."
         )
 
-    def _go_on_from(self, session: ProductSession) -> None:
-        session.settle()
-        self.session.step = session.step
-        if session.uses_units:
-            self.session.set_plain_products(session.plain_products())
-            self.session.set_gauge(session.gauge)
-
-    def _method(self, name: str, is_training: Callable[[], bool]) -> SessionMethod:
-        return _Forward(self, name, is_training)
-
-
-class _Forward(SessionMethod):
-    """The ``forward`` of a transformed module."""
-
-    def __init__(self, products: ModuleProducts, name: str, is_training: Any) -> None:
-        super().__init__(products._module, name, products.session, is_training)
-        self._products = products
-        self.before_call = products.before_call
-        self.after_call = products.after_call
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return copy.deepcopy(self._products, memo).methods["forward"]
-
-    def __reduce__(self) -> Any:
-        return self._products.__reduce__()
-
-
-def _numerics_of(passes: Sequence[GraphPass]) -> Numerics | None:
-    """What runs in FP8 is not rounded again."""
-    numerics: list[Numerics] = [
-        # An example was not measured for FP8, so what is measured later is not judged either.
-        FP8Products(wanted, measures_range=False)
-        for wanted in passes
-        if isinstance(wanted, FP8Linears)
-    ]
-    simulated = [wanted for wanted in passes if isinstance(wanted, SimulateFormat)]
-    if simulated:
-        numerics.append(SimulatedProducts(*simulated))
-    return numerics[0] if len(numerics) == 1 else FirstOf(*numerics) if numerics else None
+    def _go_on_from(self, units: Units) -> None:
+        units.settle()
+        self.session.units.step = units.step
+        if units.is_used:
+            self.session.units.restore(units.gauge, units.plain)

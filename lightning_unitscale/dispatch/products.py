@@ -18,85 +18,26 @@ An addend (the bias of ``addmm``) is divided by the units of the product that it
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-Arguments = Sequence[Any]
-# For one result, the power to which each operand's unit enters it; ``None``: none of them does.
-Coefficients = tuple[int, ...] | None
+from lightning_unitscale.dispatch.execute import Arguments, Coefficients, ProductRule, Word
 
 
-@dataclass(frozen=True)
-class ProductRule:
-    """How one aten operator multiplies.
-
-    Attributes:
-        operator: Its name in ``torch.ops.aten``.
-        operands: Positions of the arguments in which it is linear.
-        results: The coefficients of each result.
-        word: What a person calls the operation, and the roles of its operands, from the arguments.
-        addends: Positions of arguments that are added to the first result.
-        follows: Arguments that are stored in the units of an operand: position and which operand.
-        temperature: Coefficients of the ``scale`` argument of an attention.
-        gradient: Which operand is an arriving gradient, for an operator that is always a backward
-            one.
-        with_factor: The function of torch that multiplies the product by a number, ``alpha``, and
-            adds it to its first argument; the operator itself, if it has that argument.
-        backward_order: The operands of a product of two in the order in which autograd computes
-            their gradients: that of the names that its derivatives are written with.
-        flops: Floating-point operations of a call.
-    """
-
-    operator: str
-    operands: tuple[int, ...]
-    results: tuple[Coefficients, ...]
-    word: Callable[[Arguments], tuple[str, tuple[str, ...]]]
-    flops: Callable[[Arguments, Any], int]
-    addends: tuple[int, ...] = ()
-    follows: tuple[tuple[int, int], ...] = ()
-    temperature: tuple[int, ...] | None = None
-    gradient: int | None = None
-    with_factor: Callable[..., Tensor] | None = None
-    backward_order: tuple[int, ...] = (0, 1)
-
-
-@dataclass(frozen=True)
-class UnreachedRule:
-    """An operator that multiplies matrices where no factor can reach its operands.
-
-    Attributes:
-        operator: Its name in ``torch.ops.aten``, with the overload if that is not the default.
-        reason: Why its products run as they are.
-        flops: Floating-point operations of a call.
-        has_backward: Whether its gradients come from a kernel of the same kind, with twice as many.
-    """
-
-    operator: str
-    reason: str
-    flops: Callable[[Arguments, Any], int]
-    has_backward: bool = False
-
-
-def _two(word: str, *roles: str) -> Callable[[Arguments], tuple[str, tuple[str, ...]]]:
+def _word(word: str, *roles: str) -> Word:
     return lambda _: (word, roles)
 
 
-def _mm_word(args: Arguments) -> tuple[str, tuple[str, ...]]:
-    # F.linear multiplies by its weight transposed; what a person writes has rows, as a rule.
-    if is_turned(args[1]):
-        return "linear", ("input", "weight")
-    return "matmul", ("input", "other")
+def _linear_or(weight: int, word: str, *roles: str) -> Word:
+    def of_call(args: Arguments) -> tuple[str, tuple[str, ...]]:
+        # F.linear multiplies by its weight transposed; what a person writes has rows, as a rule.
+        return ("linear", ("input", "weight")) if is_turned(args[weight]) else (word, roles)
 
-
-def _addmm_word(args: Arguments) -> tuple[str, tuple[str, ...]]:
-    if is_turned(args[2]):
-        return "linear", ("input", "weight")
-    return "addmm", ("mat1", "mat2")
+    return of_call
 
 
 def is_turned(tensor: Tensor) -> bool:
@@ -112,7 +53,7 @@ def _convolution_word(args: Arguments) -> tuple[str, tuple[str, ...]]:
     return f"{kind}{args[0].dim() - 2}d", ("input", "weight")
 
 
-def _contraction(first: int, second: int) -> Callable[[Arguments, Any], int]:
+def contraction(first: int, second: int) -> Callable[[Arguments, Any], int]:
     """Multiplications and additions of a product of two matrices, or of two batches of them."""
 
     def flops(args: Arguments, _: Any) -> int:
@@ -120,6 +61,13 @@ def _contraction(first: int, second: int) -> Callable[[Arguments, Any], int]:
         return 2 * int(args[first].numel()) * int(columns)
 
     return flops
+
+
+def _matmul(operator: str, word: Word, *, is_added: bool = False, **options: Any) -> ProductRule:
+    """A product of two matrices, or of two batches of them, and what it ``is_added`` to."""
+    first, addends = (1, (0,)) if is_added else (0, ())
+    flops = contraction(first, first + 1)
+    return ProductRule(operator, (first, first + 1), _BOTH, word, flops, addends, **options)
 
 
 def _registered(operator: str) -> Callable[[Arguments, Any], int]:
@@ -153,7 +101,7 @@ def _attention(operator: str) -> ProductRule:
         operator,
         (0, 1, 2),
         ((0, 0, 1),),
-        _two("scaled_dot_product_attention", "query", "key", "value"),
+        _word("scaled_dot_product_attention", "query", "key", "value"),
         _attention_flops(0, num_products=2),
         temperature=(1, 1, 0),
     )
@@ -165,7 +113,7 @@ def _attention_backward(operator: str, output: int, *, has_bias: bool = False) -
         operator,
         (0, 1, 2, 3),
         ((1, -1, 0, 1), (1, 0, -1, 1), (1, 0, 0, 0), *of_bias),
-        _two("scaled_dot_product_attention", "query", "key", "value"),
+        _word("scaled_dot_product_attention", "query", "key", "value"),
         _attention_flops(1, num_products=5),
         follows=((output, 3),),
         temperature=(0, 1, 1, 0),
@@ -174,58 +122,30 @@ def _attention_backward(operator: str, output: int, *, has_bias: bool = False) -
 
 
 _BOTH: tuple[Coefficients, ...] = ((1, 1),)
+_MATMUL = _word("matmul", "input", "other")
 _SDPA = "_scaled_dot_product"
 
 RULES: tuple[ProductRule, ...] = (
-    ProductRule(
+    _matmul(
         "mm",
-        (0, 1),
-        _BOTH,
-        _mm_word,
-        _contraction(0, 1),
+        _linear_or(1, "matmul", "input", "other"),
         with_factor=torch.addmm,
         backward_order=(1, 0),
     ),
-    ProductRule(
-        "bmm",
-        (0, 1),
-        _BOTH,
-        _two("matmul", "input", "other"),
-        _contraction(0, 1),
-        with_factor=torch.baddbmm,
-        backward_order=(1, 0),
+    _matmul("bmm", _MATMUL, with_factor=torch.baddbmm, backward_order=(1, 0)),
+    _matmul("mv", _MATMUL),
+    _matmul("dot", _MATMUL),
+    _matmul(
+        "addmm", _linear_or(2, "addmm", "mat1", "mat2"), is_added=True, with_factor=torch.addmm
     ),
-    ProductRule("mv", (0, 1), _BOTH, _two("matmul", "input", "other"), _contraction(0, 1)),
-    ProductRule("dot", (0, 1), _BOTH, _two("matmul", "input", "other"), _contraction(0, 1)),
-    ProductRule(
-        "addmm",
-        (1, 2),
-        _BOTH,
-        _addmm_word,
-        _contraction(1, 2),
-        addends=(0,),
-        with_factor=torch.addmm,
-    ),
-    ProductRule(
+    _matmul(
         "baddbmm",
-        (1, 2),
-        _BOTH,
-        _two("baddbmm", "batch1", "batch2"),
-        _contraction(1, 2),
-        addends=(0,),
+        _word("baddbmm", "batch1", "batch2"),
+        is_added=True,
         with_factor=torch.baddbmm,
     ),
-    ProductRule(
-        "addbmm",
-        (1, 2),
-        _BOTH,
-        _two("addbmm", "batch1", "batch2"),
-        _contraction(1, 2),
-        addends=(0,),
-    ),
-    ProductRule(
-        "addmv", (1, 2), _BOTH, _two("addmv", "mat", "vec"), _contraction(1, 2), addends=(0,)
-    ),
+    _matmul("addbmm", _word("addbmm", "batch1", "batch2"), is_added=True),
+    _matmul("addmv", _word("addmv", "mat", "vec"), is_added=True),
     ProductRule(
         "convolution", (0, 1), _BOTH, _convolution_word, _registered("convolution"), addends=(2,)
     ),
@@ -233,18 +153,18 @@ RULES: tuple[ProductRule, ...] = (
         "convolution_backward",
         (0, 1, 2),
         ((1, 0, 1), (1, 1, 0), (1, 0, 0)),
-        _two("convolution", "input", "weight"),
+        _word("convolution", "input", "weight"),
         _registered("convolution_backward"),
         gradient=0,
     ),
     ProductRule(
-        "conv_tbc", (0, 1), _BOTH, _two("conv_tbc", "input", "weight"), _conv_tbc_flops, (2,)
+        "conv_tbc", (0, 1), _BOTH, _word("conv_tbc", "input", "weight"), _conv_tbc_flops, (2,)
     ),
     ProductRule(
         "conv_tbc_backward",
         (0, 1, 2),
         ((1, 0, 1), (1, 1, 0), (1, 0, 0)),
-        _two("conv_tbc", "input", "weight"),
+        _word("conv_tbc", "input", "weight"),
         lambda args, _: 4 * int(args[0].numel()) * int(math.prod(args[2].shape[:2])),
         gradient=0,
     ),
@@ -252,14 +172,14 @@ RULES: tuple[ProductRule, ...] = (
         "_trilinear",
         (0, 1, 2),
         ((1, 1, 1),),
-        _two("bilinear", "input1", "weight", "input2"),
+        _word("bilinear", "input1", "weight", "input2"),
         _trilinear_flops,
     ),
     ProductRule(
         "_grouped_mm",
         (0, 1),
         _BOTH,
-        _two("grouped_mm", "mat_a", "mat_b"),
+        _word("grouped_mm", "mat_a", "mat_b"),
         _grouped_flops,
         addends=(3,),
     ),
@@ -271,41 +191,4 @@ RULES: tuple[ProductRule, ...] = (
     _attention_backward(f"{_SDPA}_flash_attention_backward", 4),
     _attention_backward(f"{_SDPA}_efficient_attention_backward", 5, has_bias=True),
     _attention_backward(f"{_SDPA}_cudnn_attention_backward", 4),
-)
-
-_IN_PLACE = "it writes into a tensor of its caller's"
-_RECURRENT = "a recurrent kernel, whose products are inside of it"
-_FUSED = "a fused inference kernel, whose products are inside of it"
-
-
-def _rnn_flops(args: Arguments, _: Any) -> int:
-    input, of_input, of_hidden = args[:3]
-    return 2 * int(math.prod(input.shape[:2])) * int(of_input.numel() + of_hidden.numel())
-
-
-def _cudnn_rnn_flops(args: Arguments, _: Any) -> int:
-    matrices = sum(int(weight.numel()) for weight in args[1] if weight.dim() > 1)
-    return 2 * int(math.prod(args[0].shape[:2])) * matrices
-
-
-def _encoder_layer_flops(args: Arguments, _: Any) -> int:
-    weights = [arg for arg in args if isinstance(arg, Tensor) and arg.dim() == 2]
-    tokens = math.prod(args[0].shape[:-1])
-    return 2 * int(tokens) * sum(int(weight.numel()) for weight in weights)
-
-
-UNREACHED: tuple[UnreachedRule, ...] = (
-    UnreachedRule("addmm_", _IN_PLACE, _contraction(1, 2)),
-    UnreachedRule("baddbmm_", _IN_PLACE, _contraction(1, 2)),
-    UnreachedRule("addbmm_", _IN_PLACE, _contraction(1, 2)),
-    UnreachedRule("addmv_", _IN_PLACE, _contraction(1, 2)),
-    UnreachedRule("mm.out", _IN_PLACE, _contraction(0, 1)),
-    UnreachedRule("bmm.out", _IN_PLACE, _contraction(0, 1)),
-    UnreachedRule("addmm.out", _IN_PLACE, _contraction(1, 2)),
-    UnreachedRule("baddbmm.out", _IN_PLACE, _contraction(1, 2)),
-    UnreachedRule("_cdist_forward", "a kernel of distances", _contraction(0, 0)),
-    UnreachedRule("mkldnn_rnn_layer", _RECURRENT, _rnn_flops, has_backward=True),
-    UnreachedRule("_cudnn_rnn", _RECURRENT, _cudnn_rnn_flops, has_backward=True),
-    UnreachedRule("_transformer_encoder_layer_fwd", _FUSED, _encoder_layer_flops),
-    UnreachedRule("_native_multi_head_attention", _FUSED, _encoder_layer_flops),
 )

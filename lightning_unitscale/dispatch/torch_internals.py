@@ -9,11 +9,22 @@ unless one of ``CheckpointFunction.backward`` or of ``recompute_fn``, within
 ``_checkpoint_without_reentrant_generator``, comes before: then a checkpoint runs its body again.
 What torch keeps of a checkpoint, ``_CheckpointFrame``, is in the hooks on saved tensors while its
 body runs, and on the stack when it runs again.
+
+``post_grad_custom_pre_pass`` and ``post_grad_custom_post_pass`` run on the forward and on the
+backward graph of AOTAutograd, before and after Inductor decides whether a product and a sum run as
+one; its decisions should be those of a graph without units. A pass without a ``uuid`` keeps both of
+Inductor's caches out, so that nobody else is handed a rewritten graph and no rewritten one is
+missed. The identifier of a compilation is the same for a graph and its backward graph, which may
+be compiled much later, by another thread. Frames of ``CompiledFxGraph.__call__`` tell which
+compiled graph calls a kernel, and those of ``_compile_fx_inner`` that Inductor is only trying
+kernels out.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -21,7 +32,10 @@ from types import CodeType, FrameType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
+from torch._guards import CompileContext, detect_fake_mode
+from torch._inductor import config
+from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.autograd import graph as autograd_graph
 from torch.utils import checkpoint as checkpoints
 
@@ -38,8 +52,11 @@ _RECOMPUTATIONS: frozenset[CodeType] = frozenset(
     if isinstance(code, CodeType) and code.co_name == "recompute_fn"
 )
 RECOMPUTATIONS = _RECOMPUTATIONS | {_REENTRANT}
+# Name of the function that has a checkpoint's body computed again.
+UNPACK = "unpack_hook"
 
 current_node: Callable[[], Any] = torch._C._current_autograd_node
+fake_mode_of: Callable[[Any], Any] = detect_fake_mode
 
 
 def graph_task() -> int:
@@ -64,7 +81,7 @@ def checkpoint_under_way() -> object | None:
 
 def checkpoint_of(frame: FrameType) -> object | None:
     """What torch keeps of the checkpoint that a frame computes again; ``None`` for others."""
-    if frame.f_code.co_name != "unpack_hook":
+    if frame.f_code.co_name != UNPACK:
         return None
     found = frame.f_locals.get("frame")
     return found if isinstance(found, checkpoints._CheckpointFrame) else None
@@ -104,7 +121,7 @@ def plain_functions() -> AbstractContextManager[None]:
     return context
 
 
-def original_kernel(operator: str, key: str) -> Kernel | None:
+def _original_kernel(operator: str, key: str) -> Kernel | None:
     """What torch runs for an operator on a device now, or ``None`` where it has nothing."""
     packet_name, _, overload_name = operator.partition(".")
     packet = getattr(torch.ops.aten, packet_name, None)
@@ -123,18 +140,100 @@ def original_kernel(operator: str, key: str) -> Kernel | None:
 
 
 class KernelOverrides:
-    """Kernels of aten operators that are exchanged until :meth:`remove`."""
+    """Kernels of aten operators that are exchanged until :meth:`remove`.
 
-    def __init__(self) -> None:
+    Args:
+        key: Name of the dispatch key that they are exchanged for, such as ``"CPU"``.
+    """
+
+    def __init__(self, key: str) -> None:
+        self._key = key
         self._library = torch.library.Library("aten", "IMPL")
 
-    def put(self, operator: str, key: str, kernel: Kernel) -> None:
-        """Let a kernel of ours run for an operator on a device."""
+    def put(self, operator: str, make_kernel: Callable[[Kernel], Kernel]) -> None:
+        """Let a kernel of ours run for an operator, where torch has one.
+
+        Args:
+            operator: Its name, with the overload if that is not the default.
+            make_kernel: Makes the kernel from torch's own.
+        """
+        original = _original_kernel(operator, self._key)
+        if original is None:
+            return
         with warnings.catch_warnings():
             # torch says once per process that a kernel was overridden, which is on purpose.
             warnings.filterwarnings("ignore", message="(?s).*verriding a previously registered")
-            self._library.impl(operator, kernel, key, allow_override=True)
+            kernel = make_kernel(original)
+            self._library.impl(operator, kernel, self._key, allow_override=True)
 
     def remove(self) -> None:
         """Put torch's own kernels back, without a trace."""
         self._library._destroy()
+
+
+class GraphPass(CustomGraphPass):
+    """A pass over what Inductor compiles, after the passes that the user has set.
+
+    Args:
+        setting: Which of Inductor's settings it belongs to.
+        rewrite: Called with each graph.
+    """
+
+    def __init__(self, setting: str, rewrite: Callable[[fx.Graph], None]) -> None:
+        self._setting = setting
+        self._rewrite = rewrite
+        self._before: Any = None
+
+    def install(self) -> None:
+        """Put it into Inductor's configuration."""
+        before = getattr(config, self._setting)
+        # A ``config.patch`` that began before it was removed has put it back on leaving.
+        if before is not self:
+            self._before = before
+            setattr(config, self._setting, self)
+
+    def remove(self) -> None:
+        """Put the user's own back, unless he has set another one meanwhile."""
+        if getattr(config, self._setting) is self:
+            setattr(config, self._setting, self._before)
+
+    def __call__(self, graph: fx.Graph) -> None:
+        """Run the user's own passes, then this one."""
+        before = self._before
+        for user_pass in before if isinstance(before, (list, tuple)) else [before]:
+            if user_pass is not None:
+                user_pass(graph)
+        self._rewrite(graph)
+
+    def uuid(self) -> None:
+        """None: what is compiled with it is not cached."""
+
+
+def compile_id() -> tuple[int | None, int | None] | None:
+    """Numbers of the frame that is being compiled, and of its compilation."""
+    current = CompileContext.current_compile_id()
+    return None if current is None else (current.frame_id, current.frame_compile_id)
+
+
+def codes() -> tuple[CodeType, CodeType] | None:
+    """Code that calls a compiled graph, and code that compiles; ``None`` where none ever has."""
+    if "torch._inductor.compile_fx" not in sys.modules:
+        return None
+    return _codes()
+
+
+@functools.cache
+def _codes() -> tuple[CodeType, CodeType]:
+    from torch._inductor import compile_fx, output_code
+
+    calls: CodeType = output_code.CompiledFxGraph.__call__.__code__
+    return calls, inspect.unwrap(compile_fx._compile_fx_inner).__code__
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether a module, or a part or a method of it, is one that the user has compiled."""
+    for child in module.modules():
+        if hasattr(child, "_orig_mod") or child._compiled_call_impl is not None:
+            return True
+    methods = vars(module).values()
+    return any(hasattr(method, "_torchdynamo_orig_callable") for method in methods)

@@ -16,9 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_unitscale.functional.func_transforms import is_transforming
-from lightning_unitscale.functional.scale import multiply, scale, scale_bwd
-from lightning_unitscale.functional.whole_view import whole_view
+from lightning_unitscale.functional.scale import (
+    is_transforming,
+    multiply,
+    scale,
+    scale_bwd,
+    whole_view,
+)
 
 _has_recorded_backward = False
 

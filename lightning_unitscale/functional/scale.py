@@ -3,17 +3,100 @@
 Everything that unit scaling does to a graph is made of this one primitive. With powers of two it is
 exact: a product with 2**k only moves the exponent, so nothing is rounded unless a value leaves the
 range of its type.
+
+Private names of torch, checked on torch 2.11 and 2.13: in ``torch._C`` whether ``torch.func``
+transforms are active, in ``torch._C._functorch`` their wrapped tensors and the depth of their
+stack, the level of forward-mode differentiation, and whether hooks on saved tensors are disabled
+(which transforms do).
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
+from torch.autograd import forward_ad
 
-from lightning_unitscale.functional.func_transforms import is_transforming
-from lightning_unitscale.functional.whole_view import whole_view
+from lightning_unitscale.patching import shadowed
+
+__all__ = ["scale", "scale_bwd", "scale_fwd"]
+
+
+def whole_view(tensor: Tensor) -> Tensor:
+    """A view of all of a tensor, with its strides, also those of dimensions of size 1.
+
+    ``view_as`` makes those up, and convolutions tell by them whether images are channels-last: a
+    single image would go through another kernel, with other last bits.
+    """
+    if tensor.layout is torch.jagged:
+        return tensor.view_as(tensor)
+    return torch.ops.aten.alias.default(tensor)
+
+
+def is_transforming() -> bool:
+    """Whether a ``torch.func`` transform (``grad``, ``vmap``, ...) runs the calling code."""
+    active: bool = torch._C._are_functorch_transforms_active()
+    return active
+
+
+@contextlib.contextmanager
+def leaving_transforms() -> Iterator[None]:
+    """Leave, with this context, the transforms that were entered within it.
+
+    A captured graph enters and leaves them by operations of its own, so an exception in between
+    leaves them active for all that follows, plain operations included.
+    """
+    functorch, autograd = torch._C._functorch, torch._C._autograd
+    depth = functorch.get_dynamic_layer_stack_depth()
+    message = autograd._saved_tensors_hooks_get_disabled_error_message()
+    is_dual = forward_ad._current_level >= 0
+    try:
+        yield
+    except BaseException:
+        if not is_dual:
+            _leave_dual_level()
+        raise
+    finally:
+        if functorch.get_dynamic_layer_stack_depth() > depth:
+            functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
+        if message is None:
+            autograd._saved_tensors_hooks_enable()
+        else:
+            autograd._saved_tensors_hooks_disable(message)
+
+
+def _leave_dual_level() -> None:
+    """Leave the level of forward-mode differentiation, if there is one: nothing tells but a try."""
+    with contextlib.suppress(RuntimeError):
+        # Levels do not nest, so entering fails within one.
+        torch._C._enter_dual_level()
+    torch._C._exit_dual_level(level=0)
+
+
+def plain_tensor(tensor: Tensor) -> Tensor:
+    """The tensor inside of transforms' wrappers: all samples of a ``vmap``, a ``grad``'s value."""
+    while is_functorch_wrapped_tensor(tensor):
+        tensor = get_unwrapped(tensor)
+    return tensor
+
+
+@contextlib.contextmanager
+def hooks_in_transforms() -> Iterator[None]:
+    """Within this context transforms run under hooks of saved tensors that leave these as they are.
+
+    They refuse all hooks, because one that changes a tensor would see it wrapped.
+    """
+
+    def allowed(message: str) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    with shadowed(torch.autograd.graph, disable_saved_tensors_hooks=allowed):
+        yield
+
 
 Factor = float | Tensor
 
@@ -96,7 +179,7 @@ def empty_placed_like(tensor: Tensor, dtype: torch.dtype, offset: int) -> Tensor
     may be smaller: a slice of one column out of a thousand does not need a thousand columns.
 
     Args:
-        tensor: What is imitated, of any strides.
+        tensor: The tensor to imitate, of any strides.
         dtype: Type of the new tensor.
         offset: Elements from the last cache line's beginning to the first of ``tensor``.
 
@@ -156,9 +239,11 @@ class _ScaleGradient(torch.autograd.Function):
         return _scaled(grad_output, _kept_factor(ctx)), None
 
 
-class _TransformableScale(torch.autograd.Function):
+class _TransformableScale(_Scale):
     @staticmethod
-    def forward(input: Tensor, forward_factor: Factor, backward_factor: Factor) -> Tensor:
+    def forward(  # type: ignore[override]
+        input: Tensor, forward_factor: Factor, backward_factor: Factor
+    ) -> Tensor:
         return multiply(input, forward_factor)
 
     @staticmethod
@@ -166,26 +251,18 @@ class _TransformableScale(torch.autograd.Function):
         _keep_factor(ctx, inputs[2])
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor | None) -> tuple[Tensor | None, None, None]:
-        return _scaled(grad_output, _kept_factor(ctx)), None, None
-
-    @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Tensor, int]:
         return scale(*_with_batch_first(info.batch_size, in_dims, inputs)), 0
 
 
-class _TransformableScaleGradient(torch.autograd.Function):
+class _TransformableScaleGradient(_ScaleGradient):
     @staticmethod
-    def forward(input: Tensor, factor: Factor) -> Tensor:
+    def forward(input: Tensor, factor: Factor) -> Tensor:  # type: ignore[override]
         return whole_view(input)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         _keep_factor(ctx, inputs[1])
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor | None) -> tuple[Tensor | None, None]:
-        return _scaled(grad_output, _kept_factor(ctx)), None
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Tensor, int]:

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lightning_unitscale.graph.capture import fake_mode_of, is_checkpoint, is_higher_order
-from lightning_unitscale.graph.dispatch_modes import Writes
-from lightning_unitscale.graph.nodes import Path, argument_at, argument_paths
+from lightning_unitscale.dynamo.backend import Writes
+from lightning_unitscale.dynamo.capture import fake_mode_of, is_checkpoint, is_higher_order
+from lightning_unitscale.graph.nodes import Path, argument_at, argument_paths, call
 
 _OWN_PACKAGE = __name__.partition(".")[0]
 # Key of ``node.meta``: the effects of a node, and the operation that has them.
@@ -162,12 +162,12 @@ def set_out_of_place(node: fx.Node) -> None:
 def _effects(node: fx.Node) -> Effects:
     if node.op not in {"call_function", "call_method"}:
         return _NOTHING
+    effects: Effects
     *operation, effects = node.meta.get(_EFFECTS, (None, None, _NOTHING))
     if operation != [node.op, node.target]:
         effects = _find(node)
         node.meta[_EFFECTS] = (node.op, node.target, effects)
-    known: Effects = effects
-    return known
+    return effects
 
 
 def _find(node: fx.Node) -> Effects:
@@ -210,31 +210,27 @@ def _seen_by_running(node: fx.Node, paths: list[Path], mode: Any) -> Effects:
         }
         args, kwargs = fx.map_arg((node.args, node.kwargs), stand_ins.__getitem__)
         writes = stack.enter_context(Writes())
-        if node.op == "call_method":
-            result = getattr(args[0], str(node.target))(*args[1:], **kwargs)
-        else:
-            assert callable(node.target)
-            result = node.target(*args, **kwargs)
-    given = {path: stand_ins[argument_at(node, path)] for path in paths}
+        result = call(node.target, args, kwargs)
+    values = {path: stand_ins[argument_at(node, path)] for path in paths}
     return Effects(
-        tuple(path for path, one in given.items() if _is_written(one, writes)),
-        tuple(_sharing(result, given.items())),
-        next((path for path, one in given.items() if result is one), None),
+        tuple(path for path, value in values.items() if _is_written(value, writes)),
+        tuple(_sharing(result, values.items())),
+        next((path for path, value in values.items() if result is value), None),
     )
 
 
 def _is_written(value: Any, writes: Writes) -> bool:
     # No operator is called for ``requires_grad_()``, and a stand-in comes without.
-    asks = any(one.requires_grad for one in _tensors(value))
+    asks = any(value.requires_grad for value in _tensors(value))
     return asks or not writes.storages.isdisjoint(_storages(value))
 
 
 def _seen_in_examples(node: fx.Node, paths: list[Path], writes: tuple[Path, ...]) -> Effects:
     """What the tensors say that the capture left, of an operation that does not run by itself."""
     result = node.meta.get("example_value")
-    given = {path: argument_at(node, path).meta.get("example_value") for path in paths}
-    same = (path for path, one in given.items() if isinstance(one, Tensor) and one is result)
-    return Effects(writes, tuple(_sharing(result, given.items())), next(same, None))
+    values = {path: argument_at(node, path).meta.get("example_value") for path in paths}
+    same = (path for path, value in values.items() if isinstance(value, Tensor) and value is result)
+    return Effects(writes, tuple(_sharing(result, values.items())), next(same, None))
 
 
 def _writes_of_checkpoint(node: fx.Node) -> tuple[Path, ...]:
@@ -246,7 +242,7 @@ def _writes_of_checkpoint(node: fx.Node) -> tuple[Path, ...]:
         return ()
     aliased = aliased_by_mutation(body.graph)
     inner = body.graph.find_nodes(op="placeholder")
-    return tuple((i,) for i, one in enumerate(inner, start=1) if one in aliased)
+    return tuple((i,) for i, placeholder in enumerate(inner, start=1) if placeholder in aliased)
 
 
 def _stand_in(example: Tensor) -> Tensor:
@@ -258,11 +254,11 @@ def _stand_in(example: Tensor) -> Tensor:
     )
 
 
-def _sharing(result: Any, given: Iterable[tuple[Path, Any]]) -> Iterator[Path]:
+def _sharing(result: Any, values: Iterable[tuple[Path, Any]]) -> Iterator[Path]:
     """Paths of the values that share memory with a result."""
-    made = set(_storages(result))
-    for path, value in given:
-        if made.intersection(_storages(value)):
+    storages = set(_storages(result))
+    for path, value in values:
+        if storages.intersection(_storages(value)):
             yield path
 
 
@@ -275,7 +271,7 @@ def _storages(value: Any) -> Iterator[Any]:
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    return (one for one in tree_leaves(value) if isinstance(one, Tensor))
+    return (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
 
 
 def _arguments(node: fx.Node, paths: Iterable[Path]) -> tuple[fx.Node, ...]:

@@ -1,16 +1,16 @@
-"""What a node of a captured graph is called, and which kind of tensor it makes."""
+"""Nodes of captured graphs: their names, tensors and arguments."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from lightning_unitscale.graph.capture import CapturedGraph
+from lightning_unitscale.dynamo.capture import CapturedGraph
 
 NAME = "tensor_name"
 MODULE = "module_path"
@@ -22,6 +22,10 @@ INPUT = "graph_input"
 TRANSFORMED = "transformed"
 # Set on nodes of a part of a cut graph whose tensor is another part's: received, or made again.
 ELSEWHERE = "elsewhere"
+
+# The parts of one tensor that an attention reads are known by its names for them.
+ATTENTION = "scaled_dot_product_attention"
+ATTENTION_ROLES = ("query", "key", "value")
 
 # Where an argument stands: ``(0,)``, ``("weight",)``, ``(0, 1)``.
 Path = tuple[int | str, ...]
@@ -42,7 +46,7 @@ def module_path(node: fx.Node, roots: Mapping[str, str] | None = None) -> str:
     if not stack:
         return (roots or {}).get("L['self']", "")
     path = str(next(reversed(stack.values()))[0])
-    prefix = next((one for root, one in (roots or {}).items() if path.startswith(root)), "")
+    prefix = next((fqn for variable, fqn in (roots or {}).items() if path.startswith(variable)), "")
     path = f"{prefix}." + _INDEX.sub(r".\1", _ROOT.sub("", path))
     return ".".join(part for part in path.split(".") if part not in {"", "_modules", "__self__"})
 
@@ -103,7 +107,7 @@ class Names:
         # is known by what is in it as well.
         content = (
             tuple(roots.values()),
-            tuple(one.fqn for one in captured.inputs if one.fqn),
+            tuple(graph_input.fqn for graph_input in captured.inputs if graph_input.fqn),
             tuple(op_name(node) for node in graph_module.graph.nodes if node.op != "get_attr"),
         )
         if key not in self._frames:
@@ -143,6 +147,8 @@ class Names:
             node.meta[MODULE] = path
             base = f"{path}.{kind}" if path else kind
             node.meta[NAME] = self._own(base, frame, seen)
+            if kind == "getitem" and (role := _attention_role(node)):
+                node.meta[NAME] = self._own(f"{path}.{role}" if path else role, frame, seen)
             nested = (
                 getattr(graph_module, str(node.target), None) if node.op == "get_attr" else None
             )
@@ -161,6 +167,17 @@ class Names:
         return name
 
 
+def _attention_role(node: fx.Node) -> str | None:
+    """What the node is to an attention that reads it, if only through views; part of a whole."""
+    for user in node.users:
+        if op_name(user) == ATTENTION:
+            arguments = [*zip(ATTENTION_ROLES, user.args, strict=False), *user.kwargs.items()]
+            return next((role for role, value in arguments if value is node), None)
+        if is_whole_view(user) and (role := _attention_role(user)):
+            return role
+    return None
+
+
 def replace_other_uses(node: fx.Node, new: fx.Node) -> None:
     """Let every reader of ``node`` read ``new`` instead, but for ``new`` itself."""
 
@@ -172,13 +189,13 @@ def replace_other_uses(node: fx.Node, new: fx.Node) -> None:
 
 def argument_paths(node: fx.Node) -> Iterator[Path]:
     """Where the arguments of a node are other nodes."""
-    pending: list[tuple[Path, Any]] = [((i,), one) for i, one in enumerate(node.args)]
-    pending += [((name,), one) for name, one in node.kwargs.items()]
+    pending: list[tuple[Path, Any]] = [((i,), item) for i, item in enumerate(node.args)]
+    pending += [((name,), item) for name, item in node.kwargs.items()]
     for path, value in pending:
         if isinstance(value, fx.Node):
             yield path
         elif isinstance(value, (list, tuple)):
-            pending += [((*path, i), one) for i, one in enumerate(value)]
+            pending += [((*path, i), item) for i, item in enumerate(value)]
 
 
 def argument_at(node: fx.Node, path: Path) -> Any:
@@ -187,6 +204,19 @@ def argument_at(node: fx.Node, path: Path) -> Any:
     for part in path:
         value = value[part]
     return value
+
+
+def call(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What an operation returns.
+
+    Args:
+        target: A function, or the name of a method.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+    """
+    if callable(target):
+        return target(*args, **kwargs)
+    return getattr(args[0], target)(*args[1:], **kwargs)
 
 
 def map_arguments(node: fx.Node, replacements: dict[tuple[Any, ...], fx.Node]) -> None:
@@ -244,3 +274,59 @@ WHOLE_VIEWS = frozenset(
 def is_whole_view(node: fx.Node) -> bool:
     """Whether the node only rearranges one tensor, so that it has the statistics of that."""
     return node.op in {"call_function", "call_method"} and op_name(node) in WHOLE_VIEWS
+
+
+def is_same_graph(first: fx.GraphModule, second: fx.GraphModule) -> bool:
+    """Whether two graphs of one step have the same operations on the same tensors, by name.
+
+    Dynamo recaptures code when one of its guards fails, and some fail at every call: a class that a
+    step defines while it runs is another class each time.
+    """
+    if len(first.graph.nodes) != len(second.graph.nodes):
+        return False
+    pairs = dict(zip(second.graph.nodes, first.graph.nodes, strict=True))
+    return all(
+        _is_same_node(node, other)
+        and fx.map_arg((other.args, other.kwargs), pairs.__getitem__) == (node.args, node.kwargs)
+        and (node.op != "get_attr" or _has_same_value(first, second, str(node.target), other))
+        for other, node in pairs.items()
+    )
+
+
+def _is_same_node(first: fx.Node, second: fx.Node) -> bool:
+    if first.op != second.op:
+        return False
+    if first.op not in {"placeholder", "get_attr"} and first.target != second.target:
+        return False
+    if first.op != "output" and tensor_name(first) != tensor_name(second):
+        return False
+    inputs = [node.meta.get(INPUT) for node in (first, second)]
+    origins = [
+        None if graph_input is None else (graph_input.kind, graph_input.fqn)
+        for graph_input in inputs
+    ]
+    return origins[0] == origins[1] and _form(first) == _form(second)
+
+
+def _form(node: fx.Node) -> Any:
+    """What else of a tensor a decision may depend on."""
+    tensor = example_tensor(node)
+    # As text: a size may be a symbol, which compares by being asked for its value.
+    return tensor if tensor is None else (str(tensor.shape), tensor.dtype, tensor.requires_grad)
+
+
+def _has_same_value(
+    first: fx.GraphModule, second: fx.GraphModule, target: str, other: fx.Node
+) -> bool:
+    values = _attribute(first, target), _attribute(second, str(other.target))
+    if all(isinstance(value, fx.GraphModule) for value in values):
+        return is_same_graph(*values)
+    if all(isinstance(value, Tensor) for value in values):
+        return torch.equal(*values)
+    return bool(values[0] is values[1])
+
+
+def _attribute(module: Any, path: str) -> Any:
+    for name in path.split("."):
+        module = getattr(module, name)
+    return module

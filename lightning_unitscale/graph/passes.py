@@ -1,6 +1,6 @@
 """Ordered passes over a captured graph, and the graph they rewrite.
 
-A pass states its stage and the stages run in their declared order, so callbacks and transforms may
+A pass states its phase and the phases run in their declared order, so callbacks and transforms may
 be given in any order. A pass never sees Dynamo's own graph: it rewrites a copy.
 """
 
@@ -16,18 +16,18 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from lightning_unitscale.graph.capture import add_placeholder, fake_like, is_checkpoint
+from lightning_unitscale.dynamo.capture import add_placeholder, fake_like, is_checkpoint
+from lightning_unitscale.graph.functionalize import make_out_of_place
 from lightning_unitscale.graph.nodes import INTERNAL, device_of
-from lightning_unitscale.graph.out_of_place import make_out_of_place
 
 # Runs a graph: the user's outputs for the user's inputs.
 Run = Callable[[Sequence[Any]], Sequence[Any]]
 
 
-class Stage(enum.IntEnum):
-    """When a pass runs: a later stage sees what the earlier ones made.
+class Phase(enum.IntEnum):
+    """When a pass runs: a later phase sees what the earlier ones made.
 
-    ``REPARAMETRIZE`` changes the function that the step computes; every later stage, and whoever
+    ``REPARAMETRIZE`` changes the function that the step computes; every later phase, and whoever
     measures the step, takes what it made for the user's own graph. ``CONVERT`` lets products run in
     another type, and ``QUANTIZE`` rounds what the others read, as if they did.
     """
@@ -41,7 +41,7 @@ class Stage(enum.IntEnum):
     @property
     def rounds(self) -> bool:
         """Whether results are less precise after it."""
-        return self in {Stage.CONVERT, Stage.QUANTIZE}
+        return self in {Phase.CONVERT, Phase.QUANTIZE}
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,7 @@ class GraphPass(abc.ABC):
 
     Attributes:
         name: Shown in ``explain()``.
-        stage: When it runs.
+        phase: When it runs.
         out_of_place: Whether it needs in-place operations made out of place first.
         observes: Whether it makes the observed variant differ from the plain one.
         kept_whole: Functions that the capture must not look into.
@@ -193,7 +193,7 @@ class GraphPass(abc.ABC):
     """
 
     name: str
-    stage: Stage
+    phase: Phase
     out_of_place: bool = False
     observes: bool = False
     kept_whole: tuple[Callable[..., Any], ...] = ()
@@ -223,7 +223,13 @@ class GraphPass(abc.ABC):
         """Add to a part of a cut graph what the pass observes, but for what is ``ELSEWHERE``."""
 
     def see_shared(self, name: str, value: Tensor, gradient: Tensor | None) -> None:  # noqa: B027
-        """Called for a parameter of several parts, with the sum of the parts' gradients."""
+        """Called for a parameter that several parts of a cut graph use.
+
+        Args:
+            name: Path of the parameter.
+            value: The parameter.
+            gradient: The sum of the parts' gradients, if there is one.
+        """
 
     def before_step(self, module: nn.Module) -> None:  # noqa: B027
         """Called before each call of a captured step of ``module``."""
@@ -240,19 +246,30 @@ def run_passes(
     graph_index: int,
     out_of_place: bool = False,
 ) -> list[PassRecord]:
-    """Run the passes in the order of their stages; equal stages keep the order they were given.
+    """Run the passes in the order of their phases; equal phases keep the order they were given.
 
-    Those that the step does not concern are left out, and those of stage ``OBSERVE`` run on the
+    Those that the step does not concern are left out, and those of phase ``OBSERVE`` run on the
     observed variant only. In-place operations are replaced first, in every region, where a pass or
-    the caller (``out_of_place``) wants that.
+    the caller wants that.
+
+    Args:
+        graph: The graph; it is rewritten.
+        passes: The passes.
+        step: Name of the captured callable.
+        graph_index: Which graph of the step.
+        out_of_place: Whether in-place operations are replaced in any case.
+
+    Returns:
+        What each pass did.
     """
     due = sorted(
         (
-            one
-            for one in passes
-            if one.runs_in(step) and (graph.observed or one.stage is not Stage.OBSERVE)
+            graph_pass
+            for graph_pass in passes
+            if graph_pass.runs_in(step)
+            and (graph.observed or graph_pass.phase is not Phase.OBSERVE)
         ),
-        key=lambda one: one.stage,
+        key=lambda graph_pass: graph_pass.phase,
     )
     records = []
 
@@ -265,13 +282,15 @@ def run_passes(
             PassRecord(step, graph_index, name, graph.observed, before, after, seconds, changes)
         )
 
-    if out_of_place or any(one.out_of_place for one in due):
+    if out_of_place or any(graph_pass.out_of_place for graph_pass in due):
         record("out of place", lambda: _make_out_of_place(graph))
-    for one in due:
-        record(one.name, lambda one=one: one.run(graph))  # type: ignore[misc]
+    for graph_pass in due:
+        record(graph_pass.name, lambda graph_pass=graph_pass: graph_pass.run(graph))  # type: ignore[misc]
     graph.finish()
     return records
 
 
 def _make_out_of_place(graph: StepGraph) -> tuple[str, ...]:
-    return tuple(line for one in list(graph.regions()) for line in make_out_of_place(one.graph))
+    return tuple(
+        line for region in list(graph.regions()) for line in make_out_of_place(region.graph)
+    )

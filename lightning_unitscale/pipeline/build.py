@@ -1,4 +1,4 @@
-"""Make the stage modules of a program: the graph, cut, with what crosses the cuts handed on."""
+"""Build the stage modules of a program; what crosses a cut is handed from stage to stage."""
 
 from __future__ import annotations
 
@@ -9,19 +9,23 @@ import torch
 from torch import Tensor, fx
 
 from lightning_unitscale.graph.nodes import ELSEWHERE, tensor_name
-from lightning_unitscale.pipeline.cuts import assign_stages
-from lightning_unitscale.pipeline.flow import (
-    Gradients,
+from lightning_unitscale.pipeline.cuts import assign_stages, is_mark
+from lightning_unitscale.pipeline.dataflow import (
     MultiUseParameterConfig,
     StageReads,
     find_gradients,
     find_reads,
 )
-from lightning_unitscale.pipeline.marks import is_mark
-from lightning_unitscale.pipeline.modes import Modes, enter, is_switch, leave, with_own_switches
+from lightning_unitscale.pipeline.modes import (
+    Modes,
+    enter,
+    is_switch,
+    leave,
+    respect_outer_grad_mode,
+)
 from lightning_unitscale.pipeline.program import Program, TensorInfo
 from lightning_unitscale.pipeline.stage import Passed, StageInfo, StageModule, make_stage
-from lightning_unitscale.profiler.meta_info_prop import COSTS
+from lightning_unitscale.profiler.api import COSTS
 
 
 def build_stages(
@@ -33,7 +37,7 @@ def build_stages(
 
     Args:
         program: The graph; only the order of tuple items is changed in it.
-        multi_use: What becomes of a parameter that several stages use.
+        multi_use: How several stages use a parameter, by its name.
         persistent: Names of buffers that belong into a state dict.
     """
     stages, num_stages = assign_stages(program.graph_module)
@@ -52,13 +56,13 @@ def _modes_at_starts(
     graph: fx.Graph, stages: Mapping[fx.Node, int], num_stages: int
 ) -> list[Modes]:
     """The modes at the start of each stage, and those at the end of the last."""
-    found: list[Modes] = []
+    starts: list[Modes] = []
     modes = Modes()
     for node in graph.nodes:
-        while node in stages and len(found) <= stages[node]:
-            found.append(modes)
+        while node in stages and len(starts) <= stages[node]:
+            starts.append(modes)
         modes = modes.after(node)
-    return [*found, modes]
+    return [*starts, modes]
 
 
 class _Builder:
@@ -69,7 +73,7 @@ class _Builder:
         program: Program,
         index: int,
         reads: list[StageReads],
-        gradients: Gradients,
+        gradients: frozenset[fx.Node],
         modes: list[Modes],
         persistent: frozenset[str],
     ) -> None:
@@ -90,12 +94,10 @@ class _Builder:
             self._copy(node)
         for node in reads.recomputed:
             self._new[node].meta[ELSEWHERE] = True
-        with_own_switches(list(self._graph.nodes))
-        entered = enter(self._graph, self._before)
-        self._new.update(entered)
+        self._new.update(enter(self._graph, self._before))
         for node in reads.operations:
             self._copy(node)
-        with_own_switches(list(self._graph.nodes))
+        respect_outer_grad_mode(self._graph)
         # The regions that are open at the end, entered here or above.
         leave(self._graph, self._after, self._new)
         if self._index == self._num_stages - 1:
@@ -115,12 +117,12 @@ class _Builder:
         for node in self._reads.inputs:
             self._new[node] = self._graph.placeholder(str(node.target))
             self._new[node].meta.update(node.meta)
-        self._reads.inputs = [one for one in self._reads.inputs if one not in self._new]
+        self._reads.inputs = [node for node in self._reads.inputs if node not in self._new]
         for node, value in taken:
             value.meta[ELSEWHERE] = True
             order = _memory_order(_example(node, self._program))
             if order is not None:
-                back = tuple(order.index(place) for place in range(len(order)))
+                back = tuple(order.index(dim) for dim in range(len(order)))
                 value = self._graph.call_method("permute", (value, back))
             value.meta.update(node.meta)
             value.meta[ELSEWHERE] = True
@@ -143,14 +145,16 @@ class _Builder:
         parameters = dict(graph_module.named_parameters(remove_duplicate=False))
         read = {str(node.target) for node in reads.attributes}
         buffers = {name for name, _ in graph_module.named_buffers(remove_duplicate=False)}
-        places = {node: i for i, node in enumerate(graph_module.graph.find_nodes(op="placeholder"))}
-        inputs = [node for node in places if node in self._new]
+        positions = {
+            node: i for i, node in enumerate(graph_module.graph.find_nodes(op="placeholder"))
+        }
+        inputs = [node for node in positions if node in self._new]
         return StageInfo(
             index=self._index,
             num_stages=self._num_stages,
             received=tuple(map(self._passed, reads.received)),
-            inputs=tuple(places[node] for node in inputs),
-            input_names=tuple(self._program.inputs[places[node]].name for node in inputs),
+            inputs=tuple(positions[node] for node in inputs),
+            input_names=tuple(self._program.inputs[positions[node]].name for node in inputs),
             sent=tuple(map(self._passed, reads.sent)),
             parameters=tuple(sorted(read & parameters.keys())),
             buffers=tuple(sorted(read & buffers)),
@@ -168,21 +172,20 @@ class _Builder:
         return Passed(
             tensor_name(node),
             TensorInfo.of(sent),
-            floating and node in self._gradients.of_outputs,
-            floating and node in self._gradients.of_loss,
+            floating and node in self._gradients,
         )
 
     def _separable(self) -> bool:
         """Whether each parameter's gradient passes through an operation on what was received."""
-        reached = self._gradients.of_loss
+        reached = self._gradients
         downstream = {node for node in self._reads.received if node in reached}
         for node in self._reads.operations:
-            if node in reached and any(one in downstream for one in node.all_input_nodes):
+            if node in reached and any(operand in downstream for operand in node.all_input_nodes):
                 downstream.add(node)
         leaving = set(self._reads.sent)
         free = {node for node in self._reads.attributes if node in reached}
         for node in self._reads.operations:
-            reads_free = any(one in free for one in node.all_input_nodes)
+            reads_free = any(operand in free for operand in node.all_input_nodes)
             if node in reached and node not in downstream and reads_free:
                 free.add(node)
         if self._index == self._num_stages - 1:

@@ -1,32 +1,44 @@
-"""What a pipeline would be like, before it runs: costs, cuts, bytes sent, the bubble."""
+"""Costs, cuts, bytes sent and the bubble of a pipeline, estimated before it runs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 from tabulate import tabulate
-from torch import Tensor, nn
+from torch import nn
 
+from lightning_unitscale.capture.graph_call import NotOneGraphError
+from lightning_unitscale.capture.steps import ModuleSteps
 from lightning_unitscale.graph.nodes import ELSEWHERE, MODULE
-from lightning_unitscale.pipeline.front import pipeline
-from lightning_unitscale.pipeline.pipe import Pipe
-from lightning_unitscale.pipeline.policy import (
+from lightning_unitscale.pipeline.api import build_pipe, cut_by, has_marks, pipeline
+from lightning_unitscale.pipeline.balance import (
+    LOSS,
     balanced_split,
     device_type_of,
+    note_costs,
     seconds_of,
     sending_rate,
 )
-from lightning_unitscale.pipeline.simulate import Timeline, simulate_1f1b
+from lightning_unitscale.pipeline.capture import (
+    loss_position,
+    program_of_step,
+    static_shapes,
+)
+from lightning_unitscale.pipeline.pipe import Pipe
+from lightning_unitscale.pipeline.program import split_evenly
+from lightning_unitscale.pipeline.schedules import PipelineTimeline, simulate_1f1b
 from lightning_unitscale.pipeline.stage import StageModule, stage_info
-from lightning_unitscale.profiler.meta_info_prop import COSTS
-from lightning_unitscale.remat.costs import CostModel, default_cost_model
+from lightning_unitscale.profiler.api import COSTS
+from lightning_unitscale.profiler.costs import CostModel, default_cost_model
+from lightning_unitscale.profiler.report import format_bytes
 
 
 @dataclass(frozen=True)
 class StageCosts:
-    """What one stage costs for one microbatch.
+    """Costs of one stage for one microbatch.
 
     Attributes:
         first_module: Path of the module whose operation is the stage's first.
@@ -64,7 +76,7 @@ class PipelinePlan:
 
     pipe: Pipe
     stages: tuple[StageCosts, ...]
-    timeline: Timeline
+    timeline: PipelineTimeline
     imbalance: float
     least_imbalance: float
     ideal_seconds: float
@@ -73,27 +85,34 @@ class PipelinePlan:
         rows = [
             (
                 index,
-                one.first_module,
-                1e3 * one.forward_seconds,
-                1e3 * one.backward_seconds,
-                one.parameter_bytes,
-                one.peak_saved_bytes,
-                one.sent_bytes,
+                costs.first_module,
+                _milliseconds(costs.forward_seconds),
+                _milliseconds(costs.backward_seconds),
+                format_bytes(costs.parameter_bytes),
+                format_bytes(costs.peak_saved_bytes),
+                format_bytes(costs.sent_bytes),
             )
-            for index, one in enumerate(self.stages)
+            for index, costs in enumerate(self.stages)
         ]
-        headers = ("stage", "from", "forward ms", "backward ms", "parameters", "saved", "sent")
-        total, ideal = 1e3 * self.timeline.seconds, 1e3 * self.ideal_seconds
+        headers = ("stage", "from", "forward", "backward", "parameters", "saved at most", "sent")
+        aligned = ("right", "left", *["right"] * 5)
         return "\n".join(
             [
-                tabulate(rows, headers=headers, floatfmt=".3f"),
-                f"imbalance {self.imbalance:.3f}, bubble {self.timeline.bubble:.3f}, "
-                f"step {total:.3f} ms (estimated)",
-                f"at best: imbalance {self.least_imbalance:.3f} by the largest operation, "
-                f"step {ideal:.3f} ms by equal stages that send nothing",
+                tabulate(rows, headers=headers, colalign=aligned, disable_numparse=True),
+                "forward, backward and sent: of one microbatch; saved at most: of those in flight",
+                f"step {_milliseconds(self.timeline.seconds)} (estimated), bubble "
+                f"{self.timeline.bubble:.1%} of it; slowest stage {self.imbalance:.3f} times the "
+                "mean",
+                f"at best: step {_milliseconds(self.ideal_seconds)} by equal stages that send "
+                f"nothing; slowest stage {self.least_imbalance:.3f} times the mean by the largest "
+                "operation",
                 self.timeline.picture(),
             ]
         )
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:.3f} ms"
 
 
 def explain_pipeline(
@@ -102,7 +121,7 @@ def explain_pipeline(
     """Balance a module over stages and say what they cost. Nothing is computed.
 
     Args:
-        module: The module; with its loss, if the backward pass shall count from there.
+        module: The module; with its loss, if the backward pass is to start there.
         batch: Arguments of one microbatch: a tensor, a tuple, or a dict of keyword arguments.
         num_stages: Stages, each on a device of its own.
         num_microbatches: Microbatches of the step in the picture; by default twice the stages.
@@ -111,7 +130,7 @@ def explain_pipeline(
         ValueError: If an argument is out of range, or the module cannot be cut so often.
         RuntimeError: If ``forward`` cannot be captured as one graph.
 
-    Example:
+    Examples:
         >>> import torch
         >>> layers = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
         >>> plan = explain_pipeline(layers, torch.ones(8, 64), num_stages=2)
@@ -130,7 +149,12 @@ def explain_pipeline(
 
 
 def plan_of(pipe: Pipe, module: nn.Module, num_microbatches: int | None) -> PipelinePlan:
-    """What the stages of a pipeline cost, and a step of theirs; arguments as above.
+    """Estimate what the stages of a pipeline cost, and a step under 1F1B.
+
+    Args:
+        pipe: The pipeline; its graph has been profiled.
+        module: The module that was cut.
+        num_microbatches: Microbatches of the step; by default twice the stages.
 
     Raises:
         ValueError: If there are fewer microbatches than stages.
@@ -144,7 +168,7 @@ def plan_of(pipe: Pipe, module: nn.Module, num_microbatches: int | None) -> Pipe
     device = device_type_of(module)
     model = default_cost_model(device)
     stages = tuple(_costs(stage, model, count) for stage in pipe.stages)
-    seconds = [one.forward_seconds + one.backward_seconds for one in stages]
+    seconds = [costs.forward_seconds + costs.backward_seconds for costs in stages]
     mean = sum(seconds) / len(seconds)
     operations = [
         sum(seconds_of(node.meta[COSTS], model))
@@ -155,10 +179,14 @@ def plan_of(pipe: Pipe, module: nn.Module, num_microbatches: int | None) -> Pipe
     rate = sending_rate(device)
     timeline = simulate_1f1b(
         _with_sending(
-            [one.forward_seconds for one in stages], [one.sent_bytes for one in stages], rate
+            [costs.forward_seconds for costs in stages],
+            [costs.sent_bytes for costs in stages],
+            rate,
         ),
         _with_sending(
-            [one.backward_seconds for one in stages], [one.returned_bytes for one in stages], rate
+            [costs.backward_seconds for costs in stages],
+            [costs.returned_bytes for costs in stages],
+            rate,
         ),
         count,
     )
@@ -175,32 +203,88 @@ def plan_of(pipe: Pipe, module: nn.Module, num_microbatches: int | None) -> Pipe
 def _with_sending(seconds: Sequence[float], behind: Sequence[int], rate: float) -> list[float]:
     """Seconds of the stages' passes, with what goes over the boundary behind each stage."""
     return [
-        one + (behind[index] + (behind[index - 1] if index else 0)) / rate
-        for index, one in enumerate(seconds)
+        own_seconds + (behind[index] + (behind[index - 1] if index else 0)) / rate
+        for index, own_seconds in enumerate(seconds)
     ]
 
 
 def _costs(stage: StageModule, model: CostModel, num_microbatches: int) -> StageCosts:
     info = stage_info(stage)
     nodes = [node.meta[COSTS] for node in stage.graph.nodes if COSTS in node.meta]
-    directions = [seconds_of(one, model) for one in nodes]
-    saved = sum(one.saved_bytes for one in nodes)
-    own = {id(one): one for one in stage.parameters()}
-    own_nodes = [
-        one for one in stage.graph.nodes if COSTS in one.meta and ELSEWHERE not in one.meta
+    directions = [seconds_of(node_costs, model) for node_costs in nodes]
+    saved = sum(node_costs.saved_bytes for node_costs in nodes)
+    modules = [
+        node.meta.get(MODULE, "")
+        for node in stage.graph.nodes
+        if COSTS in node.meta and ELSEWHERE not in node.meta
     ]
-    named = [one.meta.get(MODULE, "") for one in own_nodes]
     return StageCosts(
-        first_module=next(iter(named), ""),
+        first_module=next(iter(modules), ""),
         forward_seconds=sum(forward for forward, _ in directions),
         backward_seconds=sum(backward for _, backward in directions),
-        parameter_bytes=sum(_size(one) for one in own.values()),
+        parameter_bytes=sum(param.nbytes for param in stage.parameters()),
         saved_bytes=saved,
         peak_saved_bytes=saved * min(num_microbatches, info.num_stages - info.index),
         sent_bytes=info.sent_bytes,
-        returned_bytes=sum(one.tensor.num_bytes for one in info.sent if one.feeds_loss),
+        returned_bytes=sum(passed.tensor.num_bytes for passed in info.sent if passed.feeds_loss),
     )
 
 
-def _size(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+_OWNER = "explain_step"
+
+
+def explain_step(
+    module: nn.Module,
+    batch: Any,
+    num_stages: int,
+    *args: Any,
+    num_microbatches: int | None = None,
+    method: str = "training_step",
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    **kwargs: Any,
+) -> PipelinePlan:
+    """Balance a step over stages, as a pipeline would, and say what they cost.
+
+    Args:
+        module: The module; left as it is.
+        batch: A whole batch.
+        num_stages: Stages, each on a device of its own.
+        *args: What the step is called with behind the batch.
+        num_microbatches: Equal parts of the batch; by default twice the stages.
+        method: Name of the step.
+        context: Entered around the step, such as ``lambda: torch.autocast("cpu", torch.bfloat16)``.
+        **kwargs: Keyword arguments of the step.
+
+    Raises:
+        ValueError: If an argument is out of range, the batch cannot be divided, or the step cannot
+            be cut so often.
+        RuntimeError: If the step is not one graph, or returns no loss.
+    """
+    count = 2 * num_stages if num_microbatches is None else num_microbatches
+    policy = balanced_split(num_stages, num_microbatches=count)
+    part = split_evenly(batch, count)[0]
+    steps = ModuleSteps(module, (method,), defer=("log", "log_dict"))
+    step = steps.steps[method]
+    steps.attach(_OWNER)
+    try:
+        with static_shapes(), context():
+            try:
+                call = step.graph_call(part, *args, **kwargs)
+            except NotOneGraphError as error:
+                raise RuntimeError(
+                    f"{type(module).__name__}.{method} is not one graph ({error}); expected tensor "
+                    "operations without branches on values, printing or third-party calls between "
+                    "them; keep those out of the step."
+                ) from None
+            loss = loss_position(call, (part, *args), kwargs)
+        graph = call.graph
+        program, _ = program_of_step(graph.base, graph.inputs, module, call.inputs, loss)
+        if has_marks(program):
+            program.graph_module.meta[LOSS] = program.loss
+            note_costs(program.graph_module)
+        else:
+            cut_by(program, policy)
+        pipe = build_pipe(program, module)
+        return plan_of(pipe, module, num_microbatches)
+    finally:
+        steps.detach(_OWNER)

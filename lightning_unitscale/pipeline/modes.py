@@ -1,15 +1,14 @@
-"""Modes that a graph switches on and off as it goes: autocast, and whether gradients are recorded.
+"""Modes that a graph switches on and off: autocast, and whether gradients are recorded.
 
-A stage that begins inside such a region has to enter it again. A file of its own for the names it
-takes from torch (checked on 2.13 and 2.11): ``_enter_autocast``, ``_exit_autocast``,
-``_set_grad_enabled``.
+A stage that begins inside such a region enters it again. Private names of torch (checked on 2.13
+and 2.11): ``_enter_autocast``, ``_exit_autocast``, ``_set_grad_enabled``.
 """
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -35,13 +34,13 @@ def outer_grad_mode() -> Iterator[None]:
 
 
 def switch_grad(enabled: bool) -> None:
-    """What a captured switch becomes: ``no_grad``'s end brings back the caller's mode."""
+    """Stands for a captured switch: the end of ``no_grad`` brings back the caller's mode."""
     torch.set_grad_enabled(enabled and _outer_grad_mode.get())
 
 
 @dataclass(frozen=True)
 class Modes:
-    """The modes at one place of a graph.
+    """The modes in front of a node of a graph.
 
     Attributes:
         autocasts: Nodes that entered the autocast regions, outermost first.
@@ -56,7 +55,9 @@ class Modes:
         if node.target is _enter_autocast:
             return Modes((*self.autocasts, node), self.grad)
         if node.target is _exit_autocast:
-            return Modes(tuple(one for one in self.autocasts if one is not node.args[0]), self.grad)
+            return Modes(
+                tuple(region for region in self.autocasts if region is not node.args[0]), self.grad
+            )
         if node.target is torch._C._set_grad_enabled:
             return Modes(self.autocasts, bool(node.args[0]))
         return self
@@ -73,22 +74,30 @@ def is_switch(node: fx.Node) -> bool:
 
 def enter(graph: fx.Graph, modes: Modes) -> dict[fx.Node, fx.Node]:
     """Append what enters the modes; returns the new node of each region's entrance."""
-    entered = {one: graph.call_function(_enter_autocast, one.args) for one in modes.autocasts}
+    entered = {
+        region: graph.call_function(_enter_autocast, region.args) for region in modes.autocasts
+    }
     if not modes.grad:
         graph.call_function(switch_grad, (False,))
     return entered
 
 
 def leave(graph: fx.Graph, modes: Modes, entered: dict[fx.Node, fx.Node]) -> None:
-    """Append what leaves the modes that are still on at the end of a stage."""
+    """Append what leaves the modes that are still on at the end of a stage.
+
+    Args:
+        graph: The stage's graph.
+        modes: The modes at its end.
+        entered: The stage's own node for each autocast region that it entered.
+    """
     if not modes.grad:
         graph.call_function(switch_grad, (True,))
-    for one in reversed(modes.autocasts):
-        graph.call_function(_exit_autocast, (entered[one],))
+    for region in reversed(modes.autocasts):
+        graph.call_function(_exit_autocast, (entered[region],))
 
 
-def with_own_switches(nodes: Sequence[fx.Node]) -> None:
-    """Let the gradient switches among the nodes respect the caller's mode."""
-    for node in nodes:
+def respect_outer_grad_mode(graph: fx.Graph) -> None:
+    """Let the gradient switches of a graph respect the caller's mode."""
+    for node in graph.nodes:
         if node.target is torch._C._set_grad_enabled:
             node.target = switch_grad

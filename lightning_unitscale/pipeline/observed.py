@@ -1,10 +1,10 @@
-"""The stages of a rank in a variant that carries probes, for the steps that somebody observes.
+"""Stages with probes, for the steps that are observed.
 
-A whole graph is rewritten before it is cut, but observed after: what a probe records stays on the
-rank that runs the stage. A tensor is one stage's. What several stages read (a batch, a buffer) is
-the first one's; a value that is relayed or made again is that of the stage that makes it. The
-gradient of a parameter of several stages is none of theirs: the parts are kept, microbatch by
-microbatch, and added up on the rank of the first.
+A graph is rewritten before it is cut, and probed after: what a probe records stays on the rank that
+runs the stage. Every tensor is probed in one stage: the first that reads it, for a batch or a
+buffer; the one that computes it, for a value that is relayed or recomputed. For a parameter of
+several stages the parts of its gradient are kept, microbatch by microbatch, and added up on the
+rank of the first stage.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
 
-from lightning_unitscale.functional.whole_view import whole_view
-from lightning_unitscale.graph.capture import copy_graph_module, execute_with
-from lightning_unitscale.graph.compiled_graph import Variant
+from lightning_unitscale.capture.compiled_graph import Variant
+from lightning_unitscale.dynamo.capture import copy_graph_module, execute_with
 from lightning_unitscale.graph.nodes import ELSEWHERE, tensor_name
 from lightning_unitscale.graph.passes import GraphPass, StepGraph
+from lightning_unitscale.graph.recorder import tap_gradient
 from lightning_unitscale.pipeline.modes import outer_grad_mode
 from lightning_unitscale.pipeline.pipe import Pipe
 from lightning_unitscale.pipeline.stage import StageModule
@@ -32,7 +32,7 @@ class ObservedStages:
 
     Args:
         pipe: The pipeline, the same on all ranks.
-        whole: The graph that was cut.
+        step_graph: The graph that was cut.
         passes: Passes over it; those that observe do so in the stages.
         rank_of: The rank of a stage.
         group: The pipeline's process group.
@@ -44,26 +44,28 @@ class ObservedStages:
     def __init__(
         self,
         pipe: Pipe,
-        whole: StepGraph,
+        step_graph: StepGraph,
         passes: Sequence[GraphPass],
         rank_of: Callable[[int], int],
         group: dist.ProcessGroup | None,
     ) -> None:
-        self._passes = [one for one in passes if one.observes]
+        self._passes = [graph_pass for graph_pass in passes if graph_pass.observes]
         self._rank_of = rank_of
         self._group = group
         self._rank = dist.get_rank(group)
-        wanted = frozenset[str]().union(*(one.before_cut(whole) for one in self._passes))
-        trainable = {name for name, one in pipe.named_parameters() if one.requires_grad}
+        wanted = frozenset[str]().union(
+            *(graph_pass.before_cut(step_graph) for graph_pass in self._passes)
+        )
+        trainable = {name for name, param in pipe.named_parameters() if param.requires_grad}
         shared = pipe.shared_parameters()
         self._shared = {name: shared[name] for name in sorted(wanted & trainable & shared.keys())}
-        self._parts: dict[tuple[str, int], list[_Part]] = {}
+        self._parts: dict[tuple[str, int], list[_GradientPart]] = {}
         self._parameters: dict[str, nn.Parameter] = {}
         self.run: dict[int, Callable[..., Any]] = {}
         seen: set[str] = set()
         for index, stage in enumerate(pipe.stages):
             if rank_of(index) == self._rank:
-                self.run[index] = self._observed(index, stage, whole, seen)
+                self.run[index] = self._observed(index, stage, step_graph, seen)
             seen |= {tensor_name(node) for node in stage.graph.nodes if _is_read(node)}
 
     def begin(self) -> None:
@@ -72,7 +74,7 @@ class ObservedStages:
             parts.clear()
 
     def finish(self) -> None:
-        """After a step, on every rank: tell the passes of the parameters of several stages."""
+        """After a step, on every rank: hand the passes the gradients of shared parameters."""
         for name, stages in self._shared.items():
             first = self._rank_of(stages[0])
             # As autograd adds them up: the last use first.
@@ -84,7 +86,7 @@ class ObservedStages:
         self.begin()
 
     def _observed(
-        self, index: int, stage: StageModule, whole: StepGraph, seen: set[str]
+        self, index: int, stage: StageModule, step_graph: StepGraph, seen: set[str]
     ) -> Callable[..., Any]:
         copy = copy_graph_module(stage)
         for node in copy.graph.nodes:
@@ -94,10 +96,10 @@ class ObservedStages:
                 parts = self._parts[tensor_name(node), index] = []
                 self._parameters[tensor_name(node)] = stage.get_parameter(str(node.target))
                 _keep_gradient(copy.graph, node, parts)
-        graph = StepGraph(copy, observed=True, step=whole.step)
-        graph.notes.update(whole.notes)
-        for one in self._passes:
-            one.observe_part(graph)
+        graph = StepGraph(copy, observed=True, step=step_graph.step)
+        graph.notes.update(step_graph.notes)
+        for graph_pass in self._passes:
+            graph_pass.observe_part(graph)
         graph.finish()
         variant = Variant(graph, execute_with("eager", graph.graph_module, ()))
 
@@ -115,68 +117,53 @@ class ObservedStages:
         parameter = self._parameters[name]
         if self._rank == owner:
             parts = self._parts[name, stage]
-            present = [one.gradient is not None for one in parts]
-            for numbers in ([len(parts)], [int(one) for one in present]):
+            for numbers in ([len(parts)], [int(part.gradient is not None) for part in parts]):
                 sent = torch.tensor(numbers, device=parameter.device)
                 dist.send(sent, group=self._group, group_dst=first)
             for part in parts:
                 if part.gradient is not None:
-                    given = part.gradient.contiguous()
-                    dist.send(given, group=self._group, group_dst=first)
+                    dist.send(part.gradient.contiguous(), group=self._group, group_dst=first)
             return
         number = torch.zeros(1, dtype=torch.int64, device=parameter.device)
         dist.recv(number, group=self._group, group_src=owner)
-        there = torch.zeros(int(number), dtype=torch.int64, device=parameter.device)
-        dist.recv(there, group=self._group, group_src=owner)
+        present = torch.zeros(int(number), dtype=torch.int64, device=parameter.device)
+        dist.recv(present, group=self._group, group_src=owner)
         self._parts[name, stage] = []
-        for one in there.tolist():
-            gradient = torch.empty_like(parameter) if one else None
-            if gradient is not None:
-                gradient = gradient.contiguous()
-                dist.recv(gradient, group=self._group, group_src=owner)
-            self._parts[name, stage].append(_Part(gradient))
+        for has_gradient in present.tolist():
+            part = _GradientPart()
+            if has_gradient:
+                part.gradient = torch.empty_like(parameter).contiguous()
+                dist.recv(part.gradient, group=self._group, group_src=owner)
+            self._parts[name, stage].append(part)
 
     def _tell(self, name: str, stages: tuple[int, ...]) -> None:
-        for parts in zip(*(self._parts[name, one] for one in reversed(stages)), strict=True):
+        for parts in zip(*(self._parts[name, stage] for stage in reversed(stages)), strict=True):
             total: Tensor | None = None
             for part in parts:
                 if part.gradient is not None:
                     total = part.gradient if total is None else total + part.gradient
-            for one in self._passes:
-                one.see_shared(name, self._parameters[name].detach(), total)
+            for graph_pass in self._passes:
+                graph_pass.see_shared(name, self._parameters[name].detach(), total)
 
 
 @dataclass
-class _Part:
-    """What one stage adds to the gradient of a parameter, for one microbatch."""
+class _GradientPart:
+    """One stage's part of the gradient of a parameter, for one microbatch."""
 
     gradient: Tensor | None = None
 
 
-class _Keep(torch.autograd.Function):
-    """The tensor itself, whose gradient is kept as well."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, part: _Part) -> Tensor:
-        ctx.set_materialize_grads(False)
-        ctx.part = part
-        return whole_view(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor | None) -> tuple[Tensor | None, None]:
-        if grad_output is None:
-            return None, None
-        # Dense, and a copy: autograd may add to the tensor that it hands on.
-        dense = grad_output.to_dense() if grad_output.layout != torch.strided else grad_output
-        ctx.part.gradient = dense.clone()
-        return grad_output, None
-
-
-def _keep_gradient(graph: fx.Graph, node: fx.Node, parts: list[_Part]) -> None:
+def _keep_gradient(graph: fx.Graph, node: fx.Node, parts: list[_GradientPart]) -> None:
     def keep(tensor: Tensor) -> Tensor:
-        parts.append(_Part())
-        result: Tensor = _Keep.apply(tensor, parts[-1])
-        return result
+        part = _GradientPart()
+        parts.append(part)
+
+        def see(gradient: Tensor) -> None:
+            # Dense, and a copy: autograd may add to the tensor that it hands on.
+            dense = gradient.to_dense() if gradient.layout != torch.strided else gradient
+            part.gradient = dense.clone()
+
+        return tap_gradient(tensor, None, see)
 
     with graph.inserting_after(node):
         kept = graph.call_function(keep, (node,))

@@ -1,25 +1,25 @@
-"""Which stages, and so which ranks, own a parameter: settled once, kept by every later graph.
+"""Which stages, and so which ranks, own a parameter: decided once, kept by every later graph.
 
-A step is captured anew for another batch size and when Python state that it reads has changed. The
+A step is recaptured for another batch size and when Python state that it reads has changed. The
 parameters, their optimizer state and their current values stay on the ranks that have them, so the
 cuts of a later graph follow the owners.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor, fx, nn
+from torch import fx, nn
+from typing_extensions import override
 
 from lightning_unitscale.graph.aliasing import memory_roots, written_arguments
-from lightning_unitscale.pipeline.cuts import keep_items_with_their_tuples
-from lightning_unitscale.pipeline.marks import insert_mark
+from lightning_unitscale.pipeline.balance import BalancedSplit
 from lightning_unitscale.pipeline.pipe import Pipe
-from lightning_unitscale.pipeline.policy import device_type_of, possible_cuts, sending_rate
-from lightning_unitscale.pipeline.search import choose_cuts
+from lightning_unitscale.pipeline.program import named_tensors
+from lightning_unitscale.pipeline.search import Allowed, CutCandidate
 from lightning_unitscale.pipeline.stage import stage_info
 
 
@@ -32,17 +32,15 @@ class Ownership:
         rank_of: The rank of a stage.
 
     Attributes:
-        rank_of: As given.
+        rank_of: The rank of a stage.
     """
 
     def __init__(self, module: nn.Module, num_ranks: int, rank_of: Callable[[int], int]) -> None:
         self._num_ranks = num_ranks
         self.rank_of = rank_of
         # The first of a tied tensor's names, whichever of them a graph knows it by.
-        tensors: dict[str, Tensor] = {**dict(module.named_parameters()),
-                                      **dict(module.named_buffers())}  # fmt: skip
-        self._tensors = tensors
-        self._names = {id(one): name for name, one in tensors.items()}
+        self._tensors = named_tensors(module)
+        self._names = {id(tensor): name for name, tensor in self._tensors.items()}
         self._stages: dict[str, frozenset[int]] = {}
         self._readers: dict[str, frozenset[int]] = {}
         self._written: frozenset[str] = frozenset()
@@ -55,14 +53,14 @@ class Ownership:
 
     @property
     def stages(self) -> tuple[int, dict[str, frozenset[int]]]:
-        """How many stages there are, and those of each parameter: what :meth:`adopt` takes."""
+        """Number of stages, and the stages of each parameter; for :meth:`adopt`."""
         assert self._num_stages is not None
         return self._num_stages, self._stages
 
-    def adopt(self, given: tuple[int, dict[str, frozenset[int]]]) -> None:
+    def adopt(self, settled: tuple[int, dict[str, frozenset[int]]]) -> None:
         """Settle on what another pipeline of the same module has settled on."""
         assert not self.is_settled
-        self._num_stages, self._stages = given
+        self._num_stages, self._stages = settled
 
     @property
     def names(self) -> list[set[str]]:
@@ -75,10 +73,12 @@ class Ownership:
 
     def replicas(self) -> dict[str, tuple[int, ...]]:
         """Parameters of several ranks, with those."""
-        found = {name: tuple(sorted(self._ranks(one))) for name, one in self._stages.items()}
+        ranks_of = {
+            name: tuple(sorted(self._ranks(stages))) for name, stages in self._stages.items()
+        }
         return {
             name: ranks
-            for name, ranks in found.items()
+            for name, ranks in ranks_of.items()
             if len(ranks) > 1 and isinstance(self._tensors[name], nn.Parameter)
         }
 
@@ -86,16 +86,16 @@ class Ownership:
         """The parameters of a rank, by name."""
         owned = self.names[rank]
         return {
-            name: one
-            for name, one in self._tensors.items()
-            if name in owned and isinstance(one, nn.Parameter)
+            name: tensor
+            for name, tensor in self._tensors.items()
+            if name in owned and isinstance(tensor, nn.Parameter)
         }
 
     def policy(self) -> FollowingSplit:
         """The split policy of later graphs."""
         assert self._num_stages is not None
-        stages = {id(self._tensors[name]): one for name, one in self._stages.items()}
-        return FollowingSplit(self._num_stages, stages)
+        stages = {id(self._tensors[name]): stages for name, stages in self._stages.items()}
+        return FollowingSplit(self._num_stages, stages=stages)
 
     def note(self, pipe: Pipe) -> None:
         """Note the parameters of a graph's stages; those not seen before get their owners.
@@ -118,7 +118,7 @@ class Ownership:
         moved += [name for name in all_written if len(all_readers[name]) > 1]
         if moved:
             raise RuntimeError(
-                f"the step was captured anew (another batch size, or Python state that it reads "
+                f"the step was recaptured (another batch size, or Python state that it reads "
                 f"has changed) and {sorted(moved)[:3]} would be used by other ranks than those "
                 "that own them; expected the same parameters in the same stages of every graph; "
                 "mark the cuts with pipe_split() or split={path: SplitPoint.BEGINNING}."
@@ -140,18 +140,22 @@ class Ownership:
         readers: dict[str, frozenset[int]] = {}
         for index, stage in enumerate(pipe.stages):
             info = stage_info(stage)
-            for found, names, tensors in (
+            for users, names, tensors in (
                 (used, info.parameters, parameters),
                 (readers, info.buffers, buffers),
             ):
                 for name in names:
-                    known = self._names.get(id(tensors[name]))
-                    if known is not None:
-                        found[known] = found.get(known, frozenset()) | {index}
+                    first_name = self._names.get(id(tensors[name]))
+                    if first_name is not None:
+                        users[first_name] = users.get(first_name, frozenset()) | {index}
         roots = memory_roots(graph_module.graph)
-        targets = (one for node in graph_module.graph.nodes for one in written_arguments(node))
-        attributes = {str(roots[one].target) for one in targets if roots[one].op == "get_attr"}
-        known_buffers = (self._names.get(id(buffers[one])) for one in attributes & buffers.keys())
+        targets = (
+            target for node in graph_module.graph.nodes for target in written_arguments(node)
+        )
+        attributes = {
+            str(roots[target].target) for target in targets if roots[target].op == "get_attr"
+        }
+        known_buffers = (self._names.get(id(buffers[name])) for name in attributes & buffers.keys())
         return used, readers, frozenset(filter(None, known_buffers))
 
     def _ranks(self, stages: frozenset[int] | tuple[()]) -> frozenset[int]:
@@ -159,66 +163,63 @@ class Ownership:
 
 
 @dataclass(frozen=True)
-class FollowingSplit:
+class FollowingSplit(BalancedSplit):
     """A split policy: every parameter stays in one of the stages that have it.
 
     Of the cuts that are possible then, those are taken for which a step is shortest.
 
     Attributes:
-        num_stages: How many stages.
         stages: Stages of a tensor, by its ``id``; others may be anywhere.
     """
 
-    num_stages: int
-    stages: Mapping[int, frozenset[int]]
+    stages: Mapping[int, frozenset[int]] = field(default_factory=dict)
 
+    @override
     def __call__(self, graph_module: fx.GraphModule) -> fx.GraphModule:
         """Put the cuts into the graph.
 
         Raises:
             RuntimeError: If there are no such cuts.
         """
-        graph = graph_module.graph
-        keep_items_with_their_tuples(graph)
-        cuts, total = possible_cuts(graph_module)
-        wrong = self._wrong_before(graph_module, [one.before for one in cuts])
-
-        def allowed(stage: int) -> NDArray[np.bool_]:
-            return wrong[stage][:, None] == wrong[stage][None, :]
-
         try:
-            rate = sending_rate(device_type_of(graph_module))
-            chosen = choose_cuts(cuts, total, self.num_stages, rate, 2 * self.num_stages, allowed)
+            return super().__call__(graph_module)
         except ValueError as error:
             raise RuntimeError(
-                "the step was captured anew (another batch size, or Python state that it reads has "
+                "the step was recaptured (another batch size, or Python state that it reads has "
                 "changed), and its graph uses the parameters in another order, so that no cuts "
                 "leave them on the ranks that own them; expected the same parameters in the same "
                 "stages of every graph; mark the cuts with pipe_split() or "
                 "split={path: SplitPoint.BEGINNING}."
             ) from error
-        nodes = {node.name: node for node in graph.nodes}
-        for place in chosen:
-            insert_mark(graph, nodes[cuts[place].before])
-        graph_module.recompile()
-        return graph_module
 
-    def _wrong_before(self, graph_module: fx.GraphModule, cuts: list[str]) -> NDArray[np.int_]:
-        """For each stage and end of a stage, how many operations before may not be in the stage."""
-        tensors = {
-            **dict(graph_module.named_parameters(remove_duplicate=False)),
-            **dict(graph_module.named_buffers(remove_duplicate=False)),
-        }
-        ends = set(cuts)
+    @override
+    def _candidates(self, cuts: list[CutCandidate], total: float) -> list[CutCandidate]:
+        # One that sends more may be the one that leaves the parameters where they are.
+        return cuts
+
+    @override
+    def _allowed(self, graph_module: fx.GraphModule, cuts: Sequence[CutCandidate]) -> Allowed:
+        """A stage may reach over operations that read nothing of other stages.
+
+        For each stage and each end of a stage it is counted how many operations before that end may
+        not be in the stage.
+        """
+        tensors = named_tensors(graph_module, remove_duplicate=False)
+        ends = {cut.before for cut in cuts}
         counts = np.zeros((self.num_stages, len(cuts) + 2), dtype=int)
         end = 1
         for node in graph_module.graph.nodes:
             if node.name in ends:
                 end += 1
-            for one in node.all_input_nodes:
-                tensor = tensors.get(str(one.target)) if one.op == "get_attr" else None
+            for read in node.all_input_nodes:
+                tensor = tensors.get(str(read.target)) if read.op == "get_attr" else None
                 stages = self.stages.get(id(tensor)) if node.op != "output" else None
                 if stages is not None:
                     for stage in range(self.num_stages):
                         counts[stage, end] += stage not in stages
-        return counts.cumsum(axis=1)
+        before = counts.cumsum(axis=1)
+
+        def allowed(stage: int) -> NDArray[np.bool_]:
+            return before[stage][:, None] == before[stage][None, :]
+
+        return allowed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,15 +14,14 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from typing_extensions import override
 
-from lightning_unitscale.pipeline.engine_stage import NamedInputs
+from lightning_unitscale.pipeline.engine import EngineStage
 from lightning_unitscale.pipeline.program import Program
-from lightning_unitscale.pipeline.runtime import EngineStage
 from lightning_unitscale.pipeline.stage import StageInfo, StageModule, stage_info
 
 
 @dataclass(frozen=True)
 class PipeInfo:
-    """What the stages of a pipeline take, have and hand on.
+    """Inputs, parameters and outputs of the stages of a pipeline.
 
     Attributes:
         num_stages: How many.
@@ -40,15 +40,15 @@ class PipeInfo:
     def __str__(self) -> str:
         rows = [
             (
-                one.index,
-                one.num_operations,
-                len(one.parameters),
-                ", ".join(one.input_names),
-                "\n".join(f"{sent.name} {sent.tensor}" for sent in one.sent),
-                one.sent_bytes,
-                len(one.recomputed),
+                info.index,
+                info.num_operations,
+                len(info.parameters),
+                ", ".join(info.input_names),
+                "\n".join(f"{sent.name} {sent.tensor}" for sent in info.sent),
+                info.sent_bytes,
+                len(info.recomputed),
             )
-            for one in self.stages
+            for info in self.stages
         ]
         headers = ("stage", "operations", "parameters", "arguments", "sends", "bytes", "recomputed")
         lines = [tabulate(rows, headers=headers)]
@@ -85,7 +85,7 @@ class Pipe(nn.Module):
 
     @property
     def num_stages(self) -> int:
-        """How many stages there are."""
+        """Number of stages."""
         return len(self._stages)
 
     @property
@@ -136,11 +136,31 @@ class Pipe(nn.Module):
                 "torch.distributed.init_process_group first."
             )
         device = torch.device(device)
-        module = NamedInputs(stage.on_device(device), self.program.loss)
-        return EngineStage(module, stage_info(stage), device, group, has_backward=True)
+        stage.on_device(device)
+        return EngineStage(
+            stage, partial(self._run_by_name, stage), device, group, has_backward=True
+        )
+
+    def _run_by_name(self, stage: StageModule, *received: Tensor, **inputs: Any) -> Any:
+        """The outputs of a stage; of the last one the loss, if it is known."""
+        info = stage_info(stage)
+        names = info.input_names
+        if len(received) != len(info.received) or any(name not in inputs for name in names):
+            raise ValueError(
+                f"stage {info.index} was given {len(received)} positional arguments and "
+                f"{sorted(inputs)}; expected the module's arguments by name on every rank, "
+                f"{', '.join(names) or 'none'} of them here: schedule.step(name=value, ...)."
+            )
+        outputs = stage(*received, *(inputs[name] for name in names))
+        if not info.is_last:
+            return outputs
+        if self.program.loss is not None:
+            return outputs[self.program.loss]
+        tensors = tuple(value for value in outputs if isinstance(value, Tensor))
+        return tensors[0] if len(tensors) == 1 else tensors
 
     def info(self) -> PipeInfo:
-        """What every stage takes, has and hands on."""
+        """Inputs, parameters and outputs of every stage."""
         stages = tuple(map(stage_info, self._stages))
         return PipeInfo(
             num_stages=len(stages),
@@ -156,7 +176,7 @@ class Pipe(nn.Module):
         for index, stage in enumerate(self._stages):
             for name in stage_info(stage).parameters:
                 users.setdefault(name, []).append(index)
-        return {name: tuple(found) for name, found in users.items() if len(found) > 1}
+        return {name: tuple(stages) for name, stages in users.items() if len(stages) > 1}
 
     def print_readable(self, print_output: bool = True) -> str:
         """The code of all stages; printed, unless ``print_output`` is false."""
@@ -184,7 +204,7 @@ class Pipe(nn.Module):
         """Flat outputs of all stages for flat inputs."""
         values: tuple[Any, ...] = ()
         for stage in self._stages:
-            values = stage(*values, *(flat[place] for place in stage_info(stage).inputs))
+            values = stage(*values, *(flat[position] for position in stage_info(stage).inputs))
         return list(values)
 
     @override
@@ -194,25 +214,19 @@ class Pipe(nn.Module):
         """Parameters of all stages under the module's names; a shared one once."""
         seen: set[str] = set()
         for stage in self._stages:
-            for name, one in stage.named_parameters(prefix, recurse, remove_duplicate):
+            for name, param in stage.named_parameters(prefix, recurse, remove_duplicate):
                 if name not in seen or not remove_duplicate:
                     seen.add(name)
-                    yield name, one
+                    yield name, param
 
     @override
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:  # type: ignore[override]
         """Parameters and buffers of all stages under the module's names, tied ones under each."""
-        found: dict[str, Tensor] = {}
+        state: dict[str, Tensor] = {}
         for stage in self._stages:
-            found |= stage.state_dict(*args, **kwargs)
+            state |= stage.state_dict(*args, **kwargs)
         prefix = kwargs.get("prefix", "")
         for alias, name in self._aliases.items():
-            if prefix + name in found:
-                found[prefix + alias] = found[prefix + name]
-        return found
-
-    def to_device(self, device: torch.device | str) -> Pipe:
-        """All stages on one device. In place."""
-        for stage in self._stages:
-            stage.on_device(device)
-        return self
+            if prefix + name in state:
+                state[prefix + alias] = state[prefix + name]
+        return state

@@ -1,28 +1,18 @@
-"""A module's ``forward`` as one graph of flat inputs and outputs: what the pipeline cuts."""
+"""A graph of flat inputs and outputs, which the pipeline cuts: its microbatches and its loss."""
 
 from __future__ import annotations
 
-import contextlib
-import inspect
-import types
-import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_flatten_with_path, tree_unflatten
+from typing_extensions import override
 
-from lightning_unitscale.graph.aliasing import memory_roots, written_arguments
-from lightning_unitscale.graph.capture import is_compiled
-from lightning_unitscale.graph.exported import export_forward
-from lightning_unitscale.graph.nodes import MODULE, NAME, example_tensor, tensor_name
-from lightning_unitscale.pipeline.loss import LossSpec, LossWrapper, loss_index
-from lightning_unitscale.shadowing import shadowed
-
-# What a captured graph can return.
-_RETURNABLE = (Tensor, int, float, bool, str, type(None), tuple, list)
+# Which output is the loss: its key, or the output's structure with ``True`` there.
+LossSpec = Any
 
 
 @dataclass(frozen=True)
@@ -67,6 +57,13 @@ class ProgramInput:
     tensor: TensorInfo | None = None
     value: Any = None
 
+    @classmethod
+    def of(cls, name: str, value: Any) -> ProgramInput:
+        """The description of an argument."""
+        if isinstance(value, Tensor):
+            return cls(name, tensor=TensorInfo.of(value))
+        return cls(name, value=value)
+
 
 @dataclass(frozen=True)
 class Program:
@@ -109,18 +106,18 @@ class Program:
         ordered |= {name: value for name, value in kwargs.items() if name not in ordered}
         flat, spec = tree_flatten((tuple(args), ordered))
         if spec != self.in_spec:
-            wanted = [one.name for one in self.inputs]
+            expected = [example.name for example in self.inputs]
             raise ValueError(
                 f"arguments: {len(args)} positional and {list(kwargs)} by name have another "
                 "structure than the example that the pipeline was captured with; expected "
-                f"{wanted} in the same places; call it as in pipeline(...)."
+                f"{expected} in the same places; call it as in pipeline(...)."
             )
-        for given, one in zip(flat, self.inputs, strict=True):
-            if one.tensor is None and (isinstance(given, Tensor) or given != one.value):
+        for value, example in zip(flat, self.inputs, strict=True):
+            if example.tensor is None and (isinstance(value, Tensor) or value != example.value):
                 raise ValueError(
-                    f"{one.name}={given!r}: the pipeline was captured for {one.value!r}, which is "
-                    "part of its graph; expected the same value; capture another pipeline for "
-                    "other values."
+                    f"{example.name}={value!r}: the pipeline was captured for {example.value!r}, "
+                    "which is part of its graph; expected the same value; capture another pipeline "
+                    "for other values."
                 )
         return flat
 
@@ -130,15 +127,15 @@ class Program:
         Raises:
             ValueError: Naming the first that has another shape or type.
         """
-        for given, one in zip(flat, self.inputs, strict=True):
-            if one.tensor is None:
+        for value, example in zip(flat, self.inputs, strict=True):
+            if example.tensor is None:
                 continue
-            if not isinstance(given, Tensor):
-                raise ValueError(f"{one.name}={given!r}: expected a tensor {one.tensor}.")
-            if tuple(given.shape) != one.tensor.shape or given.dtype != one.tensor.dtype:
+            if not isinstance(value, Tensor):
+                raise ValueError(f"{example.name}={value!r}: expected a tensor {example.tensor}.")
+            if tuple(value.shape) != example.tensor.shape or value.dtype != example.tensor.dtype:
                 raise ValueError(
-                    f"{one.name}: a tensor {TensorInfo.of(given)}; expected {one.tensor}, for "
-                    "which the pipeline was captured: shapes are part of its graph; capture "
+                    f"{example.name}: a tensor {TensorInfo.of(value)}; expected {example.tensor}, "
+                    "for which the pipeline was captured: shapes are part of its graph; capture "
                     "another pipeline for other shapes."
                 )
 
@@ -147,166 +144,216 @@ class Program:
         return tree_unflatten(outputs, self.out_spec)
 
 
-def capture_program(
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    *,
-    loss_spec: LossSpec = None,
-) -> Program:
-    """Capture ``module.forward`` for example arguments. Nothing is computed.
+def named_tensors(module: nn.Module, *, remove_duplicate: bool = True) -> dict[str, Tensor]:
+    """Parameters and buffers by name; tied ones under the first name, or under each."""
+    return {
+        **dict(module.named_parameters(remove_duplicate=remove_duplicate)),
+        **dict(module.named_buffers(remove_duplicate=remove_duplicate)),
+    }
+
+
+def add_attribute(root: nn.Module, fqn: str, value: Any, *, persistent: bool = False) -> None:
+    """Put a parameter, buffer or module at its path, creating the containers on the way.
+
+    Args:
+        root: Root of the path.
+        fqn: The path, with dots.
+        value: What to put there.
+        persistent: For a buffer, whether state dicts have it.
+    """
+    *path, name = fqn.split(".")
+    owner = root
+    for part in path:
+        if part not in owner._modules:
+            owner.add_module(part, nn.Module())
+        owner = getattr(owner, part)
+    if isinstance(value, nn.Parameter):
+        owner.register_parameter(name, value)
+    elif isinstance(value, nn.Module):
+        owner.add_module(name, value)
+    elif isinstance(value, Tensor):
+        owner.register_buffer(name, value, persistent=persistent)
+    else:
+        setattr(owner, name, value)
+
+
+def split_batch(
+    program: Program, args: tuple[Any, ...], kwargs: Mapping[str, Any], num_microbatches: int
+) -> list[list[Any]]:
+    """The flat inputs of each microbatch.
+
+    A tensor whose first dimension is ``num_microbatches`` times the example's is cut along it; one
+    of the example's own shape is for all microbatches. Every rank keeps its own copy of all inputs,
+    so that none is ever sent.
+
+    Args:
+        program: Captured for one microbatch.
+        args: Arguments of the whole batch.
+        kwargs: Its keyword arguments.
+        num_microbatches: How many microbatches.
 
     Raises:
-        ValueError: If the module is compiled, has a parameter without a shape, or writes into an
-            input, or ``loss_spec`` fits nothing.
-        RuntimeError: If ``forward`` cannot be captured as one graph.
+        ValueError: If a tensor has neither shape.
     """
-    _check_module(module)
-    args, kwargs = _distinct((tuple(args), dict(kwargs)))
-    left_out: list[str] = []
-    with _returnable(module, left_out):
-        graph_module = export_forward(module, args, dict(kwargs), expand=False, plain=True)
-    graph = graph_module.graph
-    structure = graph._codegen.pytree_info  # type: ignore[attr-defined]
-    in_spec, out_spec = structure.in_spec, structure.out_spec
-    graph.set_codegen(fx.graph.CodeGen())
-    inputs = _describe(module, args, kwargs)
-    placeholders = graph.find_nodes(op="placeholder")
-    if len(placeholders) != len(inputs):
-        raise RuntimeError(
-            f"{type(module).__name__}: its graph has {len(placeholders)} inputs where the call has "
-            f"{len(inputs)}; expected tensors and plain values as arguments; pass tensors."
-        )
-    _name_by_origin(graph)
-    _refuse_written_inputs(module, graph)
-    outputs: Any = graph.output_node().args[0]
-    structured = tree_unflatten(list(outputs), out_spec)
-    scalars = [_can_be_loss(one) for one in outputs]
-    whole = isinstance(module, LossWrapper)
-    loss = loss_index(structured, scalars, loss_spec, whole=whole)
-    left_out = list(dict.fromkeys(left_out))
-    if left_out:
-        warnings.warn(
-            f"{type(module).__name__}: its outputs {left_out} are no tensors and are left out of "
-            "the pipeline's results; expected tensors and containers of them; switch them off "
-            "(use_cache=False) to silence this.",
-            stacklevel=3,
-        )
-    return Program(graph_module, inputs, in_spec, out_spec, loss, tuple(left_out))
-
-
-def _check_module(module: nn.Module) -> None:
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"module={module!r}: expected an nn.Module.")
-    if is_compiled(module):
-        raise ValueError(
-            f"module={type(module).__name__}: it is compiled already; expected a plain module; "
-            "leave out your torch.compile."
-        )
-    for name, parameter in module.named_parameters():
-        if nn.parameter.is_lazy(parameter):
-            raise ValueError(
-                f"module={type(module).__name__}: its parameter {name} has no shape yet; expected "
-                "initialized parameters; call the module once on an example before."
-            )
-
-
-def _distinct(value: Any) -> Any:
-    """One tensor given twice (``labels=input_ids``) would be captured as one input."""
-    flat, spec = tree_flatten(value)
-    seen: set[int] = set()
-    for place, one in enumerate(flat):
-        if isinstance(one, Tensor):
-            if id(one) in seen:
-                flat[place] = one.detach().clone().requires_grad_(one.requires_grad)
-            seen.add(id(one))
-    return tree_unflatten(flat, spec)
-
-
-def _describe(
-    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> tuple[ProgramInput, ...]:
-    try:
-        names = list(inspect.signature(module.forward).parameters)
-    except (TypeError, ValueError):
-        names = []
-    found = []
-    for path, value in tree_flatten_with_path((args, dict(kwargs)))[0]:
-        entries: tuple[Any, ...] = path
-        side, first, *rest = entries
-        name = first.key if side.idx else f"argument {first.idx}"
-        if not side.idx and first.idx < len(names):
-            name = names[first.idx]
-        name = f"{name}{''.join(str(one) for one in rest)}"
-        if isinstance(value, Tensor):
-            found.append(ProgramInput(name, tensor=TensorInfo.of(value)))
+    flat = program.flatten(args, kwargs)
+    microbatches: list[list[Any]] = [[] for _ in range(num_microbatches)]
+    for value, example in zip(flat, program.inputs, strict=True):
+        if example.tensor is None:
+            pieces = [value] * num_microbatches
         else:
-            found.append(ProgramInput(name, value=value))
-    return tuple(found)
+            pieces = _pieces(value, example.name, example.tensor, num_microbatches)
+        for microbatch, piece in zip(microbatches, pieces, strict=True):
+            microbatch.append(piece)
+    return microbatches
 
 
-@contextlib.contextmanager
-def _returnable(module: nn.Module, left_out: list[str]) -> Iterator[None]:
-    """Within this context ``forward`` leaves out of a mapping what no graph can return.
+def split_evenly(batch: Any, num_microbatches: int) -> list[Any]:
+    """The batch in equal parts along the first dimension of its tensors.
 
-    Hugging Face models return a cache object by default, which is of no use in training.
+    Tensors of another first dimension than the first tensor, and what is no tensor, are for all.
+
+    Raises:
+        ValueError: If the batch cannot be divided.
     """
-    if "forward" in module.__dict__:
-        yield
-        return
-
-    # Called while Dynamo traces: what traced code appends to a list is lost in an export.
-    @torch.compiler.assume_constant_result
-    def leave_out(key: str) -> bool:
-        left_out.append(key)
-        return True
-
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        result = type(self).forward(self, *args, **kwargs)
-        if isinstance(result, dict):
-            kept = {}
-            for key, value in result.items():
-                if isinstance(value, _RETURNABLE):
-                    kept[key] = value
-                else:
-                    leave_out(key)
-            if len(kept) < len(result):
-                return type(result)(**kept)
-        return result
-
-    with shadowed(module, forward=types.MethodType(forward, module)):
-        yield
+    flat, spec = tree_flatten(batch)
+    sizes = [len(leaf) for leaf in flat if isinstance(leaf, Tensor) and leaf.ndim]
+    if not sizes or sizes[0] % num_microbatches:
+        size = sizes[0] if sizes else 0
+        raise ValueError(
+            f"num_microbatches={num_microbatches}: a batch of {size} samples cannot be divided "
+            "into as many equal parts; expected a multiple; change one of the two, and pass "
+            "drop_last=True to the DataLoader if it is the last batch."
+        )
+    parts: list[list[Any]] = [[] for _ in range(num_microbatches)]
+    for leaf in flat:
+        divided = isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == sizes[0]
+        pieces = leaf.chunk(num_microbatches) if divided else [leaf] * num_microbatches
+        for part, piece in zip(parts, pieces, strict=True):
+            part.append(piece)
+    return [tree_unflatten(part, spec) for part in parts]
 
 
-def _name_by_origin(graph: fx.Graph) -> None:
-    """Module paths without the step through our ``forward``; attributes under their own names."""
-    for node in graph.nodes:
-        for key in (MODULE, NAME):
-            if key in node.meta:
-                node.meta[key] = str(node.meta[key]).removeprefix("forward.")
-        if node.meta.get(MODULE) == "forward":
-            node.meta[MODULE] = ""
-        if node.op == "get_attr":
-            node.meta[NAME] = str(node.target)
-
-
-def _refuse_written_inputs(module: nn.Module, graph: fx.Graph) -> None:
-    roots = memory_roots(graph)
-    for node in graph.nodes:
-        for target in written_arguments(node):
-            if roots[target].op == "placeholder":
-                raise ValueError(
-                    f"{type(module).__name__}: {tensor_name(node)} writes into the argument "
-                    f"{tensor_name(roots[target])}; expected a forward that leaves its arguments "
-                    "as they are: every stage reads its own copy; clone the argument first."
-                )
-
-
-def _can_be_loss(value: object) -> bool:
-    tensor = example_tensor(value)
-    return (
-        tensor is not None
-        and tensor.numel() == 1
-        and tensor.is_floating_point()
-        and tensor.requires_grad
+def _pieces(value: Any, name: str, example: TensorInfo, count: int) -> list[Tensor]:
+    if not isinstance(value, Tensor):
+        raise ValueError(f"{name}={value!r}: expected a tensor.")
+    shape = tuple(value.shape)
+    if value.dtype == example.dtype and shape == example.shape:
+        return [value] * count
+    size = example.shape[0] if example.shape else 0
+    if value.dtype == example.dtype and shape == (count * size, *example.shape[1:]):
+        return list(value.split(size))
+    raise ValueError(
+        f"{name}: a tensor {TensorInfo.of(value)}; expected {count} microbatches of {example}, for "
+        "which the pipeline was captured, along the first dimension; make every batch as large "
+        "(drop_last=True), or capture another pipeline for it."
     )
+
+
+class LossWrapper(nn.Module):
+    """A module together with its loss function, so that the loss is part of what is captured.
+
+    Override ``forward(*inputs, targets)`` to call ``self.module`` and ``self.loss_fn``; its one
+    result is the loss. :class:`TrivialLossWrapper` is the common case.
+
+    Args:
+        module: The model; its parameters keep their names below ``module.``.
+        loss_fn: Computes the loss from the model's output and the targets.
+    """
+
+    def __init__(self, module: nn.Module, loss_fn: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.module = module
+        self.loss_fn = loss_fn
+
+    @override
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Computes the loss.
+
+        Raises:
+            NotImplementedError: Always; a subclass says how the loss is computed.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__}: it does not say how the loss is computed; expected a forward "
+            "that calls self.module and self.loss_fn; use TrivialLossWrapper for "
+            "loss_fn(module(x), targets)."
+        )
+
+
+class TrivialLossWrapper(LossWrapper):
+    """Computes ``loss_fn(module(x), targets)``."""
+
+    @override
+    def forward(self, x: Any, targets: Any) -> Tensor:
+        """Returns the loss of the model's output for ``x``."""
+        return self.loss_fn(self.module(x), targets)
+
+
+def loss_index(
+    outputs: Any, is_scalar: Sequence[bool], spec: LossSpec, *, is_loss: bool = False
+) -> int | None:
+    """Position of the loss among the flattened outputs, or ``None`` where there is none.
+
+    Args:
+        outputs: The output structure, any values in it.
+        is_scalar: For each flattened output, whether it can be a loss: a tensor of one element that
+            needs a gradient.
+        spec: The output's structure with ``True`` at the loss and ``False`` elsewhere, or the key
+            of the loss; ``None`` looks for the key ``"loss"``, and else takes an output that is
+            one scalar.
+        is_loss: Whether a single output is the loss in any case.
+
+    Raises:
+        ValueError: If ``spec`` does not fit, or what it names is no scalar.
+    """
+    flat = tree_flatten_with_path(outputs)[0]
+    if spec is None:
+        named = [index for index, (path, _) in enumerate(flat) if _key(path) == "loss"]
+        if len(named) == 1 and is_scalar[named[0]]:
+            return named[0]
+        if len(flat) == 1 and (is_scalar[0] or is_loss):
+            return _scalar(0, is_scalar, spec)
+        return None
+    if isinstance(spec, str):
+        named = [index for index, (path, _) in enumerate(flat) if _key(path) == spec]
+        if len(named) != 1:
+            keys = [_key(path) for path, _ in flat]
+            raise ValueError(
+                f"loss_spec={spec!r}: {len(named)} outputs have this key; expected one of {keys}."
+            )
+        return _scalar(named[0], is_scalar, spec)
+    truths = {path: bool(value) for path, value in tree_flatten_with_path(spec)[0]}
+    wanted = [index for index, (path, _) in enumerate(flat) if _truth(truths, path)]
+    if len(wanted) != 1:
+        raise ValueError(
+            f"loss_spec={spec!r}: it marks {len(wanted)} of the {len(flat)} outputs as the loss; "
+            "expected the structure of the module's output with one True in it, or the key of the "
+            "loss, such as 'loss'."
+        )
+    return _scalar(wanted[0], is_scalar, spec)
+
+
+def _truth(truths: dict[Any, bool], path: Any) -> bool:
+    """A spec may stop above the leaves, and may be a plain dict for a mapping of another class."""
+    named = {tuple(map(_entry_key, marked_path)): value for marked_path, value in truths.items()}
+    parts = tuple(map(_entry_key, path))
+    return any(named.get(parts[:count], False) for count in range(len(parts) + 1))
+
+
+def _entry_key(entry: Any) -> Any:
+    for name in ("key", "idx", "name"):
+        if hasattr(entry, name):
+            return getattr(entry, name)
+    return entry
+
+
+def _key(path: Any) -> Any:
+    return _entry_key(path[-1]) if path else None
+
+
+def _scalar(index: int, is_scalar: Sequence[bool], spec: LossSpec) -> int:
+    if not is_scalar[index]:
+        raise ValueError(
+            f"loss_spec={spec!r}: output {index} is no tensor of one element with a gradient; "
+            "expected the mean loss of a batch; reduce the loss in the module."
+        )
+    return index

@@ -1,27 +1,101 @@
-"""Run a pipeline on several ranks: this rank's stages, by a schedule."""
+"""Run the stages of a rank by a schedule, with gradients of shared parameters added up."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from typing_extensions import override
 
-from lightning_unitscale.pipeline.microbatches import split_batch
-from lightning_unitscale.pipeline.pipe import Pipe
-from lightning_unitscale.pipeline.runtime import (
+from lightning_unitscale.pipeline.engine import (
     EngineSchedule,
     EngineStage,
     ForwardOnly,
     make_schedule,
 )
+from lightning_unitscale.pipeline.pipe import Pipe
+from lightning_unitscale.pipeline.program import split_batch
 from lightning_unitscale.pipeline.schedules import find_schedule
-from lightning_unitscale.pipeline.shared import SharedGradients
-from lightning_unitscale.pipeline.stage import StageInfo, StageModule, stage_info
+from lightning_unitscale.pipeline.stage import StageModule, stage_info
+
+
+class SharedGradients:
+    """Sums the gradients of replicated parameters over the ranks that have them.
+
+    Args:
+        parameters: This rank's parameters that others have too, by name.
+        owners: For every replicated parameter, of this rank or not, the ranks in ``group`` that
+            have it, in ascending order.
+        group: The pipeline's process group.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        owners: Mapping[str, tuple[int, ...]],
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        self.owners = {name: ranks for name, ranks in sorted(owners.items()) if len(ranks) > 1}
+        self.parameters = {name: parameters[name] for name in self.owners if name in parameters}
+        self._group = group
+        self._rank = dist.get_rank(group)
+        self._aside: dict[str, Tensor | None] = {}
+
+    def put_aside(self) -> None:
+        """Before a step: keep the gradients accumulated so far, which are summed already."""
+        self._aside = {name: param.grad for name, param in self.parameters.items()}
+        for param in self.parameters.values():
+            param.grad = None
+
+    def combine(self) -> None:
+        """After a step: sum the new gradients over their ranks and add the earlier ones."""
+        # All ranks go through the names in one order, so that no two wait for each other.
+        for name, parameter in self.parameters.items():
+            parameter.grad = self._sum(parameter, self.owners[name])
+        for name, earlier in self._aside.items():
+            parameter = self.parameters[name]
+            if earlier is not None:
+                new = parameter.grad
+                parameter.grad = earlier if new is None else earlier + new
+        self._aside = {}
+
+    def _sum(self, parameter: nn.Parameter, ranks: tuple[int, ...]) -> Tensor | None:
+        """The sum over the owners, in the order of their ranks: the same bits on all of them."""
+        first, *others = ranks
+        own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.contiguous()
+        # A parameter that no rank has a gradient of keeps none, as on one device.
+        present = torch.tensor([parameter.grad is not None], device=own.device).int()
+        for rank in others:
+            for total in (present, own):
+                if self._rank == rank:
+                    dist.send(total, group=self._group, group_dst=first)
+                elif self._rank == first:
+                    part = torch.empty_like(total)
+                    dist.recv(part, group=self._group, group_src=rank)
+                    total += part
+        for total in (present, own):
+            hand_out(total, ranks, self._group)
+        return own if present.item() else None
+
+
+def hand_out(tensor: Tensor, ranks: Sequence[int], group: dist.ProcessGroup | None) -> None:
+    """Give ranks the tensor of the first of them; each of them calls it.
+
+    Args:
+        tensor: Contiguous; overwritten on all ranks but the first.
+        ranks: The ranks in ``group``, this one among them.
+        group: The pipeline's process group.
+    """
+    first, *others = ranks
+    if dist.get_rank(group) != first:
+        dist.recv(tensor, group=group, group_src=first)
+        return
+    for rank in others:
+        dist.send(tensor, group=group, group_dst=rank)
+
 
 Finish = Callable[[int, tuple[Any, ...]], Tensor]
 # What runs in the place of some stages, by their indices.
@@ -36,7 +110,7 @@ class PipelineRunner:
     are added to what is in ``.grad``.
 
     Args:
-        pipe: The pipeline; with a loss, if it shall be trained.
+        pipe: The pipeline; with a loss, if it is to be trained.
         schedule: Name of the schedule: one of ``GPipe``, ``1F1B``, ``Interleaved1F1B``,
             ``LoopedBFS``, ``InterleavedZeroBubble``, ``ZBVZeroBubble``, ``DualPipeV``.
         num_microbatches: Microbatches of a step.
@@ -84,12 +158,16 @@ class PipelineRunner:
         self.last_rank = self.schedule.rank_of(pipe.num_stages - 1, num_ranks)
         self.is_last = self.last_rank == rank
         owners = {
-            name: tuple(sorted({self.schedule.rank_of(one, num_ranks) for one in stages}))
+            name: tuple(sorted({self.schedule.rank_of(stage, num_ranks) for stage in stages}))
             for name, stages in pipe.shared_parameters().items()
         }
-        own = {name: one for stage in self.stages for name, one in stage.named_parameters()}
+        own = {name: param for stage in self.stages for name, param in stage.named_parameters()}
         self.shared = SharedGradients(own, owners, group)
-        self._batch = _Batch()
+        # The microbatches of the step that is running, and the results of the last stage.
+        self._microbatches: list[list[Any]] = []
+        self._outputs: dict[int, tuple[Any, ...]] = {}
+        self._finish: Finish | None = None
+        self._replaced: Replaced = {}
         self._training: EngineSchedule = None
         self._trained: list[EngineStage] = []
         self._forward: dict[int, EngineSchedule] = {}
@@ -146,9 +224,10 @@ class PipelineRunner:
             self._training = make_schedule(
                 self.schedule, self._trained, self.num_microbatches, self._mean_part
             )
-        self._batch.finish, self._batch.replaced = finish, replaced or {}
-        for index, one in zip(self.stage_indices, self._trained, strict=True):
-            one.at_once = index in self._batch.replaced
+        self._finish, self._replaced = finish, replaced or {}
+        for index, stage in zip(self.stage_indices, self._trained, strict=True):
+            # A loss outside of the graph may use the stage's parameters as well.
+            stage.at_once = index in self._replaced or self.pipe.program.loss is None
         self.shared.put_aside()
         with torch.enable_grad():
             result = self._run(self._training, microbatches)
@@ -165,28 +244,28 @@ class PipelineRunner:
 
     def named_parameters(self) -> Mapping[str, nn.Parameter]:
         """Parameters of this rank's stages, by name."""
-        return {name: one for stage in self.stages for name, one in stage.named_parameters()}
+        return {name: param for stage in self.stages for name, param in stage.named_parameters()}
 
     def _run(self, schedule: EngineSchedule, microbatches: list[list[Any]]) -> list[Any] | None:
         count = len(microbatches)
-        self._batch.inputs, self._batch.outputs = microbatches, {}
+        self._microbatches, self._outputs = microbatches, {}
         # All that the engine hands to a stage is which microbatch it is.
-        places = torch.arange(count)
+        indices = torch.arange(count)
         try:
-            schedule.step(microbatch=places, target=places, return_outputs=False)
-            outputs = [self._batch.outputs[place] for place in range(count) if self.is_last]
+            schedule.step(microbatch=indices, target=indices, return_outputs=False)
+            outputs = [self._outputs[index] for index in range(count) if self.is_last]
         finally:
-            self._batch.inputs, self._batch.outputs, self._batch.finish = [], {}, None
-            self._batch.replaced = {}
+            self._microbatches, self._outputs = [], {}
+            self._finish, self._replaced = None, {}
         if not self.is_last:
             return None
-        return [self.pipe.program.unflatten(list(one)) for one in outputs]
+        return [self.pipe.program.unflatten(list(values)) for values in outputs]
 
     def _engine_stages(self, has_backward: bool) -> list[EngineStage]:
         return [
             EngineStage(
-                _Fed(stage, self._batch, self.pipe.program.loss),
-                self._engine_info(stage),
+                stage,
+                partial(self._run_stage, stage),
                 self.device,
                 self.group,
                 has_backward=has_backward,
@@ -194,53 +273,24 @@ class PipelineRunner:
             for stage in self.stages
         ]
 
-    def _engine_info(self, stage: StageModule) -> StageInfo:
-        info = stage_info(stage)
-        # What a loss outside of the graph does with the stage's parameters is not known.
-        return replace(info, separable=info.separable and self.pipe.program.loss is not None)
+    def _run_stage(self, stage: StageModule, *received: Tensor, microbatch: Tensor) -> Any:
+        """The outputs of a stage for one microbatch; of the last one the loss, if it is known."""
+        info, index = stage_info(stage), int(microbatch)
+        inputs = self._microbatches[index]
+        run = self._replaced.get(info.index, stage)
+        outputs = run(*received, *(inputs[position] for position in info.inputs))
+        if not info.is_last:
+            return outputs
+        self._outputs[index] = tuple(
+            value.detach() if isinstance(value, Tensor) else value for value in outputs
+        )
+        if self._finish is not None:
+            return self._finish(index, outputs)
+        loss = self.pipe.program.loss
+        if loss is not None:
+            return outputs[loss]
+        return next(value for value in outputs if isinstance(value, Tensor))
 
     def _mean_part(self, loss: Tensor, microbatch: Tensor) -> Tensor:
         # Dividing here rather than the gradients afterwards leaves alone what was accumulated.
         return loss / (self.num_microbatches * self.num_accumulated)
-
-
-class _Batch:
-    """The microbatches of the step that is running, and the results of the last stage."""
-
-    def __init__(self) -> None:
-        self.inputs: list[list[Any]] = []
-        self.outputs: dict[int, tuple[Any, ...]] = {}
-        self.finish: Finish | None = None
-        self.replaced: Replaced = {}
-
-
-class _Fed(nn.Module):
-    """A stage that takes its share of the call's arguments by itself."""
-
-    def __init__(self, stage: StageModule, batch: _Batch, loss: int | None) -> None:
-        super().__init__()
-        self.stage = stage
-        self._info = stage_info(stage)
-        self._batch = batch
-        self._loss = loss
-
-    @override
-    def forward(self, *received: Tensor, microbatch: Tensor) -> Any:
-        place = int(microbatch)
-        given = self._batch.inputs[place]
-        run = self._batch.replaced.get(self._info.index, self.stage)
-        outputs = run(*received, *(given[one] for one in self._info.inputs))
-        if not self._info.is_last:
-            # A gradient of zeros would reach parameters that get none on one device.
-            return tuple(
-                value if passed.feeds_loss else value.detach()
-                for value, passed in zip(outputs, self._info.sent, strict=True)
-            )
-        self._batch.outputs[place] = tuple(
-            one.detach() if isinstance(one, Tensor) else one for one in outputs
-        )
-        if self._batch.finish is not None:
-            return self._batch.finish(place, outputs)
-        if self._loss is not None:
-            return outputs[self._loss]
-        return next(one for one in outputs if isinstance(one, Tensor))

@@ -1,9 +1,139 @@
-"""The schedules by name: which rank runs which stages, and what each schedule asks for. Pure."""
+"""Schedules of torch by name, and a simulation of when each action of one runs."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
+
+from lightning_unitscale.arguments import check_count
+
+_WIDTH = 96
+
+
+@dataclass(frozen=True)
+class Work:
+    """One pass of one microbatch through one stage.
+
+    Attributes:
+        stage: The stage.
+        microbatch: The microbatch.
+        forward: Whether it is the forward pass.
+        start: Seconds from the start of the step.
+        end: Seconds from the start of the step.
+    """
+
+    stage: int
+    microbatch: int
+    forward: bool
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class PipelineTimeline:
+    """A step of the pipeline.
+
+    Attributes:
+        work: All passes.
+        num_stages: Stages, each on a device of its own.
+    """
+
+    work: tuple[Work, ...]
+    num_stages: int
+
+    @property
+    def seconds(self) -> float:
+        """Length of the step."""
+        return max(work.end for work in self.work)
+
+    @property
+    def bubble(self) -> float:
+        """Fraction of the devices' time in which they wait."""
+        busy = sum(work.end - work.start for work in self.work)
+        return 1 - busy / (self.num_stages * self.seconds)
+
+    def picture(self) -> str:
+        """A row per stage: a digit where a microbatch goes forward, a letter where backward."""
+        rows = []
+        for stage in range(self.num_stages):
+            row = ["."] * _WIDTH
+            for work in self.work:
+                if work.stage == stage:
+                    first = round(work.start / self.seconds * _WIDTH)
+                    last = max(first + 1, round(work.end / self.seconds * _WIDTH))
+                    mark = (
+                        str(work.microbatch % 10)
+                        if work.forward
+                        else chr(ord("a") + work.microbatch % 26)
+                    )
+                    row[first:last] = mark * (min(last, _WIDTH) - first)
+            rows.append(f"stage {stage} |{''.join(row)}|")
+        return "\n".join(rows)
+
+
+def simulate_1f1b(
+    forward_seconds: Sequence[float], backward_seconds: Sequence[float], num_microbatches: int
+) -> PipelineTimeline:
+    """The timeline of one step, with nothing lost between the stages.
+
+    Args:
+        forward_seconds: Of one microbatch, for each stage.
+        backward_seconds: Of one microbatch, for each stage.
+        num_microbatches: Microbatches of the step, at least as many as stages.
+
+    References:
+        Narayanan et al. (2019), "PipeDream: Generalized Pipeline Parallelism for DNN Training",
+        section 3.2.
+    """
+    num_stages = len(forward_seconds)
+    orders = [order_of_1f1b(stage, num_stages, num_microbatches) for stage in range(num_stages)]
+    ended: dict[tuple[int, int, bool], float] = {}
+    free = [0.0] * num_stages
+    work: list[Work] = []
+    while any(orders):
+        for stage, order in enumerate(orders):
+            while order:
+                microbatch, forward = order[0]
+                needed = _needed(stage, microbatch, forward, num_stages)
+                if needed is not None and needed not in ended:
+                    break
+                start = max(free[stage], ended[needed] if needed else 0.0)
+                seconds = forward_seconds[stage] if forward else backward_seconds[stage]
+                free[stage] = ended[stage, microbatch, forward] = start + seconds
+                work.append(Work(stage, microbatch, forward, start, start + seconds))
+                order.pop(0)
+    return PipelineTimeline(tuple(work), num_stages)
+
+
+def order_of_1f1b(stage: int, num_stages: int, num_microbatches: int) -> list[tuple[int, bool]]:
+    """The passes of a stage under 1F1B: each microbatch, and whether it goes forward.
+
+    As many forward passes as stages follow, then backward and forward in turn.
+
+    Args:
+        stage: The stage's index.
+        num_stages: How many stages.
+        num_microbatches: Microbatches of the step.
+    """
+    ahead = min(num_microbatches, num_stages - stage)
+    order = [(microbatch, True) for microbatch in range(ahead)]
+    for microbatch in range(num_microbatches):
+        order.append((microbatch, False))
+        if ahead + microbatch < num_microbatches:
+            order.append((ahead + microbatch, True))
+    return order
+
+
+def _needed(
+    stage: int, microbatch: int, forward: bool, num_stages: int
+) -> tuple[int, int, bool] | None:
+    """The pass that must have ended before."""
+    if forward:
+        return (stage - 1, microbatch, True) if stage else None
+    last = stage == num_stages - 1
+    return (stage, microbatch, True) if last else (stage + 1, microbatch, False)
+
 
 Placement = Literal["single", "loop", "v"]
 
@@ -16,15 +146,19 @@ class Schedule:
         name: Its name in ``torch.distributed.pipelining``.
         placement: ``"single"``: one stage per rank. ``"loop"``: rank ``r`` of ``P`` has the stages
             ``r``, ``r + P``, ... ``"v"``: it has the stages ``r`` and ``2 P - 1 - r``.
-        splits_backward: Whether gradients of inputs and of weights are computed apart.
     """
 
     name: str
     placement: Placement
-    splits_backward: bool = False
 
     def stages_of(self, rank: int, num_ranks: int, num_stages: int) -> tuple[int, ...]:
-        """Stages of a rank, in ascending order."""
+        """Stages of a rank, in ascending order.
+
+        Args:
+            rank: The rank.
+            num_ranks: Ranks of the pipeline.
+            num_stages: Stages of the pipeline.
+        """
         if self.placement == "v":
             return (rank, 2 * num_ranks - 1 - rank)
         return tuple(range(rank, num_stages, num_ranks))
@@ -38,13 +172,15 @@ class Schedule:
     def check(self, num_stages: int, num_ranks: int, num_microbatches: int) -> None:
         """Check that the schedule can run.
 
+        Args:
+            num_stages: Stages of the pipeline.
+            num_ranks: Ranks of the pipeline.
+            num_microbatches: Microbatches of a step.
+
         Raises:
             ValueError: Naming the number that does not fit.
         """
-        if not isinstance(num_microbatches, int) or num_microbatches < 1:
-            raise ValueError(
-                f"num_microbatches={num_microbatches!r}: expected a whole number of at least 1."
-            )
+        check_count("num_microbatches", num_microbatches)
         expected = {"single": num_ranks, "v": 2 * num_ranks}.get(self.placement)
         if expected is not None and num_stages != expected:
             per_rank = "one stage" if self.placement == "single" else "two stages"
@@ -73,15 +209,15 @@ class Schedule:
 
 
 SCHEDULES = {
-    one.name: one
-    for one in (
+    schedule.name: schedule
+    for schedule in (
         Schedule("GPipe", "single"),
         Schedule("1F1B", "single"),
         Schedule("Interleaved1F1B", "loop"),
         Schedule("LoopedBFS", "loop"),
-        Schedule("InterleavedZeroBubble", "loop", splits_backward=True),
-        Schedule("ZBVZeroBubble", "v", splits_backward=True),
-        Schedule("DualPipeV", "v", splits_backward=True),
+        Schedule("InterleavedZeroBubble", "loop"),
+        Schedule("ZBVZeroBubble", "v"),
+        Schedule("DualPipeV", "v"),
     )
 }
 
@@ -92,7 +228,7 @@ def find_schedule(name: str) -> Schedule:
     Raises:
         ValueError: If there is none.
     """
-    for known, schedule in SCHEDULES.items():
-        if str(name).lower() == known.lower():
+    for schedule_name, schedule in SCHEDULES.items():
+        if str(name).lower() == schedule_name.lower():
             return schedule
     raise ValueError(f"schedule={name!r}: expected one of {', '.join(SCHEDULES)}.")

@@ -1,13 +1,19 @@
-"""The search for cuts, one stage for each rank: a step as short as it can be. Pure.
+"""The search for balanced cuts, for one stage or several on each rank. Pure.
 
-The search is over positions in the order of the graph. A stage's cost is the estimated seconds of
-its operations, forward and backward, and of sending and receiving what crosses its edges. A step
-takes as long as one microbatch needs through all stages, and as the slowest stage needs for all
-the others.
+A stage costs the estimated seconds of its operations, forward and backward, and of sending and
+receiving what crosses its edges.
+
+With one stage per rank, dynamic programming finds the shortest step: for a limit on the slowest
+stage the cuts that send least, and the best of these limits. With several, each of those cuts is
+moved in turn to where the ranks are most equal, until none moves: where one stage of a rank costs
+more than the others (an output layer that is one product), the rank's other stages get less. Moving
+single cuts gets stuck, so this is done from many starting points; the random numbers start from the
+same seed, so that all ranks find the same cuts.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -15,12 +21,25 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-# Of so much two sums may differ by their last bits.
+# By this fraction two sums may differ in their last bits.
 _ROUNDING = 1e-9
+
+# Of the moves for several stages per rank: sweeps over the cuts, and starting points.
+_SWEEPS = 50
+_STARTS = 300
+# Every second start draws all cuts again; the others move about this fraction of the cuts.
+_REDRAW = 2
+_MOVED = 0.6
+
+# For a stage, whether it may reach from one end (row) to another (column).
+Allowed = Callable[[int], NDArray[np.bool_]]
+_Costs = NDArray[np.float64]
+# The slowest rank, then how unequal they are.
+_Key = tuple[float, float]
 
 
 @dataclass(frozen=True)
-class Cut:
+class CutCandidate:
     """A possible place of a cut.
 
     Attributes:
@@ -35,107 +54,216 @@ class Cut:
 
 
 def choose_cuts(
-    cuts: Sequence[Cut],
+    cuts: Sequence[CutCandidate],
     total: float,
     num_stages: int,
     bytes_per_second: float,
     num_microbatches: int,
-    allowed: Callable[[int], NDArray[np.bool_]] | None = None,
+    *,
+    rank_of: Callable[[int], int] | None = None,
+    allowed: Allowed | None = None,
 ) -> list[int]:
-    """The cuts, as places in ``cuts``, for which a step is shortest.
+    """The cuts, as positions in ``cuts``, for which a step is short.
 
-    With n microbatches a step takes ``(n - 1) * slowest + sum`` of the seconds of the stages. Under
-    1F1B, where forward and backward passes of different stages overlap, it takes no longer, and as
-    long if the stages are equal.
+    With one stage per rank the result is proven best. With n microbatches a step takes
+    ``(n - 1) * slowest + sum`` of the seconds of the stages. Under 1F1B, where forward and backward
+    passes of different stages overlap, it takes no longer, and as long if the stages are equal.
+
+    With several stages per rank those cuts are moved until the slowest rank is fast, which is no
+    proven optimum.
 
     Args:
         cuts: Possible cuts in the order of the graph.
         total: Seconds of the whole graph.
         num_stages: How many stages.
         bytes_per_second: Rate at which a boundary's tensors are sent.
-        num_microbatches: Microbatches of a step.
+        num_microbatches: Microbatches of a step; of use with one stage per rank.
+        rank_of: The rank of a stage; by default each stage has a rank of its own.
         allowed: For a stage, whether it may reach from one end (row) to another (column); end 0 is
             the graph's start, end ``i`` the cut ``i - 1``, and ``len(cuts) + 1`` the graph's end.
 
     Raises:
         ValueError: If no choice is allowed.
     """
-    costs, sends = costs_of_stages(cuts, total, bytes_per_second)
-    found = [
+    ends = np.array([0.0, *(cut.seconds_before for cut in cuts), total])
+    sends = np.array([0.0, *(cut.boundary_bytes / bytes_per_second for cut in cuts), 0.0])
+    # Seconds of a stage from one end (row) to another (column).
+    costs: _Costs = ends[None, :] - ends[:, None] + sends[:, None] + sends[None, :]
+    costs[np.tril_indices(len(ends))] = np.inf
+    stage_costs = [
         costs if allowed is None else np.where(allowed(stage), costs, np.inf)
         for stage in range(num_stages)
     ]
+    chosen = _shortest_step(stage_costs, sends, total, num_microbatches)
+    ranks = [rank_of(stage) if rank_of else stage for stage in range(num_stages)]
+    if len(set(ranks)) < num_stages:
+        chosen = _fastest_ranks(stage_costs, ranks, chosen)
+    return [end - 1 for end in chosen[1:-1]]
+
+
+def _shortest_step(
+    stage_costs: Sequence[_Costs],
+    sends: NDArray[np.float64],
+    total: float,
+    num_microbatches: int,
+) -> list[int]:
+    """The ends of the stages for which a step is shortest, with one stage per rank."""
+    num_stages = len(stage_costs)
     slowest = np.full(len(sends), np.inf)
     slowest[0] = 0.0
-    for one in found:
-        slowest = np.maximum(slowest[:, None], one).min(axis=0)
+    for costs in stage_costs:
+        slowest = np.maximum(slowest[:, None], costs).min(axis=0)
     if not np.isfinite(slowest[-1]):
-        raise ValueError(f"num_stages={num_stages}: none of the {len(cuts)} possible cuts will do.")
+        raise ValueError(
+            f"num_stages={num_stages}: none of the {len(sends) - 2} possible cuts will do."
+        )
     fastest = float(slowest[-1])
     # The more a stage may take, the less is sent. Behind this limit that no longer pays.
-    least, _ = _fewest_sent(found, sends, np.inf)
-    most, best = _fewest_sent(found, sends, fastest * (1 + _ROUNDING))
+    least, _ = _fewest_sent(stage_costs, sends, np.inf)
+    most, best = _fewest_sent(stage_costs, sends, fastest * (1 + _ROUNDING))
     others = num_microbatches - 1
     window = 2 * (most - least) / others if others else np.inf
     limit = (fastest + window) * (1 + _ROUNDING)
     shortest = np.inf
     while limit >= fastest:
-        sent, places = _fewest_sent(found, sends, limit)
+        sent, ends = _fewest_sent(stage_costs, sends, limit)
         if others * fastest + total + 2 * sent >= shortest:
             break
-        slow = max(float(costs[a, b]) for a, b in pairwise(places))
+        slow = max(map(float, _seconds(stage_costs, ends)))
         # What is sent costs both sides.
         seconds = others * slow + total + 2 * sent
         if seconds <= shortest * (1 + _ROUNDING):
-            shortest, best = seconds, places
+            shortest, best = seconds, ends
         limit = slow * (1 - _ROUNDING)
-    return [place - 1 for place in best[1:-1]]
+    return best
 
 
-def costs_of_stages(
-    cuts: Sequence[Cut], total: float, bytes_per_second: float
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Seconds of a stage from one end (row) to another (column), and of sending at an end."""
-    ends = np.array([0.0, *(one.seconds_before for one in cuts), total])
-    sends = np.array([0.0, *(one.boundary_bytes / bytes_per_second for one in cuts), 0.0])
-    costs: NDArray[np.float64] = ends[None, :] - ends[:, None] + sends[:, None] + sends[None, :]
-    costs[np.tril_indices(len(ends))] = np.inf
-    return costs, sends
+def _seconds(stage_costs: Sequence[_Costs], ends: Sequence[int]) -> list[float]:
+    """Seconds of each stage."""
+    pairs = zip(stage_costs, pairwise(ends), strict=True)
+    return [float(costs[start, end]) for costs, (start, end) in pairs]
 
 
-def thinned(cuts: Sequence[Cut], total: float, most: int) -> list[Cut]:
-    """At most about so many of the cuts: of those close to each other the one that sends least.
+def thinned(cuts: Sequence[CutCandidate], total: float, most: int) -> list[CutCandidate]:
+    """About ``most`` of the cuts at most: of cuts close to each other the one that sends least.
 
-    Close are cuts with nothing between them that takes time; if there are more than ``most`` of
-    those, cuts that are less than a part of ``most`` of the whole apart.
+    Cuts are close if nothing between them takes time; if more than ``most`` are left, those that
+    are less than ``total / most`` apart.
+
+    Args:
+        cuts: Possible cuts in the order of the graph.
+        total: Seconds of the whole graph.
+        most: How many to leave, about.
     """
-    kept = _best_of_each(cuts, [one.seconds_before for one in cuts])
+    kept = _best_of_each(cuts, [cut.seconds_before for cut in cuts])
     if len(kept) > most:
-        kept = _best_of_each(kept, [int(one.seconds_before / total * most) for one in kept])
+        kept = _best_of_each(kept, [int(cut.seconds_before / total * most) for cut in kept])
     return kept
 
 
-def _best_of_each(cuts: Sequence[Cut], groups: Sequence[float]) -> list[Cut]:
-    best: dict[float, Cut] = {}
-    for one, group in zip(cuts, groups, strict=True):
-        if group not in best or one.boundary_bytes < best[group].boundary_bytes:
-            best[group] = one
+def _best_of_each(cuts: Sequence[CutCandidate], groups: Sequence[float]) -> list[CutCandidate]:
+    best: dict[float, CutCandidate] = {}
+    for cut, group in zip(cuts, groups, strict=True):
+        if group not in best or cut.boundary_bytes < best[group].boundary_bytes:
+            best[group] = cut
     return list(best.values())
 
 
 def _fewest_sent(
-    found: Sequence[NDArray[np.float64]], sends: NDArray[np.float64], limit: float
+    stage_costs: Sequence[_Costs], sends: NDArray[np.float64], limit: float
 ) -> tuple[float, list[int]]:
     """Of all choices with no stage above the limit, the one that sends least: seconds, and ends."""
     sent = np.full(len(sends), np.inf)
     sent[0] = 0.0
     before: list[NDArray[np.intp]] = []
-    for slow in found:
-        possible = np.isfinite(slow) & (slow <= limit)
+    for costs in stage_costs:
+        possible = np.isfinite(costs) & (costs <= limit)
         options = np.where(possible, sent[:, None] + sends[None, :], np.inf)
         before.append(options.argmin(axis=0))
         sent = options.min(axis=0)
-    places = [len(sends) - 1]
+    ends = [len(sends) - 1]
     for starts in reversed(before):
-        places.append(int(starts[places[-1]]))
-    return float(sent[-1]), places[::-1]
+        ends.append(int(starts[ends[-1]]))
+    return float(sent[-1]), ends[::-1]
+
+
+def _fastest_ranks(stage_costs: Sequence[_Costs], ranks: list[int], ends: list[int]) -> list[int]:
+    """The ends of the stages, moved from ``ends`` until the slowest rank is fast."""
+    last = len(stage_costs[0]) - 1
+    key, best = _settled(stage_costs, ranks, ends)
+    chance = random.Random(0)
+    for start in range(_STARTS):
+        candidate = (
+            _redrawn(chance, len(best), last) if start % _REDRAW == 0 else _moved(chance, best)
+        )
+        candidate_key, candidate = _settled(stage_costs, ranks, candidate)
+        if candidate_key < key:
+            key, best = candidate_key, candidate
+    return best
+
+
+def _redrawn(chance: random.Random, num_ends: int, last: int) -> list[int]:
+    return [0, *sorted(chance.sample(range(1, last), num_ends - 2)), last]
+
+
+def _moved(chance: random.Random, best: list[int]) -> list[int]:
+    """Some cuts somewhere between the one before, which may have moved, and the one behind."""
+    ends = list(best)
+    for index in range(1, len(best) - 1):
+        if chance.random() < _MOVED:
+            ends[index] = chance.randrange(ends[index - 1] + 1, best[index + 1])
+    return ends
+
+
+def _settled(
+    stage_costs: Sequence[_Costs], ranks: list[int], ends: list[int]
+) -> tuple[_Key, list[int]]:
+    """The cuts after moving each until none moves, behind their key."""
+    ends = list(ends)
+    key = _key(_loads(stage_costs, ranks, ends, ()))
+    for _ in range(_SWEEPS):
+        for index in range(1, len(ranks)):
+            ends[index] = _best_end(stage_costs, ranks, ends, index)
+        new_key = _key(_loads(stage_costs, ranks, ends, ()))
+        if not new_key < key:
+            break
+        key = new_key
+    return key, ends
+
+
+def _best_end(stage_costs: Sequence[_Costs], ranks: list[int], ends: list[int], index: int) -> int:
+    """The best position for one cut between the two beside it."""
+    before, after = ranks[index - 1], ranks[index]
+    loads = _loads(stage_costs, ranks, ends, (index - 1, index))
+    free = np.arange(ends[index - 1] + 1, ends[index + 1])
+    first = stage_costs[index - 1][ends[index - 1], free]
+    second = stage_costs[index][free, ends[index + 1]]
+    if before == after:
+        changed = [loads[before] + first + second]
+    else:
+        changed = [loads[before] + first, loads[after] + second]
+    others = [load for rank, load in enumerate(loads) if rank not in (before, after)]
+    slowest = np.full(len(free), max(others, default=0.0))
+    squares = np.zeros(len(free))
+    for load in changed:
+        slowest = np.maximum(slowest, load)
+        squares = squares + load * load
+    # Of equally good positions (the last bits of a sum do not count) the most equal.
+    squares[slowest > slowest.min() * (1 + _ROUNDING)] = np.inf
+    return int(free[squares.argmin()])
+
+
+def _loads(
+    stage_costs: Sequence[_Costs], ranks: list[int], ends: list[int], without: tuple[int, ...]
+) -> list[float]:
+    """Seconds of each rank, some stages left out."""
+    loads = [0.0] * (max(ranks) + 1)
+    for stage, rank in enumerate(ranks):
+        if stage not in without:
+            loads[rank] += float(stage_costs[stage][ends[stage], ends[stage + 1]])
+    return loads
+
+
+def _key(loads: list[float]) -> _Key:
+    """Smaller is better."""
+    return max(loads), sum(load * load for load in loads)

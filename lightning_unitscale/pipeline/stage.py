@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,9 +11,9 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_map
 from typing_extensions import override
 
-from lightning_unitscale.graph.capture import execute_with
+from lightning_unitscale.dynamo.capture import execute_with
 from lightning_unitscale.pipeline.modes import outer_grad_mode
-from lightning_unitscale.pipeline.program import TensorInfo
+from lightning_unitscale.pipeline.program import TensorInfo, add_attribute
 
 _INFO = "stage_info"
 
@@ -25,22 +25,20 @@ class Passed:
     Attributes:
         name: Module path and operation that made it.
         tensor: As it is sent: contiguous, its dimensions in the order of its memory.
-        requires_grad: Whether a gradient of some result flows back to it.
-        feeds_loss: Whether the loss's gradient does.
+        feeds_loss: Whether the loss's gradient flows back to it.
     """
 
     name: str
     tensor: TensorInfo
-    requires_grad: bool
     feeds_loss: bool
 
 
 @dataclass(frozen=True)
 class StageInfo:
-    """What a stage takes, has and hands on.
+    """Inputs, parameters and outputs of a stage.
 
     Attributes:
-        index: Its place in the pipeline.
+        index: Its position in the pipeline.
         num_stages: Stages of the pipeline.
         received: Tensors from the stage before, in the order of the stage's first arguments.
         inputs: Positions of the call's arguments that it reads, in the order of its last arguments.
@@ -79,7 +77,7 @@ class StageInfo:
     @property
     def sent_bytes(self) -> int:
         """Bytes that it sends forward for each microbatch."""
-        return sum(one.tensor.num_bytes for one in self.sent)
+        return sum(passed.tensor.num_bytes for passed in self.sent)
 
 
 class StageModule(fx.GraphModule):
@@ -105,10 +103,10 @@ class StageModule(fx.GraphModule):
         """This stage on another device, operations that name a device included. In place."""
         device = torch.device(device)
         retarget(self.graph, device)
-        for one in self.children():
-            if isinstance(one, fx.GraphModule):
-                retarget(one.graph, device)
-                one.recompile()
+        for child in self.children():
+            if isinstance(child, fx.GraphModule):
+                retarget(child.graph, device)
+                child.recompile()
         self.recompile()
         self.to(device)
         return self
@@ -118,13 +116,13 @@ class StageModule(fx.GraphModule):
         return _restore, (_Payload.of(self),)
 
     def __deepcopy__(self, memo: Any) -> StageModule:
-        made = _restore(_Payload.of(self, copy=True))
-        memo[id(self)] = made
-        return made
+        copy = _restore(_Payload.of(self, copy=True))
+        memo[id(self)] = copy
+        return copy
 
 
 def stage_info(stage: StageModule) -> StageInfo:
-    """What a stage takes, has and hands on."""
+    """Inputs, parameters and outputs of a stage."""
     info: StageInfo = stage.meta[_INFO]
     return info
 
@@ -141,35 +139,11 @@ def make_stage(
         persistent: Names of buffers that belong into a state dict.
     """
     root = nn.Module()
-    parameters = dict(source.named_parameters(remove_duplicate=False))
     for node in graph.find_nodes(op="get_attr"):
         fqn = str(node.target)
-        if fqn in parameters:
-            add_attribute(root, fqn, parameters[fqn])
-            continue
-        value: Any = source
-        for part in fqn.split("."):
-            value = getattr(value, part)
+        value = operator.attrgetter(fqn)(source)
         add_attribute(root, fqn, value, persistent=fqn in persistent)
     return _finish(root, graph, info)
-
-
-def add_attribute(root: nn.Module, fqn: str, value: Any, *, persistent: bool = False) -> None:
-    """Put a parameter, buffer or module at its path, through containers that are made for it."""
-    *path, name = fqn.split(".")
-    owner = root
-    for part in path:
-        if part not in owner._modules:
-            owner.add_module(part, nn.Module())
-        owner = getattr(owner, part)
-    if isinstance(value, nn.Parameter):
-        owner.register_parameter(name, value)
-    elif isinstance(value, nn.Module):
-        owner.add_module(name, value)
-    elif isinstance(value, Tensor):
-        owner.register_buffer(name, value, persistent=persistent)
-    else:
-        setattr(owner, name, value)
 
 
 def retarget(graph: fx.Graph, device: torch.device) -> None:
@@ -179,27 +153,16 @@ def retarget(graph: fx.Graph, device: torch.device) -> None:
         return device if isinstance(value, torch.device) else value
 
     for node in graph.nodes:
-        node.args = _map_leaves(node.args, moved)
-        node.kwargs = _map_leaves(node.kwargs, moved)
-        given = node.kwargs.get("device")
-        if isinstance(given, str):
+        node.args = fx.node.map_aggregate(node.args, moved)
+        node.kwargs = fx.node.map_aggregate(node.kwargs, moved)
+        if isinstance(node.kwargs.get("device"), str):
             node.kwargs = {**node.kwargs, "device": str(device)}
-        if node.op == "call_method" and node.target in {"cpu", "cuda"}:
+        if node.op != "call_method":
+            continue
+        if node.target in {"cpu", "cuda"}:
             node.target, node.args, node.kwargs = "to", (node.args[0], device), {}
-        elif node.op == "call_method" and node.target == "to" and _names_device(node.args):
+        elif node.target == "to" and any(isinstance(value, str) for value in node.args[1:2]):
             node.args = (node.args[0], device, *node.args[2:])
-
-
-def _names_device(args: tuple[Any, ...]) -> bool:
-    return len(args) > 1 and isinstance(args[1], str)
-
-
-def _map_leaves(value: Any, change: Any) -> Any:
-    if isinstance(value, (tuple, list)):
-        return type(value)(_map_leaves(one, change) for one in value)
-    if isinstance(value, Mapping):
-        return {key: _map_leaves(one, change) for key, one in value.items()}
-    return change(value)
 
 
 def _finish(root: nn.Module, graph: fx.Graph, info: StageInfo) -> StageModule:
@@ -254,26 +217,28 @@ class _Payload:
 
 
 def _referred(value: Any) -> Any:
-    return tree_map(lambda one: _Reference(one.name) if isinstance(one, fx.Node) else one, value)
+    return tree_map(
+        lambda leaf: _Reference(leaf.name) if isinstance(leaf, fx.Node) else leaf, value
+    )
 
 
 def _restore(payload: _Payload) -> Any:
     graph = fx.Graph()
-    made: dict[str, fx.Node] = {}
+    nodes: dict[str, fx.Node] = {}
 
     def resolved(value: Any) -> Any:
         return tree_map(
-            lambda one: made[one.name] if isinstance(one, _Reference) else one,
+            lambda leaf: nodes[leaf.name] if isinstance(leaf, _Reference) else leaf,
             value,
-            is_leaf=lambda one: isinstance(one, _Reference),
+            is_leaf=lambda leaf: isinstance(leaf, _Reference),
         )
 
     for name, op, target, args, kwargs in payload.nodes:
-        made[name] = graph.create_node(op, target, resolved(args), resolved(kwargs), name)
+        nodes[name] = graph.create_node(op, target, resolved(args), resolved(kwargs), name)
     root = nn.Module()
     for fqn, (value, persistent) in payload.attributes.items():
-        found = _restore(value) if isinstance(value, _Payload) else value
-        add_attribute(root, fqn, found, persistent=persistent)
+        attribute = _restore(value) if isinstance(value, _Payload) else value
+        add_attribute(root, fqn, attribute, persistent=persistent)
     if payload.info is None:
         module = fx.GraphModule(root, graph)
     else:

@@ -1,17 +1,23 @@
-"""What profiling a step gives: costs of nodes and modules, bytes by what they are for, the peak."""
+"""What profiling a step gives: costs of nodes and modules, bytes by purpose, the peak, the batch.
+
+The largest batch that fits is found by a fit over two batch sizes and checked by profiling the
+answer.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
-from lightning_unitscale.profiler import json_file, table
-from lightning_unitscale.profiler.batch_size import BatchFit, fit, largest_batch
-from lightning_unitscale.profiler.liveness import Timeline, simulate
+from lightning_unitscale.profiler import report
+from lightning_unitscale.profiler.costs import tensors_in
 from lightning_unitscale.profiler.node_costs import (
     ALWAYS_THERE,
     ModuleCosts,
@@ -19,10 +25,63 @@ from lightning_unitscale.profiler.node_costs import (
     module_costs,
     node_costs,
 )
-from lightning_unitscale.profiler.step_record import OUTSIDE, Kind, Phase, StepRecord
+from lightning_unitscale.profiler.record import (
+    OUTSIDE,
+    Kind,
+    MemoryTimeline,
+    Phase,
+    StepRecord,
+    memory_timeline,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True)
+class BatchFit:
+    """Live bytes at every moment of a step as a line over the batch size.
+
+    The peak is the upper envelope of the lines, so it is right also where another moment becomes
+    the highest (at small batches the optimizer, at large ones the backward pass).
+
+    Attributes:
+        batch_sizes: The two that were profiled.
+        fixed_bytes: What each moment has at batch size 0.
+        bytes_per_sample: What each sample adds to each moment.
+    """
+
+    batch_sizes: tuple[int, int]
+    fixed_bytes: tuple[float, ...] = field(repr=False)
+    bytes_per_sample: tuple[float, ...] = field(repr=False)
+
+    def peak_bytes(self, batch_size: int) -> int:
+        """The highest of all moments at a batch size."""
+        lines = zip(self.fixed_bytes, self.bytes_per_sample, strict=True)
+        return int(max(fixed + slope * batch_size for fixed, slope in lines))
+
+    def largest(self, budget_bytes: int) -> int:
+        """The largest batch size whose peak is within the budget; 0 if there is none.
+
+        Raises:
+            ValueError: If no batch is too large, since the peak does not depend on it.
+        """
+        limits = [
+            (budget_bytes - fixed) / slope
+            for fixed, slope in zip(self.fixed_bytes, self.bytes_per_sample, strict=True)
+            if slope > 0
+        ]
+        if not limits:
+            raise ValueError(
+                "`max_batch_size`: the peak does not grow with the batch; expected inputs whose "
+                "first dimension is the batch; give tensors of that shape to profile_graph."
+            )
+        over = any(
+            fixed > budget_bytes
+            for fixed, slope in zip(self.fixed_bytes, self.bytes_per_sample, strict=True)
+            if slope <= 0
+        )
+        return 0 if over else max(0, int(min(limits) + 1e-6))
 
 
 @dataclass(frozen=True)
@@ -80,7 +139,7 @@ class GraphProfile:
     optimizer_bytes: int
     saved_bytes: int
     peak: Peak
-    timeline: Timeline = field(repr=False)
+    timeline: MemoryTimeline = field(repr=False)
     phases: tuple[Phase, ...] = field(repr=False)
     batch_fit: BatchFit | None = field(default=None, repr=False)
     _profile_at: Callable[[int], GraphProfile] | None = field(
@@ -95,12 +154,12 @@ class GraphProfile:
     @property
     def fwd_flops(self) -> int:
         """Floating-point operations of the products of the forward pass."""
-        return sum(one.fwd_flops for one in self.nodes)
+        return sum(node.fwd_flops for node in self.nodes)
 
     @property
     def bwd_flops(self) -> int:
         """Floating-point operations of the products of the backward pass."""
-        return sum(one.bwd_flops for one in self.nodes)
+        return sum(node.bwd_flops for node in self.nodes)
 
     def node(self, name: str) -> NodeCosts:
         """Costs of one node.
@@ -108,9 +167,9 @@ class GraphProfile:
         Raises:
             KeyError: If there is no node of this name.
         """
-        for one in self.nodes:
-            if one.name == name:
-                return one
+        for node in self.nodes:
+            if node.name == name:
+                return node
         raise KeyError(f"`name={name!r}`: no node has it; expected one of profile.nodes")
 
     def fit_batch(self) -> GraphProfile:
@@ -172,15 +231,15 @@ class GraphProfile:
         Raises:
             ValueError: If there is no such field.
         """
-        return table.node_table(self.nodes, sort_by, limit)
+        return report.node_table(self.nodes, sort_by, limit)
 
     def module_table(self, depth: int | None = None) -> str:
         """The modules as a table, down to a depth: 0 is the root alone, ``None`` for all."""
-        return table.module_table(self.modules, depth)
+        return report.module_table(self.modules, depth)
 
     def totals(self) -> str:
         """Bytes by what they are for, over the step and at its peak, and operations."""
-        return table.totals(self)
+        return report.totals(self)
 
     def summary(self, limit: int | None = 20) -> str:
         """Totals, the peak, and the nodes that matter most to it."""
@@ -195,16 +254,14 @@ class GraphProfile:
         Raises:
             ModuleNotFoundError: If matplotlib is not installed.
         """
-        from lightning_unitscale.profiler.plot import draw
-
-        figure = draw(self)
+        figure = report.draw(self)
         if path is not None:
             figure.savefig(path, dpi=150)
         return figure
 
     def to_json(self) -> str:
         """The profile as JSON."""
-        return json_file.dump(self)
+        return report.dump(self)
 
     @staticmethod
     def from_json(text: str) -> GraphProfile:
@@ -213,7 +270,7 @@ class GraphProfile:
         Raises:
             ValueError: If the text is no profile.
         """
-        return json_file.load(text, GraphProfile)
+        return report.load(text, GraphProfile)
 
     def save(self, path: str | Path) -> None:
         """Write the profile as JSON."""
@@ -241,19 +298,17 @@ def make_profile(
         profile_at: Profiles the same step at another batch size.
     """
     costs = node_costs(record)
-    timeline = simulate(record)
-    moment = timeline.peak
-    peak = Peak(
-        moment.live_bytes,
-        moment.phase,
-        record.nodes[moment.node].name if moment.node != OUTSIDE else "",
-        record.operators[moment.operator].name if moment.operator != OUTSIDE else "",
-        timeline.peak_by_kind,
-    )
-    kinds = {path: type(one).__name__ for path, one in module.named_modules()}
+    timeline = memory_timeline(record)
+    peak = Peak(timeline.peak_bytes, "forward", "", "", timeline.peak_by_kind)
+    if timeline.peak_operator != OUTSIDE:
+        call = record.operators[timeline.peak_operator]
+        node = record.nodes[call.node].name if call.node != OUTSIDE else ""
+        peak = replace(peak, phase=call.phase, node=node, operator=call.name)
+    modules = dict(module.named_modules())
+    kinds = {path: type(submodule).__name__ for path, submodule in modules.items()}
     parameters = {
-        path: sum(p.numel() * p.element_size() for p in one.parameters())
-        for path, one in module.named_modules()
+        path: sum(param.numel() * param.element_size() for param in submodule.parameters())
+        for path, submodule in modules.items()
     }
     return GraphProfile(
         record.device,
@@ -268,16 +323,68 @@ def make_profile(
         saved_bytes=_saved_bytes(record),
         peak=peak,
         timeline=timeline,
-        phases=tuple(one.phase for one in record.operators),
+        phases=tuple(call.phase for call in record.operators),
         _profile_at=profile_at,
     )
 
 
 def _saved_bytes(record: StepRecord) -> int:
     """Of all storages that autograd keeps; a loss outside of the graph keeps some as well."""
-    kept = {one.storage: record.storages[one.storage] for one in record.saved}
-    return sum(one.num_bytes for one in kept.values() if one.kind not in ALWAYS_THERE)
+    saved = {entry.storage: record.storages[entry.storage] for entry in record.saved}
+    return sum(life.num_bytes for life in saved.values() if life.kind not in ALWAYS_THERE)
 
 
 def _bytes_of(record: StepRecord, kind: Kind) -> int:
-    return sum(one.num_bytes for one in record.storages if one.kind == kind)
+    return sum(life.num_bytes for life in record.storages if life.kind == kind)
+
+
+def fit(batch_sizes: tuple[int, int], first: Sequence[int], second: Sequence[int]) -> BatchFit:
+    """Lines through two profiles.
+
+    Args:
+        batch_sizes: The batch size of each.
+        first: Live bytes over the step at the first batch size.
+        second: The same at the second. If the step has other moments there, the peaks alone are
+            fitted.
+    """
+    if len(first) != len(second):
+        first, second = [max(first)], [max(second)]
+    low, high = batch_sizes
+    slopes = tuple((b - a) / (high - low) for a, b in zip(first, second, strict=True))
+    fixed = tuple(a - slope * low for a, slope in zip(first, slopes, strict=True))
+    return BatchFit(batch_sizes, fixed, slopes)
+
+
+def largest_batch(lines: BatchFit, budget_bytes: int, peak_at: Callable[[int], int]) -> int:
+    """The largest batch whose own profile is within the budget; 0 if there is none.
+
+    Args:
+        lines: The fit.
+        budget_bytes: Bytes that the peak may have.
+        peak_at: Profiles a batch size.
+    """
+    size = lines.largest(budget_bytes)
+    while size > 0 and (peak := peak_at(size)) > budget_bytes:
+        # Where the step is not linear in the batch, by the share that it is off.
+        size = min(size - 1, int(size * budget_bytes / peak))
+    return size
+
+
+def batch_size_of(inputs: Any) -> int | None:
+    """The first dimension that most of the input tensors have; ``None`` without one."""
+    sizes = [int(tensor.shape[0]) for tensor in tensors_in(inputs) if tensor.dim()]
+    return Counter(sizes).most_common(1)[0][0] if sizes else None
+
+
+def resized(inputs: Any, batch_size: int) -> Any:
+    """The inputs with another batch size, as tensors without memory."""
+    before = batch_size_of(inputs)
+
+    def resize(value: Any) -> Any:
+        if not isinstance(value, Tensor) or not value.dim() or value.shape[0] != before:
+            return value
+        shape = (batch_size, *value.shape[1:])
+        meta = torch.empty(shape, dtype=value.dtype, device="meta")
+        return meta.requires_grad_(value.requires_grad)
+
+    return tree_map(resize, inputs)

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 
-from lightning_unitscale.profiler.liveness import peak_of
-from lightning_unitscale.profiler.step_record import (
+from lightning_unitscale.profiler.record import (
     OUTSIDE,
     Event,
-    NodeRecord,
-    OperatorCall,
+    Phase,
     StepRecord,
+    peak_of,
 )
 
 # What is there with or without the backward pass.
@@ -107,13 +106,13 @@ class ModuleCosts:
 
 def node_costs(record: StepRecord) -> tuple[NodeCosts, ...]:
     """Costs of every node of the forward graph, in its order."""
-    calls: dict[tuple[str, int], list[int]] = defaultdict(list)
-    for place, call in enumerate(record.operators):
-        calls[call.phase, call.node].append(place)
-    life = _Lives(record)
+    calls: dict[tuple[Phase, int], list[int]] = defaultdict(list)
+    for index, call in enumerate(record.operators):
+        calls[call.phase, call.node].append(index)
+    lives = _Lives(record)
     return tuple(
-        _costs_of(record, life, place, node, calls["forward", place], calls["backward", place])
-        for place, node in enumerate(record.nodes)
+        _costs_of(lives, index, calls["forward", index], calls["backward", index])
+        for index in range(len(record.nodes))
     )
 
 
@@ -145,14 +144,15 @@ class _Lives:
     """Which storage was allocated where, when it was released, and who had it saved first."""
 
     def __init__(self, record: StepRecord) -> None:
+        self.record = record
         self.storages = record.storages
-        self.born: dict[tuple[str, int], list[int]] = defaultdict(list)
+        self.born: dict[tuple[Phase, int], list[int]] = defaultdict(list)
         self.events: dict[int, list[tuple[int, Event]]] = defaultdict(list)
         self.released: dict[int, int] = {}
-        for place, storage in enumerate(record.storages):
+        for index, storage in enumerate(record.storages):
             if storage.born != OUTSIDE:
                 phase = record.operators[storage.born].phase
-                self.born[phase, storage.node].append(place)
+                self.born[phase, storage.node].append(index)
         for order, event in enumerate(record.events):
             self.events[event.storage].append((order, event))
             if event.change < 0:
@@ -165,42 +165,44 @@ class _Lives:
 
     def size(self, storages: Iterable[int]) -> int:
         """Bytes of all of them."""
-        return sum(self.storages[one].num_bytes for one in storages)
+        return sum(self.storages[index].num_bytes for index in storages)
 
-    def peak(self, storages: Iterable[int], last: int) -> int:
-        """The most bytes of them at once, up to the release that follows operator ``last``."""
-        found = sorted(
+    def temporary_bytes(self, storages: Iterable[int], calls: Sequence[int]) -> int:
+        """The most bytes at once within calls of operators: their storages and a workspace.
+
+        Args:
+            storages: What the calls allocate for themselves.
+            calls: Indices of the operators, ascending.
+        """
+        last = calls[-1] if calls else OUTSIDE
+        events = sorted(
             (order, event)
-            for one in storages
-            for order, event in self.events[one]
+            for index in storages
+            for order, event in self.events[index]
             if event.operator <= last
         )
-        return peak_of(event for _, event in found)
+        costs = [self.record.operators[index].costs for index in calls]
+        workspace = max((cost.workspace_bytes for cost in costs), default=0)
+        return peak_of(event for _, event in events) + workspace
 
 
 def _costs_of(
-    record: StepRecord,
-    life: _Lives,
-    place: int,
-    node: NodeRecord,
-    forward: list[int],
-    backward: list[int],
+    lives: _Lives, index: int, forward: Sequence[int], backward: Sequence[int]
 ) -> NodeCosts:
+    node, operators = lives.record.nodes[index], lives.record.operators
     inputs, outputs = set(node.input_storages), set(node.output_storages)
-    saved = life.saved_by[place]
-    first = {
-        one
-        for one in saved
-        if life.first_saver[one] == place and life.storages[one].kind not in ALWAYS_THERE
+    saved = lives.saved_by[index]
+    saved_first = {
+        storage
+        for storage in saved
+        if lives.first_saver[storage] == index and lives.storages[storage].kind not in ALWAYS_THERE
     }
-    made = set(life.born["forward", place])
-    grads = life.born["backward", place]
-    ends = backward[-1] if backward else OUTSIDE
+    allocated = set(lives.born["forward", index])
+    grads = set(lives.born["backward", index])
+    last = backward[-1] if backward else OUTSIDE
     # What outlives the node's last operator is handed on; the rest was for its own use.
-    handed_on = [one for one in grads if life.released.get(one, ends + 1) > ends]
-    of_parameters = [one for one in grads if life.storages[one].kind == "gradient"]
-    own = set(grads) - set(handed_on) - set(of_parameters)
-    operators = record.operators
+    handed_on = {grad for grad in grads if lives.released.get(grad, last + 1) > last}
+    of_parameters = {grad for grad in grads if lives.storages[grad].kind == "gradient"}
     return NodeCosts(
         node.name,
         node.op,
@@ -208,28 +210,23 @@ def _costs_of(
         node.inputs,
         node.shape,
         node.dtype,
-        fwd_mem_in=life.size(first & inputs),
-        fwd_mem_tmp=life.peak(made - outputs, forward[-1] if forward else OUTSIDE)
-        + _workspace(operators, forward),
-        fwd_mem_out=life.size(made & outputs),
+        fwd_mem_in=lives.size(saved_first & inputs),
+        fwd_mem_tmp=lives.temporary_bytes(allocated - outputs, forward),
+        fwd_mem_out=lives.size(allocated & outputs),
         save_fwd_in=tuple(
             name
             for name, storage in zip(node.inputs, node.input_storages, strict=True)
             if storage in saved
         ),
-        saved_bytes=life.size(first),
-        bwd_mem_tmp=life.peak(own, ends) + _workspace(operators, backward),
-        bwd_mem_out=life.size(set(handed_on) - set(of_parameters)),
-        param_grad_bytes=life.size(of_parameters),
-        fwd_flops=sum(operators[one].flops for one in forward),
-        bwd_flops=sum(operators[one].flops for one in backward),
-        fwd_bytes_moved=sum(operators[one].bytes_moved for one in forward),
-        bwd_bytes_moved=sum(operators[one].bytes_moved for one in backward),
+        saved_bytes=lives.size(saved_first),
+        bwd_mem_tmp=lives.temporary_bytes(grads - handed_on - of_parameters, backward),
+        bwd_mem_out=lives.size(handed_on - of_parameters),
+        param_grad_bytes=lives.size(of_parameters),
+        fwd_flops=sum(operators[call].costs.flops for call in forward),
+        bwd_flops=sum(operators[call].costs.flops for call in backward),
+        fwd_bytes_moved=sum(operators[call].costs.bytes_moved for call in forward),
+        bwd_bytes_moved=sum(operators[call].costs.bytes_moved for call in backward),
     )
-
-
-def _workspace(operators: tuple[OperatorCall, ...], places: list[int]) -> int:
-    return max((operators[one].workspace_bytes for one in places), default=0)
 
 
 def _ancestors(path: str) -> list[str]:
@@ -240,4 +237,4 @@ def _ancestors(path: str) -> list[str]:
 
 def field_names(costs: type[NodeCosts] | type[ModuleCosts]) -> tuple[str, ...]:
     """Names of the fields that hold numbers."""
-    return tuple(one.name for one in fields(costs) if one.type == "int")
+    return tuple(field.name for field in fields(costs) if field.type == "int")

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 aten = torch.ops.aten
-_Formula = Callable[[Sequence[Any], Mapping[str, Any], Any], int]
+Formula = Callable[[Sequence[Any], Mapping[str, Any], Any], int]
 # oneDNN puts as many channels beside each other as a vector register of AVX-512 has floats.
 _CHANNEL_BLOCK = 16
 # Fewer channels than this are read from the plain layout.
@@ -87,9 +87,9 @@ def _batch_norm_backward(args: Sequence[Any], kwargs: Mapping[str, Any], result:
 
 def _safe_softmax(args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
     """A mask of what is minus infinity, and which rows are nothing else."""
-    (given, dim) = args[:2]
-    count = prod(map(int, given.shape))
-    return count + count // max(1, int(given.shape[dim]))
+    (scores, dim) = args[:2]
+    count = prod(map(int, scores.shape))
+    return count + count // max(1, int(scores.shape[dim]))
 
 
 def _upsample_backward(args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
@@ -115,10 +115,10 @@ def _blocked(tensor: Tensor) -> int:
 
 
 def _convolution(args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
-    given, weight, groups = args[0], args[1], args[8]
-    if _is_channels_last(given):
+    images, weight, groups = args[0], args[1], args[8]
+    if _is_channels_last(images):
         return _bytes(weight) * (1 if groups > 1 else 2)
-    inputs = _blocked(given) + _bytes(weight) + _thinned(args[4], weight, result)
+    inputs = _blocked(images) + _bytes(weight) + _thinned(args[4], weight, result)
     output = _blocked(result)
     return max(inputs + output, output + _bytes(result)) - _bytes(result)
 
@@ -134,21 +134,21 @@ def _thinned(stride: Sequence[int], weight: Tensor, output: Tensor) -> int:
 
 def _convolution_backward(args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
     """First the gradient of the input, then those of weight and bias, then their plain copies."""
-    grad, given, weight, mask = args[0], args[1], args[2], args[10]
-    if _is_channels_last(given):
+    grad, images, weight, mask = args[0], args[1], args[2], args[10]
+    if _is_channels_last(images):
         is_depthwise = args[9] > 1 and int(weight.shape[1]) == 1
         if is_depthwise and int(weight.shape[-1]) > _DEPTHWISE_TAPS:
             bias = int(weight.shape[0]) * weight.element_size() if mask[2] else 0
             return _DEPTHWISE_COPIES * _bytes(weight) + bias
         return 3 * _bytes(weight)
-    blocked = _blocked(grad) + _blocked(given)
+    blocked = _blocked(grad) + _blocked(images)
     thinned = _thinned(args[4], weight, grad)
     first = second = third = returned = 0
     if mask[0]:
-        returned = _bytes(given)
+        returned = _bytes(images)
         # With strides the gradient leaves oneDNN's layout by way of a third copy.
         copies = 2 if max(args[4]) > 1 and args[9] == 1 else 1
-        first = max(blocked + _bytes(weight) + thinned, copies * _blocked(given) + returned)
+        first = max(blocked + _bytes(weight) + thinned, copies * _blocked(images) + returned)
     if mask[1]:
         bias = int(weight.shape[0]) * weight.element_size() if mask[2] else 0
         second = returned + blocked + _bytes(weight) + bias + thinned
@@ -161,7 +161,7 @@ def _reduced_product(args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
     """Tiles of a 16-bit product in oneDNN's own layout; about this size for large operands."""
     if result.element_size() >= 4:
         return 0
-    operands = [one for one in args if isinstance(one, Tensor) and one.dim() > 1]
+    operands = [value for value in args if isinstance(value, Tensor) and value.dim() > 1]
     return min(sum(map(_bytes, operands)) + 2 * _bytes(result), _REDUCED_TILES_BYTES)
 
 
@@ -214,12 +214,14 @@ def _flash_backward(args: Sequence[Any], kwargs: Mapping[str, Any], result: Any)
     return 4 * batch * heads * length * (rounded_depth + 1) + shared
 
 
-def _table(formulas: Mapping[str, _Formula]) -> dict[Any, _Formula]:
-    # Not every version of torch has them all.
-    return {getattr(aten, name): one for name, one in formulas.items() if hasattr(aten, name)}
+def by_operator(formulas: Mapping[str, Formula]) -> dict[Any, Formula]:
+    """Formulas by ATen operator, from those by name; not every version of torch has them all."""
+    return {
+        getattr(aten, name): formula for name, formula in formulas.items() if hasattr(aten, name)
+    }
 
 
-_CPU = _table(
+_CPU = by_operator(
     {
         "mm": _reduced_product,
         "addmm": _reduced_product,
@@ -247,4 +249,4 @@ _CPU = _table(
         "_scaled_dot_product_flash_attention_for_cpu_backward": _cpu_attention_backward,
     }
 )
-_CUDA = _table({"_scaled_dot_product_flash_attention_backward": _flash_backward})
+_CUDA = by_operator({"_scaled_dot_product_flash_attention_backward": _flash_backward})

@@ -7,7 +7,7 @@ from functools import cached_property
 
 import numpy as np
 
-from lightning_unitscale.remat.problem import Ints, Mask, Region, RematProblem
+from lightning_unitscale.remat.problem import Ints, Mask, NodeRegion, RematProblem
 
 # What is alive beside a separator's tensor may be this much of it: statistics, scalars.
 _BESIDE = 1 / 16
@@ -54,31 +54,31 @@ class Blocks:
         problem, block = self.problem, self.block
         producers, users = problem.edges
         crosses = (block[producers] >= 0) & (block[producers] != block[users])
-        found = np.zeros(len(problem), dtype=np.bool_)
-        found[producers[crosses & (problem.region[producers] == Region.FORWARD)]] = True
-        return found
+        is_read = np.zeros(len(problem), dtype=np.bool_)
+        is_read[producers[crosses & (problem.region[producers] == NodeRegion.FORWARD)]] = True
+        return is_read
 
     def gradient_bytes(self) -> Ints:
         """Bytes of the gradients that the backward pass of each block returns."""
-        found = np.zeros(len(self), dtype=np.int64)
-        for base in {int(self.problem.base[one]) for one in self.problem.backward_outputs}:
+        num_bytes = np.zeros(len(self), dtype=np.int64)
+        for base in {int(self.problem.base[output]) for output in self.problem.backward_outputs}:
             if self.block[base] >= 0:
-                found[self.block[base]] += self.problem.num_bytes[base]
-        return found
+                num_bytes[self.block[base]] += self.problem.num_bytes[base]
+        return num_bytes
 
     def _signature(self, index: int) -> object:
         nodes = self.problem.nodes
         members: list[int] = self.members[index].tolist()
-        place = {node: i for i, node in enumerate(members)}
+        position = {node: i for i, node in enumerate(members)}
         boundary = self.separators[index - 1] if index else -1
         end = self.separators[index] if index < len(self.separators) else -1
         returned = set(self.problem.backward_outputs)
-        rows: list[object] = [index == 0, index == len(self) - 1, place.get(end, -1)]
+        rows: list[object] = [index == 0, index == len(self) - 1, position.get(end, -1)]
         for member in members:
             node = nodes[member]
             reads = tuple(
-                (place[i], 0)
-                if i in place
+                (position[i], 0)
+                if i in position
                 else (-2 if i == boundary else -1, nodes[i].num_bytes, int(nodes[i].region))
                 for i in node.inputs
             )
@@ -108,13 +108,13 @@ def find_blocks(problem: RematProblem, max_blocks: int = 100) -> Blocks:
         problem: The joint graph.
         max_blocks: Blocks to have at most; small ones are joined to their successors.
     """
-    forward = np.flatnonzero((problem.region == Region.FORWARD) & problem.in_forward)
+    forward = np.flatnonzero((problem.region == NodeRegion.FORWARD) & problem.in_forward)
     time = np.full(len(problem), -1, dtype=np.int64)
     time[forward] = np.arange(len(forward))
     work = np.cumsum((problem.seconds[forward] > 0).astype(np.int64))
     separators = _thinned(_separators(problem, forward, time), work, max_blocks)
     block = np.full(len(problem), -1, dtype=np.int64)
-    ends = [place for place, _ in separators]
+    ends = [end for end, _ in separators]
     block[forward] = np.searchsorted(np.array(ends, dtype=np.int64), time[forward], side="left")
     _place_others(problem, block, len(separators))
     return Blocks(problem, tuple(base for _, base in separators), block)
@@ -126,7 +126,7 @@ def _separators(problem: RematProblem, forward: Ints, time: Ints) -> list[tuple[
     first = np.full(len(problem), -1, dtype=np.int64)
     last = np.full(len(problem), -1, dtype=np.int64)
     bases = np.unique(problem.base[forward])
-    bases = bases[(problem.region[bases] == Region.FORWARD) & (problem.num_bytes[bases] > 0)]
+    bases = bases[(problem.region[bases] == NodeRegion.FORWARD) & (problem.num_bytes[bases] > 0)]
     first[bases] = time[problem.owner[bases]]
     producers, users = problem.edges
     runs = (time[users] >= 0) & (time[producers] >= 0)
@@ -134,26 +134,26 @@ def _separators(problem: RematProblem, forward: Ints, time: Ints) -> list[tuple[
     spans = last[bases] - first[bases]
     alive = bases[(spans > 0) & (spans <= max(8, _SHARED * count))]
     starting: list[list[int]] = [[] for _ in range(count)]
-    for one in alive.tolist():
-        starting[first[one]].append(one)
+    for base in alive.tolist():
+        starting[first[base]].append(base)
     sizes, ends = problem.num_bytes.tolist(), last.tolist()
     live: list[int] = []
-    found: list[tuple[int, int]] = []
+    separators: list[tuple[int, int]] = []
     seen: set[int] = set()
     for now in range(count - 1):
-        live = [one for one in live if ends[one] > now] + starting[now]
+        live = [base for base in live if ends[base] > now] + starting[now]
         if not live:
             continue
-        largest = max(live, key=lambda one: sizes[one])
-        beside = sum(sizes[one] for one in live) - sizes[largest]
+        largest = max(live, key=lambda base: sizes[base])
+        beside = sum(sizes[base] for base in live) - sizes[largest]
         # An operation with several outputs stays together with these.
         following = int(forward[now + 1])
         is_whole = not problem.is_tuple[list(problem.nodes[following].inputs)].any()
         allowed = problem.nodes[largest].can_save and time[largest] <= now and is_whole
         if beside <= _BESIDE * sizes[largest] and allowed and largest not in seen:
             seen.add(largest)
-            found.append((now, largest))
-    return found
+            separators.append((now, largest))
+    return separators
 
 
 def _thinned(
@@ -164,10 +164,10 @@ def _thinned(
     while True:
         kept: list[tuple[int, int]] = []
         done = 0
-        for place, base in separators:
-            if work[place] - done >= least and work[-1] - work[place] >= least:
-                kept.append((place, base))
-                done = int(work[place])
+        for end, base in separators:
+            if work[end] - done >= least and work[-1] - work[end] >= least:
+                kept.append((end, base))
+                done = int(work[end])
         if len(kept) < max_blocks:
             return kept
         least *= 2
@@ -178,8 +178,8 @@ def _place_others(problem: RematProblem, block: Ints, last_block: int) -> None:
     # Lists: a step of these loops is too small for numpy.
     inputs = problem.inputs_of
     placed: list[int] = block.tolist()
-    is_forward: list[bool] = (problem.region == Region.FORWARD).tolist()
-    others = np.flatnonzero((problem.region == Region.FORWARD) & (block < 0)).tolist()
+    is_forward: list[bool] = (problem.region == NodeRegion.FORWARD).tolist()
+    others = np.flatnonzero((problem.region == NodeRegion.FORWARD) & (block < 0)).tolist()
     for i in others:
         # Constants of the backward pass: with what reads them, below.
         placed[i] = max((placed[j] for j in inputs[i]), default=-1)
@@ -187,7 +187,7 @@ def _place_others(problem: RematProblem, block: Ints, last_block: int) -> None:
     highest = -1
     # The backward pass goes through the blocks in reverse: what comes before an operation of a
     # block belongs to it or to a later one.
-    for i in np.flatnonzero(problem.region == Region.BACKWARD)[::-1].tolist():
+    for i in np.flatnonzero(problem.region == NodeRegion.BACKWARD)[::-1].tolist():
         for j in inputs[i]:
             if is_forward[j] and not shared[j] and placed[j] > highest:
                 highest = placed[j]
@@ -201,7 +201,7 @@ def _place_others(problem: RematProblem, block: Ints, last_block: int) -> None:
 def _shared(problem: RematProblem, block: Ints) -> Mask:
     """Forward values that more than two blocks read."""
     producers, users = problem.edges
-    counts = problem.in_forward & (problem.region == Region.FORWARD)
+    counts = problem.in_forward & (problem.region == NodeRegion.FORWARD)
     reads = (block[users] >= 0) & counts[producers]
     pairs = np.unique(np.stack([producers[reads], block[users[reads]]]), axis=1)
     return np.bincount(pairs[0], minlength=len(problem)) > 2

@@ -56,18 +56,10 @@ def check_budget(budget: Budget, *, name: str = "budget") -> Budget:
     raise ValueError(f"{name}={budget!r}: not a budget; {expected}; pass {name}=0.5 to try it.")
 
 
-def _positive(num_bytes: int, given: Budget, name: str, expected: str) -> int:
+def _positive(num_bytes: int, budget: Budget, name: str, expected: str) -> int:
     if num_bytes < 1:
-        raise ValueError(f"{name}={given!r}: no bytes at all; {expected}; pass more.")
+        raise ValueError(f"{name}={budget!r}: no bytes at all; {expected}; pass more.")
     return num_bytes
-
-
-def format_bytes(num_bytes: float) -> str:
-    """Bytes as a reader takes them in: ``"1.50 GiB"``."""
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if abs(num_bytes) >= size:
-            return f"{num_bytes / size:.2f} {unit}"
-    return f"{num_bytes:.0f} B"
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,16 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy
 
-from lightning_unitscale.graph.capture import is_higher_order
-from lightning_unitscale.remat.costs import CostModel, node_flops, size_of, tensors_of
-from lightning_unitscale.remat.problem import Region, RematNode, RematProblem
-from lightning_unitscale.remat.sizes import changing_sizes, hint
-from lightning_unitscale.remat.workspaces import workspace_bytes
+from lightning_unitscale.dynamo.capture import is_higher_order
+from lightning_unitscale.profiler.costs import (
+    CostModel,
+    OperatorCosts,
+    aten_node_costs,
+    concrete,
+    size_hint,
+    tensors_in,
+)
+from lightning_unitscale.remat.problem import NodeRegion, RematNode, RematProblem
 
 Symbolic = (torch.SymInt, torch.SymFloat, torch.SymBool)
 Recomputable = Collection[Callable[..., Any]]
@@ -50,10 +55,18 @@ def read_joint_graph(
         replay_random: Whether a random operation may run again from its generator's saved state;
             else its result is saved.
     """
-    reader = _Reader(graph, num_fwd_outputs, cost_model, mutated_inputs)
-    reader.recomputable_ops = recomputable_ops
-    reader.replay_random = replay_random
+    reader = _Reader(
+        graph, num_fwd_outputs, cost_model, mutated_inputs, recomputable_ops, replay_random
+    )
     return reader.read()
+
+
+def changing_sizes(graph: fx.Graph) -> tuple[torch.SymInt, ...]:
+    """The sizes that are inputs of a graph because they change from call to call."""
+    values = (node.meta.get("val") for node in graph.find_nodes(op="placeholder"))
+    return tuple(
+        size for size in values if isinstance(size, torch.SymInt) and bool(size.node.expr.is_Symbol)
+    )
 
 
 def is_tangent(node: fx.Node) -> bool:
@@ -61,7 +74,7 @@ def is_tangent(node: fx.Node) -> bool:
     if node.op != "placeholder":
         return False
     name = str(node.target)
-    of_backward = any(one in name for one in ("tangents", "bwd_seed", "bwd_base_offset"))
+    of_backward = any(part in name for part in ("tangents", "bwd_seed", "bwd_base_offset"))
     return of_backward or type(node.meta.get("val")).__name__ == "BackwardState"
 
 
@@ -95,25 +108,26 @@ def kind_of(node: fx.Node) -> str:
 
 
 class _Reader:
-    recomputable_ops: Recomputable | None = None
-    replay_random = True
-
     def __init__(
         self,
         graph: fx.Graph,
         num_fwd_outputs: int,
         cost_model: CostModel,
         mutated_inputs: Collection[fx.Node],
+        recomputable_ops: Recomputable | None,
+        replay_random: bool,
     ) -> None:
         self.nodes = tuple(node for node in graph.nodes if node.op != "output")
         self.index = {node: i for i, node in enumerate(self.nodes)}
         outputs = tree_leaves(graph.output_node().args)
-        self.outputs = [self.index.get(one) for one in outputs]
+        self.outputs = [self.index.get(output) for output in outputs]
         self.num_fwd_outputs = num_fwd_outputs
         self.sizes = changing_sizes(graph)
         self.cost_model = cost_model
+        self.recomputable_ops = recomputable_ops
+        self.replay_random = replay_random
         self.inputs = [[self.index[i] for i in node.all_input_nodes] for node in self.nodes]
-        self.storages = [_storage(node.meta.get("val")) for node in self.nodes]
+        self.storages = [_storages(node.meta.get("val")) for node in self.nodes]
         self.mutated = {self.index[node] for node in mutated_inputs}
         for node in self.nodes:
             if is_mutable(node):
@@ -130,7 +144,8 @@ class _Reader:
         read: list[RematNode] = []
         for i, node in enumerate(self.nodes):
             base, owner = bases[i]
-            flops, seconds = self._cost(node, is_view=base != i)
+            # A view computes nothing, and what it shows was made by another operation.
+            costs = aten_node_costs(node) if base == i else OperatorCosts()
             can_save, can_recompute = self._choices(node, bases, regions)
             read.append(
                 RematNode(
@@ -141,67 +156,67 @@ class _Reader:
                     base=base,
                     owner=owner,
                     num_bytes=self._bytes(node) if base == i else 0,
-                    workspace_bytes=workspace_bytes(node),
-                    seconds=seconds,
-                    flops=flops,
+                    workspace_bytes=costs.workspace_bytes + _untaken_bytes(node),
+                    seconds=self._seconds(node, costs) if base == i else 0.0,
+                    flops=costs.flops,
                     can_save=can_save,
                     can_recompute=can_recompute,
                     in_forward=in_forward[i],
                     replay_bytes=_RNG_STATE_BYTES if is_random(node) else 0,
                 )
             )
-        sizes = tuple(hint(one) for one in self.sizes)
+        sizes = tuple(map(size_hint, self.sizes))
         return RematProblem(tuple(read), forward_outputs, backward_outputs, sizes), self.nodes
 
     def _output_indices(self, start: int, stop: int) -> tuple[int, ...]:
         return tuple(dict.fromkeys(i for i in self.outputs[start:stop] if i is not None))
 
-    def _regions(self) -> list[Region]:
-        regions: list[Region] = []
+    def _regions(self) -> list[NodeRegion]:
+        regions: list[NodeRegion] = []
         for node, inputs in zip(self.nodes, self.inputs, strict=True):
             if is_tangent(node):
-                regions.append(Region.BACKWARD)
+                regions.append(NodeRegion.BACKWARD)
             elif node.op in ("placeholder", "get_attr"):
-                regions.append(Region.INPUT)
-            elif _runs_in_backward(node) or any(regions[i] is Region.BACKWARD for i in inputs):
-                regions.append(Region.BACKWARD)
+                regions.append(NodeRegion.INPUT)
+            elif _runs_in_backward(node) or any(regions[i] is NodeRegion.BACKWARD for i in inputs):
+                regions.append(NodeRegion.BACKWARD)
             else:
-                regions.append(Region.FORWARD)
+                regions.append(NodeRegion.FORWARD)
         return regions
 
-    def _in_forward(self, regions: Sequence[Region], outputs: Sequence[int]) -> list[bool]:
-        found = [False] * len(self.nodes)
+    def _in_forward(self, regions: Sequence[NodeRegion], outputs: Sequence[int]) -> list[bool]:
+        in_forward = [False] * len(self.nodes)
         pending = list(outputs)
         pending += [
             i
             for i, node in enumerate(self.nodes)
-            if regions[i] is Region.FORWARD and (is_mutable(node) or is_random(node))
+            if regions[i] is NodeRegion.FORWARD and (is_mutable(node) or is_random(node))
         ]
         while pending:
             i = pending.pop()
-            if not found[i]:
-                found[i] = True
+            if not in_forward[i]:
+                in_forward[i] = True
                 pending.extend(self.inputs[i])
         for i, node in enumerate(self.nodes):
             # An operation makes all of its outputs, whoever takes them.
-            if node.target is operator.getitem and regions[i] is Region.FORWARD:
-                found[i] |= found[self.inputs[i][0]]
-        return found
+            if node.target is operator.getitem and regions[i] is NodeRegion.FORWARD:
+                in_forward[i] |= in_forward[self.inputs[i][0]]
+        return in_forward
 
-    def _bases(self, regions: Sequence[Region]) -> list[tuple[int, int]]:
+    def _bases(self, regions: Sequence[NodeRegion]) -> list[tuple[int, int]]:
         """(base, owner) of each node: views share their input's."""
         bases: list[tuple[int, int]] = []
         first_with: dict[frozenset[int], int] = {}
         for i, node in enumerate(self.nodes):
             own: tuple[int, int] = (i, i)
-            if regions[i] is not Region.INPUT and self.inputs[i]:
+            if regions[i] is not NodeRegion.INPUT and self.inputs[i]:
                 is_item = node.target is operator.getitem
                 viewed = self._viewed(i, bases, through_tuple=is_item)
                 if viewed is not None:
                     own = bases[viewed]
                 elif is_item:
                     own = (i, self.inputs[i][0])
-            elif regions[i] is Region.INPUT:
+            elif regions[i] is NodeRegion.INPUT:
                 first = first_with.setdefault(self.storages[i] or frozenset({-1 - i}), i)
                 own = (first, first)
             bases.append(own)
@@ -221,7 +236,7 @@ class _Reader:
         schema = getattr(self.nodes[i].target, "_schema", None)
         if schema is not None and not schema.is_mutable:
             # Rewritten graphs may hold examples whose storage is nobody's any more.
-            aliased = any(one.alias_info is not None for one in schema.returns)
+            aliased = any(value.alias_info is not None for value in schema.returns)
             first = self.nodes[i].args[0] if self.nodes[i].args else None
             if aliased and isinstance(first, fx.Node):
                 return self.index[first]
@@ -234,29 +249,24 @@ class _Reader:
         if self.cost_model.fused and _stays_in_registers(node):
             return 0
         try:
-            return hint(value.untyped_storage().nbytes())
+            return size_hint(value.untyped_storage().nbytes())
         except (NotImplementedError, RuntimeError):
-            return size_of(value)  # sparse, or a subclass without storage
+            return _element_bytes(value)  # sparse, or a subclass without storage
 
-    def _cost(self, node: fx.Node, *, is_view: bool) -> tuple[float, float]:
+    def _seconds(self, node: fx.Node, costs: OperatorCosts) -> float:
         value = node.meta.get("val")
-        if node.op != "call_function" or is_view or not tensors_of(value):
-            return 0.0, 0.0
-        if node.target is operator.getitem:
-            return 0.0, 0.0
-        moved = sum(size_of(one) for one in tensors_of(value))
-        moved += sum(
-            size_of(one) for i in node.all_input_nodes for one in tensors_of(i.meta.get("val"))
+        if node.op != "call_function" or node.target is operator.getitem or not tensors_in(value):
+            return 0.0
+        seconds = self.cost_model.seconds(
+            node.name, costs.flops, costs.bytes_moved, fusible=is_fusible(node)
         )
-        flops = node_flops(node)
-        seconds = self.cost_model.seconds(node.name, flops, moved, fusible=is_fusible(node))
         if is_random(node):
-            elements = sum(size_of(one) // one.element_size() for one in tensors_of(value))
+            elements = sum(tensor.numel() for tensor in tensors_in(concrete(value)))
             seconds += elements * self.cost_model.random_seconds
-        return flops, seconds
+        return seconds
 
     def _choices(
-        self, node: fx.Node, bases: Sequence[tuple[int, int]], regions: Sequence[Region]
+        self, node: fx.Node, bases: Sequence[tuple[int, int]], regions: Sequence[NodeRegion]
     ) -> tuple[bool, bool]:
         """(whether its value can be saved, whether it may run again)."""
         i = self.index[node]
@@ -267,7 +277,7 @@ class _Reader:
         is_view = bases[i][0] != i
         single = isinstance(value, Tensor) or not isinstance(value, (tuple, list))
         can_save = single and not is_view
-        if must_recompute(node) and regions[i] is Region.FORWARD:
+        if must_recompute(node) and regions[i] is NodeRegion.FORWARD:
             return False, True
         if node.meta.get("recompute") == CheckpointPolicy.MUST_SAVE:
             # Several outputs are saved one by one, and a view by saving what it lies in.
@@ -286,14 +296,14 @@ class _Reader:
             return False
         if self.recomputable_ops is not None:
             packets = (node.target, node.target.overloadpacket)
-            if not any(one in self.recomputable_ops for one in packets):
+            if not any(packet in self.recomputable_ops for packet in packets):
                 return False
-        device = next((one.device.type for one in tensors_of(node.meta.get("val"))), "cpu")
+        device = next((x.device.type for x in tensors_in(node.meta.get("val"))), "cpu")
         if device != "cpu" and name.startswith(_ATOMIC):
             return False
         if is_random(node):
-            large = sum(size_of(one) for one in tensors_of(node.meta.get("val")))
-            return self.replay_random and large >= _REPLAY_FROM_BYTES
+            num_bytes = sum(map(_element_bytes, tensors_in(node.meta.get("val"))))
+            return self.replay_random and num_bytes >= _REPLAY_FROM_BYTES
         # By the time of the backward pass a mutated input holds its new value.
         return not any(bases[j][0] in self.mutated for j in self.inputs[self.index[node]])
 
@@ -355,15 +365,31 @@ def _stays_in_registers(node: fx.Node) -> bool:
     return is_fusible(node) and bool(node.users) and all(is_fusible(user) for user in node.users)
 
 
-def _storage(value: Any) -> frozenset[int]:
+def _element_bytes(tensor: Tensor) -> int:
+    example: Tensor = concrete(tensor)
+    return example.numel() * example.element_size()
+
+
+def _storages(value: Any) -> frozenset[int]:
     """Identities of the storages of a value; by storage and never by an address."""
-    found = set()
-    for one in tensors_of(value):
-        try:
-            found.add(one.untyped_storage()._cdata)
-        except (NotImplementedError, RuntimeError):
-            return frozenset()
-    return frozenset(found)
+    try:
+        return frozenset(tensor.untyped_storage()._cdata for tensor in tensors_in(value))
+    except (NotImplementedError, RuntimeError):
+        return frozenset()
+
+
+def _untaken_bytes(node: fx.Node) -> int:
+    """Bytes of those outputs of an operation with several that nobody takes."""
+    value = node.meta.get("val")
+    if node.op != "call_function" or not isinstance(value, (tuple, list)):
+        return 0
+    read = {storage for i in node.all_input_nodes for storage in _storages(i.meta.get("val"))}
+    taken = {user.args[1] for user in node.users if user.target is operator.getitem}
+    return sum(
+        size_hint(output.untyped_storage().nbytes())
+        for position, output in enumerate(value)
+        if isinstance(output, Tensor) and position not in taken and not read & _storages(output)
+    )
 
 
 def _runs_in_backward(node: fx.Node) -> bool:

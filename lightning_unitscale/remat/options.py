@@ -20,13 +20,12 @@ from lightning_unitscale.remat.problem import (
     Floats,
     Ints,
     Mask,
-    Region,
+    NodeRegion,
     RematNode,
     RematProblem,
     recomputed,
 )
-from lightning_unitscale.remat.schedule import backward_order
-from lightning_unitscale.remat.simulate import simulate
+from lightning_unitscale.remat.schedule import backward_order, simulate_plan
 
 # Cuts of one run of blocks, numbers of blocks in a run, and those that any blocks may form.
 _MAX_CUTS = 10
@@ -100,14 +99,14 @@ class BlockOptions:
     def _ending(self, stop: int, gradient_bytes: int) -> EndingRuns:
         lengths = [n for n in _LENGTHS if n <= stop and self._may_join(stop - n, stop)]
         runs = [self.of(stop - length, stop) for length in lengths]
-        options = tuple(one for run in runs for one in run)
+        options = tuple(option for run in runs for option in run)
         firsts = np.array([stop - length for length in lengths])
         sizes = [(o.saved_bytes, o.forward_bytes, o.backward_bytes) for o in options]
         saved_bytes, forward_bytes, backward_bytes = np.array(sizes, dtype=np.int64).T
         return EndingRuns(
             options,
             np.repeat(firsts, [len(run) for run in runs]),
-            np.array([one.seconds for one in options]),
+            np.array([option.seconds for option in options]),
             saved_bytes,
             forward_bytes,
             backward_bytes + gradient_bytes,
@@ -118,7 +117,7 @@ class BlockOptions:
             return True
         # Long runs are worth their planning time where they are met again.
         classes = self.blocks.classes
-        return all(self._multiplicity[one] > 1 for one in classes[start:stop])
+        return all(self._multiplicity[kind] > 1 for kind in classes[start:stop])
 
     def of(self, start: int, stop: int) -> tuple[Option, ...]:
         """The options of blocks ``start`` to ``stop - 1``."""
@@ -130,10 +129,10 @@ class BlockOptions:
     def _options(self, start: int, stop: int) -> tuple[Option, ...]:
         local = _local_problem(self.blocks, start, stop)
         cuts = CutNetwork(local.problem).hull(_MAX_CUTS)
-        found = [_option(local, cut.saved, None) for cut in cuts]
+        options = [_option(local, cut.saved, None) for cut in cuts]
         if stop - start > 1:
-            found += [_option(local, cut.saved, local.kept) for cut in cuts[-2:]]
-        return _non_dominated(found)
+            options += [_option(local, cut.saved, local.kept) for cut in cuts[-2:]]
+        return _non_dominated(options)
 
 
 @dataclass(frozen=True)
@@ -148,7 +147,7 @@ class _Local:
     """
 
     problem: RematProblem
-    places: Ints
+    positions: Ints
     segments: list[int]
     kept: Mask
 
@@ -158,11 +157,11 @@ def _option(local: _Local, saved: Mask, kept: Mask | None) -> Option:
     segments = None if kept is None else local.segments
     again = recomputed(problem, saved)
     order = backward_order(problem, saved, segments=segments, kept=kept, again=again)
-    timeline = simulate(problem, saved, order=order, again=again)
-    chosen = saved & (local.places >= 0) & (problem.region == Region.FORWARD)
-    dropped = np.zeros(0, dtype=np.int64) if kept is None else local.places[~kept]
+    timeline = simulate_plan(problem, saved, order=order, again=again)
+    chosen = saved & (local.positions >= 0) & (problem.region == NodeRegion.FORWARD)
+    dropped = np.zeros(0, dtype=np.int64) if kept is None else local.positions[~kept]
     return Option(
-        tuple(local.places[chosen].tolist()),
+        tuple(local.positions[chosen].tolist()),
         tuple(dropped.tolist()),
         float(problem.seconds[order.again(problem)].sum()),
         problem.saved_bytes(chosen, again),
@@ -189,13 +188,13 @@ def _local_problem(blocks: Blocks, start: int, stop: int) -> _Local:
                 outside[i] = None
     number: dict[int, int] = {}
     nodes: list[RematNode] = []
-    places: list[int] = []
+    positions: list[int] = []
     segments: list[int] = []
     gradients: list[int] = []
 
-    def add(node: RematNode, place: int, segment: int) -> int:
+    def add(node: RematNode, position: int, segment: int) -> int:
         nodes.append(node)
-        places.append(place)
+        positions.append(position)
         segments.append(segment)
         return len(nodes) - 1
 
@@ -206,9 +205,9 @@ def _local_problem(blocks: Blocks, start: int, stop: int) -> _Local:
     end = blocks.separators[stop - 1] if stop - 1 < len(blocks.separators) else -1
     unread: list[int] = []
     in_backward = False
-    for place, member in enumerate(members):
+    for position, member in enumerate(members):
         node = problem.nodes[member]
-        is_backward = node.region is Region.BACKWARD
+        is_backward = node.region is NodeRegion.BACKWARD
         read_after = [user for user in problem.users[member] if user not in inside]
         if is_backward or in_backward:
             for read in unread:
@@ -223,21 +222,25 @@ def _local_problem(blocks: Blocks, start: int, stop: int) -> _Local:
         )
         if member == end:
             copy = replace(copy, can_save=True, can_recompute=False)
-        add(copy, place, int(blocks.block[member]))
+        add(copy, position, int(blocks.block[member]))
         if is_backward and (read_after or member in problem.backward_outputs):
             gradients.append(number[member])
         elif not is_backward and (read_after or member == end):
             unread.append(number[member])
     for read in unread:
         add(_reader(read, len(nodes)), -1, stop)
-    inner = {number[one] for one in blocks.separators[start : stop - 1] if one in number}
+    inner = {
+        number[separator]
+        for separator in blocks.separators[start : stop - 1]
+        if separator in number
+    }
     kept = [
-        node.region is not Region.FORWARD or i in inner or bool(node.replay_bytes)
+        node.region is not NodeRegion.FORWARD or i in inner or bool(node.replay_bytes)
         for i, node in enumerate(nodes)
     ]
     return _Local(
         RematProblem(tuple(nodes), (), tuple(gradients)),
-        np.array(places, dtype=np.int64),
+        np.array(positions, dtype=np.int64),
         segments,
         np.array(kept, dtype=np.bool_),
     )
@@ -245,13 +248,13 @@ def _local_problem(blocks: Blocks, start: int, stop: int) -> _Local:
 
 def _from_outside(problem: RematProblem, index: int, number: dict[int, int]) -> RematNode:
     node = problem.nodes[index]
-    is_gradient = node.region is Region.BACKWARD
+    is_gradient = node.region is NodeRegion.BACKWARD
     base = number.get(node.base, number[index])
     is_base = base == number[index]
     return replace(
         node,
         inputs=() if is_base or not is_gradient else (base,),
-        region=Region.BACKWARD if is_gradient else Region.INPUT,
+        region=NodeRegion.BACKWARD if is_gradient else NodeRegion.INPUT,
         base=base,
         owner=base,
         num_bytes=int(problem.num_bytes[node.base]) if is_gradient and is_base else 0,
@@ -263,17 +266,17 @@ def _from_outside(problem: RematProblem, index: int, number: dict[int, int]) -> 
 
 
 def _reader(read: int, index: int) -> RematNode:
-    return RematNode(f"read_{read}", "read", (read,), Region.BACKWARD, index, index)
+    return RematNode(f"read_{read}", "read", (read,), NodeRegion.BACKWARD, index, index)
 
 
 def _non_dominated(options: Sequence[Option]) -> tuple[Option, ...]:
     kept: list[Option] = []
-    for one in sorted(options, key=lambda o: (o.seconds, o.saved_bytes, o.backward_bytes)):
+    for option in sorted(options, key=lambda o: (o.seconds, o.saved_bytes, o.backward_bytes)):
         if not any(
-            other.saved_bytes <= one.saved_bytes
-            and other.backward_bytes <= one.backward_bytes
-            and other.forward_bytes <= one.forward_bytes
+            other.saved_bytes <= option.saved_bytes
+            and other.backward_bytes <= option.backward_bytes
+            and other.forward_bytes <= option.forward_bytes
             for other in kept
         ):
-            kept.append(one)
+            kept.append(option)
     return tuple(kept)

@@ -1,7 +1,8 @@
-"""The file that touches functorch's partitioner and AOTAutograd's own names.
+"""The file that touches functorch's partitioner, AOTAutograd's and Dynamo's own names.
 
 Planning is done on :class:`RematProblem`; here a plan becomes a forward and a backward graph.
-Private names used here were checked on torch 2.13: ``_extract_fwd_bwd_modules``,
+Private names used here were checked on torch 2.13 and 2.11: ``TracingContext``, and the table in
+which its fake tensors are kept by the tensors they stand for; ``_extract_fwd_bwd_modules``,
 ``functionalize_rng_ops``, ``cleanup_recompute_tags``, ``force_save_collectives``,
 ``force_save_effectful_ops``, ``force_save_bw_mutation_src``, ``thread_graphsafe_rng_from_hops``,
 ``InputMutationAOTOutput``. Those that an older torch does not have are left out.
@@ -12,35 +13,44 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
+from math import ceil
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch._functorch import partitioners
 from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
 from torch._functorch.compile_utils import raise_getitems
+from torch._guards import TracingContext
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy
 
-from lightning_unitscale.graph.capture import execute_with
+from lightning_unitscale.dynamo.capture import execute_with
+from lightning_unitscale.profiler.costs import (
+    CostModel,
+    assuming_sizes,
+    default_cost_model,
+    size_hint,
+)
 from lightning_unitscale.remat.budget import Budget, check_budget
-from lightning_unitscale.remat.costs import CostModel, default_cost_model
 from lightning_unitscale.remat.joint_graph import (
     Recomputable,
     Symbolic,
+    changing_sizes,
     is_random,
     must_recompute,
     read_joint_graph,
 )
 from lightning_unitscale.remat.planner import PLANNER_VERSION, Planner, RematPlan
-from lightning_unitscale.remat.problem import Mask, Region, RematProblem, recomputed
-from lightning_unitscale.remat.reassigned import keep_old_data
-from lightning_unitscale.remat.schedule import lazy_order
-from lightning_unitscale.remat.simulate import input_bytes
-from lightning_unitscale.remat.sizes import changing_sizes, hint, limit_reach
+from lightning_unitscale.remat.problem import Mask, NodeRegion, RematProblem, recomputed
+from lightning_unitscale.remat.schedule import input_bytes, lazy_order
 
 PartitionFn = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
+# By how much the sizes may outgrow those that were planned for; the largest that fits is taken.
+_FACTORS = (8.0, 4.0, 2.0, 1.5, 1.25, 1.1)
+_SET = torch.ops.aten.set_.source_Tensor
 
 
 def prepare(joint_module: fx.GraphModule) -> None:
@@ -55,13 +65,83 @@ def prepare(joint_module: fx.GraphModule) -> None:
             mark(joint_module)
 
 
+def limit_reach(sizes: Sequence[torch.SymInt], fits: Callable[[], bool]) -> None:
+    """Let a plan serve sizes only as far as it fits: beyond, the step is planned again.
+
+    Args:
+        sizes: What changes from call to call.
+        fits: Whether the plan is within its budget; asked for larger sizes than those planned for.
+    """
+    if not sizes:
+        return
+    limits = list(map(size_hint, sizes))
+    for factor in _FACTORS:
+        larger = [ceil(factor * limit) for limit in limits]
+        with assuming_sizes(sizes, larger):
+            if fits():
+                limits = larger
+                break
+    for size, limit in zip(sizes, limits, strict=True):
+        bool(size <= limit)  # asking makes it a guard of the captured graph
+
+
+def real_inputs(graph: fx.Graph) -> dict[str, Tensor]:
+    """The tensors behind a graph's fake inputs; those that are not known are left out."""
+    context = TracingContext.try_get()
+    if context is None or context.fake_mode is None:
+        return {}
+    converter = context.fake_mode.fake_tensor_converter.meta_converter
+    fakes = {
+        fake.untyped_storage()._cdata: tensor
+        for tensor, number in list(converter.describer.lookup_tensor.items())
+        if isinstance(fake := converter.tensor_memo.get(number), FakeTensor)
+    }
+    real: dict[str, Tensor] = {}
+    for node in graph.find_nodes(op="placeholder"):
+        value = node.meta.get("val")
+        if isinstance(value, Tensor) and (key := value.untyped_storage()._cdata) in fakes:
+            real[node.name] = fakes[key]
+    return real
+
+
+def keep_old_data(joint_module: fx.GraphModule) -> None:
+    """Copy the data of a reassigned parameter where the backward pass reads what it was before.
+
+    A saved input is the caller's own tensor, which has the new data by then.
+    """
+    graph = joint_module.graph
+    for node in graph.find_nodes(op="call_function", target=_SET):
+        param = node.args[0]
+        if not isinstance(param, fx.Node) or param.op != "placeholder" or not _is_kept(param):
+            continue
+        readers = [user for user in param.users if user.op != "output" and user.target is not _SET]
+        with graph.inserting_before(min(readers)):
+            old = graph.call_function(torch.ops.aten.clone.default, (param,))
+        old.meta["val"] = param.meta["val"].clone()
+        for reader in readers:
+            reader.replace_input_with(param, old)
+
+
+def _is_kept(node: fx.Node) -> bool:
+    """Whether the backward pass reads a node, or a view of it."""
+    return any(
+        user.meta.get("partitioner_tag") == "is_backward" or (_is_view(user) and _is_kept(user))
+        for user in node.users
+    )
+
+
+def _is_view(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and any(value.alias_info is not None for value in schema.returns)
+
+
 def mutated_inputs(joint_module: fx.GraphModule) -> list[fx.Node]:
     """Inputs that the step writes to after the graph has run, as its outputs' descriptions say."""
     output = joint_module.graph.output_node()
     written = [
-        one.mutated_input
-        for one in tree_leaves(list(output.meta.get("desc", ())))
-        if isinstance(one, InputMutationAOTOutput)
+        description.mutated_input
+        for description in tree_leaves(list(output.meta.get("desc", ())))
+        if isinstance(description, InputMutationAOTOutput)
     ]
     placeholders = joint_module.graph.find_nodes(op="placeholder")
     return [node for node in placeholders if node.meta.get("desc") in written]
@@ -114,8 +194,8 @@ def split(
         )
     region = {node.name: problem.nodes[index].region for index, node in enumerate(nodes)}
     # FX takes random operations for impure and keeps dead ones: each draws in its own pass only.
-    _drop_dead(fwd_module.graph, lambda node: region.get(node.name) is Region.BACKWARD)
-    _drop_dead(bwd_module.graph, lambda node: region.get(node.name) is Region.FORWARD)
+    _drop_dead(fwd_module.graph, lambda node: region.get(node.name) is NodeRegion.BACKWARD)
+    _drop_dead(bwd_module.graph, lambda node: region.get(node.name) is NodeRegion.FORWARD)
     number = {node.name: index for index, node in enumerate(nodes)}
     bwd_module = _reordered(bwd_module, problem, number, segments, kept)
     fwd_module = raise_getitems(fwd_module)
@@ -151,18 +231,20 @@ def _reordered(
     of_joint = [number.get(node.name) for node in old]
     is_placed = [node.op in ("placeholder", "output") for node in old]
     # What was renamed is a replayed random operation, or hands on a generator: never run twice.
+    is_backward = [
+        j is not None and problem.nodes[j].region is NodeRegion.BACKWARD for j in of_joint
+    ]
     anchors = [
         i
-        for i, j in enumerate(of_joint)
-        if not is_placed[i]
-        and ((j is not None and problem.nodes[j].region is Region.BACKWARD) or _has_effect(old[i]))
+        for i, node in enumerate(old)
+        if not is_placed[i] and (is_backward[i] or _has_effect(node))
     ]
     # Effects keep their place relative to the operations of the backward pass.
     order = lazy_order(
-        [[index[i] for i in node.all_input_nodes] for node in old],
+        [[index[read] for read in node.all_input_nodes] for node in old],
         anchors,
         [not placed for placed in is_placed],
-        wanted_at_end=[index[i] for i in module.graph.output_node().all_input_nodes],
+        wanted_at_end=[index[read] for read in module.graph.output_node().all_input_nodes],
         segments=None if segments is None else [0 if j is None else segments[j] for j in of_joint],
         kept=None if kept is None else [True if j is None else bool(kept[j]) for j in of_joint],
     )
@@ -173,9 +255,9 @@ def _reordered(
             copies[node] = graph.node_copy(node)
     for i in order.nodes:
         # A later copy takes over: what comes after it reads it.
-        copies[old[i]] = graph.node_copy(old[i], lambda one: copies[one])
+        copies[old[i]] = graph.node_copy(old[i], copies.__getitem__)
     output = module.graph.output_node()
-    copies[output] = graph.node_copy(output, lambda one: copies[one])
+    copies[output] = graph.node_copy(output, copies.__getitem__)
     graph.lint()
     return fx.GraphModule(module, graph)
 
@@ -305,78 +387,10 @@ class PlanOnly(RematPartitioner):
         return planner.default
 
 
-def default_partition(
-    joint_module: fx.GraphModule,
-    joint_inputs: Any,
-    *,
-    num_fwd_outputs: int,
-    static_lifetime_input_indices: list[int] | None = None,
-    **kwargs: Any,
-) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Save all that the backward pass reads, each storage once; only views run again.
-
-    Args:
-        joint_module: The joint graph of AOTAutograd; it is used up.
-        joint_inputs: Its inputs; not looked at.
-        num_fwd_outputs: How many of its outputs belong to the forward pass.
-        static_lifetime_input_indices: Which inputs are parameters and buffers.
-        **kwargs: What later versions of torch pass; not looked at.
-    """
-    return RematPartitioner("default")(
-        joint_module,
-        joint_inputs,
-        num_fwd_outputs=num_fwd_outputs,
-        static_lifetime_input_indices=static_lifetime_input_indices,
-    )
-
-
-def min_cut_rematerialization_partition(
-    joint_module: fx.GraphModule,
-    joint_inputs: Any,
-    compiler: str = "aot_eager",
-    recomputable_ops: Recomputable | None = None,
-    *,
-    num_fwd_outputs: int,
-    static_lifetime_input_indices: list[int] | None = None,
-    budget: Budget = "min_cut",
-    cost_model: CostModel | None = None,
-    on_plan: Callable[[RematPlan], None] | None = None,
-    **kwargs: Any,
-) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Save as few bytes as a budget asks for, and run again what costs least.
-
-    Args:
-        joint_module: The joint graph of AOTAutograd; it is used up.
-        joint_inputs: Its inputs; not looked at.
-        compiler: ``"inductor"`` plans for fused kernels, any other for operations run one by one.
-        recomputable_ops: Operators that may run again; by default all that are pure.
-        num_fwd_outputs: How many of its outputs belong to the forward pass.
-        static_lifetime_input_indices: Which inputs are parameters and buffers.
-        budget: Bytes for the peak of a step, a fraction of the peak without rematerialization, or
-            ``"min_cut"``: the fewest bytes saved without running a matrix product again.
-        cost_model: What running an operation costs; by default that of the graph's device.
-        on_plan: Called with the plan.
-        **kwargs: What later versions of torch pass; not looked at.
-
-    Raises:
-        ValueError: If the budget is malformed or below the floor.
-    """
-    partitioner = RematPartitioner(
-        budget, cost_model=cost_model, recomputable_ops=recomputable_ops, on_plan=on_plan
-    )
-    return partitioner(
-        joint_module,
-        joint_inputs,
-        compiler,
-        num_fwd_outputs=num_fwd_outputs,
-        static_lifetime_input_indices=static_lifetime_input_indices,
-    )
-
-
 def _device_type(joint_module: fx.GraphModule) -> str:
     for node in joint_module.graph.nodes:
         value = node.meta.get("val")
-        if isinstance(value, torch.Tensor) and value.device.type not in ("cpu", "meta"):
+        if isinstance(value, Tensor) and value.device.type not in ("cpu", "meta"):
             return value.device.type
     return "cpu"
 
@@ -386,9 +400,9 @@ def _static_bytes(joint_module: fx.GraphModule, indices: Sequence[int] | None) -
     storages = {}
     for index in indices or ():
         value = placeholders[index].meta.get("val")
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, Tensor):
             storage = value.untyped_storage()
-            storages[storage._cdata] = hint(storage.nbytes())
+            storages[storage._cdata] = size_hint(storage.nbytes())
     return sum(storages.values())
 
 

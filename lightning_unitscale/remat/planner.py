@@ -10,19 +10,24 @@ from functools import cached_property
 
 import numpy as np
 
+from lightning_unitscale.profiler.report import format_bytes
 from lightning_unitscale.remat.blocks import Blocks, find_blocks, segment_members
 from lightning_unitscale.remat.budget import (
     Budget,
     Choice,
     check_budget,
     choose_options,
-    format_bytes,
 )
-from lightning_unitscale.remat.min_cut import Cut, CutNetwork
+from lightning_unitscale.remat.min_cut import CutNetwork
 from lightning_unitscale.remat.options import BlockOptions
-from lightning_unitscale.remat.problem import Ints, Mask, Region, RematProblem, recomputed
-from lightning_unitscale.remat.schedule import BackwardOrder, backward_order
-from lightning_unitscale.remat.simulate import Timeline, input_bytes, simulate
+from lightning_unitscale.remat.problem import Ints, Mask, NodeRegion, RematProblem, recomputed
+from lightning_unitscale.remat.schedule import (
+    BackwardOrder,
+    PlanTimeline,
+    backward_order,
+    input_bytes,
+    simulate_plan,
+)
 
 # Changes whenever the same problem may get another plan.
 PLANNER_VERSION = 3
@@ -53,7 +58,7 @@ class RematPlan:
     kept: Mask | None
     segments: tuple[int, ...] | None
     order: BackwardOrder
-    timeline: Timeline
+    timeline: PlanTimeline
 
     @cached_property
     def again(self) -> Ints:
@@ -67,7 +72,7 @@ class RematPlan:
 
     @property
     def flops(self) -> float:
-        """Floating-point operations of what runs again."""
+        """Floating-point operations of the products that run again."""
         return float(self.problem.flops[self.again].sum())
 
     @property
@@ -109,7 +114,7 @@ class Planner:
         self.forward_bytes = forward_bytes
         self._chosen: dict[int, RematPlan | None] = {}
         # Different budgets often lead to the same plan; its segments are always the blocks.
-        self._made: dict[object, RematPlan] = {}
+        self._plans: dict[object, RematPlan] = {}
 
     @cached_property
     def blocks(self) -> Blocks:
@@ -129,7 +134,7 @@ class Planner:
         # Tuples are saved item by item; what a user's checkpoint tags cannot be saved.
         free = views | problem.is_tuple | problem.tagged | ~problem.in_forward
         seconds = np.where(free, 0.0, math.inf)
-        return self._of_cut("default", CutNetwork(problem, seconds).cut(1e-12))
+        return self.plan_of("default", CutNetwork(problem, seconds).cut(1e-12).saved)
 
     @cached_property
     def min_cut(self) -> RematPlan:
@@ -141,14 +146,14 @@ class Planner:
         product &= ~problem.tagged
         seconds = np.where(product, math.inf, problem.seconds)
         price = float(problem.seconds.sum() + 1e-9) / max(float(problem.num_bytes.sum()), 1.0)
-        return self._of_cut("min_cut", CutNetwork(problem, seconds).cut(1e4 * price))
+        return self.plan_of("min_cut", CutNetwork(problem, seconds).cut(1e4 * price).saved)
 
     @cached_property
     def candidates(self) -> list[RematPlan]:
         """Plans without a budget: the default, cuts of the whole graph, checkpoints per block."""
         cuts = CutNetwork(self.problem).hull()
-        found = [self.default, self.min_cut, *(self._of_cut("cut", one) for one in cuts)]
-        return [*found, *self._checkpoints()]
+        plans = [self.default, self.min_cut, *(self.plan_of("cut", cut.saved) for cut in cuts)]
+        return [*plans, *self._checkpoints()]
 
     def plan(self, budget: Budget) -> RematPlan:
         """The plan with the least estimated time whose peak is within the budget.
@@ -165,7 +170,7 @@ class Planner:
             return self.min_cut
         is_share = isinstance(budget, float)
         limit = int(budget * self.default.peak_bytes if is_share else budget)
-        fitting = [one for one in self.candidates if one.peak_bytes <= limit]
+        fitting = [plan for plan in self.candidates if plan.peak_bytes <= limit]
         chosen = self._of_blocks(limit)
         if chosen is not None:
             fitting.append(chosen)
@@ -173,23 +178,23 @@ class Planner:
             if self.floor.peak_bytes > limit:
                 self._refuse(limit, budget)
             fitting.append(self.floor)
-        return min(fitting, key=lambda one: (one.seconds, one.peak_bytes))
+        return min(fitting, key=lambda plan: (plan.seconds, plan.peak_bytes))
 
     @cached_property
     def floor(self) -> RematPlan:
         """The plan with the lowest peak that the planner finds."""
-        best = min(self.candidates, key=lambda one: one.peak_bytes)
+        best = min(self.candidates, key=lambda plan: plan.peak_bytes)
         low, high = self._inputs(), best.peak_bytes
         for _ in range(12):
             if high - low < max(high // 200, 1):
                 break
             middle = (low + high) // 2
-            found = self._chosen_for(middle)
-            if found is None:
+            plan = self._chosen_for(middle)
+            if plan is None:
                 low = middle
             else:
                 high = middle
-                best = min(best, found, key=lambda one: one.peak_bytes)
+                best = min(best, plan, key=lambda plan: plan.peak_bytes)
         return best
 
     def front(self, num_plans: int = 20) -> list[RematPlan]:
@@ -198,19 +203,19 @@ class Planner:
         Args:
             num_plans: Budgets to plan for, evenly between the default plan's peak and the floor.
         """
-        found = [*self.candidates, self.floor]
+        plans = [*self.candidates, self.floor]
         top, bottom = self.default.peak_bytes, self.floor.peak_bytes
         for step in range(1, num_plans):
             chosen = self._of_blocks(top - (top - bottom) * step // num_plans)
             if chosen is not None:
-                found.append(chosen)
+                plans.append(chosen)
         kept: list[RematPlan] = []
-        for one in sorted(found, key=lambda plan: (plan.seconds, plan.peak_bytes)):
-            if not kept or one.peak_bytes < kept[-1].peak_bytes:
-                kept.append(one)
+        for plan in sorted(plans, key=lambda plan: (plan.seconds, plan.peak_bytes)):
+            if not kept or plan.peak_bytes < kept[-1].peak_bytes:
+                kept.append(plan)
         return kept
 
-    def made(
+    def plan_of(
         self,
         name: str,
         saved: Mask,
@@ -221,13 +226,13 @@ class Planner:
         again = recomputed(self.problem, saved)
         saved = _pruned(self.problem, saved, again)
         key = (name, saved.tobytes(), None if kept is None else kept.tobytes())
-        if key not in self._made:
-            self._made[key] = self._simulated(name, saved, again, kept, segments)
-        return self._made[key]
+        if key not in self._plans:
+            self._plans[key] = self._simulated(name, saved, again, kept, segments)
+        return self._plans[key]
 
     def in_problem(self, plan: RematPlan, problem: RematProblem) -> RematPlan:
         """The same plan for the same graph with other sizes."""
-        timeline = simulate(
+        timeline = simulate_plan(
             problem,
             plan.saved,
             resident_bytes=self.resident_bytes,
@@ -245,7 +250,7 @@ class Planner:
         segments: Sequence[int] | None,
     ) -> RematPlan:
         order = backward_order(self.problem, saved, segments=segments, kept=kept, again=again)
-        timeline = simulate(
+        timeline = simulate_plan(
             self.problem,
             saved,
             resident_bytes=self.resident_bytes,
@@ -253,26 +258,23 @@ class Planner:
             order=order,
             again=again,
         )
-        given = None if segments is None else tuple(segments)
-        return RematPlan(self.problem, name, saved, kept, given, order, timeline)
-
-    def _of_cut(self, name: str, cut: Cut) -> RematPlan:
-        return self.made(name, cut.saved)
+        blocks = None if segments is None else tuple(segments)
+        return RematPlan(self.problem, name, saved, kept, blocks, order, timeline)
 
     def _inputs(self) -> int:
         return self.resident_bytes + input_bytes(self.problem)
 
     def _checkpoints(self) -> list[RematPlan]:
         """Only what leads from block to block is kept, for blocks of one, two, ... separators."""
-        found = []
+        plans = []
         for stride in (1, 2, 3, 4):
             again = self.problem.seconds.copy()
             ends = set(self.blocks.separators[stride - 1 :: stride])
             again[[i for i in ends if self.problem.nodes[i].can_save]] = math.inf
             price = float(self.problem.seconds.sum() + 1e-9) / max(self.default.saved_bytes, 1)
             cut = CutNetwork(self.problem, again).cut(1e4 * price)
-            found.append(self._of_cut("checkpoint_blocks", cut))
-        return found
+            plans.append(self.plan_of("checkpoint_blocks", cut.saved))
+        return plans
 
     def _of_blocks(self, limit: int) -> RematPlan | None:
         """The fastest choice of options whose simulated peak is within the limit."""
@@ -298,18 +300,18 @@ class Planner:
         for start, stop, option in choice.runs:
             members = segment_members(self.blocks, start, stop)
             saved[members[list(option.saved)]] = True
-            kept[members[[place for place in option.dropped if place >= 0]]] = False
-        saved |= self.problem.region == Region.INPUT
+            kept[members[[position for position in option.dropped if position >= 0]]] = False
+        saved |= self.problem.region == NodeRegion.INPUT
         if kept.all():
-            return self.made("blocks", saved)
-        return self.made("blocks", saved, kept, self.blocks.block.tolist())
+            return self.plan_of("blocks", saved)
+        return self.plan_of("blocks", saved, kept, self.blocks.block.tolist())
 
     def _refuse(self, limit: int, budget: Budget) -> None:
         floor, default = self.floor, self.default
-        given = f"{budget}, {format_bytes(limit)}" if budget != limit else format_bytes(limit)
+        shown = f"{budget}, {format_bytes(limit)}" if budget != limit else format_bytes(limit)
         where, node = floor.timeline.peak_at
         raise ValueError(
-            f"budget={given} ({limit} bytes): no plan needs so little; expected at "
+            f"budget={shown} ({limit} bytes): no plan needs so little; expected at "
             f"least {format_bytes(floor.peak_bytes)} ({floor.peak_bytes} bytes), the floor, which "
             f"the {where} pass reaches at {self.problem.nodes[node].name}; "
             f"{format_bytes(self._inputs())} of it are parameters, inputs and optimizer state. "
@@ -322,6 +324,6 @@ def _pruned(problem: RematProblem, saved: Mask, again: Mask) -> Mask:
     """``saved`` without what neither the backward pass nor anything that runs again reads."""
     read = problem.wanted.copy()
     producers, users = problem.edges
-    reads = again[users] | (problem.region[users] == Region.BACKWARD)
+    reads = again[users] | (problem.region[users] == NodeRegion.BACKWARD)
     read[producers[reads]] = True
     return saved & read

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +15,7 @@ Floats = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
 
 
-class Region(enum.IntEnum):
+class NodeRegion(enum.IntEnum):
     """Where a node of the joint graph can be computed."""
 
     INPUT = 0  # there all the time: parameters, buffers, batch, tangents
@@ -37,7 +38,7 @@ class RematNode:
         num_bytes: Size of the storage in bytes if ``base`` is the node itself, else 0.
         workspace_bytes: What the operation allocates and frees while it runs.
         seconds: Estimated time of running it once.
-        flops: Floating-point operations of running it once; a multiply-add counts as two.
+        flops: Floating-point operations of its products; a multiply-add counts as two.
         can_save: Whether its value may be kept from the forward for the backward pass.
         can_recompute: Whether it may run again in the backward pass.
         in_forward: Whether the forward pass computes it whatever the backward pass needs.
@@ -47,7 +48,7 @@ class RematNode:
     name: str
     kind: str
     inputs: tuple[int, ...]
-    region: Region
+    region: NodeRegion
     base: int
     owner: int
     num_bytes: int = 0
@@ -66,6 +67,16 @@ class RematNode:
         return node
 
 
+Number = TypeVar("Number", bound=np.generic)
+
+
+def _column(attribute: str, dtype: type[Number]) -> cached_property[npt.NDArray[Number]]:
+    """An attribute of all nodes as one array, made when it is first asked for."""
+    return cached_property(
+        lambda problem: np.array([getattr(node, attribute) for node in problem.nodes], dtype)
+    )
+
+
 @dataclass(frozen=True)
 class RematProblem:
     """A joint graph in topological order, forward nodes before the backward nodes that need them.
@@ -82,53 +93,21 @@ class RematProblem:
     backward_outputs: tuple[int, ...] = ()
     sizes: tuple[int, ...] = ()
 
+    # The attributes of the nodes as arrays.
+    region = _column("region", np.int64)
+    base = _column("base", np.int64)
+    owner = _column("owner", np.int64)
+    num_bytes = _column("num_bytes", np.int64)
+    workspace_bytes = _column("workspace_bytes", np.int64)
+    replay_bytes = _column("replay_bytes", np.int64)
+    seconds = _column("seconds", np.float64)
+    flops = _column("flops", np.float64)
+    in_forward = _column("in_forward", np.bool_)
+    can_save = _column("can_save", np.bool_)
+    can_recompute = _column("can_recompute", np.bool_)
+
     def __len__(self) -> int:
         return len(self.nodes)
-
-    @cached_property
-    def region(self) -> Ints:
-        """Region of each node."""
-        return np.array([int(node.region) for node in self.nodes], dtype=np.int64)
-
-    @cached_property
-    def base(self) -> Ints:
-        """Base of each node."""
-        return np.array([node.base for node in self.nodes], dtype=np.int64)
-
-    @cached_property
-    def owner(self) -> Ints:
-        """Owner of each node's storage."""
-        return np.array([node.owner for node in self.nodes], dtype=np.int64)
-
-    @cached_property
-    def num_bytes(self) -> Ints:
-        """Storage bytes of each node, 0 for views."""
-        return np.array([node.num_bytes for node in self.nodes], dtype=np.int64)
-
-    @cached_property
-    def workspace(self) -> Ints:
-        """Bytes that each node needs only while it runs."""
-        return np.array([node.workspace_bytes for node in self.nodes], dtype=np.int64)
-
-    @cached_property
-    def replay_bytes(self) -> Ints:
-        """What is kept for each node if it is random and runs again."""
-        return np.array([node.replay_bytes for node in self.nodes], dtype=np.int64)
-
-    @cached_property
-    def seconds(self) -> Floats:
-        """Estimated seconds of each node."""
-        return np.array([node.seconds for node in self.nodes], dtype=np.float64)
-
-    @cached_property
-    def flops(self) -> Floats:
-        """Floating-point operations of each node."""
-        return np.array([node.flops for node in self.nodes], dtype=np.float64)
-
-    @cached_property
-    def in_forward(self) -> Mask:
-        """Nodes that the forward pass computes whatever the backward pass needs."""
-        return np.array([node.in_forward for node in self.nodes], dtype=np.bool_)
 
     @cached_property
     def edges(self) -> tuple[Ints, Ints]:
@@ -149,23 +128,13 @@ class RematProblem:
         return producers, np.searchsorted(users, np.arange(len(self) + 1))
 
     @cached_property
-    def can_save(self) -> Mask:
-        """Nodes whose values may be kept for the backward pass."""
-        return np.array([node.can_save for node in self.nodes], dtype=np.bool_)
-
-    @cached_property
-    def can_recompute(self) -> Mask:
-        """Nodes that may run again."""
-        return np.array([node.can_recompute for node in self.nodes], dtype=np.bool_)
-
-    @cached_property
     def users(self) -> tuple[tuple[int, ...], ...]:
         """Users of each node, ascending."""
-        found: list[list[int]] = [[] for _ in self.nodes]
+        users: list[list[int]] = [[] for _ in self.nodes]
         for user, node in enumerate(self.nodes):
             for producer in node.inputs:
-                found[producer].append(user)
-        return tuple(tuple(one) for one in found)
+                users[producer].append(user)
+        return tuple(tuple(readers) for readers in users)
 
     @cached_property
     def needed(self) -> Mask:
@@ -175,7 +144,7 @@ class RematProblem:
             needed[index] = True
         for index in range(len(self) - 1, -1, -1):
             node = self.nodes[index]
-            if node.region is Region.BACKWARD:
+            if node.region is NodeRegion.BACKWARD:
                 # The joint graph holds no dead nodes: what is in the backward pass is needed.
                 needed[index] = True
             if needed[index]:
@@ -187,40 +156,40 @@ class RematProblem:
         """Forward nodes that the backward pass reads itself, in every plan."""
         wanted = np.zeros(len(self), dtype=np.bool_)
         for node in self.nodes:
-            if node.region is Region.BACKWARD:
+            if node.region is NodeRegion.BACKWARD:
                 wanted[list(node.inputs)] = True
         wanted[list(self.backward_outputs)] = True
-        return wanted & (self.region == Region.FORWARD)
+        return wanted & (self.region == NodeRegion.FORWARD)
 
     @cached_property
     def is_tuple(self) -> Mask:
         """Operations with several outputs; each of these is a node that they own."""
         indices = np.arange(len(self))
         items = (self.owner != indices) & (self.base == indices)
-        found = np.zeros(len(self), dtype=np.bool_)
-        found[self.owner[items]] = True
-        return found
+        is_tuple = np.zeros(len(self), dtype=np.bool_)
+        is_tuple[self.owner[items]] = True
+        return is_tuple
 
     @cached_property
     def item_bytes(self) -> Ints:
         """Bytes of the outputs of each operation that has several, 0 for the others."""
-        found = np.zeros(len(self), dtype=np.int64)
+        num_bytes = np.zeros(len(self), dtype=np.int64)
         items = np.flatnonzero((self.owner != np.arange(len(self))) & (self.num_bytes > 0))
-        np.add.at(found, self.owner[items], self.num_bytes[items])
-        return found
+        np.add.at(num_bytes, self.owner[items], self.num_bytes[items])
+        return num_bytes
 
     @cached_property
     def tagged(self) -> Mask:
         """What a user's checkpoint wants to run again, so that it cannot be saved."""
-        found = np.array(
+        tagged = np.array(
             [
                 node.base == i and not node.can_save and node.can_recompute and node.num_bytes > 0
                 for i, node in enumerate(self.nodes)
             ],
             dtype=np.bool_,
         )
-        found[self.owner[found]] = True
-        return found
+        tagged[self.owner[tagged]] = True
+        return tagged
 
     def saved_bytes(self, saved: Mask, again: Mask | None = None) -> int:
         """Bytes that a plan keeps for the backward pass beyond what is there anyway.
@@ -232,7 +201,7 @@ class RematProblem:
         kept = np.zeros(len(self), dtype=np.bool_)
         kept[self.base[saved]] = True
         kept[self.base[list(self.forward_outputs)]] = False
-        kept &= self.region != Region.INPUT
+        kept &= self.region != NodeRegion.INPUT
         states = self.replay_bytes[self.replayed(saved, again)]
         return int(self.num_bytes[kept].sum()) + int(states.sum())
 
@@ -261,7 +230,7 @@ def recomputed(problem: RematProblem, saved: Mask) -> Mask:
         ValueError: If a node would run there that must not.
     """
     # Lists: a step of this loop is too small for numpy.
-    ends = saved | (problem.region != Region.FORWARD)
+    ends = saved | (problem.region != NodeRegion.FORWARD)
     reached = problem.wanted & ~ends
     pending: list[int] = np.flatnonzero(reached).tolist()
     seen: list[bool] = (reached | ends).tolist()
@@ -271,9 +240,9 @@ def recomputed(problem: RematProblem, saved: Mask) -> Mask:
             if not seen[producer]:
                 seen[producer] = True
                 pending.append(producer)
-    found = np.zeros(len(problem), dtype=np.bool_)
-    found[pending] = True
-    wrong = np.flatnonzero(found & ~problem.can_recompute)
+    runs = np.zeros(len(problem), dtype=np.bool_)
+    runs[pending] = True
+    wrong = np.flatnonzero(runs & ~problem.can_recompute)
     if len(wrong):
         node = problem.nodes[wrong[-1]]
         raise ValueError(
@@ -281,4 +250,4 @@ def recomputed(problem: RematProblem, saved: Mask) -> Mask:
             "saved; expected it, or all that leads from it to the backward pass, among the saved "
             "values."
         )
-    return found
+    return runs

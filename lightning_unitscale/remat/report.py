@@ -1,4 +1,4 @@
-"""A plan in words, in numbers and as a curve of bytes over the step."""
+"""A plan in words, in numbers, as a curve of bytes and as a picture."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from tabulate import tabulate
+from torch import fx
 
-from lightning_unitscale.remat.budget import format_bytes
+from lightning_unitscale.profiler.report import format_bytes, new_figure
 from lightning_unitscale.remat.planner import RematPlan
+from lightning_unitscale.remat.problem import NodeRegion, recomputed
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,7 @@ class RematReport:
         peak_at: Pass and node of the peak.
         saved_bytes: Bytes kept for the backward pass, each storage once.
         recomputed: How often each kind of operation runs again.
-        recomputed_flops: Floating-point operations of these.
+        recomputed_flops: Floating-point operations of their products.
         recomputed_seconds: Their estimated time.
         sizes: The numbers that the plan assumes for sizes that change from call to call.
     """
@@ -73,7 +75,7 @@ class RematReport:
             (
                 "recomputed",
                 f"{sum(self.recomputed.values())} operations, {self.recomputed_flops / 1e9:.3f} "
-                f"GFLOP, {1e3 * self.recomputed_seconds:.2f} ms by estimate",
+                f"GFLOP of products, {1e3 * self.recomputed_seconds:.2f} ms by estimate",
             ),
             *((f"  {kind}", count) for kind, count in self.recomputed.items()),
         ]
@@ -87,7 +89,8 @@ def plot_front(plans: Sequence[RematPlan], path: str | Path) -> None:
         ModuleNotFoundError: If matplotlib is not installed.
     """
     figure, axes = new_figure()
-    axes.plot([one.peak_bytes / 2**20 for one in plans], [1e3 * one.seconds for one in plans], "o-")
+    seconds = [1e3 * plan.seconds for plan in plans]
+    axes.plot([plan.peak_bytes / 2**20 for plan in plans], seconds, "o-")
     axes.set_xlabel("peak of a step, MiB")
     axes.set_ylabel("recomputed, ms by estimate")
     figure.savefig(path)
@@ -108,18 +111,110 @@ def plot_timeline(plan: RematPlan, path: str | Path) -> None:
     figure.savefig(path)
 
 
-def new_figure(width: float = 7.0, height: float = 4.5) -> tuple[Any, Any]:
-    """A figure without a window, and its axes.
+_COLORS = {
+    "input": "lightgray",
+    "forward": "lightblue",
+    "saved": "gold",
+    "recomputed": "salmon",
+    "backward": "palegreen",
+}
+
+
+def draw_joint_graph(plan: RematPlan, path: str | Path) -> None:
+    """Draw a joint graph with a plan's saved, recomputed and backward nodes; cut edges are bold.
+
+    Args:
+        plan: The plan.
+        path: ``.dot`` writes text for Graphviz; another suffix that matplotlib knows, such as
+            ``.svg`` or ``.png``, draws it.
 
     Raises:
-        ModuleNotFoundError: If matplotlib is not installed.
+        ModuleNotFoundError: If a picture is asked for and matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "matplotlib: not installed, so nothing can be drawn; expected the extra; run pip "
-            "install 'lightning-unitscale[report]', or write a .dot file."
-        ) from error
-    figure = Figure(figsize=(width, height), layout="constrained")
-    return figure, figure.subplots()
+    problem = plan.problem
+    again = recomputed(problem, plan.saved)
+    roles = {}
+    for i, node in enumerate(problem.nodes):
+        if node.region is NodeRegion.INPUT:
+            role = "input"
+        elif node.region is NodeRegion.BACKWARD:
+            role = "backward"
+        elif plan.saved[i]:
+            role = "saved"
+        else:
+            role = "recomputed" if again[i] else "forward"
+        roles[node.name] = role
+    edges = [
+        (problem.nodes[i].name, node.name, bool(plan.saved[i]) and roles[node.name] != "forward")
+        for node in problem.nodes
+        for i in node.inputs
+    ]
+    labels = {node.name: f"{node.name}\\n{node.kind}" for node in problem.nodes}
+    _write(roles, labels, edges, path)
+
+
+def draw_graph(graph_module: fx.GraphModule, path: str | Path) -> None:
+    """Draw the forward or the backward graph of a partition; its inputs are grey.
+
+    Args:
+        graph_module: The graph.
+        path: ``.dot`` for text, another suffix that matplotlib knows for a picture.
+
+    Raises:
+        ModuleNotFoundError: If a picture is asked for and matplotlib is not installed.
+    """
+    nodes = list(graph_module.graph.nodes)
+    roles = {node.name: "input" if node.op == "placeholder" else "forward" for node in nodes}
+    for node in graph_module.graph.output_node().all_input_nodes:
+        roles[node.name] = "saved"
+    edges = [(i.name, node.name, False) for node in nodes for i in node.all_input_nodes]
+    _write(roles, {node.name: node.name for node in nodes}, edges, path)
+
+
+def _write(
+    roles: Mapping[str, str],
+    labels: Mapping[str, str],
+    edges: list[tuple[str, str, bool]],
+    path: str | Path,
+) -> None:
+    if Path(path).suffix == ".dot":
+        lines = ["digraph remat {", "  node [shape=box, style=filled];"]
+        lines += [
+            f'  "{name}" [label="{labels[name]}", fillcolor={_COLORS[role]}];'
+            for name, role in roles.items()
+        ]
+        lines += [
+            f'  "{tail}" -> "{head}"{" [penwidth=3]" if is_cut else ""};'
+            for tail, head, is_cut in edges
+        ]
+        Path(path).write_text("\n".join([*lines, "}", ""]))
+        return
+    _picture(roles, edges, path)
+
+
+def _picture(
+    roles: Mapping[str, str], edges: list[tuple[str, str, bool]], path: str | Path
+) -> None:
+    """Draw nodes in rows, each below all that it reads; ``roles`` are in topological order."""
+    depth = dict.fromkeys(roles, 0)
+    inputs: dict[str, list[str]] = {name: [] for name in roles}
+    for tail, head, _ in edges:
+        inputs[head].append(tail)
+    rows: Counter[int] = Counter()
+    positions: dict[str, tuple[float, float]] = {}
+    for name in roles:
+        depth[name] = 1 + max((depth[tail] for tail in inputs[name]), default=-1)
+        positions[name] = (float(rows[depth[name]]), -float(depth[name]))
+        rows[depth[name]] += 1
+    size = (max(6.0, 1.6 * max(rows.values(), default=1)), max(4.0, 0.35 * len(rows)))
+    figure, axes = new_figure(*size)
+    for tail, head, is_cut in edges:
+        arrow = {"arrowstyle": "->", "lw": 2.0 if is_cut else 0.4}
+        axes.annotate("", positions[head], positions[tail], arrowprops=arrow)
+    colors = [_COLORS[role] for role in roles.values()]
+    across, down = zip(*positions.values(), strict=True)
+    axes.scatter(across, down, s=120, c=colors, zorder=2)
+    for name, position in positions.items():
+        axes.annotate(name, position, ha="center", va="center", fontsize=5)
+    axes.set_axis_off()
+    figure.savefig(path)

@@ -1,9 +1,10 @@
-"""Several pipelines side by side: which ranks are one pipeline, and which have the same stages."""
+"""Several pipelines side by side: which ranks share data, and one mean gradient for them."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -13,14 +14,115 @@ import torch
 import torch.distributed as dist
 import torchmetrics
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
 from torch.utils.data import RandomSampler
 from typing_extensions import override
 
-from lightning_unitscale.shadowing import shadowed
-from lightning_unitscale.strategies.replicas import Replicas
+from lightning_unitscale.patching import shadowed
+
+# As much as one message carries: enough to keep the latency out, little beside the gradients.
+_BUCKET_BYTES = 25 * 2**20
+
+# Clips the gradients of parameters to a limit.
+Clip = Callable[[Sequence[Tensor], float], Any]
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """The same rank of every pipeline.
+
+    Attributes:
+        group: These ranks.
+        rank: This one's place among them, and so its pipeline's.
+        count: How many pipelines there are.
+    """
+
+    group: dist.ProcessGroup | None
+    rank: int
+    count: int
+
+    def of_first(self, value: Any) -> Any:
+        """The first pipeline's value, on all of them."""
+        if self.count == 1:
+            return value
+        payload = [value if self.rank == 0 else None]
+        dist.broadcast_object_list(payload, group=self.group, group_src=0)
+        return payload[0]
+
+    @torch.no_grad()
+    def average(
+        self, parameters: Mapping[str, nn.Parameter], names: Iterable[str], device: torch.device
+    ) -> None:
+        """Give all pipelines the mean of their gradients.
+
+        A parameter without a gradient counts as zero where another pipeline has one.
+
+        Args:
+            parameters: Those of this rank, by name.
+            names: Names of all parameters of the module, which are the same on all ranks.
+            device: Where the group's messages are.
+
+        Raises:
+            RuntimeError: If the pipelines do not have the same parameters on their ranks.
+        """
+        if self.count == 1:
+            return
+        present = self._present(parameters, list(names), device)
+        # In the order of the names, which is the same for all, whatever made the mapping.
+        chosen = [parameters[name] for name in present]
+        for param in chosen:
+            if param.grad is None:
+                param.grad = torch.zeros_like(param)
+        for bucket in _buckets(chosen):
+            gradients = [param.grad for param in bucket if param.grad is not None]
+            # Divided first, as DDP does: the sum of halves is the half of a sum to the last bit.
+            flat = torch.cat([gradient.reshape(-1) for gradient in gradients]).div_(self.count)
+            dist.all_reduce(flat, group=self.group)
+            parts = flat.split([gradient.numel() for gradient in gradients])
+            for gradient, part in zip(gradients, parts, strict=True):
+                gradient.copy_(part.view_as(gradient))
+
+    def _present(
+        self, parameters: Mapping[str, nn.Parameter], names: list[str], device: torch.device
+    ) -> list[str]:
+        """Names of the parameters that some pipeline has a gradient of."""
+        own = [name for name in names if name in parameters]
+        digest = hashlib.sha256("\n".join(own).encode()).digest()[:7]
+        has = [name in parameters and parameters[name].grad is not None for name in names]
+        row = torch.tensor([int.from_bytes(digest, "big"), *map(int, has)], device=device)
+        rows = [torch.empty_like(row) for _ in range(self.count)]
+        dist.all_gather(rows, row, group=self.group)
+        table = torch.stack(rows).cpu()
+        if table[:, 0].unique().numel() > 1:
+            raise RuntimeError(
+                f"the pipelines are cut in different places: here this rank has the parameters "
+                f"{own[:3]}... and in another pipeline others; expected one course of the step in "
+                "all pipelines; keep what differs between them (Python state, shapes of batches) "
+                "out of the step, or mark the cuts with pipe_split() or "
+                "split={path: SplitPoint.BEGINNING}."
+            )
+        any_has = table[:, 1:].amax(0).bool().tolist()
+        return [name for name, has_gradient in zip(names, any_has, strict=True) if has_gradient]
+
+
+def _buckets(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """In order; each of one type and device, and of at most ``_BUCKET_BYTES`` or one parameter."""
+    bucket: list[nn.Parameter] = []
+    size = 0
+    for param in parameters:
+        first = bucket[0] if bucket else param
+        fits = (param.dtype, param.device) == (first.dtype, first.device)
+        if bucket and (not fits or size + param.nbytes > _BUCKET_BYTES):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(param)
+        size += param.nbytes
+    if bucket:
+        yield bucket
 
 
 @dataclass(frozen=True)
@@ -46,6 +148,11 @@ class Grid:
 def make_grid(num_pipelines: int, device_type: str, timeout: timedelta | None) -> Grid:
     """The groups of this rank. Every rank calls it.
 
+    Args:
+        num_pipelines: How many pipelines the ranks are divided among.
+        device_type: Such as ``"cuda"``.
+        timeout: After which a rank that waits for another gives up.
+
     Raises:
         MisconfigurationException: If the ranks cannot be divided.
     """
@@ -63,8 +170,8 @@ def make_grid(num_pipelines: int, device_type: str, timeout: timedelta | None) -
         return Grid(None, Replicas(None, 0, 1), mesh)
     ranks = torch.arange(num_ranks).view(-1, num_pipelines)
     # All ranks make all groups, in one order.
-    pipelines = [dist.new_group(one, timeout=timeout) for one in ranks.T.tolist()]
-    rows = [dist.new_group(one, timeout=timeout) for one in ranks.tolist()]
+    pipelines = [dist.new_group(members, timeout=timeout) for members in ranks.T.tolist()]
+    rows = [dist.new_group(members, timeout=timeout) for members in ranks.tolist()]
     row, column = divmod(dist.get_rank(), num_pipelines)
     mesh = DeviceMesh.from_group(
         [pipelines[column], rows[row]], device_type, ranks, mesh_dim_names=("pipeline", "data")
@@ -73,7 +180,7 @@ def make_grid(num_pipelines: int, device_type: str, timeout: timedelta | None) -
 
 
 class GridStrategy(DDPStrategy):
-    """What DDP does for ranks, for pipelines: their data, and what is averaged over them.
+    """Treats pipelines as DDP treats ranks: divides data among them and averages over them.
 
     Attributes:
         data_parallel: How many pipelines there are.
@@ -146,13 +253,13 @@ class GridStrategy(DDPStrategy):
     def metrics_over_pipelines(self, module: nn.Module) -> Iterator[None]:
         """Within this context metric objects count what a pipeline has seen once."""
         with contextlib.ExitStack() as stack:
-            for one in module.modules():
-                if not isinstance(one, torchmetrics.Metric) or one.process_group is not None:
+            for metric in module.modules():
+                if not isinstance(metric, torchmetrics.Metric) or metric.process_group is not None:
                     continue
                 if self.data_parallel == 1:
-                    stack.enter_context(shadowed(one, distributed_available_fn=_never))
+                    stack.enter_context(shadowed(metric, distributed_available_fn=_never))
                 else:
-                    stack.enter_context(shadowed(one, process_group=self.grid.replicas.group))
+                    stack.enter_context(shadowed(metric, process_group=self.grid.replicas.group))
             yield
 
     @contextlib.contextmanager
@@ -176,6 +283,29 @@ class GridStrategy(DDPStrategy):
 
         with shadowed(connector, _prepare_dataloader=prepare_in_order):
             yield
+
+
+@contextlib.contextmanager
+def clipping_with(plugin: Precision, by_norm: Clip, by_value: Clip | None = None) -> Iterator[None]:
+    """Within this context a Trainer clips gradients by other functions.
+
+    ``clip_gradients`` of the precision plugin leads to the two methods that are replaced here
+    (Lightning 2.6).
+
+    Args:
+        plugin: The Trainer's precision plugin.
+        by_norm: Takes an optimizer's parameters and the limit of their gradients' norm.
+        by_value: Takes the parameters and the limit of each value; by default the plugin's own.
+    """
+
+    def method(clip: Clip) -> Callable[[Optimizer, float], None]:
+        return lambda optimizer, clip_val: clip(list(plugin.main_params(optimizer)), clip_val)
+
+    methods = {"clip_grad_by_norm": method(by_norm)}
+    if by_value is not None:
+        methods["clip_grad_by_value"] = method(by_value)
+    with shadowed(plugin, **methods):
+        yield
 
 
 def _never() -> bool:

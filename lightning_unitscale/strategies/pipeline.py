@@ -1,9 +1,9 @@
-"""Trainer strategy: an unmodified LightningModule on several devices, one stage after the other."""
+"""Trainer strategy: train an unmodified LightningModule as a pipeline over several devices."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -17,20 +17,22 @@ from torch.distributed.pipelining import SplitPoint
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_unitscale.graph.steps import steps_of
-from lightning_unitscale.pipeline.marks import annotate_split_points
+from lightning_unitscale.arguments import check_choice, check_count
+from lightning_unitscale.capture.steps import steps_of
+from lightning_unitscale.pipeline.balance import balanced_split
+from lightning_unitscale.pipeline.cuts import annotate_split_points
 from lightning_unitscale.pipeline.ownership import Ownership
-from lightning_unitscale.pipeline.policy import balanced_split
 from lightning_unitscale.pipeline.schedules import find_schedule
-from lightning_unitscale.shadowing import shadowed
-from lightning_unitscale.strategies import batches
-from lightning_unitscale.strategies.captured_steps import not_one_graph
-from lightning_unitscale.strategies.evaluating import EVALUATIONS, EvaluatingStrategy
-from lightning_unitscale.strategies.owners import Owners
-from lightning_unitscale.strategies.pipelined_forward import PipelinedForward
-from lightning_unitscale.strategies.pipelined_method import NotOneGraphError, Pipelining, Policy
-from lightning_unitscale.strategies.pipelined_step import PipelinedStep
-from lightning_unitscale.strategies.supported import refuse_unsupported
+from lightning_unitscale.strategies.capture import (
+    NotOneGraphError,
+    Pipelining,
+    Policy,
+)
+from lightning_unitscale.strategies.checks import check_equal, not_one_graph, refuse_unsupported
+from lightning_unitscale.strategies.forward import PipelinedForward
+from lightning_unitscale.strategies.grid import clipping_with
+from lightning_unitscale.strategies.ownership import Owners
+from lightning_unitscale.strategies.steps import EVALUATIONS, EvaluatingStrategy, PipelinedStep
 
 _CAPTURES = ("auto", "step", "forward")
 
@@ -66,14 +68,14 @@ class PipelineStrategy(EvaluatingStrategy):
         num_eval_microbatches: Equal parts of every batch of theirs. With one, they compute what
             they do on one device; with more, several stages work at once, and numbers that a step
             logs or returns are averaged as in the training.
-        check_batches: In so many first steps the ranks compare their batches.
+        check_batches: Number of first steps in which the ranks compare their batches.
         process_group_backend: As in DDP.
         timeout: Seconds after which a rank that waits for another gives up.
 
     Raises:
         ValueError: If an argument is out of range.
 
-    Example:
+    Examples:
         >>> PipelineStrategy("1F1B", num_microbatches=8).schedule.name
         '1F1B'
     """
@@ -94,14 +96,9 @@ class PipelineStrategy(EvaluatingStrategy):
         process_group_backend: str | None = None,
         timeout: float = 1800.0,
     ) -> None:
-        counts = {
-            "num_microbatches": num_microbatches,
-            "data_parallel": data_parallel,
-            "num_eval_microbatches": num_eval_microbatches,
-        }
-        for name, count in counts.items():
-            if not isinstance(count, int) or count < 1:
-                raise ValueError(f"{name}={count!r}: expected a whole number of at least 1.")
+        check_count("num_microbatches", num_microbatches)
+        check_count("data_parallel", data_parallel)
+        check_count("num_eval_microbatches", num_eval_microbatches)
         if stages_per_rank != "auto" and (
             not isinstance(stages_per_rank, int) or stages_per_rank < 1
         ):
@@ -114,12 +111,9 @@ class PipelineStrategy(EvaluatingStrategy):
                 f"split={split!r}: expected 'auto', a dict of paths of submodules to a SplitPoint, "
                 "or a split policy."
             )
-        if capture not in _CAPTURES:
-            raise ValueError(f"capture={capture!r}: expected one of {', '.join(_CAPTURES)}.")
-        if evaluation not in EVALUATIONS:
-            raise ValueError(
-                f"evaluation={evaluation!r}: expected one of {', '.join(EVALUATIONS)}."
-            )
+        advice = "leave it out for 'auto'"
+        check_choice("capture", capture, _CAPTURES, "nothing that can be captured", advice)
+        check_choice("evaluation", evaluation, EVALUATIONS, "no way to evaluate", advice)
         if not timeout > 0:
             raise ValueError(f"timeout={timeout!r}: expected seconds above 0.")
         super().__init__(
@@ -156,16 +150,15 @@ class PipelineStrategy(EvaluatingStrategy):
         self.precision_plugin.convert_module(self.model)
         self.model_to_device()
         with torch.no_grad():
-            for one in (*module.parameters(), *module.buffers()):
-                dist.broadcast(one.data, src=0)
+            for tensor in (*module.parameters(), *module.buffers()):
+                dist.broadcast(tensor.data, src=0)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self._prepare_step(module, trains=trainer.state.fn == TrainerFn.FITTING)
         self.setup_precision_plugin()
         # The norm of a rank's own gradients is not the norm of all.
         self._changes.close()
-        clipping = shadowed(self.precision_plugin, clip_grad_by_norm=self._clip_by_norm)
-        self._changes.enter_context(clipping)
+        self._changes.enter_context(clipping_with(self.precision_plugin, self._clip_by_norm))
         self._changes.enter_context(self.metrics_over_pipelines(module))
         self._changes.enter_context(self.order_of_loaders(trainer))
 
@@ -174,20 +167,20 @@ class PipelineStrategy(EvaluatingStrategy):
         """Runs forward and backward of all microbatches; the gradients wait for ``backward``."""
         assert self._step is not None and self.lightning_module is not None
         if self._steps_done < self.check_batches:
-            batches.check_equal(args[0], self.grid.pipeline)
+            check_equal(args[0], self.grid.pipeline)
         parameters = list(self.lightning_module.parameters())
-        earlier = [one.grad for one in parameters]
-        for one in parameters:
-            one.grad = None
+        earlier = [param.grad for param in parameters]
+        for param in parameters:
+            param.grad = None
         try:
             with self.precision_plugin.train_step_context():
                 result = self._run_step(*args, **kwargs)
-            self._stash = {one: one.grad for one in parameters if one.grad is not None}
+            self._stash = {param: param.grad for param in parameters if param.grad is not None}
         finally:
             # Lightning clears the gradients between here and backward.
-            for one, gradient in zip(parameters, earlier, strict=True):
-                one.grad = gradient
-        self._own(self._how.ownership.names)
+            for param, gradient in zip(parameters, earlier, strict=True):
+                param.grad = gradient
+        self._own(self._pipelining.ownership.names)
         self._steps_done += 1
         return result
 
@@ -235,7 +228,7 @@ class PipelineStrategy(EvaluatingStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
     ) -> None:
-        """Saves a checkpoint; none of a run that an exception has ended."""
+        """Saves a checkpoint, unless an exception has ended the run."""
         if self._is_interrupted:
             rank_zero_warn(
                 f"PipelineStrategy: {filepath} is not saved: the run was interrupted, and the "
@@ -246,7 +239,7 @@ class PipelineStrategy(EvaluatingStrategy):
 
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Waits for all ranks, but for a run that an exception has ended."""
+        """Barrier; does nothing after an exception."""
         if self.lightning_module is None or not self._is_interrupted:
             super().barrier(*args, **kwargs)
 
@@ -305,7 +298,7 @@ class PipelineStrategy(EvaluatingStrategy):
         elif not isinstance(self.split, str):
             policy = self.split
         ownership = Ownership(module, num_ranks, rank_of)
-        how = Pipelining(
+        pipelining = Pipelining(
             schedule=self.schedule.name,
             num_microbatches=self.num_microbatches,
             policy=policy,
@@ -316,14 +309,14 @@ class PipelineStrategy(EvaluatingStrategy):
             num_accumulated=lambda: int(module.trainer.accumulate_grad_batches),
             free_unowned=self.free_unowned,
         )
-        self.prepare_evaluation(how)
+        self.prepare_evaluation(pipelining)
         self._steps_done, self._is_training = 0, trains
         if not trains:
             return
         if self.capture == "forward":
-            self._step = PipelinedForward(module, self._how, self.plain_parameters)
+            self._step = PipelinedForward(module, self._pipelining, self.plain_parameters)
         else:
-            self._step = PipelinedStep(module, self._how, self._own_first)
+            self._step = PipelinedStep(module, self._pipelining, self._own_first)
             self._step.attach()
 
     @property
@@ -359,19 +352,19 @@ class PipelineStrategy(EvaluatingStrategy):
                 f"PipelineStrategy: only forward runs as a pipeline from here on, and the step "
                 f"around it on the rank of the last stage: {reason}"
             )
-            self._step = PipelinedForward(module, self._how, self.plain_parameters, reason)
+            self._step = PipelinedForward(module, self._pipelining, self.plain_parameters, reason)
         assert self._step is not None
         return self._step(*args, **kwargs)
 
     def _own_first(self) -> contextlib.AbstractContextManager[Any]:
-        """Before the first step runs: its values need not lie beside the parameters of others."""
+        """Before the first step runs: free the parameters of others first, to make room for it."""
         if self._owners is not None:
             return contextlib.nullcontext()
-        self._own(self._how.ownership.names)
+        self._own(self._pipelining.ownership.names)
         return self.plain_parameters()
 
     def _own(self, names: list[set[str]]) -> None:
-        """After a step: who has what; a step that was captured anew may use more parameters."""
+        """Note the owners after a step; a recaptured step may use more parameters."""
         module = self.lightning_module
         assert module is not None
         if self._owners is None or names != self._owners.names:
@@ -386,15 +379,14 @@ class PipelineStrategy(EvaluatingStrategy):
         if self._owners is not None:
             self._owners.freed.lose()
         self._changes.close()
-        for one in self._marks:
-            one.remove()
+        for mark in self._marks:
+            mark.remove()
         self._marks = ()
         if isinstance(self._step, PipelinedStep):
             self._step.detach()
         self._step = None
         self.forget_evaluations()
 
-    def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
+    def _clip_by_norm(self, parameters: Sequence[Tensor], limit: float) -> None:
         if self._owners is not None:
-            parameters = self.precision_plugin.main_params(optimizer)
-            self._owners.clip_norm(parameters, float(clip_val))
+            self._owners.clip_norm(parameters, float(limit))

@@ -1,4 +1,4 @@
-"""All steps of a run put together again from the series in its event file.
+"""The steps of a run, read from the series in its event files.
 
 NumPy and the standard library only: the dashboard's server, which has no torch, and the report
 both read through it.
@@ -8,18 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
+from tensorboard.util import tensor_util
 
-from lightning_unitscale.alerts import ScaleAlert, alerts_from_json
 from lightning_unitscale.formats import NumberFormat
-from lightning_unitscale.row_layout import FORMAT_KINDS
+from lightning_unitscale.scales.alerts import ScaleAlert, alerts_from_json
+from lightning_unitscale.scales.layout import DIRECTIONS, FORMAT_KINDS, Direction
 from lightning_unitscale.tensorboard.schema import (
     ALERTS_TAG,
-    DIRECTIONS,
-    Direction,
     ExponentCounts,
     Quantity,
     Series,
@@ -39,6 +40,7 @@ class ScaleHistory:
         names: The tensors, in graph order.
         modules: Path of the module that makes each.
         sources: Which of them are computed from no other one: parameters and inputs of the step.
+        operands: Which of them matrix products read; backward, whose gradients they read.
         steps: Increasing, shape ``(T,)``.
         log2_rms: Of the stored tensors, shape ``(T, N)``; ``-inf`` for a tensor of zeros, NaN where
             one was not there.
@@ -51,17 +53,18 @@ class ScaleHistory:
     names: tuple[str, ...]
     modules: tuple[str, ...]
     sources: tuple[bool, ...]
+    operands: tuple[bool, ...]
     steps: npt.NDArray[np.int64]
     log2_rms: Floats
     log2_unit: Floats
     nonfinite: Floats
 
     def values(self, *, stored: bool) -> Floats:
-        """log2 RMS of the tensors as they are stored or as they are meant, shape ``(T, N)``."""
+        """log2 RMS of the stored or of the true values, shape ``(T, N)``."""
         return self.log2_rms if stored else self.log2_rms + self.log2_unit
 
     def thinned(self, number: int) -> ScaleHistory:
-        """The same with at most ``number`` steps, the last among them."""
+        """A copy with at most ``number`` steps, the last among them."""
         kept = kept_steps(len(self.steps), number)
         return replace(
             self,
@@ -87,7 +90,7 @@ class FractionHistory:
     fractions: npt.NDArray[np.float16]
 
     def thinned(self, number: int) -> FractionHistory:
-        """The same with at most ``number`` steps, the last among them."""
+        """A copy with at most ``number`` steps, the last among them."""
         kept = kept_steps(len(self.steps), number)
         return replace(self, steps=self.steps[kept], fractions=self.fractions[kept])
 
@@ -109,7 +112,7 @@ class RunScales:
     _sets: dict[Direction, dict[str, TensorSet]] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        sets: dict[Direction, dict[str, TensorSet]] = {one: {} for one in DIRECTIONS}
+        sets: dict[Direction, dict[str, TensorSet]] = {direction: {} for direction in DIRECTIONS}
         for tag, content in self.tags.items():
             series = Series.parse(tag)
             if series is None or series.quantity != "log2_rms":
@@ -121,19 +124,19 @@ class RunScales:
     @property
     def directions(self) -> tuple[Direction, ...]:
         """The directions that were measured."""
-        return tuple(one for one in DIRECTIONS if self._sets[one])
+        return tuple(direction for direction in DIRECTIONS if self._sets[direction])
 
     def names(self, direction: Direction) -> tuple[str, ...]:
         """The tensors of all sets, in graph order."""
-        return merge_orders(one.names for one in self._sets[direction].values())
+        return merge_orders(observed.names for observed in self._sets[direction].values())
 
     def inputs(self) -> dict[str, tuple[str, ...]]:
         """What every tensor is computed from; empty for event files that do not say."""
-        found: dict[str, tuple[str, ...]] = {}
+        inputs: dict[str, tuple[str, ...]] = {}
         for sets in self._sets.values():
-            for one in sets.values():
-                found.update(zip(one.names, one.inputs, strict=False))
-        return found
+            for observed in sets.values():
+                inputs.update(zip(observed.names, observed.inputs, strict=False))
+        return inputs
 
     def history(self, direction: Direction) -> ScaleHistory:
         """log2 RMS and units of all tensors and steps."""
@@ -141,8 +144,8 @@ class RunScales:
         sets = self._sets[direction].values()
         modules = {
             name: module
-            for one in sets
-            for name, module in zip(one.names, one.modules, strict=True)
+            for observed in sets
+            for name, module in zip(observed.names, observed.modules, strict=True)
         }
         single = np.dtype(np.float32)
         steps, log2_rms = self._joined(direction, "log2_rms", names, (), single)
@@ -158,14 +161,24 @@ class RunScales:
         bad_steps, bad = self._joined(direction, "nonfinite", names, (), single)
         _, rows, bad_rows = np.intersect1d(both, bad_steps, return_indices=True)
         nonfinite[rows] = np.nan_to_num(bad[bad_rows])
+        read = frozenset[str]().union(*(item.read_by_products(direction) for item in sets))
         return ScaleHistory(
-            names, in_order, sources, both, log2_rms[ours], units[theirs], nonfinite
+            names=names,
+            modules=in_order,
+            sources=sources,
+            operands=tuple(name in read for name in names),
+            steps=both,
+            log2_rms=log2_rms[ours],
+            log2_unit=units[theirs],
+            nonfinite=nonfinite,
         )
 
     def fractions(self, direction: Direction) -> FractionHistory:
         """Out-of-range fractions of all tensors and steps."""
         formats = tuple(
-            dict.fromkeys(item for one in self._sets[direction].values() for item in one.formats)
+            dict.fromkeys(
+                item for observed in self._sets[direction].values() for item in observed.formats
+            )
         )
         tail = (len(formats), len(FORMAT_KINDS))
         names = self.names(direction)
@@ -175,7 +188,7 @@ class RunScales:
         return FractionHistory(formats, steps, fractions)
 
     def exponents(self, direction: Direction, name: str) -> dict[int, ExponentCounts]:
-        """Exponent counts of one tensor by step, of the tensor as it is meant."""
+        """Exponent counts of one tensor by step, of its true values."""
         tag = Series(direction, "exponents", name).tag
         if tag not in self.tags:
             return {}
@@ -187,7 +200,7 @@ class RunScales:
         if ALERTS_TAG not in self.tags:
             return ()
         points = sorted(self.read(ALERTS_TAG), key=lambda point: point[0])
-        return tuple(one for _, text in points for one in alerts_from_json(text.item()))
+        return tuple(alert for _, text in points for alert in alerts_from_json(text.item()))
 
     def _joined(
         self,
@@ -199,7 +212,7 @@ class RunScales:
         formats: tuple[NumberFormat, ...] = (),
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[Any]]:
         """Steps ``(T,)`` and the vectors of all sets as one array ``(T, N, *tail)``."""
-        position = {name: place for place, name in enumerate(names)}
+        position = {name: index for index, name in enumerate(names)}
         rows: dict[int, tuple[TensorSet, npt.NDArray[Any]]] = {}
         for key, observed in self._sets[direction].items():
             tag = Series(direction, quantity, key).tag
@@ -208,15 +221,15 @@ class RunScales:
                 rows.update((step, (observed, vector)) for step, vector in self.read(tag))
         steps = sorted(rows)
         joined = np.full((len(steps), len(names), *tail), np.nan, dtype)
-        for place, step in enumerate(steps):
+        for index, step in enumerate(steps):
             observed, vector = rows[step]
             if observed.names == names and (not formats or observed.formats == formats):
-                joined[place] = vector
+                joined[index] = vector
                 continue
             columns: Any = np.array([position[name] for name in observed.names])
             if formats:
                 columns = np.ix_(columns, [formats.index(item) for item in observed.formats])
-            joined[place][columns] = vector
+            joined[index][columns] = vector
         return np.array(steps, dtype=np.int64), joined
 
 
@@ -231,15 +244,15 @@ def merge_orders(orders: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
     A name that only a later order has follows the name that it follows there.
     """
     merged: list[str] = []
-    known: set[str] = set()
+    seen: set[str] = set()
     for order in orders:
         if not merged:
-            merged, known = list(order), set(order)
+            merged, seen = list(order), set(order)
             continue
         added: dict[str | None, list[str]] = {}
         previous: str | None = None
         for name in order:
-            if name in known:
+            if name in seen:
                 previous = name
             else:
                 added.setdefault(previous, []).append(name)
@@ -247,12 +260,63 @@ def merge_orders(orders: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
             result = added.get(None, [])
             for name in merged:
                 result += [name, *added.get(name, [])]
-            merged, known = result, set(result)
+            merged, seen = result, set(result)
     return tuple(merged)
 
 
 def block_of(module: str) -> str:
     """A module's path up to its first index, ``model.blocks.0``, or else its first two parts."""
     parts = module.split(".")
-    number = next((place for place, part in enumerate(parts) if part.isdecimal()), 1)
+    number = next((index for index, part in enumerate(parts) if part.isdecimal()), 1)
     return ".".join(parts[: number + 1])
+
+
+EVENT_FILES = "*tfevents*"
+
+
+def read_run(directory: str | Path) -> RunScales:
+    """The scales in the event files of a folder, all of them read.
+
+    Raises:
+        FileNotFoundError: If there is no such folder, or no event file in it.
+        ValueError: If its event files have no scales.
+    """
+    folder = Path(directory)
+    if not folder.is_dir():
+        raise FileNotFoundError(
+            f"directory={str(folder)!r}: no such folder; expected the folder of a run, such as "
+            "logs/gpt/version_0; correct the path"
+        )
+    # Their names begin with the time at which they were opened.
+    files = sorted(path for path in folder.glob(EVENT_FILES) if path.is_file())
+    if not files:
+        raise FileNotFoundError(f"directory={str(folder)!r}: no event files here; {_hint(folder)}")
+    contents: dict[str, bytes] = {}
+    points: dict[str, list[tuple[int, npt.NDArray[Any]]]] = {}
+    for path in files:
+        # The legacy loader leaves summaries as they were written: scalars need no conversion here.
+        for event in LegacyEventFileLoader(str(path)).Load():
+            for value in event.summary.value:
+                is_ours = value.tag == ALERTS_TAG or Series.parse(value.tag) is not None
+                if not value.HasField("tensor") or not is_ours:
+                    continue
+                if value.metadata.plugin_data.content:
+                    contents.setdefault(value.tag, value.metadata.plugin_data.content)
+                array = np.asarray(tensor_util.make_ndarray(value.tensor))
+                points.setdefault(value.tag, []).append((event.step, array))
+    run = RunScales({tag: contents.get(tag, b"") for tag in points}, points.__getitem__)
+    if not run.directions:
+        raise ValueError(
+            f"directory={str(folder)!r}: its event files have no scales; expected a run whose "
+            "Trainer had a ScaleMonitor among its callbacks; add one and train again"
+        )
+    return run
+
+
+def _hint(folder: Path) -> str:
+    """Where event files are instead."""
+    below = sorted({path.parent for path in folder.rglob(EVENT_FILES) if path.is_file()})
+    if not below:
+        return "expected the folder that a TensorBoardLogger wrote (its log_dir); correct the path"
+    shown = ", ".join(str(path) for path in below[:5]) + (", ..." if len(below) > 5 else "")
+    return f"expected the folder of one run; there are event files in {shown}"

@@ -30,9 +30,10 @@ from tensorboard.data import provider
 from tensorboard.plugins import base_plugin
 from werkzeug import Request, Response
 
+from lightning_unitscale.scales.layout import DIRECTIONS, Direction
 from lightning_unitscale.tensorboard import responses
 from lightning_unitscale.tensorboard.history import FractionHistory, Points, RunScales
-from lightning_unitscale.tensorboard.schema import DIRECTIONS, PLUGIN_NAME, Direction, Series
+from lightning_unitscale.tensorboard.schema import PLUGIN_NAME, Series
 
 # TensorBoard keeps 100 points of a series that it does not know, far too few for a heat map.
 SAMPLES: Final = 2000
@@ -48,6 +49,7 @@ _MIME_TYPES: Final = {
 ENTRY: Final = "index.js"
 STATIC_FILES: Final = (
     ENTRY,
+    "address.js",
     "alerts.js",
     "app.js",
     "cells.js",
@@ -104,20 +106,20 @@ class ScalesPlugin(base_plugin.TBPlugin):
             plugin_util.context(request.environ),
             experiment_id=plugin_util.experiment_id(request.environ),
         )
-        started = {one.run_name: one.start_time or 0.0 for one in listed}
-        found = []
+        started = {run.run_name: run.start_time or 0.0 for run in listed}
+        runs = []
         for run, series in sorted(self._series(request).items()):
             steps: dict[Direction, int] = {}
-            for tag, one in series.items():
+            for tag, points in series.items():
                 parsed = Series.parse(tag)
                 if parsed is not None and parsed.quantity == "log2_rms":
-                    last = steps.get(parsed.direction, one.max_step)
-                    steps[parsed.direction] = max(last, one.max_step)
+                    last = steps.get(parsed.direction, points.max_step)
+                    steps[parsed.direction] = max(last, points.max_step)
             if steps:
                 # A new tag or a new step of any makes it larger.
-                version = sum(1 + one.max_step for one in series.values())
-                found.append(responses.ListedRun(run, started.get(run, 0.0), steps, version))
-        return http_util.Respond(request, responses.runs_json(found), "application/json")
+                version = sum(1 + points.max_step for points in series.values())
+                runs.append(responses.ListedRun(run, started.get(run, 0.0), steps, version))
+        return http_util.Respond(request, responses.runs_json(runs), "application/json")
 
     def _scales(self, request: Request) -> Response:
         run, direction = self._run(request), _direction(request)
@@ -130,9 +132,9 @@ class ScalesPlugin(base_plugin.TBPlugin):
 
     def _fractions(self, request: Request) -> Response:
         run, direction = self._run(request), _direction(request)
-        _, place = _tensor(request, run, direction)
+        _, index = _tensor(request, run, direction)
         history = self._fraction_history(request, run, direction)
-        return _frame(request, responses.fractions_frame(history, place))
+        return _frame(request, responses.fractions_frame(history, index))
 
     def _alerts(self, request: Request) -> Response:
         answer = responses.alerts_json(self._run(request).alerts())
@@ -144,7 +146,7 @@ class ScalesPlugin(base_plugin.TBPlugin):
         """Fractions of all tensors: tens of megabytes in a long run, so the last ones are kept."""
         experiment = plugin_util.experiment_id(request.environ)
         name = request.args["run"]
-        steps = tuple(one.max_step for one in self._series(request)[name].values())
+        steps = tuple(points.max_step for points in self._series(request)[name].values())
         key: Hashable = (experiment, name, direction, steps)
         with self._lock:
             if key not in self._recent:
@@ -167,7 +169,7 @@ class ScalesPlugin(base_plugin.TBPlugin):
             raise errors.NotFoundError(
                 f"run={name!r}: no such run with scales; expected one that /runs lists"
             )
-        tags = {tag: one.plugin_content for tag, one in series.items()}
+        tags = {tag: points.plugin_content for tag, points in series.items()}
         return RunScales(tags, functools.partial(self._read, request, name))
 
     def _read(self, request: Request, run: str, tag: str) -> Points:
@@ -178,7 +180,7 @@ class ScalesPlugin(base_plugin.TBPlugin):
             downsample=_NO_DOWNSAMPLING,
             run_tag_filter=provider.RunTagFilter(runs=[run], tags=[tag]),
         )
-        return [(one.step, one.numpy) for one in read.get(run, {}).get(tag, [])]
+        return [(point.step, point.numpy) for point in read.get(run, {}).get(tag, [])]
 
     def _static(self, name: str) -> Any:
         path = _STATIC / name

@@ -1,4 +1,4 @@
-"""What the server of the Scales dashboard answers, as bytes; a report holds the same.
+"""The answers of the Scales dashboard's server, as bytes; a report embeds the same ones.
 
 Arrays travel in frames, since JSON has neither NaN nor a short form of numbers. A frame is the
 length of its header (uint32), the header (JSON, padded with spaces to a multiple of four bytes),
@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lightning_unitscale.alerts import ScaleAlert
 from lightning_unitscale.formats import BF16, E4M3FN, E5M2, FP16, NumberFormat
-from lightning_unitscale.row_layout import MIN_EXPONENT, NUM_EXPONENTS
+from lightning_unitscale.scales.alerts import ScaleAlert
+from lightning_unitscale.scales.layout import MIN_EXPONENT, NUM_EXPONENTS, Direction
 from lightning_unitscale.tensorboard.history import FractionHistory, ScaleHistory
-from lightning_unitscale.tensorboard.schema import Direction, ExponentCounts
+from lightning_unitscale.tensorboard.schema import ExponentCounts
 
-# Of which the dashboard shows the ranges.
+# The dashboard shows their ranges.
 SHOWN_FORMATS = (FP16, BF16, E4M3FN, E5M2)
 
 
@@ -71,7 +71,7 @@ class ListedRun:
 def runs_json(runs: Sequence[ListedRun]) -> bytes:
     """The runs and the number formats to show."""
     content = {
-        "runs": [dataclasses.asdict(one) for one in runs],
+        "runs": [dataclasses.asdict(run) for run in runs],
         "formats": [_format_fields(item) for item in SHOWN_FORMATS],
     }
     return json.dumps(content, separators=(",", ":")).encode()
@@ -81,13 +81,13 @@ def alerts_json(alerts: Sequence[ScaleAlert]) -> bytes:
     """Alerts as the page shows them: a step, a tensor, a direction and a sentence each."""
     shown = [
         {
-            "kind": one.kind,
-            "step": one.step,
-            "tensor": one.tensor,
-            "direction": one.direction,
-            "text": str(one),
+            "kind": alert.kind,
+            "step": alert.step,
+            "tensor": alert.tensor,
+            "direction": alert.direction,
+            "text": str(alert),
         }
-        for one in alerts
+        for alert in alerts
     ]
     return json.dumps(shown, separators=(",", ":")).encode()
 
@@ -109,6 +109,7 @@ def scales_frame(history: ScaleHistory) -> bytes:
         "names": history.names,
         "modules": history.modules,
         "sources": history.sources,
+        "operands": history.operands,
         "steps": history.steps.tolist(),
         "unit_rows": (np.cumsum(changed) - 1).tolist(),
         "nonfinite_rows": bad.tolist(),
@@ -124,15 +125,15 @@ def scales_frame(history: ScaleHistory) -> bytes:
 def exponents_frame(counts: Mapping[int, ExponentCounts]) -> bytes:
     """Exponent counts of one tensor over the steps, without exponents that no step has."""
     rows = np.zeros((len(counts), NUM_EXPONENTS), np.float32)
-    for place, one in enumerate(counts.values()):
-        rows[place] = one.counts
+    for row, point in zip(rows, counts.values(), strict=True):
+        row[:] = point.counts
     present = np.flatnonzero(rows.any(axis=0))
     first, stop = (present[0], present[-1] + 1) if present.size else (0, 0)
     header = {
         "steps": list(counts),
         "first_exponent": MIN_EXPONENT + int(first),
-        "num_sampled": [one.num_sampled for one in counts.values()],
-        "log2_unit": [one.log2_unit for one in counts.values()],
+        "num_sampled": [point.num_sampled for point in counts.values()],
+        "log2_unit": [point.log2_unit for point in counts.values()],
     }
     return frame(header, {"counts": rows[:, first:stop]})
 

@@ -1,4 +1,4 @@
-"""What the **Scales** plugin's tensors are called, what they hold, and how names travel with them.
+"""Tags and contents of the **Scales** plugin's tensors in an event file.
 
 A run has five series per direction. Four hold one vector per step with an entry per tensor, so
 that one read gives a whole heat map, its columns aligned:
@@ -27,23 +27,22 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import json
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any, Final, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
 
 from lightning_unitscale.formats import NumberFormat
-from lightning_unitscale.row_layout import MIN_EXPONENT, NUM_EXPONENTS
+from lightning_unitscale.scales.layout import DIRECTIONS, MIN_EXPONENT, NUM_EXPONENTS, Direction
 
 PLUGIN_NAME: Final = "scales"
 ALERTS_TAG: Final = f"{PLUGIN_NAME}/alerts"
 VERSION: Final = 1
 
-Direction = Literal["forward", "backward"]
 Quantity = Literal["log2_rms", "log2_unit", "fractions", "nonfinite", "exponents"]
-DIRECTIONS: Final[tuple[Direction, ...]] = get_args(Direction)
 QUANTITIES: Final[tuple[Quantity, ...]] = get_args(Quantity)
 
 
@@ -87,12 +86,21 @@ class TensorSet:
         formats: The formats of the fractions.
         inputs: For each the names of those that it is computed from; of files of before there
             were any, empty.
+        operands: For each whether a matrix product reads it; empty as well.
+        products: For each whether one makes it, so that products read its gradient.
     """
 
     names: tuple[str, ...]
     modules: tuple[str, ...]
     formats: tuple[NumberFormat, ...]
     inputs: tuple[tuple[str, ...], ...] = ()
+    operands: tuple[bool, ...] = ()
+    products: tuple[bool, ...] = ()
+
+    def read_by_products(self, direction: Direction) -> frozenset[str]:
+        """Names of the tensors that matrix products read, or whose gradients they read."""
+        flags = self.operands if direction == "forward" else self.products
+        return frozenset(itertools.compress(self.names, flags))
 
     @functools.cached_property
     def key(self) -> str:
@@ -101,10 +109,17 @@ class TensorSet:
 
     def to_content(self) -> bytes:
         """The set as the metadata content of a tag."""
-        formats = [(f.name, f.exponent_bits, f.mantissa_bits, f.finite_only) for f in self.formats]
-        position = {name: place for place, name in enumerate(self.names)}
-        inputs = [[position[one] for one in group if one in position] for group in self.inputs]
-        return content(names=self.names, modules=self.modules, formats=formats, inputs=inputs)
+        formats = [astuple(item) for item in self.formats]
+        position = {name: index for index, name in enumerate(self.names)}
+        inputs = [[position[name] for name in group if name in position] for group in self.inputs]
+        return content(
+            names=self.names,
+            modules=self.modules,
+            formats=formats,
+            inputs=inputs,
+            operands=[int(flag) for flag in self.operands],
+            products=[int(flag) for flag in self.products],
+        )
 
     @classmethod
     def from_content(cls, data: bytes) -> TensorSet | None:
@@ -115,7 +130,10 @@ class TensorSet:
         formats = tuple(NumberFormat(*item) for item in fields["formats"])
         names = tuple(fields["names"])
         inputs = tuple(tuple(names[k] for k in group) for group in fields.get("inputs", ()))
-        return cls(names, tuple(fields["modules"]), formats, inputs)
+        operands, products = (
+            tuple(map(bool, fields.get(key, ()))) for key in ("operands", "products")
+        )
+        return cls(names, tuple(fields["modules"]), formats, inputs, operands, products)
 
 
 def content(**fields: Any) -> bytes:
@@ -136,7 +154,7 @@ def parse_content(data: bytes) -> dict[str, Any] | None:
 
 @dataclass(frozen=True, eq=False)
 class ExponentCounts:
-    """How many elements of one tensor have which binary exponent, as the model means the tensor.
+    """How many elements of one tensor have which binary exponent, of its true values.
 
     Attributes:
         counts: Finite non-zero elements per exponent -150 to 128, shape ``(279,)``.
@@ -148,22 +166,14 @@ class ExponentCounts:
     num_sampled: int
     log2_unit: int = 0
 
-    def to_vector(self) -> npt.NDArray[np.float32]:
-        """Number sampled, unit, first exponent; then the counts from there to the last non-zero.
-
-        Most tensors live within some thirty exponents, so this is a tenth of all counts.
-        """
-        present = np.flatnonzero(self.counts)
-        first, last = (present[0], present[-1]) if present.size else (0, -1)
-        head = (self.num_sampled, self.log2_unit, MIN_EXPONENT + first)
-        return np.concatenate([head, self.counts[first : last + 1]]).astype(np.float32)
-
     @classmethod
     def from_vector(cls, vector: npt.ArrayLike) -> ExponentCounts:
-        """Undo ``to_vector``.
+        """From number sampled, unit, first exponent, and the counts up to the last non-zero one.
+
+        Most tensors live within some thirty exponents, so this is a tenth of all counts.
 
         Raises:
-            ValueError: If the vector is none of its.
+            ValueError: If the vector is not such a one.
         """
         values = np.asarray(vector, dtype=np.float32)
         start = int(values[2]) - MIN_EXPONENT if values.ndim == 1 and values.size >= 3 else -1

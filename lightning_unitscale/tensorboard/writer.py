@@ -1,18 +1,20 @@
-"""Writes scale snapshots into a TensorBoard event file.
+"""Write scale snapshots, and the graph of a step, into a TensorBoard event file.
 
-For the dashboards that TensorBoard has anyway: one log2 RMS scalar and one exponent histogram per
-tensor and direction, a custom-scalars layout that groups the scalars by module, a text table, and
-the graph of the step with the scale of every tensor.
+For the dashboards that TensorBoard has anyway: a log2 RMS scalar and an exponent histogram of each
+tensor that a matrix product reads and of each gradient that arrives at one, a custom-scalars layout
+that groups the scalars by block, a text table, and the graph of the step with the scale of every
+tensor. The tags begin with a tilde, so that they stand behind the user's own.
 For the Scales dashboard: the tensors that ``schema.py`` describes.
 
-Charts show tensors as they are stored. In a run without unit scaling that is as they are meant; so
+Charts show tensors as they are stored. In a run without unit scaling those are the true values; so
 two runs side by side, with and without, show what unit scaling does.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, Literal, Protocol, TypeAlias, get_args
 
 import numpy as np
@@ -20,29 +22,29 @@ import numpy.typing as npt
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
 
-from lightning_unitscale.alerts import ScaleAlert, alerts_text, alerts_to_json
-from lightning_unitscale.scale_table import scale_table
-from lightning_unitscale.snapshot import ScaleSnapshot
-from lightning_unitscale.tensorboard.graph_def import annotated_graph
+from lightning_unitscale.scales.alerts import ScaleAlert, alerts_text, alerts_to_json
+from lightning_unitscale.scales.layout import DIRECTIONS, Direction
+from lightning_unitscale.scales.snapshot import ScaleSnapshot
+from lightning_unitscale.tensorboard.annotated_graph import annotated_graph
 from lightning_unitscale.tensorboard.history import block_of
-from lightning_unitscale.tensorboard.records import speed_up
-from lightning_unitscale.tensorboard.schema import (
-    ALERTS_TAG,
-    DIRECTIONS,
-    Direction,
-    Series,
-    TensorSet,
-    content,
-)
-from lightning_unitscale.tensorboard.summaries import (
-    PresentCounts,
-    event_of,
-    field_values,
+from lightning_unitscale.tensorboard.protobuf import (
+    ExponentMessages,
+    SummaryEvent,
     plugin_metadata,
-    scalar_values,
-    tensor_value,
+    tensor_proto,
     text_proto,
+    use_fast_checksums,
 )
+from lightning_unitscale.tensorboard.schema import ALERTS_TAG, Series, TensorSet, content
+from lightning_unitscale.tensorboard.table import scale_table
+
+# Where the tags of TensorBoard's own dashboards begin: behind everything that begins with a letter.
+NAMESPACE: Final = "~scales"
+
+# Of which tensors TensorBoard's own dashboards have scalars and histograms: of none, of those that
+# products read, of all.
+TensorBoardTabs: TypeAlias = Literal["scales", "operands", "all"]
+TABS: Final[tuple[TensorBoardTabs, ...]] = get_args(TensorBoardTabs)
 
 Array = npt.NDArray[np.floating[Any]]
 Part: TypeAlias = Literal["vectors", "fractions", "scalars", "exponents", "histograms"]
@@ -82,16 +84,16 @@ class ScaleWriter:
     Args:
         experiment: The summary writer of the run (``TensorBoardLogger.experiment``); the stand-in
             that Lightning gives to other ranks than the first writes nothing.
-        histograms: Whether to write exponent histograms, where snapshots have them.
+        tabs: Of which tensors to write scalars and histograms for TensorBoard's own dashboards.
 
-    Example:
+    Examples:
         >>> writer = ScaleWriter(trainer.logger.experiment)  # doctest: +SKIP
         >>> writer.write(snapshot)  # doctest: +SKIP
     """
 
-    def __init__(self, experiment: SummaryWriter, *, histograms: bool = True) -> None:
+    def __init__(self, experiment: SummaryWriter, *, tabs: TensorBoardTabs = "operands") -> None:
         self._experiment = experiment
-        self._histograms = histograms
+        self._tabs = tabs
         self._sets: set[str] = set()
         self._described: set[str] = set()
         self._file_writer: Any = None
@@ -137,7 +139,7 @@ class ScaleWriter:
     def write_table(self, snapshot: ScaleSnapshot) -> None:
         """Write the scales of all tensors as a table, for the Text dashboard."""
         table = scale_table(snapshot, tablefmt="github")
-        self._experiment.add_text("scales", table, snapshot.step)
+        self._experiment.add_text(f"{NAMESPACE}/table", table, snapshot.step)
 
     def write_alerts(self, alerts: Sequence[ScaleAlert], step: int) -> None:
         """Write the alerts of a step, for the Text dashboard and the Scales dashboard."""
@@ -145,10 +147,13 @@ class ScaleWriter:
         if file_writer is None:
             return
         lines = alerts_text(alerts).splitlines()
-        self._experiment.add_text("scales_alerts", "\n".join(f"- {one}" for one in lines), step)
+        self._experiment.add_text(
+            f"{NAMESPACE}/alerts", "\n".join(f"- {line}" for line in lines), step
+        )
+        summary = SummaryEvent()
         text = text_proto(alerts_to_json(alerts))
-        value = Summary.Value(tag=ALERTS_TAG, tensor=text, metadata=plugin_metadata(content()))
-        file_writer.add_summary(Summary(value=[value]), global_step=step)
+        summary.add_tensor(ALERTS_TAG, text, plugin_metadata(content()))
+        file_writer.add_event(summary.event, step=step)
 
     def _write(self, file_writer: Any, snapshot: ScaleSnapshot, parts: set[Part]) -> None:
         if not parts:
@@ -157,71 +162,84 @@ class ScaleWriter:
             # Tags are described once per file.
             self._file_writer = file_writer
             self._described.clear()
-            speed_up(file_writer)
+            use_fast_checksums(file_writer)
         observed = self._observed
         if observed is None or not _is_of(observed, snapshot):
             observed = _tensor_set(snapshot)
             self._observed = observed
         if observed.key not in self._sets:
             self._sets.add(observed.key)
-            self._experiment.add_custom_scalars(custom_scalars_layout(snapshot))
-        event = event_of(self._values(snapshot, observed, parts))
-        file_writer.add_event(event, step=snapshot.step)
-
-    def _values(
-        self, snapshot: ScaleSnapshot, observed: TensorSet, parts: set[Part]
-    ) -> Iterator[bytes]:
+            if layout := custom_scalars_layout(snapshot, self._tabs):
+                self._experiment.add_custom_scalars(layout)
+        summary = SummaryEvent()
         for direction in DIRECTIONS:
-            if np.isnan(snapshot.column("numel", direction)).all():
-                continue  # no backward pass, as in validation
-            log2_rms = snapshot.log2_rms(direction, stored=True)
-            if "vectors" in parts:
-                yield from self._vectors(snapshot, direction, log2_rms, observed)
-            if "fractions" in parts:
-                fractions = snapshot.fractions(direction, stored=True).astype(np.float16)
-                yield self._tensor(Series(direction, "fractions", observed.key), fractions)
-            if "scalars" in parts:
-                yield from scalar_values(
-                    [scalar_tag(direction, name) for name in snapshot.names], log2_rms
-                )
-            counts = snapshot.exponent_counts(direction)
-            if counts is None or not self._histograms or parts.isdisjoint(_OF_EXPONENTS):
-                continue
-            present = PresentCounts(counts, snapshot.log2_units(direction))
-            if "exponents" in parts:
-                yield from self._exponents(snapshot, direction, present)
-            if "histograms" in parts:
-                tags = [histogram_tag(direction, name) for name in snapshot.names]
-                yield from field_values(tags, present.histograms())
+            # There is no backward pass in validation.
+            if not np.isnan(snapshot.column("numel", direction)).all():
+                self._add_direction(summary, snapshot, direction, observed, parts)
+        file_writer.add_event(summary.event, step=snapshot.step)
 
-    def _vectors(
-        self, snapshot: ScaleSnapshot, direction: Direction, log2_rms: Array, observed: TensorSet
-    ) -> Iterator[bytes]:
+    def _add_direction(
+        self,
+        summary: SummaryEvent,
+        snapshot: ScaleSnapshot,
+        direction: Direction,
+        observed: TensorSet,
+        parts: set[Part],
+    ) -> None:
+        log2_rms = snapshot.log2_rms(direction, stored=True)
+        if "vectors" in parts:
+            self._add_vectors(summary, snapshot, direction, log2_rms, observed)
+        if "fractions" in parts:
+            fractions = snapshot.fractions(direction, stored=True).astype(np.float16)
+            self._add_array(summary, Series(direction, "fractions", observed.key), fractions)
+        shown = _shown(snapshot, direction, self._tabs)
+        tags = stock_tags(snapshot, direction)
+        if "scalars" in parts:
+            drawn = [f"{tag}/log2_rms" for tag in itertools.compress(tags, shown)]
+            summary.add_scalars(drawn, log2_rms[shown])
+        counts = snapshot.exponent_counts(direction)
+        if counts is None or parts.isdisjoint(_OF_EXPONENTS):
+            return
+        messages = ExponentMessages(counts, snapshot.log2_units(direction))
+        if "exponents" in parts:
+            prefix = Series(direction, "exponents", "").tag
+
+            def described(row: int) -> Summary.Value:
+                tag = prefix + snapshot.names[row]
+                value = summary.add_value(tag)
+                if (metadata := self._metadata(tag)) is not None:
+                    value.metadata.CopyFrom(metadata)
+                return value
+
+            messages.fill_tensors(snapshot.column("sampled", direction), described)
+        if "histograms" in parts:
+            messages.fill_histograms(lambda row: summary.add_value(f"{tags[row]}/exponents"), shown)
+
+    def _add_vectors(
+        self,
+        summary: SummaryEvent,
+        snapshot: ScaleSnapshot,
+        direction: Direction,
+        log2_rms: Array,
+        observed: TensorSet,
+    ) -> None:
         series = Series(direction, "log2_rms", observed.key)
-        yield self._tensor(series, log2_rms.astype(np.float32), observed.to_content)
-        units = snapshot.log2_units(direction).astype(np.float32)
-        yield self._tensor(Series(direction, "log2_unit", observed.key), units)
-        nonfinite = snapshot.column("nans", direction) + snapshot.column("infs", direction)
+        self._add_array(summary, series, log2_rms, observed.to_content)
+        units = snapshot.log2_units(direction)
+        self._add_array(summary, Series(direction, "log2_unit", observed.key), units)
+        nonfinite = snapshot.nonfinite(direction)
         if np.any(nonfinite > 0):
-            series = Series(direction, "nonfinite", observed.key)
-            yield self._tensor(series, nonfinite.astype(np.float32))
+            self._add_array(summary, Series(direction, "nonfinite", observed.key), nonfinite)
 
-    def _exponents(
-        self, snapshot: ScaleSnapshot, direction: Direction, present: PresentCounts
-    ) -> Iterator[bytes]:
-        num_sampled = snapshot.column("sampled", direction)
-        tags = [Series(direction, "exponents", name).tag for name in snapshot.names]
-        # A tensor without elements to look at is described when it has some.
-        metadata = [
-            self._metadata(tag) if number > 0 else None
-            for tag, number in zip(tags, num_sampled.tolist(), strict=True)
-        ]
-        yield from field_values(tags, present.vectors(num_sampled), metadata)
-
-    def _tensor(
-        self, series: Series, array: Array, description: Callable[[], bytes] = content
-    ) -> bytes:
-        return tensor_value(series.tag, array, self._metadata(series.tag, description))
+    def _add_array(
+        self,
+        summary: SummaryEvent,
+        series: Series,
+        array: npt.NDArray[Any],
+        description: Callable[[], bytes] = content,
+    ) -> None:
+        tag = series.tag
+        summary.add_tensor(tag, tensor_proto(array), self._metadata(tag, description))
 
     def _metadata(
         self, tag: str, description: Callable[[], bytes] = content
@@ -234,7 +252,14 @@ class ScaleWriter:
 
 
 def _tensor_set(snapshot: ScaleSnapshot) -> TensorSet:
-    return TensorSet(snapshot.names, snapshot.modules, snapshot.layout.formats, snapshot.inputs)
+    return TensorSet(
+        snapshot.names,
+        snapshot.modules,
+        snapshot.layout.formats,
+        snapshot.inputs,
+        snapshot.operands,
+        snapshot.products,
+    )
 
 
 def _is_of(observed: TensorSet, snapshot: ScaleSnapshot) -> bool:
@@ -243,39 +268,58 @@ def _is_of(observed: TensorSet, snapshot: ScaleSnapshot) -> bool:
         and observed.modules == snapshot.modules
         and observed.formats == snapshot.layout.formats
         and observed.inputs == snapshot.inputs
+        and observed.operands == snapshot.operands
+        and observed.products == snapshot.products
     )
 
 
-def scalar_tag(direction: Direction, name: str) -> str:
-    """Tag of a log2 RMS scalar; what precedes the slash is a group of its own in TensorBoard."""
-    return f"scales_{direction}/{name}"
+def stock_tags(snapshot: ScaleSnapshot, direction: Direction) -> list[str]:
+    """How the tags of each tensor begin in TensorBoard's own dashboards.
+
+    ``~scales/blocks.0/mlp.up.linear``, and of its gradient ``~scales/blocks.0/mlp.up.linear.grad``.
+    """
+    tags = []
+    for name, module in zip(snapshot.names, snapshot.modules, strict=True):
+        block = block_of(module)
+        own = name.removeprefix(f"{block}.")
+        gradient = ".grad" if direction == "backward" else ""
+        tags.append("/".join(filter(None, (NAMESPACE, block, own))) + gradient)
+    return tags
 
 
-def histogram_tag(direction: Direction, name: str) -> str:
-    """Tag of an exponent histogram."""
-    return f"exponents_{direction}/{name}"
+def _shown(
+    snapshot: ScaleSnapshot, direction: Direction, tabs: TensorBoardTabs
+) -> npt.NDArray[np.bool_]:
+    """Which tensors TensorBoard's own dashboards show."""
+    if tabs == "operands":
+        return snapshot.read_by_products(direction)
+    return np.full(len(snapshot), tabs == "all")
 
 
-def custom_scalars_layout(snapshot: ScaleSnapshot) -> dict[str, dict[str, list[Any]]]:
+def custom_scalars_layout(
+    snapshot: ScaleSnapshot, tabs: TensorBoardTabs
+) -> dict[str, dict[str, list[Any]]]:
     """Charts that put the tensors of one block into one picture, for ``add_custom_scalars``.
+
+    A chart names its tensors by a pattern: TensorBoard shows a chart that two runs have in common
+    once, if it is the same in both.
+
+    Args:
+        snapshot: The tensors.
+        tabs: Which of them have scalars.
 
     Returns:
         Block -> direction -> a multi-line chart of the tensors' scalars.
     """
-    blocks: dict[str, list[str]] = {}
-    for name, module in zip(snapshot.names, snapshot.modules, strict=True):
-        blocks.setdefault(block_of(module) or "(top level)", []).append(name)
-    return {
-        block: {
-            f"{direction}: log2 RMS": [
-                "Multiline",
-                # TensorBoard takes them for regular expressions.
-                [f"^{re.escape(scalar_tag(direction, name))}$" for name in names],
-            ]
-            for direction in DIRECTIONS
-        }
-        for block, names in blocks.items()
-    }
+    layout: dict[str, dict[str, list[Any]]] = {}
+    for direction in DIRECTIONS:
+        ending = r"\.grad" if direction == "backward" else r"(?<!\.grad)"
+        for module in itertools.compress(snapshot.modules, _shown(snapshot, direction, tabs)):
+            block = block_of(module)
+            start = re.escape(f"{NAMESPACE}/{block}/" if block else f"{NAMESPACE}/")
+            chart = ["Multiline", [rf"^{start}[^/]+{ending}/log2_rms$"]]
+            layout.setdefault(block or "(top level)", {})[f"{direction}: log2 RMS"] = chart
+    return layout
 
 
 def _is_kept(number: int, before_thinning: int) -> bool:

@@ -1,1 +1,1 @@
-"""Watching a step while it runs: every result by its module and torch's own word for it."""
+"""Scale tracking of captured graphs: probes, records, and graphs that are shown to people."""

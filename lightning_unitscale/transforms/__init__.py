@@ -3,21 +3,23 @@
 from importlib import import_module
 from typing import Any
 
-from lightning_unitscale.transforms.compile import compile
-from lightning_unitscale.transforms.deploy import deploy
-from lightning_unitscale.transforms.fp8_linears import fp8_linears
-from lightning_unitscale.transforms.gauge import Gauge, GaugePair
-from lightning_unitscale.transforms.lossless_unit_scale import lossless_unit_scale
-from lightning_unitscale.transforms.metrics import Metrics
-from lightning_unitscale.transforms.prune import (
+from lightning_unitscale.lossless.gauge import Gauge, GaugePair
+from lightning_unitscale.rules.deploy import deploy
+from lightning_unitscale.rules.transform import unit_scale
+from lightning_unitscale.tracking.prune import (
     prune_non_float_tensors,
     prune_same_scale_tensors,
     prune_selected_nodes,
 )
-from lightning_unitscale.transforms.scales_graph import ScalesGraph
-from lightning_unitscale.transforms.simulate_format import simulate_format, simulate_fp8
-from lightning_unitscale.transforms.track_scales import track_scales
-from lightning_unitscale.transforms.unit_scale import unit_scale
+from lightning_unitscale.tracking.scales_graph import Metrics, ScalesGraph
+from lightning_unitscale.tracking.tracker import track_scales
+from lightning_unitscale.transforms.compile import compile
+from lightning_unitscale.transforms.product_transforms import (
+    fp8_linears,
+    lossless_unit_scale,
+    simulate_format,
+    simulate_fp8,
+)
 
 __all__ = [
     "Gauge",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from lightning_unitscale.transforms.attach import captured_forward
+from lightning_unitscale.capture.attach import captured_forward
 
 
 def compile(module: nn.Module) -> nn.Module:

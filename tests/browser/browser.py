@@ -24,17 +24,23 @@ def chromium() -> str:
 
 
 def packages() -> Path:
-    """The folder with playwright-core, which npm fetches on the first call."""
-    for name in ("node", "npm"):
-        if shutil.which(name) is None:
-            raise Missing(f"no {name} on the path: install Debian's package `{name}js`")
+    """The folder with playwright-core, which nobody downloads while tests run."""
+    if shutil.which("node") is None:
+        raise Missing("no node on the path: install Debian's package `nodejs`")
     if not (CACHE / "node_modules/playwright-core").is_dir():
-        CACHE.mkdir(parents=True, exist_ok=True)
-        command = ["npm", "install", "--no-audit", "--no-fund", "--prefix", str(CACHE), PLAYWRIGHT]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-        if done.returncode:
-            raise Missing(f"npm could not install {PLAYWRIGHT}: {done.stderr.strip()[-200:]}")
+        raise Missing(f"no {PLAYWRIGHT} in {CACHE}: run `make browser`, which fetches it by npm")
     return CACHE
+
+
+def fetch() -> None:
+    """Download playwright-core, once."""
+    if (CACHE / "node_modules/playwright-core").is_dir():
+        print(f"{PLAYWRIGHT} is in {CACHE}")
+        return
+    CACHE.mkdir(parents=True, exist_ok=True)
+    command = ["npm", "install", "--no-audit", "--no-fund", "--prefix", str(CACHE), PLAYWRIGHT]
+    print(*command, flush=True)
+    subprocess.run(command, check=True, timeout=120)
 
 
 class Browser:
@@ -66,3 +72,7 @@ class Browser:
 
     def close(self) -> None:
         self._process.communicate(timeout=30)
+
+
+if __name__ == "__main__":
+    fetch()

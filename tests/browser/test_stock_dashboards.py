@@ -82,8 +82,9 @@ def texts(browser, selector):
 def test_a_node_of_the_graph_shows_its_scales(graphs):
     do(graphs, "dblclick", shape("head"))
     graphs.wait(f"{shape('head/linear')} !== undefined")
-    do(graphs, "click", shape("head/linear"))
-    graphs.wait("deep('.attr-right').length > 0")
+    # A click is lost while the graph still moves.
+    click = "new MouseEvent('click', { bubbles: true, composed: true })"
+    graphs.wait(f"{shape('head/linear')}.dispatchEvent({click}), deep('.attr-right').length > 0")
     keys = dict(zip(texts(graphs, ".attr-left"), texts(graphs, ".attr-right"), strict=True))
     last = unit_scaled(snapshot(10))
     meant, stored = (last.log2_rms(stored=one)[5] for one in (False, True))
@@ -99,3 +100,25 @@ def test_color_by_device_colours_by_scale(graphs):
     before = graphs.evaluate(fill)
     do(graphs, "click", "deep('[role=radio]').find((one) => /Device/.test(one.textContent))")
     graphs.wait(f"{fill} !== {before!r}")
+
+
+def test_the_address_of_the_dashboard_within_tensorboard(page, tensorboard):
+    browser = page.browser
+    browser("open", url=f"{tensorboard}/#scales")
+    browser.evaluate(DEEP)
+    frame = "deep('iframe').find((one) => one.contentWindow?.scalesDashboard)?.contentWindow"
+    browser.wait(f"{frame}?.scalesDashboard.shown > 0")
+    browser.evaluate(f"{frame}.scalesDashboard.change({{ direction: 'backward', limit: 12 }})")
+    browser.wait("location.hash === '#scales&scales.direction=backward&scales.limit=12'")
+    address = browser.evaluate("location.href")
+    browser("open", url="about:blank")
+    browser("open", url=address)
+    browser.evaluate(DEEP)
+    browser.wait(f"{frame}?.scalesDashboard.shown > 0")
+    state = f"(({{ direction, limit }}) => [direction, limit])({frame}.scalesDashboard.state)"
+    assert browser.evaluate(state) == ["backward", 12]
+    # The address of another dashboard stays as it is.
+    browser.evaluate("history.replaceState(null, '', '#scalars')")
+    browser.evaluate(f"{frame}.scalesDashboard.change({{ limit: 4 }})")
+    assert browser.evaluate("location.hash") == "#scalars"
+    browser("leave")

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_unitscale import ScaleMonitor, UnitScaleCallback
+from lightning_unitscale.callbacks.steps import StepsCallback
 from tests.helpers import assert_same_bits
 
 QUIET = {
@@ -132,7 +133,7 @@ class Run:
         )
 
 
-class Capturing(pl.Callback):
+class Capturing(StepsCallback):
     """Has the steps captured, and does nothing to them."""
 
     def captures_steps(self, trainer: pl.Trainer) -> bool:

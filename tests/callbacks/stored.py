@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 
-from lightning_unitscale.callbacks.rule_settings import RuleSettings
-from lightning_unitscale.transforms.parameter_info import ParameterInfo, Role
+from lightning_unitscale.callbacks.trainer_settings import RuleSettings
+from lightning_unitscale.optim.learning_rates import ParameterInfo, Role
 from tests.callbacks.runs import QUIET, loader
 
 TINY = 1e-60

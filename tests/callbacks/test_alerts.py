@@ -16,8 +16,8 @@ from torch import Tensor
 
 from lightning_unitscale import ScaleMonitor, UnitScaleCallback
 from lightning_unitscale.callbacks import ScaleViolation
-from lightning_unitscale.report import write_report
-from lightning_unitscale.tensorboard.event_files import read_run
+from lightning_unitscale.tensorboard.history import read_run
+from lightning_unitscale.tensorboard.report import write_report
 from tests.callbacks.injected import FAULT_STEP, Stack, nan_bias, overflow, train
 from tests.callbacks.modules import Regression
 from tests.callbacks.runs import loader, run
@@ -28,6 +28,23 @@ def test_nothing_is_wrong() -> None:
     trainer, warned = train(monitor)
     assert trainer.global_step == 40
     assert monitor.alerts == () and warned == []
+
+
+class Offset(Stack):
+    """A loss beyond FP16, whose gradients are far inside."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) + 1e6
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_the_size_of_a_loss_is_no_violation(accumulate: int) -> None:
+    monitor = ScaleMonitor(every_n_steps=1)
+    options = {"max_steps": 3, "accumulate_grad_batches": accumulate}
+    run(Offset, [monitor], data=lambda: loader(192), **options)
+    assert len(monitor.snapshots) == 3
+    assert monitor.snapshots[0].statistics("add").abs_max > 1e6  # type: ignore[union-attr]
+    assert monitor.alerts == ()
 
 
 def test_an_overflow_is_named(tmp_path: Path) -> None:
@@ -67,7 +84,7 @@ def test_an_overflow_is_named(tmp_path: Path) -> None:
 
 
 def test_a_nan_is_named() -> None:
-    monitor = ScaleMonitor(every_n_steps=5, on_violation="warn")
+    monitor = ScaleMonitor(every_n_steps=5)
     _, warned = train(monitor, nan_bias)
     (alert,) = monitor.alerts
     assert (alert.kind, alert.step, alert.value) == ("nonfinite", FAULT_STEP, 1.0)
@@ -143,11 +160,11 @@ def test_raise_tells_what_and_where(tmp_path: Path) -> None:
 
 
 def test_none_is_silent() -> None:
-    monitor = ScaleMonitor(every_n_steps=5)
+    monitor = ScaleMonitor(every_n_steps=5, on_violation=None)
     _, warned = train(monitor, nan_bias)
     assert warned == [] and len(monitor.alerts) == 1
     # Without a reaction no step is looked at that is not sampled.
-    monitor = ScaleMonitor(every_n_steps=7)
+    monitor = ScaleMonitor(every_n_steps=7, on_violation=None)
     train(monitor, nan_bias)
     assert [one.step for one in monitor.snapshots] == [0, 7, 14, 21, 28, 35]
 
@@ -202,13 +219,16 @@ def test_infinite_gradients_belong_to_the_loss_scaler() -> None:
     assert (backward > 0).any() and not monitor.alerts
 
 
+_NO_OVERFLOW = {"E4M3FN": {"overflow": 0.0}}
+
+
 def test_unit_scaled_tensors_are_judged_as_stored() -> None:
     class Large(Regression):
         def forward(self, x: Tensor) -> Tensor:
             return self.second(self.first(x * 2.0**20) * 2.0**-20)
 
-    plain = ScaleMonitor(every_n_steps=1, thresholds={"E4M3FN": {"overflow": 0.0}})
-    scaled = ScaleMonitor(every_n_steps=1, thresholds={"E4M3FN": {"overflow": 0.0}})
+    plain = ScaleMonitor(every_n_steps=1, on_violation=None, thresholds=_NO_OVERFLOW)
+    scaled = ScaleMonitor(every_n_steps=1, on_violation=None, thresholds=_NO_OVERFLOW)
     run(Large, [plain], max_steps=1)
     run(Large, [UnitScaleCallback(depth="all"), scaled], max_steps=1)
     name = "first.linear"
@@ -231,7 +251,7 @@ def test_a_step_that_units_are_measured_in_is_not_judged_by_formats() -> None:
             self.optimizers().zero_grad()
 
     def found(*callbacks: pl.Callback) -> dict[str, int]:
-        monitor = ScaleMonitor(every_n_steps=1, thresholds={"E4M3FN": {"overflow": 0.0}})
+        monitor = ScaleMonitor(every_n_steps=1, on_violation=None, thresholds=_NO_OVERFLOW)
         run(Manual, [*callbacks, monitor], max_steps=3)
         return {one.tensor: one.step for one in reversed(monitor.alerts)}
 

@@ -12,11 +12,19 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
-from lightning_unitscale import RematCallback, ScaleMonitor, UnitScaleCallback
+from lightning_unitscale import (
+    FP8,
+    Lossless,
+    RematCallback,
+    Rules,
+    ScaleMonitor,
+    Simulate,
+    UnitScaleCallback,
+)
+from lightning_unitscale.capture.captured_step import CapturedStep
+from lightning_unitscale.capture.steps import steps_of
 from lightning_unitscale.dispatch.attach import SessionMethod
 from lightning_unitscale.dispatch.kernels import num_overridden
-from lightning_unitscale.graph.captured_step import CapturedStep
-from lightning_unitscale.graph.steps import steps_of
 from tests.callbacks.modules import Regression, regression_with
 from tests.callbacks.runs import (
     QUIET,
@@ -121,7 +129,7 @@ def test_no_logger_is_one_warning() -> None:
     assert len(found) == 1
     assert _is_in_the_form(found[0])
     assert len(monitor.snapshots) == 1
-    assert "linear" in monitor.table()
+    assert "linear" in monitor.table(full=True)
 
 
 @pytest.mark.parametrize("options", [{"fast_dev_run": True}, {"barebones": True}])
@@ -189,28 +197,31 @@ def test_products_need_no_capture() -> None:
         (lambda: UnitScaleCallback(lr_scaling="match"), ValueError),
         (lambda: UnitScaleCallback(init_weights=False), ValueError),
         (lambda: UnitScaleCallback(on_unknown="keep"), ValueError),
-        (lambda: UnitScaleCallback(loss_mult=2.0), ValueError),
+        (lambda: Rules("lossless"), ValueError),
+        (lambda: UnitScaleCallback(FP8()), ValueError),
+        (lambda: UnitScaleCallback(precision=True), ValueError),
+        (lambda: UnitScaleCallback(compile="yes"), ValueError),
+        (lambda: UnitScaleCallback("u-mup", init_weights="no"), ValueError),
         (lambda: UnitScaleCallback("u-mup", lr_scaling="adam"), ValueError),
         (lambda: UnitScaleCallback("u-mup", replace={1: abs}), ValueError),
         (lambda: UnitScaleCallback("u-mup", replace=[abs]), ValueError),
         (lambda: UnitScaleCallback("u-mup", residual=0.5), ValueError),
         (lambda: UnitScaleCallback("u-mup", residual=(0.5, -1.0)), ValueError),
         (lambda: UnitScaleCallback("u-mup", on_unknown="guess"), ValueError),
-        (lambda: UnitScaleCallback("u-mup", residual_mult=0.0), ValueError),
-        (lambda: UnitScaleCallback("u-mup", residual_attn_ratio=-1.0), ValueError),
-        (lambda: UnitScaleCallback("unit-scaling", attention_mult=float("nan")), ValueError),
-        (lambda: UnitScaleCallback("unit-scaling", activation_mult=True), ValueError),
-        (lambda: UnitScaleCallback("unit-scaling", loss_mult=float("inf")), ValueError),
+        (lambda: Rules("u-mup", residual_mult=0.0), ValueError),
+        (lambda: Rules("u-mup", residual_attn_ratio=-1.0), ValueError),
+        (lambda: Rules("unit-scaling", attention_mult=float("nan")), ValueError),
+        (lambda: Rules("unit-scaling", activation_mult=True), ValueError),
+        (lambda: Rules("unit-scaling", loss_mult=float("inf")), ValueError),
         (lambda: UnitScaleCallback(precision="fp4"), ValueError),
         (lambda: UnitScaleCallback(precision="fp8", simulate="fp8"), ValueError),
-        (lambda: UnitScaleCallback(precision="fp8", fp8_exclude=[""]), ValueError),
-        (lambda: UnitScaleCallback(fp8_exclude="head"), ValueError),
-        (lambda: UnitScaleCallback(fp8_gradients="E5M2"), ValueError),
-        (lambda: UnitScaleCallback(precision="fp8", fp8_gradients="FP16"), ValueError),
-        (lambda: UnitScaleCallback(precision="fp8", grid="random"), ValueError),
-        (lambda: UnitScaleCallback(grid="fixed"), ValueError),
-        (lambda: UnitScaleCallback(hold_parameters="yes"), ValueError),
-        (lambda: UnitScaleCallback("u-mup", hold_parameters=True), ValueError),
+        (lambda: FP8(exclude=[""]), ValueError),
+        (lambda: FP8(gradient_format="FP16"), ValueError),
+        (lambda: FP8(evaluation="always"), ValueError),
+        (lambda: FP8(grid="random"), ValueError),
+        (lambda: Simulate("fp7"), ValueError),
+        (lambda: Simulate(grid="auto"), ValueError),
+        (lambda: Lossless(hold_parameters="yes"), ValueError),
         (lambda: UnitScaleCallback(remat="many"), ValueError),
         (lambda: ScaleMonitor(0), ValueError),
         (lambda: ScaleMonitor(-1), ValueError),
@@ -219,7 +230,9 @@ def test_products_need_no_capture() -> None:
         (lambda: ScaleMonitor(include=[1]), ValueError),
         (lambda: ScaleMonitor(exclude=""), ValueError),
         (lambda: ScaleMonitor(formats=("FP17",)), ValueError),
-        (lambda: ScaleMonitor(histograms=False, exact_histograms=True), ValueError),
+        (lambda: ScaleMonitor(formats="FP17"), ValueError),
+        (lambda: RematCallback(0.5, compile="yes"), ValueError),
+        (lambda: ScaleMonitor(histograms="all"), ValueError),
         (lambda: ScaleMonitor(on_violation="shout"), ValueError),
         (lambda: ScaleMonitor(trend_steps=0), ValueError),
         (lambda: ScaleMonitor(trend_steps=True), ValueError),

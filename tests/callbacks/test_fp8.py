@@ -14,9 +14,9 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.plugins import MixedPrecision, TransformerEnginePrecision
 from torch import Tensor, nn
 
-from lightning_unitscale import ScaleMonitor, UnitScaleCallback
+from lightning_unitscale import FP8, ScaleMonitor, UnitScaleCallback
 from lightning_unitscale.callbacks.fp8 import U_MUP_EXCLUDE
-from lightning_unitscale.graph.patterns import NamePatterns
+from lightning_unitscale.graph.name_patterns import NamePatterns
 from tests.callbacks.runs import loader, run
 from tests.helpers import assert_same_bits
 
@@ -88,7 +88,7 @@ def test_training_in_fp8_is_nearly_that_without(precision: Any) -> None:
 def test_types_with_bf16_mixed(name: Any, gradient: torch.dtype) -> None:
     """The layers read what autocast would have cast, and give what it would have given."""
     seen: set[tuple[torch.dtype, torch.dtype, torch.dtype]] = set()
-    file = import_module("lightning_unitscale.functional.fp8_linear")
+    file = import_module("lightning_unitscale.functional.low_precision")
     plain = file.scaled_product
 
     def recorded(rows: Tensor, columns: Tensor, scale: Tensor, dtype: Any, **options: Any) -> Any:
@@ -98,7 +98,7 @@ def test_types_with_bf16_mixed(name: Any, gradient: torch.dtype) -> None:
     with pytest.MonkeyPatch.context() as patch:
         for place in (file, import_module("lightning_unitscale.dispatch.fp8")):
             patch.setattr(place, "scaled_product", recorded)
-        callback = UnitScaleCallback(precision="fp8", fp8_gradients=name)
+        callback = UnitScaleCallback(precision=FP8(gradient_format=name))
         _losses([callback], precision="bf16-mixed")
     operand = torch.float8_e4m3fn
     assert seen == {
@@ -164,22 +164,22 @@ def test_gradients_that_are_too_uneven_are_in_e5m2(tmp_path: Any) -> None:
                 trainer.save_checkpoint(tmp_path / "third.ckpt")
 
     reason = "of its gradient would be zero in E4M3FN"
-    callback = UnitScaleCallback(precision="fp8", fp8_exclude=None)
+    callback = UnitScaleCallback(precision=FP8(exclude=None))
     _losses([callback, Save()], Uneven)
     text = callback.explain()
     assert text.count("constant scales, gradients in E5M2: ") == 2 and reason in text
     assert "2 of 3 products in FP8" in text and "Gradients in E5M2 from" not in text
-    resumed = UnitScaleCallback(precision="fp8", fp8_exclude=None)
+    resumed = UnitScaleCallback(precision=FP8(exclude=None))
     _losses([resumed], Uneven, entry_options={"ckpt_path": tmp_path / "third.ckpt"})
     assert resumed.explain().count("constant scales, gradients in E5M2: ") == 2
-    late = UnitScaleCallback(precision="fp8", fp8_exclude=None)
+    late = UnitScaleCallback(precision=FP8(exclude=None))
     _losses([late], Late)
     # At step 8 they are far too small; in the units that they then get, most of them are nothing.
     (event,) = [one for one in late.explain().splitlines() if "Gradients in E5M2 from" in one]
     assert event.startswith("Gradients in E5M2 from step 16 on: fc2.linear, since ")
     # The head's gradient is as uneven, but the head is not in FP8.
     assert "; fc1.linear, since " in event and "head" not in event
-    always = UnitScaleCallback(precision="fp8", fp8_exclude=None, fp8_gradients="E5M2")
+    always = UnitScaleCallback(precision=FP8(exclude=None, gradient_format="E5M2"))
     _losses([always], Uneven)
     assert always.explain().count("constant scales, gradients in E5M2\n") == 2
 
@@ -192,7 +192,7 @@ def test_the_numbers_of_fp8_move_and_evaluation_does_not_move_them(tmp_path: Any
 
     moving, fixed = (
         UnitScaleCallback(precision="fp8"),
-        UnitScaleCallback(precision="fp8", grid="fixed"),
+        UnitScaleCallback(precision=FP8(grid="fixed")),
     )
     losses = _losses([moving, Save()])
     assert "constant scales, moving grid" in moving.explain()
@@ -234,11 +234,11 @@ def test_what_is_excluded() -> None:
     callback = UnitScaleCallback(precision="fp8")
     _losses([callback])
     assert callback.explain().count("its name is excluded") == 1  # head is the readout
-    callback = UnitScaleCallback(precision="fp8", fp8_exclude=None)
+    callback = UnitScaleCallback(precision=FP8(exclude=None))
     _losses([callback])
     assert "its name is excluded" not in callback.explain()
     assert "its 8 output features are no multiple of 16" in callback.explain()
-    by_name = UnitScaleCallback(precision="fp8", fp8_exclude="fc1")
+    by_name = UnitScaleCallback(precision=FP8(exclude="fc1"))
     _losses([by_name])
     assert "its name is excluded" in by_name.explain()
     by_rules = UnitScaleCallback("u-mup", precision="fp8")
@@ -295,21 +295,18 @@ def test_a_trainer_that_does_not_go_with_it(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_settings_that_make_no_sense() -> None:
     with pytest.raises(
-        ValueError, match=r"fp8_gradients='FP16': no format of FP8 gradients; expec"
+        ValueError, match=r"gradient_format='FP16': no format of FP8 gradients; expec"
     ):
-        UnitScaleCallback(precision="fp8", fp8_gradients="FP16")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"fp8_gradients='E5M2': nothing runs in FP8; expected"):
-        UnitScaleCallback(fp8_gradients="E5M2")
+        FP8(gradient_format="FP16")  # type: ignore[arg-type]
 
 
 def test_from_a_command_line() -> None:
     jsonargparse = pytest.importorskip("jsonargparse")
     parser = jsonargparse.ArgumentParser()
     parser.add_class_arguments(UnitScaleCallback, "callback")
-    given = ["--callback.precision=fp8", "--callback.fp8_exclude=[head, '*.fc2']"]
+    given = ["--callback.precision=FP8", "--callback.precision.exclude=[head, '*.fc2']"]
     callback = parser.instantiate(parser.parse_args(given)).callback
-    assert callback._fp8.patterns.exclude == ("head", "*.fc2")
-    assert callback._fp8.gradient_format == "E4M3FN" and callback._fp8.moving_grid is not None
-    given = ["--callback.precision=fp8", "--callback.fp8_gradients=E5M2", "--callback.grid=fixed"]
+    assert callback.precision == FP8(exclude=["head", "*.fc2"])
+    given = ["--callback.precision={gradient_format: E5M2, grid: fixed}"]
     callback = parser.instantiate(parser.parse_args(given)).callback
-    assert callback._fp8.gradient_format == "E5M2" and callback._fp8.moving_grid is None
+    assert callback.precision == FP8(gradient_format="E5M2", grid="fixed")

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_unitscale import UnitScaleCallback
+from lightning_unitscale import FP8, UnitScaleCallback
 from tests.callbacks.runs import QUIET, loader
 
 
@@ -79,7 +79,7 @@ def test_the_loss_is_that_of_the_checkpoint(precision: Any, tmp_path: Path) -> N
 def test_evaluation_in_fp8() -> None:
     losses, texts = [], []
     for in_evaluation in (False, True):
-        callback = UnitScaleCallback(precision="fp8", fp8_evaluation=in_evaluation)
+        callback = UnitScaleCallback(precision=FP8(evaluation=in_evaluation))
         trainer = _trainer(callback)
         trainer.fit(_module(), _data(), _data())
         losses.append(trainer.callback_metrics["loss"])
@@ -98,7 +98,7 @@ def test_an_evaluation_on_its_own(stage: str) -> None:
     for callbacks in (
         [],
         [UnitScaleCallback(precision="fp8")],
-        [UnitScaleCallback(precision="fp8", fp8_evaluation=True)],
+        [UnitScaleCallback(precision=FP8(evaluation=True))],
     ):
         trainer = _trainer(*callbacks)
         if stage == "predict":
@@ -109,8 +109,3 @@ def test_an_evaluation_on_its_own(stage: str) -> None:
     assert torch.equal(found[0], found[1])
     assert not torch.equal(found[0], found[2])
     torch.testing.assert_close(found[0], found[2], rtol=0.1, atol=0.2)
-
-
-def test_what_makes_no_sense() -> None:
-    with pytest.raises(ValueError, match=r"fp8_evaluation=True: nothing runs in FP8; expected Fal"):
-        UnitScaleCallback(fp8_evaluation=True)

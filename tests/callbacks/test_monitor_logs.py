@@ -57,15 +57,14 @@ def test_every_logger_on_the_step_axis_of_the_loss(accumulate: int, tmp_path: Pa
     events = _events(Path(board.log_dir))
     tags = events.Tags()
     assert [one.step for one in events.Scalars("train_loss_step")] == losses
-    for direction in ("forward", "backward"):
-        tag = f"scales_{direction}/first.linear"
-        assert tag in tags["scalars"]
-        assert [one.step for one in events.Scalars(tag)] == expected
-        assert [
-            one.step for one in events.Histograms(f"exponents_{direction}/first.linear")
-        ] == expected
-    assert [one.step for one in events.Scalars(name)] == expected
-    text = tensor_util.make_ndarray(events.Tensors("scales/text_summary")[-1].tensor_proto)
+    for tag in ("~scales/first/weight", "~scales/first/linear.grad"):
+        assert [one.step for one in events.Scalars(f"{tag}/log2_rms")] == expected
+        assert [one.step for one in events.Histograms(f"{tag}/exponents")] == expected
+    assert [one.step for one in events.Scalars(f"~{name}")] == expected
+    # Everything stands behind what the module has logged.
+    own = [tag for tag in sorted(tags["scalars"]) if not tag.startswith("~scales/")]
+    assert sorted(tags["scalars"])[: len(own)] == own and "val_loss" in own
+    text = tensor_util.make_ndarray(events.Tensors("~scales/table/text_summary")[-1].tensor_proto)
     assert "linear" in str(text.ravel()[0])
 
 
@@ -76,8 +75,25 @@ def test_no_histograms(tmp_path: Path) -> None:
     assert monitor.snapshots[0].exponent_counts() is None
     tags = _events(Path(board.log_dir)).Tags()
     assert not tags["histograms"]
-    assert "scales/FP16/overflow_forward" in tags["scalars"]
+    assert "~scales/FP16/overflow_forward" in tags["scalars"]
     assert not any("E4M3" in one for one in tags["scalars"])
+
+
+def test_only_the_scales_tab(tmp_path: Path) -> None:
+    board = TensorBoardLogger(tmp_path, "board")
+    run(Regression, [ScaleMonitor(1, tensorboard_tabs="scales")], logger=board, max_steps=2)
+    tags = _events(Path(board.log_dir)).Tags()
+    assert not [tag for tag in tags["scalars"] if "scales" in tag]
+    assert not tags["histograms"]
+    assert [tag for tag in tags["tensors"] if tag.startswith("scales/forward/exponents/")]
+
+
+def test_an_unknown_choice_of_tabs() -> None:
+    expected = (
+        r"tensorboard_tabs='none': no such choice; expected 'scales', 'operands' or 'all'; leave"
+    )
+    with pytest.raises(ValueError, match=expected):
+        ScaleMonitor(tensorboard_tabs="none")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -100,7 +116,8 @@ def test_include_and_exclude(options: Any, inside: set[str], outside: set[str]) 
 
 def test_nothing_left_to_watch() -> None:
     monitor = ScaleMonitor(every_n_steps=1, include="no such tensor")
-    run(Regression, [monitor], max_steps=2)
+    with pytest.warns(UserWarning, match="include='no such tensor': matches nothing"):
+        run(Regression, [monitor], max_steps=2)
     assert not monitor.snapshots
     assert "No step has been sampled" in monitor.table()
 
@@ -144,7 +161,7 @@ def test_exact_histograms(exact: bool) -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(x) + torch.sin(self.first(x).repeat(1, 1000)).mean()
 
-    monitor = ScaleMonitor(every_n_steps=1, exact_histograms=exact)
+    monitor = ScaleMonitor(every_n_steps=1, histograms="exact" if exact else True)
     run(Wide, [monitor], max_steps=1)
     statistics = monitor.snapshots[0].statistics("sin")
     assert statistics is not None and statistics.exponent_counts is not None

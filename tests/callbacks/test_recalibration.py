@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from lightning_unitscale import ScaleMonitor, UnitScaleCallback
-from lightning_unitscale.graph.compiled_graph import CompiledGraph, GraphBackend, Variant
+from lightning_unitscale.capture.compiled_graph import CompiledGraph, GraphBackend, Variant
 from tests.callbacks.modules import Evaluated, Regression, regression_with
 from tests.callbacks.runs import (
     assert_same_run,
@@ -65,14 +65,14 @@ class Looks(pl.Callback):
         self.measured: list[bool] = []
         self._steps: list[Any] = []
         self._count = 0
-        units = import_module("lightning_unitscale.dispatch.units")
-        plain = units.smallest_and_rms
+        extents = import_module("lightning_unitscale.dispatch.tensors")
+        plain = extents.smallest_and_rms
 
         def counted(tensor: Any) -> Any:
             self._count += 1
             return plain(tensor)
 
-        patch.setattr(units, "smallest_and_rms", counted)
+        patch.setattr(extents, "smallest_and_rms", counted)
 
     @property
     def watched(self) -> list[bool]:

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 from examples.gpt import GPT
 from lightning_unitscale import RematCallback, ScaleMonitor, UnitScaleCallback
-from lightning_unitscale.graph.steps import steps_of
+from lightning_unitscale.capture.steps import steps_of
 from tests.callbacks.modules import Regression
 from tests.callbacks.runs import QUIET, MemoryLogger, Rows, loader
 
@@ -45,8 +45,10 @@ def _fit(module: pl.LightningModule, data: DataLoader, *callbacks: pl.Callback, 
     return trainer
 
 
-def _assert_same_weights(one: nn.Module, other: nn.Module) -> None:
-    for (name, a), (_, b) in zip(one.state_dict().items(), other.state_dict().items(), strict=True):
+def _assert_same_weights(module: nn.Module, other: nn.Module) -> None:
+    for (name, a), (_, b) in zip(
+        module.state_dict().items(), other.state_dict().items(), strict=True
+    ):
         assert torch.equal(a, b), name
 
 
@@ -170,6 +172,18 @@ def test_a_fraction_holds_for_each_graph_of_a_step_that_breaks() -> None:
     callback = RematCallback(1.0)
     _fit(_Broken(), loader(8), callback)
     assert len(callback.reports) == 2
+
+
+class _Untrained(Regression):
+    def training_step(self, batch, batch_idx):
+        x = batch[0].sin()
+        torch._dynamo.graph_break()
+        return self.second(self.first(x).relu()).square().mean()
+
+
+def test_the_only_part_that_trains_is_named_as_such() -> None:
+    with pytest.warns(UserWarning, match="captured in pieces, so budget=1.0 holds for the only"):
+        _fit(_Untrained(), loader(8), RematCallback(1.0))
 
 
 class _Parts(Regression):
@@ -365,7 +379,7 @@ class _Lengths(pl.LightningModule):
 
 
 def _sequences(*lengths: int) -> DataLoader:
-    return DataLoader([torch.randint(32, (4, one)) for one in lengths], batch_size=None)
+    return DataLoader([torch.randint(32, (4, length)) for length in lengths], batch_size=None)
 
 
 def test_batches_of_changing_lengths_share_a_plan() -> None:
@@ -375,7 +389,7 @@ def test_batches_of_changing_lengths_share_a_plan() -> None:
     _fit(plain, data)
     _fit(planned, data, callback)
     _assert_same_weights(plain, planned)
-    assert [one.sizes for one in callback.reports] == [(), (31,)]
+    assert [report.sizes for report in callback.reports] == [(), (31,)]
     assert "for the sizes planned for" in callback.explain().splitlines()[-1]
 
 
@@ -387,7 +401,7 @@ def test_bytes_are_kept_by_longer_batches_than_the_planned_one() -> None:
     callback = RematCallback(int(0.85 * unplanned.measured_peak_bytes))
     _fit(_Lengths(), _sequences(12, 16, 200, 18, 200, 15), callback)
     # The plan of the short batches would keep too much of the long ones.
-    assert [one.sizes for one in callback.reports] == [(), (16,), (200,)]
+    assert [report.sizes for report in callback.reports] == [(), (16,), (200,)]
     assert callback.predicted_peak_bytes is not None
     assert callback.predicted_peak_bytes <= 0.85 * unplanned.measured_peak_bytes
 

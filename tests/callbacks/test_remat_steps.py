@@ -111,4 +111,4 @@ def test_it_warns_once_of_a_step_in_parts_and_names_the_line() -> None:
     line = _Broken.training_step.__code__.co_firstlineno + 2
     with pytest.warns(UserWarning, match=rf"in 2 parts.*test_remat_steps.py:{line}\.") as warned:
         _fit(_Broken(), RematCallback(1.0))
-    assert sum("RematCallback" in str(one.message) for one in warned) == 1
+    assert sum("RematCallback" in str(warning.message) for warning in warned) == 1

@@ -14,7 +14,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
-from lightning_unitscale import ScaleMonitor, UnitScaleCallback
+from lightning_unitscale import Lossless, ScaleMonitor, Simulate, UnitScaleCallback
 from lightning_unitscale.dispatch.kernels import num_overridden
 from tests.callbacks.modules import Evaluated, Regression, adamw
 from tests.callbacks.runs import ARRANGEMENTS, QUIET, both, loader, run, unit_scale_of
@@ -222,9 +222,9 @@ def _adam_regression() -> Regression:
 
 PICKLED: dict[str, Callable[[], pl.Callback]] = {
     "lossless": UnitScaleCallback,
-    "all, held": lambda: UnitScaleCallback(depth="all", hold_parameters=True),
+    "all, held": lambda: UnitScaleCallback(Lossless(hold_parameters=True), depth="all"),
     "FP8": lambda: UnitScaleCallback(precision="fp8"),
-    "simulated": lambda: UnitScaleCallback(simulate="fp8", simulate_rounding="stochastic"),
+    "simulated": lambda: UnitScaleCallback(simulate=Simulate(rounding="stochastic")),
     "u-muP": lambda: UnitScaleCallback("u-mup"),
     "monitor": lambda: ScaleMonitor(every_n_steps=2),
 }

@@ -14,7 +14,8 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from tests.callbacks.modules import Evaluated, adamw
+from lightning_unitscale import UnitScaleCallback
+from tests.callbacks.modules import Evaluated, Regression, adamw
 from tests.callbacks.runs import (
     ARRANGEMENTS,
     QUIET,
@@ -22,6 +23,7 @@ from tests.callbacks.runs import (
     both,
     loader,
     monitor_of,
+    run,
     unit_scale_of,
 )
 from tests.helpers import assert_same_bits
@@ -105,7 +107,7 @@ def killed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         [sys.executable, "-c", _SCRIPT, request.param, str(folder)],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        timeout=120,
+        timeout=250,
         capture_output=True,
         text=True,
     )
@@ -113,14 +115,26 @@ def killed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return request.param, folder / "step=20.ckpt"
 
 
+class First(pl.Callback):
+    """Keeps the units with which the first batch begins."""
+
+    gauge: Any = None
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        if self.gauge is None:
+            self.gauge = unit_scale_of(trainer.callbacks).gauge.state()
+
+
 def test_a_killed_run_continues(killed: Any, whole: Any, tmp_path: Path) -> None:
     how, checkpoint = killed
     callbacks = ARRANGEMENTS[how]()
-    outputs, weights, _ = train(callbacks, 40, tmp_path, checkpoint)
+    first = First()
+    outputs, weights, _ = train([*callbacks, first], 40, tmp_path, checkpoint)
     assert len(outputs) == 20
     assert_same_bits((outputs, weights), (whole[0][20:], whole[1]))
     # The gauge came with the checkpoint: nothing was measured on the first batch.
     saved = torch.load(checkpoint, weights_only=True)["callbacks"]["UnitScaleCallback"]
+    assert first.gauge == {name: tuple(pair) for name, pair in saved["gauge"].items()}
     assert unit_scale_of(callbacks).gauge.state().keys() == saved["gauge"].keys()
     assert [one.step for one in monitor_of(callbacks).snapshots] == [21, 24, 27, 30, 33, 36, 39]
 
@@ -175,6 +189,19 @@ def test_load_from_checkpoint(killed: Any, whole: Any) -> None:
     module = Module.load_from_checkpoint(killed[1])
     expected = torch.load(whole[2] / "step=20.ckpt", weights_only=True)["state_dict"]
     assert_same_bits(dict(module.state_dict()), dict(expected))
+
+
+def test_what_was_loaded_is_what_is_saved() -> None:
+    trained, resumed = UnitScaleCallback(), UnitScaleCallback()
+    run(Regression, [trained], max_steps=2)
+    state = trained.state_dict()
+    gauge = trained.gauge.state()
+    assert any(any(pair) for pair in gauge.values())
+    assert state["gauge"] == {name: list(pair) for name, pair in gauge.items()}
+    state["plain"] = {"first.linear": {"forward": "a reason"}}
+    resumed.load_state_dict(state)
+    assert resumed.state_dict() == state
+    assert resumed.gauge.state() == gauge
 
 
 def test_load_from_checkpoint_in_a_process_that_has_not_this_package(killed: Any) -> None:

@@ -14,7 +14,7 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor, nn
 
 from lightning_unitscale import UnitScaleCallback
-from lightning_unitscale.callbacks.rule_settings import scale_optimizers
+from lightning_unitscale.callbacks.trainer_settings import scale_optimizers
 from tests.callbacks.runs import QUIET, MemoryLogger, loader
 from tests.callbacks.stored import TINY, Settings, Stored, adamw, fit, half
 from tests.helpers import assert_same_bits

@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 
-from lightning_unitscale.callbacks.rule_settings import UnitClipping, start_loss_scale_at_one
+from lightning_unitscale.callbacks.trainer_settings import start_loss_scale_at_one, unit_clipping
 from tests.callbacks.runs import QUIET
 from tests.callbacks.stored import Settings, Stored, adamw, fit, half
 
@@ -69,7 +69,7 @@ def test_clipping_by_hand_and_its_report(caplog: pytest.LogCaptureFixture) -> No
     assert f"0.5 is taken as {0.5 * 66**0.5:.4g}" in told[0]
 
 
-def test_clipping_is_attached_once_and_gives_back_what_it_shadowed() -> None:
+def test_clipping_gives_back_what_it_shadowed() -> None:
     trainer = pl.Trainer(**QUIET)
     plugin = trainer.precision_plugin
     seen = []
@@ -78,17 +78,12 @@ def test_clipping_is_attached_once_and_gives_back_what_it_shadowed() -> None:
         seen.append(clip_val)
 
     vars(plugin)["clip_gradients"] = others
-    clipping = UnitClipping(trainer)
-    clipping.remove()
-    clipping.attach()
-    clipping.attach()
     parameter = nn.Parameter(torch.ones(9))
     parameter.grad = torch.ones(9)
-    plugin.clip_gradients(torch.optim.SGD([parameter], lr=0.1), 2.0)
-    plugin.clip_gradients(torch.optim.SGD([parameter], lr=0.1), 0.0)
-    assert seen == [6.0, 0.0]
-    clipping.remove()
-    clipping.remove()
+    with unit_clipping(trainer):
+        plugin.clip_gradients(torch.optim.SGD([parameter], lr=0.1), 2.0)
+        plugin.clip_gradients(torch.optim.SGD([parameter], lr=0.1), 0.0)
+    assert seen == [6.0]
     assert vars(plugin)["clip_gradients"] is others
 
 

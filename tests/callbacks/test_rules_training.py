@@ -262,7 +262,7 @@ def test_explain_lists_operations_and_parameters() -> None:
     changed = {name: one for name, one in plan_of(module).items() if one.changes}
     assert len(changed) == 8
     for name, one in changed.items():
-        assert one.how in rows[name]
+        assert one.origin in rows[name]
     for name, one in plan_of(module).parameters.items():
         assert one.action in rows[name] and one.info.role.value in rows[name]
     assert "Parameters: 6 scaled, 6 zeroed, 6 left." in text

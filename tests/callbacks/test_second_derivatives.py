@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lightning_unitscale import UnitScaleCallback
+from lightning_unitscale import Lossless, UnitScaleCallback
 from tests.callbacks.modules import Regression
 from tests.callbacks.runs import both, loader, run, unit_scale_of
 from tests.helpers import assert_same_bits
@@ -97,4 +97,4 @@ def test_a_recorded_backward_pass() -> None:
 @pytest.mark.filterwarnings("ignore:Using backward")
 def test_parameters_in_units_have_no_second_derivatives() -> None:
     with pytest.raises(RuntimeError, match=r"hold_parameters=False"):
-        run(Curved, [UnitScaleCallback(depth="all", hold_parameters=True)])
+        run(Curved, [UnitScaleCallback(Lossless(hold_parameters=True), depth="all")])

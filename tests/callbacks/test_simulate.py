@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_unitscale import ScaleMonitor, UnitScaleCallback
+from lightning_unitscale import ScaleMonitor, Simulate, UnitScaleCallback
 from lightning_unitscale.formats import get_format
 from tests.callbacks.modules import Evaluated, Regression
 from tests.callbacks.runs import loader, run
@@ -25,7 +25,7 @@ class _Roundings(pl.Callback):
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.seen: set[tuple[str, str, int]] = set()
         self.stage = ""
-        module = import_module("lightning_unitscale.dispatch.simulate")
+        module = import_module("lightning_unitscale.dispatch.formats")
         plain = module.rounded
 
         def recorded(tensor: Tensor, format: Any, saturate: Any, key: Any) -> Tensor:
@@ -112,8 +112,8 @@ class _SaveHalfWay(pl.Callback):
 @pytest.mark.parametrize(
     "options",
     [
-        {"simulate": "E3M2FN", "simulate_rounding": "stochastic"},
-        {"simulate": "E3M2FN", "grid": "moving"},
+        {"simulate": Simulate("E3M2FN", rounding="stochastic")},
+        {"simulate": Simulate("E3M2FN", grid="moving")},
     ],
     ids=["stochastic", "moving"],
 )
@@ -127,7 +127,9 @@ def test_rounding_goes_on_where_a_checkpoint_stopped(options: Any) -> None:
 
 
 def test_only_what_is_asked_for_moves() -> None:
-    fixed, moving = (UnitScaleCallback(simulate="fp8", grid=one) for one in ("fixed", "moving"))
+    fixed, moving = (
+        UnitScaleCallback(simulate=Simulate("fp8", grid=grid)) for grid in ("fixed", "moving")
+    )
     plain = UnitScaleCallback(simulate="fp8")
     weights = [run(_module, [one], max_steps=4).weights for one in (plain, fixed, moving)]
     assert_same_bits(weights[0], weights[1])
@@ -153,8 +155,7 @@ def test_from_a_command_line(given: str, expected: tuple[str, str]) -> None:
     parser = jsonargparse.ArgumentParser()
     parser.add_class_arguments(UnitScaleCallback, "callback")
     callback = parser.instantiate(parser.parse_args([f"--callback.simulate={given}"])).callback
-    formats = (callback._simulation.fwd_format, callback._simulation.bwd_format)
-    assert formats == tuple(map(get_format, expected))
+    assert tuple(map(get_format, callback.simulate.formats)) == tuple(map(get_format, expected))
 
 
 def test_wrong_settings() -> None:
@@ -163,8 +164,6 @@ def test_wrong_settings() -> None:
     with pytest.raises(ValueError, match=r"3 formats; expected 'fp8', a format, or a pair"):
         UnitScaleCallback(simulate=("FP16", "FP16", "FP16"))
     with pytest.raises(ValueError, match=r"rounding='down': unknown rounding"):
-        UnitScaleCallback(simulate="fp8", simulate_rounding="down")
+        Simulate("fp8", rounding="down")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"grid='still': unknown grid; expected 'fixed' or"):
-        UnitScaleCallback(simulate="fp8", grid="still")
-    with pytest.raises(ValueError, match=r"grid='moving': no format is in use whose numbers"):
-        UnitScaleCallback(grid="moving")
+        Simulate("fp8", grid="still")  # type: ignore[arg-type]

@@ -23,8 +23,8 @@ from tests.helpers import same_bits
 CALLBACKS: dict[str, Callable[[], list[pl.Callback]]] = {
     "plain": list,
     "lossless": lambda: [UnitScaleCallback()],
-    "monitor": lambda: [ScaleMonitor(every_n_steps=1)],
-    "both": lambda: [UnitScaleCallback(), ScaleMonitor(every_n_steps=1)],
+    "monitor": lambda: [ScaleMonitor(every_n_steps=1, on_violation=None)],
+    "both": lambda: [UnitScaleCallback(), ScaleMonitor(every_n_steps=1, on_violation=None)],
 }
 TRANSFORMS: dict[str, Callable[..., nn.Module]] = {
     "plain loop": lambda module, *batch: module,

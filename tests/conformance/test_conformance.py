@@ -22,7 +22,7 @@ from tests.conformance import (
     zoo_writes,
 )
 from tests.conformance.cases import Case
-from tests.conformance.harness import CALLBACKS, differences, plain, train
+from tests.conformance.harness import differences, plain, train
 
 THEMES = (
     zoo_autograd,
@@ -39,7 +39,7 @@ THEMES = (
     zoo_writes,
 )
 CASES: list[Case] = [case for theme in THEMES for case in theme.CASES]
-METHODS = [name for name in CALLBACKS if name != "plain"]
+ALONE = ("lossless", "monitor")
 
 _LATER = (
     "numbers are looked at when units are measured, at steps 8, 16, 32, 64 and every 128th: "
@@ -63,9 +63,10 @@ UNCOUNTED = {"types-complex_linear"}
 
 
 def _trainings() -> list[Any]:
+    """Every case with both callbacks together, and with one of them alone, in turn."""
     params = []
-    for case in CASES:
-        for method in METHODS:
+    for index, case in enumerate(CASES):
+        for method in ("both", ALONE[index % len(ALONE)]):
             is_inexact = case.name in INEXACT and method != "monitor"
             mark = pytest.mark.xfail(reason=INEXACT.get(case.name, ""), strict=True)
             marks = [mark] if is_inexact else []
@@ -79,9 +80,9 @@ def test_there_are_enough_cases() -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_a_case_repeats_itself(case: Case) -> None:
+def test_a_case_shows_something(case: Case) -> None:
+    """That it repeats itself is seen where it has the bits of another training."""
     expected = plain(case)
-    assert not differences(train(case, "plain"), expected)
     gradients = [v for name, v in expected.values.items() if "gradient of" in name]
     assert any(gradient is not None and gradient.any() for gradient in gradients)
     if case.is_finite:

@@ -19,7 +19,11 @@ from lightning_unitscale import UnitScaleCallback
 from lightning_unitscale.dispatch import compiled_graphs
 from lightning_unitscale.dispatch.attach import AttachedSession
 from lightning_unitscale.dispatch.compiled_graphs import GRAPHS, CompiledGraph
-from lightning_unitscale.transforms.gauge import Gauge, GaugePair
+from lightning_unitscale.dispatch.coverage import CoverageCounter
+from lightning_unitscale.dispatch.torch_internals import GraphPass
+from lightning_unitscale.lossless.gauge import Gauge, GaugePair
+
+pytestmark = pytest.mark.slow  # Inductor compiles C++
 
 
 class Net(nn.Module):
@@ -156,7 +160,8 @@ def test_units_change_in_place_what_a_compiled_product_reads(
 
     def noted(graph: CompiledGraph, tensors: list[Tensor], index: int) -> None:
         product = graph.products[index]
-        read.update({n: t.clone() for n, t in zip(product.names, tensors, strict=True)})
+        names = product.site.names_of(product.sources)
+        read.update({n: t.clone() for n, t in zip(names, tensors, strict=True)})
         look(graph, tensors, index)
 
     monkeypatch.setattr(CompiledGraph, "look", noted)
@@ -167,7 +172,7 @@ def test_units_change_in_place_what_a_compiled_product_reads(
         pair = GaugePair(log2_sigma=exponent)
         name = "net.linear"
         gauge = {f"{name}:input": pair, f"{name}:weight": GaugePair(log2_sigma=1)}
-        attached.session.set_gauge(Gauge(gauge | {name: GaugePair(log2_gamma=exponent)}))
+        attached.session.units.set_gauge(Gauge(gauge | {name: GaugePair(log2_gamma=exponent)}))
         loss = module.step(x)
         loss.backward()
         results.append((loss.detach(), *[p.grad.clone() for p in module.parameters()]))
@@ -183,7 +188,7 @@ def test_units_change_in_place_what_a_compiled_product_reads(
     again = AttachedSession(module, ["step"])
     module.step(x)
     module.step(x)
-    assert again.session.gauge.pairs["net.linear:weight"].log2_sigma == -3
+    assert again.session.units.gauge.pairs["net.linear:weight"].log2_sigma == -3
     assert counters["stats"]["unique_graphs"] == 1
     again.detach()
 
@@ -194,11 +199,9 @@ def test_a_graph_that_was_compiled_before_is_told_and_caches_are_kept_apart(
     module, x = Linear(), torch.randn(8, 16)
     expected = module.step(x)
     attached = AttachedSession(module, ["step"])
-    attached.session.count()
+    counter = attached.session.counter = CoverageCounter()
     assert torch.equal(module.step(x), expected)
-    coverage = attached.session.coverage()
-    assert coverage is not None
-    assert list(coverage.reasons) == ["compiled before this callback was attached"]
+    assert list(counter.result().reasons) == ["compiled before this callback was attached"]
     # The plain graph is in Inductor's cache by now; it is not taken for ours, nor ours for it.
     torch._dynamo.reset()
     before = len(GRAPHS)
@@ -230,3 +233,15 @@ def test_formats_run_uncompiled_and_say_so() -> None:
     assert same(plain, compiled)
     assert callback.coverage.fraction_of_flops("format") == 1.0
     assert counters["stats"]["unique_graphs"] == 0
+
+
+def test_a_pass_that_a_setting_of_the_users_brings_back_runs_once() -> None:
+    graphs: list[fx.Graph] = []
+    graph_pass = GraphPass("post_grad_custom_pre_pass", graphs.append)
+    graph_pass.install()
+    with config.patch(post_grad_custom_pre_pass=None):
+        graph_pass.remove()
+    graph_pass.install()
+    graph_pass(fx.Graph())
+    graph_pass.remove()
+    assert len(graphs) == 1

@@ -16,7 +16,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from lightning_unitscale import ScaleMonitor, UnitScaleCallback
+from lightning_unitscale import Lossless, ScaleMonitor, UnitScaleCallback
 from tests.callbacks.modules import Regression, adamw
 from tests.callbacks.runs import ARRANGEMENTS, QUIET, Recorder, loader
 from tests.callbacks.test_manual_optimization import Adversarial
@@ -38,6 +38,16 @@ class Unused(Regression):
         return result
 
 
+class Drifting(Regression):
+    """Inputs grow on the first rank only, before the units are looked at."""
+
+    def __init__(self) -> None:
+        super().__init__(adamw)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * 64 if self.global_rank == 0 and self.global_step >= 5 else x)
+
+
 class Synchronized(Regression):
     """Batch statistics over both ranks, and values logged over both."""
 
@@ -49,7 +59,10 @@ class Synchronized(Regression):
 
 HOWS = {
     **ARRANGEMENTS,
-    "held": lambda: [UnitScaleCallback(hold_parameters=True), ScaleMonitor(every_n_steps=3)],
+    "held": lambda: [
+        UnitScaleCallback(Lossless(hold_parameters=True)),
+        ScaleMonitor(every_n_steps=3),
+    ],
     "held, all": lambda: [UnitScaleCallback(depth="all")],
 }
 KINDS: dict[str, dict[str, Any]] = {
@@ -57,6 +70,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "accumulating": {"module": Regression, "accumulate_grad_batches": 2, "precision": "bf16-mixed"},
     "unused": {"module": Unused, "strategy": {"find_unused_parameters": True}},
     "static": {"module": Regression, "strategy": {"static_graph": True}},
+    "drifting": {"module": Drifting, "max_steps": 10},
     "synchronized": {"module": Synchronized, "strategy": {"gradient_as_bucket_view": True}},
     "manual": {"module": Adversarial, "strategy": {"find_unused_parameters": True}, "clip": None},
 }
@@ -78,7 +92,7 @@ def train(folder: Path, kind: str, how: str) -> None:
     recorder = Recorder()
     trainer = pl.Trainer(
         callbacks=[*callbacks, recorder],
-        max_steps=8,
+        max_steps=options.pop("max_steps", 8),
         strategy=strategy,
         gradient_clip_val=clip,
         **{**QUIET, "devices": 2, "use_distributed_sampler": True, **options},

@@ -1,18 +1,37 @@
-"""Starts one process for each rank on this machine, waits for all, and shows their output."""
+"""Runs one process for each rank on this machine, waits for all, and shows their output.
+
+The processes are forked from a server that has imported torch, Lightning and this package once for
+all tests: an import takes seconds, and most ranks compute for no longer.
+"""
 
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
+import runpy
 import socket
 import subprocess
 import sys
+import time
 import warnings
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 
 ROOT = Path(__file__).parents[2]
+# None of them may start a thread: a process that has threads cannot be forked.
+_PRELOADED = [
+    "lightning.pytorch",
+    "torch._dynamo",
+    "torch.distributed.pipelining",
+    "examples.gpt",
+    "lightning_unitscale",
+    "lightning_unitscale.strategies",
+]
+_FORKS = multiprocessing.get_context("forkserver")
+_FORKS.set_forkserver_preload(_PRELOADED)
 
 
 def run_ranks(
@@ -41,26 +60,42 @@ def codes_of_ranks(
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", module, str(folder), *arguments]
-    processes = []
+    logs = [folder / f"{rank}.txt" for rank in range(num_ranks)]
+    processes = [
+        _FORKS.Process(
+            target=_run_rank,
+            args=(module, [str(folder), *arguments], log, _environment(rank, num_ranks, port)),
+        )
+        for rank, log in enumerate(logs)
+    ]
+    deadline = time.monotonic() + timeout
     try:
-        for rank in range(num_ranks):
-            with (folder / f"{rank}.txt").open("w") as log:
-                processes.append(
-                    subprocess.Popen(
-                        command,
-                        cwd=folder,
-                        env=_environment(rank, num_ranks, port),
-                        stdout=log,
-                        stderr=subprocess.STDOUT,
-                    )
-                )
-        codes = [one.wait(timeout=timeout) for one in processes]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+            if process.exitcode is None:
+                raise subprocess.TimeoutExpired(module, timeout)
     finally:
-        for one in processes:
-            one.kill()
-            one.wait()
-    return codes, [(folder / f"{rank}.txt").read_text() for rank in range(num_ranks)]
+        for process in processes:
+            if process.pid is not None:
+                process.kill()
+                process.join()
+    codes = [process.exitcode for process in processes]
+    return [code for code in codes if code is not None], [log.read_text() for log in logs]
+
+
+def _run_rank(
+    module: str, arguments: Sequence[str], log: Path, environment: Mapping[str, str]
+) -> None:
+    """Runs the module as ``python -m`` does, in a process of its own."""
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for standard in (1, 2):
+        os.dup2(descriptor, standard)
+    os.chdir(log.parent)
+    os.environ.update(environment)
+    sys.argv = [module, *arguments]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 def _environment(rank: int, num_ranks: int, port: int) -> dict[str, str]:

@@ -65,7 +65,7 @@ class Case:
 
     def call(self) -> tuple[list[Any], dict[str, Any]]:
         """Its arguments, with new tensors."""
-        return [made(one) for one in self.args], {k: made(v) for k, v in self.kwargs.items()}
+        return [made(arg) for arg in self.args], {k: made(v) for k, v in self.kwargs.items()}
 
     def __str__(self) -> str:
         kwargs = {k: v for k, v in self.kwargs.items() if not callable(v)}
@@ -74,8 +74,8 @@ class Case:
 
 def made(value: Any) -> Any:
     """The argument with its tensors made."""
-    if isinstance(value, (list, tuple)) and any(callable(one) for one in value):
-        return [made(one) for one in value]
+    if isinstance(value, (list, tuple)) and any(callable(item) for item in value):
+        return [made(item) for item in value]
     return value() if callable(value) else value
 
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import lightning_unitscale.functional as U
-from lightning_unitscale.functional import rule_of_function
+from lightning_unitscale.functional.rules import rule_of_function
 
 
 def rms(tensor: Tensor) -> float:

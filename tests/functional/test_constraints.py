@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_unitscale.functional import apply_constraint
+from lightning_unitscale.functional.rules import apply_constraint
 
 
 @pytest.mark.parametrize(

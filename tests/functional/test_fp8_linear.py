@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_unitscale.functional.fp8_linear import (
+from lightning_unitscale.functional.low_precision import (
     GRADIENTS,
     GradientFormat,
     fp8_linear,
@@ -52,7 +52,7 @@ def test_products_of_rounded_operands(
 ) -> None:
     x, w = _random(*shape, dtype=dtype), _random(32, 48, dtype=dtype, seed=1)
     factors = (2.0, 0.5, 1.0, 4.0, 0.25, 0.125)
-    y = fp8_linear(x, w, None, "constant", dtype, *factors, gradient=gradient)
+    y = fp8_linear(x, w, None, "constant", dtype, *factors, gradient_format=gradient)
     g = _random(*y.shape, dtype=dtype, seed=2).detach()
     y.backward(g)
     assert y.dtype == dtype and y.shape == (*shape[:-1], 32)
@@ -82,10 +82,10 @@ def test_dynamic_scales_reach_the_end_of_each_format(
 ) -> None:
     """Operands far out of FP8's range give what they give near 1."""
     x, w = _random(24, 32, dtype=dtype), _random(16, 32, dtype=dtype, seed=1)
-    made = fp8_linear(x, w, None, "dynamic", dtype, gradient=gradient)
+    made = fp8_linear(x, w, None, "dynamic", dtype, gradient_format=gradient)
     g = _random(24, 16, dtype=dtype, seed=2).detach()
     made.backward(g)
-    of_x, of_w = (448.0 / one.detach().abs().max().double() for one in (x, w))
+    of_x, of_w = (448.0 / value.detach().abs().max().double() for value in (x, w))
     of_g = torch.finfo(GRADIENTS[gradient]).max / g.abs().max().double()
     x8, w8, g8 = (
         _operand(x, float(of_x)),
@@ -161,7 +161,7 @@ def _saved_bytes(function: Any) -> tuple[int, Tensor]:
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda one: one):
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda value: value):
         result = function()
     return sum(kept.values()), result
 
@@ -189,3 +189,23 @@ def test_no_gradient_stays_none() -> None:
     made = fp8_linear(x, weight, bias, "constant", torch.float32, *ONES)
     (_NoGradient.apply(made).sum() + 0 * _random(1, seed=3).sum()).backward()
     assert x.grad is None and weight.grad is None and bias.grad is None
+
+
+@pytest.mark.parametrize("index", [0, 2])
+def test_what_moves_the_numbers_is_divided_out(index: int) -> None:
+    """By powers of two, where every number is one of FP8: not a bit changes."""
+
+    def whole(seed: int, *shape: int) -> Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randint(-3, 4, shape, generator=generator).float().requires_grad_()
+
+    grid = torch.tensor([1.0] * index + [0.5, 0.25, 0.125])
+    results = []
+    for options in ({}, {"grid": grid, "index": index}):
+        x, w = whole(1, 32, 48), whole(2, 16, 48)
+        factors = (4.0, 8.0, 1 / 32, 16.0, 1 / 128, 1 / 64)
+        y = fp8_linear(x, w, None, "constant", torch.float32, *factors, **options)
+        y.backward(whole(3, 32, 16).detach())
+        assert_same_bits(y, x.detach() @ w.detach().T)
+        results.append((y, x.grad, w.grad))
+    assert_same_bits(*results)

@@ -41,8 +41,8 @@ OPERATIONS: dict[str, Operation] = {
 }
 
 
-def _close(one: Tensor, other: Tensor) -> None:
-    torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+def _close(first: Tensor, other: Tensor) -> None:
+    torch.testing.assert_close(first, other, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
@@ -55,11 +55,11 @@ def test_gradients_of_each_example(name: str) -> None:
         return (y.flatten() * seed[: y.numel()]).sum()
 
     expected, values = [], []
-    for one in x:
+    for value in x:
         leaf = w.clone().requires_grad_()
-        values.append(operation(one, w))
-        expected.append(torch.autograd.grad(loss(leaf, one), leaf)[0])
-        _close(grad(loss)(w, one), expected[-1])
+        values.append(operation(value, w))
+        expected.append(torch.autograd.grad(loss(leaf, value), leaf)[0])
+        _close(grad(loss)(w, value), expected[-1])
     _close(vmap(operation, (0, None))(x, w), torch.stack(values))
     _close(vmap(grad(loss), (None, 0))(w, x), torch.stack(expected))
     # The batch may stand in any dimension, and the derivative be of all examples at once.
@@ -118,7 +118,7 @@ def test_an_ensemble() -> None:
         result: Tensor = functional_call(models[0], (parameters, buffers), (x,))
         return result
 
-    _close(vmap(call)(parameters, buffers), torch.stack([one(x) for one in models]))
+    _close(vmap(call)(parameters, buffers), torch.stack([model(x) for model in models]))
 
 
 def test_a_transform_within_a_compiled_function() -> None:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import lightning_unitscale.functional as U
-from lightning_unitscale.functional.loss_rules import reduction_of
+from lightning_unitscale.functional.loss import reduction_of
 
 
 def rms(tensor: Tensor) -> float:

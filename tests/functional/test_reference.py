@@ -23,13 +23,13 @@ def run(function: Callable[..., Any], *shapes: tuple[int, ...]) -> list[Tensor]:
     leaves = [torch.randn(shape, requires_grad=True) for shape in shapes]
     outputs = function(*leaves)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    grad_outputs = [torch.randn_like(one) for one in outputs]
+    grad_outputs = [torch.randn_like(output) for output in outputs]
     return [*outputs, *torch.autograd.grad(outputs, leaves, grad_outputs)]
 
 
 CONSTRAINTS: list[dict[str, Any]] = [
-    {"constraint": one}
-    for one in (None, "to_output_scale", "gmean", "hmean", "amean", "to_grad_input_scale")
+    {"constraint": value}
+    for value in (None, "to_output_scale", "gmean", "hmean", "amean", "to_grad_input_scale")
 ]
 SAME = [
     *(

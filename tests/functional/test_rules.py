@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from lightning_unitscale.functional import (
+from lightning_unitscale.functional.rules import (
     Factors,
     ScaleRule,
     register_rule,
@@ -45,7 +45,7 @@ def monte_carlo(case: Case, mult: float) -> dict[str, tuple[float, int]]:
     rule = RULES[case.name]
     args, kwargs = case.call()
     arguments = rule.bind(tuple(args), kwargs)
-    tensors = [one for one in leaves(arguments) if one[0] not in case.skip]
+    tensors = [leaf for leaf in leaves(arguments) if leaf[0] not in case.skip]
     for _, _, tensor in tensors:
         tensor.requires_grad_()
     factors = rule.factors({**arguments, "mult": mult})
@@ -55,7 +55,7 @@ def monte_carlo(case: Case, mult: float) -> dict[str, tuple[float, int]]:
     of_one = rule.kind == "loss" or output.dim() == 0
     grad_output = torch.ones_like(output) if of_one else torch.randn_like(output)
     gradients = torch.autograd.grad(
-        output, [one for _, _, one in tensors], grad_output, allow_unused=True
+        output, [tensor for _, _, tensor in tensors], grad_output, allow_unused=True
     )
     results = {}
     if rule.kind != "loss":
@@ -92,7 +92,7 @@ _NO_MULT = {
 
 
 @pytest.mark.parametrize("mult", [0.5, 2.0])
-@pytest.mark.parametrize("case", [one for one in CASES if one.name not in _NO_MULT], ids=str)
+@pytest.mark.parametrize("case", [case for case in CASES if case.name not in _NO_MULT], ids=str)
 def test_mult_is_the_scale_of_the_first_argument(case: Case, mult: float) -> None:
     check(case, mult)
 
@@ -111,7 +111,8 @@ def test_gradients_are_those_of_parameters() -> None:
         factors = rule.factors(rule.bind(tuple(args), kwargs))
         assert {name.partition(".")[0] for name in factors.gradients} <= set(rule.parameters)
         assert all(
-            math.isfinite(one) and one > 0 for one in (factors.output, *factors.gradients.values())
+            math.isfinite(value) and value > 0
+            for value in (factors.output, *factors.gradients.values())
         )
 
 
@@ -214,7 +215,7 @@ _SYMBOLIC = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("case", [one for one in CASES if one.name in _SYMBOLIC], ids=str)
+@pytest.mark.parametrize("case", [case for case in CASES if case.name in _SYMBOLIC], ids=str)
 def test_symbolic_sizes_give_the_same_factors_and_no_guards(case: Case) -> None:
     rule = RULES[case.name]
     args, kwargs = case.call()
@@ -252,7 +253,7 @@ def test_factors_of_the_table() -> None:
 
     def factors(name: str, *args: Any, **kwargs: Any) -> Factors:
         rule = RULES[name]
-        return rule.factors(rule.bind(tuple(made(one) for one in args), kwargs))
+        return rule.factors(rule.bind(tuple(made(arg) for arg in args), kwargs))
 
     zeros = torch.zeros
     linear = factors("linear", zeros(3, 4, 50), zeros(20, 50), zeros(20))

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from lightning_unitscale.functional import scale, scale_bwd, scale_fwd
 from lightning_unitscale.functional.change_units import change_gradient_units, change_units
+from lightning_unitscale.functional.low_precision import round_gradient
 from lightning_unitscale.functional.scale import multiply
-from lightning_unitscale.functional.simulated_cast import round_gradient
 
 
 def _gradient(function, input: Tensor, grad_output: Tensor) -> tuple[Tensor, Tensor]:
@@ -153,9 +153,9 @@ def test_compiled_equals_eager_for_any_factor_without_recompilation(backend: str
         forward, backward = torch.tensor(2.0**exponent), torch.tensor(2.0 ** (5 - exponent))
         x = torch.randn(7, 5)
         results = []
-        for one in (function, compiled):
+        for value in (function, compiled):
             leaf = x.clone().requires_grad_()
-            output = one(leaf, forward, backward)
+            output = value(leaf, forward, backward)
             output.sum().backward()
             results.append((output.detach(), leaf.grad))
         (output, gradient), (output_compiled, gradient_compiled) = results

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_unitscale.functional.scaled_product import scaled_product, why_no_fp8
+from lightning_unitscale.functional.low_precision import scaled_product, why_no_fp8
 from tests.helpers import assert_same_bits
 
 
@@ -14,7 +14,7 @@ def test_any_number_of_rows_and_terms(shape: tuple[int, int], kinds: str) -> Non
     generator = torch.Generator().manual_seed(1)
     rows = torch.randint(-3, 4, shape, generator=generator).float()
     columns = torch.randint(-3, 4, (32, shape[1]), generator=generator).float()
-    first, second = (getattr(torch, f"float8_{one}") for one in kinds.split())
+    first, second = (getattr(torch, f"float8_{value}") for value in kinds.split())
     made = scaled_product(rows.to(first), columns.to(second), torch.tensor(0.5), torch.float32)
     assert_same_bits(made + 0.0, 0.5 * (rows @ columns.T) + 0.0)
 

@@ -6,8 +6,14 @@ import pytest
 import torch
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from lightning_unitscale.functional import concrete_size
-from lightning_unitscale.functional.sizes import numel_of, product, shape_of, specialized, tuple_of
+from lightning_unitscale.functional.rules import (
+    concrete_size,
+    numel_of,
+    product,
+    shape_of,
+    specialized,
+    tuple_of,
+)
 
 
 def test_symbolic_sizes_are_read_from_their_hints() -> None:

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from lightning_unitscale.functional.softmax_moments import causal_softmax_moments, softmax_moments
+from lightning_unitscale.functional.moments import causal_softmax_moments, softmax_moments
 
 
 def measured(n: int, std: float, num_samples: int) -> tuple[float, float]:

@@ -17,7 +17,7 @@ from lightning_unitscale.graph.aliasing import (
     same_tensor,
     written_arguments,
 )
-from lightning_unitscale.graph.out_of_place import make_out_of_place
+from lightning_unitscale.graph.functionalize import make_out_of_place
 from tests.helpers import assert_same_bits, captured, run
 
 

@@ -10,15 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
-from lightning_unitscale.graph.capture import CapturedGraph
-from lightning_unitscale.graph.nodes import (
-    Names,
-    argument_at,
-    map_arguments,
-    op_name,
-    tensor_name,
-)
-from lightning_unitscale.graph.steps import ModuleSteps
+from lightning_unitscale.capture.steps import ModuleSteps
+from lightning_unitscale.dynamo.capture import CapturedGraph
+from lightning_unitscale.graph.nodes import Names, argument_at, map_arguments, op_name, tensor_name
 from tests.helpers import captured
 
 

@@ -1,4 +1,4 @@
-"""Passes run in the order of their stages and may add inputs and outputs of their own."""
+"""Passes run in the order of their phases and may add inputs and outputs of their own."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from lightning_unitscale.graph.capture import add_placeholder
-from lightning_unitscale.graph.passes import GraphPass, Region, Stage, StepGraph, run_passes
-from lightning_unitscale.graph.steps import ModuleSteps
+from lightning_unitscale.capture.steps import ModuleSteps
+from lightning_unitscale.dynamo.capture import add_placeholder
+from lightning_unitscale.graph.passes import GraphPass, Phase, Region, StepGraph, run_passes
 from tests.helpers import assert_same_bits, captured, run
 
 
 class Mark(GraphPass):
     """Notes when it ran; wants whatever it is told to want."""
 
-    def __init__(self, name: str, stage: Stage, log: list[str], out_of_place: bool = False) -> None:
-        self.name, self.stage, self.log, self.out_of_place = name, stage, log, out_of_place
-        self.observes = stage is Stage.OBSERVE
+    def __init__(self, name: str, phase: Phase, log: list[str], out_of_place: bool = False) -> None:
+        self.name, self.phase, self.log, self.out_of_place = name, phase, log, out_of_place
+        self.observes = phase is Phase.OBSERVE
 
     def run(self, graph: StepGraph) -> tuple[str, ...]:
         self.log.append(self.name)
@@ -32,7 +32,7 @@ class MultiplyLinears(GraphPass):
     """Multiplies each linear's result by a state and hands its sum out, in checkpoints as well."""
 
     name = "multiply"
-    stage = Stage.REWRITE
+    phase = Phase.REWRITE
 
     def __init__(self) -> None:
         self.factor = torch.tensor(1.0)
@@ -180,14 +180,14 @@ def test_checkpoints_still_recompute_and_save_little(regions: bool) -> None:
 def test_stages_order_passes_however_they_are_given(backwards: bool) -> None:
     log: list[str] = []
     passes = [
-        Mark("rewrite", Stage.REWRITE, log),
-        Mark("second rewrite", Stage.REWRITE, log),
-        Mark("quantize", Stage.QUANTIZE, log, out_of_place=True),
-        Mark("observe", Stage.OBSERVE, log),
+        Mark("rewrite", Phase.REWRITE, log),
+        Mark("second rewrite", Phase.REWRITE, log),
+        Mark("quantize", Phase.QUANTIZE, log, out_of_place=True),
+        Mark("observe", Phase.OBSERVE, log),
     ]
     given = passes[::-1] if backwards else passes
     expected = ["rewrite", "second rewrite", "quantize", "observe"]
-    if backwards:  # equal stages keep the order they were given in
+    if backwards:  # equal phases keep the order they were given in
         expected[:2] = expected[1::-1]
     graph_module = captured(lambda x: (x * 2).add_(1), torch.ones(2))
     records = run_passes(StepGraph(graph_module, observed=True), given, step="s", graph_index=7)
@@ -203,8 +203,8 @@ def test_the_plain_variant_has_no_observers() -> None:
     log: list[str] = []
     module = nn.Linear(2, 2)
     steps = ModuleSteps(module, ("forward",))
-    for stage in (Stage.OBSERVE, Stage.REWRITE):
-        steps.add_pass(Mark(stage.name, stage, log))
+    for phase in (Phase.OBSERVE, Phase.REWRITE):
+        steps.add_pass(Mark(phase.name, phase, log))
     steps.attach("test")
     assert steps.variants() == (False, True)
     module(torch.ones(1, 2))

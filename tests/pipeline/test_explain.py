@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from lightning_unitscale.functional.func_transforms import is_transforming
+from lightning_unitscale.functional.scale import is_transforming
 from lightning_unitscale.pipeline import (
     SplitPoint,
     balanced_split,
@@ -16,11 +17,10 @@ from lightning_unitscale.pipeline import (
     pipe_split,
     pipeline,
 )
-from lightning_unitscale.pipeline.explain import PipelinePlan, plan_of
-from lightning_unitscale.pipeline.explain_step import explain_step
-from lightning_unitscale.pipeline.marks import insert_mark
-from lightning_unitscale.pipeline.policy import possible_cuts
-from lightning_unitscale.pipeline.simulate import simulate_1f1b
+from lightning_unitscale.pipeline.balance import possible_cuts
+from lightning_unitscale.pipeline.cuts import insert_mark
+from lightning_unitscale.pipeline.explain import PipelinePlan, explain_step, plan_of
+from lightning_unitscale.pipeline.schedules import simulate_1f1b
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 4, 7])
@@ -50,6 +50,7 @@ def test_a_plan() -> None:
     text = str(plan)
     assert "bubble" in text
     assert "stage 1 |" in text
+    assert re.search(r"^ *1 .* ms .* ms *514.00 KiB .* [KM]iB +0 B$", text, re.MULTILINE)
     with pytest.raises(ValueError, match="num_microbatches=1"):
         explain_pipeline(module, torch.ones(128, 256), 2, num_microbatches=1)
 
@@ -169,7 +170,7 @@ def test_what_is_sent_costs_both_sides() -> None:
         (0, pytest.approx(first.forward_seconds + sending)),
         (1, pytest.approx(second.forward_seconds + sending)),
     ]
-    assert "at best: imbalance 1.000 by the largest operation" in str(plan)
+    assert "slowest stage 1.000 times the mean by the largest operation" in str(plan)
     with pytest.raises(ValueError, match="bytes_per_second=0"):
         balanced_split(2, bytes_per_second=0)
     with pytest.raises(ValueError, match="num_microbatches=0"):

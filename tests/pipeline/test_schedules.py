@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.pipelining import ScheduleInterleaved1F1B
 
 from lightning_unitscale.pipeline import SCHEDULES, PipelineRunner, SplitPoint, pipeline
-from lightning_unitscale.pipeline.microbatches import split_batch
+from lightning_unitscale.pipeline.program import split_batch
 from lightning_unitscale.pipeline.schedules import find_schedule
 
 
@@ -113,4 +113,4 @@ def test_stages_for_schedules_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> 
         gradient = found[name]
         assert gradient is not None and torch.equal(gradient, one.grad)
     with pytest.raises(ValueError, match="expected the module's arguments by name"):
-        stages[0].submod(x)
+        stages[0].forward_maybe_with_nosync(x)

@@ -14,13 +14,13 @@ from torch.utils._pytree import tree_leaves
 
 def sum_of(output: Any) -> Tensor:
     """A loss for any output."""
-    return torch.stack([one.float().square().sum() for one in tree_leaves(output)]).sum()
+    return torch.stack([tensor.float().square().sum() for tensor in tree_leaves(output)]).sum()
 
 
 def storage_bytes(tensors: Iterable[Any]) -> int:
     """Bytes of the storages behind tensors, each once."""
-    found = [one.untyped_storage() for one in tensors if isinstance(one, Tensor)]
-    return sum({one._cdata: one.nbytes() for one in found}.values())
+    found = [tensor.untyped_storage() for tensor in tensors if isinstance(tensor, Tensor)]
+    return sum({storage._cdata: storage.nbytes() for storage in found}.values())
 
 
 def measured_peak(
@@ -47,10 +47,12 @@ def measured_peak(
         activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
     ) as profiled:
         step()
-    events = [one for one in profiled.profiler.kineto_results.events() if one.name() == "[memory]"]
+    events = [
+        event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"
+    ]
     live = top = 0
-    for one in sorted(events, key=lambda one: one.start_ns()):
-        live += one.nbytes()
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        live += event.nbytes()
         top = max(top, live)
     return before + top
 
@@ -65,7 +67,9 @@ def measured_saved(
         kept.append(tensor.detach())
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda one: one):
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         loss(module(*inputs))
-    there = {one.untyped_storage()._cdata for one in [*module.parameters(), *module.buffers()]}
-    return storage_bytes(one for one in kept if one.untyped_storage()._cdata not in there)
+    there = {
+        tensor.untyped_storage()._cdata for tensor in [*module.parameters(), *module.buffers()]
+    }
+    return storage_bytes(tensor for tensor in kept if tensor.untyped_storage()._cdata not in there)

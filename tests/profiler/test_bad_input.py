@@ -51,7 +51,7 @@ def test_lazy_and_sparse_parameters() -> None:
 
 def test_a_module_that_cannot_be_copied() -> None:
     module = nn.Linear(2, 2)
-    module.stream = (one for one in ())  # generators cannot be copied
+    module.stream = (item for item in ())  # generators cannot be copied
     with pytest.raises(RuntimeError, match=r"`module=Linear`: it cannot be copied"):
         profile_graph(module, torch.ones(1, 2))
 
@@ -82,7 +82,7 @@ def test_the_module_is_left_as_it_was(device: str) -> None:
     profile_graph(module, given, device=device, optimizer=torch.optim.AdamW)
     assert (module.calls, module.last) == (0, None)
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
-    assert all(one.grad is None for one in module.parameters())
+    assert all(param.grad is None for param in module.parameters())
     assert not module._forward_hooks and not module._forward_pre_hooks
     assert not module.norm._forward_hooks
     assert torch.equal(given, kept)

@@ -5,13 +5,16 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_unitscale.profiler.liveness import allocated_bytes, peak_of, simulate
-from lightning_unitscale.profiler.step_record import (
+from lightning_unitscale.profiler.costs import OperatorCosts
+from lightning_unitscale.profiler.record import (
     OUTSIDE,
     Event,
     OperatorCall,
     StepRecord,
     StorageLife,
+    allocated_bytes,
+    memory_timeline,
+    peak_of,
 )
 
 
@@ -24,35 +27,35 @@ def _record(
         for place, size in enumerate(sizes)
     )
     calls = tuple(OperatorCall(f"op{place}", "forward", OUTSIDE) for place in range(operators))
-    return StepRecord(device, (), lives, calls, tuple(Event(*one) for one in events), ())
+    return StepRecord(device, (), lives, calls, tuple(Event(*event) for event in events), ())
 
 
 def test_what_was_there_counts_from_the_beginning() -> None:
-    timeline = simulate(_record([100, 10, 5], [(1, 10, 0), (1, -10, 0), (2, 5, 1)], 2))
+    timeline = memory_timeline(_record([100, 10, 5], [(1, 10, 0), (1, -10, 0), (2, 5, 1)], 2))
     assert timeline.before_bytes == 100
     assert timeline.live_bytes == (110, 105)
-    assert (timeline.peak.live_bytes, timeline.peak.operator) == (110, 0)
+    assert (timeline.peak_bytes, timeline.peak_operator) == (110, 0)
     assert timeline.after_bytes == 105
 
 
 def test_a_workspace_comes_on_top_of_the_results() -> None:
     record = _record([100, 10], [(1, 10, 0)], 1)
-    call = OperatorCall("op", "forward", OUTSIDE, workspace_bytes=7)
-    timeline = simulate(StepRecord("cpu", (), record.storages, (call,), record.events, ()))
-    assert timeline.peak.live_bytes == 117
+    call = OperatorCall("op", "forward", OUTSIDE, OperatorCosts(workspace_bytes=7))
+    timeline = memory_timeline(StepRecord("cpu", (), record.storages, (call,), record.events, ()))
+    assert timeline.peak_bytes == 117
     assert timeline.peak_by_kind["temporary"] == 117
     assert timeline.after_bytes == 110
 
 
 def test_cuda_hands_out_blocks() -> None:
-    assert [allocated_bytes(one, "cuda") for one in (0, 1, 512, 513)] == [0, 512, 512, 1024]
+    assert [allocated_bytes(size, "cuda") for size in (0, 1, 512, 513)] == [0, 512, 512, 1024]
     assert allocated_bytes(513, "cpu") == 513
-    timeline = simulate(_record([100, 600], [(1, 600, 0)], 1, "cuda"))
-    assert (timeline.before_bytes, timeline.peak.live_bytes) == (512, 512 + 1024)
+    timeline = memory_timeline(_record([100, 600], [(1, 600, 0)], 1, "cuda"))
+    assert (timeline.before_bytes, timeline.peak_bytes) == (512, 512 + 1024)
 
 
 def test_a_storage_that_is_resized() -> None:
-    timeline = simulate(_record([30], [(0, 10, 0), (0, 20, 1), (0, -30, 2)], 3))
+    timeline = memory_timeline(_record([30], [(0, 10, 0), (0, 20, 1), (0, -30, 2)], 3))
     assert timeline.live_bytes == (10, 30, 30)
     assert timeline.after_bytes == 0
 
@@ -65,8 +68,8 @@ def test_live_bytes_are_the_sum_of_what_lives(lives: list[tuple[int, int, int]])
     for place in range(7):
         events += [(i, size, place) for i, (size, a, _) in enumerate(spans) if a == place and size]
         events += [(i, -size, place) for i, (size, _, b) in enumerate(spans) if b == place and size]
-    timeline = simulate(_record([size for size, _, _ in spans], events, 7))
+    timeline = memory_timeline(_record([size for size, _, _ in spans], events, 7))
     expected = [sum(size for size, a, b in spans if a <= place <= b) for place in range(7)]
     assert list(timeline.live_bytes) == expected
-    assert timeline.peak.live_bytes == max([*expected, 0])
-    assert peak_of(Event(*one) for one in events) == max([*expected, 0])
+    assert timeline.peak_bytes == max([*expected, 0])
+    assert peak_of(Event(*event) for event in events) == max([*expected, 0])

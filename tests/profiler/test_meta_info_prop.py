@@ -44,7 +44,7 @@ def test_dynamos_graph_takes_its_parameters_as_inputs() -> None:
     profile = MetaInfoProp(graph_module).run(*inputs, loss=sum_of)
     direct = profile_graph(module, given, loss=sum_of)
     assert profile.fwd_flops == direct.fwd_flops
-    assert {one.module for one in profile.nodes} == {"0", "1", "2", "3"}
+    assert {node.module for node in profile.nodes} == {"0", "1", "2", "3"}
 
 
 def test_inputs_that_share_a_storage_count_once() -> None:
@@ -63,7 +63,7 @@ def test_values_live_until_their_last_reader() -> None:
         return b + 1
 
     profile = MetaInfoProp(fx.symbolic_trace(chain)).run(torch.ones(100))
-    assert [one.fwd_mem_out for one in profile.nodes] == [400, 400, 400]
+    assert [node.fwd_mem_out for node in profile.nodes] == [400, 400, 400]
     assert profile.peak_bytes == 3 * 400  # the input, and two of the three at a time
     assert profile.timeline.after_bytes == 2 * 400 or profile.timeline.after_bytes == 400
 

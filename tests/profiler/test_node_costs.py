@@ -13,7 +13,7 @@ from tests.profiler.oracles import measured_saved, sum_of
 
 
 def _costs(profile: GraphProfile, op: str) -> NodeCosts:
-    (found,) = [one for one in profile.nodes if one.op == op]
+    (found,) = [node for node in profile.nodes if node.op == op]
     return found
 
 
@@ -22,7 +22,7 @@ def test_a_multilayer_perceptron_by_hand() -> None:
     module = nn.Sequential(nn.Linear(narrow, wide), nn.ReLU(), nn.Linear(wide, narrow))
     profile = profile_graph(module, torch.randn(rows, narrow), loss=lambda y: y.sum())
     first, relu, second, loss = profile.nodes
-    assert [one.name for one in profile.nodes] == ["0.linear", "1.relu", "2.linear", "sum"]
+    assert [node.name for node in profile.nodes] == ["0.linear", "1.relu", "2.linear", "sum"]
     assert first.inputs == ("input[0]", "0.weight", "0.bias")
     # The input is saved; the first layer's own weight is not, since the input needs no gradient.
     assert first.save_fwd_in == ("input[0]",)
@@ -45,7 +45,7 @@ def test_a_multilayer_perceptron_by_hand() -> None:
 def test_modules_add_up() -> None:
     module = nn.Sequential(nn.Sequential(nn.Linear(4, 8), nn.ReLU()), nn.Linear(8, 2))
     profile = profile_graph(module, torch.randn(3, 4))
-    by_path = {one.path: one for one in profile.modules}
+    by_path = {costs.path: costs for costs in profile.modules}
     assert set(by_path) == {"", "0", "0.0", "0.1", "1"}
     root = by_path[""]
     assert root.fwd_flops == profile.fwd_flops
@@ -64,8 +64,8 @@ def test_one_input_of_attention_is_saved_once() -> None:
     given = torch.randn(5, 2, 32)
     profile = profile_graph(module, given)
     assert profile.saved_bytes == measured_saved(module, given)
-    readers = [one for one in profile.nodes if "input[0]" in one.save_fwd_in]
-    assert [one.fwd_mem_in for one in readers] == [4 * given.numel(), 0, 0]
+    readers = [node for node in profile.nodes if "input[0]" in node.save_fwd_in]
+    assert [node.fwd_mem_in for node in readers] == [4 * given.numel(), 0, 0]
 
 
 def test_a_view_pins_the_whole_storage() -> None:
@@ -123,7 +123,9 @@ def test_autocast_changes_types_on_each_device() -> None:
 
     module = Step(forward, nn.Linear(8, 16), nn.LayerNorm(16))
     types = {
-        device: [one.dtype for one in profile_graph(module, torch.ones(4, 8), device=device).nodes]
+        device: [
+            node.dtype for node in profile_graph(module, torch.ones(4, 8), device=device).nodes
+        ]
         for device in ("cpu", "cuda")
     }
     assert types == {"cpu": ["bfloat16", "bfloat16"], "cuda": ["bfloat16", "float32"]}
@@ -178,5 +180,5 @@ def test_an_autograd_function_of_the_user() -> None:
 def test_names_are_unique_and_follow_the_modules() -> None:
     block = nn.Linear(8, 8)
     module = Step(lambda a, x: a(a(x)) + 1 - x, block)
-    names = [one.name for one in profile_graph(module, torch.randn(2, 8)).nodes]
+    names = [node.name for node in profile_graph(module, torch.randn(2, 8)).nodes]
     assert names == ["layer0.linear", "layer0.linear_1", "add", "sub"]

@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_unitscale.profiler import aten_node_costs, profile_graph
-from lightning_unitscale.profiler.operator_costs import operator_costs
+from lightning_unitscale.profiler.costs import operator_costs
 from tests.profiler.networks import Step
 from tests.profiler.oracles import sum_of
 

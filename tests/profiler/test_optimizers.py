@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils._pytree import tree_leaves
 
 from lightning_unitscale.profiler import profile_graph
+from lightning_unitscale.profiler.measure import optimizer_state_bytes
 from tests.profiler.oracles import storage_bytes, sum_of
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -45,11 +46,35 @@ def _real_state(optimizer: torch.optim.Optimizer, module: nn.Module, given: Tens
 def test_state_is_the_real_optimizers(name: str) -> None:
     module, given = _module(), torch.randn(5, 8)
     optimizer = OPTIMIZERS[name](module.parameters())
-    before = {one: dict(state) for one, state in optimizer.state.items()}
+    before = {param: dict(state) for param, state in optimizer.state.items()}
     by_class = profile_graph(module, given, optimizer=OPTIMIZERS[name]).optimizer_bytes
     by_instance = profile_graph(module, given, optimizer=optimizer).optimizer_bytes
-    assert {one: dict(state) for one, state in optimizer.state.items()} == before
+    assert {param: dict(state) for param, state in optimizer.state.items()} == before
     assert by_class == by_instance == _real_state(optimizer, module, given)
+
+
+@pytest.mark.parametrize("name", [*OPTIMIZERS, "fused"])
+def test_bytes_of_a_state_that_is_still_to_come(name: str) -> None:
+    module, given = _module(), torch.randn(5, 8)
+    module.append(nn.Linear(4, 4)).append(nn.Linear(4, 4))  # of which one stands for both
+    optimizers = {**OPTIMIZERS, "fused": lambda params: torch.optim.AdamW(params, fused=True)}
+    extra = nn.Parameter(torch.zeros(3))
+    optimizer = optimizers[name]([{"params": module.parameters()}, {"params": [extra]}])
+    extra.grad = torch.zeros(3)
+    predicted = optimizer_state_bytes([optimizer])
+    assert predicted == _real_state(optimizer, module, given)
+    assert predicted == optimizer_state_bytes([optimizer])
+
+
+def test_a_state_that_cannot_be_measured_is_taken_for_two_values() -> None:
+    class Refuses(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            raise KeyError("closure")
+
+    module = _module()
+    with pytest.warns(UserWarning, match="Refuses: its state could not be measured"):
+        found = optimizer_state_bytes([Refuses(module.parameters())])
+    assert found == 2 * storage_bytes(module.parameters())
 
 
 def test_the_step_counts_of_a_gpu_stay_on_the_cpu() -> None:
@@ -77,9 +102,11 @@ def test_an_optimizer_of_the_users_own() -> None:
 
         def step(self, closure: Any = None) -> None:
             for group in self.param_groups:
-                for one in group["params"]:
-                    self.state[one].setdefault("mean", torch.zeros_like(one, dtype=torch.bfloat16))
-                    one.data.sub_(one.grad)
+                for param in group["params"]:
+                    self.state[param].setdefault(
+                        "mean", torch.zeros_like(param, dtype=torch.bfloat16)
+                    )
+                    param.data.sub_(param.grad)
 
     profile = profile_graph(_module(), torch.randn(5, 8), optimizer=Halves)
     assert 2 * profile.optimizer_bytes == profile.parameter_bytes
@@ -99,7 +126,7 @@ def test_frozen_parameters_have_no_state() -> None:
     module = _module()
     module[0].requires_grad_(False)
     profile = profile_graph(module, torch.randn(5, 8), optimizer=torch.optim.AdamW)
-    trained = sum(4 * one.numel() for one in module[2].parameters())
+    trained = sum(4 * param.numel() for param in module[2].parameters())
     assert profile.gradient_bytes == trained
     assert profile.optimizer_bytes == 2 * trained + 2 * 4
 

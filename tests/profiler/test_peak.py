@@ -45,7 +45,7 @@ def test_as_near_as_torchs_tracker() -> None:
     tracker.track_external(module, given)
     with tracker:
         sum_of(module(given)).backward()
-    tracked = sum(one["Total"] for one in tracker.get_tracker_snapshot("peak").values())
+    tracked = sum(device["Total"] for device in tracker.get_tracker_snapshot("peak").values())
     module.zero_grad(set_to_none=True)
     real = measured_peak(module, given)
     ours = profile_graph(module, given, loss=sum_of).peak_bytes

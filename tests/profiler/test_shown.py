@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_unitscale.profiler import GraphProfile, profile_graph
-from lightning_unitscale.profiler.table import format_bytes, format_flops
+from lightning_unitscale.profiler.report import format_bytes, format_flops
 from tests.profiler.networks import NETWORKS
 from tests.profiler.oracles import sum_of
 
@@ -30,7 +30,7 @@ def test_json_gives_the_same_profile(profile: GraphProfile, tmp_path: Path) -> N
 
 
 def test_text_that_is_no_profile() -> None:
-    for text in ("", "{}", '{"version": 1, "nodes": 3}', '{"version": 0}', "[]"):
+    for text in ("", "{}", '{"version": 2, "nodes": 3}', '{"version": 0}', "[]"):
         with pytest.raises(ValueError, match="`text`: it is no profile"):
             GraphProfile.from_json(text)
 
@@ -39,7 +39,7 @@ def test_the_table_is_sorted_by_what_matters(profile: GraphProfile) -> None:
     lines = profile.table(limit=3).splitlines()
     assert len(lines) == 2 + 3 + 1
     assert lines[-1] == f"({len(profile.nodes) - 3} more nodes)"
-    largest = max(profile.nodes, key=lambda one: one.saved_bytes)
+    largest = max(profile.nodes, key=lambda node: node.saved_bytes)
     assert lines[2].startswith(largest.name)
     assert profile.table("order", None).splitlines()[2].startswith("mul")
     by_flops = profile.table("fwd_flops", 1).splitlines()[2]
@@ -61,7 +61,7 @@ def test_the_plot_is_written(profile: GraphProfile, tmp_path: Path) -> None:
     figure = profile.plot(tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 10_000
     (axes,) = figure.axes
-    assert {one.get_text().strip() for one in axes.texts} >= {"forward", "backward", "optimizer"}
+    assert {text.get_text().strip() for text in axes.texts} >= {"forward", "backward", "optimizer"}
     assert axes.lines[0].get_ydata().max() == pytest.approx(profile.peak_bytes / 2**20)
 
 
@@ -80,7 +80,7 @@ def test_a_node_by_its_name(profile: GraphProfile) -> None:
 
 
 def test_units() -> None:
-    assert [format_bytes(one) for one in (0, 1023, 1536, 3 * 2**30)] == [
+    assert [format_bytes(size) for size in (0, 1023, 1536, 3 * 2**30)] == [
         "0 B", "1023 B", "1.50 KiB", "3.00 GiB",
     ]  # fmt: skip
-    assert [format_flops(one) for one in (12, 1500, 2.5e12)] == ["12", "1.50 K", "2.50 T"]
+    assert [format_flops(flops) for flops in (12, 1500, 2.5e12)] == ["12", "1.50 K", "2.50 T"]

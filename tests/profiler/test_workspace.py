@@ -31,7 +31,7 @@ def _allocated(function: Callable[[], object]) -> int:
         torch.set_num_threads(threads)
     events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
     alive = peak = 0
-    for event in sorted(events, key=lambda one: one.start_ns()):
+    for event in sorted(events, key=lambda event: event.start_ns()):
         alive += event.nbytes()
         peak = max(peak, alive)
     del result

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_unitscale.remat.partitioner import aot_backend
-from lightning_unitscale.remat.problem import Mask, Region, RematNode, RematProblem, recomputed
+from lightning_unitscale.remat.problem import Mask, NodeRegion, RematNode, RematProblem, recomputed
 
 
 def random_problem(rng: np.random.Generator, num_forward: int) -> RematProblem:
     """Inputs, a forward pass with views and products of two outputs, and a backward pass."""
     nodes = [
-        RematNode(f"input_{i}", "placeholder", (), Region.INPUT, i, i, num_bytes=8)
+        RematNode(f"input_{i}", "placeholder", (), NodeRegion.INPUT, i, i, num_bytes=8)
         for i in range(2)
     ]
 
@@ -38,7 +38,7 @@ def random_problem(rng: np.random.Generator, num_forward: int) -> RematProblem:
                     f"view_{index}",
                     "view",
                     (read[0],),
-                    Region.FORWARD,
+                    NodeRegion.FORWARD,
                     base,
                     nodes[base].owner,
                     can_save=False,
@@ -50,7 +50,7 @@ def random_problem(rng: np.random.Generator, num_forward: int) -> RematProblem:
                     f"pair_{index}",
                     "pair",
                     tuple(read),
-                    Region.FORWARD,
+                    NodeRegion.FORWARD,
                     index,
                     index,
                     seconds=seconds,
@@ -63,7 +63,7 @@ def random_problem(rng: np.random.Generator, num_forward: int) -> RematProblem:
                     f"item_{index + k}",
                     "item",
                     (index,),
-                    Region.FORWARD,
+                    NodeRegion.FORWARD,
                     index + k,
                     index,
                     num_bytes=int(rng.integers(1, 30)),
@@ -76,7 +76,7 @@ def random_problem(rng: np.random.Generator, num_forward: int) -> RematProblem:
                     f"op_{index}",
                     "op",
                     tuple(read),
-                    Region.FORWARD,
+                    NodeRegion.FORWARD,
                     index,
                     index,
                     num_bytes=int(rng.integers(1, 30)),
@@ -87,7 +87,7 @@ def random_problem(rng: np.random.Generator, num_forward: int) -> RematProblem:
             )
     loss = len(nodes) - 1
     tangent = len(nodes)
-    nodes.append(RematNode("tangent", "placeholder", (), Region.BACKWARD, tangent, tangent, 4))
+    nodes.append(RematNode("tangent", "placeholder", (), NodeRegion.BACKWARD, tangent, tangent, 4))
     for index in reversed([i for i in readable() if i < tangent and rng.random() < 0.6]):
         mine = len(nodes)
         nodes.append(
@@ -95,7 +95,7 @@ def random_problem(rng: np.random.Generator, num_forward: int) -> RematProblem:
                 f"grad_{index}",
                 "grad",
                 (index, mine - 1),
-                Region.BACKWARD,
+                NodeRegion.BACKWARD,
                 mine,
                 mine,
                 num_bytes=int(rng.integers(1, 30)),
@@ -107,10 +107,12 @@ def random_problem(rng: np.random.Generator, num_forward: int) -> RematProblem:
 def all_plans(problem: RematProblem) -> Iterator[Mask]:
     """Every set of values that may be saved and that suffices."""
     choices = [
-        i for i, node in enumerate(problem.nodes) if node.region is Region.FORWARD and node.can_save
+        i
+        for i, node in enumerate(problem.nodes)
+        if node.region is NodeRegion.FORWARD and node.can_save
     ]
     for kept in itertools.product((False, True), repeat=len(choices)):
-        saved = problem.region == Region.INPUT
+        saved = problem.region == NodeRegion.INPUT
         saved[choices] = kept
         try:
             recomputed(problem, saved)
@@ -123,14 +125,14 @@ def run(
     function: Callable[..., Any], parameters: Sequence[Tensor], *inputs: Any
 ) -> tuple[list[Tensor], Any]:
     """What a seeded step returns, its gradients and the generator's state afterwards."""
-    for one in parameters:
-        one.grad = None
+    for param in parameters:
+        param.grad = None
     torch.manual_seed(5)
     output = function(*inputs)
     output = output if isinstance(output, tuple) else (output,)
-    sum(one.float().square().mean() for one in output).backward()
-    gradients = [one.grad.clone() for one in parameters if one.grad is not None]
-    return [*(one.detach() for one in output), *gradients], torch.get_rng_state()
+    sum(tensor.float().square().mean() for tensor in output).backward()
+    gradients = [param.grad.clone() for param in parameters if param.grad is not None]
+    return [*(tensor.detach() for tensor in output), *gradients], torch.get_rng_state()
 
 
 def compiled(function: Callable[..., Any], partition_fn: Any) -> Callable[..., Any]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_unitscale.graph.plain_kernels import plain_kernels
+from lightning_unitscale.dynamo.backend import plain_kernels
 from lightning_unitscale.transforms import remat
 
 RESIZED = {
@@ -33,7 +33,7 @@ def test_resized_images_have_the_bits_of_a_plain_step(resize: nn.Module) -> None
             module.zero_grad()
             loss = module(image).square().mean()
             loss.backward()
-            results.append([loss.detach(), *[one.grad.clone() for one in module.parameters()]])
+            results.append([loss.detach(), *[param.grad.clone() for param in module.parameters()]])
         for expected, got in zip(*results, strict=True):
             assert torch.equal(expected, got)
     assert len(planned.remat_reports()) == 2

@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_unitscale.profiler import CostModel
+from lightning_unitscale.profiler.measure import PeakMeter
 from lightning_unitscale.remat import (
-    CostModel,
     RematPartitioner,
     RematPlan,
     RematReport,
@@ -19,12 +20,11 @@ from lightning_unitscale.remat import (
     plan_remat,
     plot_timeline,
 )
+from lightning_unitscale.remat.api import _planner
 from lightning_unitscale.remat.blocks import find_blocks
-from lightning_unitscale.remat.budget import check_budget, format_bytes
-from lightning_unitscale.remat.measure import PeakMeter
+from lightning_unitscale.remat.budget import check_budget
 from lightning_unitscale.remat.planner import Planner
-from lightning_unitscale.remat.planning import _planner
-from lightning_unitscale.remat.problem import Region
+from lightning_unitscale.remat.problem import NodeRegion
 from lightning_unitscale.remat.schedule import forward_nodes
 from tests.remat.programs import all_plans, random_problem
 
@@ -66,6 +66,26 @@ def test_repeated_blocks_are_found_and_recognised(planner: Planner) -> None:
     assert sum(map(len, blocks.members)) == sum(planner.blocks.block >= 0)
 
 
+def test_a_saved_view_keeps_the_storage_that_it_lies_in(planner: Planner) -> None:
+    problem = planner.problem
+    outputs = problem.base[list(problem.forward_outputs)]
+    views = [
+        node
+        for node, base in enumerate(problem.base)
+        if base != node and problem.region[base] == NodeRegion.FORWARD and base not in outputs
+    ]
+    assert views
+    for view in views:
+        saved = np.zeros(len(problem), dtype=np.bool_)
+        saved[view] = True
+        with_base = saved.copy()
+        with_base[problem.base[view]] = True
+        nothing_again = np.zeros(len(problem), dtype=np.bool_)
+        of_view = problem.saved_bytes(saved, nothing_again)
+        assert of_view == problem.num_bytes[problem.base[view]] > 0
+        assert of_view == problem.saved_bytes(with_base, nothing_again)
+
+
 def test_a_larger_budget_never_costs_more_and_no_budget_is_exceeded(planner: Planner) -> None:
     top, floor = planner.default.peak_bytes, planner.floor.peak_bytes
     assert floor < 0.6 * top
@@ -84,7 +104,7 @@ def test_it_is_never_worse_than_the_candidates(planner: Planner) -> None:
         plan = planner.plan(candidate.peak_bytes)
         assert plan.seconds <= candidate.seconds
         assert plan.peak_bytes <= candidate.peak_bytes
-    assert planner.floor.peak_bytes <= min(one.peak_bytes for one in planner.candidates)
+    assert planner.floor.peak_bytes <= min(plan.peak_bytes for plan in planner.candidates)
 
 
 def test_the_front_is_monotone(planner: Planner) -> None:
@@ -136,7 +156,7 @@ def test_the_simulation_is_a_count_of_what_is_reachable(seed: int) -> None:
     problem = random_problem(np.random.default_rng(seed), 10)
     planner = Planner(problem)
     for saved in list(all_plans(problem))[::7]:
-        plan = planner.made("any", saved | (problem.region == Region.INPUT))
+        plan = planner.plan_of("any", saved | (problem.region == NodeRegion.INPUT))
         assert plan.timeline.live_bytes.tolist() == _counted(plan)
 
 
@@ -144,8 +164,10 @@ def _counted(plan: RematPlan) -> list[int]:
     """Bytes alive at each operation, by variables that are deleted after their last reader."""
     problem = plan.problem
     nodes = problem.nodes
-    saved = {i for i in range(len(nodes)) if plan.saved[i] and nodes[i].region == Region.FORWARD}
-    fixed = sum(node.num_bytes for node in nodes if node.region == Region.INPUT)
+    saved = {
+        i for i in range(len(nodes)) if plan.saved[i] and nodes[i].region == NodeRegion.FORWARD
+    }
+    fixed = sum(node.num_bytes for node in nodes if node.region == NodeRegion.INPUT)
     found: list[int] = []
 
     def run(order: list[int], variables: dict[object, object], keep: set[object]) -> None:
@@ -166,7 +188,7 @@ def _counted(plan: RematPlan) -> list[int]:
                 variables[n] = variables.pop(("in the tuple", n))
             else:
                 variables[n] = (len(found), n)
-            alive = {one for one in variables.values() if one is not None}
+            alive = {storage for storage in variables.values() if storage is not None}
             found.append(fixed + untaken + sum(nodes[base].num_bytes for _, base in alive))
             for variable in list(variables):
                 is_read = any(variable in nodes[u].inputs for u in later)
@@ -239,15 +261,6 @@ def test_a_replay_is_predicted_with_all_that_it_makes() -> None:
 )
 def test_budgets_are_read(given, expected) -> None:
     assert check_budget(given) == expected
-
-
-def test_bytes_are_readable() -> None:
-    assert [format_bytes(n) for n in (5, 2048, 3 * 2**20, 1.5 * 2**30)] == [
-        "5 B",
-        "2.00 KiB",
-        "3.00 MiB",
-        "1.50 GiB",
-    ]
 
 
 def test_a_function_without_gradients_or_with_breaks_is_refused() -> None:

@@ -128,7 +128,7 @@ def train(folder: Path, num_ranks: int, schedule: str, given: str) -> None:
     strategy: Any = "auto"
     if num_ranks > 1:
         strategy = PipelineStrategy(
-            schedule, num_microbatches=8, process_group_backend="gloo", timeout=60
+            schedule, num_microbatches=4, process_group_backend="gloo", timeout=60
         )
     trainer = pl.Trainer(
         accelerator="cpu",

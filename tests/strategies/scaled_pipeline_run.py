@@ -18,7 +18,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from torch.utils.data import DataLoader, TensorDataset
 
 from examples.gpt import GPT
-from lightning_unitscale import RematCallback, ScaleMonitor, UnitScaleCallback
+from lightning_unitscale import RematCallback, ScaleMonitor, Simulate, UnitScaleCallback
 from lightning_unitscale.callbacks import ScaleViolation
 from lightning_unitscale.strategies import PipelineStrategy
 from tests.callbacks.runs import Capturing
@@ -90,7 +90,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "u-mup": {"scale": {"method": "u-mup"}, "points": True, "sgd": True},
     "simulated": {
-        "scale": {"simulate": "fp8", "simulate_rounding": "stochastic"},
+        "scale": {"simulate": Simulate("fp8", rounding="stochastic")},
         "points": True,
         "captured": True,
     },

@@ -17,8 +17,9 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.strategies import StrategyRegistry
 from torch import nn
 
-from lightning_unitscale.pipeline.microbatches import split_evenly
-from lightning_unitscale.strategies import PipelineStrategy, batches
+from lightning_unitscale.pipeline.program import split_evenly
+from lightning_unitscale.strategies import PipelineStrategy
+from lightning_unitscale.strategies.capture import combined
 from tests.distributed.launch import codes_of_ranks, run_ranks
 from tests.strategies.pipeline_run import Groups, Recorder, _points
 
@@ -36,7 +37,9 @@ class Runs:
         for one in self.folders.values():
             one.mkdir()
         # Each resumes from what the other has saved.
-        self._run("first", {n: ("-", [*CASES, MIXED, KEPT]) for n in (1, NUM_RANKS)})
+        # One device has nothing to free.
+        cases = {1: [*CASES, MIXED], NUM_RANKS: [*CASES, MIXED, KEPT]}
+        self._run("first", {n: ("-", names) for n, names in cases.items()})
         saved = {n: str(self.folders[n, "first"]) for n in (1, NUM_RANKS)}
         self._run("on", {1: (saved[NUM_RANKS], ["resumed"]), NUM_RANKS: (saved[1], ["resumed"])})
 
@@ -377,24 +380,52 @@ def test_what_cannot_be_captured_is_refused(
     assert not {"training_step", "forward", "log"} & made.__dict__.keys()
 
 
+class Keeper:
+    """An object that the step changes, and that is none of the module's."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
 class CountsAndUsesParts(Groups):
-    """Can be a pipeline neither as a whole nor by its ``forward``."""
+    """Counts its calls, here and in an object of its own class, and does not call ``forward``."""
 
     count = 0
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.keeper = Keeper()
+
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.count += 1
+        self.keeper.count += 1
+        return F.cross_entropy(self.head(self.net(batch[0])), batch[1])
+
+
+def test_a_step_does_once_for_a_batch_what_it_does_beside_its_graph(
+    one_rank: dict[str, Any],
+) -> None:
+    module = CountsAndUsesParts()
+    strategy = PipelineStrategy("GPipe", num_microbatches=2, capture="step")
+    pl.Trainer(strategy=strategy, **one_rank).fit(module, _loader(), _loader())
+    assert module.count == module.keeper.count == module.global_step > 1
+
+
+class PrintsAndUsesParts(Groups):
+    """Can be a pipeline neither as a whole nor by its ``forward``."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        print("a graph break")
         return F.cross_entropy(self.head(self.net(batch[0])), batch[1])
 
 
 def test_why_neither_the_step_nor_forward_is_a_pipeline(one_rank: dict[str, Any]) -> None:
     trainer = pl.Trainer(strategy=PipelineStrategy("GPipe", num_microbatches=2), **one_rank)
-    module = CountsAndUsesParts()
     with (
         pytest.warns(UserWarning, match="only forward runs as a pipeline"),
-        pytest.raises(RuntimeError, match=r"did not call self.forward.* reads what it changes"),
+        pytest.raises(RuntimeError, match=r"did not call self.forward.*`print`"),
     ):
-        trainer.fit(module, _loader(), _loader())
+        trainer.fit(PrintsAndUsesParts(), _loader(), _loader())
 
 
 def test_a_step_that_is_no_graph_runs_around_forward(one_rank: dict[str, Any]) -> None:
@@ -435,7 +466,7 @@ def test_results_of_microbatches_are_put_together() -> None:
     assert [one["x"].tolist() for one in parts] == [[0, 1], [2, 3], [4, 5]]
     assert all(one["mask"] is batch["mask"] and one["name"] == "a" for one in parts)
     results = [[one["x"], one["x"].mean(), torch.tensor(2), None] for one in parts]
-    whole = batches.combined(results)
+    whole = combined(results)
     assert torch.equal(whole[0], batch["x"])
     assert whole[1] == 2.5
     assert whole[2] == 6

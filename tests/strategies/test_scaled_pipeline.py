@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_unitscale.snapshot import ScaleSnapshot
+from lightning_unitscale.scales.snapshot import ScaleSnapshot
 from tests.distributed.launch import run_ranks
 from tests.strategies.scaled_pipeline_run import NUM_MICROBATCHES, PARTS, REFUSED, STEPS
 

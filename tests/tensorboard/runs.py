@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from torch.utils.tensorboard import SummaryWriter
 
-from lightning_unitscale.row_layout import RowLayout
-from lightning_unitscale.row_reduction import absent_rows
-from lightning_unitscale.snapshot import ScaleSnapshot
-from lightning_unitscale.statistics import statistics_row
+from lightning_unitscale.scales.layout import RowLayout
+from lightning_unitscale.scales.reduce import absent_rows
+from lightning_unitscale.scales.snapshot import ScaleSnapshot
+from lightning_unitscale.scales.statistics import statistics_row
 from lightning_unitscale.tensorboard.writer import ScaleWriter
 
 LAYOUT = RowLayout()

@@ -6,9 +6,13 @@ import pytest
 from torch.utils.tensorboard import SummaryWriter
 from werkzeug.test import Client
 
-from lightning_unitscale.tensorboard.event_files import read_run
+from lightning_unitscale.scales.violations import (
+    first_nonfinite,
+    format_violations,
+    parse_thresholds,
+)
+from lightning_unitscale.tensorboard.history import read_run
 from lightning_unitscale.tensorboard.writer import ScaleWriter
-from lightning_unitscale.violations import first_nonfinite, format_violations, parse_thresholds
 from tests.tensorboard.runs import snapshot, with_nan, write
 from tests.tensorboard.test_plugin import get, wsgi_app
 

@@ -16,13 +16,12 @@ from tensorboard.plugins import base_plugin
 from torch.utils.tensorboard import SummaryWriter
 from werkzeug.test import Client
 
+from lightning_unitscale.scales.violations import first_nonfinite
 from lightning_unitscale.tensorboard import plugin as plugin_module
-from lightning_unitscale.tensorboard.event_files import read_run
-from lightning_unitscale.tensorboard.history import merge_orders
+from lightning_unitscale.tensorboard.history import kept_steps, merge_orders, read_run
 from lightning_unitscale.tensorboard.plugin import SAMPLES, STATIC_FILES, ScalesLoader
 from lightning_unitscale.tensorboard.responses import parse_frame
 from lightning_unitscale.tensorboard.writer import ScaleWriter
-from lightning_unitscale.violations import first_nonfinite
 from tests.tensorboard.runs import LAYOUT, NAMES, snapshot, unit_scaled, with_nan, write
 
 PREFIX = "/data/plugin/scales"
@@ -303,3 +302,9 @@ def test_a_step_that_was_written_twice_has_its_later_value(tmp_path):
 )
 def test_merged_orders(orders, merged):
     assert "".join(merge_orders(tuple(one) for one in orders)) == merged
+
+
+def test_the_last_step_is_kept():
+    assert kept_steps(10, 4).tolist() == [0, 3, 6, 9]
+    assert kept_steps(3, 10).tolist() == [0, 1, 2]
+    assert kept_steps(7, 1).tolist() == [6]

@@ -2,14 +2,18 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.util import tensor_util
 
 from lightning_unitscale.formats import E4M3FN, NumberFormat
+from lightning_unitscale.scales.layout import DIRECTIONS
+from lightning_unitscale.tensorboard.protobuf import ExponentMessages
 from lightning_unitscale.tensorboard.schema import (
-    DIRECTIONS,
     QUANTITIES,
     ExponentCounts,
     Series,
@@ -20,7 +24,13 @@ from lightning_unitscale.tensorboard.schema import (
 
 ROOT = Path(__file__).parents[2]
 OWN = NumberFormat("own", 3, 2, finite_only=True)
-TENSORS = TensorSet(("a.linear", "b/c d.é@1"), ("a", ""), (E4M3FN, OWN))
+TENSORS = TensorSet(
+    ("a.linear", "b/c d.é@1"),
+    ("a", ""),
+    (E4M3FN, OWN),
+    operands=(True, False),
+    products=(False, True),
+)
 
 
 @pytest.mark.parametrize("subject", ["1c0ffee5", "blocks.0.attn.linear_1@2", "with/slashes/0", "é"])
@@ -52,8 +62,8 @@ def test_foreign_tags(tag):
 def test_names_travel_as_content():
     assert TensorSet.from_content(TENSORS.to_content()) == TENSORS
     assert TensorSet.from_content(content()) is None
-    same = TensorSet(*(tuple(field) for field in (TENSORS.names, TENSORS.modules, TENSORS.formats)))
-    assert same.key == TENSORS.key and len(same.key) == 8
+    assert replace(TENSORS).key == TENSORS.key and len(TENSORS.key) == 8
+    assert replace(TENSORS, operands=(True, True)).key != TENSORS.key
     assert TensorSet(TENSORS.names, ("a", "b"), TENSORS.formats).key != TENSORS.key
 
 
@@ -67,7 +77,10 @@ def test_content_of_another_kind(data):
 def test_exponent_counts(bins):
     counts = np.zeros(279)
     counts[list(bins)] = np.arange(len(bins)) + 1
-    vector = ExponentCounts(counts, 16_384, -7).to_vector()
+    value = Summary.Value()
+    messages = ExponentMessages(counts[None], np.array([-7]))
+    messages.fill_tensors(np.array([16_384.0]), {0: value}.__getitem__)
+    vector = tensor_util.make_ndarray(value.tensor)
     assert vector.dtype == np.float32
     assert vector.size == 3 + (max(bins) - min(bins) + 1 if bins else 0)
     found = ExponentCounts.from_vector(vector)

@@ -12,13 +12,13 @@ from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 from tensorboard.util import tensor_util
 from torch.utils.tensorboard import SummaryWriter
 
-from lightning_unitscale.row_layout import RowLayout
-from lightning_unitscale.row_reduction import absent_rows
-from lightning_unitscale.snapshot import ScaleSnapshot
-from lightning_unitscale.statistics import statistics_row
+from lightning_unitscale.scales.layout import RowLayout
+from lightning_unitscale.scales.reduce import absent_rows
+from lightning_unitscale.scales.snapshot import ScaleSnapshot
+from lightning_unitscale.scales.statistics import statistics_row
+from lightning_unitscale.tensorboard.protobuf import ExponentMessages
 from lightning_unitscale.tensorboard.schema import ExponentCounts, Series, TensorSet
-from lightning_unitscale.tensorboard.summaries import PresentCounts
-from lightning_unitscale.tensorboard.writer import ScaleWriter
+from lightning_unitscale.tensorboard.writer import ScaleWriter, custom_scalars_layout
 
 LAYOUT = RowLayout()
 NAMES = ("model.blocks.0.attn.linear", "model.blocks.0.mlp.gelu_1@2", "model.head.linear", "loss")
@@ -30,8 +30,12 @@ def snapshot(step=0, names=NAMES, backward=True, layout=LAYOUT, **kwargs):
     if backward:
         gradients[1] = statistics_row(torch.full((40,), 2.0**-20), layout)
         gradients[2:3] = statistics_row(torch.zeros(7), layout)
+    number = len(names)
+    # A product reads the first and makes the second, which the third one reads.
+    options = {"operands": (True, False, True, False), "products": (False, True, False, False)}
+    options = {key: flags[:number] for key, flags in options.items()} | kwargs
     return ScaleSnapshot(
-        step, names, torch.stack(rows).numpy(), gradients.numpy(), layout, **kwargs
+        step, names, torch.stack(rows).numpy(), gradients.numpy(), layout, **options
     )
 
 
@@ -72,7 +76,8 @@ def test_vectors_of_the_plugin(experiment):
         writer.write(one)
     events = read(experiment)
     one = snapshots[0]
-    key = TensorSet(NAMES, one.modules, LAYOUT.formats, one.inputs).key
+    fields = (one.modules, LAYOUT.formats, one.inputs, one.operands, one.products)
+    key = TensorSet(NAMES, *fields).key
     tags = ours(events)
     for direction in ("forward", "backward"):
         rms = arrays(events, tags[direction, "log2_rms", key])
@@ -86,7 +91,7 @@ def test_vectors_of_the_plugin(experiment):
             np.testing.assert_allclose(fractions[one.step], expected, rtol=1e-3)
     assert rms[0][2] == -math.inf and np.isnan(rms[0][[0, 3]]).all()
     described = events.SummaryMetadata(tags["forward", "log2_rms", key])
-    assert described.data_class == DATA_CLASS_TENSOR
+    assert described.data_class == DATA_CLASS_TENSOR, Summary
     assert described.plugin_data.plugin_name == "scales"
     found = TensorSet.from_content(described.plugin_data.content)
     assert found.names == NAMES and found.formats == LAYOUT.formats and found.key == key
@@ -107,29 +112,50 @@ def test_exponent_counts_of_the_plugin(experiment):
             assert measured.log2_unit == one.log2_units(direction)[place]
 
 
+STOCK = (
+    "~scales/model.blocks.0/attn.linear",
+    "~scales/model.blocks.0/mlp.gelu_1@2",
+    "~scales/model.head/linear",
+    "~scales/loss",
+)
+GRADIENT = f"{STOCK[1]}.grad"
+# What a product reads; a gradient of zeros has no logarithm to draw, and an absent one nothing.
+SHOWN = {
+    "scales": set(),
+    "operands": {STOCK[0], STOCK[2], GRADIENT},
+    "all": {*STOCK, GRADIENT},
+}
+
+
+@pytest.mark.parametrize("tabs", SHOWN)
+def test_stock_tabs_show_what_was_asked_for(experiment, tabs):
+    one = snapshot(3, log2_sigma=np.array([4, 0, 0, 0]))
+    ScaleWriter(experiment, tabs=tabs).write(one)
+    events = read(experiment)
+    shown = SHOWN[tabs]
+    assert set(events.Tags()["scalars"]) == {f"{tag}/log2_rms" for tag in shown}
+    assert set(events.Tags()["histograms"]) == {f"{tag}/exponents" for tag in shown}
+    assert ("custom_scalars__config__" in events.Tags()["tensors"]) == (tabs != "scales")
+    # The Scales dashboard has everything in any case.
+    exponents = [key[2] for key in ours(events) if key[:2] == ("forward", "exponents")]
+    assert tuple(exponents) == NAMES
+
+
 def test_stock_scalars_are_of_the_stored_tensor(experiment):
     one = snapshot(3, log2_sigma=np.array([4, 0, 0, 0]))
     ScaleWriter(experiment).write(one)
     events = read(experiment)
-    scalars = {tag: events.Scalars(tag) for tag in events.Tags()["scalars"]}
-    forward = {f"scales_forward/{name}" for name in NAMES}
-    # A gradient of zeros has no logarithm to draw, and an absent one nothing at all.
-    assert set(scalars) == forward | {f"scales_backward/{NAMES[1]}"}
-    (point,) = scalars[f"scales_forward/{NAMES[0]}"]
+    (point,) = events.Scalars(f"{STOCK[0]}/log2_rms")
     assert point.step == 3
     assert point.value == pytest.approx(one.log2_rms()[0] - 4, rel=1e-6)
-    assert scalars[f"scales_backward/{NAMES[1]}"][0].value == -20
+    assert events.Scalars(f"{GRADIENT}/log2_rms")[0].value == -20
 
 
 def test_stock_histograms_are_binned_already(experiment):
     one = snapshot(3, log2_gamma=np.array([0, -20, 0, 0]))
     ScaleWriter(experiment).write(one)
     events = read(experiment)
-    assert set(events.Tags()["histograms"]) == {
-        *(f"exponents_forward/{name}" for name in NAMES),
-        f"exponents_backward/{NAMES[1]}",
-    }
-    (event,) = events.Histograms(f"exponents_forward/{NAMES[0]}")
+    (event,) = events.Histograms(f"{STOCK[0]}/exponents")
     histogram = event.histogram_value
     counts = one.exponent_counts()[0]
     assert histogram.num == 500 == sum(histogram.bucket)
@@ -137,7 +163,7 @@ def test_stock_histograms_are_binned_already(experiment):
     for limit, count in zip(histogram.bucket_limit, histogram.bucket, strict=True):
         assert counts[int(limit) - 1 + 150] == count
     # 2**-20 in units of 2**-20: all in [0, 1) of log2.
-    (event,) = events.Histograms(f"exponents_backward/{NAMES[1]}")
+    (event,) = events.Histograms(f"{GRADIENT}/exponents")
     assert (event.histogram_value.min, event.histogram_value.max) == (0, 1)
     assert list(event.histogram_value.bucket) == [40]
 
@@ -145,31 +171,46 @@ def test_stock_histograms_are_binned_already(experiment):
 def test_moments_of_a_histogram():
     counts = np.zeros(279)
     counts[[150, 151]] = 3, 1
-    present = PresentCounts(np.stack([counts, 0 * counts]), np.array([0, 3]))
-    field, nothing = present.histograms()
-    assert nothing is None
-    histogram = Summary.Value.FromString(field).histo
+    messages = ExponentMessages(np.stack([counts, 0 * counts]), np.array([0, 3]))
+    values = {0: Summary.Value()}
+    messages.fill_histograms(values.__getitem__, np.ones(2, bool))  # nothing for a row of zeros
+    histogram = values[0].histo
     assert (histogram.num, histogram.sum) == (4, 3 * 0.5 + 1.5)
     assert histogram.sum_squares == 3 * 0.25 + 2.25
 
 
 def test_custom_scalars_group_by_block(experiment):
-    writer = ScaleWriter(experiment)
+    writer = ScaleWriter(experiment, tabs="all")
     writer.write(snapshot(0))
     writer.write(snapshot(1))
     events = read(experiment)
     (config,) = arrays(events, "custom_scalars__config__").values()
     layout = Layout.FromString(config.item())
     assert [c.title for c in layout.category] == ["model.blocks.0", "model.head", "(top level)"]
-    (forward, _) = layout.category[0].chart
-    patterns = [re.compile(tag) for tag in forward.multiline.tag]
-    drawn = [t for t in events.Tags()["scalars"] if any(p.match(t) for p in patterns)]
-    assert drawn == [f"scales_forward/{name}" for name in NAMES[:2]]
+    drawn = []
+    for category in layout.category:
+        assert [chart.title for chart in category.chart] == [
+            "forward: log2 RMS",
+            "backward: log2 RMS",
+        ]
+        for chart in category.chart:
+            patterns = [re.compile(tag) for tag in chart.multiline.tag]
+            drawn += [t for t in events.Tags()["scalars"] if any(p.match(t) for p in patterns)]
+    # Everything is drawn, and nothing twice.
+    assert sorted(drawn) == sorted(events.Tags()["scalars"])
+    assert f"{GRADIENT}/log2_rms" in drawn
+
+
+def test_charts_of_two_runs_with_other_tensors_are_the_same():
+    # TensorBoard shows charts that are equal once.
+    more, fewer = (custom_scalars_layout(snapshot(names=NAMES[:n]), "operands") for n in (4, 2))
+    assert more["model.blocks.0"] == fewer["model.blocks.0"]
+    assert list(fewer) == ["model.blocks.0"]
 
 
 def test_table(experiment):
     ScaleWriter(experiment).write_table(snapshot(12))
-    (text,) = arrays(read(experiment), "scales/text_summary").values()
+    (text,) = arrays(read(experiment), "~scales/table/text_summary").values()
     text = text.item().decode()
     assert "| tensor" in text and "gelu_1@2`" in text
 
@@ -180,7 +221,7 @@ def test_repeated_and_smaller_steps(experiment):
         writer.write(snapshot(step))
     experiment.flush()
     reader = EventAccumulator(experiment.log_dir, purge_orphaned_data=False).Reload()
-    steps = [event.step for event in reader.Scalars(f"scales_forward/{NAMES[0]}")]
+    steps = [event.step for event in reader.Scalars(f"{STOCK[0]}/log2_rms")]
     assert steps == [0, 50, 100, 0, 50]
 
 
@@ -226,7 +267,6 @@ def test_nothing_to_write(experiment):
 
 
 def test_without_histograms_and_without_backward(experiment):
-    ScaleWriter(experiment, histograms=False).write(snapshot(0))
     ScaleWriter(experiment).write(snapshot(1, backward=False))
     ScaleWriter(experiment).write(snapshot(2, layout=RowLayout(histogram=False)))
     events = read(experiment)
@@ -249,9 +289,9 @@ def test_long_runs_are_thinned(experiment):
     written = {
         "vectors": arrays(events, tags["log2_rms"]),
         "fractions": arrays(events, tags["fractions"]),
-        "scalars": [event.step for event in events.Scalars("scales_forward/a")],
+        "scalars": [event.step for event in events.Scalars("~scales/a/log2_rms")],
         "exponents": arrays(events, tags["exponents"]),
-        "histograms": [event.step for event in events.Histograms("exponents_forward/a")],
+        "histograms": [event.step for event in events.Histograms("~scales/a/exponents")],
     }
     for part, steps in written.items():
         expected = {

@@ -1,12 +1,24 @@
 // The page: its state, and what follows when a part of it changes.
 
+import { readAddress, writeAddress } from './address.js';
 import { AlertList, KINDS } from './alerts.js';
 import { Controls, keysDescription, keysDialog } from './controls.js';
 import { Detail } from './detail.js';
 import { element } from './dom.js';
 import { HeatMap } from './heatmap.js';
 import { Legend } from './legend.js';
-import { RunScales, colorLimit, columnAt, mergeOrders, nameFilter, power, scaleText } from './model.js';
+import {
+  RunScales,
+  alignedSteps,
+  colorLimit,
+  columnAt,
+  headline,
+  mergeOrders,
+  nameFilter,
+  newest,
+  power,
+  scaleText,
+} from './model.js';
 import { Palette } from './palette.js';
 
 const REFRESH_MILLISECONDS = 20000;
@@ -22,9 +34,11 @@ export class App {
       direction: 'forward',
       stored: true,
       filter: '',
+      operandsOnly: null,
       limit: 'auto',
       rowMode: 'auto',
       selected: null,
+      ...readAddress(),
     };
     this.listing = { runs: [], formats: [] };
     this.loaded = new Map();
@@ -40,6 +54,7 @@ export class App {
       stored: (stored) => change({ stored }),
       rows: (rowMode) => change({ rowMode }),
       filter: (filter) => change({ filter }),
+      operandsOnly: (operandsOnly) => change({ operandsOnly }),
       help: () => this.keys.showModal(),
     });
     this.legend = new Legend({ onLimit: (limit) => change({ limit }) });
@@ -48,7 +63,7 @@ export class App {
         const isHidden = !this.rows.some(({ name }) => name === tensor);
         if (isHidden) this.controls.filter.value = '';
         if (isHidden || direction !== this.state.direction) {
-          await this.change({ direction, filter: this.controls.filter.value });
+          await this.change({ direction, filter: this.controls.filter.value, operandsOnly: false });
         }
         this.select(tensor, step);
       },
@@ -121,7 +136,7 @@ export class App {
     const names = this.listing.runs.map((one) => one.name);
     this.controls.setRuns(names, run, compared);
     this.controls.direction.set(direction);
-    this.controls.view.set(stored ? 'stored' : 'meant');
+    this.controls.view.set(stored ? 'stored' : 'true');
     // Without a run there is nothing to choose from, and no colour.
     this.node.classList.toggle('empty', run === null);
     if (run === null) {
@@ -152,6 +167,7 @@ export class App {
     if (wasHidden) this.heatMap.set({ ...this.heatMap.model, selected: this.#selectedCell() });
     else this.heatMap.select(this.#selectedCell());
     this.#speak();
+    this.#remember();
   }
 
   /** Closes the panel and gives up the selection. */
@@ -160,6 +176,7 @@ export class App {
     this.detail.hide();
     this.heatMap.set({ ...this.heatMap.model, selected: null });
     this.heatMap.node.focus();
+    this.#remember();
   }
 
   async #load(run, direction) {
@@ -182,17 +199,27 @@ export class App {
   #show(found) {
     const { stored, filter, limit, rowMode, direction, run } = this.state;
     const names = mergeOrders(found.map((data) => data.names));
+    const operands = new Set(found.flatMap((data) => data.names.filter((_, k) => data.operands[k])));
     const known = new Map(
       found.flatMap(({ names: own, modules, sources }) =>
-        own.map((name, k) => [name, { name, module: modules[k], isSource: sources[k] }]),
+        own.map((name, k) => [
+          name,
+          { name, module: modules[k], isSource: sources[k], isOperand: operands.has(name) },
+        ]),
       ),
     );
-    this.rows = names.filter(nameFilter(filter)).map((name) => known.get(name));
-    this.panels = found.map((data) => ({
+    // Of gradients only those that arrive at products have units: the others would hide them.
+    const only = operands.size ? this.state.operandsOnly ?? direction === 'backward' : null;
+    const matches = nameFilter(filter);
+    this.rows = names.filter((name) => matches(name) && (!only || operands.has(name))).map((name) => known.get(name));
+    const { steps, columns } = alignedSteps(found);
+    this.panels = found.map((data, k) => ({
       title: found.length > 1 ? data.run : '',
       data,
       places: this.rows.map(({ name }) => data.position.get(name) ?? -1),
+      columns: columns[k],
     }));
+    this.controls.setOperandsOnly(only);
     this.controls.setCount(this.rows.length, names.length);
     const range = limit === 'auto' ? colorLimit(found, stored) : limit;
     this.palette = new Palette(this.theme.name, range);
@@ -200,7 +227,13 @@ export class App {
     // Where an alert tells of a NaN already, it says more.
     const silent = found.filter(({ alerts }) => !alerts.some(({ kind }) => kind === 'nonfinite'));
     const bad = silent.map((data) => data.firstBad()).find((one) => one !== null) ?? null;
-    this.legend.set(this.palette, hasFlags, bad, () => this.select(bad.name, bad.step));
+    this.legend.set(this.palette, {
+      hasFlags,
+      hasMarks: operands.size > 0 && !only,
+      headline: headline(found),
+      bad,
+      onBad: () => this.select(bad.name, bad.step),
+    });
     this.alerts.set(found);
     const turn = TURN[direction];
     if (!names.length) this.#say(`Nothing was measured ${direction}.`, `Try ${turn} (key ${turn[0]}).`);
@@ -209,10 +242,18 @@ export class App {
     const label = `log2 RMS of ${this.rows.length} tensors by step, ${direction}, run ${run}`;
     this.heatMap.node.setAttribute('aria-label', label);
     const selected = this.#selectedCell();
-    this.heatMap.set({ rows: this.rows, panels: this.panels, stored, palette: this.palette, rowMode, selected });
+    this.tip.hidden = true;
+    this.heatMap.set({ rows: this.rows, steps, panels: this.panels, stored, palette: this.palette, rowMode, selected });
     if (this.rows.length) this.controls.rows.set(this.heatMap.isLabelled ? 'named' : 'fit');
     if (this.state.selected) this.#showDetail();
+    this.#remember();
     this.shown += 1;
+  }
+
+  /** Puts the state into the address; the newest run is shown without being named there. */
+  #remember() {
+    const { run } = this.state;
+    writeAddress({ ...this.state, run: run === newest(this.listing.runs) ? null : run });
   }
 
   #selectedCell() {
@@ -236,6 +277,9 @@ export class App {
     const unit = data.unit(column, tensor);
     const texts = [`step ${step}`, scaleText(data.value(column, tensor, this.state.stored))];
     if (unit) texts.push(`stored in units of ${power(unit)}`);
+    if (data.operands[tensor]) {
+      texts.push(data.direction === 'forward' ? 'read by a product' : 'arrives at a product');
+    }
     const bad = data.bad(column, tensor);
     if (bad) texts.push(`${bad.toLocaleString('en')} NaN or infinite`);
     const alerts = data.alertsAt(this.rows[row].name).filter((one) => one.step === data.steps[column]);
@@ -273,12 +317,14 @@ export class App {
 
   #onKey(event) {
     if (event.ctrlKey || event.metaKey || event.altKey || this.keys.open) return;
+    // What is under the pointer may be another cell now.
+    this.heatMap.leave();
     const { target } = event;
     const isText = target === this.controls.filter || target.tagName === 'SELECT';
     if (event.key === 'Escape') {
       if (target === this.controls.filter && this.state.filter) this.#clearFilter();
       else if (this.state.selected && !isText) this.close();
-      else this.heatMap.node.focus();
+      this.heatMap.node.focus();
       return;
     }
     const isButton = target.tagName === 'BUTTON';
@@ -289,6 +335,7 @@ export class App {
       f: () => direction === 'forward' || this.change({ direction: 'forward' }),
       b: () => direction === 'backward' || this.change({ direction: 'backward' }),
       s: () => this.change({ stored: !stored }),
+      o: () => this.controls.operands.click(),
       z: () => this.change({ rowMode: this.heatMap.isLabelled && rowMode !== 'fit' ? 'fit' : 'named' }),
       l: () => this.detail.toggleLog(),
       '[': () => this.detail.setShift(this.detail.shift - 1),
@@ -339,15 +386,9 @@ export class App {
 }
 
 const EMPTY = {
-  header: { names: [], modules: [], sources: [], steps: [], unit_rows: [], nonfinite_rows: [] },
+  header: { names: [], modules: [], sources: [], operands: [], steps: [], unit_rows: [], nonfinite_rows: [] },
   arrays: { log2_rms: new Float32Array(), log2_unit: new Float32Array(), nonfinite: new Float32Array() },
 };
-
-/** Of the runs the one that began last. */
-function newest(runs) {
-  const latest = runs.reduce((one, other) => (other.started > (one?.started ?? -1) ? other : one), null);
-  return latest?.name ?? null;
-}
 
 /** What to do when there is nothing to see. */
 function firstSteps() {

@@ -5,8 +5,8 @@
  * cell, or one per screen pixel where cells are smaller. Null without any.
  */
 export function cellPicture({ panels, stored, palette }, panel, { first, stop, width, height }) {
-  const { data, places } = panels[panel];
-  const numColumns = data.steps.length;
+  const { data, places, columns: shownColumns } = panels[panel];
+  const numColumns = shownColumns.length;
   const hasBad = data.nonfiniteRows.size > 0;
   const numRows = stop - first;
   const columns = Math.min(numColumns, width);
@@ -24,7 +24,9 @@ export function cellPicture({ panels, stored, palette }, panel, { first, stop, w
       let isBad = false;
       for (let row = top; row < bottom; row += 1) {
         if (places[row] < 0) continue;
-        for (let column = start; column < end; column += 1) {
+        for (let place = start; place < end; place += 1) {
+          const column = shownColumns[place];
+          if (column < 0) continue;
           isBad ||= hasBad && data.bad(column, places[row]) > 0;
           const value = data.value(column, places[row], stored);
           if (value !== value) continue;

@@ -18,13 +18,13 @@ export class Controls {
       on.direction,
     );
     this.view = segments(
-      'Shown as',
+      'Shown',
       'view',
       [
-        ['meant', 'As meant', 'What the tensors mean to the model (key s switches)'],
-        ['stored', 'As stored', 'What is in memory, divided by its unit (key s switches)'],
+        ['true', 'True value', 'What the model computes with (key s switches)'],
+        ['stored', 'Stored value', 'What is in memory: the true value over its unit (key s switches)'],
       ],
-      state.stored ? 'stored' : 'meant',
+      state.stored ? 'stored' : 'true',
       (value) => on.stored(value === 'stored'),
     );
     this.rows = segments(
@@ -44,8 +44,17 @@ export class Controls {
       autocomplete: 'off',
       title: 'Words that a name must have, all of them; !word excludes; *.weight is a pattern of the whole name',
       oninput: () => on.filter(this.filter.value),
+      value: state.filter,
+    });
+    this.operands = element('input', {
+      type: 'checkbox',
+      name: 'operands',
+      onchange: () => on.operandsOnly(this.operands.checked),
     });
     this.count = element('output', { class: 'count', 'aria-live': 'polite' });
+    const title = 'Only what matrix products read: operands, or gradients that arrive at products (key o)';
+    const check = element('label', { class: 'check', title }, this.operands, 'operands only');
+    const shown = element('div', {}, this.count, check);
     const help = element(
       'button',
       { type: 'button', class: 'round', title: 'Help (key ?)', 'aria-label': 'Help', onclick: on.help },
@@ -59,16 +68,23 @@ export class Controls {
       this.direction.node,
       this.view.node,
       this.rows.node,
-      element('div', { class: 'filter' }, labelled('Tensors', this.filter), this.count),
+      element('div', { class: 'filter' }, labelled('Tensors', this.filter), shown),
       help,
     );
   }
 
   setRuns(names, run, compared) {
-    fill(this.run, names.map((name) => [name, name]), run);
-    const others = names.filter((name) => name !== run);
-    fill(this.compared, [['', 'nothing'], ...others.map((name) => [name, name])], compared ?? '');
+    const choices = names.map((name) => [name, shortName(name)]);
+    fill(this.run, choices, run);
+    const others = choices.filter(([name]) => name !== run);
+    fill(this.compared, [['', 'nothing'], ...others], compared ?? '');
     this.compared.disabled = !others.length;
+  }
+
+  /** Whether only operands are shown; null if nobody knows which those are. */
+  setOperandsOnly(isChosen) {
+    this.operands.checked = isChosen === true;
+    this.operands.disabled = isChosen === null;
   }
 
   setCount(shown, all) {
@@ -78,6 +94,11 @@ export class Controls {
 
 function labelled(text, control) {
   return element('label', { class: 'labelled' }, element('span', {}, text), control);
+}
+
+/** A run's name without its middle: runs differ at the end, where a list would cut them off. */
+function shortName(name) {
+  return name.length > 30 ? `${name.slice(0, 9)}…${name.slice(-20)}` : name;
 }
 
 function fill(select, choices, chosen) {
@@ -99,7 +120,8 @@ const KEYS = [
   ['Enter', 'select a cell: the last step of the first tensor'],
   ['/', 'filter the tensors'],
   ['f, b', 'forward, backward'],
-  ['s', 'as meant, as stored'],
+  ['s', 'true value, stored value'],
+  ['o', 'only operands of products, or all tensors'],
   ['z', 'fit all rows, rows with names'],
   ['[ ]', 'shift the tensor by a power of two'],
   ['l', 'logarithmic counts'],
@@ -113,8 +135,9 @@ const READING = [
   ['Colour', 'RMS of the tensor, in powers of two: blue below 1, orange above; near 1 it fades into the page'],
   ['Forward', 'values'],
   ['Backward', 'gradients of the same tensors'],
-  ['As meant', 'what the model computes with'],
-  ['As stored', 'what is in memory and meets number formats; another scale only with unit scaling'],
+  ['True value', 'what the model computes with'],
+  ['Stored value', 'what is in memory and meets number formats: another scale only with unit scaling'],
+  ['Operands', 'what matrix products read, marked by a bar; backward, the gradients that arrive at products'],
 ];
 
 /** How to read the page, and the list of keys, as a dialog. */

@@ -164,7 +164,7 @@ export class Detail {
     if (!this.subject) return;
     const { module, step, stored, runs, direction } = this.subject;
     const what = direction === 'forward' ? 'values' : 'gradients';
-    this.context.textContent = `${what}, ${stored ? 'as stored' : 'as the model means them'}`;
+    this.context.textContent = `${stored ? 'stored' : 'true'} ${what}`;
     if (module) this.context.title = `made by ${module}`;
     this.logBox.checked = this.isLog;
     this.shiftSlider.value = this.shift;
@@ -185,6 +185,7 @@ export class Detail {
     this.stepSlider.setAttribute('aria-valuetext', `step ${steps[column]}`);
     this.trend.replaceChildren(this.#trend());
     const found = runs.map((run) => this.#atStep(run));
+    this.shiftSlider.disabled = !found.some(({ counts }) => counts);
     const domain = exponentDomain(found.map(({ series }) => series), stored);
     this.charts.replaceChildren(
       ...found.map((one, place) => this.#chart(one, domain, place)),
@@ -270,8 +271,11 @@ export class Detail {
   }
 
   #table(found) {
-    if (!found.some(({ counts }) => counts)) return [];
     const { shift, formats } = this;
+    // What was counted on the device is there without a histogram too.
+    const exact = formats.filter(({ name }) => found.every((one) => one.exact(name)));
+    const hasCounts = found.some(({ counts }) => counts);
+    if (!hasCounts && !exact.length) return [];
     const table = fractionTable({
       runs: found,
       shift,
@@ -279,12 +283,12 @@ export class Detail {
       chosen: this.#format(),
       onChoose: (format) => this.choose(format),
     });
-    const exact = formats.filter(({ name }) => found.every((one) => one.exact(name)));
     const number = Math.max(...found.map(({ counts }) => counts?.numSampled ?? 0));
     const names = exact.map(({ name }) => name.replace('FN', '')).join(', ');
     const sampled = `from the exponents of ${number.toLocaleString('en')} elements`;
-    const note = exact.length ? `${names}: all elements counted. Others: ${sampled}.` : `Shares ${sampled}.`;
-    return [table, element('p', { class: 'note' }, note)];
+    const counted = exact.length ? [`${names}: all elements counted.`] : [];
+    if (hasCounts) counted.push(`${exact.length ? 'Others' : 'Shares'}: ${sampled}.`);
+    return [table, element('p', { class: 'note' }, counted.join(' '))];
   }
 
   #format() {

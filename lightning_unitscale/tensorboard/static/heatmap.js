@@ -39,17 +39,21 @@ export class HeatMap {
     this.draw = oncePerFrame(() => this.#draw());
     this.drawMarks = oncePerFrame(() => this.#drawMarks());
     new ResizeObserver(() => this.#resize()).observe(this.node);
-    this.node.addEventListener('scroll', this.draw);
+    this.leave = () => {
+      this.#hover(null);
+      onHover(null, null);
+    };
+    this.node.addEventListener('scroll', () => {
+      this.leave();
+      this.draw();
+    });
     this.node.addEventListener('focus', this.drawMarks);
     this.node.addEventListener('blur', this.drawMarks);
     this.overlay.addEventListener('pointermove', (event) => {
       this.#hover(this.cellAt(event.offsetX, event.offsetY));
       onHover(this.hovered, event);
     });
-    this.overlay.addEventListener('pointerleave', () => {
-      this.#hover(null);
-      onHover(null, null);
-    });
+    this.overlay.addEventListener('pointerleave', this.leave);
     this.overlay.addEventListener('click', (event) => {
       const cell = this.cellAt(event.offsetX, event.offsetY);
       if (cell) onSelect(cell);
@@ -57,9 +61,10 @@ export class HeatMap {
   }
 
   /**
-   * What to show: `rows` ({name, module, isSource}), `panels` ({title, data, places}: the position of every
-   * row's tensor in the run, -1 without), `stored`, `palette`, `rowMode` and `selected` ({row,
-   * step} or null).
+   * What to show: `rows` ({name, module, isSource, isOperand}), `steps` from left to right, `panels`
+   * ({title, data, places, columns}: the position of every row's tensor in the run and the run's
+   * column at every step, -1 without), `stored`, `palette`, `rowMode` and `selected` ({row, step} or
+   * null).
    */
   set(model) {
     this.model = model;
@@ -81,22 +86,25 @@ export class HeatMap {
     if (row < 0 || row >= this.model.rows.length) return null;
     for (let panel = 0; panel < this.model.panels.length; panel += 1) {
       const offset = x - this.#left(panel);
-      const { data } = this.model.panels[panel];
-      if (offset >= 0 && offset < this.panelWidth && data.steps.length) {
-        const column = Math.floor((offset / this.panelWidth) * data.steps.length);
-        return { panel, row, column };
-      }
+      if (offset < 0 || offset >= this.panelWidth) continue;
+      const { columns } = this.model.panels[panel];
+      const column = columns[Math.floor((offset / this.panelWidth) * columns.length)];
+      if (column >= 0) return { panel, row, column };
     }
     return null;
   }
 
   /** Where a cell is in the view, in CSS pixels: left, top, width, height. */
   cellRect(panel, row, column) {
-    const width = this.panelWidth / this.model.panels[panel].data.steps.length;
+    const { steps, panels } = this.model;
+    const own = panels[panel].data.steps;
+    const width = this.panelWidth / steps.length;
+    const first = columnAt(steps, own[column]);
+    const stop = column + 1 < own.length ? columnAt(steps, own[column + 1]) : first + 1;
     return {
-      left: this.#left(panel) + column * width,
+      left: this.#left(panel) + first * width,
       top: this.header + row * this.rowHeight - this.node.scrollTop,
-      width,
+      width: (stop - first) * width,
       height: this.rowHeight,
     };
   }
@@ -209,7 +217,8 @@ export class HeatMap {
   }
 
   #drawAxis(context, colors, panel) {
-    const { title, data } = this.model.panels[panel];
+    const { steps } = this.model;
+    const { title } = this.model.panels[panel];
     const left = this.#left(panel);
     context.textBaseline = 'alphabetic';
     context.textAlign = 'left';
@@ -218,12 +227,12 @@ export class HeatMap {
     context.fillText(shortened(context, title, this.panelWidth), left, 15);
     context.font = `11px ${FONT}`;
     context.fillStyle = colors.muted;
-    const numColumns = data.steps.length;
+    const numColumns = steps.length;
     const numTicks = Math.max(1, Math.min(numColumns, Math.floor(this.panelWidth / 80)));
     const stride = roundStride(numColumns / numTicks);
     for (let column = 0; column < numColumns; column += stride) {
       const x = left + ((column + 0.5) * this.panelWidth) / numColumns;
-      const number = data.steps[column].toLocaleString('en');
+      const number = steps[column].toLocaleString('en');
       const text = column ? number : `step ${number}`;
       const { width } = context.measureText(text);
       const start = Math.max(x - width / 2, left);

@@ -10,9 +10,12 @@ const BLOCK_SIZE = 11;
 const BLOCK_DISTANCE = 12;
 const BRACKET = 20;
 
-/** Labels of `rows`, of {name, module, isSource}; a source is computed from no other tensor. */
+/** Labels of `rows`, of {name, module, isSource, isOperand}; a source is computed from no other. */
 export class RowLabels {
   constructor(rows) {
+    // Where all are operands there is nothing to tell apart.
+    const isMixed = rows.some(({ isOperand }) => !isOperand);
+    this.marks = isMixed ? stretches(rows, ({ isOperand }) => isOperand).filter(({ start }) => rows[start].isOperand) : [];
     this.names = rows.map(({ name, module }) => {
       const rest = module && name.startsWith(`${module}.`) ? name.slice(module.length + 1) : name;
       return { path: name.slice(0, name.length - rest.length), rest, block: blockOf(module) };
@@ -38,6 +41,11 @@ export class RowLabels {
   draw(context, colors, place, first, stop) {
     context.textBaseline = 'middle';
     this.#drawParts(context, colors, place);
+    context.fillStyle = colors.accent;
+    for (const { start, end } of this.marks) {
+      const top = place.rowTop(start);
+      context.fillRect(place.right - 4, top, 3, place.rowTop(end) - top);
+    }
     context.textAlign = 'right';
     if (place.rowHeight < SMALLEST_NAMED_ROW) {
       this.#drawBlocks(context, colors, place);
@@ -90,25 +98,31 @@ export class RowLabels {
   }
 
   #drawName(context, colors, { right, rowHeight, rowTop }, row) {
-    const { path, rest } = this.names[row];
+    const { path, rest, block } = this.names[row];
     const y = rowTop(row) + rowHeight / 2;
     const room = right - 16 - this.#bracket;
-    const tail = shortened(context, rest, room);
+    const widthOf = (text) => context.measureText(text).width;
+    let [head, tail] = [path, rest];
+    if (widthOf(head + tail) > room && block) {
+      // Which block it is in, and what it is there, tell a tensor from the others.
+      head = `${block}.`;
+      tail = shortened(context, (path + rest).slice(head.length), room - widthOf(head), 0);
+    }
     context.fillStyle = colors.text;
     context.fillText(tail, right - 8, y);
-    const { width } = context.measureText(tail);
-    if (!path || tail !== rest || room - width < 12) return;
     context.fillStyle = colors.muted;
-    context.fillText(shortened(context, path, room - width), right - 8 - width, y);
+    context.fillText(head, right - 8 - widthOf(tail), y);
   }
 }
 
-/** Text that ends as it does but begins later where the room is too small. */
-export function shortened(context, text, room) {
-  if (context.measureText(text).width <= room) return text;
-  let start = 1;
-  while (start < text.length && context.measureText(`…${text.slice(start)}`).width > room) start += 1;
-  return `…${text.slice(start)}`;
+/** Text as long as there is room: its middle goes first, or where `head` of it is 0 its beginning. */
+export function shortened(context, text, room, head = 0.5) {
+  let shown = text;
+  for (let kept = text.length - 1; kept > 0 && context.measureText(shown).width > room; kept -= 1) {
+    const first = Math.round(head * kept);
+    shown = `${text.slice(0, first)}…${text.slice(text.length - kept + first)}`;
+  }
+  return shown;
 }
 
 function nameSize(rowHeight) {

@@ -13,6 +13,13 @@ export class Legend {
     this.zero = element('i', { class: 'swatch' });
     this.bad = element('i', { class: 'swatch' });
     this.flag = element('span', { class: 'legend-item', hidden: true }, element('i', { class: 'flag' }), 'alert');
+    this.operand = element(
+      'span',
+      { class: 'legend-item', title: 'Operands of matrix products, and gradients that arrive at products', hidden: true },
+      element('i', { class: 'operand' }),
+      'read by products',
+    );
+    this.headline = element('b', { class: 'headline' });
     this.notice = element('button', { type: 'button', class: 'notice', hidden: true });
     this.select = element(
       'select',
@@ -33,17 +40,21 @@ export class Legend {
       element('span', { class: 'legend-item' }, this.zero, 'all zero'),
       element('span', { class: 'legend-item' }, this.bad, 'NaN or inf'),
       element('span', { class: 'legend-item' }, element('i', { class: 'swatch missing' }), 'not measured'),
+      this.operand,
       this.flag,
+      this.headline,
       this.notice,
     );
   }
 
   /**
-   * The colours, whether cells have flags, and the first NaN ({name, step} or null), which `onBad`
-   * leads to.
+   * The colours, whether cells have flags and rows have marks, what to say in one line, and the
+   * first NaN ({name, step} or null), which `onBad` leads to.
    */
-  set(palette, hasFlags, bad, onBad) {
+  set(palette, { hasFlags, hasMarks, headline, bad, onBad }) {
     this.flag.hidden = !hasFlags;
+    this.operand.hidden = !hasMarks;
+    this.headline.textContent = headline;
     this.notice.hidden = !bad;
     if (bad) {
       const step = bad.step.toLocaleString('en');

@@ -16,6 +16,7 @@ export class RunScales {
     this.names = header.names;
     this.modules = header.modules;
     this.sources = header.sources;
+    this.operands = header.operands;
     this.steps = header.steps;
     this.position = new Map(this.names.map((name, place) => [name, place]));
     this.rms = arrays.log2_rms;
@@ -42,6 +43,18 @@ export class RunScales {
     const isBad = (_, tensor) => this.bad(column, tensor) > 0;
     const find = this.direction === 'forward' ? 'find' : 'findLast';
     return { name: this.names[find](isBad), step: this.steps[column] };
+  }
+
+  /**
+   * By how many powers of two the tensors that products read are stored away from RMS 1 at the last
+   * step; those that are zero have no scale.
+   */
+  distancesFromOne() {
+    const column = this.steps.length - 1;
+    return this.names
+      .map((_, tensor) => (this.bad(column, tensor) ? Infinity : this.value(column, tensor, true)))
+      .filter((value, tensor) => this.operands[tensor] && value > -Infinity)
+      .map(Math.abs);
   }
 
   /** The alerts about a tensor, in the direction that is shown. */
@@ -107,6 +120,38 @@ export function columnAt(steps, step) {
     else high = middle;
   }
   return Math.max(low - 1, 0);
+}
+
+/** The steps of several runs in one order, and for each run which of its columns each one shows. */
+export function alignedSteps(runs) {
+  const steps = [...new Set(runs.flatMap((data) => data.steps))].sort((one, other) => one - other);
+  // A sample stands until the next one of its run.
+  const columnsOf = ({ steps: own }) =>
+    Int32Array.from(steps, (step) => (step < own[0] || !(step <= own.at(-1)) ? -1 : columnAt(own, step)));
+  return { steps, columns: runs.map(columnsOf) };
+}
+
+/** Of the runs the one that began last. */
+export function newest(runs) {
+  const latest = runs.reduce((one, other) => (other.started > (one?.started ?? -1) ? other : one), null);
+  return latest?.name ?? null;
+}
+
+/** How many of the operands are near 1, in each run. */
+export function headline(runs) {
+  const found = runs.filter(({ operands }) => operands.some(Boolean));
+  return found
+    .map((data) => {
+      const distances = data.distancesFromOne();
+      const within = (powers) => distances.filter((distance) => distance <= powers).length;
+      const what = data.direction === 'forward' ? 'operands' : 'gradients';
+      const run = runs.length > 1 ? `${data.run}: ` : '';
+      const step = data.steps.at(-1).toLocaleString('en');
+      // From a factor of 4 on an operand gets a new unit.
+      const wider = within(1) < distances.length ? `, ${within(2)} within 4×` : '';
+      return `${run}${within(1)} of ${distances.length} ${what} within 2× of RMS 1${wider} at step ${step}`;
+    })
+    .join(' · ');
 }
 
 /** A limit of the colours that holds 98 % of the values: 2, 4, 6, 8, then in steps of 4. */

@@ -1,0 +1,328 @@
+"""What ``ScaleMonitor`` does about a violation: it remembers it, tells it once, and acts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal, get_args
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn  # type: ignore[attr-defined]
+from torch import Tensor
+
+from lightning_unitscale.callbacks.distributed import is_distributed
+from lightning_unitscale.formats import NumberFormat
+from lightning_unitscale.scales.alerts import ScaleAlert, alerts_text
+from lightning_unitscale.scales.layout import DIRECTIONS
+from lightning_unitscale.scales.snapshot import ScaleSnapshot
+from lightning_unitscale.scales.trends import AmaxTrends
+from lightning_unitscale.scales.violations import (
+    Limits,
+    default_thresholds,
+    first_nonfinite,
+    format_violations,
+    infinite_names,
+    parse_thresholds,
+)
+
+
+@dataclass
+class _Pending:
+    """A loss that is on its way to the host."""
+
+    step: int
+    value: Tensor
+    arrived: torch.cuda.Event
+
+
+class LossWatch:
+    """Looks at the loss of every step.
+
+    On the CPU a loss is looked at when it is there. On a CUDA device it is copied to pinned memory
+    behind the step's kernels and looked at when the copy has arrived, mostly one step later; no
+    copy is begun while one is under way. Losses of other devices are not looked at.
+    """
+
+    def __init__(self) -> None:
+        self._pending: _Pending | None = None
+        self._buffer: Tensor | None = None
+        self._is_bad = False
+
+    def see(self, step: int, loss: Tensor) -> int | None:
+        """Take in the loss of a step.
+
+        Returns:
+            The step of the first NaN or infinity since the loss was last finite, once.
+        """
+        loss = loss.detach()
+        if loss.device.type == "cpu":
+            return self._judge(step, loss)
+        if loss.device.type != "cuda":
+            return None
+        bad_step = None
+        if self._pending is not None:
+            if not self._pending.arrived.query():
+                return None
+            bad_step = self._judge(self._pending.step, self._pending.value)
+        if self._buffer is None:
+            self._buffer = torch.empty((), dtype=torch.float64, pin_memory=True)
+        self._buffer.copy_(loss.double().sum(), non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record()
+        self._pending = _Pending(step, self._buffer, arrived)
+        return bad_step
+
+    def _judge(self, step: int, loss: Tensor) -> int | None:
+        was_bad, self._is_bad = self._is_bad, not bool(torch.isfinite(loss).all())
+        return step if self._is_bad and not was_bad else None
+
+
+OnViolation = Literal["warn", "raise", "stop"]
+# How many are kept in memory, and how many the console shows of one step.
+_KEPT: Final = 10_000
+_SHOWN: Final = 8
+# A violation that was told is told again when it was gone for so many sampled steps.
+_REARMED_AFTER: Final = 10
+_NONFINITE: Final = ("nonfinite",)
+
+
+class ScaleViolation(RuntimeError):
+    """Raised by ``ScaleMonitor(on_violation="raise")``, on all ranks.
+
+    Attributes:
+        alerts: Everything that was found at the step, the first in the order of computation first.
+    """
+
+    def __init__(self, alerts: Sequence[ScaleAlert]) -> None:
+        self.alerts = tuple(alerts)
+        super().__init__(alerts_text(self.alerts, _SHOWN))
+
+    def __reduce__(self) -> tuple[type[ScaleViolation], tuple[tuple[ScaleAlert, ...]]]:
+        # Lightning's launchers send exceptions from process to process.
+        return type(self), (self.alerts,)
+
+    @property
+    def alert(self) -> ScaleAlert:
+        """The first of the alerts."""
+        return self.alerts[0]
+
+    @property
+    def step(self) -> int:
+        """The optimizer step of the first alert."""
+        return self.alert.step
+
+    @property
+    def tensor(self) -> str:
+        """The tensor of the first alert."""
+        return self.alert.tensor
+
+    @property
+    def module(self) -> str:
+        """Path of the module that makes the tensor."""
+        return self.alert.module
+
+    @property
+    def direction(self) -> Literal["forward", "backward"]:
+        """Of the first alert: of the value or of its gradient."""
+        return self.alert.direction
+
+
+class ScaleAlerts:
+    """Judges snapshots.
+
+    Args:
+        on_violation: As for ``ScaleMonitor``.
+        thresholds: As there.
+        trend_steps: As there.
+        formats: The monitored formats.
+
+    Attributes:
+        alerts: The alerts so far, at most 10,000, newest last.
+        formats: The formats to count: the monitored ones and those of the thresholds.
+
+    Raises:
+        ValueError: If an argument is out of its range.
+        TypeError: If the thresholds are no mapping.
+    """
+
+    def __init__(
+        self,
+        on_violation: OnViolation | None,
+        thresholds: Mapping[str | NumberFormat, Limits] | None,
+        trend_steps: int | None,
+        formats: tuple[NumberFormat, ...],
+    ) -> None:
+        choices = get_args(OnViolation)
+        if on_violation is not None and on_violation not in choices:
+            raise ValueError(
+                f"on_violation={on_violation!r}: unknown; expected one of "
+                f"{', '.join(map(repr, choices))}, or None to record alerts without a word; "
+                "correct it"
+            )
+        is_number = isinstance(trend_steps, int) and not isinstance(trend_steps, bool)
+        if trend_steps is not None and (not is_number or trend_steps < 1):
+            raise ValueError(
+                f"trend_steps={trend_steps!r}: not a number of steps; expected an integer of at "
+                "least 1, or None to look at no trends; pass trend_steps=500"
+            )
+        self._on_violation = on_violation
+        if thresholds is None:
+            self._thresholds = default_thresholds(formats)
+        else:
+            self._thresholds = parse_thresholds(thresholds)
+        limited = tuple(dict.fromkeys(threshold.format for threshold in self._thresholds))
+        self.formats = tuple(dict.fromkeys((*formats, *limited)))
+        self.alerts: list[ScaleAlert] = []
+        self._horizon = trend_steps
+        self._limited = limited
+        self._start()
+
+    def start(self) -> None:
+        """Begin a fit; the alerts of an earlier one stay in ``alerts``."""
+        self._start()
+
+    def _start(self) -> None:
+        horizon = self._horizon
+        self._trends = None if horizon is None else AmaxTrends(self._limited, horizon)
+        self._told: dict[tuple[str, ...], int] = {}
+        self._known_infinite: set[str] = set()
+        self._loss_watch = LossWatch()
+        self._bad_loss: ScaleAlert | None = None
+
+    @property
+    def wants_sample(self) -> bool:
+        """Whether the next step should be sampled whatever the schedule says."""
+        return self._bad_loss is not None
+
+    def see_loss(self, step: int, loss: Tensor) -> None:
+        """Look at the loss of a step that is not sampled, where that costs nothing.
+
+        With several ranks nothing is looked at: sampling is a joint act, and one rank alone may
+        have the NaN.
+        """
+        if self._on_violation is None or is_distributed():
+            return
+        bad = self._loss_watch.see(step, loss)
+        if _NONFINITE in self._told:
+            return  # where it comes from is known
+        if bad is not None:
+            self._bad_loss = ScaleAlert(
+                "loss",
+                bad,
+                "loss",
+                "",
+                "forward",
+                "is NaN or infinite; the step was not sampled, so the next one is",
+            )
+
+    def judge(
+        self,
+        snapshot: ScaleSnapshot,
+        *,
+        has_loss_scaler: bool,
+        is_before_units: bool = False,
+        num_merged: int = 1,
+    ) -> tuple[ScaleAlert, ...]:
+        """What is new and wrong in a snapshot, the same on all ranks.
+
+        Args:
+            snapshot: Of the joint batch.
+            has_loss_scaler: Whether large and infinite gradients are a loss scaler's, which chooses
+                a scale as large as FP16 allows, and skips the step where it was too large.
+            is_before_units: Whether units were measured in this step, and come after it: it says
+                nothing about how its tensors are going to fit a format.
+            num_merged: Rows that were merged into each of its rows, of batches and ranks.
+        """
+        nonfinite = first_nonfinite(
+            snapshot, known_infinite=self._known_infinite, gradients=not has_loss_scaler
+        )
+        if nonfinite is None:
+            self._known_infinite.update(infinite_names(snapshot))
+        alerts = [] if nonfinite is None else [nonfinite]
+        if not is_before_units:
+            fits = format_violations(snapshot, self._thresholds, num_merged)
+            if self._trends is not None:
+                fits += self._trends.add(snapshot, num_merged)
+            alerts += [fit for fit in fits if not (has_loss_scaler and _is_too_large(fit))]
+        new = [*self._take_bad_loss(), *(alert for alert in alerts if self._is_news(alert))]
+        self._age(alerts)
+        self.alerts = [*self.alerts, *new][-_KEPT:]
+        return tuple(new)
+
+    def finish(self) -> tuple[ScaleAlert, ...]:
+        """At the end of a fit: what no sampled step came after."""
+        new = tuple(self._take_bad_loss())
+        self.alerts += new
+        return new
+
+    def act(self, trainer: pl.Trainer, alerts: Sequence[ScaleAlert]) -> None:
+        """Warn, stop the Trainer or raise.
+
+        Raises:
+            ScaleViolation: If that was asked for.
+        """
+        if not alerts or self._on_violation is None:
+            return
+        # A trend is a forecast: nothing has happened yet.
+        is_violated = any(alert.kind != "trend" for alert in alerts)
+        if is_violated and self._on_violation == "raise":
+            raise ScaleViolation(alerts)
+        rank_zero_warn(f"ScaleMonitor: {alerts_text(alerts, _SHOWN)}", category=ScaleWarning)
+        if is_violated and self._on_violation == "stop":
+            trainer.should_stop = True
+
+    def _is_news(self, alert: ScaleAlert) -> bool:
+        return self._key(alert) not in self._told
+
+    def _age(self, alerts: Sequence[ScaleAlert]) -> None:
+        present = {self._key(alert) for alert in alerts}
+        told = {key: age + 1 for key, age in self._told.items() if age + 1 < _REARMED_AFTER}
+        self._told = {**told, **dict.fromkeys(present, 0)}
+
+    def _key(self, alert: ScaleAlert) -> tuple[str, ...]:
+        if alert.kind == "nonfinite":
+            # One NaN makes all others: the step after, the parameters have it.
+            return _NONFINITE
+        return alert.kind, alert.tensor, alert.direction, alert.format
+
+    def _take_bad_loss(self) -> list[ScaleAlert]:
+        taken, self._bad_loss = self._bad_loss, None
+        return [] if taken is None else [taken]
+
+
+def _is_too_large(alert: ScaleAlert) -> bool:
+    return alert.direction == "backward" and alert.kind in ("overflow", "trend")
+
+
+class ScaleWarning(UserWarning):
+    """What ``ScaleMonitor`` warns of with ``on_violation="warn"`` or ``"stop"``."""
+
+
+def has_loss_scaler(trainer: pl.Trainer) -> bool:
+    """Whether the precision plugin scales the loss and skips steps with infinite gradients."""
+    scaler: Any = getattr(trainer.precision_plugin, "scaler", None)
+    return scaler is not None and scaler.is_enabled()
+
+
+# Indices in the last dimension of ``ScaleSnapshot.fractions``.
+_KINDS = {"overflow": 0, "underflow": 2}
+
+
+def summary_scalars(snapshot: ScaleSnapshot) -> dict[str, float]:
+    """The worst share over all tensors of stored elements that leave each format's range.
+
+    Returns:
+        ``scales/FP16/overflow_forward`` and so on; formats without any measured tensor left out.
+    """
+    scalars = {}
+    for direction in DIRECTIONS:
+        fractions = snapshot.fractions(direction, stored=True)
+        for index, item in enumerate(snapshot.layout.formats):
+            for kind, kind_index in _KINDS.items():
+                column = fractions[:, index, kind_index]
+                column = column[~np.isnan(column)]
+                if column.size:
+                    scalars[f"scales/{item.name}/{kind}_{direction}"] = float(column.max())
+    return scalars

@@ -1,0 +1,354 @@
+"""The units of a LightningModule whose steps run as rewritten graphs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any, cast
+
+import lightning.pytorch as pl
+import torch
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_unitscale.callbacks.distributed import (
+    joint_rms,
+    num_microbatches,
+    pipeline_of,
+    refuse_live,
+    rehearsed,
+    rehearsing,
+)
+from lightning_unitscale.callbacks.half_precision import ParameterHolding
+from lightning_unitscale.callbacks.rules import RuleScaling
+from lightning_unitscale.callbacks.steps import (
+    has_stepped,
+    loss_scale,
+    starting_batch,
+    step_arguments,
+    step_context,
+    takes_iterator,
+)
+from lightning_unitscale.callbacks.trainer_settings import searches_rate
+from lightning_unitscale.callbacks.units import (
+    MeasuredUnits,
+    RecalibrationSchedule,
+    joint_unrepresentable,
+    unrepresentable_from_state,
+)
+from lightning_unitscale.capture.captured_step import CapturedStep
+from lightning_unitscale.capture.steps import ModuleSteps
+from lightning_unitscale.functional.change_units import (
+    forget_recorded_backward,
+    takes_true_derivatives,
+)
+from lightning_unitscale.lossless.calibrate import Calibrator, Measured, runs_in_fp16
+from lightning_unitscale.lossless.drift import Drift
+from lightning_unitscale.lossless.fp8_range import Unrepresentable
+from lightning_unitscale.lossless.gauge import Gauge
+from lightning_unitscale.lossless.rehearsal import calibrate
+from lightning_unitscale.lossless.rewrite import LosslessUnitScale
+from lightning_unitscale.precision.fp8 import FP8Linears
+
+
+class GraphUnits(MeasuredUnits):
+    """The units of a LightningModule whose captured graphs are rewritten.
+
+    Args:
+        rewrite: The pass that the gauge belongs to.
+        schedule: When units are looked at again.
+        rules: The scale rules that want to know each parameter's gradient, if there are any.
+        fp8: The pass that is told which products FP8 does not fit, if there is one.
+        holding: What holds the parameters in units, if anything does.
+        is_rounded: Whether products are rounded to fewer bits than the Trainer's precision has.
+    """
+
+    def __init__(
+        self,
+        rewrite: LosslessUnitScale,
+        schedule: RecalibrationSchedule,
+        rules: RuleScaling | None,
+        fp8: FP8Linears | None = None,
+        holding: ParameterHolding | None = None,
+        *,
+        is_rounded: bool = False,
+    ) -> None:
+        super().__init__(schedule, fp8)
+        self._rewrite = rewrite
+        self._rules = rules
+        self._holding = holding
+        self._is_rounded = is_rounded
+        self._steps: ModuleSteps | None = None
+        self._live: Calibrator | None = None
+        self._num_breaks = 0
+
+    @property
+    @override
+    def gauge(self) -> Gauge:
+        return self._rewrite.gauge
+
+    def attach(self, trainer: pl.Trainer, steps: ModuleSteps, *, is_new: bool) -> None:
+        """Keep the gauge of these steps.
+
+        Args:
+            trainer: The Trainer.
+            steps: The captured steps of its module.
+            is_new: Whether it is another module than before, whose gauge is forgotten.
+        """
+        self._steps = steps
+        if self._is_rounded and searches_rate(trainer):
+            steps.steps["training_step"].before_call = self._before_search
+        forget_recorded_backward()
+        if is_new:
+            self._rewrite.set_gauge(Gauge())
+            self.is_calibrated = False
+            if self._fp8 is not None:
+                self._fp8.forget()
+
+    @override
+    def before_batch(self, trainer: pl.Trainer, batch: Any, batch_idx: int) -> None:
+        assert self._steps is not None
+        is_look = self._begin(trainer)
+        with self._starting(trainer, "training_step", batch, batch_idx):
+            if self._holding is not None:
+                self._holding.follow(trainer)
+            is_held_first = self._holding is not None and self._holding.is_unknown
+            self._num_breaks = len(self._steps.graph_breaks)
+            if not self.is_calibrated or is_held_first:
+                self._calibrate(trainer, batch, batch_idx)
+        self._steps.observe("UnitScaleCallback", is_look)
+
+    @override
+    def after_batch(self, trainer: pl.Trainer) -> None:
+        if self._holding is not None and self._steps is not None:
+            self._holding.check_graph_breaks(self._steps.graph_breaks[self._num_breaks :])
+        if self._live is not None:
+            self._adopt_live(trainer, self._live)
+        if not has_stepped(trainer, trainer.lightning_module, self._global_step_before):
+            return  # the accumulated batches share one gauge
+        drift = self._rewrite.drift.take()
+        if drift is None and pipeline_of(trainer) is not None:
+            drift = Drift()  # stages without a product join in with the others
+        is_look = self._schedule.looks_at(self._step_index)
+        if drift is not None and is_look:
+            forward, backward = joint_rms(drift.forward, drift.backward)
+            (outside,) = joint_rms(drift.outside)
+            if self._fp8 is not None:
+                self._make_fit(self._fp8, drift.unrepresentable)
+            if not self._schedule.is_automatic or outside:
+                self._take_gauge(forward, backward, f"step {self._step_index}", outside)
+        if self._holding is not None and is_look:
+            always = not self._schedule.is_automatic
+            self._holding.after_step(f"step {self._step_index}", always=always)
+
+    def before_optimizer_step(self, optimizer: Optimizer) -> None:
+        """Look at the parameters and gradients that an optimizer is about to use.
+
+        Raises:
+            RuntimeError: If second derivatives were taken and parameters are held in units.
+        """
+        if self._holding is not None and self._holding.is_wanted and takes_true_derivatives():
+            raise RuntimeError(
+                "hold_parameters: a step took a backward pass with create_graph=True, and second "
+                "derivatives of parameters in units of their own are not those of the model; "
+                "expected first derivatives only; pass Lossless(hold_parameters=False)."
+            )
+        if self._holding is not None and self._schedule.looks_at(self._step_index):
+            self._holding.before_step(optimizer)
+
+    @override
+    def before_evaluation(self, trainer: pl.Trainer, name: str, batch: Any, *indices: int) -> None:
+        with self._starting(trainer, name, batch, *indices):
+            # Alone, an evaluation measures forward units; within a fit, training has done so.
+            if not (self.is_calibrated or trainer.state.fn == "fit" or any(indices)):
+                self._calibrate_forward(trainer, name, batch, *indices)
+
+    def _calibrate_forward(self, trainer: pl.Trainer, name: str, batch: Any, *indices: int) -> None:
+        assert self._steps is not None
+        if not self._needs_units_at_once(trainer, name):
+            self._measure_live(name)
+            return
+        module = trainer.lightning_module
+        arguments = step_arguments(module, name, batch, *indices)
+        with step_context(trainer, name):
+            calibrate(
+                self._steps.steps[name],
+                self._rewrite,
+                arguments,
+                {},
+                results=self._joint_results,
+                backward=False,
+            )
+
+    @override
+    def after_evaluation(self, trainer: pl.Trainer, batch_idx: int) -> None:
+        if self._live is not None and trainer.state.fn != "fit":
+            self._rewrite.update_gauge(*self._joint_results(self._live))
+            self._stop_live()
+
+    @override
+    def detach(self) -> None:
+        self._stop_live()
+        self._rewrite.drift.clear()
+        if self._steps is not None:
+            for step in self._steps.steps.values():
+                step.before_call = None
+        self._steps = None
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        if not self.is_calibrated:
+            return {}
+        gauge = {k: list(pair) for k, pair in self._rewrite.gauge.state().items()}
+        state = {"gauge": gauge, "depth": self._rewrite.depth, **self._fp8_state()}
+        if self._holding is not None and (held := self._holding.state_dict()):
+            state["held"] = held
+        return state
+
+    @override
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        # A gauge of the other depth names other tensors; measuring again changes no result.
+        if state.get("depth") == self._rewrite.depth:
+            self._rewrite.set_gauge(Gauge.from_state(state["gauge"]))
+            self.is_calibrated = True
+            if self._holding is not None:
+                self._holding.load_state_dict(state.get("held", {}))
+            if self._fp8 is not None:
+                self._leave_out(self._fp8, unrepresentable_from_state(state))
+
+    @contextlib.contextmanager
+    def _starting(
+        self, trainer: pl.Trainer, name: str, batch: Any, *indices: int
+    ) -> Iterator[None]:
+        """Where a batch begins: what the rules plan comes first."""
+        assert self._steps is not None
+        step, module = self._steps.steps[name], trainer.lightning_module
+        with starting_batch(module, step, *indices):
+            if self._rules is not None:
+                train = name == "training_step"
+                seen = rehearsed(trainer, batch) if train else batch
+                arguments = step_arguments(module, name, seen, *indices)
+                self._rules.plan_step(trainer, step, arguments, train=train)
+            yield
+
+    def _before_search(self, step: CapturedStep, args: tuple[Any, ...], _: dict[str, Any]) -> None:
+        """Measure the first batch of a search for a learning rate, which calls no callbacks."""
+        if self.is_calibrated or self._live is not None or torch.compiler.is_compiling():
+            return
+        trainer = cast(pl.LightningModule, step.owner.module).trainer
+        if trainer.training:
+            batch, batch_idx = (*args, 0)[:2]
+            self._calibrate(trainer, batch, batch_idx)
+
+    def _calibrate(self, trainer: pl.Trainer, batch: Any, batch_idx: int) -> None:
+        assert self._steps is not None
+        module = trainer.lightning_module
+        if not module.automatic_optimization or takes_iterator(module):
+            refuse_live(trainer, "it cannot be rehearsed on a batch")
+            # Such a step updates weights or consumes batches by itself: it cannot be rehearsed.
+            if self._holding is not None:
+                self._holding.decline("a step that cannot be rehearsed gives no units in time")
+            self._measure_live("training_step")
+            return
+        if not self._needs_units_at_once(trainer, "training_step"):
+            # The first real step has the same bits without units, and nothing is done twice.
+            self._measure_live("training_step")
+            return
+        batch = rehearsed(trainer, batch)
+        arguments = step_arguments(module, "training_step", batch, batch_idx)
+        accumulated = trainer.accumulate_grad_batches * num_microbatches(trainer)
+        with trainer.precision_plugin.train_step_context(), rehearsing(trainer):
+            measured = calibrate(
+                self._steps.steps["training_step"],
+                self._rewrite,
+                arguments,
+                {},
+                seed_gradient=loss_scale(trainer) / accumulated,
+                results=self._joint_results,
+            )
+        if measured is not None:
+            self.is_calibrated = True
+            (gradients,) = joint_rms(measured)
+            if self._rules is not None:
+                self._rules.measured(trainer, gradients)
+            if self._holding is not None:
+                step = self._steps.steps["training_step"]
+                breaks = self._steps.graph_breaks[self._num_breaks :]
+                self._holding.measured(trainer, step, gradients, breaks)
+        else:
+            refuse_live(trainer, "a rehearsal of it has no loss to start from")
+            self._measure_live("training_step")
+
+    def _needs_units_at_once(self, trainer: pl.Trainer, name: str) -> bool:
+        """Whether the first real step of this name would be another one without units."""
+        assert self._steps is not None
+        if self._steps.changes_numbers(name) or pipeline_of(trainer) is not None:
+            return True
+        if self._holding is not None and self._holding.is_wanted:
+            return True
+        with trainer.precision_plugin.train_step_context():
+            return runs_in_fp16(trainer.lightning_module)
+
+    def _measure_live(self, name: str) -> None:
+        assert self._steps is not None
+        self._stop_live()
+        self._live = self._rewrite.calibrator()
+        if self._rules is not None:
+            self._rules.gradients.watch()
+        self._steps.steps[name].interpreter = self._live
+
+    def _adopt_live(self, trainer: pl.Trainer, calibrator: Calibrator) -> None:
+        forward, backward = self._joint_results(calibrator)
+        if not backward:
+            calibrator.clear()
+            return
+        self._take_gauge(forward, backward, "the first batch", {})
+        if self._rules is not None:
+            self._rules.measured(trainer, *joint_rms(self._rules.gradients.watched()))
+        self._stop_live()
+        self.is_calibrated = True
+
+    def _stop_live(self) -> None:
+        if self._live is not None:
+            self._live.release()
+        self._live = None
+        if self._steps is not None:
+            for step in self._steps.steps.values():
+                step.interpreter = None
+
+    def _take_gauge(
+        self, forward: Measured, backward: Measured, when: str, outside: Mapping[str, float]
+    ) -> None:
+        old = self._rewrite.gauge
+        new = old.updated(Gauge.of_rms(forward, backward))
+        changed = sum(new.pair(name) != old.pair(name) for name in new)
+        self._rewrite.set_gauge(new)
+        self._tell_new_units(changed, when, outside)
+
+    def _joint_results(self, calibrator: Calibrator) -> tuple[Measured, Measured]:
+        forward, backward = joint_rms(*calibrator.results())
+        if self._fp8 is not None:
+            self._leave_out(self._fp8, joint_unrepresentable(calibrator.unrepresentable()))
+        return forward, backward
+
+    def _make_fit(self, fp8: FP8Linears, unrepresentable: Unrepresentable) -> None:
+        """Take out of FP8, or out of its finer format, what no longer fits there."""
+        products, gradients = (
+            {name: why for name, why in reasons.items() if fp8.runs(name)}
+            for reasons in (unrepresentable.products, unrepresentable.gradients)
+        )
+        new = self._leave_out(fp8, joint_unrepresentable(Unrepresentable(products, gradients)))
+        self._tell_unrepresentable(new, f"step {self._step_index}")
+
+    def _leave_out(self, fp8: FP8Linears, unrepresentable: Unrepresentable) -> Unrepresentable:
+        """Tell the pass what does not fit; graphs that have it in FP8 are rewritten again.
+
+        Returns:
+            What the pass did not know yet and has to do with.
+        """
+        new = fp8.leave_out(unrepresentable)
+        if self._steps is not None and (new.products or new.gradients):
+            for step in self._steps.steps.values():
+                if fp8.runs_in(step.name):
+                    step.invalidate()
+        return new

@@ -1,0 +1,179 @@
+"""All that a ``UnitScaleCallback`` does to a module whose steps run as captured graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import lightning.pytorch as pl
+from typing_extensions import override
+
+from lightning_unitscale.callbacks.calibration import GraphUnits
+from lightning_unitscale.callbacks.distributed import pipeline_of
+from lightning_unitscale.callbacks.explanation import Explanation, units_table
+from lightning_unitscale.callbacks.half_precision import holding_of, holds_parameters
+from lightning_unitscale.callbacks.options import Lossless, Rules
+from lightning_unitscale.callbacks.remat import step_partitioner
+from lightning_unitscale.callbacks.rules import RuleScaling
+from lightning_unitscale.callbacks.steps import attach_steps
+from lightning_unitscale.callbacks.trainer_settings import start_loss_scale_at_one
+from lightning_unitscale.callbacks.units import RecalibrationSchedule
+from lightning_unitscale.graph.passes import GraphPass
+from lightning_unitscale.lossless.rewrite import Depth, LosslessUnitScale
+from lightning_unitscale.patching import nothing
+from lightning_unitscale.precision.fp8 import FP8Linears
+from lightning_unitscale.precision.simulate import SimulateFormat
+
+
+class CapturedUnits(GraphUnits):
+    """Units, rules, formats and held parameters of a LightningModule's captured steps.
+
+    Args:
+        method: What the callback was asked for.
+        depth: Which tensors have units.
+        schedule: When units are looked at again.
+        rules: The scale rules, if there are any.
+        fp8: What runs in FP8, if anything does.
+        simulation: Formats to simulate, if any.
+        remat: Budget for rematerialization, if there is one.
+        compile: Whether Inductor runs the graphs.
+    """
+
+    def __init__(
+        self,
+        method: Lossless | Rules,
+        depth: Depth,
+        schedule: RecalibrationSchedule,
+        rules: RuleScaling | None,
+        fp8: FP8Linears | None,
+        simulation: SimulateFormat | None,
+        *,
+        remat: str | int | float | None,
+        compile: bool,
+    ) -> None:
+        rewrite = LosslessUnitScale(depth, measures_range=fp8 is not None)
+        is_rounded = simulation is not None or fp8 is not None
+        holding = holding_of(method, rewrite)
+        super().__init__(rewrite, schedule, rules, fp8, holding, is_rounded=is_rounded)
+        self._method = method
+        self._simulation = simulation
+        self._remat = remat
+        self._compile = compile
+        self._owner = ""
+        self._restore_loss_scale: Callable[[], None] = nothing
+        self._last_explanation = Explanation(
+            "Nothing has been captured yet: run fit, validate, test or predict."
+        )
+
+    def are_wanted(self, trainer: pl.Trainer) -> bool:
+        """Whether what the callback was asked for needs captured graphs."""
+        if isinstance(self._method, Rules) or self._rewrite.depth == "all" or self._compile:
+            return True
+        return self._remat is not None or holds_parameters(self._method.hold_parameters, trainer)
+
+    def capture(
+        self,
+        trainer: pl.Trainer,
+        module: pl.LightningModule,
+        owner: pl.Callback,
+        *,
+        is_new: bool,
+        is_first: bool,
+    ) -> None:
+        """Let the steps of a module run as graphs that are rewritten.
+
+        Args:
+            trainer: The Trainer.
+            module: Its module.
+            owner: The callback.
+            is_new: Whether it is another module than before.
+            is_first: Whether there was none before.
+        """
+        if self._fp8 is not None:
+            # Stages are cut from one rewritten graph, whether their units are looked at or not.
+            self._fp8.takes_units_in = pipeline_of(trainer) is None or self._schedule.is_empty
+        if self._rules is not None:
+            self._rules.attach(trainer, module, is_new=is_new)
+        if self._holding is not None:
+            self._holding.attach(trainer, is_new=is_new)
+        self._owner = type(owner).__name__
+        steps = attach_steps(trainer, module, owner)
+        self.attach(trainer, steps, is_new=is_new and not is_first)
+        for graph_pass in self._passes():
+            if graph_pass not in steps.passes:
+                steps.add_pass(graph_pass)
+        if self._compile:
+            steps.use_executor("inductor")
+        if self._remat is not None:
+            steps.partition_by(step_partitioner(trainer, module, self._remat))
+
+    def start_fit(self, trainer: pl.Trainer) -> None:
+        """Give the Trainer's settings their meaning for gradients in units."""
+        if self._rules is not None:
+            self._rules.start_fit(trainer)
+        elif self._rewrite.depth == "all":
+            # Every gradient is near 1 then: a scale of 65,536 would overflow them.
+            self._restore_loss_scale()
+            self._restore_loss_scale = start_loss_scale_at_one(trainer)
+        if self._holding is not None:
+            self._holding.start_fit(trainer)
+
+    def start_validation(self) -> None:
+        """A validation begins, in which held parameters are what their checkpoint would be."""
+        if self._holding is not None:
+            self._holding.start_evaluation()
+
+    def end_validation(self) -> None:
+        """Go on with parameters held as before."""
+        if self._holding is not None:
+            self._holding.end_evaluation()
+
+    def true_parameters(self) -> AbstractContextManager[None]:
+        """Within this context the module's parameters have their true values, held or not."""
+        return nullcontext() if self._holding is None else self._holding.true_parameters()
+
+    @override
+    def explain(self) -> Explanation:
+        if self._steps is None:
+            return self._last_explanation
+        held = [] if self._holding is None else self._holding.events
+        units = units_table(self.gauge) or ""
+        return Explanation(self._steps.explain(), *held, *self.events, units)
+
+    @override
+    def detach(self) -> None:
+        """Leave module and Trainer as they were; may be called more than once."""
+        steps = self._steps
+        if steps is None:
+            return
+        self._last_explanation = self.explain()
+        super().detach()
+        self._restore_loss_scale()
+        self._restore_loss_scale = nothing
+        if self._holding is not None:
+            self._holding.release()
+        if self._rules is not None:
+            self._rules.restore()
+        if self._remat is not None:
+            steps.partition_by(None)
+        steps.detach(self._owner, *self._passes())
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        state = super().state_dict()
+        if state and self._simulation is not None and self._simulation.rounding == "stochastic":
+            state["rounding"] = self._simulation.state()
+        return state
+
+    @override
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        if self._simulation is not None and "rounding" in state:
+            self._simulation.set_state(state["rounding"])
+
+    def _passes(self) -> list[GraphPass]:
+        rules = [] if self._rules is None else [self._rules.rules, self._rules.gradients]
+        simulation = [] if self._simulation is None else [self._simulation]
+        fp8 = [] if self._fp8 is None else [self._fp8]
+        return [*rules, self._rewrite, *simulation, *fp8]

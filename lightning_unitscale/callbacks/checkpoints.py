@@ -1,0 +1,111 @@
+"""What a checkpoint says of the method that its weights were trained by, and who may load it.
+
+Weights that were trained by rules mean nothing without the factors of their graph. Lightning only
+warns when a callback of the checkpoint is missing, and a module is loaded without any callbacks. So
+such a checkpoint has one more entry in its ``state_dict``, an empty tensor whose name says what it
+takes: torch refuses names that a module does not know, as long as it loads with ``strict=True``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn  # type: ignore[attr-defined]
+
+from lightning_unitscale.patching import shadowed
+
+LOSSLESS = "lossless"
+_MARK = "trained with UnitScaleCallback('{}'): pass ckpt_path to a Trainer that has this callback"
+_MARKED = re.compile(re.escape(_MARK).replace(r"\{\}", "(.*)"))
+
+
+def mark(checkpoint: dict[str, Any], method: str) -> None:
+    """Let the weights of a checkpoint say that they were trained by rules."""
+    checkpoint["state_dict"][_MARK.format(method)] = torch.empty(0)
+
+
+def checking_checkpoints(
+    trainer: pl.Trainer,
+    module: pl.LightningModule,
+    callback: pl.Callback,
+    method: str,
+    mark_saved: Callable[[dict[str, Any]], None],
+) -> AbstractContextManager[None]:
+    """Within this context a checkpoint of another method is refused before anything is loaded.
+
+    The hooks are the module's: those of callbacks come after its weights are loaded, are not called
+    for checkpoints that have only weights, and may put other weights, such as averages, into what
+    is saved.
+
+    Args:
+        trainer: The Trainer.
+        module: Its module.
+        callback: The callback whose state a checkpoint may have.
+        method: Its method.
+        mark_saved: Marks a checkpoint, if its weights were trained by rules.
+    """
+    load, save = module.on_load_checkpoint, module.on_save_checkpoint
+
+    def on_load_checkpoint(checkpoint: dict[str, Any]) -> None:
+        _check(trainer, checkpoint, checkpoint.get("callbacks", {}).get(callback.state_key), method)
+        load(checkpoint)
+
+    def on_save_checkpoint(checkpoint: dict[str, Any]) -> None:
+        save(checkpoint)
+        mark_saved(checkpoint)
+
+    return shadowed(
+        module, on_load_checkpoint=on_load_checkpoint, on_save_checkpoint=on_save_checkpoint
+    )
+
+
+def is_checking_checkpoints(module: pl.LightningModule) -> bool:
+    """Whether :func:`checking_checkpoints` is in force for a module."""
+    return "on_save_checkpoint" in vars(module)
+
+
+def _check(
+    trainer: pl.Trainer,
+    checkpoint: dict[str, Any],
+    state: Mapping[str, Any] | None,
+    method: str,
+) -> None:
+    """Compare the method of a checkpoint with the callback's, and take out the mark.
+
+    Raises:
+        MisconfigurationException: If the weights were trained by rules, and others are asked for.
+    """
+    known = None if state is None else state.get("rules", {}).get("method", LOSSLESS)
+    trained = _taken_mark(checkpoint) or known
+    if trained not in (None, LOSSLESS) and trained != method:
+        raise MisconfigurationException(
+            f"method={method!r}: the checkpoint is of a model that was trained with "
+            f"method={trained!r}, whose weights mean nothing without their factors; expected "
+            f"method={trained!r}; pass that, or deploy the trained model first "
+            "(lightning_unitscale.transforms.deploy)."
+        )
+    is_fit = trainer.state.fn == TrainerFn.FITTING and checkpoint.get("global_step", 0) > 0
+    if is_fit and method != LOSSLESS and trained in (None, LOSSLESS):
+        how = "without UnitScaleCallback" if trained is None else f"with method={trained!r}"
+        rank_zero_warn(
+            f"method={method!r}: the checkpoint is of a model that was trained {how}; its weights "
+            "are set to unit scale now, which makes another model of them, while the optimizer's "
+            "state is that of the old one; expected a checkpoint of the same method; to go on with "
+            f"the model that was trained, pass method={LOSSLESS!r}."
+        )
+
+
+def _taken_mark(checkpoint: dict[str, Any]) -> str | None:
+    weights = checkpoint.get("state_dict", {})
+    for name in list(weights):
+        if (marked := _MARKED.fullmatch(name)) is not None:
+            del weights[name]
+            return marked[1]
+    return None

@@ -1,0 +1,178 @@
+"""Agreement across ranks, and what a callback must know of a pipelined Trainer.
+
+There, what is captured, cut and run is the step of one microbatch.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+
+from lightning_unitscale.lossless.calibrate import combined_rms
+from lightning_unitscale.scales.reduce import pack_rows, unpack_rows
+from lightning_unitscale.scales.snapshot import ScaleSnapshot
+from lightning_unitscale.scales.tensor_statistics import FloatArray
+
+if TYPE_CHECKING:
+    from lightning_unitscale.strategies.pipeline import PipelineStrategy
+
+
+_Value = TypeVar("_Value")
+
+
+def is_distributed() -> bool:
+    """Whether there are other ranks to agree with."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def joint_rms(*measured: Mapping[str, float]) -> tuple[dict[str, float], ...]:
+    """RMS over all ranks of named values; ranks may have measured different names."""
+    if not is_distributed():
+        return tuple(dict(values) for values in measured)
+    return tuple(_joint(values) for values in zip(*_gathered(measured), strict=True))
+
+
+def joint_reasons(*reasons: Mapping[str, str]) -> tuple[dict[str, str], ...]:
+    """What any rank has found, by name; where several have, the words of the first."""
+    if not is_distributed():
+        return tuple(dict(texts) for texts in reasons)
+    return tuple(
+        {name: text for texts in reversed(of_ranks) for name, text in texts.items()}
+        for of_ranks in zip(*_gathered(reasons), strict=True)
+    )
+
+
+def joint_snapshot(snapshot: ScaleSnapshot, device: torch.device) -> ScaleSnapshot:
+    """Statistics of the joint batch of all ranks.
+
+    Ranks that ran different graphs (a branch on data) cannot be packed; they are merged by name
+    over the tensors that all of them have in the same units: what a product reads on one rank only
+    has its units there, and is counted in them.
+    """
+    if not is_distributed():
+        return snapshot
+    if _same_everywhere(snapshot.names, device):
+        return replace(
+            snapshot,
+            forward=_reduced(snapshot.forward, snapshot, device),
+            backward=_reduced(snapshot.backward, snapshot, device),
+        )
+    return _merged_by_name(snapshot)
+
+
+def _gathered(own: _Value) -> list[_Value]:
+    """What every rank has, in the order of the ranks."""
+    gathered = [own] * dist.get_world_size()
+    dist.all_gather_object(gathered, own)
+    return gathered
+
+
+def _joint(of_ranks: tuple[Mapping[str, float], ...]) -> dict[str, float]:
+    names = dict.fromkeys(name for values in of_ranks for name in values)
+    return {
+        name: combined_rms([values[name] for values in of_ranks if name in values])
+        for name in names
+    }
+
+
+def _same_everywhere(names: tuple[str, ...], device: torch.device) -> bool:
+    digest = hashlib.sha256("\n".join(names).encode()).digest()
+    number = int.from_bytes(digest[:6], "big")
+    extremes = torch.tensor([number, -number], dtype=torch.int64, device=device)
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
+    highest, lowest = extremes.tolist()
+    return bool(highest == -lowest)
+
+
+def _reduced(rows: FloatArray, snapshot: ScaleSnapshot, device: torch.device) -> FloatArray:
+    table: Tensor = torch.as_tensor(rows).to(device)
+    packed = pack_rows(table, snapshot.layout, dist.get_rank(), dist.get_world_size())
+    dist.all_reduce(packed)
+    joint: FloatArray = unpack_rows(packed, snapshot.layout, dist.get_world_size()).cpu().numpy()
+    return joint
+
+
+def _merged_by_name(snapshot: ScaleSnapshot) -> ScaleSnapshot:
+    gathered = _gathered(snapshot)
+    shared = set.intersection(*(set(_in_units(of_rank)) for of_rank in gathered))
+    # In the order of the first rank: graphs of others may list the same tensors in another.
+    names = [tensor[0] for tensor in _in_units(gathered[0]) if tensor in shared]
+    return functools.reduce(ScaleSnapshot.merge, (of_rank.select(names) for of_rank in gathered))
+
+
+def _in_units(snapshot: ScaleSnapshot) -> list[tuple[str, int, int]]:
+    units = (snapshot.log2_sigma.tolist(), snapshot.log2_gamma.tolist())
+    return list(zip(snapshot.names, *units, strict=True))
+
+
+def pipeline_of(trainer: pl.Trainer) -> PipelineStrategy | None:
+    """The strategy, if it cuts training steps into stages."""
+    # Not by its class: training on one device must not load the pipeline's engine.
+    is_pipeline = hasattr(trainer.strategy, "num_microbatches")
+    return cast("PipelineStrategy", trainer.strategy) if is_pipeline else None
+
+
+def num_microbatches(trainer: pl.Trainer) -> int:
+    """Microbatches of a batch, 1 without a pipeline."""
+    strategy = pipeline_of(trainer)
+    return 1 if strategy is None else strategy.num_microbatches
+
+
+def num_replicas(trainer: pl.Trainer) -> int:
+    """Ranks with data of their own, over whose gradients the mean is taken."""
+    strategy = pipeline_of(trainer)
+    return trainer.world_size if strategy is None else strategy.data_parallel
+
+
+def rehearsed(trainer: pl.Trainer, batch: Any) -> Any:
+    """The part of a training batch on which a step is rehearsed: its first microbatch.
+
+    Every rank rehearses the whole step on it, before the first step frees what others own. A
+    rehearsal on one rank alone would take as long, and the others would wait.
+    """
+    if pipeline_of(trainer) is None:
+        return batch
+    from lightning_unitscale.pipeline.program import split_evenly
+
+    return split_evenly(batch, num_microbatches(trainer))[0]
+
+
+def rehearsing(trainer: pl.Trainer) -> AbstractContextManager[Any]:
+    """Entered where a training step is rehearsed: what is captured there is what will be cut."""
+    if pipeline_of(trainer) is None:
+        return nullcontext()
+    from lightning_unitscale.pipeline.capture import static_shapes
+
+    return static_shapes()
+
+
+def num_gradient_elements(trainer: pl.Trainer, parameters: Iterable[Tensor]) -> int:
+    """Elements of those parameters that have a gradient, those of other stages included."""
+    strategy = pipeline_of(trainer)
+    if strategy is not None:
+        return strategy.num_gradient_elements(parameters)
+    return sum(param.numel() for param in parameters if param.grad is not None)
+
+
+def refuse_live(trainer: pl.Trainer, why: str) -> None:
+    """Refuse to measure units while the step runs.
+
+    Raises:
+        MisconfigurationException: If the strategy is a pipeline.
+    """
+    if pipeline_of(trainer) is not None:
+        raise MisconfigurationException(
+            f"UnitScaleCallback with PipelineStrategy: the units of "
+            f"{type(trainer.lightning_module).__name__}.training_step are measured before it is "
+            f"cut, and {why}; expected a step that takes a batch and returns its loss; change it."
+        )

@@ -1,0 +1,204 @@
+"""What ``UnitScaleCallback`` can be told beyond its strings: a method, FP8, a simulated format.
+
+Each option is checked when it is made. From YAML it is ``class_path`` and ``init_args``::
+
+    - class_path: lightning_unitscale.UnitScaleCallback
+      init_args:
+        method:
+          class_path: lightning_unitscale.Rules
+          init_args: {method: u-mup, attention_mult: 2.0}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from lightning_unitscale.arguments import check_choice, check_flag
+from lightning_unitscale.formats import NumberFormat
+from lightning_unitscale.functional.low_precision import DEFAULT_GRADIENT, GradientFormat
+from lightning_unitscale.graph.name_patterns import NamePatterns
+from lightning_unitscale.precision.dither import Grid, check_grid
+from lightning_unitscale.precision.fp8 import check_gradient_format
+from lightning_unitscale.precision.simulate import format_pair
+from lightning_unitscale.quantize import Rounding, check_rounding, checked_format
+from lightning_unitscale.rules.plan import RuleOptions
+from lightning_unitscale.rules.transform import check_options
+
+_RULES = ("unit-scaling", "u-mup")
+
+
+@dataclass(frozen=True)
+class Lossless:
+    """``method=Lossless(...)``: units that change no result, as ``"lossless"``.
+
+    Args:
+        hold_parameters: Whether parameters, gradients and the optimizer's state are held in units
+            while the module is trained; ``"auto"`` does with the Trainer's ``precision="16-true"``
+            and ``"bf16-true"``. Checkpoints, clipping, learning rates and decay mean true values as
+            ever. Callbacks that read ``parameter.grad`` or call the module outside of its steps
+            need ``UnitScaleCallback.true_parameters()``. Works with one device and DDP, and the
+            optimizers listed in docs/explanation/low-precision.md.
+
+    Raises:
+        ValueError: If it is none of these.
+    """
+
+    hold_parameters: bool | Literal["auto"] = "auto"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.hold_parameters, bool) and self.hold_parameters != "auto":
+            raise ValueError(
+                f"hold_parameters={self.hold_parameters!r}: no such choice; expected True, False "
+                "or 'auto'; leave it out for 'auto'."
+            )
+
+
+@dataclass(frozen=True)
+class Rules:
+    """``method=Rules(...)``: unit scaling by rules, with u-muP's multipliers.
+
+    All multipliers are positive numbers and 1 by default.
+
+    Args:
+        method: ``"unit-scaling"`` or ``"u-mup"``, which differ in how learning rates follow.
+        residual_mult: Share of all residual branches in the last sum.
+        residual_attn_ratio: Share of attention branches relative to the others.
+        attention_mult: Factor on attention's logits.
+        activation_mult: Factor on the input of activations that follow a weight.
+        loss_mult: Factor on the logits of a cross-entropy.
+
+    Raises:
+        ValueError: If the method is unknown or a multiplier is not positive.
+
+    References:
+        Blake et al., "u-muP: The Unit-Scaled Maximal Update Parametrization" (arXiv 2407.17465).
+    """
+
+    method: Literal["unit-scaling", "u-mup"]
+    residual_mult: float = 1.0
+    residual_attn_ratio: float = 1.0
+    attention_mult: float = 1.0
+    activation_mult: float = 1.0
+    loss_mult: float = 1.0
+
+    def __post_init__(self) -> None:
+        advice = "pass Rules('u-mup'), or method='lossless' for no rules"
+        check_choice("method", self.method, _RULES, "no method with rules", advice)
+        check_options(self.options())
+
+    def options(self, **others: Any) -> RuleOptions:
+        """The multipliers as options of the rules, with ``residual`` and ``on_unknown``."""
+        return RuleOptions(
+            residual_mult=self.residual_mult,
+            residual_attn_ratio=self.residual_attn_ratio,
+            attention_mult=self.attention_mult,
+            activation_mult=self.activation_mult,
+            loss_mult=self.loss_mult,
+            **others,
+        )
+
+
+@dataclass(frozen=True)
+class FP8:
+    """``precision=FP8(...)``: linear layers and their gradients in real FP8.
+
+    Args:
+        exclude: Globs of module paths or tensor names to keep out of FP8; ``None`` for none.
+            ``"auto"`` is the readout, by usual names, and for rules all that u-muP keeps out:
+            attention's output and a feed-forward's last layer too. Globs of your own replace these.
+        gradient_format: Format of the gradients that linear layers read. ``"E4M3FN"`` is for those
+            that fit, which almost all do in units of their own, and E5M2, with half its precision,
+            for the others; ``"E5M2"`` is for all.
+        evaluation: Whether validation, test and prediction run in FP8 too. Without it they have
+            the Trainer's precision, and the loss that they find is that of the checkpoint.
+        grid: ``"moving"`` multiplies what is rounded by a number in (1/2, 1] and divides the
+            product by it, another one at every training step: with ``"fixed"``, a weight that
+            hardly moves is rounded to the same side at every step, which costs a long training
+            more than the rounding itself.
+
+    Raises:
+        ValueError: If an argument is out of its range.
+    """
+
+    exclude: str | Sequence[str] | None = "auto"
+    gradient_format: GradientFormat = DEFAULT_GRADIENT
+    evaluation: bool = False
+    grid: Grid = "moving"
+
+    def __post_init__(self) -> None:
+        NamePatterns(exclude=self.exclude)
+        check_gradient_format(self.gradient_format)
+        check_flag("evaluation", self.evaluation)
+        check_grid(self.grid)
+
+
+@dataclass(frozen=True)
+class Simulate:
+    """``simulate=Simulate(...)``: matrix products rounded as if in a low-precision format.
+
+    Args:
+        format: ``"fp8"`` (E4M3FN for operands, E5M2 for gradients), one format such as ``"E3M2FN"``
+            for both, or one for each.
+        rounding: ``"nearest"``, or ``"stochastic"``, whose random numbers are its own.
+        grid: ``"fixed"`` simulates a format as it is; ``"moving"`` as for :class:`FP8`.
+
+    Raises:
+        ValueError: If an argument is out of its range.
+    """
+
+    format: str | NumberFormat | tuple[str | NumberFormat, str | NumberFormat] = "fp8"
+    rounding: Rounding = "nearest"
+    grid: Grid = "fixed"
+
+    def __post_init__(self) -> None:
+        for item in self.formats:
+            checked_format(item)
+        check_rounding(self.rounding)
+        check_grid(self.grid)
+
+    @property
+    def formats(self) -> tuple[Any, Any]:
+        """Format of the operands and format of the gradients."""
+        return format_pair(self.format)
+
+
+def as_method(method: str | Lossless | Rules) -> Lossless | Rules:
+    """The method that a string stands for.
+
+    Raises:
+        ValueError: If it stands for none.
+    """
+    if isinstance(method, (Lossless, Rules)):
+        return method
+    advice = "pass Rules(...) or Lossless(...) for their options"
+    check_choice("method", method, ("lossless", *_RULES), "unknown method", advice)
+    return Lossless() if method == "lossless" else Rules(method)  # type: ignore[arg-type]
+
+
+def as_fp8(precision: str | FP8 | None) -> FP8 | None:
+    """The options of FP8, if it is asked for.
+
+    Raises:
+        ValueError: If something else is.
+    """
+    if precision is None or isinstance(precision, FP8):
+        return precision
+    if precision != "fp8":
+        raise ValueError(
+            f"precision={precision!r}: unknown precision; expected 'fp8', FP8(...) or None; other "
+            "types are the Trainer's: pass Trainer(precision=...)."
+        )
+    return FP8()
+
+
+def as_simulate(simulate: object) -> Simulate | None:
+    """The options of a simulation, if a format is to be simulated.
+
+    Raises:
+        ValueError: If it is no format.
+    """
+    if simulate is None or isinstance(simulate, Simulate):
+        return simulate
+    return Simulate(simulate)  # type: ignore[arg-type]

@@ -1,0 +1,287 @@
+"""The rule-based methods as the callback uses them: plan each step once, follow with the rates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from typing import Any, cast
+
+import lightning.pytorch as pl
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import (  # type: ignore[attr-defined]
+    rank_zero_info,
+    rank_zero_warn,
+)
+from torch import Tensor, nn
+
+from lightning_unitscale.arguments import check_flag
+from lightning_unitscale.callbacks.distributed import num_microbatches, num_replicas, rehearsing
+from lightning_unitscale.callbacks.options import Lossless, Rules
+from lightning_unitscale.callbacks.steps import loss_scale, step_context, takes_iterator
+from lightning_unitscale.callbacks.trainer_settings import RuleSettings, refuse_rate_search
+from lightning_unitscale.capture.captured_step import CapturedStep
+from lightning_unitscale.optim.learning_rates import Method, ParameterInfo, Role
+from lightning_unitscale.rules.build_plan import plan_step
+from lightning_unitscale.rules.deploy import PLAN_ATTRIBUTE
+from lightning_unitscale.rules.plan import RuleOptions, RulePlan
+from lightning_unitscale.rules.rewrite import RuleRewrite
+from lightning_unitscale.rules.transform import Replace, check_options
+from lightning_unitscale.rules.weights import (
+    ParameterGradients,
+    already_at_unit_scale,
+    keeping_parameters,
+    set_to_unit_scale,
+)
+
+_TRAINING = "training_step"
+
+
+class RuleScaling:
+    """Scales one LightningModule by rules over fits, tests and restarts.
+
+    Args:
+        options: What the user chose.
+        replace: Functions to put in place of others.
+        lr_scaling: How learning rates follow; ``None`` leaves them alone.
+        init_weights: Whether weights are set to unit scale.
+    """
+
+    def __init__(
+        self,
+        options: RuleOptions,
+        replace: Replace | None,
+        lr_scaling: Method | None,
+        init_weights: bool,
+    ) -> None:
+        check_options(options)
+        self.options = options
+        self.init_weights = init_weights
+        self.rules = RuleRewrite(options, replace)
+        self.gradients = ParameterGradients()
+        self._settings = RuleSettings(lr_scaling)
+        self._rates_follow = False
+        # Whether an evaluation of a plain module is under way.
+        self._is_plain = False
+
+    @property
+    def plan(self) -> RulePlan:
+        """What has been decided so far."""
+        return self.rules.plan
+
+    def attach(self, trainer: pl.Trainer, module: pl.LightningModule, *, is_new: bool) -> None:
+        """Take over the module's own plan, if it has been scaled before.
+
+        Args:
+            trainer: The Trainer.
+            module: Its module.
+            is_new: Whether it is another module than before.
+
+        Raises:
+            MisconfigurationException: If the Trainer is going to look for a learning rate.
+        """
+        refuse_rate_search(trainer)
+        if is_new:
+            self.rules.set_plan(vars(module).get(PLAN_ATTRIBUTE, RulePlan()))
+            self.gradients.clear()
+
+    def start_fit(self, trainer: pl.Trainer) -> None:
+        """Give clipping and the loss scale their meaning for gradients at unit scale.
+
+        Raises:
+            ValueError: If an optimizer's rates cannot follow; nothing is changed then.
+        """
+        self._settings.start(trainer)
+
+    def plan_step(
+        self, trainer: pl.Trainer, step: CapturedStep, arguments: tuple[Any, ...], *, train: bool
+    ) -> None:
+        """Decide on a step on its first batch; before the first training step, set the weights.
+
+        An evaluation never changes weights. What is evaluated before it was trained by rules is
+        still the plain model, and without a loss the readout could not be found: so a sanity check
+        is left plain, and so is an evaluation on its own, unless its weights show that they are
+        at unit scale.
+
+        Args:
+            trainer: The Trainer.
+            step: The captured step.
+            arguments: Those of its first call.
+            train: Whether it is the training step.
+
+        Raises:
+            MisconfigurationException: If the step takes no batch, or an evaluation of a module at
+                unit scale does not show which parameter is the readout.
+        """
+        module = trainer.lightning_module
+        is_trained = _TRAINING in self.plan.steps()
+        is_awaited = not train and not is_trained and trainer.state.fn == "fit"
+        if step.name not in self.plan.steps() and not self._is_plain and not is_awaited:
+            if takes_iterator(module):
+                raise MisconfigurationException(
+                    f"method: {type(module).__name__}.training_step takes dataloader_iter, so it "
+                    "cannot be rehearsed on one batch; expected a step that takes a batch; use "
+                    "method='lossless', or let the step take the batch."
+                )
+            # What an evaluation has decided before is of no use for training: it saw no gradient.
+            earlier = RulePlan() if train else self.plan
+            shapes = rehearsing(trainer) if train else nullcontext()
+            with step_context(trainer, step.name), keeping_parameters(module), shapes:
+                planned = plan_step(
+                    step,
+                    arguments,
+                    {},
+                    self.options,
+                    earlier,
+                    init_weights=self.init_weights and not (is_trained and not train),
+                    backward=train,
+                )
+            # What was measured differs between ranks; the model must not.
+            plan = RulePlan.from_state(trainer.strategy.broadcast(planned.state()))
+            if train:
+                plan = self._with_weights(module, plan)
+            elif not is_trained and self._stays_plain(module, step.name, plan):
+                return
+            self.rules.set_plan(plan)
+            step.invalidate()
+            vars(module)[PLAN_ATTRIBUTE] = self.plan
+        if train:
+            self.gradients.accumulate(trainer.accumulate_grad_batches)
+            if not self._rates_follow:
+                self._follow_rates(trainer, module)
+
+    def measured(self, trainer: pl.Trainer, measured: Mapping[str, float]) -> None:
+        """Take over the size of each parameter's gradient, as it is before the optimizer step."""
+        unscaled = 1 / loss_scale(trainer)
+        # A batch's gradient is the sum of its microbatches', which are nearly independent.
+        unscaled *= num_microbatches(trainer) ** 0.5
+        # The rehearsal's loss was divided by the number of batches already.
+        self.gradients.set_measured(
+            {fqn: rms * unscaled for fqn, rms in measured.items()},
+            num_accumulated=trainer.accumulate_grad_batches,
+            num_replicas=num_replicas(trainer),
+        )
+
+    def restore(self) -> None:
+        """End what reaches beyond the module's steps; idempotent."""
+        self._settings.restore()
+        self.gradients.remove()
+        self._rates_follow = False
+        self._is_plain = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """For the checkpoint: with it, nothing is decided, measured or scaled a second time."""
+        return {
+            "plan": self.plan.state(),
+            "log2_gradients": dict(self.gradients.log2_factors),
+            "num_accumulated": self.gradients.num_accumulated,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], module: nn.Module | None) -> None:
+        """Go on from :meth:`state_dict`; the weights are those of the checkpoint."""
+        self.rules.set_plan(RulePlan.from_state(state["plan"]))
+        self.gradients.log2_factors = dict(state["log2_gradients"])
+        self.gradients.num_accumulated = state["num_accumulated"]
+        if module is not None:
+            vars(module)[PLAN_ATTRIBUTE] = self.plan
+
+    def _with_weights(self, module: pl.LightningModule, plan: RulePlan) -> RulePlan:
+        """The plan of a module that is trained for the first time, with its weights set."""
+        if not self.init_weights:
+            return plan
+        if already_at_unit_scale(module, plan.parameters):
+            rank_zero_info(
+                f"UnitScaleCallback: the weights of {type(module).__name__} have RMS near 1 "
+                "already, as after training at unit scale, so they are left as they are, and what "
+                "depends on the data is measured again; pass ckpt_path to the Trainer to restore "
+                "what is known of them as well."
+            )
+            if self._settings.lr_scaling == "match":
+                rank_zero_warn(
+                    f"lr_scaling='match': the RMS that the weights of {type(module).__name__} had "
+                    "as a plain model is not known, so their learning rates are not scaled; "
+                    "expected the checkpoint that they come from; pass ckpt_path to the Trainer."
+                )
+            return plan
+        return plan.with_parameters(set_to_unit_scale(module, plan.parameters))
+
+    def _stays_plain(self, module: pl.LightningModule, step: str, plan: RulePlan) -> bool:
+        """Whether a module that is evaluated without having been trained by rules is as written."""
+        if not self.init_weights:
+            return False
+        name = type(module).__name__
+        if not already_at_unit_scale(module, plan.parameters):
+            self._is_plain = True
+            rank_zero_info(
+                f"UnitScaleCallback: {name} has not been trained at unit scale, so it is evaluated "
+                "as it is; its weights are set to unit scale in the first batch of a fit."
+            )
+            return True
+        if all(param.info.role is not Role.READOUT for param in plan.parameters.values()):
+            raise MisconfigurationException(
+                f"{name}.{step}: the weights have RMS near 1, as after training at unit scale, but "
+                "this step has no loss, from which its readout could be known; expected the "
+                "checkpoint that they come from; pass it as ckpt_path to the Trainer."
+            )
+        return False
+
+    def _follow_rates(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        self._rates_follow = True
+        infos: dict[Tensor, ParameterInfo] = {
+            parameter: self.plan.parameters[fqn].info
+            for fqn, parameter in module.named_parameters()
+            if fqn in self.plan.parameters
+        }
+        self._settings.follow_rates(trainer, infos)
+
+
+def rules_of(
+    method: Lossless | Rules,
+    *,
+    replace: Replace | None,
+    residual: tuple[float, float] | None,
+    lr_scaling: str | None,
+    init_weights: bool,
+    on_unknown: str,
+) -> RuleScaling | None:
+    """The rules of a method, with its own learning rates unless others are asked for.
+
+    Args:
+        method: The callback's method.
+        replace: Functions to put in place of others.
+        residual: Weights of residual branches with attention and of the others.
+        lr_scaling: ``"match"``, ``"u-mup"``, ``"auto"`` for the method's own, or ``None``.
+        init_weights: Whether weights are set to unit scale.
+        on_unknown: ``"calibrate"``, ``"keep"`` or ``"error"``.
+
+    Returns:
+        ``None`` for the lossless method, which has no rules.
+
+    Raises:
+        ValueError: If an argument is out of its range, or has no meaning for the method.
+    """
+    check_flag("init_weights", init_weights)
+    if isinstance(method, Lossless):
+        for name, value, expected in (
+            ("replace", replace, None),
+            ("residual", residual, None),
+            ("lr_scaling", lr_scaling or "auto", "auto"),
+            ("init_weights", init_weights, True),
+            ("on_unknown", on_unknown, "calibrate"),
+        ):
+            if value != expected:
+                raise ValueError(
+                    f"{name}={value!r}: has no meaning for method='lossless', which changes "
+                    f"nothing; expected {expected!r}; leave {name} out."
+                )
+        return None
+    if lr_scaling not in ("match", "u-mup", "auto", None):
+        raise ValueError(
+            f"lr_scaling={lr_scaling!r}: unknown choice; expected 'match', 'u-mup', 'auto' or "
+            "None; leave it out for the rates that belong to the method."
+        )
+    rates = _RATES[method.method] if lr_scaling == "auto" else cast(Method | None, lr_scaling)
+    options = method.options(residual=residual, on_unknown=on_unknown)
+    return RuleScaling(options, replace, rates, init_weights)
+
+
+_RATES: dict[str, Method] = {"unit-scaling": "match", "u-mup": "u-mup"}

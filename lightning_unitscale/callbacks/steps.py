@@ -1,0 +1,357 @@
+"""The steps of a LightningModule, as all callbacks see them, and the hooks that these share."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_unitscale.callbacks.distributed import pipeline_of
+from lightning_unitscale.capture.captured_step import CapturedStep
+from lightning_unitscale.capture.growing_lists import functions_of, names_in
+from lightning_unitscale.capture.steps import LIGHTNING_STEPS, ModuleSteps, steps_of
+from lightning_unitscale.dynamo.capture import is_compiled
+from lightning_unitscale.patching import nothing, shadowed
+from lightning_unitscale.rules.weights import zero_gradients
+
+_LOGGER = frozenset({"logger", "loggers"})
+_EXPERIMENT = frozenset({"experiment"})
+# As loggers and what is behind them (TensorBoard's writer, a run of Weights & Biases) name them.
+_PREFIXES = ("log", "add_")
+
+
+def logging_calls(module: pl.LightningModule, trainer: pl.Trainer) -> Iterator[tuple[Any, str]]:
+    """The calls, as pairs of an object and the name of its method.
+
+    Only of loggers that the module's code mentions, and of what is behind them only if that is
+    mentioned too: to look there makes files.
+    """
+    kind: Any = type(module)
+    names = _names_in_code(kind)
+    if not names & _LOGGER:
+        return
+    for logger in trainer.loggers:
+        experiments = [getattr(logger, "experiment", None)] if names & _EXPERIMENT else []
+        for target in (logger, *experiments):
+            if hasattr(target, "__dict__"):
+                kind = type(target)
+                yield from ((target, name) for name in _methods(kind))
+
+
+@functools.cache
+def _names_in_code(kind: type) -> frozenset[str]:
+    """Names that the methods of a user's class and its bases mention."""
+    own = (base for base in kind.__mro__ if base.__module__.partition(".")[0] != "lightning")
+    functions = (function for base in own for function in functions_of(base))
+    return frozenset(name for function in functions for name in names_in(function))
+
+
+@functools.cache
+def _methods(kind: type) -> tuple[str, ...]:
+    return tuple(
+        name
+        for name in dir(kind)
+        if name.startswith(_PREFIXES) and inspect.isfunction(inspect.getattr_static(kind, name))
+    )
+
+
+def captures_steps(trainer: pl.Trainer) -> bool:
+    """Whether the steps of a Trainer's module run as captured graphs.
+
+    A strategy that cuts them, or a callback that rewrites them, says so.
+    """
+    if pipeline_of(trainer) is not None:
+        return True
+    return any(
+        isinstance(callback, StepsCallback) and callback.captures_steps(trainer)
+        for callback in all_callbacks(trainer)
+    )
+
+
+def check_module(trainer: pl.Trainer, module: pl.LightningModule, owner: pl.Callback) -> str:
+    """Check what a callback is attached to.
+
+    Args:
+        trainer: The Trainer.
+        module: Its module, which has to be one of ``lightning.pytorch``.
+        owner: The callback, which has to be the only one of its class.
+
+    Returns:
+        Name of the owner's class.
+
+    Raises:
+        MisconfigurationException: If not.
+    """
+    name = type(owner).__name__
+    if not isinstance(module, pl.LightningModule):
+        raise MisconfigurationException(
+            f"{name}: {type(module).__name__} is no lightning.pytorch.LightningModule; expected "
+            "one; import lightning.pytorch instead of pytorch_lightning, for the Trainer as well."
+        )
+    twins = [callback for callback in all_callbacks(trainer) if type(callback) is type(owner)]
+    if len(twins) > 1:
+        raise MisconfigurationException(
+            f"callbacks: {name} is given {len(twins)} times; expected it once; remove the others."
+        )
+    return name
+
+
+def attach_steps(
+    trainer: pl.Trainer, module: pl.LightningModule, owner: pl.Callback
+) -> ModuleSteps:
+    """The captured steps of a module, put in place of its own by the first callback that asks.
+
+    Args:
+        trainer: The Trainer.
+        module: Its module.
+        owner: The callback that asks.
+
+    Raises:
+        MisconfigurationException: If the module is compiled already or no module of
+            ``lightning.pytorch``, or ``owner``'s class is in the Trainer twice.
+    """
+    name = check_module(trainer, module, owner)
+    if is_compiled(module):
+        raise MisconfigurationException(
+            f"{name}: the LightningModule {type(module).__name__} is compiled already, so its "
+            "steps cannot be captured; expected a plain module; leave out torch.compile and pass "
+            "UnitScaleCallback(compile=True) instead."
+        )
+    steps = steps_of(module)
+    if steps is None:
+        steps = ModuleSteps(
+            module, existing_steps(module), defer=("log", "log_dict"), untraced=_untraced
+        )
+    steps.attach(name)
+    return steps
+
+
+def step_arguments(
+    module: pl.LightningModule, step: str, batch: Any, batch_idx: int, dataloader_idx: int = 0
+) -> tuple[Any, ...]:
+    """Positional arguments with which Lightning calls a step, or a hook of a batch.
+
+    Args:
+        module: Whose step it is.
+        step: Name of the step or hook, such as ``"training_step"``.
+        batch: The batch.
+        batch_idx: Its index, passed if the step takes one.
+        dataloader_idx: Index of its loader, passed if the step takes one.
+    """
+    hook = getattr(module, step)
+    arguments: list[Any] = [batch]
+    if is_param_in_hook_signature(hook, "batch_idx", min_args=2):
+        arguments.append(batch_idx)
+    if step in {"training_step", "on_train_batch_start"}:
+        return tuple(arguments)
+    if is_param_in_hook_signature(hook, "dataloader_idx", min_args=3):
+        arguments.append(dataloader_idx)
+    return tuple(arguments)
+
+
+@contextlib.contextmanager
+def starting_batch(
+    module: pl.LightningModule, step: CapturedStep, batch_idx: int, dataloader_idx: int = 0
+) -> Iterator[None]:
+    """Within this context a rehearsal of the step runs the module's hook for the batch first.
+
+    Lightning calls the callbacks before the module, so ``on_train_batch_start`` of the module has
+    not set yet what the step is going to read.
+
+    Args:
+        module: Whose step it is.
+        step: The captured step.
+        batch_idx: Index of the batch.
+        dataloader_idx: Index of its loader.
+    """
+    name = f"on_{step.name.removesuffix('_step').replace('training', 'train')}_batch_start"
+
+    def start(batch: Any, *_: Any) -> None:
+        arguments = step_arguments(module, name, batch, batch_idx, dataloader_idx)
+        # The real call logs.
+        with shadowed(module, log=nothing, log_dict=nothing):
+            getattr(module, name)(*arguments)
+
+    step.before_rehearsal = start if is_overridden(name, module) else None
+    try:
+        yield
+    finally:
+        step.before_rehearsal = None
+
+
+def step_context(trainer: pl.Trainer, name: str) -> AbstractContextManager[None]:
+    """The precision plugin's context of a step: ``train_step_context`` and so on."""
+    short = name.removesuffix("_step").replace("validation", "val").replace("training", "train")
+    context: AbstractContextManager[None] = getattr(
+        trainer.precision_plugin, f"{short}_step_context"
+    )()
+    return context
+
+
+def takes_iterator(module: pl.LightningModule) -> bool:
+    """Whether ``training_step`` pulls its own batches, so that it cannot be rehearsed."""
+    return is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True)
+
+
+def optimizer_step_index(trainer: pl.Trainer) -> int:
+    """The step axis of Lightning's own callbacks, so that charts line up with the loss."""
+    return trainer.fit_loop.epoch_loop._batches_that_stepped
+
+
+def has_stepped(trainer: pl.Trainer, module: pl.LightningModule, global_step_before: int) -> bool:
+    """Whether the batch that has just run completed an optimizer step.
+
+    Under manual optimization there is no accumulation that Lightning knows of, and it counts only
+    the steps of optimizers in its own wrapping: every batch is one.
+
+    Args:
+        trainer: The Trainer.
+        module: Its module.
+        global_step_before: ``trainer.global_step`` before the batch.
+    """
+    return not module.automatic_optimization or trainer.global_step != global_step_before
+
+
+def loss_scale(trainer: pl.Trainer) -> float:
+    """Factor that the precision plugin puts on the loss, 1 without a gradient scaler."""
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    return float(scaler.get_scale()) if scaler is not None else 1.0
+
+
+def _untraced(module: nn.Module) -> Iterator[Any]:
+    """What a step calls beside its model: its logger, and optimizers under manual optimization."""
+    assert isinstance(module, pl.LightningModule)
+    trainer = module._trainer
+    if trainer is None:
+        return
+    yield from logging_calls(module, trainer)
+    yield from ((optimizer, "step") for optimizer in _own_optimizers(module))
+    if module.automatic_optimization or not trainer.training:
+        return
+    yield module, "manual_backward", zero_gradients
+    for name in ("clip_gradients", "toggle_optimizer", "untoggle_optimizer"):
+        yield module, name
+    # The wrapped optimizers as self.optimizers() gives them, and those without their wrapping.
+    optimizers = (*trainer.strategy._lightning_optimizers, *trainer.strategy.optimizers)
+    schedulers = (config.scheduler for config in trainer.strategy.lr_scheduler_configs)
+    yield from ((stepped, "step") for stepped in (*optimizers, *schedulers))
+
+
+def _own_optimizers(module: nn.Module) -> Iterator[Optimizer]:
+    """Optimizers that are attributes of the module, alone or several in a container."""
+    for value in vars(module).values():
+        if isinstance(value, dict):
+            items: Iterable[Any] = value.values()
+        else:
+            items = value if isinstance(value, (list, tuple)) else (value,)
+        # Of one kind, as a rule: a list of a million samples is not walked at every step.
+        if isinstance(next(iter(items), None), Optimizer):
+            yield from (item for item in items if isinstance(item, Optimizer))
+
+
+def existing_steps(module: pl.LightningModule) -> list[str]:
+    """Names of the steps that a module has."""
+    # The default predict_step calls forward, which is worth capturing as well.
+    return [
+        name
+        for name in LIGHTNING_STEPS
+        if is_overridden(name, module)
+        or (name == "predict_step" and is_overridden("forward", module))
+    ]
+
+
+def all_callbacks(trainer: pl.Trainer) -> list[pl.Callback]:
+    """Callbacks of a Trainer."""
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    return callbacks
+
+
+def _batch_start(name: str) -> Callable[..., None]:
+    def hook(
+        self: StepsCallback,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        self._before_evaluation(trainer, name, batch, batch_idx, dataloader_idx)
+
+    return hook
+
+
+def _batch_end(
+    self: StepsCallback,
+    trainer: pl.Trainer,
+    pl_module: pl.LightningModule,
+    outputs: Any,
+    batch: Any,
+    batch_idx: int,
+    dataloader_idx: int = 0,
+) -> None:
+    self._after_evaluation(trainer, batch_idx)
+
+
+class StepsCallback(pl.Callback):
+    """What the callbacks share: hooks around evaluation batches and at the end of a run."""
+
+    _arguments: Mapping[str, Any] = {}
+
+    def _remember(self, arguments: Mapping[str, Any]) -> None:
+        """Keep what ``__init__`` was given, for ``repr``: called there first, with ``locals()``."""
+        defaults = inspect.signature(arguments["__class__"].__init__).parameters
+        self._arguments = {
+            name: arguments[name]
+            for name, parameter in defaults.items()
+            if name != "self" and arguments[name] != parameter.default
+        }
+
+    def __repr__(self) -> str:
+        """The call that makes such a callback."""
+        shown = ", ".join(f"{name}={value!r}" for name, value in self._arguments.items())
+        return f"{type(self).__name__}({shown})"
+
+    def captures_steps(self, trainer: pl.Trainer) -> bool:
+        """Whether it adds passes to captured steps: the others then add theirs to the same graphs.
+
+        Where nobody does, a ``ScaleMonitor`` watches the step as it is written, and
+        ``UnitScaleCallback`` works at the dispatcher.
+        """
+        return False
+
+    def _before_evaluation(self, trainer: pl.Trainer, name: str, batch: Any, *indices: int) -> None:
+        """Called before a batch of the step of this name, with its index and the loader's."""
+
+    def _after_evaluation(self, trainer: pl.Trainer, batch_idx: int) -> None:
+        """Called after a batch."""
+
+    def _restore(self) -> None:
+        """Leave the module as it was, after a run or an exception; may be called repeatedly."""
+
+    on_validation_batch_start = _batch_start("validation_step")
+    on_test_batch_start = _batch_start("test_step")
+    on_predict_batch_start = _batch_start("predict_step")
+    on_validation_batch_end = _batch_end
+    on_test_batch_end = _batch_end
+    on_predict_batch_end = _batch_end
+
+    @override
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._restore()
+
+    @override
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        self._restore()

@@ -1,0 +1,211 @@
+"""Which settings of a Trainer go with scale rules, and learning-rate searches."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import LearningRateFinder
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.utilities import GradClipAlgorithmType
+from lightning.pytorch.utilities.rank_zero import rank_zero_info  # type: ignore[attr-defined]
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_unitscale.callbacks.distributed import num_gradient_elements
+from lightning_unitscale.callbacks.steps import all_callbacks
+from lightning_unitscale.optim.learning_rates import Method, ParameterInfo, check_group
+from lightning_unitscale.optim.scaled_step import ScaledStep, scale_learning_rates
+from lightning_unitscale.patching import shadowed
+
+# torch.amp.GradScaler's own default: one that starts elsewhere was chosen by the user.
+_DEFAULT_LOSS_SCALE = 2.0**16
+
+
+class RuleSettings:
+    """The settings that follow the scale rules during one fit: rates, clipping, loss scale.
+
+    ``start`` belongs into ``on_fit_start``: the optimizers exist, and no checkpoint has been
+    restored into them yet. ``follow_rates`` comes when the parameters are known. ``restore``
+    belongs into ``teardown`` and ``on_exception``; it may be called at any time, and more than
+    once.
+
+    Args:
+        lr_scaling: How learning rates follow; ``None`` leaves them to the user.
+    """
+
+    def __init__(self, lr_scaling: Method | None = "match") -> None:
+        self.lr_scaling = lr_scaling
+        self._changes = contextlib.ExitStack()
+
+    def start(self, trainer: pl.Trainer) -> None:
+        """Give clipping and the loss scale their meaning for gradients at unit scale.
+
+        What an earlier start has changed is undone first.
+
+        Raises:
+            ValueError: If an optimizer's rates cannot follow the rules; nothing is changed then.
+        """
+        self.restore()
+        if self.lr_scaling is not None:
+            check_optimizers(trainer, self.lr_scaling)
+        self._changes.enter_context(unit_clipping(trainer))
+        self._changes.callback(start_loss_scale_at_one(trainer))
+
+    def follow_rates(self, trainer: pl.Trainer, infos: Mapping[Tensor, ParameterInfo]) -> None:
+        """Let every optimizer step at each parameter's own rate, if rates are to follow.
+
+        Args:
+            trainer: A Trainer whose optimizers are set up.
+            infos: What is known of the parameters.
+
+        Raises:
+            ValueError: If an optimizer's rates cannot follow the rules.
+        """
+        if self.lr_scaling is not None:
+            for step in scale_optimizers(trainer, infos, self.lr_scaling):
+                self._changes.callback(step.remove)
+
+    def restore(self) -> None:
+        """Put everything back to what it was."""
+        self._changes.close()
+
+
+def scale_optimizers(
+    trainer: pl.Trainer, infos: Mapping[Tensor, ParameterInfo], lr_scaling: Method
+) -> list[ScaledStep]:
+    """Let all optimizers of a Trainer step with each parameter's own rate, and say what is odd.
+
+    Args:
+        trainer: A Trainer whose optimizers are set up.
+        infos: What is known of the parameters.
+        lr_scaling: How learning rates follow.
+
+    Returns:
+        One handle for each optimizer, whose ``remove()`` ends it.
+
+    Raises:
+        ValueError: If an optimizer's rates cannot follow the rules; none is changed then.
+    """
+    steps: list[ScaledStep] = []
+    try:
+        for optimizer in trainer.optimizers:
+            steps.append(scale_learning_rates(_unwrapped(optimizer), infos, lr_scaling))
+    except ValueError:
+        for step in steps:
+            step.remove()
+        raise
+    for step in steps:
+        for note in step.notes:
+            rank_zero_info(f"UnitScaleCallback: {note}")
+    return steps
+
+
+def check_optimizers(trainer: pl.Trainer, lr_scaling: Method) -> None:
+    """Refuse optimizers whose rates cannot follow, before anything is changed.
+
+    Raises:
+        ValueError: As ``scale_optimizers`` does.
+    """
+    for optimizer in map(_unwrapped, trainer.optimizers):
+        for group in optimizer.param_groups:
+            check_group(optimizer, group, lr_scaling)
+
+
+def unit_clipping(trainer: pl.Trainer) -> AbstractContextManager[None]:
+    """Within this context thresholds of clipping are in units of a unit-scaled gradient.
+
+    Thresholds are chosen for plain models, whose gradients have a global norm about 1. Gradients at
+    unit scale have RMS about 1 each, hence a norm about ``sqrt(N)`` for ``N`` elements, which a
+    threshold of 1 would clip in every step. A threshold ``c`` is taken as ``c * sqrt(N)``, for the
+    norm as for single values, with ``N`` the elements of the optimizer that have a gradient.
+
+    ``LightningModule.clip_gradients`` refuses a value that is not the Trainer's, so the factor is
+    put where it leads to: ``clip_gradients`` of the precision plugin (Lightning 2.6).
+    """
+    plugin = trainer.precision_plugin
+    clip_gradients = plugin.clip_gradients
+    is_reported = False
+
+    def clip(
+        optimizer: Optimizer,
+        clip_val: int | float = 0.0,
+        gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
+    ) -> None:
+        nonlocal is_reported
+        if clip_val <= 0:
+            return
+        factor = num_gradient_elements(trainer, plugin.main_params(optimizer)) ** 0.5
+        if not is_reported:
+            is_reported = True
+            rank_zero_info(
+                f"UnitScaleCallback: gradient_clip_val={clip_val} is taken as "
+                f"{clip_val * factor:.4g}, since unit-scaled gradients have RMS near 1 and their "
+                "norm is near the root of their number."
+            )
+        clip_gradients(optimizer, clip_val * factor, gradient_clip_algorithm)
+
+    return shadowed(plugin, clip_gradients=clip)
+
+
+def start_loss_scale_at_one(trainer: pl.Trainer) -> Callable[[], None]:
+    """Let the gradient scaler of ``16-mixed`` start at 1 instead of 65,536.
+
+    Gradients at unit scale need no loss scale, and the default one overflows them for many steps. A
+    scaler that was used already, or that the user made with another scale, stays as it is; one that
+    is restored from a checkpoint later goes on from there.
+
+    Args:
+        trainer: The Trainer, before its first step and before a checkpoint is restored.
+
+    Returns:
+        A function that puts back the start that was, unless the scaler was used in between: then
+        its scale is a result of the training.
+    """
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    before = dict(scaler.state_dict()) if scaler is not None else {}
+    # Empty if the scaler is disabled.
+    if scaler is None or before.get("scale") != _DEFAULT_LOSS_SCALE or before["_growth_tracker"]:
+        return lambda: None
+    scaler.load_state_dict({**before, "scale": 1.0})
+    started = dict(scaler.state_dict())
+
+    def restore() -> None:
+        if scaler.state_dict() == started:
+            scaler.load_state_dict(before)
+
+    return restore
+
+
+def _unwrapped(optimizer: Any) -> Optimizer:
+    inner: Optimizer = optimizer
+    if isinstance(optimizer, LightningOptimizer):
+        inner = optimizer.optimizer
+    return inner
+
+
+def searches_rate(trainer: pl.Trainer) -> bool:
+    """Whether a learning rate is looked for at the start of the fit, by whatever entry point."""
+    return any(isinstance(callback, LearningRateFinder) for callback in all_callbacks(trainer))
+
+
+def refuse_rate_search(trainer: pl.Trainer) -> None:
+    """Refuse to look for a rate where only the callbacks make the model that is to be trained.
+
+    Weights, factors and rates are set when the first batch starts. A search runs that batch without
+    the callbacks, so it would find a rate of the plain model, and give it to another one.
+
+    Raises:
+        MisconfigurationException: If a learning rate is looked for.
+    """
+    if searches_rate(trainer):
+        raise MisconfigurationException(
+            "LearningRateFinder: it takes the callbacks out of the Trainer while it searches, so "
+            "it would find the rate of the plain model and not of the one that is scaled by rules; "
+            "expected no search with method='unit-scaling' or 'u-mup'; leave it out (u-muP's best "
+            "rates are near 1), or pass method='lossless', whose rates are the plain model's."
+        )

@@ -1,0 +1,182 @@
+"""What the units of a LightningModule have in common, at the dispatcher and in captured graphs."""
+
+from __future__ import annotations
+
+import abc
+import math
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities.rank_zero import rank_zero_info  # type: ignore[attr-defined]
+
+from lightning_unitscale.callbacks.distributed import joint_reasons
+from lightning_unitscale.callbacks.explanation import Explanation
+from lightning_unitscale.callbacks.steps import optimizer_step_index
+from lightning_unitscale.lossless.fp8_range import Unrepresentable
+from lightning_unitscale.lossless.gauge import Gauge
+from lightning_unitscale.precision.fp8 import WIDE_GRADIENT, FP8Linears
+
+# Steps at which "auto" looks: often while the scales of a fresh model move, then rarely.
+_EARLY_LOOKS = frozenset({8, 16, 32, 64})
+_LOOK_EVERY = 128
+
+
+class RecalibrationSchedule:
+    """The optimizer steps at which units are looked at.
+
+    Args:
+        recalibrate: ``"auto"``, a number of steps, or ``None`` for never.
+
+    Raises:
+        ValueError: If it is none of these.
+    """
+
+    def __init__(self, recalibrate: Literal["auto"] | int | None) -> None:
+        is_number = isinstance(recalibrate, int) and not isinstance(recalibrate, bool)
+        if not (recalibrate in ("auto", None) or (is_number and recalibrate > 0)):  # type: ignore[operator]
+            raise ValueError(
+                f"recalibrate={recalibrate!r}: no such interval; expected 'auto', None or a "
+                "positive number of optimizer steps; pass recalibrate='auto'."
+            )
+        self._recalibrate = recalibrate
+
+    @property
+    def is_automatic(self) -> bool:
+        """Whether units change only where they no longer fit."""
+        return self._recalibrate == "auto"
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether units are never looked at."""
+        return self._recalibrate is None
+
+    def looks_at(self, step: int) -> bool:
+        """Whether to look at this step."""
+        if self._recalibrate is None or step <= 0:
+            return False
+        if self._recalibrate == "auto":
+            return step in _EARLY_LOOKS or step % _LOOK_EVERY == 0
+        return step % int(self._recalibrate) == 0
+
+
+class MeasuredUnits(abc.ABC):
+    """Measures the units of one LightningModule and follows their drift over fits and restarts.
+
+    Args:
+        schedule: When units are looked at again.
+        fp8: The linear layers in FP8, if there are any: which of them fit is part of the units.
+
+    Attributes:
+        is_calibrated: Whether a training step has been measured, in this fit or before.
+        events: When new units were taken, and why, one line each.
+    """
+
+    def __init__(self, schedule: RecalibrationSchedule, fp8: FP8Linears | None) -> None:
+        self.is_calibrated = False
+        self.events: list[str] = []
+        self._schedule = schedule
+        self._fp8 = fp8
+        self._global_step_before = 0
+        self._step_index = 0
+
+    @property
+    @abc.abstractmethod
+    def gauge(self) -> Gauge:
+        """The units in force; empty before the first batch."""
+
+    @abc.abstractmethod
+    def before_batch(self, trainer: pl.Trainer, batch: Any, batch_idx: int) -> None:
+        """A training batch begins.
+
+        Args:
+            trainer: The Trainer.
+            batch: The batch.
+            batch_idx: Its index.
+        """
+
+    @abc.abstractmethod
+    def after_batch(self, trainer: pl.Trainer) -> None:
+        """Take units of what was measured, and new ones where they have drifted."""
+
+    @abc.abstractmethod
+    def before_evaluation(self, trainer: pl.Trainer, name: str, batch: Any, *indices: int) -> None:
+        """A batch of an evaluation begins, in the step of this name.
+
+        Args:
+            trainer: The Trainer.
+            name: Such as ``"validation_step"``.
+            batch: The batch.
+            *indices: Of the batch, and of its loader.
+        """
+
+    @abc.abstractmethod
+    def after_evaluation(self, trainer: pl.Trainer, batch_idx: int) -> None:
+        """Take the units that a batch of an evaluation has shown."""
+
+    @abc.abstractmethod
+    def detach(self) -> None:
+        """Stop measuring; the units stay. May be called more than once."""
+
+    @abc.abstractmethod
+    def explain(self) -> Explanation:
+        """What became of every product, when units were taken, and which."""
+
+    @abc.abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """The units for a checkpoint; empty before the first batch."""
+
+    @abc.abstractmethod
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from :meth:`state_dict`, without measuring again."""
+
+    def _begin(self, trainer: pl.Trainer) -> bool:
+        """Note where a batch begins; returns whether units are looked at in it."""
+        self._global_step_before = trainer.global_step
+        self._step_index = optimizer_step_index(trainer)
+        return self._schedule.looks_at(self._step_index)
+
+    def _tell_new_units(
+        self, num_changed: int, when: str, outside: Mapping[str, float] | None = None
+    ) -> None:
+        """Record that units have changed.
+
+        Args:
+            num_changed: How many.
+            when: Such as ``"step 64"``.
+            outside: RMS, in their old units, of the tensors that asked for it.
+        """
+        outside = outside or {}
+        worst = sorted(outside.items(), key=lambda item: -abs(math.log2(item[1])))[:3]
+        reason = ", ".join(f"{name} at RMS {rms:.3g}" for name, rms in worst)
+        event = f"New units for {num_changed} tensors at {when}"
+        self.events.append(f"{event}: {reason}" if reason else event)
+        if outside:
+            rank_zero_info(f"UnitScaleCallback: {self.events[-1]}")
+
+    def _tell_unrepresentable(self, new: Unrepresentable, when: str) -> None:
+        """Record what left FP8, or its finer format."""
+        for what, reasons in (
+            ("Out of FP8", new.products),
+            (f"Gradients in {WIDE_GRADIENT}", new.gradients),
+        ):
+            if reasons:
+                listed = "; ".join(f"{name}, since {why}" for name, why in reasons.items())
+                self.events.append(f"{what} from {when} on: {listed}")
+                rank_zero_info(f"UnitScaleCallback: {self.events[-1]}")
+
+    def _fp8_state(self) -> dict[str, dict[str, str]]:
+        if self._fp8 is None:
+            return {}
+        unfit = self._fp8.unfit
+        return {"fp8_unfit": dict(unfit.products), "fp8_wide": dict(unfit.gradients)}
+
+
+def joint_unrepresentable(unrepresentable: Unrepresentable) -> Unrepresentable:
+    """What any rank has found not to fit."""
+    return Unrepresentable(*joint_reasons(unrepresentable.products, unrepresentable.gradients))
+
+
+def unrepresentable_from_state(state: Mapping[str, Any]) -> Unrepresentable:
+    """What a checkpoint says of layers that do not fit."""
+    return Unrepresentable(state.get("fp8_unfit", {}), state.get("fp8_wide", {}))

@@ -1,0 +1,91 @@
+"""Transforms of a plain module: a copy whose ``forward`` runs by other means.
+
+Where only units and formats of products are wanted, these run at the dispatcher, whatever Python
+code is around them. Everything else needs graphs: ``forward`` is captured then, with all that was
+wanted before as passes over its graphs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from lightning_unitscale.capture.captured_step import CapturedStep
+from lightning_unitscale.capture.rollback import detached_copy
+from lightning_unitscale.capture.steps import ModuleSteps, steps_of
+from lightning_unitscale.dynamo.capture import is_compiled
+from lightning_unitscale.graph.passes import GraphPass
+
+PRODUCTS = "_module_products"
+
+
+def captured_forward(
+    module: nn.Module, owner: str, *passes: GraphPass
+) -> tuple[nn.Module, CapturedStep]:
+    """A deep copy of ``module`` with its own parameters, whose ``forward`` runs captured graphs.
+
+    Args:
+        module: The module; it is left as it is.
+        owner: Name of the transform.
+        *passes: What it does to the graphs.
+
+    Raises:
+        ValueError: If ``module`` was compiled by the user.
+    """
+    reject_compiled(module)
+    new = detached_copy(module)
+    steps = capture(new, owner, passes)
+    return new, steps.steps["forward"]
+
+
+def products_of(module: nn.Module) -> Any:
+    """What runs the products of a transformed module at the dispatcher; ``None`` if nothing."""
+    return module.__dict__.get(PRODUCTS)
+
+
+def reject_compiled(module: nn.Module) -> None:
+    """Refuse a module that has ``torch.compile`` on it: its graph is not ours to rewrite."""
+    if is_compiled(module):
+        raise ValueError(
+            f"module={type(module).__name__}: it is compiled already; expected a plain module; "
+            "leave out your torch.compile and pass compile=True here instead."
+        )
+
+
+def capture(module: nn.Module, owner: str, passes: tuple[GraphPass, ...]) -> ModuleSteps:
+    """Capture ``forward``, with what has run at the dispatcher so far as passes.
+
+    Args:
+        module: The module.
+        owner: Name of the transform.
+        passes: What it does to the graphs.
+    """
+    products = products_of(module)
+    if products is not None:
+        products.detach()
+    steps = steps_of(module)
+    if steps is None:
+        steps = ModuleSteps(module, ("forward",))
+    for graph_pass in (*(() if products is None else products.passes_beside(passes)), *passes):
+        steps.add_pass(graph_pass)
+    steps.attach(owner)
+    if products is not None:
+        products.measure_again(steps.steps["forward"])
+    module.__dict__["explain"] = Explain(module)
+    return steps
+
+
+class Explain:
+    """``module.explain()``: an object rather than a closure, so that a copy explains itself."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def __call__(self) -> str:
+        """What runs in units or in a format, or what was captured, and what each pass did."""
+        products = products_of(self._module)
+        if products is not None:
+            return products.explain()
+        steps = steps_of(self._module)
+        return "" if steps is None else steps.explain()

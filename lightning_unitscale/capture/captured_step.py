@@ -1,0 +1,415 @@
+"""One step of a module, captured when it is first called and then run as rewritten graphs."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import types
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from lightning_unitscale.capture.compiled_graph import CompiledGraph, GraphBackend
+from lightning_unitscale.capture.graph_call import (
+    GraphCall,
+    GraphReached,
+    Interpreter,
+    NotOneGraphError,
+)
+from lightning_unitscale.capture.side_effects import Postponed, UntracedCalls, plain_forward
+from lightning_unitscale.dynamo import capture
+from lightning_unitscale.dynamo.breaks import (
+    graph_breaks_since,
+    is_of_dynamo,
+    is_watched,
+    joined_reasons,
+    not_followed,
+    num_graph_breaks,
+    reason_of,
+    wants_dynamos_texts,
+)
+from lightning_unitscale.dynamo.capture import Executor
+from lightning_unitscale.dynamo.patches import kept_whole, opened_layers
+from lightning_unitscale.functional.scale import is_transforming
+from lightning_unitscale.graph.nodes import Names
+
+if TYPE_CHECKING:
+    from lightning_unitscale.capture.steps import ModuleSteps
+
+# Calls that captured something, after which somebody should know.
+_MANY_CAPTURES = 16
+# Blocks within which autograd does not save tensors as usual.
+_SAVING = ("saved_tensors_hooks", "save_on_cpu")
+_NO_REASON = "no tensor operation in it, or a loop breaks the graph and Dynamo passes over it all"
+
+# Called with the step and the arguments of the call that is about to be made.
+BeforeCall = Callable[["CapturedStep", tuple[Any, ...], dict[str, Any]], None]
+
+
+class CapturedStep:
+    """Stands in for one method of a module: the same call, run as rewritten graphs."""
+
+    def __init__(self, owner: ModuleSteps, name: str) -> None:
+        self.owner = owner
+        self.name = name
+        self.__wrapped__ = owner.original(name)
+        self.__name__ = name
+        self.__doc__ = self.__wrapped__.__doc__
+        self.interpreter: Interpreter | None = None
+        self.is_rehearsing = False
+        self.before_call: BeforeCall | None = None
+        # Called with the arguments of a rehearsal that is about to begin.
+        self.before_rehearsal: Callable[..., None] | None = None
+        self.reset()
+
+    @property
+    def __code__(self) -> types.CodeType:
+        """The user's own code: ``torch.export`` asks a ``forward`` where it was written."""
+        code: types.CodeType = self.__wrapped__.__code__
+        return code
+
+    def reset(self) -> None:
+        """Forget what was captured."""
+        # Names are a step's own: whether a validation ran before the training must not change them.
+        self.names = Names()
+        self.graphs: list[CompiledGraph] = []
+        self.graph_breaks: list[str] = []
+        self.num_graph_calls = 0
+        self._num_captures = 0
+        self._warned = False
+        self._running: Executor = "eager"
+        self._callables: dict[Executor, Callable[..., Any]] = {}
+        self._backends: dict[Executor, GraphBackend] = {}
+        self._postponed: Postponed | None = None
+        self._untraced: UntracedCalls | None = None
+        self._flags: list[bool] = []
+        # Class of an input for which the call runs as it is.
+        self._refused: str | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the step, and then do what was held back meanwhile."""
+        if not self.owner.is_attached:
+            # Detached, but somebody had wrapped it and still calls it.
+            return self.__wrapped__(*args, **kwargs)
+        if torch.compiler.is_exporting():
+            return self._run_within("eager", args, kwargs)
+        if self.before_call is not None:
+            self.before_call(self, args, kwargs)
+        # An interpreter needs the graph as captured; only the eager executor keeps it that way.
+        executor = self.owner.executor if self.interpreter is None else "eager"
+        # Within somebody else's captured step there is no call of ours.
+        passes = () if torch.compiler.is_compiling() else tuple(self.owner.passes)
+        for graph_pass in passes:
+            graph_pass.before_step(self.owner.module)
+        result = self._run(executor, args, kwargs)
+        for graph_pass in passes:
+            graph_pass.after_step(self.owner.module, result)
+        if self._postponed is not None:
+            self._postponed.replay()
+        return result
+
+    def rehearse(self, interpreter: Interpreter, *args: Any, **kwargs: Any) -> Any:
+        """Run the step with ``interpreter`` running its graphs, eagerly; log and keep nothing.
+
+        Args:
+            interpreter: Called with each graph and its inputs, in place of the graph.
+            *args: Arguments of the call.
+            **kwargs: Its keyword arguments.
+        """
+        previous, self.interpreter = self.interpreter, interpreter
+        self.is_rehearsing = True
+        try:
+            if self.before_rehearsal is not None:
+                self.before_rehearsal(*args, **kwargs)
+            return self._run("eager", args, kwargs)
+        finally:
+            self.interpreter = previous
+            self.is_rehearsing = False
+            if self._postponed is not None:
+                self._postponed.discard()
+
+    def graph_call(self, *args: Any, **kwargs: Any) -> GraphCall:
+        """The graph that a call would run, with its inputs; nothing of the step has run then.
+
+        Args:
+            *args: Arguments of the call.
+            **kwargs: Its keyword arguments.
+
+        Raises:
+            NotOneGraphError: If the step is not one graph, with Dynamo's reason.
+        """
+        if torch.compiler.is_compiling() or is_transforming():
+            raise NotOneGraphError("it is called within another transform")
+        if self.graph_breaks:
+            raise NotOneGraphError(joined_reasons(self.graph_breaks))
+        num_breaks = num_graph_breaks()
+        previous, self.interpreter = self.interpreter, _stop
+        self.is_rehearsing = True
+        try:
+            if self.before_rehearsal is not None:
+                self.before_rehearsal(*args, **kwargs)
+            with self._capturing("eager", passes_over=False):
+                if not_followed((args, kwargs)) is not None:
+                    raise NotOneGraphError("Dynamo does not follow the class of its inputs")
+                with capture.no_graph_breaks():
+                    self._compiled("eager")(*args, **kwargs)
+        except GraphReached as reached:
+            # A break that the user asks for is no error.
+            if breaks := graph_breaks_since(num_breaks):
+                self.graph_breaks += breaks
+                self.owner.graph_breaks += breaks
+                raise NotOneGraphError(joined_reasons(breaks)) from None
+            return GraphCall(self, reached.graph, reached.inputs)
+        except NotOneGraphError:
+            raise
+        except Exception as error:
+            inner = self._after_error(error)
+            if is_of_dynamo(inner):
+                raise NotOneGraphError(reason_of(inner)) from None
+            raise inner from None
+        finally:
+            self.interpreter = previous
+            self.is_rehearsing = False
+            if self._postponed is not None:
+                self._postponed.discard()
+        raise NotOneGraphError(_NO_REASON)
+
+    def replay(self, interpreter: Interpreter, *args: Any, **kwargs: Any) -> Any:
+        """Run the step with ``interpreter`` running its graphs, eagerly; then log for real.
+
+        Args:
+            interpreter: Called with each graph and its inputs, in place of the graph.
+            *args: Arguments of the call.
+            **kwargs: Its keyword arguments.
+        """
+        previous, self.interpreter = self.interpreter, interpreter
+        try:
+            result = self._run("eager", args, kwargs)
+        finally:
+            self.interpreter = previous
+        if self._postponed is not None:
+            self._postponed.replay()
+        return result
+
+    def invalidate(self) -> None:
+        """Have the passes rewrite what was captured again, before the next run of a graph.
+
+        Compiled graphs are recaptured: they can be compiled only while Dynamo collects its guards.
+        """
+        if any(graph.executor != "eager" for graph in self.graphs):
+            self.reset()
+        for graph in self.graphs:
+            graph.invalidate()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CapturedStep:
+        """The step of the same name of the copied owner."""
+        owner = copy.deepcopy(self.owner, memo)
+        return owner.steps[self.name]
+
+    def __reduce__(self) -> Any:
+        raise not_to_be_pickled(self.owner.module, self.name)
+
+    def _run(self, executor: Executor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if torch.compiler.is_compiling():
+            return self._run_within(executor, args, kwargs)
+        if is_transforming():
+            return self._run_transformed(args, kwargs)
+        num_graphs, num_breaks = len(self.graphs), num_graph_breaks()
+        # Scaled by rules, what is not captured would be another model.
+        passes_over = not self.owner.changes_function
+        try:
+            with self._capturing(executor, passes_over=passes_over):
+                self._refused = not_followed((args, kwargs))
+                if self._refused is not None:
+                    self._refuse_under_rules()
+                    result = self.__wrapped__(*args, **kwargs)
+                else:
+                    result = self._compiled(executor)(*args, **kwargs)
+        except Exception as error:
+            inner = self._after_error(error)
+            if is_of_dynamo(inner):
+                raise self._not_captured(inner) from (inner if wants_dynamos_texts() else None)
+            if inner is error:
+                raise
+            raise inner from None
+        assert self._postponed is not None
+        if not self.num_graph_calls and is_watched():
+            # Dynamo passes over a step under such a mode, and ever after, if it is not told.
+            capture.forget(self.__wrapped__)
+        breaks = graph_breaks_since(num_breaks)
+        self.graph_breaks += breaks
+        self.owner.graph_breaks += breaks
+        if result is not None or not self._postponed.is_empty:
+            # Otherwise the step has skipped this batch.
+            self._warn_if_nothing_ran()
+        self._warn_of_saving(breaks)
+        self._num_captures += len(self.graphs) > num_graphs
+        if self._num_captures == _MANY_CAPTURES:
+            self._warn_of_captures()
+        return result
+
+    @contextlib.contextmanager
+    def _capturing(self, executor: Executor, *, passes_over: bool) -> Iterator[None]:
+        """Within this context a call of the step is captured, or finds what was captured."""
+        if capture.MISSES_THAWING:
+            self._forget_if_thawed()
+        if self._postponed is None:
+            self._postponed = Postponed(self.owner.module, self.__wrapped__, self.owner.defer)
+            self._untraced = UntracedCalls(
+                self.owner.find_untraced,
+                lambda function: self._traced(self._running, function),
+            )
+        assert self._untraced is not None
+        self._untraced.is_rehearsing = self.is_rehearsing
+        self.num_graph_calls = 0
+        self._running = executor
+        begin_step = getattr(self.owner.partition_fn, "begin_step", None)
+        if begin_step is not None:
+            begin_step()
+        with (
+            capture.capture_settings(passes_over=passes_over),
+            kept_whole([function for each in self.owner.passes for function in each.kept_whole]),
+            opened_layers(self.owner.changes_numbers(self.name)),
+            plain_forward(self.owner.module),
+            self._postponed.recording(),
+            self._untraced.replaced(),
+        ):
+            yield
+
+    def _after_error(self, error: Exception) -> BaseException:
+        """Forget what was captured, and say which error it was that Dynamo may have wrapped."""
+        if self._postponed is not None:
+            self._postponed.discard()
+        # Dynamo never looks again at a frame in which an error was raised; the next call may.
+        capture.forget(self.__wrapped__)
+        self.reset()
+        return capture.original_error(error)
+
+    def _forget_if_thawed(self) -> None:
+        """Recapture when other parameters want gradients: each needs units of its own."""
+        flags = [param.requires_grad for param in self.owner.module.parameters()]
+        if self._flags and flags != self._flags:
+            capture.forget(self.__wrapped__)
+            self.reset()
+        self._flags = flags
+
+    def _run_within(self, executor: Executor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run within somebody else's capture, which may look into the user's code if it is that."""
+        if not self.owner.changes_function:
+            return self.__wrapped__(*args, **kwargs)
+        if torch.compiler.is_exporting():
+            raise RuntimeError(
+                f"{self._title} is unit-scaled by rules and "
+                "cannot be exported as it is; expected a plain module; export what "
+                "lightning_unitscale.transforms.deploy(module, *example_args) returns."
+            )
+        return torch.compiler.disable(self._run)(executor, args, kwargs)
+
+    def _run_transformed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run below ``torch.func.grad``, ``vmap``, ...: as it is, and without Dynamo.
+
+        Dynamo would do the same, and never look at the function again, with or without them.
+        """
+        if self.owner.changes_function:
+            raise RuntimeError(
+                f"{self._title} is unit-scaled by rules and cannot run within a torch.func "
+                "transform, which nothing is captured in, so it would be another model; expected a "
+                "call outside of one; transform what lightning_unitscale.transforms.deploy(module, "
+                "*example_args) returns."
+            )
+        self._warn_once(
+            f"{self._title}: called within a torch.func transform, which no graph is captured "
+            "in, so this call runs as it is, neither rewritten nor observed. Expected calls "
+            "outside of one; transform the plain module, of which this call has the numbers."
+        )
+        return self.__wrapped__(*args, **kwargs)
+
+    def _compiled(self, executor: Executor) -> Callable[..., Any]:
+        if executor not in self._callables:
+            self._callables[executor] = self._traced(executor, self.__wrapped__)
+        return self._callables[executor]
+
+    def _traced(self, executor: Executor, function: Callable[..., Any]) -> Callable[..., Any]:
+        # One backend for all: Dynamo recaptures when it meets another.
+        backend = self._backends.setdefault(executor, GraphBackend(weakref.ref(self), executor))
+        return capture.compile_function(function, backend)
+
+    @property
+    def _title(self) -> str:
+        return f"{type(self.owner.module).__name__}.{self.name}"
+
+    def _not_captured(self, error: BaseException) -> RuntimeError:
+        return RuntimeError(
+            f"{self._title}: Dynamo cannot capture it: {reason_of(error)}. Expected a "
+            "step that Dynamo captures; move that line out of the step, into a hook such as "
+            "on_train_batch_start, or mark its function with torch.compiler.disable. TORCH_LOGS="
+            "graph_breaks shows what Dynamo says of it."
+        )
+
+    def _warn_if_nothing_ran(self) -> None:
+        if self.num_graph_calls:
+            return
+        reasons = joined_reasons(self.owner.graph_breaks) or _NO_REASON
+        if self._refused is not None:
+            self._warn_once(
+                f"{self._title}: called with a {self._refused}, whose operations Dynamo does not "
+                "follow, so it runs as it is, neither rewritten nor observed. Expected plain "
+                "tensors; hand it image.as_subclass(torch.Tensor)."
+            )
+            return
+        if is_watched():
+            reasons = "a mode such as FlopCounterMode looks at every operation of this call"
+        self._warn_once(
+            f"{self._title}: no graph could be captured, so it "
+            f"runs as it is, neither rewritten nor observed ({reasons}). Expected at least one "
+            "traceable operation; keep printing, .item() and third-party calls out of the step."
+        )
+
+    def _refuse_under_rules(self) -> None:
+        if self.owner.changes_function:
+            raise RuntimeError(
+                f"{self._title} is unit-scaled by rules and called with a {self._refused}, whose "
+                "operations Dynamo does not follow, so that it would be another model; expected "
+                "plain tensors; hand it image.as_subclass(torch.Tensor)."
+            )
+
+    def _warn_of_saving(self, graph_breaks: Sequence[str]) -> None:
+        """Dynamo passes over the whole function that enters such a block, and all that is in it."""
+        for graph_break in graph_breaks:
+            if any(name in graph_break for name in _SAVING):
+                self._warn_once(
+                    f"{self._title}: what a function computes that saves tensors in its own way "
+                    f"runs as it is, neither rewritten nor observed ({graph_break}). Expected a "
+                    "step without such a block; enter it around the step, in a callback's hooks."
+                )
+
+    def _warn_of_captures(self) -> None:
+        self._warn_once(
+            f"{self._title} has been captured {_MANY_CAPTURES} times, which takes time and memory, "
+            f"and after {capture.RECOMPILE_LIMIT} times it runs as it is, neither rewritten nor "
+            "observed: something that it reads is another one at most calls, such as a list in a "
+            "dictionary that it appends to. Expected a step that depends on tensors, numbers and "
+            "the sizes of a few kinds of batches; TORCH_LOGS=recompiles shows what changes."
+        )
+
+    def _warn_once(self, text: str) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(text, stacklevel=5)
+
+
+def _stop(graph: CompiledGraph, inputs: tuple[Any, ...]) -> Any:
+    raise GraphReached(graph, inputs)
+
+
+def not_to_be_pickled(module: nn.Module, step: str) -> TypeError:
+    """The error of whoever pickles a module, or a step of it, as it is captured."""
+    return TypeError(
+        f"{type(module).__name__}.{step} is captured and cannot be pickled; expected a module "
+        "without captured steps; save its state_dict() instead, or pickle the module before the "
+        "callbacks or transforms are attached."
+    )

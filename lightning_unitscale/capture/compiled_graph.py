@@ -1,0 +1,222 @@
+"""What Dynamo's captured graphs become: one compiled graph per module, with its variants."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import fx
+
+from lightning_unitscale.dynamo import capture
+from lightning_unitscale.dynamo.backend import REWRITE
+from lightning_unitscale.dynamo.capture import CapturedGraph, Executor
+from lightning_unitscale.graph.aliasing import find_effects
+from lightning_unitscale.graph.decompose import expand_composites
+from lightning_unitscale.graph.passes import Phase, Run, StepGraph, run_passes
+from lightning_unitscale.graph.regions import PRODUCTS, Places
+
+if TYPE_CHECKING:
+    from lightning_unitscale.capture.captured_step import CapturedStep
+
+
+class GraphBackend:
+    """What Dynamo calls with each graph; it must not keep the module alive by itself."""
+
+    def __init__(self, step: weakref.ref[CapturedStep], executor: Executor) -> None:
+        self.step = step
+        self.executor = executor
+
+    def __call__(
+        self, graph_module: fx.GraphModule, example_inputs: Sequence[Any]
+    ) -> Callable[..., Any]:
+        """Take over a captured graph; what is returned runs in its place."""
+        step = self.step()
+        if step is None:
+            return graph_module.forward
+        captured = capture.describe(graph_module, example_inputs, step.owner.module)
+        return _GraphOfEachModule(step, captured, self.executor).__call__
+
+
+class _GraphOfEachModule:
+    """Gives each module that runs the same captured code a graph, and so names, of its own.
+
+    After a graph break Dynamo captures a layer's ``forward`` once for all layers of the class, with
+    the parameters as inputs; but the scales of the tensors are each layer's own.
+    """
+
+    def __init__(self, step: CapturedStep, captured: CapturedGraph, executor: Executor) -> None:
+        self._step = weakref.ref(step)
+        self._captured = captured
+        self._executor = executor
+        self._position = captured.first_parameter()
+        self._first = self._new_graph(step, captured)
+        self._by_roots = {tuple(captured.roots().values()): self._first}
+        self._by_parameter: dict[int, CompiledGraph] = {}
+
+    def __call__(self, *inputs: Any) -> Any:
+        return self._graph_for(inputs)(*inputs)
+
+    def _graph_for(self, inputs: tuple[Any, ...]) -> CompiledGraph:
+        # A compiled graph cannot be compiled again outside of Dynamo, with its guards.
+        if self._position is None or self._executor != "eager":
+            return self._first
+        parameter = inputs[self._position]
+        if id(parameter) not in self._by_parameter:
+            self._by_parameter[id(parameter)] = self._find(inputs)
+        return self._by_parameter[id(parameter)]
+
+    def _find(self, inputs: tuple[Any, ...]) -> CompiledGraph:
+        step = self._step()
+        if step is None:
+            return self._first
+        captured = self._captured.for_module_of(inputs, step.owner.module)
+        roots = tuple(captured.roots().values())
+        if not roots:
+            return self._first
+        if roots not in self._by_roots:
+            self._by_roots[roots] = self._new_graph(step, captured)
+        return self._by_roots[roots]
+
+    def _new_graph(self, step: CapturedStep, captured: CapturedGraph) -> CompiledGraph:
+        graph = CompiledGraph(step, captured, self._executor)
+        step.graphs.append(graph)
+        return graph
+
+
+class CompiledGraph:
+    """One captured graph and its variants, with and without probes.
+
+    Attributes:
+        base: The captured graph with composites expanded and names assigned; passes copy it.
+        index: Which graph of the step, in the order of capture.
+        num_rewrites: How often what was rewritten has been forgotten.
+    """
+
+    def __init__(self, step: CapturedStep, captured: CapturedGraph, executor: Executor) -> None:
+        self._step = weakref.ref(step)
+        self.executor = executor
+        self.index = len(step.graphs)
+        self.base = capture.copy_graph_module(captured.graph_module)
+        step.names.assign(captured, self.base)
+        expand_composites(self.base)
+        find_effects(self.base.graph)  # for all copies of it
+        self.inputs = captured.inputs
+        self._example_inputs = captured.example_inputs
+        self._variants: dict[bool, Variant] = {}
+        self._interpreted: dict[bool, StepGraph] = {}
+        self.num_rewrites = 0
+        if executor != "eager":
+            # Compiling may specialise on shapes, and only while Dynamo is still collecting its
+            # guards do those become part of them. The eager executor specialises on nothing.
+            for observed in step.owner.variants():
+                self._variants[observed] = self._build(step, observed)
+
+    def __call__(self, *inputs: Any) -> Any:
+        """Run the variant that is wanted now, or the step's interpreter if it has one."""
+        step = self._step()
+        if step is None:
+            raise RuntimeError("a captured graph was called after its module was restored")
+        step.num_graph_calls += 1
+        if step.interpreter is not None:
+            return step.interpreter(self, inputs)
+        observed = step.owner.observed
+        if observed not in self._variants:
+            self._variants[observed] = self._build(step, observed)
+        return self._variants[observed](*inputs)
+
+    def invalidate(self) -> None:
+        """Rewrite the base again at the next run, for passes that have changed their minds."""
+        self.num_rewrites += 1
+        self._variants.clear()
+        self._interpreted.clear()
+
+    def interpret(
+        self, interpret: Callable[[fx.GraphModule], Callable[..., Any]], inputs: Sequence[Any]
+    ) -> Any:
+        """Run the base, not rewritten but for its in-place operations, through an interpreter.
+
+        What a reparametrization changed is part of what the step computes, so it is there.
+
+        It carries the probes that are wanted, unless this is a rehearsal.
+
+        Args:
+            interpret: Makes a callable of the graph.
+            inputs: Inputs of the captured graph.
+        """
+        step = self._step()
+        assert step is not None
+        observed = step.owner.observed and not step.is_rehearsing
+        if observed not in self._interpreted:
+            graph = self._copied(step, observed)
+            phases = (Phase.REPARAMETRIZE, Phase.OBSERVE)
+            passes = [graph_pass for graph_pass in step.owner.passes if graph_pass.phase in phases]
+            run_passes(graph, passes, step=step.name, graph_index=self.index, out_of_place=True)
+            self._interpreted[observed] = graph
+        graph = self._interpreted[observed]
+        return Variant(graph, interpret(graph.graph_module)).run(*inputs)
+
+    def rewritten(self) -> StepGraph:
+        """The plain variant as a graph, out of place: for whoever runs it in another way."""
+        step = self._step()
+        assert step is not None
+        return self._rewrite(step, observed=False, out_of_place=True)
+
+    def _copied(self, step: CapturedStep, observed: bool) -> StepGraph:
+        base = capture.copy_graph_module(self.base)
+        graph = StepGraph(base, observed=observed, step=step.name)
+        graph.notes[PRODUCTS] = Places(graph).operands_and_products()
+        return graph
+
+    def _rewrite(
+        self, step: CapturedStep, observed: bool, *, out_of_place: bool = False
+    ) -> StepGraph:
+        graph = self._copied(step, observed)
+        step.owner.records += run_passes(
+            graph,
+            step.owner.passes,
+            step=step.name,
+            graph_index=self.index,
+            out_of_place=out_of_place,
+        )
+        return graph
+
+    def _build(self, step: CapturedStep, observed: bool) -> Variant:
+        graph = self._rewrite(step, observed)
+        inputs = graph.example_inputs(self._example_inputs)
+        partition_fn = step.owner.partition_fn
+        options = {} if partition_fn is None else {"partition_fn": partition_fn}
+        if REWRITE in graph.notes:
+            options["lowering_rewrite"] = graph.notes[REWRITE]
+        run = capture.execute_with(self.executor, graph.graph_module, inputs, **options)
+        return Variant(graph, run)
+
+
+class Variant:
+    """A rewritten graph that runs: gives it its states and takes its results."""
+
+    def __init__(self, graph: StepGraph, run: Callable[..., Any]) -> None:
+        self._run = run
+        self._supplies = [supply for _, supply in graph.states]
+        self._sinks = [sink for _, sink in graph.results]
+        self._wrapped: Run = self._run_once
+        for wrapper in graph.wrappers:
+            self._wrapped = functools.partial(wrapper, self._wrapped)
+
+    def __call__(self, *inputs: Any) -> Any:
+        """Run the graph; the same as :meth:`run`."""
+        return self.run(*inputs)
+
+    def run(self, *inputs: Any) -> Any:
+        """The outputs for the user's inputs."""
+        return self._wrapped(inputs)
+
+    def _run_once(self, inputs: Sequence[Any]) -> Any:
+        outputs = self._run(*inputs, *[supply() for supply in self._supplies])
+        if not self._sinks:
+            return outputs
+        count = len(outputs) - len(self._sinks)
+        for sink, value in zip(self._sinks, outputs[count:], strict=True):
+            sink(value)
+        return tuple(outputs[:count])

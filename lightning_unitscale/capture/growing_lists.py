@@ -1,0 +1,251 @@
+"""Lists that a step appends to, held back until it has run.
+
+Dynamo guards on the length of a list that a step appends to (``self.outputs.append(loss)``), so
+that the step would be recaptured at every call. Which lists a step only appends to, and never looks
+at, is read off the code that it reaches.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+import inspect
+import sys
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+from torch import nn
+
+from lightning_unitscale.dynamo.breaks import is_installed_file
+from lightning_unitscale.patching import shadowed
+
+# They do not know the lists of a user's module.
+_FRAMEWORKS = frozenset({"torch", "lightning", "pytorch_lightning", "lightning_fabric"})
+_FRAMEWORKS |= {"builtins", "abc", "typing", "collections", __name__.partition(".")[0]}
+_GROWS = frozenset({"append", "extend"})
+_PASSED_OVER = frozenset({"CACHE", "NOP", "EXTENDED_ARG"})
+
+
+class GrowingLists:
+    """Records what a step appends to lists that it does not look at, and appends it later.
+
+    Args:
+        module: The module; lists are attributes of its own.
+        step: The method that appends.
+
+    Attributes:
+        pending: What was recorded: the name of a list, and what it is to have.
+    """
+
+    def __init__(self, module: nn.Module, step: Callable[..., Any]) -> None:
+        self.module = module
+        self.step = step
+        self.pending: list[tuple[str, Any]] = []
+        self._lists: frozenset[str] = frozenset()
+        # Kept, since Dynamo guards on them.
+        self._recorders: dict[str, _ListRecorder] = {}
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """Within this context stand-ins take what is appended; the lists are back afterwards."""
+        self.pending.clear()
+        lists = frozenset(_lists_of(self.module))
+        if lists != self._lists:
+            self._lists = lists
+            names = only_appended_to(self.module, self.step, lists)
+            before = self._recorders
+            self._recorders = {
+                name: before.get(name) or _ListRecorder(name, self.pending)
+                for name in sorted(names)
+            }
+        with shadowed(self.module, **self._recorders):
+            yield
+
+    def replay(self) -> None:
+        """Append what was recorded."""
+        pending = list(self.pending)
+        self.pending.clear()
+        for name, value in pending:
+            getattr(self.module, name).append(value)
+
+    def discard(self) -> None:
+        """Forget what was recorded: the step was a rehearsal, or failed."""
+        self.pending.clear()
+
+
+class _ListRecorder:
+    """In place of a list: Dynamo traces a plain append to one that is empty before every step."""
+
+    def __init__(self, name: str, pending: list[tuple[str, Any]]) -> None:
+        self.name = name
+        self.pending = pending
+
+    def append(self, value: Any) -> None:
+        self.pending.append((self.name, value))
+
+    def extend(self, values: Iterable[Any]) -> None:
+        for value in values:
+            self.pending.append((self.name, value))
+
+
+def only_appended_to(
+    module: nn.Module, step: Callable[..., Any], names: Collection[str]
+) -> set[str]:
+    """Those of the named attributes that a step appends to, and does nothing else with.
+
+    What a step does is in the code that is mentioned by name, from the step and from every
+    ``forward`` on: methods of the module, of its submodules and of objects that they hold,
+    functions, and what modules of Python hold. Installed packages do not look at a user's lists,
+    but for those that the module's classes are from. Where a step runs optimizers, whose hooks may
+    look at anything, there are none.
+
+    Args:
+        module: The module.
+        step: Its method.
+        names: Attributes that are lists.
+    """
+    if not names or not getattr(module, "automatic_optimization", True):
+        return set()
+    appended: set[str] = set()
+    others: set[str] = set()
+    for function in _reachable(module, step):
+        for code in codes_of(function.__code__):
+            if any(
+                name in names for name in (*code.co_names, *code.co_consts) if type(name) is str
+            ):
+                for name, is_appended in _mentions(code):
+                    (appended if is_appended else others).add(name)
+    return appended.intersection(names) - others
+
+
+def _lists_of(module: nn.Module) -> Iterator[str]:
+    """Attributes that are lists, each of which no other attribute is."""
+    lists = [(name, value) for name, value in vars(module).items() if type(value) is list]
+    counts = Counter(id(value) for _, value in lists)
+    yield from (name for name, value in lists if counts[id(value)] == 1)
+
+
+def _reachable(module: nn.Module, step: Callable[..., Any]) -> Iterator[FunctionType]:
+    own = frozenset(root_of(kind) for kind in type(module).__mro__)
+    methods = _methods(module, own)
+    start = function_in(step)
+    waiting = [*methods.get("forward", ()), *([] if start is None else [start])]
+    seen: set[FunctionType] = set()
+    while waiting:
+        function = waiting.pop()
+        if function in seen:
+            continue
+        seen.add(function)
+        yield function
+        names = set(names_in(function))
+        waiting += [method for name in names for method in methods.get(name, ())]
+        for value in values_in(function):
+            held: Iterable[Any] = (value,)
+            if isinstance(value, ModuleType):
+                held = (vars(value).get(name) for name in names)
+            elif isinstance(value, type) and value not in type(module).__mro__:
+                # Its own class is what ``super()`` mentions. Not every class takes isinstance():
+                # typing.Any does not.
+                held = functions_of(value)
+            functions = [function_in(value) for value in held]
+            waiting += [other for other in functions if other and _may_look(other, own)]
+
+
+def _may_look(value: Any, own: Collection[str]) -> bool:
+    """Whether a class or a function is the user's."""
+    root = root_of(value)
+    return root not in _FRAMEWORKS and (root in own or not is_installed(root))
+
+
+def _methods(module: nn.Module, own: Collection[str]) -> dict[str, list[FunctionType]]:
+    """What a name can call on the module, its submodules and the objects that these hold."""
+    tables = [vars(owner) for owner in module.modules()]
+    owners = [*module.modules(), *(value for table in tables for value in table.values())]
+    kinds = {kind for owner in owners for kind in type(owner).__mro__}
+    tables += [dict(vars(kind)) for kind in kinds if _may_look(kind, own)]
+    methods: dict[str, list[FunctionType]] = {}
+    for name, value in (item for table in tables for item in table.items()):
+        function = function_in(value)
+        if function is not None and _may_look(function, own):
+            methods.setdefault(name, []).append(function)
+    return methods
+
+
+def _mentions(code: CodeType) -> Iterator[tuple[str, bool]]:
+    """Attributes that a piece of code names, and whether only to append to them."""
+    instructions = [
+        instruction
+        for instruction in dis.get_instructions(code)
+        if instruction.opname not in _PASSED_OVER
+    ]
+    for index, instruction in enumerate(instructions):
+        if instruction.opname.endswith(("_ATTR", "LOAD_METHOD")):
+            after = instructions[index + 1] if index + 1 < len(instructions) else None
+            yield (
+                str(instruction.argval),
+                instruction.opname == "LOAD_ATTR"
+                and after is not None
+                and after.opname in ("LOAD_ATTR", "LOAD_METHOD")
+                and after.argval in _GROWS,
+            )
+    # For ``getattr`` and the like.
+    yield from ((constant, False) for constant in code.co_consts if isinstance(constant, str))
+
+
+def functions_of(kind: type) -> Iterator[FunctionType]:
+    """The functions that one class defines: methods, and what is behind its properties."""
+    for value in vars(kind).values():
+        function = function_in(value)
+        if function is not None:
+            yield function
+
+
+def names_in(function: FunctionType) -> Iterator[str]:
+    """Globals and attributes that a function and the functions inside of it mention, by name."""
+    for code in codes_of(function.__code__):
+        yield from code.co_names
+
+
+def function_in(value: Any) -> FunctionType | None:
+    """The function that a method, or the getter of a property, is made of; ``None`` of others."""
+    if isinstance(value, (staticmethod, classmethod, MethodType)):
+        value = value.__func__
+    elif isinstance(value, property):
+        value = value.fget
+    value = inspect.unwrap(value) if callable(value) else None
+    return value if isinstance(value, FunctionType) else None
+
+
+def values_in(function: FunctionType) -> Iterator[Any]:
+    """What the globals that a function mentions, and its free variables, stand for."""
+    namespace = function.__globals__
+    for name in names_in(function):
+        if name in namespace:
+            yield namespace[name]
+    for cell in function.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:
+            continue  # not bound yet
+
+
+def codes_of(code: CodeType) -> Iterator[CodeType]:
+    """The code and that of the functions and comprehensions inside."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from codes_of(constant)
+
+
+def is_installed(root: str) -> bool:
+    """Whether a package is Python's own or an installed one, and not the user's."""
+    file = getattr(sys.modules.get(root), "__file__", None)
+    # Without a file: built in, or what was typed into a notebook.
+    return root == "builtins" if file is None else is_installed_file(file)
+
+
+def root_of(value: Any) -> str:
+    """The package that a class or a function was written in."""
+    return str(getattr(value, "__module__", None) or "").partition(".")[0]

@@ -1,0 +1,223 @@
+"""What a step does beside its graph: calls that are made after it, and calls that are not traced.
+
+Dynamo cannot trace Lightning's ``self.log``: tracing into it is an internal error, skipping it
+breaks the graph in two. A recorder that appends to a list is traced without either; copies of the
+tensors become outputs of the graph: a step may go on to write into what it has logged.
+
+It would trace an optimizer's step like any other code, and optimizers compute by another algorithm
+when they are traced (``torch.optim`` then keeps its step count in a tensor), so that the weights
+would differ in their last bits. So backward passes and updates of the weights run outside of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_unitscale.capture.growing_lists import GrowingLists
+from lightning_unitscale.patching import shadowed
+
+# An object, the name of its method and, where a rehearsal is to do something in its place, what.
+Calls = Iterable[tuple[Any, str] | tuple[Any, str, Callable[..., None]]]
+
+
+class DeferredCalls:
+    """Records calls of the named methods of a module, and replays them on the real ones.
+
+    Args:
+        module: The module whose methods are held back.
+        names: The methods; those the module does not have are ignored.
+    """
+
+    def __init__(self, module: nn.Module, names: Sequence[str]) -> None:
+        self.module = module
+        self.names = tuple(name for name in names if callable(getattr(module, name, None)))
+        self.calls: list[tuple[int, tuple[Any, ...], dict[str, Any]]] = []
+        self._recorders = [_Recorder(index, self.calls) for index in range(len(self.names))]
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """Within this context the methods only record; the real ones are back afterwards."""
+        attributes = self.module.__dict__
+        shadowed = {name: attributes[name] for name in self.names if name in attributes}
+        self.calls.clear()
+        for name, recorder in zip(self.names, self._recorders, strict=True):
+            attributes[name] = recorder.record
+        try:
+            yield
+        finally:
+            for name in self.names:
+                attributes.pop(name, None)
+            attributes.update(shadowed)
+
+    def replay(self) -> None:
+        """Make the recorded calls for real, in their order."""
+        calls = list(self.calls)
+        self.calls.clear()
+        for index, args, kwargs in calls:
+            getattr(self.module, self.names[index])(*args, **kwargs)
+
+    def discard(self) -> None:
+        """Forget the recorded calls: the step was a rehearsal."""
+        self.calls.clear()
+
+
+class _Recorder:
+    """One object per method: Dynamo traces a plain append, and guards on nothing that changes."""
+
+    def __init__(
+        self, index: int, calls: list[tuple[int, tuple[Any, ...], dict[str, Any]]]
+    ) -> None:
+        self.index = index
+        self.calls = calls
+
+    def record(self, *args: Any, **kwargs: Any) -> None:
+        copied = tuple(_as_it_is(value) for value in args)
+        self.calls.append(
+            (self.index, copied, {k: _as_it_is(value) for k, value in kwargs.items()})
+        )
+
+
+def _as_it_is(value: Any) -> Any:
+    """What stays the same when the step goes on; a metric is logged with what it has seen by then.
+
+    A plain function over plain dictionaries, which Dynamo traces without a break.
+    """
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {key: _as_it_is(item) for key, item in value.items()}
+    return value
+
+
+class Postponed:
+    """Calls of logging methods, and what is appended to lists.
+
+    Args:
+        module: The module.
+        step: The method that runs.
+        names: The methods whose calls are held back.
+    """
+
+    def __init__(self, module: nn.Module, step: Callable[..., Any], names: Sequence[str]) -> None:
+        self._calls = DeferredCalls(module, names)
+        self._lists = GrowingLists(module, step)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to be done."""
+        return not (self._calls.calls or self._lists.pending)
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """Within this context nothing of it is done."""
+        with self._calls.recording(), self._lists.recording():
+            yield
+
+    def replay(self) -> None:
+        """Do it."""
+        self._lists.replay()
+        self._calls.replay()
+
+    def discard(self) -> None:
+        """Forget it: the step was a rehearsal, or failed."""
+        self._calls.discard()
+        self._lists.discard()
+
+
+class UntracedCalls:
+    """Replaces methods of objects, while a step runs, by ones that Dynamo does not look into.
+
+    Args:
+        find: Says before each step which methods of which objects: ``(object, name)``, or
+            ``(object, name, rehearsed)`` with what is called in a rehearsal instead.
+        trace: Makes a function traced again; used for a closure that is handed to a method, since
+            the model runs in it.
+
+    Attributes:
+        is_rehearsing: Whether the methods are left out, but for the closures that they are given:
+            a rehearsal must not update weights.
+    """
+
+    def __init__(
+        self, find: Callable[[], Calls], trace: Callable[[Callable[..., Any]], Callable[..., Any]]
+    ) -> None:
+        self._find = find
+        self.trace = trace
+        self.is_rehearsing = False
+        # Kept, since Dynamo guards on the identity of what it calls.
+        self._calls: dict[tuple[int, str], _Untraced] = {}
+
+    @contextlib.contextmanager
+    def replaced(self) -> Iterator[None]:
+        """Within this context the methods run untraced; the real ones are back afterwards."""
+        with contextlib.ExitStack() as stack:
+            for target, name, *rehearsed in self._find():
+                call = self._calls.setdefault((id(target), name), _Untraced(target, self))
+                if vars(target).get(name) is call.run:
+                    continue  # a step within a step
+                call.stand_in_for(getattr(target, name), *rehearsed)
+                stack.enter_context(shadowed(target, **{name: call.run}))
+            yield
+
+
+@contextlib.contextmanager
+def plain_forward(module: nn.Module) -> Iterator[None]:
+    """Within this context ``forward`` is not on the instance, if it is the class's own anyway.
+
+    Lightning leaves it there under DDP. Dynamo would find it, and all that it calls, at another
+    place than in the rehearsal outside of DDP, and the tensors would have other names.
+    """
+    attributes = module.__dict__
+    forward = attributes.get("forward")
+    is_own = getattr(forward, "__self__", None) is module and (
+        getattr(forward, "__func__", None) is getattr(type(module), "forward", None)
+    )
+    if is_own:
+        del attributes["forward"]
+    try:
+        yield
+    finally:
+        if is_own:
+            attributes.setdefault("forward", forward)
+
+
+class _Untraced:
+    """One method of one object, which is kept so that its identity stays its own."""
+
+    def __init__(self, owner: Any, calls: UntracedCalls) -> None:
+        self.owner = owner
+        self.method: Callable[..., Any] = lambda: None
+        self.rehearsed: Callable[..., None] | None = None
+        self._calls = calls
+        self.run = torch.compiler.disable(self._run)
+
+    def stand_in_for(
+        self, method: Callable[..., Any], rehearsed: Callable[..., None] | None = None
+    ) -> None:
+        """Call ``method`` from now on, and have its marks (of a scheduler, on what it counts)."""
+        self.method = method
+        self.rehearsed = rehearsed
+        self.run.__dict__.update(getattr(method, "__dict__", {}))
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        if self._calls.is_rehearsing:
+            if self.rehearsed is not None:
+                self.rehearsed(*args, **kwargs)
+            closures = [
+                function for function in (*args, *kwargs.values()) if hasattr(function, "__code__")
+            ]
+            results = [self._traced(function)() for function in closures]
+            return results[-1] if results else None
+        args = tuple(self._traced(value) for value in args)
+        return self.method(*args, **{name: self._traced(value) for name, value in kwargs.items()})
+
+    def _traced(self, value: Any) -> Any:
+        if not hasattr(value, "__code__"):
+            return value
+        return functools.wraps(value)(self._calls.trace(value))

@@ -1,0 +1,252 @@
+"""A module's steps, captured, rewritten by passes, run by an executor, and what is said of them.
+
+``steps_of(module)`` is the one place where callbacks and transforms meet: each adds its passes, and
+whoever comes first puts the captured steps on the module, whoever leaves last takes them off.
+"""
+
+from __future__ import annotations
+
+import copy
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tabulate import tabulate
+from torch import nn
+
+from lightning_unitscale.capture.captured_step import CapturedStep, not_to_be_pickled
+from lightning_unitscale.capture.side_effects import Calls
+from lightning_unitscale.dynamo.capture import Executor
+from lightning_unitscale.graph.passes import GraphPass, PassRecord, Phase
+
+
+def passes_table(records: Sequence[PassRecord]) -> str:
+    """A table of every pass over every graph."""
+    rows = [
+        (
+            record.step,
+            record.graph_index,
+            "observed" if record.observed else "plain",
+            record.pass_name,
+            f"{record.nodes_before} -> {record.nodes_after}",
+            f"{1e3 * record.seconds:.1f}",
+            "\n".join(record.changes),
+        )
+        for record in records
+    ]
+    headers = ("step", "graph", "variant", "pass", "nodes", "ms", "changes")
+    return tabulate(rows, headers=headers) if rows else "No graph has been captured yet."
+
+
+def breaks_list(graph_breaks: Sequence[str]) -> str:
+    """The graph breaks with their reasons, each once."""
+    breaks = list(dict.fromkeys(graph_breaks))
+    if not breaks:
+        return "No graph breaks."
+    lines = "\n".join(f"  {reason}" for reason in breaks)
+    return f"{len(breaks)} graph breaks:\n{lines}\n  (TORCH_LOGS=graph_breaks says more of each)"
+
+
+EVALUATION_STEPS = ("validation_step", "test_step", "predict_step")
+LIGHTNING_STEPS = ("training_step", *EVALUATION_STEPS)
+_ATTRIBUTE = "_captured_steps"
+
+
+def steps_of(module: nn.Module) -> ModuleSteps | None:
+    """The captured steps of a module, or ``None`` when nothing was attached to it."""
+    return module.__dict__.get(_ATTRIBUTE)
+
+
+class ModuleSteps:
+    """The captured steps of one module with the passes that all of them share.
+
+    Args:
+        module: Module whose methods are captured; it is changed by :meth:`attach` only.
+        step_names: Methods to capture; those the module does not have are left out.
+        defer: Methods of the module whose calls are made after the step (``log``, ``log_dict``).
+        untraced: Says which methods of which objects are no part of the model, though the step
+            calls them (``optimizer.step``).
+
+    Attributes:
+        passes: Passes over every graph, in the order they were given.
+        records: What the passes did, graph by graph.
+        graph_breaks: Reasons of the graph breaks met while capturing.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        step_names: Sequence[str],
+        *,
+        defer: Sequence[str] = (),
+        untraced: Callable[[nn.Module], Calls] | None = None,
+    ) -> None:
+        self.module = module
+        self.defer = tuple(defer)
+        self.untraced = untraced
+        self.executor: Executor = "eager"
+        self.partition_fn: Any = None
+        self.passes: list[GraphPass] = []
+        self.records: list[PassRecord] = []
+        self.graph_breaks: list[str] = []
+        self._observers: set[str] = set()
+        self._always_observed = False
+        self._shadowed = {
+            name: module.__dict__[name] for name in step_names if name in module.__dict__
+        }
+        self.steps = {name: CapturedStep(self, name) for name in step_names}
+        self._owners: list[str] = []
+
+    @property
+    def owners(self) -> tuple[str, ...]:
+        """Who has attached the steps."""
+        return tuple(self._owners)
+
+    @property
+    def changes_function(self) -> bool:
+        """Whether a pass makes the steps compute something else than the user's own code."""
+        return any(graph_pass.phase is Phase.REPARAMETRIZE for graph_pass in self.passes)
+
+    def changes_numbers(self, step: str) -> bool:
+        """Whether a step is to give other numbers than the user's own code, on purpose.
+
+        Changes of units are lossless and probes only look; rules and formats change results.
+        """
+        rounds = (graph_pass.phase.rounds for graph_pass in self.passes if graph_pass.runs_in(step))
+        return self.changes_function or any(rounds)
+
+    def attach(self, owner: str) -> None:
+        """Put the captured steps on the module; safe to call again for another owner."""
+        if owner not in self._owners:
+            self._owners.append(owner)
+        self.module.__dict__[_ATTRIBUTE] = self
+        for name, step in self.steps.items():
+            self.module.__dict__[name] = step
+
+    def detach(self, owner: str, *passes: GraphPass) -> None:
+        """Take the owner's interest and passes away; the last one restores the module. Idempotent.
+
+        Graphs captured so far stay until then, and with them what ``explain()`` says of them.
+        """
+        if owner in self._owners:
+            self._owners.remove(owner)
+        self.passes = [graph_pass for graph_pass in self.passes if graph_pass not in passes]
+        self._observers.discard(owner)
+        if self._owners or steps_of(self.module) is not self:
+            return
+        attributes = self.module.__dict__
+        del attributes[_ATTRIBUTE]
+        for name, step in self.steps.items():
+            # Whoever has put something over it since takes it away himself.
+            if attributes.get(name) is step:
+                del attributes[name]
+                if name in self._shadowed:
+                    attributes[name] = self._shadowed[name]
+        self.reset()
+
+    def add_pass(self, graph_pass: GraphPass) -> None:
+        """Add a pass; every graph is recaptured before its next run."""
+        self.passes.append(graph_pass)
+        self.reset()
+
+    def use_executor(self, executor: Executor) -> None:
+        """Run the graphs by another executor from now on."""
+        if executor != self.executor:
+            self.executor = executor
+            self.reset()
+
+    def partition_by(self, partition_fn: Any) -> None:
+        """Split forward and backward graphs by ``partition_fn`` from now on, or as torch does.
+
+        The eager executor, which leaves that to autograd, gives way to ``"aot_eager"``.
+        """
+        self.partition_fn = partition_fn
+        if partition_fn is not None and self.executor == "eager":
+            self.executor = "aot_eager"
+        elif partition_fn is None and self.executor == "aot_eager":
+            self.executor = "eager"
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget every captured graph."""
+        self.records.clear()
+        self.graph_breaks.clear()
+        for step in self.steps.values():
+            step.reset()
+
+    def observe(self, owner: str, wanted: bool, *, always: bool = False) -> None:
+        """Say whether ``owner`` wants the next steps to run the variant that carries probes.
+
+        Args:
+            owner: Name of the callback or transform.
+            wanted: Whether it wants the next step to.
+            always: Whether every step shall; the plain variant is then never compiled.
+        """
+        self._always_observed |= always
+        if wanted or always:
+            self._observers.add(owner)
+        else:
+            self._observers.discard(owner)
+
+    def variants(self) -> tuple[bool, ...]:
+        """Which variants a compiled graph needs: plain, observed, or both."""
+        if self._always_observed:
+            return (True,)
+        return (False, True) if any(graph_pass.observes for graph_pass in self.passes) else (False,)
+
+    @property
+    def observed(self) -> bool:
+        """Whether anybody wants the next step to carry probes."""
+        return bool(self._observers)
+
+    def find_untraced(self) -> Calls:
+        """Methods of objects that the next step shall call outside of Dynamo."""
+        return () if self.untraced is None else self.untraced(self.module)
+
+    def original(self, name: str) -> Callable[..., Any]:
+        """The user's own method, unwrapped."""
+        if name in self._shadowed:
+            shadowed: Callable[..., Any] = self._shadowed[name]
+            return shadowed
+        method: Callable[..., Any] = getattr(type(self.module), name).__get__(self.module)
+        return method
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether these are the steps that the module has now."""
+        return steps_of(self.module) is self
+
+    def explain(self) -> str:
+        """A table of every pass over every graph, and the graph breaks with their reasons."""
+        parts = [passes_table(self.records), breaks_list(self.graph_breaks)]
+        parts += [text for graph_pass in self.passes if (text := graph_pass.report())]
+        return "\n\n".join(parts)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModuleSteps:
+        """A copy for the copied module: the same passes, nothing captured yet."""
+        new = object.__new__(type(self))
+        memo[id(self)] = new
+        new.module = copy.deepcopy(self.module, memo)
+        new.defer = self.defer
+        new.untraced = self.untraced
+        new.executor = self.executor
+        new.partition_fn = copy.deepcopy(self.partition_fn, memo)
+        new.passes = copy.deepcopy(self.passes, memo)
+        new.records, new.graph_breaks = [], []
+        new._observers = set(self._observers)
+        new._always_observed = self._always_observed
+        new._shadowed = copy.deepcopy(self._shadowed, memo)
+        new.steps = {name: CapturedStep(new, name) for name in self.steps}
+        for name, step in self.steps.items():
+            memo[id(step)] = new.steps[name]
+        for name, step in self.steps.items():
+            # A transform's own object goes with the copy; a callback's method would take the
+            # callback, and its Trainer, along.
+            if not isinstance(step.before_call, (types.FunctionType, types.MethodType)):
+                new.steps[name].interpreter = copy.deepcopy(step.interpreter, memo)
+                new.steps[name].before_call = copy.deepcopy(step.before_call, memo)
+        new._owners = list(self._owners)
+        return new
+
+    def __reduce__(self) -> Any:
+        raise not_to_be_pickled(self.module, next(iter(self.steps)))

@@ -1,0 +1,154 @@
+"""What rounds products: the interface of formats, and products in a simulated format."""
+
+from __future__ import annotations
+
+import abc
+import math
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_unitscale.dispatch.execute import Product, ProductRule, run_scaled
+from lightning_unitscale.dispatch.torch_internals import Kernel
+from lightning_unitscale.dispatch.units import Site
+from lightning_unitscale.lossless.fp8_range import Unrepresentable
+from lightning_unitscale.precision.dither import MovingGrid
+from lightning_unitscale.precision.simulate import SimulateFormat
+from lightning_unitscale.quantize import rounded
+
+
+class Numerics(abc.ABC):
+    """What a format does to products: simulated, or run in it.
+
+    Attributes:
+        is_training: Whether the steps that run now are those of training.
+    """
+
+    is_training = True
+
+    @property
+    def is_active(self) -> bool:
+        """Whether the steps that run now are rounded at all."""
+        return True
+
+    @abc.abstractmethod
+    def applies_to(
+        self, site: Site, rule: ProductRule, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> bool:
+        """Whether a product is rounded."""
+
+    @abc.abstractmethod
+    def run(
+        self, product: Product, original: Kernel, args: list[Any], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a product on operands in units, rounded."""
+
+    def measure(  # noqa: B027
+        self, product: Product, operands: Sequence[Tensor], *, is_first: bool
+    ) -> None:
+        """Look at operands in their units, for the first time or again."""
+
+    def fit(self, joint: Callable[[Unrepresentable], Unrepresentable]) -> Unrepresentable:
+        """Leave out what does not fit the format, of what was measured.
+
+        Args:
+            joint: What all ranks have found, by what this one has.
+
+        Returns:
+            What is new.
+        """
+        return Unrepresentable()
+
+
+class SimulatedProducts(Numerics):
+    """Rounds what products read: operands to one format, arriving gradients to another.
+
+    A backward product rounds a saved operand as its forward product did: a random or a moving grid
+    is drawn by the operand's name and the step, not by the call.
+
+    Args:
+        *configs: The formats, the way of rounding, and the names that it is for; one after the
+            other where several are for the same product.
+    """
+
+    def __init__(self, *configs: SimulateFormat) -> None:
+        self._configs = configs
+
+    def applies_to(
+        self, site: Site, rule: ProductRule, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> bool:
+        """Whether a product is rounded: all are, but for those that are left out by name."""
+        return bool(self._configs_of(site))
+
+    def run(
+        self, product: Product, original: Kernel, args: list[Any], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a product on rounded operands."""
+        configs = self._configs_of(product.site)
+        for position, unit, is_gradient, name in product.places():
+            for config in configs:
+                args[position] = _rounded(
+                    config, args[position], unit, is_gradient, name, product.step
+                )
+                unit = 0  # it is in its units now
+        return run_scaled(product, original, args, kwargs)
+
+    def _configs_of(self, site: Site) -> list[SimulateFormat]:
+        return [
+            config
+            for config in self._configs
+            if config.patterns.match_names(site.name, site.module)
+        ]
+
+
+def _rounded(
+    config: SimulateFormat, tensor: Tensor, unit: int, is_gradient: bool, name: str, step: int
+) -> Tensor:
+    format = config.gradient_format if is_gradient else config.operand_format
+    key = None
+    if config.rounding == "stochastic":
+        key = rounding_key(config.seed, step, name).to(tensor.device)
+    factor = grid_factor(config.moving_grid, name, step)
+    wide = tensor.detach().float() * (factor * 2.0**-unit)
+    # Divided in FP32, where a number of FP8 and its quotient differ by one rounding at most.
+    result = rounded(wide, format, config.saturate, key)
+    return (result if factor == 1.0 else result / factor).to(tensor.dtype)
+
+
+def rounding_key(seed: int, step: int, name: str) -> Tensor:
+    """Key of a stochastic rounding, the same wherever an operand is rounded within a step.
+
+    Args:
+        seed: Of all of them.
+        step: The training step.
+        name: The operand's.
+
+    Returns:
+        INT64 of shape ``(2,)``, as ``quantize`` takes it.
+    """
+    text = f"{seed}/{step}/{name}".encode()
+    return torch.tensor([zlib.crc32(text), zlib.adler32(text)], dtype=torch.int64)
+
+
+def grid_factor(grid: MovingGrid | None, name: str, call: int) -> float:
+    """The factor by which the numbers of a format move under an operand.
+
+    Args:
+        grid: What moves them; ``None`` where they stay.
+        name: The operand's.
+        call: How many calls in training there have been, this one included.
+
+    Returns:
+        A number of FP32 in (1/2, 1]; 1 where they stay.
+    """
+    if grid is None:
+        return 1.0
+    turn = grid.at(call) * grid.stride % 1.0
+    moved = 2.0 ** -(zlib.crc32(name.encode()) / 2**32) * 2.0**-turn
+    # Rounded to FP32, in which kernels hold it.
+    factor = moved if moved > 0.5 else 2 * moved
+    mantissa, exponent = math.frexp(factor)
+    return math.ldexp(round(mantissa * 2**24) / 2**24, exponent)

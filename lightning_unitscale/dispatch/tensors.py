@@ -1,0 +1,156 @@
+"""What is done to one tensor: copies in units, laid out as it is itself, and how large it is."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_unitscale.dispatch.torch_internals import current_node
+from lightning_unitscale.functional.scale import empty_placed_like, multiply
+
+_LINE_BYTES = 64
+# The largest power of two that is a number in FP32, in which kernels hold a Python factor.
+_LARGEST = 126
+
+
+def scaled_copy(tensor: Tensor, exponent: int) -> Tensor:
+    """``tensor * 2**exponent`` with the strides and the alignment of ``tensor``.
+
+    BLAS may add in another order for another stride, and for another place within a cache line.
+
+    Args:
+        tensor: Floating point, of any shape and layout.
+        exponent: Within +-126.
+    """
+    factor = 2.0**exponent
+    # Memory that is allocated begins with a line, so that only what does too can be like its copy.
+    offset = tensor.data_ptr() % _LINE_BYTES
+    if offset == 0 and (tensor.is_contiguous() or _is_dense(tensor)):
+        product = tensor * factor
+        aligned = product.data_ptr() % _LINE_BYTES == 0
+        if (aligned or tensor.numel() == 0) and product.stride() == tensor.stride():
+            return product
+    if 0 in tensor.stride():
+        return multiply(tensor, factor)
+    placed = empty_placed_like(tensor, tensor.dtype, offset // tensor.element_size())
+    torch.mul(tensor, factor, out=placed)
+    return placed
+
+
+class _LastCopy(threading.local):
+    """The last gradient that was scaled, with its copy; within one autograd node only."""
+
+    node: Any = None
+    source: Tensor | None = None
+    exponent: int = 0
+    copy: Tensor | None = None
+
+
+_LAST = _LastCopy()
+
+
+def shared_copy(tensor: Tensor, exponent: int) -> Tensor:
+    """:func:`scaled_copy` of a gradient, or another view of the copy that was made just before.
+
+    Within one node of autograd's own nothing can have written into the gradient meanwhile.
+    """
+    node = current_node()
+    last = _LAST
+    if (
+        last.copy is not None
+        and last.source is not None
+        and last.exponent == exponent
+        and node is not None
+        and last.node is node
+        and last.source.data_ptr() == tensor.data_ptr()
+        and last.source.numel() == tensor.numel()
+        and _is_dense(tensor)
+    ):
+        copy = last.copy.as_strided(tensor.shape, tensor.stride(), last.copy.storage_offset())
+        forget_copy()
+        return copy
+    copy = scaled_copy(tensor, exponent)
+    if node is not None and _is_dense(tensor):
+        last.node, last.source, last.exponent, last.copy = node, tensor, exponent, copy
+    return copy
+
+
+def forget_copy() -> None:
+    """Let go of the last copy."""
+    _LAST.node = _LAST.source = _LAST.copy = None
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether a tensor's elements lie in memory without gaps, in whatever order."""
+    span = 1
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        span += (size - 1) * stride
+    return span == tensor.numel()
+
+
+def scale_in_place(tensor: Tensor, exponent: int) -> None:
+    """Multiply a result by ``2**exponent``, in two steps where one factor would overflow."""
+    while abs(exponent) > _LARGEST:
+        part = _LARGEST if exponent > 0 else -_LARGEST
+        tensor.mul_(2.0**part)
+        exponent -= part
+    if exponent:
+        tensor.mul_(2.0**exponent)
+
+
+@dataclass(eq=False, slots=True)
+class Extent:
+    """How large the elements of a tensor are.
+
+    Attributes:
+        rms: Root of their mean square.
+        smallest: Smallest magnitude other than zero; infinite if there is none.
+        largest: Largest finite magnitude.
+        row: The three on their device, until they are read; see :func:`smallest_and_rms`.
+    """
+
+    rms: float = math.nan
+    smallest: float = math.inf
+    largest: float = 0.0
+    row: Tensor | None = None
+
+    @staticmethod
+    def of(tensor: Tensor) -> Extent:
+        """Measure a tensor, without waiting for its device."""
+        return Extent(row=smallest_and_rms(tensor))
+
+
+def smallest_and_rms(tensor: Tensor) -> Tensor:
+    """RMS, smallest magnitude other than zero, and largest finite one: FP64 of shape ``(3,)``.
+
+    The smallest of a tensor of zeros is infinite, and the RMS of an empty one is NaN: it says
+    nothing of the next. Squares are summed in FP64: a gradient of 1e-25 is ordinary, and its square
+    is 0 in FP32.
+    """
+    if tensor.numel() == 0:
+        row = [float("nan"), float("inf"), 0.0]
+        return torch.tensor(row, dtype=torch.float64, device=tensor.device)
+    magnitudes = tensor.detach().abs()
+    rms = torch.linalg.vector_norm(magnitudes, dtype=torch.float64) / tensor.numel() ** 0.5
+    # An infinity, as in the mask of an attention, is one in any unit.
+    largest = magnitudes.masked_fill(magnitudes == float("inf"), 0.0).amax()
+    smallest = magnitudes.masked_fill_(magnitudes == 0, float("inf")).amin()
+    return torch.stack([rms, smallest.double(), largest.double()])
+
+
+def read(extents: Iterable[Extent]) -> None:
+    """Read what was measured, with one transfer from the device."""
+    unread = {id(extent): extent for extent in extents if extent.row is not None}
+    rows = [extent.row for extent in unread.values() if extent.row is not None]
+    if not rows:
+        return
+    numbers = torch.stack([row.to(rows[0].device) for row in rows]).tolist()
+    for extent, row in zip(unread.values(), numbers, strict=True):
+        extent.rms, extent.smallest, extent.largest = row
+        extent.row = None

@@ -1,0 +1,113 @@
+"""Products that no factor can reach: they run as they are, and are counted for the coverage."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from lightning_unitscale.dispatch.compiled_graphs import OWN_CALLERS, caller
+from lightning_unitscale.dispatch.execute import Arguments
+from lightning_unitscale.dispatch.products import contraction
+from lightning_unitscale.dispatch.session import LOCAL
+from lightning_unitscale.dispatch.torch_internals import Kernel
+
+
+@dataclass(frozen=True)
+class UnreachedRule:
+    """An operator that multiplies matrices where no factor can reach its operands.
+
+    Attributes:
+        operator: Its name in ``torch.ops.aten``, with the overload if that is not the default.
+        reason: Why its products run as they are.
+        flops: Floating-point operations of a call.
+        has_backward: Whether its gradients come from a kernel of the same kind, with twice as many.
+    """
+
+    operator: str
+    reason: str
+    flops: Callable[[Arguments, Any], int]
+    has_backward: bool = False
+
+
+_IN_PLACE = "it writes into a tensor of its caller's"
+_RECURRENT = "a recurrent kernel, whose products are inside of it"
+_COMPILED_BEFORE = "compiled before this callback was attached"
+_FUSED = "a fused inference kernel, whose products are inside of it"
+
+
+def _rnn_flops(args: Arguments, _: Any) -> int:
+    input, of_input, of_hidden = args[:3]
+    return 2 * int(math.prod(input.shape[:2])) * int(of_input.numel() + of_hidden.numel())
+
+
+def _cudnn_rnn_flops(args: Arguments, _: Any) -> int:
+    matrices = sum(int(weight.numel()) for weight in args[1] if weight.dim() > 1)
+    return 2 * int(math.prod(args[0].shape[:2])) * matrices
+
+
+def _encoder_layer_flops(args: Arguments, _: Any) -> int:
+    weights = [arg for arg in args if isinstance(arg, Tensor) and arg.dim() == 2]
+    tokens = math.prod(args[0].shape[:-1])
+    return 2 * int(tokens) * sum(int(weight.numel()) for weight in weights)
+
+
+UNREACHED: tuple[UnreachedRule, ...] = (
+    UnreachedRule("addmm_", _IN_PLACE, contraction(1, 2)),
+    UnreachedRule("baddbmm_", _IN_PLACE, contraction(1, 2)),
+    UnreachedRule("addbmm_", _IN_PLACE, contraction(1, 2)),
+    UnreachedRule("addmv_", _IN_PLACE, contraction(1, 2)),
+    UnreachedRule("mm.out", _IN_PLACE, contraction(0, 1)),
+    UnreachedRule("bmm.out", _IN_PLACE, contraction(0, 1)),
+    UnreachedRule("addmm.out", _IN_PLACE, contraction(1, 2)),
+    UnreachedRule("baddbmm.out", _IN_PLACE, contraction(1, 2)),
+    UnreachedRule("_cdist_forward", "a kernel of distances", contraction(0, 0)),
+    UnreachedRule("mkldnn_rnn_layer", _RECURRENT, _rnn_flops, has_backward=True),
+    UnreachedRule("_cudnn_rnn", _RECURRENT, _cudnn_rnn_flops, has_backward=True),
+    UnreachedRule("_transformer_encoder_layer_fwd", _FUSED, _encoder_layer_flops),
+    UnreachedRule("_native_multi_head_attention", _FUSED, _encoder_layer_flops),
+)
+
+
+def run_inside(function: Kernel, *args: Any, **kwargs: Any) -> Any:
+    """Call what runs kernels of its own, which are nobody's products."""
+    previous, LOCAL.is_inside = LOCAL.is_inside, True
+    try:
+        return function(*args, **kwargs)
+    finally:
+        LOCAL.is_inside = previous
+
+
+def unreached_kernel(rule: UnreachedRule, original: Kernel) -> Kernel:
+    """A kernel that counts the products of an operator and leaves them as they are.
+
+    Args:
+        rule: The operator.
+        original: torch's own kernel.
+    """
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        session = LOCAL.session
+        if LOCAL.is_inside or session is None or (graph := caller()) in OWN_CALLERS:
+            return original(*args, **kwargs)
+        result = run_inside(original, *args, **kwargs)
+        if session.counter is not None:
+            path = session.sites.forward_run().path
+            reason = rule.reason if graph is None else _COMPILED_BEFORE
+            flops = rule.flops(args, result)
+            session.counter.add(path, "plain", reason, flops)
+            if rule.has_backward and torch.is_grad_enabled() and _needs_gradient(args):
+                # Counted here: a backward pass of its own does not say whose it is.
+                session.counter.add(path, "plain", reason, 2 * flops)
+        return result
+
+    return kernel
+
+
+def _needs_gradient(args: Arguments) -> bool:
+    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(args))

@@ -1,0 +1,1 @@
+"""All that touches Dynamo and AOTAutograd: capture, why it breaks, and patches of it."""

@@ -1,0 +1,207 @@
+"""Run or compile the graphs that AOTAutograd makes, with the kernels of a plain step.
+
+Interpolation and some losses have Python decompositions registered for autograd's dispatch key,
+which a traced joint graph gets whatever decompositions it is asked for. They add up in another
+order than the kernels of a plain step, so that losses and gradients would differ by an ulp.
+
+Private names used here were checked on torch 2.13 and 2.11: ``_BoxedCodeGen``; Inductor's
+``custom_partitioner_fn``, its documented hook ``post_grad_custom_post_pass`` with the class that it
+takes, and the switches of the two caches of compiled graphs; ``OpOverload.py_kernels``,
+``OpOverload._dispatch_cache`` and ``OpOverload._schema``, ``torch._C.DispatchKey``,
+``TorchDispatchMode``, and ``upsample_compute_output_size`` and ``suggest_memory_format`` of torch's
+decompositions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._C import DispatchKey
+from torch._decomp.decompositions import upsample_compute_output_size
+from torch._ops import OpOverload
+from torch._prims_common import suggest_memory_format
+from torch.fx.graph import _BoxedCodeGen
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+@contextlib.contextmanager
+def partitioned_by(partition_fn: Any) -> Iterator[None]:
+    """Inductor's settings for a partitioner; one without an identity is asked every time."""
+    if partition_fn is None:
+        yield
+        return
+    from torch._functorch import config as functorch_config
+    from torch._inductor import config
+
+    cached = partition_fn.uuid() is not None
+    with (
+        config.patch(
+            custom_partitioner_fn=partition_fn, fx_graph_cache=cached and config.fx_graph_cache
+        ),
+        functorch_config.patch(
+            enable_autograd_cache=cached and functorch_config.enable_autograd_cache
+        ),
+    ):
+        yield
+
+
+def run_boxed(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    """A compiler for AOTAutograd that runs a graph op by op."""
+    # AOTAutograd hands its inputs over in a list. Code that empties the list frees each of them
+    # when nothing reads it any more; otherwise all saved tensors live to the end of the backward.
+    graph_module.graph.set_codegen(_BoxedCodeGen())
+    graph_module.recompile()
+    forward = graph_module.forward
+
+    def run(arguments: list[Any]) -> Any:
+        return forward(arguments)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+REWRITE = "lowering.rewrite"  # note of a pass: what is to rewrite the graphs
+
+
+def inductor_options(rewrite: Callable[[fx.Graph], None]) -> dict[str, Any]:
+    """Settings of Inductor with which ``rewrite`` sees each graph, after the user's own pass.
+
+    Args:
+        rewrite: A function at the top of a file, whose text stands for it in Inductor's caches.
+    """
+    # Imported here: Inductor takes a second to load and most runs never need it.
+    from torch._inductor import config
+    from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+
+    set_by_user: Any = config.post_grad_custom_post_pass
+    several = isinstance(set_by_user, (list, tuple))
+    others = tuple(set_by_user) if several else (set_by_user,) if set_by_user else ()
+
+    class Rewrite(CustomGraphPass):
+        def __call__(self, graph: fx.Graph) -> None:
+            for graph_pass in others:
+                graph_pass(graph)
+            rewrite(graph)
+
+        def uuid(self) -> Any | None:
+            ids = [
+                graph_pass.uuid() if isinstance(graph_pass, CustomGraphPass) else None
+                for graph_pass in others
+            ]
+            own = get_hash_for_files((inspect.getfile(rewrite),))
+            return None if None in ids else (own, *ids)
+
+    return {"post_grad_custom_post_pass": Rewrite()}
+
+
+aten = torch.ops.aten
+# Left out: what has the kernel's bits once it is taken apart (dropout, GRUs, nearest neighbours),
+# batch norm, whose kernel writes to its running statistics behind autograd's back, and LSTMs: the
+# shapes that oneDNN's kernel returns cannot be told without running it.
+_TAKEN_APART = (
+    aten.upsample_bilinear2d.default,
+    aten.upsample_bicubic2d.default,
+    aten.multi_margin_loss.default,
+    aten.multilabel_margin_loss_forward.default,
+)
+_RESIZED = {
+    aten.upsample_linear1d: aten.upsample_linear1d_backward.default,
+    aten.upsample_bilinear2d: aten.upsample_bilinear2d_backward.default,
+    aten.upsample_trilinear3d: aten.upsample_trilinear3d_backward.default,
+    aten.upsample_bicubic2d: aten.upsample_bicubic2d_backward.default,
+}
+# Their gradients keep the layout of an image with channels last.
+_KEEP_LAYOUT = (
+    aten.upsample_bilinear2d_backward.default,
+    aten.upsample_trilinear3d_backward.default,
+)
+_COMPOSITE = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
+
+
+@contextlib.contextmanager
+def plain_kernels() -> Iterator[None]:
+    """Within this context a traced graph has the kernels that a plain step runs."""
+    with contextlib.ExitStack() as stack:
+        for operator in _TAKEN_APART:
+            stack.enter_context(_with_python_kernel(operator, DispatchKey.Autograd, None))
+        for packet, backward in _RESIZED.items():
+            # Torch's own in C++ would fix the sizes of a graph in which these are symbols.
+            resize = functools.partial(_resized, packet.default)
+            for key in _COMPOSITE:
+                stack.enter_context(_with_python_kernel(packet.vec, key, resize))
+            shape = functools.partial(_gradient_of_resized, backward in _KEEP_LAYOUT)
+            stack.enter_context(_with_python_kernel(backward, DispatchKey.Meta, shape))
+        yield
+
+
+def _resized(
+    kernel: OpOverload,
+    image: Tensor,
+    output_size: Any,
+    align_corners: bool,
+    scale_factors: Any = None,
+) -> Any:
+    """A resized image by the kernel that takes sizes, which autograd knows as one operation."""
+    size = upsample_compute_output_size(image.size(), output_size, scale_factors)
+    return kernel(image, size, align_corners, *(scale_factors or [None] * len(size)))
+
+
+def _gradient_of_resized(
+    keeps_layout: bool, grad: Tensor, output_size: Any, input_size: Any, *_: Any
+) -> Tensor:
+    """What the backward kernel returns, without its numbers."""
+    layout = suggest_memory_format(grad) if keeps_layout else torch.contiguous_format
+    return torch.empty(input_size, dtype=grad.dtype, device=grad.device, memory_format=layout)
+
+
+@contextlib.contextmanager
+def _with_python_kernel(
+    operator: OpOverload, key: DispatchKey, function: Callable[..., Any] | None
+) -> Iterator[None]:
+    kernels = operator.py_kernels
+    before = kernels.pop(key, None)
+    if function is not None:
+        kernels[key] = function
+    operator._dispatch_cache.clear()
+    try:
+        yield
+    finally:
+        kernels.pop(key, None)
+        if before is not None:
+            kernels[key] = before
+        operator._dispatch_cache.clear()
+
+
+class Writes(TorchDispatchMode):
+    """Notes the storages that operators write into, by what their schemas say.
+
+    Attributes:
+        storages: The storages.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: set[torch.UntypedStorage] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        options = kwargs or {}
+        if func._schema.is_mutable:
+            for position, argument in enumerate(func._schema.arguments):
+                if argument.alias_info is None or not argument.alias_info.is_write:
+                    continue
+                value = args[position] if position < len(args) else options.get(argument.name)
+                self.storages.update(
+                    tensor.untyped_storage()
+                    for tensor in tree_leaves(value)
+                    if isinstance(tensor, Tensor)
+                )
+        return func(*args, **options)

@@ -1,0 +1,175 @@
+"""Why Dynamo does not capture something: one line of it, with the line of the user's.
+
+Dynamo's own texts are pages of hints for its developers. They come with ``TORCH_LOGS`` set, as in
+``TORCH_LOGS=graph_breaks``.
+
+Private names used here were checked on torch 2.13 and 2.11: ``graph_break_reasons``, the base
+of the exceptions, ``warn_once``, the names of two loggers, and ``_len_torch_dispatch_stack``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import sysconfig
+import textwrap
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from traceback import FrameSummary
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._dynamo import exc, utils
+from torch._dynamo.utils import graph_break_reasons
+from torch.utils._pytree import tree_leaves
+
+from lightning_unitscale.patching import nothing, shadowed
+
+_INSTALLED = tuple({sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib")})
+_OWN_PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
+_EXPLANATION = re.compile(r"^\s*Explanation: (.*)$", re.MULTILINE)
+_FAILED_WITHOUT_NUMBERS = re.compile(r"Dynamo failed to run FX node.*\): got (.*)$", re.MULTILINE)
+_FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
+_MAX_REASON = 160
+_MAX_REASONS = 3
+# One prints errors that are raised as well, the other graph breaks that are reported.
+_PRINTERS = ("torch._subclasses.fake_tensor", "torch._dynamo.variables.tensor")
+
+
+def graph_breaks_since(count: int) -> list[str]:
+    """Reasons of the graph breaks that Dynamo met after ``count`` of them were seen."""
+    breaks: dict[Any, tuple[str, Sequence[Any]]] = {}
+    for graph_break in graph_break_reasons[count:]:
+        frames = graph_break.user_stack or ()
+        line = (frames[-1].filename, frames[-1].lineno) if frames else None
+        # Each of the functions around a line breaks there; the outermost comes first.
+        breaks.setdefault(
+            (line, short_reason(str(graph_break.reason))), (str(graph_break.reason), frames)
+        )
+    return [_one_line(text, frames) for text, frames in breaks.values()]
+
+
+def num_graph_breaks() -> int:
+    """How many graph breaks Dynamo has met in this process."""
+    return len(graph_break_reasons)
+
+
+def is_of_dynamo(error: BaseException) -> bool:
+    """Whether Dynamo raised the error itself, rather than code that it ran."""
+    return isinstance(error, exc.TorchDynamoException)
+
+
+def reason_of(error: BaseException) -> str:
+    """What an error of Dynamo's says, in one line."""
+    return _one_line(str(error), frames_of(error))
+
+
+def frames_of(error: BaseException) -> list[FrameSummary]:
+    """The lines that Dynamo was about to trace: it ends its messages with them."""
+    return [
+        FrameSummary(file, int(line), function)
+        for file, line, function in _FRAME.findall(str(error))
+    ]
+
+
+def short_reason(text: str) -> str:
+    """The one sentence of a text of Dynamo's that says what it does not capture."""
+    match = _FAILED_WITHOUT_NUMBERS.search(text) or _EXPLANATION.search(text)
+    lines = (match.group(1) if match else text).strip().splitlines() or [""]
+    return textwrap.shorten(lines[0].rstrip("."), _MAX_REASON, placeholder=" ...")
+
+
+def joined_reasons(reasons: Sequence[str]) -> str:
+    """The first few of the reasons, each once, for a message."""
+    several = list(dict.fromkeys(reasons))
+    more = len(several) - _MAX_REASONS
+    return "; ".join(several[:_MAX_REASONS]) + (f"; and {more} more" if more > 0 else "")
+
+
+def wants_dynamos_texts() -> bool:
+    """Whether the user has asked for what Dynamo itself says."""
+    return bool(os.environ.get("TORCH_LOGS"))
+
+
+@contextlib.contextmanager
+def without_dynamos_texts() -> Iterator[None]:
+    """Within this context Dynamo prints nothing that is raised or reported anyway."""
+    with contextlib.ExitStack() as stack:
+        if not wants_dynamos_texts():
+            stack.enter_context(shadowed(utils, warn_once=nothing))
+            for name in _PRINTERS:
+                stack.enter_context(shadowed(logging.getLogger(name), disabled=True))
+        yield
+
+
+def is_watched() -> bool:
+    """Whether a mode such as ``FlopCounterMode`` looks at every operation of the calling code."""
+    count: int = torch._C._len_torch_dispatch_stack()
+    return count > 0
+
+
+# What was found out of each class.
+_is_followed: dict[type, bool] = {}
+
+
+def not_followed(inputs: Any) -> str | None:
+    """Name of a class among the inputs' whose ``__torch_function__`` Dynamo does not capture.
+
+    It would be traced in pieces, with other results or errors of its own: MONAI's ``MetaTensor``.
+
+    Args:
+        inputs: Whatever a step is called with.
+    """
+    for value in tree_leaves(inputs):
+        kind = type(value)
+        if kind is Tensor or not isinstance(value, Tensor) or not _takes_part(kind):
+            continue
+        if kind not in _is_followed:
+            _is_followed[kind] = _can_follow(value)
+        if not _is_followed[kind]:
+            return kind.__name__
+    return None
+
+
+def _takes_part(kind: type) -> bool:
+    # Parameters, and others that it is switched off for, have a function of C's there.
+    function = getattr(kind.__torch_function__, "__func__", None)  # type: ignore[attr-defined]
+    return function not in {None, getattr(Tensor.__torch_function__, "__func__", None)}
+
+
+def _can_follow(tensor: Tensor) -> bool:
+    try:
+        with torch.no_grad():
+            torch.compile(_some_operations, backend="eager", fullgraph=True)(tensor)
+    except Exception:
+        return False
+    return True
+
+
+def _some_operations(x: Tensor) -> Tensor:
+    doubled = (x * 2).view(x.shape)
+    return torch.stack([doubled, doubled]).clone()
+
+
+def _one_line(text: str, frames: Sequence[Any]) -> str:
+    reason = short_reason(text)
+    if not frames:
+        return reason
+    inner = frames[-1]
+    users = [frame for frame in frames if _is_users(frame.filename)]
+    if not users or users[-1] is inner:
+        return f"{reason} at {inner.filename}:{inner.lineno}"
+    file = "/".join(Path(inner.filename).parts[-3:])
+    return f"{reason} at {users[-1].filename}:{users[-1].lineno} (in {file}:{inner.lineno})"
+
+
+def _is_users(file: str) -> bool:
+    return not is_installed_file(file) and not file.startswith((_OWN_PACKAGE, "<frozen"))
+
+
+def is_installed_file(file: str) -> bool:
+    """Whether a file is Python's own or an installed package's, and not the user's."""
+    return file.startswith(_INSTALLED)

@@ -1,0 +1,418 @@
+"""Capture a function by Dynamo, describe its graphs, and run them by an executor.
+
+Everything above works on :class:`CapturedGraph` and on callables. Private names used here were
+checked on torch 2.13 and 2.11: ``node.meta["grapharg"]``, ``node._dynamo_source``,
+``CompileContext.current_compile_id``, ``GlobalSource``, ``compile_fx``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, cast
+
+import torch
+import torch._dynamo.config
+from torch import Tensor, fx, nn
+from torch._C._dynamo.eval_frame import reset_code
+from torch._dynamo import convert_frame
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
+from torch._dynamo.source import GlobalSource
+from torch._guards import CompileContext
+
+from lightning_unitscale.dynamo.backend import (
+    inductor_options,
+    partitioned_by,
+    plain_kernels,
+    run_boxed,
+)
+from lightning_unitscale.dynamo.breaks import without_dynamos_texts
+from lightning_unitscale.dynamo.eager_algorithms import plain_answers
+from lightning_unitscale.dynamo.patches import (
+    absent_packages,
+    drop_inference_mode,
+    passed_over,
+    plain_numbers,
+    plain_optimizers,
+)
+
+Executor = Literal["eager", "aot_eager", "inductor"]
+Backend = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
+InputKind = Literal["parameter", "buffer", "gradient", "input", "symbol"]
+
+# A step may be specialised on more Python state than Dynamo's default of 8 allows (the epoch, the
+# shapes of a last batch, several modules of one class share one code object), and past the limit
+# Dynamo runs the frame without any backend: the transform would silently be gone.
+RECOMPILE_LIMIT = 256
+
+
+@dataclass(frozen=True)
+class GraphInput:
+    """One placeholder of a captured graph.
+
+    Attributes:
+        node_name: Name of the placeholder in the graph.
+        kind: What it is in the module's eyes; a gradient is one that a step reads off a parameter.
+        fqn: Path of the parameter or buffer in the module, else ``None``.
+        source: Where the captured code found it, such as ``L['self']._parameters['weight']``.
+    """
+
+    node_name: str
+    kind: InputKind
+    fqn: str | None
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class CapturedGraph:
+    """One graph as Dynamo handed it over. Never mutated: Dynamo builds its guards from it later.
+
+    Attributes:
+        graph_module: Dynamo's graph, with ``F.*`` nodes and parameters as placeholders.
+        example_inputs: Inputs it was captured with, in placeholder order.
+        frame_id: Which Python frame it came from; a recompilation of a frame keeps its id.
+        inputs: What each placeholder is.
+    """
+
+    graph_module: fx.GraphModule
+    example_inputs: tuple[Any, ...]
+    frame_id: int
+    inputs: tuple[GraphInput, ...]
+
+    def roots(self) -> dict[str, str]:
+        """Path in the whole module of each module that the captured code knows as a variable.
+
+        After a graph break a submodule's ``forward`` is captured by itself, with the submodule as
+        its ``self``; the parameters tell which one it is.
+        """
+        roots: dict[str, str] = {}
+        for graph_input in self.inputs:
+            keys = _KEY.findall(graph_input.source)
+            local = ".".join(keys[1:])
+            if (
+                graph_input.fqn
+                and local
+                and (graph_input.fqn == local or graph_input.fqn.endswith("." + local))
+            ):
+                root = graph_input.source[: graph_input.source.index("]") + 1]
+                roots.setdefault(root, graph_input.fqn[: -len(local)].rstrip("."))
+        return roots
+
+    def first_parameter(self) -> int | None:
+        """Position of an input by which to tell one module from another that runs the same code."""
+        positions = (i for i, graph_input in enumerate(self.inputs) if graph_input.fqn is not None)
+        return next(positions, None)
+
+    def for_module_of(self, inputs: Sequence[Any], module: nn.Module) -> CapturedGraph:
+        """This graph as it is called for other parameters: those among ``inputs``."""
+        fqns = _fqns(module)
+        described = [
+            replace(
+                graph_input,
+                fqn=fqns.get(id(value), (graph_input.kind, None))[1] if graph_input.fqn else None,
+            )
+            for graph_input, value in zip(self.inputs, inputs, strict=True)
+        ]
+        return replace(self, inputs=tuple(described))
+
+
+_KEY = re.compile(r"\['([^']+)'\]")
+
+
+def compile_function(function: Callable[..., Any], backend: Backend) -> Callable[..., Any]:
+    """``function`` run through Dynamo with ``backend`` called once per captured graph."""
+    compiled: Callable[..., Any] = torch.compile(function, backend=backend)
+    return compiled
+
+
+@contextlib.contextmanager
+def no_graph_breaks() -> Iterator[None]:
+    """Within this context what would break a graph is an error, before anything has run.
+
+    With ``fullgraph=True`` Dynamo would capture ``.item()`` as well, and so another graph.
+    """
+    with torch._dynamo.error_on_graph_break(True):
+        yield
+
+
+# Whether Dynamo goes on with a graph when other parameters of the module want gradients.
+MISSES_THAWING = torch.torch_version.TorchVersion(torch.__version__) < "2.12"
+
+
+def forget(function: Callable[..., Any]) -> None:
+    """Make Dynamo look again at a function that it may have given up on, and at what follows it.
+
+    Uses ``reset_code`` and the trackers of seen code (checked on torch 2.13).
+    """
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return
+    resumed = f"{TORCH_DYNAMO_RESUME_IN_PREFIX}_{code.co_name}_"
+    reset_code(code)
+    for weak_code in [*convert_frame.input_codes.seen, *convert_frame.output_codes.seen]:
+        code_object = weak_code()
+        if code_object is not None and code_object.co_name.startswith(resumed):
+            reset_code(code_object)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether the user has put ``torch.compile`` on the module already."""
+    return (
+        isinstance(module, torch._dynamo.OptimizedModule)
+        or getattr(module, "_compiled_call_impl", None) is not None
+        or getattr(module, "_compiler_ctx", None) is not None
+    )
+
+
+@contextlib.contextmanager
+def capture_settings(*, passes_over: bool = False) -> Iterator[None]:
+    """Dynamo's settings under which a step is captured and looked up.
+
+    With ``passes_over`` a function on which Dynamo itself fails runs as it is.
+
+    ``optimize_ddp`` would cut the graph at DDP's buckets before the backend sees it, and the same
+    tensor would then have another name with and without DDP. ``allow_rnn`` takes recurrent kernels
+    into the graph as single operations; without it Dynamo gives up on the whole frame that mentions
+    an ``nn.GRU``.
+    """
+    with (
+        absent_packages(),
+        without_dynamos_texts(),
+        plain_answers(),
+        plain_numbers(),
+        plain_optimizers(),
+        passed_over() if passes_over else contextlib.nullcontext(),
+        torch._dynamo.config.patch(
+            optimize_ddp=False,
+            allow_rnn=True,
+            allow_unspec_int_on_nn_module=True,
+            recompile_limit=RECOMPILE_LIMIT,
+            accumulated_recompile_limit=4 * RECOMPILE_LIMIT,
+        ),
+    ):
+        yield
+
+
+def describe(
+    graph_module: fx.GraphModule, example_inputs: Sequence[Any], module: nn.Module
+) -> CapturedGraph:
+    """Name the inputs of a graph that Dynamo captured from a step of a module.
+
+    Args:
+        graph_module: Dynamo's graph; it is copied.
+        example_inputs: What it was captured with.
+        module: The module.
+    """
+    fqns = _fqns(module)
+    inputs = []
+    for node in graph_module.graph.find_nodes(op="placeholder"):
+        kind: InputKind = "input"
+        name: str | None = None
+        argument = node.meta.get("grapharg")
+        source = getattr(getattr(argument, "source", None), "name", "")
+        if isinstance(node.meta.get("example_value"), Tensor):
+            kind, name = fqns.get(id(argument.example) if argument else 0, ("input", None))
+        else:
+            kind = "symbol"
+        # A method until torch 2.11.
+        inputs.append(GraphInput(node.name, kind, name, source() if callable(source) else source))
+    compile_id = CompileContext.current_compile_id()
+    frame_id = -1 if compile_id is None or compile_id.frame_id is None else compile_id.frame_id
+    # A copy, because Dynamo tidies its own up when it is done with it.
+    kept = copy_graph_module(graph_module)
+    return CapturedGraph(kept, tuple(example_inputs), frame_id, tuple(inputs))
+
+
+def _fqns(module: nn.Module) -> dict[int, tuple[InputKind, str | None]]:
+    fqns: dict[int, tuple[InputKind, str | None]] = {}
+    for fqn, buffer in module.named_buffers():
+        fqns[id(buffer)] = ("buffer", fqn)
+    for fqn, parameter in module.named_parameters():
+        fqns[id(parameter)] = ("parameter", fqn)
+        if parameter.grad is not None:
+            fqns[id(parameter.grad)] = ("gradient", None)
+    return fqns
+
+
+def copy_graph_module(graph_module: fx.GraphModule) -> fx.GraphModule:
+    """A copy that may be rewritten: nodes, metadata and nested graphs, but not tensors."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in graph_module.graph.nodes:
+        copies[node] = graph.node_copy(node, lambda old: copies[old])
+        if node.target is operator.imatmul:
+            # Tensors have no in-place product: ``x @= w`` makes a new tensor. FX 2.13 writes it out
+            # as a statement that rebinds ``x`` for its other readers too.
+            copies[node].target = operator.matmul
+        if hasattr(node, "_dynamo_source"):
+            copies[node]._dynamo_source = node._dynamo_source
+    copy = fx.GraphModule(graph_module, graph)
+    copy.meta = dict(graph_module.meta)
+    for node in graph.find_nodes(op="get_attr"):
+        nested = getattr(graph_module, node.target, None)
+        if isinstance(nested, fx.GraphModule):
+            setattr(copy, node.target, copy_graph_module(nested))
+    return copy
+
+
+def add_placeholder(
+    graph: fx.Graph, name: str, example: Tensor, *, nested: bool = False
+) -> fx.Node:
+    """Append an input of our own after the graph's inputs.
+
+    AOTAutograd refuses an input without a source when the others have one (it builds its aliasing
+    guards from them), so ours is given the source of a global that nobody guards on.
+
+    Args:
+        graph: The graph.
+        name: Name of the input.
+        example: A fake tensor of its shape, type and device.
+        nested: Whether the graph is the body of a checkpoint, whose inputs have no source.
+    """
+    last = list(graph.find_nodes(op="placeholder"))
+    point = graph.inserting_after(last[-1]) if last else graph.inserting_before(_first(graph))
+    with point:
+        node = graph.placeholder(name)
+    if not nested:
+        node._dynamo_source = GlobalSource(name)
+    node.meta["example_value"] = example
+    return node
+
+
+def fake_like(graph: fx.Graph, tensor: Tensor) -> Tensor:
+    """``tensor`` as a fake tensor of the graph's own fake mode, or itself when there is none."""
+    for node in graph.find_nodes(op="placeholder"):
+        mode = getattr(node.meta.get("example_value"), "fake_mode", None)
+        if mode is not None:
+            fake: Tensor = mode.from_tensor(tensor)
+            return fake
+    return tensor
+
+
+def fake_mode_of(graph: fx.Graph) -> contextlib.AbstractContextManager[Any]:
+    """The fake mode in which the graph's example values can be combined."""
+    for node in graph.nodes:
+        mode = getattr(node.meta.get("example_value"), "fake_mode", None)
+        if mode is not None:
+            context: contextlib.AbstractContextManager[Any] = mode
+            return context
+    return contextlib.nullcontext()
+
+
+def execute_with(
+    executor: Executor,
+    graph_module: fx.GraphModule,
+    inputs: Sequence[Any],
+    partition_fn: Any = None,
+    lowering_rewrite: Callable[[fx.Graph], None] | None = None,
+) -> Callable[..., Any]:
+    """Turn a rewritten graph into something that runs.
+
+    Args:
+        executor: ``"eager"`` runs the graph op by op, ``"aot_eager"`` runs AOTAutograd's forward
+            and backward graphs op by op, ``"inductor"`` compiles them.
+        graph_module: The graph; owned by the callee from here on.
+        inputs: Example inputs in placeholder order.
+        partition_fn: Splits AOTAutograd's joint graph into forward and backward graph; torch's own
+            does if it is left out. Inductor takes a ``CustomPartitionerFn``.
+        lowering_rewrite: Rewrites the graphs that Inductor compiles; see ``inductor_options``.
+    """
+    if executor == "eager":
+        _restore_checkpointing(graph_module)
+        graph_module.recompile()
+        forward: Callable[..., Any] = graph_module.forward
+        return forward
+    drop_inference_mode(graph_module)
+    if executor == "aot_eager":
+        options = {} if partition_fn is None else {"partition_fn": partition_fn}
+        backend = aot_autograd(
+            fw_compiler=run_boxed, keep_inference_input_mutations=True, **options
+        )
+        # An error in the middle of it would leave gradients off.
+        with plain_kernels(), torch.set_grad_enabled(torch.is_grad_enabled()):
+            compiled: Callable[..., Any] = backend(graph_module, inputs)
+        return compiled
+    # Imported here: Inductor takes a second to load and most runs never need it.
+    from torch._inductor.compile_fx import compile_fx
+
+    patches = None if lowering_rewrite is None else inductor_options(lowering_rewrite)
+    with partitioned_by(partition_fn):
+        run = compile_fx(graph_module, list(inputs), config_patches=patches)
+        return cast(Callable[..., Any], run)
+
+
+def original_error(error: BaseException) -> BaseException:
+    """The error that a backend raised, without Dynamo's wrapping."""
+    inner = getattr(error, "inner_exception", None)
+    return inner if isinstance(inner, BaseException) else error
+
+
+def is_checkpoint(node: fx.Node) -> bool:
+    """Whether the node is a region of ``torch.utils.checkpoint``."""
+    return (
+        node.op == "call_function"
+        and node.target is torch.ops.higher_order.tag_activation_checkpoint
+    )
+
+
+def is_higher_order(node: fx.Node) -> bool:
+    """Whether the node is a control-flow operator or the like, which has graphs as arguments."""
+    return isinstance(node.target, torch._ops.HigherOrderOperator)
+
+
+def is_custom_operator(node: fx.Node) -> bool:
+    """Whether the node is an operator of a library other than torch's own."""
+    if not isinstance(node.target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        return False
+    return str(node.target).partition(".")[0] not in {"aten", "prims"}
+
+
+def _first(graph: fx.Graph) -> fx.Node:
+    return next(iter(graph.nodes))
+
+
+def _restore_checkpointing(graph_module: fx.GraphModule) -> None:
+    """Dynamo's checkpoint operator only tags nodes; run eagerly it would save everything."""
+    for node in graph_module.graph.nodes:
+        if is_checkpoint(node):
+            body = getattr(graph_module, str(node.args[0].target))
+            _restore_checkpointing(body)
+            body.recompile()
+            node.target = _checkpoint
+
+
+def _checkpoint(body: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+    kwargs.pop("use_reentrant", None)
+    return torch.utils.checkpoint.checkpoint(body.forward, *args, use_reentrant=False, **kwargs)
+
+
+def autocast_dtypes(graph: fx.Graph) -> dict[fx.Node, torch.dtype]:
+    """For each node that runs under autocast, the type that autocast casts to.
+
+    The surroundings of the graph count as well as the regions inside it.
+    """
+    states: dict[fx.Node, torch.dtype] = {}
+    entered: dict[fx.Node, tuple[str, torch.dtype, bool]] = {}
+    for node in graph.nodes:
+        if node.target is torch.amp.autocast_mode._enter_autocast:
+            device, dtype, enabled = (*node.args, None, None, True)[:3]
+            dtype = dtype or torch.get_autocast_dtype(str(device))
+            entered[node] = (str(device), dtype, bool(enabled))
+        elif node.target is torch.amp.autocast_mode._exit_autocast:
+            entered.pop(node.args[0], None)
+        else:
+            example = node.meta.get("example_value")
+            device_type = example.device.type if isinstance(example, Tensor) else "cpu"
+            inner = [state for state in entered.values() if state[0] == device_type]
+            if inner:
+                enabled, dtype = inner[-1][2], inner[-1][1]
+            else:
+                enabled = torch.is_autocast_enabled(device_type)
+                dtype = torch.get_autocast_dtype(device_type)
+            if enabled:
+                states[node] = dtype
+    return states

@@ -1,0 +1,383 @@
+"""Call an operation with the factors of its rule: every unit-scaled operation is such a call.
+
+Factors of gradients are placed where tensors enter, that of the output where it leaves. A loss has
+its factor on the gradient that enters it, before anything divides by the number of elements: in 16
+bits the plain gradient of a mean over many tokens would already be 0.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_unitscale.functional.rules import (
+    Factors,
+    ScaleRule,
+    apply_constraint,
+    rule_of_function,
+)
+from lightning_unitscale.functional.scale import Factor, scale, scale_bwd, scale_fwd
+
+ScalePower = tuple[float, float, float]
+DEFAULT_POWER: ScalePower = (0.5, 0.5, 0.5)
+_SIXTEEN_BITS = (torch.float16, torch.bfloat16)
+
+
+def scaled_call(
+    rule: ScaleRule,
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    constraint: str | None = "to_output_scale",
+    mult: float = 1.0,
+    scale_power: ScalePower = DEFAULT_POWER,
+) -> Any:
+    """Call ``function`` such that its output and the gradients of its arguments are at RMS 1.
+
+    Args:
+        rule: The rule of ``function``.
+        function: The plain operation.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        constraint: See :func:`~lightning_unitscale.functional.rules.apply_constraint`;
+            gradients of weights are never constrained.
+        mult: The first argument is multiplied by it.
+        scale_power: Powers of the number of terms in the sums that make the output, the gradients
+            of inputs, and the gradients of weights.
+
+    Returns:
+        What ``function`` returns, scaled; of several results only the first is scaled.
+
+    Raises:
+        TypeError: If the first tensor that gets a gradient is not a floating-point one.
+        ValueError: If ``constraint``, ``mult`` or ``scale_power`` is not usable.
+    """
+    mult = positive(f"{rule.name}: mult", mult)
+    _check_power(rule, scale_power)
+    kwargs = dict(kwargs or {})
+    arguments = rule.bind(tuple(args), kwargs)
+    factors = _factors(rule, function, arguments, mult, args, kwargs)
+    tensors = _differentiable(rule, arguments, factors)
+    output, gradients = _constrained(rule, factors, tensors, constraint, scale_power)
+    scaled = {name: _enter(tensors[name], gradients[name]) for name in tensors}
+    if mult != 1.0:
+        first = _first_input(rule, tensors)
+        scaled[first] = scale(tensors[first], mult, mult * gradients[first])
+    args, kwargs = _rebuilt(rule, args, kwargs, scaled)
+    result = function(*args, **kwargs)
+    if isinstance(result, tuple):
+        return (_leave(result[0], output), *result[1:])
+    return _leave(result, output)
+
+
+def scaled_loss(
+    rule: ScaleRule,
+    function: Callable[..., Tensor],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    mult: float = 1.0,
+    correction: Factor = 1.0,
+) -> Tensor:
+    """Call a loss: its value is the plain one, the gradients of its arguments are at RMS 1.
+
+    16-bit arguments are computed with in FP32, where the gradient has room on its way from the
+    scalar to the elements; the result has the type that the plain loss has.
+
+    Args:
+        rule: Of kind ``"loss"``.
+        function: The plain loss.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        mult: The first argument is multiplied by it.
+        correction: Further factor of all gradients, for what depends on values.
+
+    Returns:
+        The loss.
+
+    Raises:
+        TypeError: If the first argument is not a floating-point tensor.
+        ValueError: If ``mult`` is not a positive number.
+    """
+    mult = positive(f"{rule.name}: mult", mult)
+    kwargs = dict(kwargs or {})
+    arguments = rule.bind(tuple(args), kwargs)
+    factors = _factors(rule, function, arguments, mult, args, kwargs)
+    tensors = _differentiable(rule, arguments, factors)
+    first = _first_input(rule, tensors)
+    main = factors.gradients[first]
+    dtype = tensors[first].dtype
+    scaled = {}
+    for name, tensor in tensors.items():
+        wide = tensor.float() if tensor.dtype in _SIXTEEN_BITS else tensor
+        if name == first:
+            scaled[name] = wide * mult if mult != 1.0 else wide
+        else:
+            scaled[name] = _enter(wide, factors.gradients[name] / main)
+    for name, value in arguments.items():  # weights and targets of the same type
+        if name not in scaled and isinstance(value, Tensor) and value.dtype in _SIXTEEN_BITS:
+            scaled[name] = value.float()
+    args, kwargs = _rebuilt(rule, args, kwargs, scaled)
+    loss = scale_bwd(function(*args, **kwargs), main * correction)
+    if dtype in _SIXTEEN_BITS and not torch.is_autocast_enabled(tensors[first].device.type):
+        return loss.to(dtype)
+    return loss
+
+
+def rule_for(function: Callable[..., Any]) -> ScaleRule:
+    """The rule of a function.
+
+    Raises:
+        ValueError: If it has none.
+    """
+    rule = rule_of_function(function)
+    if rule is None:
+        raise ValueError(
+            f"function={function!r}: it has no rule; expected a function that register_rule knows. "
+            "For an elementwise one, elementwise_factors finds its factors."
+        )
+    return rule
+
+
+def _factors(
+    rule: ScaleRule,
+    function: Callable[..., Any],
+    arguments: Mapping[str, Any],
+    mult: float,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> Factors:
+    try:
+        return rule.factors({**arguments, "mult": mult})
+    except (IndexError, KeyError, TypeError, ValueError):
+        # Shapes that do not fit: torch says so in the words that its users know.
+        function(*args, **kwargs)
+        raise
+
+
+def _enter(tensor: Tensor, factor: float) -> Tensor:
+    return tensor if factor == 1.0 else scale_bwd(tensor, factor)
+
+
+def _leave(tensor: Tensor, factor: float) -> Tensor:
+    return tensor if factor == 1.0 else scale_fwd(tensor, factor)
+
+
+def _differentiable(
+    rule: ScaleRule, arguments: Mapping[str, Any], factors: Factors
+) -> dict[str, Tensor]:
+    """Floating-point tensors among the arguments that get a factor, by name (``operands.0``)."""
+    tensors: dict[str, Tensor] = {}
+    for name, value in arguments.items():
+        items = list(enumerate(value)) if isinstance(value, (list, tuple)) else [(None, value)]
+        for index, item in items:
+            factor = factors.gradient(name, index)
+            if factor is None or not isinstance(item, Tensor):
+                continue
+            if not item.is_floating_point():
+                if tensors or name in rule.weights:
+                    continue
+                raise TypeError(
+                    f"{rule.name}: {name} is a tensor of type {item.dtype}; expected a real "
+                    "floating-point one. Convert it first, or use the function of torch."
+                )
+            tensors[name if index is None else f"{name}.{index}"] = item
+    return tensors
+
+
+def _first_input(rule: ScaleRule, tensors: Mapping[str, Tensor]) -> str:
+    for name in tensors:
+        if name.partition(".")[0] not in rule.weights:
+            return name
+    raise TypeError(
+        f"{rule.name}: no floating-point tensor to multiply by mult is among its inputs."
+    )
+
+
+def _constrained(
+    rule: ScaleRule,
+    factors: Factors,
+    tensors: Mapping[str, Tensor],
+    constraint: str | None,
+    scale_power: ScalePower,
+) -> tuple[float, dict[str, float]]:
+    weights = [name for name in tensors if name.partition(".")[0] in rule.weights]
+    inputs = [name for name in tensors if name not in weights]
+    natural = {name: _gradient(factors, name) for name in tensors}
+    # A factor is the -1/2 power of a number of terms.
+    output = _power(factors.output, scale_power[0])
+    of_inputs = [_power(natural[name], scale_power[1]) for name in inputs]
+    output, *of_inputs = apply_constraint(constraint, output, *of_inputs)
+    gradients = dict(zip(inputs, of_inputs, strict=True))
+    for name in weights:
+        gradients[name] = _power(natural[name], scale_power[2])
+    return output, gradients
+
+
+def _gradient(factors: Factors, name: str) -> float:
+    exact = factors.gradients.get(name)
+    return factors.gradients[name.partition(".")[0]] if exact is None else exact
+
+
+def _power(factor: float, power: float) -> float:
+    result: float = factor if power == 0.5 else factor ** (2 * power)
+    return result
+
+
+def _rebuilt(
+    rule: ScaleRule, args: Sequence[Any], kwargs: Mapping[str, Any], scaled: Mapping[str, Tensor]
+) -> tuple[list[Any], dict[str, Any]]:
+    """The call with the scaled tensors in their places."""
+    new_args = []
+    last = len(rule.parameters) - 1
+    is_list = len(args) == last + 1 and isinstance(args[last], (list, tuple))
+    for position, value in enumerate(args):
+        name = rule.parameters[min(position, last)]
+        if rule.is_variadic and position >= last and not is_list:
+            new_args.append(scaled.get(f"{name}.{position - last}", value))
+        else:
+            new_args.append(_replaced(name, value, scaled))
+    return new_args, {name: _replaced(name, value, scaled) for name, value in kwargs.items()}
+
+
+def _replaced(name: str, value: Any, scaled: Mapping[str, Tensor]) -> Any:
+    if isinstance(value, (list, tuple)):
+        return type(value)([scaled.get(f"{name}.{i}", item) for i, item in enumerate(value)])
+    return scaled.get(name, value)
+
+
+def positive(name: str, factor: float) -> float:
+    """The factor, or an error that names it where it is no positive number."""
+    if factor == 1.0:
+        return 1.0  # a number, where a compiler has made a symbol of it
+    if not 0 < factor < math.inf:
+        raise ValueError(
+            f"{name}={factor}: what is multiplied by it has no unit scale; expected a positive "
+            "number."
+        )
+    return factor
+
+
+def _check_power(rule: ScaleRule, scale_power: ScalePower) -> None:
+    if len(scale_power) != 3 or not all([-math.inf < power < math.inf for power in scale_power]):
+        raise ValueError(
+            f"{rule.name}: scale_power={scale_power!r}: expected three numbers, the powers for the "
+            "output, the gradient of the input, and the gradients of weight and bias."
+        )
+
+
+_OPTIONS: dict[str, tuple[Any, str]] = {
+    "constraint": ("to_output_scale", "Between the factors of the output and of the gradients."),
+    "mult": (1.0, "The first argument is multiplied by it."),
+    "scale_power": (
+        DEFAULT_POWER,
+        "Powers of the number of terms in the sums that make the output, the gradient of the "
+        "input, and those of the weights.",
+    ),
+}
+
+
+def _options_of(rule: ScaleRule) -> tuple[str, ...]:
+    options = []
+    if rule.kind not in ("loss", "normalization"):
+        options.append("constraint")
+    if rule.kind in ("loss", "activation"):
+        options.append("mult")
+    if rule.kind == "linear" and {"weight", "bias"} <= set(rule.weights):
+        options.append("scale_power")
+    return tuple(options)
+
+
+def scaled_op(function: Callable[..., Any], parameters: str | None = None) -> Callable[..., Any]:
+    """Make the unit-scaled form of a function of torch that has a rule, from the rule alone.
+
+    It takes the arguments of torch's function, and by name ``constraint`` (but for norms and
+    losses), ``mult`` (activations and losses) and ``scale_power`` (layers with a weight).
+
+    Args:
+        function: The function.
+        parameters: Its parameters, such as ``"input, beta=1, threshold=20"``, where Python cannot
+            tell.
+
+    Returns:
+        A function of the same name and parameters with those of unit scaling after them.
+    """
+    rule = rule_for(function)
+    options = _options_of(rule)
+    signature = _signature(function, parameters, options)
+    required = tuple(
+        name
+        for name, parameter in signature.parameters.items()
+        if parameter.default is parameter.empty and parameter.kind is not parameter.VAR_POSITIONAL
+    )
+    # In place, the factor could not be told from the tensor that others see.
+    in_place = rule.parameters.index("inplace") if "inplace" in rule.parameters else None
+    call = scaled_loss if rule.kind == "loss" else scaled_call
+
+    def op(*args: Any, **kwargs: Any) -> Any:
+        own = {name: kwargs.pop(name) for name in options if name in kwargs}
+        kwargs.pop("inplace", None)
+        args = args[:in_place]
+        missing = [name for name in required[len(args) :] if name not in kwargs]
+        if missing:
+            raise TypeError(f"{rule.name}: {missing[0]!r} is missing; its arguments: {signature}.")
+        return call(rule, function, args, kwargs, **own)
+
+    op.__name__ = op.__qualname__ = rule.name
+    op.__doc__ = _docstring(rule, options, in_place is not None)
+    op.__signature__ = signature  # type: ignore[attr-defined]
+    return op
+
+
+def _signature(
+    function: Callable[..., Any], parameters: str | None, options: tuple[str, ...]
+) -> inspect.Signature:
+    if parameters is None:
+        of_torch = [
+            parameter.replace(annotation=parameter.empty)
+            for name, parameter in inspect.signature(function).parameters.items()
+            if name != "out"
+        ]
+    else:
+        of_torch = [_parameter(text.strip()) for text in parameters.split(",")]
+    named = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=_OPTIONS[name][0])
+        for name in options
+    ]
+    return inspect.Signature([*of_torch, *named])
+
+
+def _parameter(text: str) -> inspect.Parameter:
+    name, equals, default = text.partition("=")
+    if name.startswith("*"):
+        return inspect.Parameter(name[1:], inspect.Parameter.VAR_POSITIONAL)
+    value = ast.literal_eval(default) if equals else inspect.Parameter.empty
+    return inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=value)
+
+
+def _docstring(rule: ScaleRule, options: tuple[str, ...], is_in_place: bool) -> str:
+    if rule.kind == "loss":
+        what = "Its value is the plain loss; the gradients of its arguments are at RMS 1."
+    else:
+        what = "Its output and the gradients of its arguments are at RMS 1 for inputs at RMS 1."
+    lines = [f"Unit-scaled form of torch's ``{rule.name}``.", "", what]
+    if is_in_place:
+        lines.append("``inplace`` is accepted and has no effect: the result is a new tensor.")
+    if options:
+        lines += ["", "Args, besides those of torch:"]
+        lines += [f"    {name}: {_OPTIONS[name][1]}" for name in options]
+    lines += [
+        "",
+        "Raises:",
+        "    TypeError: If the first tensor is not a floating-point one.",
+    ]
+    if options:
+        lines.append(f"    ValueError: If one of {', '.join(options)} is not usable.")
+    return "\n".join([*lines, "", "References:", f"    {rule.reference}.", ""])

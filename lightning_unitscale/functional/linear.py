@@ -1,0 +1,246 @@
+"""Linear maps and embeddings: their scale rules and their unit-scaled forms.
+
+References:
+    Blake, Orr, Luschi, "Unit Scaling" (arXiv 2303.11257), table of scaling factors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_unitscale.functional.call import (
+    DEFAULT_POWER,
+    ScalePower,
+    scaled_call,
+    scaled_op,
+)
+from lightning_unitscale.functional.moments import largest_of_normals
+from lightning_unitscale.functional.rules import (
+    Factors,
+    numel_of,
+    shape_of,
+    torch_rule,
+    unit_factor,
+)
+
+__all__ = ["bilinear", "embedding", "embedding_bag", "linear", "linear_readout"]
+
+_REFERENCE = "Unit Scaling (arXiv 2303.11257), table of ops; u-muP (arXiv 2407.17465), table 2"
+
+
+def _linear(arguments: Mapping[str, Any]) -> Factors:
+    weight = shape_of(arguments["weight"])
+    fan_in, fan_out = weight[-1], weight[0] if len(weight) > 1 else 1
+    mult = arguments.get("mult", 1.0)
+    rows = numel_of(arguments["input"]) / max(fan_in, 1)
+    return Factors(
+        unit_factor(mult**2 * fan_in),
+        {
+            "input": unit_factor(mult**2 * fan_out),
+            "weight": unit_factor(mult**2 * rows),
+            "bias": unit_factor(rows),
+        },
+    )
+
+
+def _bilinear(arguments: Mapping[str, Any]) -> Factors:
+    fan_out, left, right = shape_of(arguments["weight"])
+    mult = arguments.get("mult", 1.0)
+    rows = numel_of(arguments["input1"]) / max(left, 1)
+    return Factors(
+        unit_factor(mult**2 * left * right),
+        {
+            "input1": unit_factor(mult**2 * fan_out * right),
+            "input2": unit_factor(mult**2 * fan_out * left),
+            "weight": unit_factor(mult**2 * rows),
+            "bias": unit_factor(rows),
+        },
+    )
+
+
+def _embedding(arguments: Mapping[str, Any]) -> Factors:
+    lookups = numel_of(arguments["input"])
+    num_embeddings = shape_of(arguments["weight"])[0]
+    return Factors(1.0, {"weight": unit_factor(lookups / num_embeddings)})
+
+
+def _embedding_bag(arguments: Mapping[str, Any]) -> Factors:
+    input = shape_of(arguments["input"])
+    num_embeddings, width = shape_of(arguments["weight"])
+    lookups = numel_of(arguments["input"])
+    if len(input) == 2:
+        bags = float(input[0])
+    else:
+        offsets = arguments.get("offsets")
+        bags = numel_of(offsets) - bool(arguments.get("include_last_offset"))
+    size = lookups / max(bags, 1)
+    mode = arguments.get("mode", "mean")
+    if mode == "max":
+        largest = largest_of_normals(max(round(size), 1))
+        return Factors(unit_factor(largest), {"weight": unit_factor(bags / num_embeddings)})
+    share = 1 / size if mode == "mean" and size else 1.0
+    return Factors(
+        unit_factor(size * share**2),
+        {
+            "weight": unit_factor(share**2 * lookups / num_embeddings),
+            "per_sample_weights": unit_factor(width),
+        },
+    )
+
+
+_LINEAR = torch_rule(
+    "linear", "input weight bias", _linear, "linear", _REFERENCE, weights="weight bias"
+)
+torch_rule(
+    "bilinear",
+    "input1 input2 weight bias",
+    _bilinear,
+    "linear",
+    "a sum of in1 * in2 independent products of unit variance, and so for its gradients",
+    weights="weight bias",
+)
+# torch.embedding has the two tensors the other way round, but F.embedding is what a graph holds.
+_EMBEDDING = torch_rule(
+    "embedding",
+    "input weight padding_idx max_norm norm_type scale_grad_by_freq sparse",
+    _embedding,
+    "linear",
+    _REFERENCE + "; a row of the weight is looked up lookups / num_embeddings times",
+    F.embedding,
+    weights="weight",
+)
+torch_rule(
+    "embedding_bag",
+    "input weight offsets max_norm norm_type scale_grad_by_freq mode sparse per_sample_weights "
+    "include_last_offset padding_idx",
+    _embedding_bag,
+    "linear",
+    "an embedding, and a sum, mean or maximum over bags of equal size",
+    F.embedding_bag,
+    weights="weight",
+)
+
+bilinear = scaled_op(F.bilinear, "input1, input2, weight, bias=None")
+embedding_bag = scaled_op(F.embedding_bag)
+
+
+def linear(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    constraint: str | None = "to_output_scale",
+    scale_power: ScalePower = DEFAULT_POWER,
+) -> Tensor:
+    """Unit-scaled linear map, ``fan_in**-0.5 * (input @ weight.T + bias)``.
+
+    Args:
+        input: ``(*, in_features)``.
+        weight: ``(out_features, in_features)``, at unit standard deviation.
+        bias: ``(out_features,)``, zero at the start.
+        constraint: Between the factor of the output, ``in_features**-0.5``, and of the gradient of
+            the input, ``out_features**-0.5``.
+        scale_power: Powers of the number of terms in the sums that make the output, the gradient of
+            the input, and the gradients of weight and bias.
+
+    Returns:
+        ``(*, out_features)``.
+
+    Raises:
+        TypeError: If ``input`` is not a floating-point tensor.
+        ValueError: If ``constraint`` or ``scale_power`` is not usable.
+
+    References:
+        Blake, Orr, Luschi, "Unit Scaling" (arXiv 2303.11257), table of ops. The gradients of weight
+        and bias get ``rows**-0.5``, rows being those of this call: with averaged gradients of
+        several devices, or accumulated ones, the caller corrects them.
+    """
+    result: Tensor = scaled_call(
+        _LINEAR,
+        F.linear,
+        (input, weight, bias),
+        constraint=constraint,
+        scale_power=scale_power,
+    )
+    return result
+
+
+def linear_readout(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    constraint: str | None = None,
+) -> Tensor:
+    """Unit-scaled linear map for a network's final output: its factor is ``1 / in_features``.
+
+    Args:
+        input: ``(*, in_features)``.
+        weight: ``(out_features, in_features)``, at unit standard deviation.
+        bias: ``(out_features,)``.
+        constraint: As in :func:`linear`. None by default: what follows is a loss, so the gradient
+            need not be the derivative of the output.
+
+    Returns:
+        ``(*, out_features)``, smaller than RMS 1 at the start.
+
+    Raises:
+        TypeError: If ``input`` is not a floating-point tensor.
+        ValueError: If ``constraint`` is not usable.
+
+    References:
+        Blake et al., "u-muP" (arXiv 2407.17465), table 2, output weights.
+    """
+    return linear(input, weight, bias, constraint=constraint, scale_power=(1.0, 0.5, 0.5))
+
+
+def embedding(
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Tensor:
+    """Unit-scaled lookup in a table.
+
+    Args:
+        input: Integers of any shape ``(*)``, in ``[0, num_embeddings)``.
+        weight: ``(num_embeddings, width)``, at unit standard deviation.
+        padding_idx: As in torch.
+        max_norm: Must be None: a row cut to a norm is not at RMS 1.
+        norm_type: As in torch.
+        scale_grad_by_freq: Must be False: a row's gradient would be a mean, at a scale of its own.
+        sparse: Must be False: a factor of a gradient needs a dense one.
+
+    Returns:
+        ``(*, width)``.
+
+    Raises:
+        ValueError: If ``max_norm``, ``scale_grad_by_freq`` or ``sparse`` is given.
+
+    References:
+        Blake, Orr, Luschi, "Unit Scaling" (arXiv 2303.11257), table of ops: the gradient of the
+        weight gets ``(num_embeddings / number of lookups)**0.5``.
+    """
+    for name, value, default in (
+        ("max_norm", max_norm, None),
+        ("scale_grad_by_freq", scale_grad_by_freq, False),
+        ("sparse", sparse, False),
+    ):
+        if value is not default:
+            raise ValueError(
+                f"embedding: {name}={value}: it has no unit-scaled form; expected {default}. Use "
+                "torch.nn.functional.embedding for this table."
+            )
+    result: Tensor = scaled_call(
+        _EMBEDDING,
+        F.embedding,
+        (input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse),
+    )
+    return result

@@ -1,0 +1,355 @@
+"""Losses: their scale rules and their unit-scaled forms.
+
+A loss keeps its plain value, so that it compares with an unscaled run; its gradient is at RMS 1 for
+every element that takes part. So a rule's ``output`` is 1, and a gradient's factor is for a
+gradient of 1 at the loss; all gradients are linear in that one, so the factor may be applied there.
+
+Targets are taken as independent of the predictions: at the start of training they are.
+
+References:
+    Blake, Orr, Luschi, "Unit Scaling" (arXiv 2303.11257), table of ops, cross_entropy, mse_loss.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_unitscale.functional.call import scaled_loss, scaled_op
+from lightning_unitscale.functional.moments import elementwise_moments, softmax_moments
+from lightning_unitscale.functional.rules import (
+    Factors,
+    ScaleRule,
+    numel_of,
+    shape_of,
+    specialized,
+    torch_rule,
+    unit_factor,
+)
+
+__all__ = [
+    "binary_cross_entropy", "binary_cross_entropy_with_logits", "cross_entropy",
+    "gaussian_nll_loss", "huber_loss", "kl_div", "l1_loss", "mse_loss", "nll_loss",
+    "smooth_l1_loss",
+]  # fmt: skip
+
+
+def reduction_of(arguments: Mapping[str, Any]) -> str:
+    """The ``reduction`` of a loss, from it or from the older ``size_average`` and ``reduce``."""
+    size_average, reduce = arguments.get("size_average"), arguments.get("reduce")
+    if size_average is None and reduce is None:
+        return str(arguments.get("reduction", "mean"))
+    if reduce is False:
+        return "none"
+    return "sum" if size_average is False else "mean"
+
+
+def _count(arguments: Mapping[str, Any], rows: float | None = None) -> float:
+    """The number that the gradient of each element was divided by.
+
+    Args:
+        arguments: Of the call.
+        rows: The number that a mean divides by; that of the elements by default.
+    """
+    reduction = reduction_of(arguments)
+    if reduction == "batchmean":
+        return shape_of(arguments["input"])[0]
+    if reduction == "mean":
+        return numel_of(arguments["input"]) if rows is None else rows
+    return 1.0
+
+
+def _per_element(mean_square: float, count: float, mult: float = 1.0) -> float:
+    return max(count, 1) * unit_factor(mult**2 * mean_square)
+
+
+def _num_classes(arguments: Mapping[str, Any]) -> int:
+    """Size of the dimension of ``input`` that holds the classes."""
+    shape = shape_of(arguments["input"])
+    return shape[1] if len(shape) > 1 else shape[0]
+
+
+def _cross_entropy(arguments: Mapping[str, Any]) -> Factors:
+    classes = _num_classes(arguments)
+    rows = numel_of(arguments["input"]) / max(classes, 1)
+    # Uniform probabilities 1/V against one target: (V - 1)/V^2 per logit. Smoothing moves the
+    # target towards the uniform one.
+    sharpness = 1 - arguments.get("label_smoothing", 0.0)
+    square = sharpness**2 * (classes - 1) / max(classes, 1) ** 2
+    factor = _per_element(square, _count(arguments, rows), arguments.get("mult", 1.0))
+    return Factors(1.0, {"input": factor})
+
+
+def _nll(arguments: Mapping[str, Any]) -> Factors:
+    classes = _num_classes(arguments)
+    rows = numel_of(arguments["input"]) / max(classes, 1)
+    count = _count(arguments, rows)
+    return Factors(1.0, {"input": _per_element(1 / classes, count, arguments.get("mult", 1.0))})
+
+
+def _bce_with_logits(arguments: Mapping[str, Any]) -> Factors:
+    mult = arguments.get("mult", 1.0)
+    # E (sigmoid(x) - y)^2 for a fair target: E sigmoid(x)^2.
+    square, _ = elementwise_moments(torch.sigmoid, mult)
+    return Factors(1.0, {"input": _per_element(square, _count(arguments), mult)})
+
+
+def _bce(arguments: Mapping[str, Any]) -> Factors:
+    # (p - y) / (p (1 - p)) at p = 1/2, where an untrained classifier is.
+    return Factors(1.0, {"input": _per_element(4.0, _count(arguments), arguments.get("mult", 1.0))})
+
+
+def _kl_div(arguments: Mapping[str, Any]) -> Factors:
+    shape = shape_of(arguments["input"])
+    classes = specialized(shape[-1]) if shape else 1
+    # The gradient is minus the target, taken as a softmax of unit logits.
+    square = softmax_moments(classes, 1.0).output / max(classes, 1)
+    count = _count(arguments)
+    return Factors(1.0, {"input": _per_element(square, count, arguments.get("mult", 1.0))})
+
+
+def _of_difference(
+    mean_square: Callable[[float, Mapping[str, Any]], float],
+) -> Callable[[Mapping[str, Any]], Factors]:
+    """Factors of a loss that is a function of ``input - target``.
+
+    Args:
+        mean_square: Mean square of its derivative, from the RMS of the difference.
+    """
+
+    def factors(arguments: Mapping[str, Any]) -> Factors:
+        mult = arguments.get("mult", 1.0)
+        square = mean_square(math.sqrt(mult**2 + 1), arguments)
+        count = _count(arguments)
+        return Factors(
+            1.0, {"input": _per_element(square, count, mult), "target": _per_element(square, count)}
+        )
+
+    return factors
+
+
+def _mse(rms: float, arguments: Mapping[str, Any]) -> float:
+    return 4 * rms**2
+
+
+def _l1(rms: float, arguments: Mapping[str, Any]) -> float:
+    return 1.0
+
+
+def _huber(rms: float, arguments: Mapping[str, Any]) -> float:
+    return _clipped(rms, float(arguments.get("delta", 1.0)))
+
+
+def _smooth_l1(rms: float, arguments: Mapping[str, Any]) -> float:
+    beta = float(arguments.get("beta", 1.0))
+    return _clipped(rms, beta) / beta**2 if beta else 1.0
+
+
+def _clipped(rms: float, limit: float) -> float:
+    """Mean square of a difference that is clipped at a limit."""
+    square, _ = elementwise_moments(F.hardtanh, rms, (("min_val", -limit), ("max_val", limit)))
+    return square
+
+
+def _gaussian_nll(arguments: Mapping[str, Any]) -> Factors:
+    mult = arguments.get("mult", 1.0)
+    count = _count(arguments)
+    # The difference d is normal with variance q, and the variance given is 1: the derivatives are
+    # d, of mean square q, and (1 - d^2)/2, of mean square (1 - 2q + 3q^2)/4.
+    q = mult**2 + 1
+    return Factors(
+        1.0,
+        {
+            "input": _per_element(q, count, mult),
+            "target": _per_element(q, count),
+            "var": _per_element((1 - 2 * q + 3 * q**2) / 4, count),
+        },
+    )
+
+
+def _loss(
+    name: str,
+    parameters: str,
+    factors: Callable[[Mapping[str, Any]], Factors],
+    reference: str,
+) -> ScaleRule:
+    return torch_rule(name, parameters, factors, "loss", reference, getattr(F, name))
+
+
+_OLD = "size_average reduce reduction"
+_CROSS_ENTROPY = _loss(
+    "cross_entropy",
+    "input target weight size_average ignore_index reduce reduction label_smoothing",
+    _cross_entropy,
+    "Unit Scaling (arXiv 2303.11257), table of ops; targets that are probabilities count as "
+    "sharp, weights and ignored tokens as ordinary ones, since a rule sees no values",
+)
+_loss(
+    "nll_loss",
+    "input target weight size_average ignore_index reduce reduction",
+    _nll,
+    "one element in num_classes has a gradient",
+)
+_loss(
+    "binary_cross_entropy",
+    f"input target weight {_OLD}",
+    _bce,
+    "the derivative 2 at a probability of 1/2",
+)
+_loss(
+    "binary_cross_entropy_with_logits",
+    f"input target weight {_OLD} pos_weight",
+    _bce_with_logits,
+    "E (sigmoid(x) - y)^2 for normal logits and fair targets, by quadrature",
+)
+_loss(
+    "kl_div",
+    f"input target {_OLD} log_target",
+    _kl_div,
+    "E target^2 for a target that is a softmax of unit logits",
+)
+_loss("l1_loss", f"input target {_OLD} weight", _of_difference(_l1), "its derivative is a sign")
+_loss(
+    "smooth_l1_loss",
+    f"input target {_OLD} beta",
+    _of_difference(_smooth_l1),
+    "E of a normal difference, clipped at beta, over beta, squared, by quadrature",
+)
+_loss(
+    "huber_loss",
+    "input target reduction delta weight",
+    _of_difference(_huber),
+    "E of a normal difference, clipped at delta, squared, by quadrature",
+)
+_MSE_LOSS = _loss(
+    "mse_loss",
+    f"input target {_OLD} weight",
+    _of_difference(_mse),
+    "Unit Scaling (arXiv 2303.11257), table of ops, mse_loss: 8^-1/2 per element",
+)
+_loss(
+    "gaussian_nll_loss",
+    "input target var full eps reduction",
+    _gaussian_nll,
+    "moments of (input - target) and of (1 - (input - target)^2)/2 at a variance of 1",
+)
+
+
+nll_loss = scaled_op(F.nll_loss)
+binary_cross_entropy = scaled_op(F.binary_cross_entropy)
+binary_cross_entropy_with_logits = scaled_op(F.binary_cross_entropy_with_logits)
+kl_div = scaled_op(F.kl_div)
+l1_loss = scaled_op(F.l1_loss)
+smooth_l1_loss = scaled_op(F.smooth_l1_loss)
+huber_loss = scaled_op(F.huber_loss)
+gaussian_nll_loss = scaled_op(F.gaussian_nll_loss)
+
+
+def cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    *,
+    mult: float = 1.0,
+) -> Tensor:
+    """Cross-entropy of ``mult * input`` whose gradient is unit-scaled.
+
+    The gradient of each token that is not ignored has RMS 1 over the V classes, for logits near 0,
+    whatever the reduction, the weights of the classes and the number of ignored tokens.
+
+    Args:
+        input: Logits, ``(V,)``, ``(batch, V)`` or ``(batch, V, *)``.
+        target: Classes, ``()``, ``(batch,)`` or ``(batch, *)``; or probabilities of the shape of
+            ``input``, taken as sharp.
+        weight: ``(V,)``, of the classes.
+        size_average: Deprecated in torch.
+        ignore_index: Class of targets that do not count.
+        reduce: Deprecated in torch.
+        reduction: ``"mean"``, ``"sum"`` or ``"none"``.
+        label_smoothing: In [0, 1).
+        mult: Multiplier of the logits.
+
+    Returns:
+        The plain loss.
+
+    Raises:
+        TypeError: If ``input`` is not a floating-point tensor.
+        ValueError: If ``mult`` is not a positive number.
+
+    References:
+        Blake, Orr, Luschi, "Unit Scaling" (arXiv 2303.11257), table of ops: V / (V - 1)**0.5 per
+        token. Unlike there a mean divides by the tokens that count, as in torch.
+    """
+    kwargs = {
+        "weight": weight,
+        "size_average": size_average,
+        "ignore_index": ignore_index,
+        "reduce": reduce,
+        "reduction": reduction,
+        "label_smoothing": label_smoothing,
+    }
+    correction: float | Tensor = 1.0
+    if not target.is_floating_point():
+        is_mean = reduction_of(kwargs) == "mean"
+        correction = _correction(target, weight, ignore_index, is_mean)
+    return scaled_loss(
+        _CROSS_ENTROPY, F.cross_entropy, (input, target), kwargs, mult=mult, correction=correction
+    )
+
+
+def _correction(
+    target: Tensor, weight: Tensor | None, ignore_index: int, is_mean: bool
+) -> float | Tensor:
+    """Correction of the factor by the targets' values: the rule knows shapes only."""
+    counts = target != ignore_index
+    if weight is None:
+        return counts.float().mean() if is_mean else 1.0
+    weights = weight.float()[target.clamp(0, weight.numel() - 1)] * counts
+    rms = (weights.square().sum() / counts.sum().clamp(min=1)).sqrt()
+    return weights.mean() / rms if is_mean else 1 / rms
+
+
+def mse_loss(
+    input: Tensor,
+    target: Tensor,
+    size_average: bool | None = None,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+) -> Tensor:
+    """Mean squared error whose gradients are unit-scaled.
+
+    Args:
+        input: Any shape, at RMS 1.
+        target: The same shape, at RMS 1.
+        size_average: Deprecated in torch.
+        reduce: Deprecated in torch.
+        reduction: ``"mean"``, ``"sum"`` or ``"none"``.
+
+    Returns:
+        The plain loss.
+
+    Raises:
+        TypeError: If ``input`` is not a floating-point tensor.
+        ValueError: If the shapes differ: the sums that broadcasting adds to the gradient are seldom
+            meant.
+
+    References:
+        Blake, Orr, Luschi, "Unit Scaling" (arXiv 2303.11257), table of ops: 8^-1/2 per element.
+    """
+    if input.shape != target.shape:
+        raise ValueError(
+            f"target={tuple(target.shape)}: the shape of input is {tuple(input.shape)}; expected "
+            "the same one. Reshape or expand the target."
+        )
+    kwargs = {"size_average": size_average, "reduce": reduce, "reduction": reduction}
+    return scaled_loss(_MSE_LOSS, F.mse_loss, (input, target), kwargs)

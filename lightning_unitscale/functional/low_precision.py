@@ -1,0 +1,338 @@
+"""Products in FP8, real and simulated: casts, the scaled product, and a linear layer.
+
+With ``x8 = e4m3(x f_x)``, ``w8 = e4m3(w f_w)`` and ``g8 = e4m3(g f_g)`` or ``e5m2(g f_g)``:
+
+- ``y = f_y x8 w8^T + b``
+- ``dx = f_dx g8 w8``, ``dw = f_dw g8^T x8``, ``db`` the sum of ``g``
+
+Constant scales give all six factors: no maximum is computed, nothing is kept from step to step.
+With a grid that moves, each of the three casts has one factor more, which the products divide out.
+With dynamic scales the first three bring the largest element of each tensor to the end of its
+format, and the others undo that.
+
+References:
+    Micikevicius et al., "FP8 Formats for Deep Learning" (arXiv 2209.05433), section 3; Blake, Orr,
+    Luschi, "Unit Scaling" (arXiv 2303.11257), appendix C.
+
+``torch._scaled_mm`` (checked on torch 2.13 on a CPU, written to what 2.11 takes) wants the first
+matrix in rows and the second in columns, FP32 scales, an inner and an outer dimension that are
+multiples of 16, and never E5M2 for both. CPUs take more than that; what is asked of a GPU is asked
+of every device here, so that one model is treated alike on all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from lightning_unitscale.formats import NumberFormat
+from lightning_unitscale.functional.scale import Factor, whole_view
+from lightning_unitscale.quantize import rounded
+
+# Dimensions of the operands must be multiples of this, except the number of rows of the first.
+MULTIPLE = 16
+
+_FIRST_CAPABILITY = (8, 9)
+
+
+def why_no_fp8(device: torch.device) -> str | None:
+    """Why a device cannot multiply FP8 matrices, or ``None`` if it can.
+
+    Args:
+        device: Where the matrices are.
+    """
+    if device.type == "cpu":
+        return None
+    if device.type != "cuda":
+        return f"no FP8 product is known for devices of type {device.type!r}"
+    if torch.version.hip is not None:
+        return "AMD's GPUs are not tested, and some of them have FP8 formats of their own"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < _FIRST_CAPABILITY:
+        name = torch.cuda.get_device_name(device)
+        return f"{name} has compute capability {capability[0]}.{capability[1]}, FP8 needs 8.9"
+    return None
+
+
+def scaled_product(
+    rows: Tensor, columns: Tensor, scale: Tensor, dtype: torch.dtype, *, fast: bool = False
+) -> Tensor:
+    """``scale * rows @ columns.T``, summed in FP32 and rounded once.
+
+    Args:
+        rows: FP8 of shape ``(m, k)``, in any layout.
+        columns: FP8 of shape ``(n, k)``, in any layout; ``n`` is a multiple of 16. At most one of
+            the two is E5M2.
+        scale: FP32, 0-d.
+        dtype: Type of the result: FP32, BF16 or FP16.
+        fast: Whether Hopper may keep fewer bits of intermediate sums, as is usual forward and not
+            for gradients.
+
+    Returns:
+        Shape ``(m, n)``. An inner dimension that is no multiple of 16 is filled up with zeros.
+    """
+    if rows.shape[0] == 0 or rows.shape[1] == 0:
+        return rows.new_zeros((rows.shape[0], columns.shape[0]), dtype=dtype)
+    return torch._scaled_mm(
+        _filled_rows(rows),
+        _filled_rows(columns).t(),
+        scale_a=scale,
+        scale_b=torch.ones((), dtype=torch.float32, device=rows.device),
+        out_dtype=dtype,
+        use_fast_accum=fast,
+    )
+
+
+def _filled_rows(matrix: Tensor) -> Tensor:
+    """The matrix in contiguous rows, each with zeros up to a multiple of 16."""
+    matrix = matrix.contiguous()
+    missing = -matrix.shape[1] % MULTIPLE
+    if missing == 0:
+        return matrix
+    # Padding is not there for FP8; the byte 0 is the number 0 in both formats.
+    filled = torch.nn.functional.pad(matrix.view(torch.uint8), (0, missing))
+    return filled.view(matrix.dtype)
+
+
+Scaling = Literal["constant", "dynamic"]
+GradientFormat = Literal["E4M3FN", "E5M2"]
+
+# Of the input, the weight and the gradient.
+NUM_CASTS = 3
+
+OPERAND = torch.float8_e4m3fn
+# Gradients in units of their own need little range, and E4M3 has half the rounding error.
+DEFAULT_GRADIENT: GradientFormat = "E4M3FN"
+GRADIENTS = {"E4M3FN": torch.float8_e4m3fn, "E5M2": torch.float8_e5m2}
+
+
+# One node to Dynamo, as every function with a gradient of its own here.
+@torch.compiler.allow_in_graph
+def fp8_linear(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    scaling: Scaling,
+    dtype: torch.dtype,
+    *factors: Factor,
+    gradient_format: GradientFormat = DEFAULT_GRADIENT,
+    grid: Tensor | None = None,
+    index: int = 0,
+) -> Tensor:
+    """``input @ weight.T + bias`` through FP8; only FP8 is kept for the backward pass.
+
+    Args:
+        input: FP32, BF16 or FP16 of shape ``(..., k)``, with ``k`` a multiple of 16.
+        weight: Of shape ``(n, k)``, with ``n`` a multiple of 16.
+        bias: Added in ``dtype``, after the product; its gradient is not rounded.
+        scaling: ``"constant"`` takes ``factors``, ``"dynamic"`` finds them in every call.
+        dtype: Type of the result.
+        *factors: ``f_x, f_w, f_y, f_g, f_dx, f_dw`` as numbers or 0-d FP32 tensors; all of them
+            if the scales are constant.
+        gradient_format: Format of the arriving gradient.
+        grid: Factors in (1/2, 1] of the casts of a step, FP32 of shape ``(casts,)``; for constant
+            scales.
+        index: Where in ``grid`` those of this layer's input, weight and gradient begin.
+
+    Returns:
+        Shape ``(..., n)``. Gradients have the types of ``input`` and ``weight``.
+    """
+    # Outside of the autograd function, whose result must be no view where it is written into.
+    rows = input.reshape(-1, input.shape[-1])
+    result: Tensor = _FP8Linear.apply(
+        rows, weight, scaling, dtype, gradient_format, index, grid, *factors
+    )
+    output = result.reshape(*input.shape[:-1], weight.shape[0])
+    return output if bias is None else output + bias.to(dtype)
+
+
+def to_fp8(tensor: Tensor, factor: Factor, dtype: torch.dtype) -> Tensor:
+    """``tensor * factor`` in FP8, rounded to nearest.
+
+    What is beyond the range becomes the largest number; infinities and NaN become NaN, so that
+    nothing that has gone wrong before looks well afterwards.
+
+    Args:
+        tensor: Floating point, of any shape.
+        factor: A number, or FP32 of shape ``()``.
+        dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
+    """
+    wide = tensor.float() * factor
+    largest = torch.finfo(dtype).max
+    clipped = wide.clamp(-largest, largest)
+    return torch.where(wide.isfinite(), clipped, math.nan).to(dtype)
+
+
+class _FP8Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        weight: Tensor,
+        scaling: Scaling,
+        dtype: torch.dtype,
+        gradient: GradientFormat,
+        index: int,
+        grid: Tensor | None,
+        *factors: Factor,
+    ) -> Tensor:
+        kept: tuple[Tensor, ...]
+        if scaling == "dynamic":
+            of_input, of_weight = _to_largest(rows, OPERAND), _to_largest(weight, OPERAND)
+            of_result = (of_input * of_weight).reciprocal()
+            kept = (of_input, of_weight)
+        else:
+            tensors = [_as_tensor(factor, rows.device) for factor in factors]
+            if grid is not None:
+                tensors = _moved(tensors, grid[index : index + NUM_CASTS])
+            of_input, of_weight, of_result, *others = tensors
+            kept = tuple(others)
+        rows8 = to_fp8(rows, of_input, OPERAND)
+        weight8 = to_fp8(weight, of_weight, OPERAND)
+        needs_input, needs_weight = ctx.needs_input_grad[:2]
+        # What a gradient that nobody asks for would read is not kept.
+        ctx.save_for_backward(
+            rows8 if needs_weight else None, weight8 if needs_input else None, *kept
+        )
+        ctx.set_materialize_grads(False)
+        ctx.scaling, ctx.dtypes = scaling, (rows.dtype, weight.dtype)
+        ctx.gradient = GRADIENTS[gradient]
+        return scaled_product(rows8, weight8, of_result, dtype, fast=True)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
+        if gradient is None:
+            return (None,) * len(ctx.needs_input_grad)
+        rows8, weight8, *kept = ctx.saved_tensors
+        if ctx.scaling == "dynamic":
+            of_input, of_weight = kept
+            of_gradient = _to_largest(gradient, ctx.gradient)
+            of_grad_rows = (of_gradient * of_weight).reciprocal()
+            of_grad_weight = (of_gradient * of_input).reciprocal()
+        else:
+            of_gradient, of_grad_rows, of_grad_weight = kept
+        gradient8 = to_fp8(gradient, of_gradient, ctx.gradient)
+        grad_rows = grad_weight = None
+        # Hopper multiplies rows by columns only, so the operands are turned here.
+        if weight8 is not None:
+            grad_rows = scaled_product(gradient8, weight8.t(), of_grad_rows, ctx.dtypes[0])
+        if rows8 is not None:
+            grad_weight = scaled_product(gradient8.t(), rows8.t(), of_grad_weight, ctx.dtypes[1])
+        return grad_rows, grad_weight, *(None,) * (len(ctx.needs_input_grad) - 2)
+
+
+def _to_largest(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The factor that brings the largest magnitude to the format's; 1 where there is none."""
+    if tensor.numel() == 0:
+        return torch.ones((), dtype=torch.float32, device=tensor.device)
+    largest = tensor.detach().abs().amax().float()
+    # Below this the product of two factors could leave FP32.
+    usable = (largest > 2.0**-50) & largest.isfinite()
+    return torch.where(usable, torch.finfo(dtype).max / largest, 1.0)
+
+
+def _moved(factors: Sequence[Tensor], grid: Tensor) -> list[Tensor]:
+    """``f_x, f_w, f_y, f_g, f_dx, f_dw`` with more in the casts, and less in what they make."""
+    of_input, of_weight, of_result, of_gradient, of_grad_input, of_grad_weight = factors
+    input, weight, gradient = grid.unbind()
+    return [
+        of_input * input,
+        of_weight * weight,
+        of_result / (input * weight),
+        of_gradient * gradient,
+        of_grad_input / (gradient * weight),
+        of_grad_weight / (gradient * input),
+    ]
+
+
+def _as_tensor(factor: Factor, device: torch.device) -> Tensor:
+    if isinstance(factor, Tensor):
+        return factor
+    return torch.full((), factor, dtype=torch.float32, device=device)
+
+
+# Exponent bits, mantissa bits, finite only: a format as an argument that a graph can hold.
+Bits = tuple[int, int, bool]
+# Of a rounding: bits, saturate, index, keys, grid.
+Settings = tuple[Bits, bool | None, int, Tensor | None, Tensor | None]
+_NO_GRADIENTS = (None,) * 5
+
+
+def bits_of(format: NumberFormat) -> Bits:
+    """A format as an argument that a graph can hold."""
+    return format.exponent_bits, format.mantissa_bits, format.finite_only
+
+
+def round_operand(input: Tensor, *settings: *Settings) -> Tensor:
+    """``input`` rounded to a format, as :func:`_rounded` says; its gradient passes as it is."""
+    result: Tensor = _RoundOperand.apply(input, *settings)
+    return result
+
+
+def round_gradient(input: Tensor, *settings: *Settings) -> Tensor:
+    """``input`` itself, whose gradient is rounded to a format, as :func:`_rounded` says."""
+    result: Tensor = _RoundGradient.apply(input, *settings)
+    return result
+
+
+class _RoundOperand(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, *settings: *Settings) -> Tensor:
+        ctx.set_materialize_grads(False)
+        return _rounded(input, *settings)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor | None) -> tuple[Tensor | None, ...]:
+        return grad_output, *_NO_GRADIENTS
+
+
+class _RoundGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, *settings: *Settings) -> Tensor:
+        ctx.set_materialize_grads(False)
+        *ctx.settings, keys, grid = settings
+        ctx.save_for_backward(keys, grid)
+        return whole_view(input)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor | None) -> tuple[Tensor | None, ...]:
+        if grad_output is None:
+            return None, *_NO_GRADIENTS
+        return _rounded(grad_output, *ctx.settings, *ctx.saved_tensors), *_NO_GRADIENTS
+
+
+def _rounded(
+    tensor: Tensor,
+    bits: Bits,
+    saturate: bool | None,
+    index: int,
+    keys: Tensor | None,
+    grid: Tensor | None,
+) -> Tensor:
+    """A tensor rounded to a format.
+
+    Args:
+        tensor: Floating point, of any shape.
+        bits: The format.
+        saturate: As in :func:`lightning_unitscale.quantize.quantize`.
+        index: Which of the roundings of the step this is.
+        keys: Their keys, shape ``(roundings, 2)``; nearest without them.
+        grid: Factors of what is rounded, shape ``(roundings,)``; 1 without them.
+    """
+    key = None if keys is None else keys[index]
+    if grid is None:
+        return rounded(tensor, _format(bits), saturate, key)
+    # In FP32, where a number of FP8 and its product with the factor differ by one rounding at most.
+    factor = grid[index]
+    wide = rounded(tensor.detach().float() * factor, _format(bits), saturate, key)
+    return (wide / factor).to(tensor.dtype)
+
+
+@cache
+def _format(bits: Bits) -> NumberFormat:
+    return NumberFormat("format", *bits)

@@ -1,0 +1,250 @@
+"""Scale rules of matrix products in every form: matmul, addmm, einsum, tensordot, chains.
+
+All are sums over an index space: the output sums over the indices that it does not have, and the
+gradient of each operand over the indices that the operand does not have. Sums of N independent
+products of unit variance have variance N.
+
+References:
+    Blake, Orr, Luschi, "Unit Scaling" (arXiv 2303.11257), table of scaling factors, matmul.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from lightning_unitscale.functional.call import scaled_op
+from lightning_unitscale.functional.rules import (
+    Factors,
+    broadcast,
+    numel_of,
+    product,
+    shape_of,
+    torch_rule,
+    unit_factor,
+)
+
+__all__ = [
+    "addbmm", "addmm", "addmv", "baddbmm", "bmm", "dot", "einsum", "inner", "matmul", "mm",
+    "multi_dot", "mv", "outer", "tensordot",
+]  # fmt: skip
+
+_REFERENCE = "Unit Scaling (arXiv 2303.11257), table of ops, matmul; any index space alike"
+
+
+def _contraction(
+    terms: float, index_space: float, operands: Mapping[str, Any], mult: float = 1.0
+) -> Factors:
+    """Factors of a product.
+
+    Args:
+        terms: Number of products in the sum that makes one element of the output.
+        index_space: Product of the sizes of all indices.
+        operands: The tensors by name.
+        mult: As in every rule. Every gradient holds it once: the others have it as a factor, and
+            the first operand's is that of the operand divided by it.
+    """
+    gradients = {
+        name: unit_factor(mult**2 * index_space / max(numel_of(operand), 1))
+        for name, operand in operands.items()
+    }
+    return Factors(unit_factor(mult**2 * terms), gradients)
+
+
+def _matmul_of(left: str, right: str) -> Any:
+    def factors(arguments: Mapping[str, Any]) -> Factors:
+        a, b = arguments[left], arguments[right]
+        inner = shape_of(a)[-1]
+        return _contraction(
+            inner,
+            inner * _matmul_numel(shape_of(a), shape_of(b)),
+            {left: a, right: b},
+            arguments.get("mult", 1.0),
+        )
+
+    return factors
+
+
+def _matmul_numel(left: tuple[int, ...], right: tuple[int, ...]) -> float:
+    """Number of elements of a product, with its batch dimensions broadcast."""
+    rows = left[-2] if len(left) > 1 else 1
+    columns = right[-1] if len(right) > 1 else 1
+    return product(broadcast(left[:-2], right[:-2])) * rows * columns
+
+
+def _added_product_of(left: str, right: str) -> Any:
+    def factors(arguments: Mapping[str, Any]) -> Factors:
+        a, b, addend = arguments[left], arguments[right], arguments["input"]
+        mult = arguments.get("mult", 1.0)
+        alpha, beta = float(arguments.get("alpha", 1)), float(arguments.get("beta", 1))
+        a_shape, b_shape = shape_of(a), shape_of(b)
+        terms = float(a_shape[-1])
+        out = _matmul_numel(a_shape, b_shape)
+        index_space = terms * out
+        if len(a_shape) == 3 and arguments.get("is_summed_over_batch"):
+            terms, out = terms * a_shape[0], out / max(a_shape[0], 1)
+        # A bias is 0 at the start, and small beside the product later; a whole tensor is not.
+        is_bias = numel_of(addend) != out or len(b_shape) < 2
+        square = alpha**2 * terms + (0.0 if is_bias else (beta * mult) ** 2)
+        return Factors(
+            unit_factor(square),
+            {
+                "input": unit_factor((beta * mult) ** 2 * out / max(numel_of(addend), 1)),
+                left: unit_factor(alpha**2 * index_space / max(numel_of(a), 1)),
+                right: unit_factor(alpha**2 * index_space / max(numel_of(b), 1)),
+            },
+        )
+
+    return factors
+
+
+def _addbmm(arguments: Mapping[str, Any]) -> Factors:
+    return _added_product_of("batch1", "batch2")({**arguments, "is_summed_over_batch": True})
+
+
+def _inner(arguments: Mapping[str, Any]) -> Factors:
+    a, b = arguments["input"], arguments["other"]
+    inner = shape_of(a)[-1] if shape_of(a) else 1
+    space = numel_of(a) * numel_of(b) / max(inner, 1)
+    return _contraction(inner, space, {"input": a, "other": b}, arguments.get("mult", 1.0))
+
+
+def _outer(arguments: Mapping[str, Any]) -> Factors:
+    a, b = arguments["input"], arguments["vec2"]
+    space = numel_of(a) * numel_of(b)
+    return _contraction(1, space, {"input": a, "vec2": b}, arguments.get("mult", 1.0))
+
+
+def _tensordot(arguments: Mapping[str, Any]) -> Factors:
+    a, b, dims = arguments["a"], arguments["b"], arguments.get("dims", 2)
+    sizes = shape_of(a)
+    if isinstance(dims, int):
+        contracted = sizes[len(sizes) - dims :]
+    else:
+        contracted = tuple([sizes[int(dim)] for dim in dims[0]])
+    terms = product(contracted)
+    space = numel_of(a) * numel_of(b) / max(terms, 1)
+    return _contraction(terms, space, {"a": a, "b": b}, arguments.get("mult", 1.0))
+
+
+def _einsum(arguments: Mapping[str, Any]) -> Factors:
+    equation, operands = arguments["equation"], arguments["operands"]
+    names = [f"operands.{index}" for index in range(len(operands))]
+    if not isinstance(equation, str):  # einsum(op1, [0, 1], op2, [1, 2], [0, 2])
+        equation, operands = _from_sublists([equation, *operands])
+        names = ["equation", *names[1::2]]
+    inputs, output = _subscripts(equation, [len(shape_of(operand)) for operand in operands])
+    sizes: dict[Any, int] = {}
+    for labels, operand in zip(inputs, operands, strict=True):
+        for label, size in zip(labels, shape_of(operand), strict=True):
+            sizes[label] = max(size, sizes.get(label, 1))
+    mult = arguments.get("mult", 1.0)
+    space = product(sizes.values())
+    numel = product([sizes[label] for label in set(output)])
+    gradients = {}
+    for index, labels in enumerate(inputs):
+        own = product([sizes[label] for label in set(labels)])
+        gradients[names[index]] = unit_factor(mult**2 * space / max(own, 1))
+    return Factors(unit_factor(mult**2 * space / max(numel, 1)), gradients)
+
+
+def _from_sublists(items: list[Any]) -> tuple[str, list[Any]]:
+    """The equation of ``einsum(op1, sublist1, op2, sublist2, ..., [sublist_out])``."""
+
+    def letters(sublist: Any) -> str:
+        return "".join(["..." if i is Ellipsis else chr(ord("A") + int(i)) for i in sublist])
+
+    operands, parts = items[0 : len(items) // 2 * 2 : 2], items[1::2]
+    left = ",".join([letters(part) for part in parts])
+    return (f"{left}->{letters(items[-1])}" if len(items) % 2 else left), operands
+
+
+def _subscripts(equation: str, dims: list[int]) -> tuple[list[list[Any]], list[Any]]:
+    """Labels of each operand and of the output; those of an ellipsis are numbers from the right."""
+    left, arrow, right = equation.replace(" ", "").partition("->")
+    terms = left.split(",")
+    longest = 0
+    inputs = []
+    for term, dim in zip(terms, dims, strict=True):
+        before, dots, after = term.partition("...")
+        hidden = dim - len(before) - len(after) if dots else 0
+        longest = max(longest, hidden)
+        inputs.append([*before, *range(hidden - 1, -1, -1), *after])
+    hidden_labels: list[Any] = list(range(longest - 1, -1, -1))
+    if arrow:
+        before, dots, after = right.partition("...")
+        return inputs, [*before, *(hidden_labels if dots else []), *after]
+    letters = left.replace(",", "").replace("...", "")
+    once = sorted({letter for letter in letters if letters.count(letter) == 1})
+    return inputs, [*hidden_labels, *once]
+
+
+def _chain(arguments: Mapping[str, Any]) -> Factors:
+    (name,) = [name for name in ("matrices", "tensors") if name in arguments]
+    matrices = arguments[name]
+    shapes = [shape_of(matrix) for matrix in matrices]
+    first = shapes[0] if len(shapes[0]) > 1 else (1, *shapes[0])
+    last = shapes[-1] if len(shapes[-1]) > 1 else (*shapes[-1], 1)
+    sizes = [first[0], *[shape[0] for shape in shapes[1:]], last[-1]]
+    mult = arguments.get("mult", 1.0)
+    space = product(sizes)
+    return Factors(
+        unit_factor(mult**2 * product(sizes[1:-1])),
+        {
+            f"{name}.{index}": unit_factor(mult**2 * space / max(numel_of(matrix), 1))
+            for index, matrix in enumerate(matrices)
+        },
+    )
+
+
+_ADDED = _REFERENCE + "; a whole tensor that is added counts as one more term, a bias as none"
+
+torch_rule(
+    "matmul",
+    "input other",
+    _matmul_of("input", "other"),
+    "linear",
+    _REFERENCE,
+    aliases="__matmul__ imatmul",
+)
+for _name, _right, _factors, _aliases in (
+    ("mm", "mat2", _matmul_of("input", "mat2"), ""),
+    ("bmm", "mat2", _matmul_of("input", "mat2"), ""),
+    ("mv", "vec", _matmul_of("input", "vec"), ""),
+    ("dot", "tensor", _matmul_of("input", "tensor"), "vdot"),
+    ("inner", "other", _inner, ""),
+    ("outer", "vec2", _outer, "ger"),
+):
+    torch_rule(_name, f"input {_right}", _factors, "linear", _REFERENCE, aliases=_aliases)
+torch_rule("tensordot", "a b dims", _tensordot, "linear", _REFERENCE, torch.tensordot)
+for _name, _operands, _factors in (
+    ("addmm", "mat1 mat2", _added_product_of("mat1", "mat2")),
+    ("addmv", "mat vec", _added_product_of("mat", "vec")),
+    ("baddbmm", "batch1 batch2", _added_product_of("batch1", "batch2")),
+    ("addbmm", "batch1 batch2", _addbmm),
+):
+    torch_rule(_name, f"input {_operands}", _factors, "linear", _ADDED, weights="input")
+torch_rule(
+    "einsum", "equation operands", _einsum, "linear", _REFERENCE, torch.einsum, is_variadic=True
+)
+torch_rule(
+    "chain_matmul", "matrices", _chain, "linear", _REFERENCE, torch.chain_matmul, is_variadic=True
+)
+torch_rule("multi_dot", "tensors", _chain, "linear", _REFERENCE, torch.linalg.multi_dot)
+
+matmul = scaled_op(torch.matmul, "input, other")
+mm = scaled_op(torch.mm, "input, mat2")
+bmm = scaled_op(torch.bmm, "input, mat2")
+mv = scaled_op(torch.mv, "input, vec")
+dot = scaled_op(torch.dot, "input, tensor")
+inner = scaled_op(torch.inner, "input, other")
+outer = scaled_op(torch.outer, "input, vec2")
+tensordot = scaled_op(torch.tensordot)
+addmm = scaled_op(torch.addmm, "input, mat1, mat2")
+addmv = scaled_op(torch.addmv, "input, mat, vec")
+baddbmm = scaled_op(torch.baddbmm, "input, batch1, batch2")
+addbmm = scaled_op(torch.addbmm, "input, batch1, batch2")
+einsum = scaled_op(torch.einsum, "equation, *operands")
+multi_dot = scaled_op(torch.linalg.multi_dot, "tensors")

@@ -1,0 +1,364 @@
+"""Scale rules: what an operation does to the scale of tensors, and which factors undo it.
+
+One rule serves both the unit-scaled operation that is called by hand and the transform that finds
+the plain operation in a captured graph. A rule reads shapes and numbers, never values.
+
+With one factor for the output and for the gradients, the scaled operation's gradient is the
+derivative of what it computes; with several it is that times a constant (see ``apply_constraint``).
+
+References:
+    Blake, Orr, Luschi, "Unit Scaling" (arXiv 2303.11257), section 4, constraints on cut edges.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_unitscale.functional.moments import elementwise_moments
+
+Kind = Literal["linear", "activation", "normalization", "loss", "sum", "other"]
+
+
+@dataclass(frozen=True)
+class Factors:
+    """Factors that bring the results of one call to RMS 1, each by itself.
+
+    Attributes:
+        output: Factor on the output, for inputs at RMS 1.
+        gradients: For each tensor argument the factor on its gradient, as the operation itself
+            computes it from a gradient at RMS 1 of its own (unscaled) output. Arguments that are
+            absent get no gradient. A list of tensors has one factor for all, or where they differ
+            (the operands of an ``einsum``) one for each, under ``operands.0``, ``operands.1``, ...
+    """
+
+    output: float
+    gradients: Mapping[str, float] = field(default_factory=dict)
+
+    def gradient(self, name: str, index: int | None = None) -> float | None:
+        """Factor on the gradient of an argument, or ``None`` where it gets none.
+
+        Args:
+            name: The parameter.
+            index: Position in the list where the parameter is a list of tensors.
+        """
+        if index is not None and f"{name}.{index}" in self.gradients:
+            return self.gradients[f"{name}.{index}"]
+        return self.gradients.get(name)
+
+
+@dataclass(frozen=True)
+class ScaleRule:
+    """How one operation changes the scale of its arguments.
+
+    Attributes:
+        name: Name of the operation, as in ``torch.nn.functional`` where it is there.
+        parameters: Names of its parameters in positional order.
+        factors: From the arguments by name (tensors for their shapes only) to the factors.
+            ``mult`` among them is the RMS of the first argument where it is not 1: the operation
+            is then seen as one of that argument divided by ``mult``, whose gradient (``mult``
+            times the argument's own) is what the first argument's factor is for.
+        kind: ``"linear"`` maps are homogeneous in each tensor argument; a ``"loss"`` keeps its
+            forward value and has the factor of its gradient only.
+        reference: Paper section or equation, or how it was derived.
+        weights: Parameters whose gradient is summed over the batch. The second operand of a
+            product may be a weight too: only the caller knows.
+        is_variadic: Whether the last parameter takes all further positional arguments, as a list.
+    """
+
+    name: str
+    parameters: tuple[str, ...]
+    factors: Callable[[Mapping[str, Any]], Factors]
+    kind: Kind
+    reference: str
+    weights: tuple[str, ...] = ()
+    is_variadic: bool = False
+
+    def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Arguments of a call by name.
+
+        Raises:
+            TypeError: If the call does not fit the parameters.
+        """
+        if self.is_variadic and len(args) >= len(self.parameters):
+            fixed = len(self.parameters) - 1
+            rest = args[fixed:]
+            is_list = len(rest) == 1 and isinstance(rest[0], (list, tuple))
+            args = (*args[:fixed], list(rest[0]) if is_list else list(rest))
+        if len(args) > len(self.parameters):
+            raise TypeError(
+                f"{self.name}: {len(args)} positional arguments; expected at most "
+                f"{len(self.parameters)}: {', '.join(self.parameters)}."
+            )
+        bound = dict(zip(self.parameters, args, strict=False))
+        twice = [name for name in kwargs if name in bound]
+        if twice:
+            raise TypeError(f"{self.name}: {twice[0]!r} is given by position and by name.")
+        return {**bound, **kwargs}
+
+
+def unit_factor(mean_square: float) -> float:
+    """The factor that brings a tensor of this mean square to RMS 1; 1 for a tensor of zeros."""
+    factor: float = mean_square**-0.5 if mean_square > 0 else 1.0
+    return factor
+
+
+_BY_FUNCTION: dict[Any, ScaleRule] = {}
+_BY_METHOD: dict[str, ScaleRule] = {}
+_NAMESPACES = (F, torch, torch.special, torch.linalg, operator)
+
+
+def register_rule(
+    rule: ScaleRule, *functions: Callable[..., Any], names: tuple[str, ...] = ()
+) -> ScaleRule:
+    """Register the rule of an operation, by which the transform finds it in a graph.
+
+    Args:
+        rule: The rule.
+        *functions: Functions that the rule describes; a user's own among them must be named in the
+            transform's ``replace`` too, or the capture looks into it.
+        names: Names by which torch knows it: as a function of ``torch``, of
+            ``torch.nn.functional``, an operator, and a method of tensors, in place or not.
+
+    Returns:
+        The rule.
+    """
+    for function in functions:
+        _BY_FUNCTION[function] = rule
+    for name in names:
+        for form in (name, f"{name}_"):
+            for namespace in _NAMESPACES:
+                function_of_torch = getattr(namespace, form, None)
+                if callable(function_of_torch):
+                    _BY_FUNCTION[function_of_torch] = rule
+            if hasattr(torch.Tensor, form):
+                _BY_METHOD[form] = rule
+    return rule
+
+
+def torch_rule(
+    name: str,
+    parameters: str,
+    factors: Callable[[Mapping[str, Any]], Factors],
+    kind: Kind,
+    reference: str,
+    *functions: Callable[..., Any],
+    weights: str = "",
+    aliases: str = "",
+    is_variadic: bool = False,
+) -> ScaleRule:
+    """Register the rule of an operation of torch; lists of names are separated by blanks.
+
+    Args:
+        name: As in :class:`ScaleRule`.
+        parameters: As there.
+        factors: As there.
+        kind: As there.
+        reference: As there.
+        *functions: The functions that are meant. Without any, it is all that torch knows by
+            ``name`` (see :func:`register_rule`).
+        weights: As in :class:`ScaleRule`.
+        aliases: Further names by which torch knows the operation.
+        is_variadic: As in :class:`ScaleRule`.
+
+    Returns:
+        The rule.
+    """
+    rule = ScaleRule(
+        name,
+        tuple(parameters.split()),
+        factors,
+        kind,
+        reference,
+        tuple(weights.split()),
+        is_variadic,
+    )
+    names = tuple(aliases.split()) if functions else (name, *aliases.split())
+    return register_rule(rule, *functions, names=names)
+
+
+def rule_of_function(function: object) -> ScaleRule | None:
+    """The rule of a function, or ``None``."""
+    try:
+        return _BY_FUNCTION.get(function)
+    except TypeError:  # an unhashable callable has none
+        return None
+
+
+def rule_of_method(name: str) -> ScaleRule | None:
+    """The rule of a method of tensors, or ``None``."""
+    return _BY_METHOD.get(name)
+
+
+def registered_rules() -> tuple[ScaleRule, ...]:
+    """Every rule once, in the order of registration."""
+    return tuple({id(rule): rule for rule in _BY_FUNCTION.values()}.values())
+
+
+def elementwise_factors(
+    function: Callable[..., Tensor], mult: float = 1.0, **options: Any
+) -> Factors:
+    """Scale factors of any elementwise function of a normal tensor, derived by quadrature in FP64.
+
+    With x ~ N(0, 1) the output factor is ``(E f(mult x)^2)^(-1/2)``; that of the gradient, which is
+    taken with respect to x as in every rule, is ``(mult^2 E f'(mult x)^2)^(-1/2)``, where f' is
+    what autograd makes of ``function``.
+
+    Args:
+        function: A torch function, elementwise in its first argument: ``torch.nn.functional.mish``
+            or one's own.
+        mult: RMS of the argument; the function sees ``mult * x``.
+        **options: Its other keyword arguments. Hashable ones are cached.
+
+    Returns:
+        Factors with ``gradients["input"]``, which is absent where the derivative is 0 everywhere.
+
+    Raises:
+        ValueError: If the function or its derivative has no finite mean square (``log``, ``1/x``),
+            or if it is not elementwise.
+
+    Examples:
+        >>> round(elementwise_factors(torch.relu).output, 4)  # E relu(x)^2 = 1/2
+        1.4142
+    """
+    output, gradient = elementwise_moments(function, mult, tuple(options.items()))
+    gradients = {"input": (mult**2 * gradient) ** -0.5} if gradient * mult else {}
+    return Factors(output**-0.5 if output else 1.0, gradients)
+
+
+def concrete_size(size: int | torch.SymInt) -> int:
+    """The number behind a symbolic size, without adding a guard on it.
+
+    Raises:
+        ValueError: If the size depends on the values of a tensor.
+    """
+    if isinstance(size, int):
+        return size
+    hint = size.node.hint
+    if hint is None:
+        raise ValueError(
+            f"size={size}: it depends on the values of a tensor; expected a size that is known "
+            "before the step runs."
+        )
+    return int(hint)
+
+
+def specialized(size: int) -> int:
+    """The number of a size for a computation that a compiler does not look into.
+
+    A compiled graph is then one of this size; another size recompiles.
+    """
+    return len(range(size)) if torch.compiler.is_compiling() else size
+
+
+def shape_of(value: Any) -> tuple[int, ...]:
+    """Sizes of a tensor; those of a number are none."""
+    if not isinstance(value, Tensor):
+        return ()
+    return tuple([concrete_size(size) for size in value.shape])
+
+
+def broadcast(first: tuple[int, ...], second: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape that two shapes broadcast to."""
+    length = max(len(first), len(second))
+    first = (1,) * (length - len(first)) + first
+    second = (1,) * (length - len(second)) + second
+    return tuple([b if a == 1 else a for a, b in zip(first, second, strict=True)])
+
+
+def product(sizes: Iterable[float]) -> float:
+    """Product of numbers, 1 of none; ``math.prod`` that a compiler can look into."""
+    result: float = 1
+    for size in sizes:
+        result = result * size
+    return result
+
+
+def numel_of(value: Any) -> float:
+    """Number of elements of a tensor; a number is one."""
+    return product(shape_of(value))
+
+
+def tuple_of(value: int | Iterable[int] | None, length: int, default: int) -> tuple[int, ...]:
+    """One number per spatial dimension, where torch takes one for all of them or a sequence.
+
+    Args:
+        value: A number, a sequence, or ``None``.
+        length: Number of spatial dimensions.
+        default: The number that ``None`` and an empty sequence stand for.
+    """
+    if value is None:
+        return (default,) * length
+    if isinstance(value, (int, torch.SymInt)):
+        return (concrete_size(value),) * length
+    numbers = tuple([concrete_size(size) for size in value])
+    if not numbers:
+        return (default,) * length
+    return numbers * length if len(numbers) == 1 else numbers
+
+
+def _gmean(factors: tuple[float, ...]) -> float:
+    return math.exp(sum([math.log(factor) for factor in factors]) / len(factors))
+
+
+def _hmean(factors: tuple[float, ...]) -> float:
+    return len(factors) / sum([1 / factor for factor in factors])
+
+
+def _amean(factors: tuple[float, ...]) -> float:
+    return sum(factors) / len(factors)
+
+
+_MEANS: dict[str, Callable[[tuple[float, ...]], float]] = {
+    "gmean": _gmean,
+    "hmean": _hmean,
+    "amean": _amean,
+}
+# Position among (output, *gradients), and the number of gradients that gives it a meaning.
+_POSITIONS: dict[str, tuple[int, int | None]] = {
+    "to_output_scale": (0, None),
+    "to_grad_input_scale": (1, 1),
+    "to_left_grad_scale": (1, 2),
+    "to_right_grad_scale": (2, 2),
+}
+
+
+def apply_constraint(constraint: str | None, *factors: float) -> tuple[float, ...]:
+    """The factors of one operation under a constraint.
+
+    Args:
+        constraint: ``None`` leaves each as it is. ``"to_output_scale"`` takes the first for all,
+            ``"gmean"``, ``"hmean"`` and ``"amean"`` their geometric, harmonic or arithmetic mean,
+            ``"to_grad_input_scale"`` that of the only gradient, ``"to_left_grad_scale"`` and
+            ``"to_right_grad_scale"`` that of the first or second of two gradients.
+        *factors: That of the output, then those of the gradients.
+
+    Returns:
+        As many factors.
+
+    Raises:
+        ValueError: If the constraint is unknown, or has no meaning for that many gradients.
+    """
+    if constraint is None:
+        return factors
+    if constraint in _MEANS:
+        return (_MEANS[constraint](factors),) * len(factors)
+    if constraint not in _POSITIONS:
+        raise ValueError(
+            f"constraint={constraint!r}: unknown; expected None or one of "
+            f"{', '.join([*_POSITIONS, *_MEANS])}."
+        )
+    position, num_gradients = _POSITIONS[constraint]
+    if num_gradients is not None and len(factors) != num_gradients + 1:
+        raise ValueError(
+            f"constraint={constraint!r}: this operation has {len(factors) - 1} constrained "
+            f"gradients; expected {num_gradients}. Use 'to_output_scale', a mean, or None."
+        )
+    return (factors[position],) * len(factors)

@@ -1,0 +1,162 @@
+"""Operations that read one tensor several times, and the order in which its gradients arrive.
+
+Autograd adds the gradients of a tensor up one by one, as they arrive, and another order may give
+another last bit. A change of units in front of an argument has an order of its own: what arrives
+there is added up first, and several of them pass on what they got from the last made to the first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Container, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils._pytree import tree_leaves
+
+from lightning_unitscale.dynamo.capture import fake_mode_of, is_higher_order
+from lightning_unitscale.graph.aliasing import same_tensor
+from lightning_unitscale.graph.nodes import (
+    TRANSFORMED,
+    Path,
+    argument_at,
+    argument_paths,
+    call,
+    example_tensor,
+    requires_grad,
+)
+
+# Where a gradient comes from: minus the number of an operation of autograd's, and which of its
+# results. They come in this order: autograd runs the operation that was recorded last first.
+_Arrival = tuple[int, int]
+
+
+def repeated_reads(graph: fx.Graph) -> dict[fx.Node, tuple[fx.Node, ...]]:
+    """For each operation the arguments that are read several times in one place.
+
+    ``F.rms_norm`` is several operations to autograd, and two of them read its input. Left out are
+    arguments that nobody else reads: their gradients are added up in one order anyway.
+    """
+    shared = _shared(graph)
+    read_several_times: dict[fx.Node, tuple[fx.Node, ...]] = {}
+    for node in graph.nodes:
+        if node.op == "output" or is_higher_order(node) or TRANSFORMED in node.meta:
+            continue
+        paths = [path for path in argument_paths(node) if argument_at(node, path) in shared]
+        arrivals = _arrivals(node, paths) if paths else {}
+        several = (argument_at(node, path) for path in paths if len(arrivals[path]) > 1)
+        if read := tuple(dict.fromkeys(several)):
+            read_several_times[node] = read
+    return read_several_times
+
+
+def first_to_last(node: fx.Node, paths: Sequence[Path]) -> list[Path]:
+    """Places of one argument of an operation, in the order in which their gradients arrive."""
+    arrivals = _arrivals(node, paths)
+    return sorted(paths, key=lambda path: min(arrivals[path], default=(0, 0)))
+
+
+def refuses_gradient(node: fx.Node, argument: fx.Node) -> bool:
+    """Whether an operation raises if an argument requires a gradient, and runs if it does not.
+
+    The class weights of ``nll_loss`` are such an argument.
+    """
+    paths = [path for path in argument_paths(node) if argument_at(node, path) is argument]
+    mode = fake_mode_of(node.graph)
+    if isinstance(mode, contextlib.nullcontext) or TRANSFORMED in node.meta:
+        # With real examples it would draw random numbers; within vmap it does not run by itself.
+        return False
+    with mode, torch.enable_grad():
+        return not _runs(node, {path: _stand_in(argument) for path in paths}) and _runs(node, {})
+
+
+def _runs(node: fx.Node, stand_ins: Mapping[Path, Tensor]) -> bool:
+    try:
+        call(node.target, *_arguments(node, stand_ins))
+    except Exception:
+        return False
+    return True
+
+
+def _shared(graph: fx.Graph) -> set[fx.Node]:
+    """Tensors with a gradient that more than one operation of this or of other graphs reads."""
+    tensors: dict[fx.Node, fx.Node] = {}
+    readers: Counter[fx.Node] = Counter()
+    for node in graph.nodes:
+        source = same_tensor(node)
+        tensors[node] = node if source is None else tensors[source]
+        if source is None:
+            readers.update({tensors[argument] for argument in node.all_input_nodes})
+    return {
+        node
+        for node, tensor in tensors.items()
+        if requires_grad(node) and (readers[tensor] > 1 or tensor.op == "placeholder")
+    }
+
+
+def _arrivals(node: fx.Node, paths: Sequence[Path]) -> Mapping[Path, list[_Arrival]]:
+    """Which gradients arrive at each place, found by running the operation without numbers."""
+    with fake_mode_of(node.graph), torch.enable_grad():
+        stand_ins = {path: _stand_in(argument_at(node, path)) for path in paths}
+        args, kwargs = _arguments(node, stand_ins)
+        # An operation that writes into a tensor gives it another history.
+        receivers = {path: stand_in.grad_fn for path, stand_in in stand_ins.items()}
+        arrivals: dict[Any, list[_Arrival]] = {receiver: [] for receiver in receivers.values()}
+        try:
+            result = call(node.target, args, kwargs)
+        except Exception:
+            # It cannot be run by itself: an operation of its own to autograd.
+            result = None
+    roots = [tensor.grad_fn for tensor in tree_leaves(result) if isinstance(tensor, Tensor)]
+    for operation in _operations(roots, arrivals):
+        for index, (receiver, _) in enumerate(operation.next_functions):
+            if receiver in arrivals:
+                arrivals[receiver].append((-operation._sequence_nr(), index))
+    return {path: arrivals[receiver] for path, receiver in receivers.items()}
+
+
+def _stand_in(argument: fx.Node) -> Tensor:
+    example = example_tensor(argument)
+    assert example is not None
+    # Not a leaf, which nothing may write into.
+    return torch.empty_like(example.detach()).requires_grad_().clone()
+
+
+def _arguments(node: fx.Node, stand_ins: Mapping[Path, Tensor]) -> tuple[list[Any], dict[str, Any]]:
+    args = [_with(stand_ins, value, (i,)) for i, value in enumerate(node.args)]
+    kwargs = {name: _with(stand_ins, value, (name,)) for name, value in node.kwargs.items()}
+    return args, kwargs
+
+
+def _with(stand_ins: Mapping[Path, Tensor], value: Any, path: Path) -> Any:
+    """An argument with what is given for places in it, and example values for all others."""
+    if path in stand_ins:
+        return stand_ins[path]
+    if isinstance(value, (list, tuple)):
+        items = [_with(stand_ins, item, (*path, i)) for i, item in enumerate(value)]
+        return items if isinstance(value, list) else tuple(items)
+    return fx.map_arg(value, _example)
+
+
+def _example(node: fx.Node) -> Any:
+    value = node.meta.get("example_value")
+    return value.detach() if isinstance(value, Tensor) else value
+
+
+def _operations(roots: Sequence[Any], stop: Container[Any]) -> Iterator[Any]:
+    """Operations of autograd's graph from ``roots`` down to those of ``stop``."""
+    pending = [
+        operation
+        for operation in dict.fromkeys(roots)
+        if operation is not None and operation not in stop
+    ]
+    seen = set(pending)
+    while pending:
+        operation = pending.pop()
+        yield operation
+        for source, _ in operation.next_functions:
+            if source is not None and source not in seen and source not in stop:
+                seen.add(source)
+                pending.append(source)

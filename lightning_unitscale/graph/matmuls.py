@@ -1,0 +1,252 @@
+"""Every form in which a graph can hold a matrix product, and the roles of its arguments.
+
+A product is linear in each of its operands; addends (a bias, the first argument of ``addmm``) are
+added to it as they are. That is all a pass needs in order to change the units of the operands.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+
+from lightning_unitscale.graph.decompose import attention_product
+from lightning_unitscale.graph.nodes import TRANSFORMED, is_float_tensor
+
+Path = tuple[int | str, ...]
+
+
+@dataclass(frozen=True)
+class ProductRule:
+    """Where one kind of product has its operands.
+
+    Attributes:
+        parameters: Names of the leading positional parameters, in order.
+        operands: Parameters in which the product is linear; a list of tensors counts each one.
+        addends: Parameters that are added to the product.
+        fused_attention: Whether the first two operands meet inside a softmax, whose temperature
+            (the ``scale`` argument) must take up their units.
+    """
+
+    parameters: tuple[str, ...]
+    operands: tuple[str, ...]
+    addends: tuple[str, ...] = ()
+    fused_attention: bool = False
+
+
+@dataclass(frozen=True)
+class Operand:
+    """One tensor argument of a product: where it stands, and what it is called."""
+
+    role: str
+    path: Path
+    node: fx.Node
+
+
+@dataclass(frozen=True)
+class Product:
+    """A matrix product of a graph with its operands and addends."""
+
+    node: fx.Node
+    rule: ProductRule
+    operands: tuple[Operand, ...]
+    addends: tuple[Operand, ...]
+
+
+def _rule(parameters: str, operands: str, addends: str = "") -> ProductRule:
+    return ProductRule(tuple(parameters.split()), tuple(operands.split()), tuple(addends.split()))
+
+
+_LINEAR = _rule("input weight bias", "input weight", "bias")
+_MATMUL = _rule("input other", "input other")
+_MM = _rule("input mat2", "input mat2")
+_MV = _rule("input vec", "input vec")
+_DOT = _rule("input tensor", "input tensor")
+_ADDMM = _rule("input mat1 mat2", "mat1 mat2", "input")
+_BADDBMM = _rule("input batch1 batch2", "batch1 batch2", "input")
+_ADDMV = _rule("input mat vec", "mat vec", "input")
+_CONVOLUTION = _rule("input weight bias", "input weight", "bias")
+_BILINEAR = _rule("input1 input2 weight bias", "input1 input2 weight", "bias")
+_GROUPED = _rule("mat_a mat_b", "mat_a mat_b", "bias")
+_EINSUM = _rule("equation operands", "operands")
+_LIST = _rule("tensors", "tensors")
+_ATTENTION = ProductRule(
+    ("query", "key", "value", "attn_mask", "dropout_p", "is_causal"),
+    ("query", "key", "value"),
+    fused_attention=True,
+)
+
+_FUNCTIONS: dict[Any, ProductRule] = {
+    F.linear: _LINEAR,
+    F.bilinear: _BILINEAR,
+    torch.bilinear: _BILINEAR,
+    F.scaled_dot_product_attention: _ATTENTION,
+    attention_product: _MATMUL,
+    operator.matmul: _MATMUL,
+    torch.matmul: _MATMUL,
+    torch.linalg.matmul: _MATMUL,
+    torch.mm: _MM,
+    torch.bmm: _MM,
+    torch.mv: _MV,
+    torch.dot: _DOT,
+    torch.inner: _MATMUL,
+    torch.tensordot: _rule("a b", "a b"),
+    torch.addmm: _ADDMM,
+    torch.baddbmm: _BADDBMM,
+    torch.addbmm: _BADDBMM,
+    torch.addmv: _ADDMV,
+    torch.einsum: _EINSUM,
+    torch.chain_matmul: _rule("operands", "operands"),
+    torch.linalg.multi_dot: _LIST,
+    torch.ops.aten.linear.default: _LINEAR,
+    torch.ops.aten.matmul.default: _MATMUL,
+    torch.ops.aten.mm.default: _MM,
+    torch.ops.aten.bmm.default: _MM,
+    torch.ops.aten.addmm.default: _ADDMM,
+    torch.ops.aten.baddbmm.default: _BADDBMM,
+    torch.ops.aten.convolution.default: _CONVOLUTION,
+}
+for _name in ("conv1d", "conv2d", "conv3d"):
+    for _scope in (F, torch):
+        _FUNCTIONS[getattr(_scope, _name)] = _CONVOLUTION
+        _FUNCTIONS[getattr(_scope, _name.replace("conv", "conv_transpose"))] = _CONVOLUTION
+_FUNCTIONS[torch.convolution] = _CONVOLUTION
+_FUNCTIONS[torch.conv_tbc] = _CONVOLUTION
+for _scope, _name in ((F, "grouped_mm"), (torch, "_grouped_mm")):
+    if hasattr(_scope, _name):
+        _FUNCTIONS[getattr(_scope, _name)] = _GROUPED
+
+_METHODS: dict[str, ProductRule] = {
+    "matmul": _MATMUL,
+    "__matmul__": _MATMUL,
+    "__rmatmul__": _MATMUL,
+    "mm": _MM,
+    "bmm": _MM,
+    "mv": _MV,
+    "dot": _DOT,
+    "inner": _MATMUL,
+    "addmm": _ADDMM,
+    "baddbmm": _BADDBMM,
+    "addbmm": _BADDBMM,
+    "addmv": _ADDMV,
+}
+
+# What products are called in the names of their results.
+PRODUCT_WORDS = frozenset(
+    name.strip("_") for name in (*_METHODS, *(function.__name__ for function in _FUNCTIONS))
+)
+
+# Operators of other libraries, known by name because those libraries may not be there.
+_CUSTOM_OPERATORS: dict[str, ProductRule] = {
+    # What transformers 5 runs a mixture of experts with where torch has no grouped product.
+    "transformers.grouped_mm_fallback": _rule("input weight", "input weight"),
+}
+
+# Products that write into a tensor of the user's, or whose operands no factor can reach.
+_OUT_OF_REACH = {"addmm_", "baddbmm_", "addbmm_", "addmv_", "cdist", "lstm", "gru", "rnn_tanh"}
+_OUT_OF_REACH |= {"_transformer_encoder_layer_fwd", "_native_multi_head_attention"}
+
+
+def rule_of(node: fx.Node) -> ProductRule | None:
+    """The product rule of a node, or ``None`` when it is no matrix product."""
+    if node.op == "call_function":
+        try:
+            rule = _FUNCTIONS.get(node.target)
+        except TypeError:  # an unhashable callable is none of ours
+            return None
+        return rule or _CUSTOM_OPERATORS.get(str(node.target).removesuffix(".default"))
+    if node.op == "call_method":
+        return _METHODS.get(str(node.target))
+    return None
+
+
+def product_of(node: fx.Node) -> Product | None:
+    """Describe a node that is a product of real floating-point tensors.
+
+    Returns:
+        ``None`` for any other node, for a product of integer, complex or symbolic operands, and for
+        one inside a ``vmap``.
+    """
+    rule = rule_of(node)
+    if rule is None or TRANSFORMED in node.meta:
+        return None
+    if node.kwargs.get("out") is not None or not is_float_tensor(node):
+        return None
+    operands = tuple(operand for name in rule.operands for operand in _tensors(node, rule, name))
+    if len(operands) < 2 or not all(is_float_tensor(operand.node) for operand in operands):
+        return None
+    addends = tuple(operand for name in rule.addends for operand in _tensors(node, rule, name))
+    if not all(is_float_tensor(operand.node) for operand in addends):
+        return None
+    return Product(node, rule, operands, addends)
+
+
+def operands_of_call(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> list[Tensor]:
+    """The tensors that a function of torch multiplies; none if it is no matrix product.
+
+    Args:
+        function: The function, or a method of a tensor.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
+    """
+    try:
+        rule = _FUNCTIONS.get(function)
+    except TypeError:  # an unhashable callable is none of ours
+        return []
+    rule = rule or _METHODS.get(getattr(function, "__name__", ""))
+    if rule is None:
+        return []
+    values = (value for name in rule.operands for *_, value in _arguments(args, kwargs, rule, name))
+    return [value for value in values if isinstance(value, Tensor)]
+
+
+def unreachable_products(graph: fx.Graph) -> list[fx.Node]:
+    """Nodes that multiply matrices in a form that no rule covers."""
+    return [
+        node
+        for node in graph.nodes
+        if node.op in {"call_function", "call_method"}
+        and (
+            getattr(node.target, "__name__", str(node.target)) in _OUT_OF_REACH
+            or (TRANSFORMED in node.meta and rule_of(node) is not None)
+        )
+    ]
+
+
+def _tensors(node: fx.Node, rule: ProductRule, name: str) -> Iterator[Operand]:
+    for role, path, value in _arguments(node.args, node.kwargs, rule, name):
+        if isinstance(value, fx.Node):
+            yield Operand(role, path, value)
+
+
+def _arguments(
+    args: Sequence[Any], kwargs: Mapping[str, Any], rule: ProductRule, name: str
+) -> Iterator[tuple[str, Path, Any]]:
+    """What a product is given for a parameter: role, path and value; of a list each item."""
+    if name in kwargs:
+        path: Path = (name,)
+        value: Any = kwargs[name]
+    else:
+        position = rule.parameters.index(name) if name in rule.parameters else len(args)
+        if position >= len(args):
+            return
+        path, value = (position,), args[position]
+        variadic = name == rule.parameters[-1] == "operands" and not isinstance(
+            value, (list, tuple)
+        )
+        if variadic:
+            for index, item in enumerate(args[position:]):
+                yield f"operand{index}", (position + index,), item
+            return
+    if isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            yield f"operand{index}", (*path, index), item
+    else:
+        yield name, path, value

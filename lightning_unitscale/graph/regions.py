@@ -1,0 +1,212 @@
+"""The nodes of a step that make tensors, also inside of activation checkpoints."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from lightning_unitscale.graph.aliasing import same_tensor
+from lightning_unitscale.graph.matmuls import product_of
+from lightning_unitscale.graph.nodes import (
+    INTERNAL,
+    example_tensor,
+    is_float_tensor,
+    is_whole_view,
+    op_name,
+    tensor_name,
+)
+from lightning_unitscale.graph.passes import Region, StepGraph
+from lightning_unitscale.graph.recorder import TAP
+
+# A note on a graph: names of the tensors that its products read, and of those that they make.
+PRODUCTS = "products"
+
+
+class Place(NamedTuple):
+    """A node and the graph, or the body of a checkpoint, that it stands in."""
+
+    region: Region
+    node: fx.Node
+
+
+class Places:
+    """All of a graph's places, in the order in which they run.
+
+    Args:
+        graph: The graph under rewrite.
+
+    Attributes:
+        regions: The graph and, after it, the bodies of its checkpoints at any depth.
+        bodies: The bodies, by the node that calls them.
+    """
+
+    def __init__(self, graph: StepGraph) -> None:
+        self.regions = list(graph.regions())
+        self.bodies = {region.call: region for region in self.regions if region.call is not None}
+
+    def in_order(self, region: Region | None = None) -> Iterator[Place]:
+        """Every node, those of a checkpoint before the node that calls it."""
+        region = region or self.regions[0]
+        for node in region.graph.nodes:
+            if node in self.bodies:
+                yield from self.in_order(self.bodies[node])
+            yield Place(region, node)
+
+    def probeable(self) -> list[Place]:
+        """Places of plain floating-point tensors of the user's step, each tensor once."""
+        nodes = {node for region in self.regions for node in probeable_nodes(region)}
+        places = list(self.in_order())
+        # By name: a rewrite may have put the same tensor in other units in its place.
+        again = {meant_name(node) for _, node in places if is_of_checkpoint(node, self.bodies)}
+        return [
+            place
+            for place in places
+            if place.node in nodes and tensor_name(place.node) not in again
+        ]
+
+    def origin(self, region: Region, node: fx.Node) -> fx.Node:
+        """The node that made the tensor, which may have come into a checkpoint or out of one."""
+        if is_of_checkpoint(node, self.bodies):
+            call, index = node.args
+            body = self.bodies[call]  # type: ignore[index]
+            returned = _returned(body.graph.output_node())[index]  # type: ignore[index]
+            return self.origin(body, returned) if isinstance(returned, fx.Node) else node
+        if region.parent is None or region.call is None or node.op != "placeholder":
+            return node
+        position = region.graph.find_nodes(op="placeholder").index(node)
+        argument = region.call.args[1 + position]
+        return self.origin(region.parent, argument) if isinstance(argument, fx.Node) else node
+
+    def inputs_of(self, probed: Sequence[Place]) -> dict[str, tuple[str, ...]]:
+        """For every probed tensor the probed ones that it is computed from, through all others."""
+        inputs: dict[str, dict[str, None]] = {tensor_name(place.node): {} for place in probed}
+        self._follow(self.regions[0], (), inputs, set())
+        return {name: tuple(sources) for name, sources in inputs.items()}
+
+    def operands_and_products(self) -> tuple[set[str], set[str]]:
+        """Names of the tensors that matrix products read, if only through views, and make.
+
+        Of a graph as it was captured: a pass may put functions of its own in place of products.
+        """
+        tensors = (node for _, node in self.probeable() if not is_whole_view(node))
+        operands: set[str] = set()
+        self._follow(self.regions[0], (), {tensor_name(node): {} for node in tensors}, operands)
+        return operands, {tensor_name(node) for _, node in self.in_order() if product_of(node)}
+
+    def _follow(
+        self,
+        region: Region,
+        passed: Sequence[_Names],
+        inputs: dict[str, _Names],
+        operands: set[str],
+    ) -> tuple[_Names, ...]:
+        """Fill ``inputs`` and ``operands``; returns the sources of what the region returns."""
+        sources: dict[fx.Node, _Names] = {}
+        returned: dict[fx.Node, tuple[_Names, ...]] = {}
+        arguments = iter(passed)
+        for node in region.graph.nodes:
+            if node.op == "placeholder" and region.parent is not None:
+                sources[node] = next(arguments)
+                continue
+            if node.op == "output":
+                return tuple(sources.get(node, {}) for node in _returned(node))
+            if node in self.bodies:
+                passed = [sources.get(node, {}) for node in node.args[1:]]
+                returned[node] = self._follow(self.bodies[node], passed, inputs, operands)
+            elif node.target is operator.getitem and node.args[0] in returned:
+                sources[node] = returned[node.args[0]][node.args[1]]
+                continue
+            read = {name: None for source in node.all_input_nodes for name in sources[source]}
+            if (product := product_of(node)) is not None:
+                operands.update(name for item in product.operands for name in sources[item.node])
+            own = meant_name(node)
+            if own in inputs:
+                read.pop(own, None)
+                inputs[own].update(read)
+            sources[node] = {own: None} if own in inputs else read
+        raise AssertionError("a graph without output")
+
+    def bring_out(self, probed: Sequence[Place], rows: Sequence[fx.Node]) -> list[fx.Node]:
+        """Hand rows made in checkpoints through to the outermost graph as further outputs.
+
+        Args:
+            probed: What each row is of.
+            rows: Nodes of the rows.
+
+        Returns:
+            The rows as nodes of the outermost graph.
+        """
+        brought = list(rows)
+        region_of = [id(region) for region, _ in probed]
+        for region in reversed(self.regions):
+            own = [index for index, region_id in enumerate(region_of) if region_id == id(region)]
+            if region.parent is None or region.call is None or not own:
+                continue
+            output = region.graph.output_node()
+            outputs = _returned(output)
+            output.args = ((*outputs, *(brought[index] for index in own)),)
+            around = region.parent.graph
+            for offset, index in enumerate(own, start=len(outputs)):
+                with around.inserting_after(region.call):
+                    brought[index] = around.call_function(operator.getitem, (region.call, offset))
+                region_of[index] = id(region.parent)
+        return brought
+
+
+# An ordered set.
+_Names = dict[str, None]
+
+
+def probeable_nodes(region: Region, *, internal: bool = False) -> list[fx.Node]:
+    """Nodes that make a plain floating-point tensor of the user's step, in graph order.
+
+    Left out: what passes inserted, unless ``internal``; what is handed back as it is, which is the
+    tensor of another node; what is made inside a ``vmap`` or ``grad`` transform, where a tensor is
+    not yet what it seems; and in the body of a checkpoint its inputs, which are tensors of the
+    graph around it.
+    """
+    nodes, depth = [], 0
+    for node in region.graph.nodes:
+        name = op_name(node)
+        depth += ("increment_nesting" in name) - ("decrement_nesting" in name)
+        if depth or node.op not in {"placeholder", "call_function", "call_method", "get_attr"}:
+            continue
+        if node.op == "placeholder" and region.parent is not None:
+            continue
+        if (node.meta.get(INTERNAL) and not internal) or not is_float_tensor(node):
+            continue
+        if same_tensor(node) is not None:
+            continue
+        example = example_tensor(node)
+        if example is not None and example.layout == torch.strided and not example.is_nested:
+            nodes.append(node)
+    return nodes
+
+
+def is_passed_through(node: fx.Node, checkpoints: Mapping[fx.Node, Any]) -> bool:
+    """Whether the node returns another node's tensor: a checkpoint's, or one that is tapped."""
+    return TAP in node.meta or is_of_checkpoint(node, checkpoints)
+
+
+def is_of_checkpoint(node: fx.Node, checkpoints: Mapping[fx.Node, Any]) -> bool:
+    """Whether the node is a result of a checkpoint, made by a node of its body."""
+    return (
+        node.op == "call_function"
+        and node.target is operator.getitem
+        and (node.args[0] in checkpoints)
+    )
+
+
+def meant_name(node: fx.Node) -> str:
+    """Name of the tensor that a node makes, without the suffix for its units."""
+    # Before a change of units, by a gauge or by rules, a tensor has its name and a suffix.
+    return tensor_name(node).partition(":")[0]
+
+
+def _returned(output: fx.Node) -> tuple[Any, ...]:
+    (returned,) = output.args
+    return tuple(returned) if isinstance(returned, (tuple, list)) else (returned,)

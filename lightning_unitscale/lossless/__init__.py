@@ -1,0 +1,1 @@
+"""Lossless unit scaling of captured graphs, at depth "all", and what both depths share."""

@@ -1,0 +1,155 @@
+"""How far operands and gradients have drifted from the gauge, measured in the observed variant."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, fx
+
+from lightning_unitscale.functional.change_units import takes_true_derivatives
+from lightning_unitscale.graph.nodes import INTERNAL
+from lightning_unitscale.graph.passes import StepGraph
+from lightning_unitscale.graph.recorder import TAP, CallRecord, CallRecorder, tap_gradient
+from lightning_unitscale.lossless.calibrate import combined_rms, root_mean_square
+from lightning_unitscale.lossless.fp8_range import (
+    NUM_SHARES,
+    Direction,
+    Shares,
+    Unrepresentable,
+    stored_shares,
+    unrepresentable_among,
+)
+from lightning_unitscale.lossless.gauge import Gauge
+from lightning_unitscale.lossless.units import Edit
+
+# The range that lossless unit scaling promises for the stored RMS of an operand.
+LOW, HIGH = 0.25, 4.0
+
+
+@dataclass(frozen=True)
+class Drift:
+    """RMS of every tensor with units of its own, by name in the gauge.
+
+    Attributes:
+        forward: RMS as the model means it.
+        backward: RMS of the gradient as the model means it.
+        outside: Tensors whose stored RMS has left [1/4, 4], with that RMS.
+        unrepresentable: What FP8 no longer represents, though its RMS is within that range.
+    """
+
+    forward: Mapping[str, float] = field(default_factory=dict)
+    backward: Mapping[str, float] = field(default_factory=dict)
+    outside: Mapping[str, float] = field(default_factory=dict)
+    unrepresentable: Unrepresentable = field(default_factory=Unrepresentable)
+
+
+@dataclass(frozen=True)
+class _Call:
+    # Names of what the rows of each direction are of, with the exponents of their units.
+    units: Mapping[Direction, tuple[tuple[str, int], ...]]
+    record: CallRecord
+
+
+class DriftProbes:
+    """Measures stored operands, and gradients arriving at products, at the scales of a graph.
+
+    Args:
+        gauge: Gives the current gauge.
+        measures_range: Whether to measure what FP8 would lose as well.
+    """
+
+    def __init__(self, gauge: Callable[[], Gauge], *, measures_range: bool = False) -> None:
+        self._gauge = gauge
+        self._measures_range = measures_range
+        self._calls: list[_Call] = []
+
+    def insert(self, graph: StepGraph, applied: Sequence[tuple[Edit, fx.Node]]) -> None:
+        """Add the measurements to a rewritten graph; those inside checkpoints are left out."""
+        inside = set(graph.graph.nodes)
+        forward = [pair for pair in applied if pair[0].forward_name and pair[1] in inside]
+        backward = [pair for pair in applied if pair[0].backward_name and pair[1] in inside]
+        count = max(len(forward), len(backward))
+        if not count:
+            return
+
+        def on_record(record: CallRecord) -> None:
+            gauge = self._gauge()
+            units = tuple((str(e.forward_name), e.forward_unit.exponent(gauge)) for e, _ in forward)
+            arriving = (str(edit.backward_name) for edit, _ in backward)
+            gammas = tuple((name, gauge.pair(name).log2_gamma) for name in arriving)
+            self._calls.append(_Call({"forward": units, "backward": gammas}, record))
+
+        width = 1 + NUM_SHARES if self._measures_range else 1
+        recorder = CallRecorder(graph, count, width, on_record)
+        for row, (_, node) in enumerate(backward):
+            # Between the product and its scale: there the gradient is as it is stored.
+            slot, product = recorder.slot(row), node.args[0]
+            with graph.graph.inserting_before(node):
+                probe = graph.graph.call_function(_tap, (product, slot))
+            probe.meta.update(node.meta)
+            probe.meta[INTERNAL] = probe.meta[TAP] = True
+            node.args = (probe, *node.args[1:])
+        rows = []
+        for index in range(count):
+            # A part of a cut graph may have nothing but gradients to measure.
+            source = (forward or backward)[index % len(forward or backward)][1]
+            with graph.graph.inserting_after(source):
+                rows.append(graph.graph.call_function(_row, (source, width, "forward")))
+        recorder.finish(rows)
+
+    def clear(self) -> None:
+        """Forget what was measured."""
+        self._calls.clear()
+
+    def take(self) -> Drift | None:
+        """What was measured since the last call, or ``None``; one transfer from the device."""
+        calls, self._calls = self._calls, []
+        if not calls:
+            return None
+        rows = [part for call in calls for part in (call.record.forward, call.record.backward)]
+        width = rows[0].shape[-1]
+        numbers = torch.cat([part.flatten().to(rows[0].device) for part in rows]).view(-1, width)
+        left = iter(numbers.tolist())
+        true: dict[Direction, dict[str, list[float]]] = {"forward": {}, "backward": {}}
+        outside: dict[str, float] = {}
+        shares: list[Shares] = []
+        for call in calls:
+            count = len(call.record.forward)
+            for direction, units in call.units.items():
+                measured = list(itertools.islice(left, count))
+                for (name, exponent), (rms, *lost) in zip(units, measured, strict=False):
+                    if not math.isfinite(rms) or rms <= 0.0:
+                        continue
+                    true[direction].setdefault(name, []).append(math.ldexp(rms, exponent))
+                    if not LOW <= rms <= HIGH:
+                        outside[name] = rms
+                    elif lost:
+                        shares.append((direction, name, lost))
+        forward, backward = (
+            {name: combined_rms(values) for name, values in values_of.items()}
+            for values_of in true.values()
+        )
+        return Drift(forward, backward, outside, unrepresentable_among(shares))
+
+
+def _tap(tensor: Tensor, slot: Tensor) -> Tensor:
+    width = slot.numel()
+
+    def row_of(gradient: Tensor) -> Tensor:
+        if takes_true_derivatives():
+            # It is not in the units that it would be judged by; a row of zeros says nothing.
+            return gradient.new_zeros(width)
+        return _row(gradient, width, "backward")
+
+    return tap_gradient(tensor, slot, row_of)
+
+
+def _row(tensor: Tensor, width: int, direction: Direction) -> Tensor:
+    rms = root_mean_square(tensor).reshape(1)
+    if width == 1:
+        return rms
+    return torch.cat([rms, stored_shares(tensor, direction).to(rms.dtype)])

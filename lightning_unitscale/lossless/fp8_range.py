@@ -1,0 +1,120 @@
+"""Find the products that would lose more than rounding in FP8, while their units are measured.
+
+A tensor near RMS 1 fits into FP8 unless its elements differ too much among themselves: a few of
+them are many hundred times the RMS, as the massive activations of some language models are, or
+most of them are nearly zero next to the others.
+
+References:
+    Sun et al., "Massive Activations in Large Language Models" (arXiv 2402.17762); Blake et al.,
+    "u-muP" (arXiv 2407.17465), section 4.2, which keeps the layers known for it out of FP8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from lightning_unitscale.formats import E4M3FN, E5M2, NumberFormat
+from lightning_unitscale.lossless.gauge import MAX_LOG2_SIGMA
+
+Direction = Literal["forward", "backward"]
+
+# An element beyond the range is a wrong number, not a rounded one: not a single one is accepted.
+# One that becomes zero was worth less than 2**-10 of the RMS: only many of them matter.
+MAX_FLUSHED = 0.25
+
+# The formats that a tensor may be cast to, from the finest on.
+FORMATS: dict[Direction, tuple[NumberFormat, ...]] = {
+    "forward": (E4M3FN,),
+    "backward": (E4M3FN, E5M2),
+}
+# Shares per tensor that describe what FP8 would lose of it, in either direction.
+NUM_SHARES = 4
+# Direction, name in the gauge, and for each of the formats the shares beyond the range and flushed.
+Shares = tuple[Direction, str, Sequence[float]]
+
+
+@dataclass(frozen=True)
+class Unrepresentable:
+    """What FP8 cannot represent, by the name of the product, with the reason.
+
+    Attributes:
+        products: Products that are better kept out of FP8.
+        gradients: Products that are not, but whose gradients need E5M2's range.
+    """
+
+    products: Mapping[str, str] = field(default_factory=dict)
+    gradients: Mapping[str, str] = field(default_factory=dict)
+
+    def without(self, other: Unrepresentable) -> Unrepresentable:
+        """Those that are not in ``other``."""
+        return Unrepresentable(
+            {name: why for name, why in self.products.items() if name not in other.products},
+            {name: why for name, why in self.gradients.items() if name not in other.gradients},
+        )
+
+
+def unrepresentable_among(shares: Iterable[Shares]) -> Unrepresentable:
+    """What does not fit, by what formats would lose of it: see :func:`lost_shares`."""
+    products: dict[str, str] = {}
+    gradients: dict[str, str] = {}
+    for direction, name, numbers in shares:
+        product = name.partition(":")[0]
+        what = name.rpartition(":")[2] if direction == "forward" else "gradient"
+        pairs = zip(numbers[::2], numbers[1::2], FORMATS[direction], strict=False)
+        *narrow, (beyond, flushed, widest) = pairs
+        if beyond > 0.0:
+            products[product] = _beyond(beyond, what, widest)
+        elif flushed > MAX_FLUSHED:
+            products.setdefault(product, _flushed(flushed, what, widest))
+        for beyond, flushed, format in narrow:
+            if beyond > 0.0:
+                gradients[product] = _beyond(beyond, what, format)
+            elif flushed > MAX_FLUSHED:
+                gradients.setdefault(product, _flushed(flushed, what, format))
+    return Unrepresentable(products, gradients)
+
+
+def lost_shares(tensor: Tensor, rms: Tensor, direction: Direction) -> Tensor:
+    """What formats would lose of a tensor in units of the power of two nearest to its RMS.
+
+    Args:
+        tensor: Floating point, of any shape.
+        rms: Its RMS, 0-d.
+        direction: Which has the formats of ``FORMATS``.
+
+    Returns:
+        Shape ``(NUM_SHARES,)``: for each format the share of elements that are beyond the range,
+        and the share of those other than zero that would become zero; zeros for the rest, and for
+        a tensor without a finite RMS above zero.
+    """
+    usable = rms.isfinite() & (rms > 0)
+    exponent = torch.log2(torch.where(usable, rms, 1.0)).round()
+    unit = torch.exp2(exponent.clamp(-MAX_LOG2_SIGMA, MAX_LOG2_SIGMA)).float()
+    return torch.where(usable, stored_shares(tensor.float() / unit, direction), 0.0)
+
+
+def stored_shares(tensor: Tensor, direction: Direction) -> Tensor:
+    """What formats would lose of a tensor as it is: :func:`lost_shares` without units."""
+    magnitudes = tensor.abs().float()
+    is_some = magnitudes > 0
+    count = is_some.sum().clamp(min=1)
+    shares = []
+    for format in FORMATS[direction]:
+        beyond = (magnitudes > format.overflow_threshold).sum() / max(tensor.numel(), 1)
+        flushed = (is_some & (magnitudes <= format.flush_threshold)).sum() / count
+        shares += [beyond, flushed]
+    nothing = torch.zeros_like(shares[0])
+    return torch.stack([*shares, *[nothing] * (NUM_SHARES - len(shares))])
+
+
+def _beyond(share: float, what: str, format: NumberFormat) -> str:
+    return f"{share:.2g} of its {what} is beyond {format}'s range"
+
+
+def _flushed(share: float, what: str, format: NumberFormat) -> str:
+    return f"{share:.0%} of its {what} would be zero in {format}"

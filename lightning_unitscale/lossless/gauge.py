@@ -1,0 +1,251 @@
+"""The gauge: a pair of powers of two per tensor, and the factors that a graph needs of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from tabulate import tabulate
+from torch import Tensor
+
+# A factor of a product combines two sigmas, or a sigma and a gamma; within these bounds every such
+# factor and its inverse is a normal FP32 number, so that multiplying by it is exact.
+MAX_LOG2_SIGMA = 60
+MAX_LOG2_GAMMA = 60
+_MAX_LOG2_FACTOR = 126
+
+
+@dataclass(frozen=True)
+class GaugePair:
+    """Units of one tensor, as exponents of two.
+
+    Attributes:
+        log2_sigma: The forward value is stored as ``x * 2**-log2_sigma``.
+        log2_gamma: The gradient is stored as ``g * 2**-log2_gamma``.
+    """
+
+    log2_sigma: int = 0
+    log2_gamma: int = 0
+
+    @staticmethod
+    def of_rms(value: float, gradient: float) -> GaugePair:
+        """The powers of two nearest to the RMS of a tensor and of its gradient."""
+        return GaugePair(
+            nearest_exponent(value, MAX_LOG2_SIGMA), nearest_exponent(gradient, MAX_LOG2_GAMMA)
+        )
+
+
+_UNIT = GaugePair()
+
+
+@dataclass(frozen=True)
+class OfParameter:
+    """Key in a gauge of the units in which a parameter and its gradient are held.
+
+    Attributes:
+        fqn: The parameter's path in the module.
+    """
+
+    fqn: str
+
+    def __str__(self) -> str:
+        return f"the parameter {self.fqn}"
+
+
+Key = str | OfParameter
+
+
+@dataclass(frozen=True)
+class Gauge(Mapping[str, GaugePair]):
+    """A frozen mapping from tensor names to their :class:`GaugePair`; unknown names have units 1.
+
+    Operands of a product are named ``product:role``, such as ``blocks.0.mlp.linear:weight``.
+
+    Attributes:
+        pairs: Units of the tensors that a step computes, the items of the mapping.
+        parameters: Units in which parameters are held, by their path in the module.
+
+    Examples:
+        >>> gauge = Gauge({"head.linear:input": GaugePair(log2_sigma=-3)})
+        >>> gauge["head.linear:input"].log2_sigma
+        -3
+    """
+
+    pairs: Mapping[str, GaugePair] = field(default_factory=dict)
+    parameters: Mapping[str, GaugePair] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("pairs", "parameters"):
+            object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
+
+    def __getitem__(self, name: str) -> GaugePair:
+        return self.pairs[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.pairs)
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def __hash__(self) -> int:
+        return hash((frozenset(self.pairs.items()), frozenset(self.parameters.items())))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Gauge:
+        return self
+
+    def __reduce__(self) -> Any:
+        return Gauge, (dict(self.pairs), dict(self.parameters))
+
+    def pair(self, key: Key) -> GaugePair:
+        """Units of a tensor or a parameter, 1 when the gauge does not know it."""
+        if isinstance(key, OfParameter):
+            return self.parameters.get(key.fqn, _UNIT)
+        return self.pairs.get(key, _UNIT)
+
+    def updated(self, other: Mapping[str, GaugePair]) -> Gauge:
+        """This gauge with the pairs of ``other`` in place of its own."""
+        return Gauge({**self.pairs, **other}, self.parameters)
+
+    @staticmethod
+    def of_rms(forward: Mapping[str, float], backward: Mapping[str, float]) -> Gauge:
+        """The powers of two nearest to the RMS of values and of gradients, by their names."""
+        return Gauge(
+            {
+                name: GaugePair.of_rms(forward.get(name, 0.0), backward.get(name, 0.0))
+                for name in (*forward, *backward)
+            }
+        )
+
+    def state(self) -> dict[str, tuple[int, int]]:
+        """Plain numbers for a checkpoint: name to ``(log2_sigma, log2_gamma)``."""
+        return {name: (pair.log2_sigma, pair.log2_gamma) for name, pair in self.pairs.items()}
+
+    @staticmethod
+    def from_state(state: Mapping[str, tuple[int, int]]) -> Gauge:
+        """The gauge that :meth:`state` described."""
+        return Gauge({name: GaugePair(int(s), int(g)) for name, (s, g) in state.items()})
+
+    def __str__(self) -> str:
+        rows = [(name, sigma, gamma) for name, (sigma, gamma) in self.state().items()]
+        return tabulate(rows, headers=("tensor", "log2 sigma", "log2 gamma"))
+
+
+def nearest_exponent(rms: float, limit: int) -> int:
+    """Exponent of the power of two nearest to ``rms``; 0 for zero, NaN, inf and empty tensors."""
+    if not math.isfinite(rms) or rms <= 0.0:
+        return 0
+    return max(-limit, min(limit, round(math.log2(rms))))
+
+
+@dataclass(frozen=True)
+class Factor:
+    """A power of two as an integer combination of exponents of the gauge.
+
+    Attributes:
+        sigmas: ``(key, coefficient)`` of forward units.
+        gammas: ``(key, coefficient)`` of gradient units.
+        constant: Exponent added to the combination.
+    """
+
+    sigmas: tuple[tuple[Key, int], ...] = ()
+    gammas: tuple[tuple[Key, int], ...] = ()
+    constant: int = 0
+
+    def exponent(self, gauge: Gauge) -> int:
+        """Exponent of the factor under ``gauge``."""
+        return (
+            self.constant
+            + sum(c * gauge.pair(key).log2_sigma for key, c in self.sigmas)
+            + sum(c * gauge.pair(key).log2_gamma for key, c in self.gammas)
+        )
+
+    def __mul__(self, other: Factor) -> Factor:
+        return Factor(
+            _merged(self.sigmas + other.sigmas),
+            _merged(self.gammas + other.gammas),
+            self.constant + other.constant,
+        )
+
+    def __truediv__(self, other: Factor) -> Factor:
+        return self * other.inverse()
+
+    def inverse(self) -> Factor:
+        """The factor that undoes this one."""
+        return Factor(
+            tuple((key, -c) for key, c in self.sigmas),
+            tuple((key, -c) for key, c in self.gammas),
+            -self.constant,
+        )
+
+
+def _merged(terms: tuple[tuple[Key, int], ...]) -> tuple[tuple[Key, int], ...]:
+    """One term a key, none with coefficient 0: equal factors compare equal, and 1 is seen as 1."""
+    total: dict[Key, int] = {}
+    for key, coefficient in terms:
+        total[key] = total.get(key, 0) + coefficient
+    return tuple(sorted(((key, c) for key, c in total.items() if c), key=lambda term: str(term[0])))
+
+
+def sigma(key: Key) -> Factor:
+    """The forward unit of a tensor."""
+    return Factor(sigmas=((key, 1),))
+
+
+def gamma(key: Key) -> Factor:
+    """The gradient unit of a tensor."""
+    return Factor(gammas=((key, 1),))
+
+
+ONE = Factor()
+
+
+class FactorTable:
+    """The factors of one graph, as one small device tensor that the graph takes as input.
+
+    Rows are added while the graph is rewritten; :meth:`tensor` then makes the vector of a gauge. It
+    is a new tensor for each gauge: a backward pass still under way keeps its old factors.
+
+    Args:
+        device: Where the vector lives.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._rows: dict[Factor, int] = {}
+        self._last: tuple[Gauge, Tensor] | None = None
+
+    def row(self, factor: Factor) -> int:
+        """Row of a factor; equal factors share one."""
+        return self._rows.setdefault(factor, len(self._rows))
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def tensor(self, gauge: Gauge) -> Tensor:
+        """The factors under ``gauge``, FP32 of shape ``(number of factors,)``."""
+        if self._last is None or self._last[0] is not gauge:
+            powers = [_exact_power(factor, gauge) for factor in self._rows]
+            vector = torch.tensor(powers, dtype=torch.float32, device=self._device)
+            self._last = (gauge, vector)
+        return self._last[1]
+
+
+def _exact_power(factor: Factor, gauge: Gauge) -> float:
+    """The factor as a normal FP32 number.
+
+    Raises:
+        RuntimeError: If there is none: clamping it would change what the model computes.
+    """
+    exponent = factor.exponent(gauge)
+    if abs(exponent) > _MAX_LOG2_FACTOR:
+        names = ", ".join(str(key) for key, _ in (*factor.sigmas, *factor.gammas))
+        raise RuntimeError(
+            f"factor=2**{exponent} between {names}: beyond FP32, so the units of these tensors "
+            f"cannot be converted exactly; expected an exponent within +-{_MAX_LOG2_FACTOR}; look "
+            "for a tensor that vanishes or explodes, or use depth='products'."
+        )
+    return math.ldexp(1.0, exponent)

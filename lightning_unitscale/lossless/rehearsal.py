@@ -1,0 +1,278 @@
+"""Measure the units of a captured step: in a rehearsal that is undone, or in real calls."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_unitscale.capture.captured_step import CapturedStep
+from lightning_unitscale.capture.graph_call import Interpreter, NotOneGraphError
+from lightning_unitscale.capture.rollback import detached_copy, find_once_only, restoring
+from lightning_unitscale.lossless.calibrate import (
+    Calibrator,
+    Measured,
+    find_loss,
+    full_precision,
+    in_full_precision,
+    root_mean_square,
+    runs_in_fp16,
+)
+from lightning_unitscale.lossless.gauge import Gauge, GaugePair
+from lightning_unitscale.lossless.rewrite import LosslessUnitScale
+
+# Pairs of an output and a gradient for it.
+Seeds = Callable[[Any], Sequence[tuple[Tensor, Tensor]]]
+Reduce = Callable[[Calibrator], tuple[Mapping[str, float], Mapping[str, float]]]
+
+
+def calibrate(
+    step: CapturedStep,
+    rewrite: LosslessUnitScale,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    seed_gradient: float = 1.0,
+    results: Reduce = Calibrator.results,
+    backward: bool = True,
+    seeds: Seeds | None = None,
+) -> Mapping[str, float] | None:
+    """Rehearse a step forward and backward, set the measured gauge, undo the rest.
+
+    A module in FP16, or under autocast to it, is rehearsed in FP32 as well.
+
+    Args:
+        step: The captured step.
+        rewrite: The pass that gets the gauge.
+        args: Positional arguments; the step gets a copy.
+        kwargs: Keyword arguments; the step gets a copy.
+        seed_gradient: Gradient of the loss (a loss scale, one over the accumulated batches).
+        results: Reads the calibrator; a place to agree across ranks.
+        backward: Whether to run a backward pass, if the step returns a loss.
+        seeds: Makes gradients for what a step without a loss returns.
+
+    Returns:
+        RMS of the gradient of each parameter; ``None`` where there was nothing to start a backward
+        pass from.
+    """
+    module = step.owner.module
+
+    def measure(*, is_wide: bool) -> Mapping[str, float] | None:
+        calibrator = rewrite.calibrator()
+        with (
+            full_precision(module) if is_wide else contextlib.nullcontext(),
+            torch.enable_grad() if backward else contextlib.nullcontext(),
+            rehearsed(step, calibrator, args, kwargs, is_wide=is_wide, wants_output=backward) as (
+                output,
+                inputs,
+            ),
+        ):
+            loss = find_loss(output) if backward else None
+            measured: Mapping[str, float] | None = None
+            if loss is not None:
+                seeded = [(loss, torch.full_like(loss, seed_gradient))]
+                measured = _backward(seeded, module, inputs)
+            elif backward and seeds is not None:
+                measured = _backward(seeds(output), module, inputs)
+        calibrator.release()
+        forward, gradients = results(calibrator)
+        rewrite.update_gauge(forward, gradients)
+        return measured
+
+    measured = measure(is_wide=False)
+    if not runs_in_fp16(module):
+        return measured
+    # What FP16 loses measures as zero. Tensors that are there in FP16 only (autocast may choose
+    # other kernels) keep what was measured above.
+    try:
+        wide = measure(is_wide=True)
+    except RuntimeError as error:
+        warnings.warn(
+            f"{type(module).__name__}.{step.name}: it runs in FP16 and not in FP32 "
+            f"({str(error).splitlines()[0]}), so units are measured in FP16, where small "
+            "gradients are zero; expected a step without casts to torch.float16 of its "
+            "own; use tensor.to(other.dtype) for them.",
+            stacklevel=2,
+        )
+        return measure(is_wide=False)  # the error has discarded what was captured
+    return None if measured is None else {**measured, **(wide or {})}
+
+
+@contextlib.contextmanager
+def rehearsed(
+    step: CapturedStep,
+    interpreter: Interpreter,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    is_wide: bool = False,
+    wants_output: bool = False,
+) -> Iterator[tuple[Any, Any]]:
+    """What a step returns with ``interpreter`` running its graphs; undone at the end of the block.
+
+    A step that is one graph is not called: the graph runs on the inputs of the call. Where it is
+    several, or its loss cannot be told from the graph, the user's code runs on copies.
+
+    Args:
+        step: The captured step.
+        interpreter: Runs its graphs.
+        args: Positional arguments of the call.
+        kwargs: Keyword arguments of the call.
+        is_wide: Whether FP16 tensors among the arguments become FP32.
+        wants_output: Whether to find what the step returns, for a backward pass from it.
+
+    Yields:
+        The output, and the inputs whose gradients it may have.
+    """
+    module = step.owner.module
+
+    def widened(value: Any) -> Any:
+        return in_full_precision(value) if is_wide else value
+
+    with restoring(module, parameters=False):
+        wide_args, wide_kwargs = widened((args, dict(kwargs)))
+        try:
+            call = step.graph_call(*wide_args, **wide_kwargs)
+            reason = "several of its results have gradients"
+        except NotOneGraphError as error:
+            call, reason = None, str(error)
+        if call is not None and (not wants_output or len(call.differentiable) == 1):
+            with call.rehearsing() as (run, inputs):
+                outputs = run(interpreter)
+                yield (outputs[call.differentiable[0]] if wants_output else None), inputs
+            return
+    if (once_only := find_once_only(module)) is not None:
+        warnings.warn(
+            f"{type(module).__name__}.{step.name}: its first call runs twice, once to measure, "
+            f"since it is not one graph whose loss is known ({reason}), and what it reads from "
+            f"{once_only} cannot be put back; expected a step that takes its data from the batch; "
+            "let train_dataloader return all loaders.",
+            stacklevel=2,
+        )
+    with restoring(module):
+        copied_args, copied_kwargs = widened(detached_copy((args, dict(kwargs))))
+        output = step.rehearse(interpreter, *copied_args, **copied_kwargs)
+        yield output, (copied_args, copied_kwargs)
+
+
+def _backward(
+    seeded: Sequence[tuple[Tensor, Tensor]], module: nn.Module, inputs: Any
+) -> Mapping[str, float]:
+    """Gradients without touching ``.grad``: hooks of DDP or of an optimizer must not run."""
+    named = [(name, param) for name, param in module.named_parameters() if param.requires_grad]
+    leaves: list[Tensor] = [param for _, param in named]
+    leaves += [
+        leaf
+        for leaf in torch.utils._pytree.tree_leaves(inputs)
+        if isinstance(leaf, Tensor) and leaf.requires_grad
+    ]
+    if not leaves or not seeded:
+        return {}
+    roots, gradients = zip(*seeded, strict=True)
+    gradients_of = torch.autograd.grad(roots, leaves, gradients, allow_unused=True)
+    rms = {
+        name: root_mean_square(gradient)
+        for (name, _), gradient in zip(named, gradients_of, strict=False)
+        # A complex or a sparse gradient has no unit here.
+        if gradient is not None
+        and gradient.is_floating_point()
+        and gradient.layout is torch.strided
+    }
+    values = torch.stack([value.cpu() for value in rms.values()]).tolist() if rms else []
+    return dict(zip(rms, values, strict=True))
+
+
+class LiveGradients:
+    """Measures real calls until one has had a backward pass, then sets the units of gradients.
+
+    An object rather than a closure, so that a copied module measures its own gradients.
+    """
+
+    def __init__(self, rewrite: LosslessUnitScale) -> None:
+        self.rewrite = rewrite
+        self.calibrator = rewrite.calibrator()
+        self.num_calls = 0
+
+    def attach(self, step: CapturedStep) -> None:
+        """Measure the next calls of a step."""
+        step.interpreter, step.before_call = self.calibrator, self
+
+    def __call__(
+        self, step: CapturedStep, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
+        """Called before each call of the step."""
+        if not torch.is_grad_enabled():
+            step.interpreter = None  # a call that no backward pass can follow needs no units of it
+            return
+        if not self.calibrator.saw_gradients:
+            self.calibrator.clear()
+            step.interpreter = self.calibrator
+            self._warn_of_rounding(step)
+            return
+        _, backward = self.calibrator.results()
+        self.calibrator.release()
+        measured = Gauge.of_rms({}, backward)
+        gauge = self.rewrite.gauge
+        self.rewrite.set_gauge(
+            gauge.updated(
+                {
+                    name: GaugePair(gauge.pair(name).log2_sigma, pair.log2_gamma)
+                    for name, pair in measured.items()
+                }
+            )
+        )
+        step.interpreter = None
+        step.before_call = None
+
+    def _warn_of_rounding(self, step: CapturedStep) -> None:
+        self.num_calls += 1
+        left_out = [graph_pass.name for graph_pass in step.owner.passes if graph_pass.phase.rounds]
+        if self.num_calls == 2 and left_out:
+            warnings.warn(
+                f"{type(step.owner.module).__name__}: it was called again before any backward pass "
+                f"has shown in which units its gradients are, so {', '.join(left_out)} did nothing "
+                "yet; expected a backward pass after the first call, or calls without gradients; "
+                "use torch.no_grad() for inference.",
+                stacklevel=4,
+            )
+
+
+class MeasuredAgain:
+    """Measures, before its first call, the units that a captured step has no names for yet.
+
+    Products have mostly the same names in a graph and at the dispatcher; their units stay.
+
+    Args:
+        rewrite: The pass, whose gauge has the other units.
+    """
+
+    def __init__(self, rewrite: LosslessUnitScale) -> None:
+        self.rewrite = rewrite
+
+    def __call__(
+        self, step: CapturedStep, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
+        """Called before each call of the step."""
+        seen: set[str] = set()
+
+        def unknown(calibrator: Calibrator) -> tuple[Measured, Measured]:
+            forward, backward = calibrator.results()
+            seen.update(name.rpartition(":")[0] for name in forward)
+            gauge = self.rewrite.gauge
+            return (
+                {name: rms for name, rms in forward.items() if name not in gauge},
+                {name: rms for name, rms in backward.items() if name not in gauge},
+            )
+
+        calibrate(step, self.rewrite, args, kwargs, results=unknown)
+        step.before_call = None
+        if step.owner.executor != "eager":
+            step.reset()  # what was rehearsed is of no use to a compiler
+        if not seen <= self.rewrite.gauge.keys():
+            LiveGradients(self.rewrite).attach(step)
+            if step.before_call is not None:
+                step.before_call(step, args, kwargs)

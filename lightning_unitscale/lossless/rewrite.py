@@ -1,0 +1,269 @@
+"""Lossless unit scaling as a graph pass: the same bits, with tensors stored near RMS 1."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any, Literal, get_args
+
+from torch import fx, nn
+
+from lightning_unitscale.arguments import check_choice
+from lightning_unitscale.functional.change_units import takes_true_derivatives
+from lightning_unitscale.graph.matmuls import product_of, unreachable_products
+from lightning_unitscale.graph.nodes import (
+    ELSEWHERE,
+    TRANSFORMED,
+    is_float_tensor,
+    requires_grad,
+    tensor_name,
+)
+from lightning_unitscale.graph.passes import GraphPass, Phase, Region, StepGraph
+from lightning_unitscale.graph.regions import Places
+from lightning_unitscale.lossless.calibrate import Calibrator, Measured
+from lightning_unitscale.lossless.drift import DriftProbes
+from lightning_unitscale.lossless.gauge import (
+    ONE,
+    Factor,
+    FactorTable,
+    Gauge,
+    GaugePair,
+    gamma,
+    sigma,
+)
+from lightning_unitscale.lossless.plan import (
+    StoredUnits,
+    kept_argument,
+    operand_name,
+    operands_to_measure,
+    plan_product,
+    plan_stored,
+    true_arguments,
+)
+from lightning_unitscale.lossless.units import (
+    EDIT,
+    FACTOR,
+    GAUGE,
+    HELD,
+    FactorNodes,
+    Held,
+    NodePlan,
+    Units,
+    apply_plan,
+    held_parameters,
+    is_scale,
+    left_as_they_are,
+    parameter_units,
+)
+
+Depth = Literal["products", "all"]
+_TRUE = Held()
+
+
+class LosslessUnitScale(GraphPass):
+    """Stores tensors in units of a :class:`Gauge` without changing what a step computes.
+
+    Args:
+        depth: ``"products"`` gives units to what matrix products read and to the gradients that
+            arrive at them; ``"all"`` to every tensor of the step that carries a gradient.
+        measures_drift: Whether the observed variant measures ``drift``, which is then to be taken.
+        measures_range: Whether a calibration also finds out what FP8 would lose of each tensor.
+        holds_parameters: Whether parameters, and their gradients, come in the gauge's units of
+            parameters.
+
+    Attributes:
+        gauge: The current units, which only the methods of this class replace.
+        is_running: Whether a step of the module runs as captured graphs at this moment.
+    """
+
+    name = "lossless unit scale"
+    phase = Phase.REWRITE
+
+    def __init__(
+        self,
+        depth: Depth = "products",
+        *,
+        measures_drift: bool = True,
+        measures_range: bool = False,
+        holds_parameters: bool = False,
+    ) -> None:
+        advice = "pass depth='products' for FP8 products, depth='all' for FP16"
+        check_choice("depth", depth, get_args(Depth), "unknown depth", advice)
+        self.depth = depth
+        self.out_of_place = self.needs_graph = depth == "all"
+        self.observes = measures_drift
+        self.measures_range = measures_range
+        self.holds_parameters = holds_parameters
+        self.gauge = Gauge()
+        self.is_running = False
+        self.drift = DriftProbes(self._gauge_in_force, measures_range=measures_range)
+
+    def run(self, graph: StepGraph) -> tuple[str, ...]:
+        """Rewrite one graph."""
+        plans = [plan for region in graph.regions() for plan in self._plans(region)]
+        table = FactorTable(graph.device)
+        for plan in plans:
+            for factor in plan.factors():
+                table.row(factor)
+        if not len(table):
+            return (
+                "no matrix product of floating-point tensors",
+                *left_as_they_are(_unreachable(graph)),
+            )
+        vector = graph.add_state(
+            "factors", lambda: table.tensor(self.gauge), table.tensor(self.gauge)
+        )
+        factor_nodes = FactorNodes(vector, table.row)
+        held = self._held(graph)
+        applied = [scale for plan in plans for scale in apply_plan(plan, factor_nodes)]
+        graph.notes[GAUGE] = lambda: self.gauge
+        graph.notes[HELD] = held
+        if graph.observed and self.observes:
+            self.drift.insert(graph, applied)
+        return tuple(self._changes(graph, plans, len(applied)))
+
+    def observe_part(self, graph: StepGraph) -> None:
+        """Measure the drift at the scales of a part of a graph that was rewritten whole."""
+        if self.observes:
+            applied = [
+                (node.meta[EDIT], node)
+                for node in graph.graph.nodes
+                if EDIT in node.meta and ELSEWHERE not in node.meta and is_scale(node)
+            ]
+            self.drift.insert(graph, applied)
+
+    def report(self) -> str:
+        """What ``explain()`` says of the pass, beside what it did to each graph."""
+        if not takes_true_derivatives():
+            return ""
+        return (
+            "A backward pass was recorded (create_graph=True): since then gradients are in the "
+            "units of their values, so that second derivatives are those of the plain step."
+        )
+
+    def set_gauge(self, pairs: Mapping[str, GaugePair]) -> None:
+        """Set the units of tensors from the next call on; nothing is recaptured or recompiled."""
+        self.gauge = Gauge(pairs, self.gauge.parameters)
+
+    def set_parameter_units(self, units: Mapping[str, GaugePair]) -> None:
+        """Set the units in which parameters are held, by their path in the module."""
+        self.gauge = Gauge(self.gauge.pairs, units)
+
+    def before_step(self, module: nn.Module) -> None:
+        """Called before each call of a captured step of ``module``."""
+        self.is_running = True
+
+    def after_step(self, module: nn.Module, result: Any) -> None:
+        """Called after each call that returned ``result``."""
+        self.is_running = False
+
+    def calibrator(self) -> Calibrator:
+        """A fresh calibrator for what this pass needs to know."""
+        is_all = self.depth == "all"
+        return Calibrator(
+            operands_to_measure,
+            _tensor_with_units if is_all else _name_of_product,
+            measures_results=is_all,
+            measures_range=self.measures_range,
+        )
+
+    def update_gauge(self, forward: Measured, backward: Measured) -> None:
+        """Set the units of all that was measured; the others stay as they are."""
+        self.set_gauge(self.gauge.updated(Gauge.of_rms(forward, backward)))
+
+    def __deepcopy__(self, memo: dict[int, object]) -> LosslessUnitScale:
+        new = LosslessUnitScale(
+            self.depth,
+            measures_drift=self.observes,
+            measures_range=self.measures_range,
+            holds_parameters=self.holds_parameters,
+        )
+        memo[id(self)] = new
+        new.gauge = self.gauge
+        return new
+
+    def _gauge_in_force(self) -> Gauge:
+        return self.gauge  # a method, unlike a lambda, can be sent to the processes of ddp_spawn
+
+    def _plans(self, region: Region) -> Iterator[NodePlan]:
+        # Tensors that cross a checkpoint's boundary stay in true units, so only products inside.
+        if self.depth == "all" and region.parent is None:
+            yield from plan_stored(region, self.gauge, holds_parameters=self.holds_parameters)
+            return
+        units = parameter_units(region.graph) if self.holds_parameters else Units()
+        for node in list(region.graph.nodes):
+            product = product_of(node)
+            if product is not None:
+                yield plan_product(product, region, self.gauge, units)
+            elif self.holds_parameters and any(map(units.has_own, node.all_input_nodes)):
+                yield NodePlan(node, region, tuple(true_arguments(node, units)))
+
+    def _held(self, graph: StepGraph) -> dict[str, Held]:
+        """In which units each tensor is stored, by its name; read before the graph is rewritten."""
+        held: dict[str, Held] = {}
+        if self.depth == "all":
+            units = StoredUnits(graph.graph, holds_parameters=self.holds_parameters)
+            held = {
+                tensor_name(node): Held(units.sigma(node), units.gamma(node), in_graph=True)
+                for node in graph.graph.nodes
+                if units.owner(node) is not None
+            }
+        elif self.holds_parameters:
+            held = {
+                tensor_name(node): Held(sigma(key), gamma(key), in_graph=True)
+                for node, key in held_parameters(graph.graph).items()
+            }
+        places = Places(graph)
+        for region in places.regions:
+            if self.depth == "products" or region.parent is not None:
+                _add_held_for_products(held, region, places)
+        return held
+
+    def _changes(self, graph: StepGraph, plans: list[NodePlan], num_scales: int) -> Iterator[str]:
+        products = sum(product_of(plan.node) is not None for plan in plans)
+        yield f"{products} products on operands in their own units, {num_scales} scales inserted"
+        yield from left_as_they_are(_unreachable(graph))
+
+
+def _unreachable(graph: StepGraph) -> list[fx.Node]:
+    return [node for region in graph.regions() for node in unreachable_products(region.graph)]
+
+
+def _add_held_for_products(held: dict[str, Held], region: Region, places: Places) -> None:
+    """Units in which the products of a region read their operands and meet their gradients."""
+    for node in region.graph.nodes:
+        product = product_of(node)
+        if product is None:
+            continue
+        for operand in product.operands:
+            unit = sigma(operand_name(product, operand))
+            # A rule's factor stands between the tensor that is shown and what the product reads.
+            shown = operand.node.all_input_nodes[0] if FACTOR in operand.node.meta else operand.node
+            for read, stored in ((operand.node, unit), (shown, unit / _constant(operand.node))):
+                name = tensor_name(places.origin(region, read))
+                # A tensor that several products read is shown in the units of the first.
+                if held.get(name, _TRUE).sigma == ONE:
+                    held[name] = replace(held.get(name, _TRUE), sigma=stored)
+        arriving = gamma(tensor_name(node))
+        for result in (node, *(reader for reader in node.users if FACTOR in reader.meta)):
+            name = tensor_name(result)
+            stored = arriving if result is node else arriving / _constant(result)
+            held[name] = replace(held.get(name, _TRUE), gamma=stored)
+
+
+def _constant(node: fx.Node) -> Factor:
+    """The power of two nearest to the factor that a rule multiplies by here."""
+    return Factor(constant=round(math.log2(abs(node.meta.get(FACTOR, 1.0)))))
+
+
+def _name_of_product(node: fx.Node) -> str | None:
+    return tensor_name(node) if product_of(node) is not None else None
+
+
+def _tensor_with_units(node: fx.Node) -> str | None:
+    if node.op not in {"call_function", "call_method"} or not is_float_tensor(node):
+        return None
+    if not requires_grad(node) or TRANSFORMED in node.meta or kept_argument(node) is not None:
+        return None
+    return tensor_name(node)

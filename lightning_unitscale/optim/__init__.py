@@ -1,0 +1,1 @@
+"""Optimizers of scaled parameters: learning rates, settings and state."""

@@ -1,0 +1,368 @@
+"""Learning rates and weight decay after scale rules: by which factor, for which optimizer.
+
+Write the stored weight as ``V = W / sigma``, its gradient as ``G = c * g`` with ``g`` the gradient
+that ``W`` had in the plain model (``c`` is the product of all factors on the way back, which nobody
+knows before the first backward pass), and a step as ``W -= lr * U(g, W)``. The step of ``V`` is the
+step of ``W`` divided by ``sigma`` if its rate is ``lr * U(g, W) / (sigma * U(G, V))``:
+
+======================  =============================  =============================  ============
+family                  U(c * g, W / sigma)            which optimizers               rate of V
+======================  =============================  =============================  ============
+scale-invariant         U(g, W)                        Adam, AdamW, NAdam, RAdam,     lr / sigma
+                                                       Adamax, SparseAdam, RMSprop,
+                                                       Adagrad, Lion
+orthogonal              U(g, W)                        Muon                           lr / sigma
+relative                U(g, W) / sigma                Adafactor                      lr
+linear                  c * U(g, W)                    SGD                            unknown: by c
+======================  =============================  =============================  ============
+
+What breaks the invariance is whatever is added to gradients: Adam's ``eps`` changes a step by the
+share eps / RMS(G), which is smaller for unit gradients than it was in the plain model. RAdam's
+first steps (5 at beta2 = 0.999) are those of plain momentum, and follow the table from then on.
+Muon orthogonalizes in BF16, so its steps agree to BF16's rounding unless ``sigma`` is a power of 2.
+
+Refused, since no rate is right: Adadelta and Rprop (step sizes of their own, in units of the
+parameter), ASGD and LBFGS, and optimizers that are not known here.
+
+Decoupled decay shrinks by ``lr * weight_decay``, so the decay is divided by what the rate is
+multiplied by. Decay that is added to the gradient (L2) is linear in SGD, where the same holds. In a
+scale-invariant optimizer it would have to be ``c * sigma * weight_decay``, with the unknown ``c``.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+class Role(enum.Enum):
+    """The role of a parameter, read from the graph (u-muP, arXiv 2407.17465, table 2)."""
+
+    EMBEDDING = "embedding"
+    INPUT = "input"
+    HIDDEN = "hidden"
+    READOUT = "readout"
+    NORM = "norm"
+    BIAS = "bias"
+    OTHER = "other"
+
+
+@dataclass(frozen=True)
+class ParameterInfo:
+    """Role and scale of one parameter.
+
+    Attributes:
+        fqn: Its path in the module.
+        role: Its role; ``OTHER`` for one that the rules leave alone.
+        fan_in: Number of terms in each sum that the weight takes part in.
+        fan_out: Number of features that it makes; the length of a bias or a norm weight.
+        model_width: Width of the residual stream, or of the embedding itself.
+        num_residuals: Number of residual branches in the model, if the parameter is inside one;
+            0 outside of them.
+        sigma: RMS that the parameter had: the stored one is it divided by ``sigma`` (1 where it
+            was left as it was).
+        output_scale: Factor that the graph puts on what the parameter makes: a bias is multiplied
+            by it.
+        is_tied: Whether it has a second role (an embedding that is the readout too).
+    """
+
+    fqn: str
+    role: Role
+    fan_in: int
+    fan_out: int
+    model_width: int
+    num_residuals: int = 0
+    sigma: float = 1.0
+    output_scale: float = 1.0
+    is_tied: bool = False
+
+
+Method = Literal["match", "u-mup"]
+METHODS = ("match", "u-mup")
+# More than this share of a weight in every step is a decay that was meant for AdamW's convention.
+_LARGE_DECAY = 2.0**-8
+
+
+class Family(enum.Enum):
+    """How an optimizer's step depends on the scales of the gradient and of the parameter."""
+
+    SCALE_INVARIANT = "scale-invariant"
+    ORTHOGONAL = "orthogonal"
+    RELATIVE = "relative"
+    LINEAR = "linear"
+
+
+@dataclass(frozen=True)
+class RateFactors:
+    """Factors on the settings of one parameter.
+
+    Attributes:
+        lr: Factor on the learning rate.
+        weight_decay: Factor on the weight decay.
+        is_decay_independent: Whether the decay is divided by the group's peak rate as well: each
+            step then shrinks the weight by ``weight_decay`` times the schedule's share of its peak.
+        floor: Factor on the smallest parameter RMS that a relative optimizer counts with
+            (Adafactor's second ``eps``), which is in units of the parameter.
+    """
+
+    lr: float = 1.0
+    weight_decay: float = 1.0
+    is_decay_independent: bool = False
+    floor: float = 1.0
+
+
+def _optimizers(*names: str) -> tuple[type[Optimizer], ...]:
+    # Muon came late, and SparseAdam is of use to few: a class that torch lacks is not missed.
+    return tuple(getattr(torch.optim, name) for name in names if hasattr(torch.optim, name))
+
+
+_FAMILIES = {
+    Family.SCALE_INVARIANT: _optimizers(
+        "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "SparseAdam", "RMSprop", "Adagrad"
+    ),
+    Family.ORTHOGONAL: _optimizers("Muon"),
+    Family.RELATIVE: _optimizers("Adafactor"),
+    Family.LINEAR: _optimizers("SGD"),
+}
+# Algorithms known by one name wherever they are implemented; decay is decoupled in all of them.
+_FAMILIES_BY_NAME = {"Lion": Family.SCALE_INVARIANT, "Muon": Family.ORTHOGONAL}
+_ADD_DECAY_TO_GRADIENT = _optimizers("SGD", "Adamax", "RMSprop", "Adagrad")
+
+
+def check_method(method: str) -> None:
+    """Refuse an unknown way to scale learning rates.
+
+    Raises:
+        ValueError: If ``method`` is not one of ``METHODS``.
+    """
+    if method not in METHODS:
+        raise ValueError(
+            f"lr_scaling={method!r}: unknown method; expected one of {', '.join(METHODS)}; pass "
+            "'match' to keep each parameter's relative updates."
+        )
+
+
+def family_of(optimizer: Optimizer) -> Family:
+    """The family of an optimizer, by its class.
+
+    Raises:
+        ValueError: If the class belongs to none, so that no rate is known to be right.
+    """
+    for family, classes in _FAMILIES.items():
+        if isinstance(optimizer, classes):
+            return family
+    for cls in type(optimizer).__mro__:
+        if cls.__name__ in _FAMILIES_BY_NAME:
+            return _FAMILIES_BY_NAME[cls.__name__]
+    names = [cls.__name__ for classes in _FAMILIES.values() for cls in classes]
+    raise ValueError(
+        f"optimizer={type(optimizer).__name__}(...): it is not known how its steps follow the "
+        f"scales of gradients and weights; expected one of {', '.join((*names, 'Lion'))} or a "
+        "subclass; use one of them, or pass lr_scaling=None and choose the rates of the scaled "
+        "model yourself."
+    )
+
+
+def is_decay_decoupled(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
+    """Whether weight decay shrinks the weight by itself, instead of being added to the gradient."""
+    if "decoupled_weight_decay" in group:
+        return bool(group["decoupled_weight_decay"])
+    return not isinstance(optimizer, _ADD_DECAY_TO_GRADIENT)
+
+
+def check_group(optimizer: Optimizer, group: Mapping[str, Any], method: Method) -> Family:
+    """The family of an optimizer, if the rates of one of its groups can follow the scale rules.
+
+    Args:
+        optimizer: The optimizer.
+        group: One of its groups.
+        method: ``"match"`` or ``"u-mup"``.
+
+    Raises:
+        ValueError: If they cannot: the class is not known; it is Muon under ``"u-mup"``; or a
+            setting is in units of the gradient under ``"match"`` (decay that is added to the
+            gradient of a scale-invariant optimizer, Adagrad's initial accumulator).
+    """
+    family = family_of(optimizer)
+    name = type(optimizer).__name__
+    if family is Family.ORTHOGONAL and method == "u-mup":
+        # A step of Muon has spectral norm 1 (times its own factor of the shape), not entries of
+        # size 1: with the rule of Adam its share of a weight would shrink as 1/fan_in.
+        raise ValueError(
+            f"optimizer={name}(...): the rates of u-muP are for steps whose entries have a fixed "
+            "size, and those of Muon have a fixed spectral norm; expected lr_scaling='match', "
+            "under which Muon's own rule for the width goes on to hold; pass it."
+        )
+    if family is not Family.SCALE_INVARIANT or method != "match":
+        return family
+    decay = group.get("weight_decay", 0)
+    if decay != 0 and not is_decay_decoupled(optimizer, group):
+        raise ValueError(
+            f"optimizer={name}(weight_decay={decay}): the decay is added to the gradient, whose "
+            "scale the rules change; expected decay that is decoupled from it; use AdamW, or "
+            "decoupled_weight_decay=True where there is one, or weight_decay=0."
+        )
+    accumulated = group.get("initial_accumulator_value", 0)
+    if accumulated != 0:
+        raise ValueError(
+            f"optimizer={name}(initial_accumulator_value={accumulated}): it is added to the "
+            "squared gradient, whose scale the rules change; expected 0; leave it out."
+        )
+    return family
+
+
+def rate_factors(
+    info: ParameterInfo,
+    method: Method,
+    family: Family,
+    *,
+    is_decoupled: bool = True,
+) -> RateFactors:
+    """Factors on the settings of one parameter.
+
+    ``"match"`` keeps the relative update that the parameter had: ``lr / sigma`` for a weight stored
+    as ``W / sigma``, ``lr / s`` for a bias that the graph multiplies by ``s``, and ``lr *
+    weight_decay`` as it was. An optimizer whose steps are a share of the parameter's RMS does so by
+    itself. For the linear family no rate keeps it, and the rate of ``"u-mup"`` is taken: it is
+    bounded for unit gradients, whatever the gradient was before.
+
+    ``"u-mup"`` takes the rates of u-muP, and a decay that is independent of them. A decay that is
+    added to the gradient of a scale-invariant optimizer stays: it competes with a gradient at RMS
+    1, and divided by the rate it would drown it.
+
+    Args:
+        info: Role and scale of the parameter.
+        method: ``"match"`` or ``"u-mup"``.
+        family: The optimizer's family.
+        is_decoupled: Whether weight decay is not added to the gradient.
+
+    Returns:
+        The factors.
+
+    Raises:
+        ValueError: If a scale or a size of ``info`` is not positive and finite.
+
+    References:
+        u-muP (arXiv 2407.17465), table 2, and section 3.1 on independent weight decay.
+    """
+    if method == "match" and family is not Family.LINEAR:
+        scale = _scale(info)
+        if family is Family.RELATIVE:
+            return RateFactors(floor=1 / scale)
+        return RateFactors(lr=1 / scale, weight_decay=scale if is_decoupled else 1.0)
+    lr = u_mup_rate(info)
+    if not is_decoupled and family is not Family.LINEAR:
+        return RateFactors(lr=lr)
+    return RateFactors(lr=lr, weight_decay=1 / lr, is_decay_independent=method == "u-mup")
+
+
+# The size by whose root u-muP divides the rate of each role.
+_SIZES = {
+    Role.EMBEDDING: "model_width",
+    Role.INPUT: "fan_out",
+    Role.HIDDEN: "fan_in",
+    Role.NORM: "fan_out",
+    Role.BIAS: "fan_out",
+}
+
+
+def u_mup_rate(info: ParameterInfo) -> float:
+    """The factor of u-muP on a learning rate near 1; of SGD, it is the one for a free readout.
+
+    The gradient factor of the readout is not tied to its output factor here.
+
+    Args:
+        info: Role, sizes and depth of the parameter.
+
+    Returns:
+        ``width ** -0.5`` for weights of the embedding (width: of the residual stream), an input
+        layer (fan-out) and hidden layers (fan-in), and for norms and biases (their length); 1 for
+        the readout. Inside residual branches it is multiplied by ``num_residuals ** -0.5``.
+
+    Raises:
+        ValueError: If a size that is needed is not positive.
+
+    References:
+        u-muP (arXiv 2407.17465), table 2 and section 4.4 (embedding). Its models have neither
+        biases nor gains, and its code gives both the rate 1. The paper's case for a smaller rate of
+        the embedding is theirs too: a step of a vector moves what it makes by its full size in
+        every direction, while a step of a matrix does so in the few that the data share.
+    """
+    depth = info.num_residuals**-0.5 if info.num_residuals > 0 else 1.0
+    if info.role not in _SIZES:
+        return depth
+    return depth * float(_positive(info, _SIZES[info.role]) ** -0.5)
+
+
+def rate_notes(
+    optimizer: Optimizer, infos: Mapping[Tensor, ParameterInfo], method: Method
+) -> list[str]:
+    """Notes for the user on the rates of an optimizer, to be shown once.
+
+    Args:
+        optimizer: One whose groups passed ``check_group``.
+        infos: Role and scale of each parameter.
+        method: ``"match"`` or ``"u-mup"``.
+
+    Returns:
+        Sentences; empty if everything is as expected.
+    """
+    name = type(optimizer).__name__
+    parameters = [param for group in optimizer.param_groups for param in group["params"]]
+    notes = []
+    if family_of(optimizer) is Family.LINEAR and method == "match":
+        notes.append(
+            f"lr_scaling='match': the steps of {name} are as large as the gradient, which unit "
+            "scaling changes, so no rate makes them what they were; it gets the rates of u-muP, "
+            "and its learning rate wants tuning."
+        )
+    if isinstance(optimizer, torch.optim.RAdam):
+        notes.append(
+            f"{name}: its first steps are not normalized, and with gradients at unit scale they "
+            "are as large as later ones; give them a warm-up."
+        )
+    notes += [
+        f"{info.fqn}: tied to a second role; its rate is that of its role {info.role.value!r}."
+        for info in (infos[param] for param in parameters if param in infos)
+        if info.is_tied
+    ]
+    decays = [float(group.get("weight_decay") or 0.0) for group in optimizer.param_groups]
+    if method == "u-mup" and max(decays, default=0.0) > _LARGE_DECAY:
+        notes.append(
+            f"lr_scaling='u-mup': weight_decay={max(decays):g} is independent of the learning "
+            f"rate: weights shrink by {max(decays):.1%} in every step at the peak rate; u-muP's "
+            "own choice is 2**-13."
+        )
+    unknown = sum(param not in infos and param.requires_grad for param in parameters)
+    if unknown:
+        notes.append(
+            f"{name}: {unknown} of its {len(parameters)} parameters are in no scaled graph; their "
+            "rates stay as they are."
+        )
+    return notes
+
+
+def _scale(info: ParameterInfo) -> float:
+    """The plain parameter over the stored one, as far as its updates are concerned.
+
+    A bias is set to zero, so it has no size of its own: what counts is that its updates reach the
+    sum that it is added to at the size that they had.
+    """
+    return _positive(info, "output_scale" if info.role is Role.BIAS else "sigma")
+
+
+def _positive(info: ParameterInfo, name: str) -> float:
+    value = float(getattr(info, name))
+    if not (math.isfinite(value) and value > 0):
+        raise ValueError(
+            f"{name}={value}: of the parameter {info.fqn!r} with role {info.role.value!r}; "
+            "expected a positive finite number; give it its measured one, or the role 'other'."
+        )
+    return value

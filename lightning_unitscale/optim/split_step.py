@@ -1,0 +1,187 @@
+"""Settings per parameter, without the optimizer's groups being anything but the user's.
+
+While an optimizer steps, a stand-in takes its place: an object of a subclass of its class that
+shares every attribute with it but ``param_groups``, which are the user's split by equal settings.
+``Optimizer.step`` runs its hooks and then calls the class's ``step`` with the arguments that the
+hooks return, the optimizer itself among them (``torch.optim.Optimizer.profile_hook_step``, so since
+torch 2.0 and still in 2.13): the pre-hook returns the stand-in. Nothing of the user's is ever
+exchanged, so there is nothing to put back when a step raises.
+"""
+
+from __future__ import annotations
+
+import abc
+import types
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, ClassVar, Generic, TypeVar
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+Group = dict[str, Any]
+Factors = TypeVar("Factors", bound=Hashable)
+
+# Where the optimizer keeps its SplitStep. Optimizers pickle and copy their state and groups only,
+# so a copy is a plain optimizer.
+_ATTRIBUTE = "_lightning_unitscale_split_step"
+# Set for every part, so what an optimizer writes there could not be given back.
+_SCALED = ("lr", "weight_decay", "eps", "lr_scale")
+_MISSING = object()
+
+
+class SplitStep(abc.ABC, Generic[Factors]):
+    """An optimizer's steps with the user's groups split by equal factors on their settings.
+
+    Args:
+        optimizer: The optimizer.
+
+    Attributes:
+        neutral: The factors that leave a group as it is.
+        advice: Advice in the error for an optimizer that cannot step so.
+    """
+
+    neutral: Factors
+    advice: ClassVar[str]
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._name = type(optimizer).__name__
+        self._groups: list[Group] = []
+        self._parts: list[tuple[Group, list[Group], list[Group]]] = []
+        self._stand_in = _stand_in_for(optimizer, lambda: self._groups)
+        self._removers: list[Any] = []
+
+    @abc.abstractmethod
+    def factors(self, group: Group, index: int) -> Sequence[Factors]:
+        """The factors on the settings of each parameter of the group with this index."""
+
+    @abc.abstractmethod
+    def settings(self, group: Group, index: int, factors: Factors) -> dict[str, Any]:
+        """The settings of a group that differ under some factors.
+
+        Args:
+            group: A group of the user's.
+            index: Its index.
+            factors: Factors on its settings for some of its parameters.
+        """
+
+    def attach(self, optimizer: Optimizer) -> None:
+        """Take part in the steps of the optimizer that it was made for, in place of another one."""
+        attached = vars(optimizer).get(_ATTRIBUTE)
+        if attached is not None:
+            attached.remove()
+        # Within a step that the user compiles they would be traced, and torch 2.11 would go on with
+        # the settings of the first step.
+        self._removers = [
+            optimizer.register_step_pre_hook(torch.compiler.disable(self._before)),
+            optimizer.register_step_post_hook(torch.compiler.disable(self._after)),
+        ]
+        vars(optimizer)[_ATTRIBUTE] = self
+
+    def remove(self) -> None:
+        """Let the optimizer step by itself again; a second call does nothing."""
+        for handle in self._removers:
+            handle.remove()
+        self._removers = []
+        if vars(self._stand_in).get(_ATTRIBUTE) is self:
+            del vars(self._stand_in)[_ATTRIBUTE]
+
+    def _before(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if optimizer is self._stand_in:
+            return None  # a step that calls its base class's, which has hooks as well
+        self._split()
+        _, *rest = args
+        if rest and callable(rest[0]):
+            rest[0] = self._then_split(rest[0])
+        elif callable(kwargs.get("closure")):
+            kwargs = {**kwargs, "closure": self._then_split(kwargs["closure"])}
+        return (self._stand_in, *rest), kwargs
+
+    def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if optimizer is not self._stand_in:
+            self._join()
+
+    def _then_split(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """The closure may set rates or add a group, as Lightning's hooks within it may."""
+
+        def run() -> Any:
+            self._join()
+            result = closure()
+            self._split()
+            return result
+
+        return run
+
+    def _split(self) -> None:
+        self._groups = []
+        self._parts = []
+        groups: list[Group] = vars(self._stand_in)["param_groups"]
+        for index, group in enumerate(groups):
+            positions: dict[Factors, list[int]] = {}
+            for position, factors in enumerate(self.factors(group, index)):
+                positions.setdefault(factors, []).append(position)
+            if positions.keys() <= {self.neutral}:
+                self._groups.append(group)
+                continue
+            parts = [
+                _part(group, chosen, self.settings(group, index, factors))
+                for factors, chosen in positions.items()
+            ]
+            self._groups += parts
+            self._parts.append((group, parts, [dict(part) for part in parts]))
+
+    def _join(self) -> None:
+        """Give the user's groups what the optimizer wrote into their parts."""
+        split, self._parts = self._parts, []
+        for group, parts, built in split:
+            self._write_back(group, parts, built)
+
+    def _write_back(self, group: Group, parts: list[Group], built: list[Group]) -> None:
+        """Copy values that were written into all parts of a group alike."""
+        written = {
+            name
+            for part, before in zip(parts, built, strict=True)
+            for name, value in part.items()
+            if not _is_same(before.get(name, _MISSING), value)
+        }
+        for name in sorted(written):
+            first, *others = (part.get(name, _MISSING) for part in parts)
+            if name in _SCALED or not all(_is_same(first, value) for value in others):
+                raise RuntimeError(
+                    f"optimizer={self._name}(...): its step writes {name!r} into its groups, by "
+                    "each parameter's own settings; expected one value for a group; use another "
+                    f"optimizer, or {self.advice}."
+                )
+            group[name] = first
+
+
+def _part(group: Group, positions: list[int], settings: dict[str, Any]) -> Group:
+    """The parameters at ``positions`` of a group, with settings of their own."""
+    part = {**group, **settings}
+    for name in ("params", "param_names"):
+        if name in group:
+            part[name] = [group[name][position] for position in positions]
+    return part
+
+
+def _stand_in_for(optimizer: Optimizer, groups: Callable[[], list[Group]]) -> Optimizer:
+    """An optimizer that is ``optimizer`` in everything but its groups."""
+    # A property goes before what the shared attributes hold under that name. Some optimizers free
+    # what they hold when they are deleted, which is not for the stand-in to do.
+    body = {"param_groups": property(lambda _: groups()), "__del__": lambda _: None}
+    cls = types.new_class(
+        type(optimizer).__name__, (type(optimizer),), exec_body=lambda names: names.update(body)
+    )
+    stand_in: Optimizer = object.__new__(cls)
+    stand_in.__dict__ = optimizer.__dict__
+    return stand_in
+
+
+def _is_same(first: Any, second: Any) -> bool:
+    if first is second:  # the rule, and the quick way; a compiled step makes new numbers
+        return True
+    if isinstance(first, Tensor) and isinstance(second, Tensor):
+        return torch.equal(first, second)
+    return bool(first == second)

@@ -1,0 +1,207 @@
+"""Balance the stages: costs from the profiler, then a search for the cuts."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+from lightning_unitscale.arguments import check_count
+from lightning_unitscale.dynamo.capture import is_checkpoint, is_higher_order
+from lightning_unitscale.functional.scale import leaving_transforms
+from lightning_unitscale.graph.nodes import op_name
+from lightning_unitscale.pipeline.cuts import insert_mark, keep_items_with_their_tuples, legal_cuts
+from lightning_unitscale.pipeline.dataflow import Recomputable, find_gradients
+from lightning_unitscale.pipeline.program import TensorInfo
+from lightning_unitscale.pipeline.search import Allowed, CutCandidate, choose_cuts, thinned
+from lightning_unitscale.profiler import GraphProfile, MetaInfoProp, NodeCosts
+from lightning_unitscale.profiler.costs import CostModel, default_cost_model
+
+# In ``meta`` of a graph module: the position of the loss among what it returns, if one is known.
+LOSS = "loss"
+
+# At most this many cuts are compared: the search holds a number for each two of them.
+_MOST_CUTS = 1000
+
+
+def balanced_split(
+    num_stages: int,
+    *,
+    bytes_per_second: float | None = None,
+    rank_of: Callable[[int], int] | None = None,
+    num_microbatches: int | None = None,
+) -> BalancedSplit:
+    """A split policy that gives every device the same work, by the profiler's costs.
+
+    Sending counts as well: the cuts are those for which a step is shortest.
+
+    Args:
+        num_stages: How many stages; with 1 nothing is cut.
+        bytes_per_second: Rate at which a boundary's tensors are sent; by default 2e9 between
+            processes on CPUs and 2e10 between GPUs.
+        rank_of: The rank of a stage, if one has several: their sums are balanced then.
+        num_microbatches: Microbatches of a step; the fewer, the more the sum of what is sent
+            counts. By default twice the stages.
+
+    Raises:
+        ValueError: If an argument is out of range.
+
+    Examples:
+        >>> balanced_split(4).num_stages
+        4
+    """
+    return BalancedSplit(num_stages, bytes_per_second, rank_of, num_microbatches)
+
+
+@dataclass(frozen=True)
+class BalancedSplit:
+    """The policy of :func:`balanced_split`: call it with a captured graph."""
+
+    num_stages: int
+    bytes_per_second: float | None = None
+    rank_of: Callable[[int], int] | None = None
+    num_microbatches: int | None = None
+
+    def __post_init__(self) -> None:
+        check_count("num_stages", self.num_stages)
+        if self.bytes_per_second is not None and not self.bytes_per_second > 0:
+            raise ValueError(
+                f"bytes_per_second={self.bytes_per_second!r}: expected a rate above 0."
+            )
+        if self.num_microbatches is not None:
+            check_count("num_microbatches", self.num_microbatches)
+
+    def __call__(self, graph_module: fx.GraphModule) -> fx.GraphModule:
+        """Put the cuts into the graph.
+
+        Raises:
+            ValueError: If the graph can be cut at too few positions.
+        """
+        graph = graph_module.graph
+        keep_items_with_their_tuples(graph)
+        cuts, total = possible_cuts(graph_module)
+        if len(cuts) < self.num_stages - 1:
+            raise ValueError(
+                f"num_stages={self.num_stages}: the captured graph can be cut at {len(cuts)} "
+                f"places; expected at most {len(cuts) + 1} stages."
+            )
+        cuts = self._candidates(cuts, total)
+        chosen = choose_cuts(
+            cuts,
+            total,
+            self.num_stages,
+            self.bytes_per_second or sending_rate(device_type_of(graph_module)),
+            self.num_microbatches or 2 * self.num_stages,
+            rank_of=self.rank_of,
+            allowed=self._allowed(graph_module, cuts),
+        )
+        nodes = {node.name: node for node in graph.nodes}
+        for index in chosen:
+            insert_mark(graph, nodes[cuts[index].before])
+        graph_module.recompile()
+        return graph_module
+
+    def _candidates(self, cuts: list[CutCandidate], total: float) -> list[CutCandidate]:
+        """The cuts among which is chosen."""
+        fewer = thinned(cuts, total, _MOST_CUTS)
+        return fewer if len(fewer) >= self.num_stages - 1 else cuts
+
+    def _allowed(
+        self, graph_module: fx.GraphModule, cuts: Sequence[CutCandidate]
+    ) -> Allowed | None:
+        """For a stage, from which end to which it may reach; by default anywhere."""
+        return None
+
+
+def note_costs(graph_module: fx.GraphModule) -> GraphProfile:
+    """Profile a graph, backward from its loss, and note the costs in its nodes.
+
+    Raises:
+        RuntimeError: If an operation does not run on tensors without data.
+    """
+    graph, loss = graph_module.graph, graph_module.meta.get(LOSS)
+    inputs = [node.meta.get("example_value") for node in graph.find_nodes(op="placeholder")]
+    device = device_type_of(graph_module)
+    profiled = MetaInfoProp(graph_module, device="cuda" if device == "cuda" else "cpu")
+    try:
+        with leaving_transforms():
+            return profiled.run(*inputs, loss=None if loss is None else operator.itemgetter(loss))
+    except (RuntimeError, NotImplementedError) as error:
+        branches = [
+            node for node in graph.nodes if is_higher_order(node) and not is_checkpoint(node)
+        ]
+        reason = str(error).strip().partition("\n")[0]
+        reason = f"it calls {op_name(branches[0])}" if branches else reason
+        raise RuntimeError(
+            f"the costs by which a graph is cut cannot be found ({reason}); expected operations "
+            "that run on tensors without data, which transforms of torch.func and torch.cond, scan "
+            "and while_loop may not; say where to cut with split_spec={path: "
+            "SplitPoint.BEGINNING} or pipe_split()."
+        ) from error
+
+
+def possible_cuts(graph_module: fx.GraphModule) -> tuple[list[CutCandidate], float]:
+    """All possible cuts, and the seconds of the whole graph."""
+    graph = graph_module.graph
+    profile = note_costs(graph_module)
+    model = default_cost_model(device_type_of(graph_module))
+    seconds = {node.name: sum(seconds_of(node, model)) for node in profile.nodes}
+    crossing = _crossing_bytes(graph_module)
+    legal = set(legal_cuts(graph))
+    cuts, passed = [], 0.0
+    for node in graph.nodes:
+        # Behind the input operations something must cross, or the stages have nothing in common.
+        if node in legal and crossing[node]:
+            cuts.append(CutCandidate(node.name, passed, crossing[node]))
+        passed += seconds.get(node.name, 0.0)
+    return cuts, passed
+
+
+def device_type_of(module: nn.Module) -> str:
+    """Type of the device that a module's parameters are on."""
+    return next((param.device.type for param in module.parameters()), "cpu")
+
+
+def sending_rate(device_type: str) -> float:
+    """Bytes per second from one rank to the next: gloo on one machine, or a link of 200 Gb/s."""
+    return 2e9 if device_type == "cpu" else 2e10
+
+
+def seconds_of(costs: NodeCosts, model: CostModel) -> tuple[float, float]:
+    """Forward and backward, each bound by what it computes or by what it moves."""
+    both = (
+        (costs.fwd_flops, costs.fwd_bytes_moved),
+        (costs.bwd_flops, costs.bwd_bytes_moved),
+    )
+    forward, backward = (
+        model.seconds("", flops, moved, fusible=False) if flops or moved else 0.0
+        for flops, moved in both
+    )
+    return forward, backward
+
+
+def _crossing_bytes(graph_module: fx.GraphModule) -> dict[fx.Node, int]:
+    """Bytes that a cut in front of each node would hand on, and back as gradients."""
+    graph, loss = graph_module.graph, graph_module.meta.get(LOSS)
+    returned: Any = graph.output_node().args[0]
+    gradients = find_gradients(graph_module, None if loss is None else returned[loss])
+    order = {node: position for position, node in enumerate(graph.nodes)}
+    recomputable = Recomputable(graph_module)
+    changes = [0] * (len(order) + 1)
+    for node, position in order.items():
+        example = node.meta.get("example_value")
+        if node.op in {"placeholder", "get_attr", "output"} or not isinstance(example, Tensor):
+            continue
+        if not node.users or recomputable(node):
+            continue
+        has_gradient = example.is_floating_point() or example.is_complex()
+        directions = 2 if has_gradient and node in gradients else 1
+        size = directions * TensorInfo.of(example).num_bytes
+        changes[position + 1] += size
+        changes[max(order[user] for user in node.users) + 1] -= size
+    totals = itertools.accumulate(changes)
+    return dict(zip(order, totals, strict=False))

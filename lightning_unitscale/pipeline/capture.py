@@ -1,0 +1,362 @@
+"""Capture a module's ``forward``, or a captured ``training_step``, as a program.
+
+In the graph of a step the parameters are inputs; in a program they are its attributes, under their
+names. What a pass adds as an input (the factors of a gauge, keys of random roundings) every rank
+makes for itself, like the batch, and it is never sent.
+
+Dynamo's own names are used in :func:`static_shapes` (checked on torch 2.13).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import types
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch._dynamo.config
+from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_unflatten
+
+from lightning_unitscale.capture.compiled_graph import CompiledGraph
+from lightning_unitscale.capture.export import export_forward
+from lightning_unitscale.capture.graph_call import GraphCall
+from lightning_unitscale.capture.rollback import restoring
+from lightning_unitscale.dynamo.capture import (
+    GraphInput,
+    copy_graph_module,
+    fake_mode_of,
+    is_compiled,
+)
+from lightning_unitscale.graph.aliasing import memory_roots, written_arguments
+from lightning_unitscale.graph.functionalize import make_out_of_place
+from lightning_unitscale.graph.nodes import MODULE, NAME, example_tensor, tensor_name
+from lightning_unitscale.graph.passes import StepGraph
+from lightning_unitscale.patching import shadowed
+from lightning_unitscale.pipeline.program import (
+    LossSpec,
+    LossWrapper,
+    Program,
+    ProgramInput,
+    add_attribute,
+    loss_index,
+    named_tensors,
+)
+
+# Types that a captured graph can return.
+_RETURNABLE = (Tensor, int, float, bool, str, type(None), tuple, list)
+
+
+def capture_program(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    loss_spec: LossSpec = None,
+) -> Program:
+    """Capture ``module.forward`` for example arguments. Nothing is computed.
+
+    Args:
+        module: The module.
+        args: Example arguments of one microbatch.
+        kwargs: Example keyword arguments.
+        loss_spec: Which output is the loss, as in :func:`loss_index`.
+
+    Raises:
+        ValueError: If the module is compiled, has a parameter without a shape, or writes into an
+            input, or ``loss_spec`` fits nothing.
+        RuntimeError: If ``forward`` cannot be captured as one graph.
+    """
+    _check_module(module)
+    args, kwargs = _distinct((tuple(args), dict(kwargs)))
+    left_out: list[str] = []
+    with _returnable(module, left_out):
+        graph_module = export_forward(module, args, dict(kwargs), expand=False, plain=True)
+    graph = graph_module.graph
+    structure = graph._codegen.pytree_info  # type: ignore[attr-defined]
+    in_spec, out_spec = structure.in_spec, structure.out_spec
+    graph.set_codegen(fx.graph.CodeGen())
+    inputs = _describe(module, args, kwargs)
+    placeholders = graph.find_nodes(op="placeholder")
+    if len(placeholders) != len(inputs):
+        raise RuntimeError(
+            f"{type(module).__name__}: its graph has {len(placeholders)} inputs where the call has "
+            f"{len(inputs)}; expected tensors and plain values as arguments; pass tensors."
+        )
+    _name_by_origin(graph)
+    _refuse_written_inputs(module, graph)
+    outputs: Any = graph.output_node().args[0]
+    structured = tree_unflatten(list(outputs), out_spec)
+    scalars = [_can_be_loss(output) for output in outputs]
+    is_loss = isinstance(module, LossWrapper)
+    loss = loss_index(structured, scalars, loss_spec, is_loss=is_loss)
+    left_out = list(dict.fromkeys(left_out))
+    if left_out:
+        warnings.warn(
+            f"{type(module).__name__}: its outputs {left_out} are no tensors and are left out of "
+            "the pipeline's results; expected tensors and containers of them; switch them off "
+            "(use_cache=False) to silence this.",
+            stacklevel=3,
+        )
+    return Program(graph_module, inputs, in_spec, out_spec, loss, tuple(left_out))
+
+
+def _check_module(module: nn.Module) -> None:
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module={module!r}: expected an nn.Module.")
+    if is_compiled(module):
+        raise ValueError(
+            f"module={type(module).__name__}: it is compiled already; expected a plain module; "
+            "leave out your torch.compile."
+        )
+    for name, parameter in module.named_parameters():
+        if nn.parameter.is_lazy(parameter):
+            raise ValueError(
+                f"module={type(module).__name__}: its parameter {name} has no shape yet; expected "
+                "initialized parameters; call the module once on an example before."
+            )
+
+
+def _distinct(value: Any) -> Any:
+    """Copies of tensors that occur twice (``labels=input_ids``), else captured as one input."""
+    flat, spec = tree_flatten(value)
+    seen: set[int] = set()
+    for index, value in enumerate(flat):
+        if isinstance(value, Tensor):
+            if id(value) in seen:
+                flat[index] = value.detach().clone().requires_grad_(value.requires_grad)
+            seen.add(id(value))
+    return tree_unflatten(flat, spec)
+
+
+def _describe(
+    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[ProgramInput, ...]:
+    try:
+        names = list(inspect.signature(module.forward).parameters)
+    except (TypeError, ValueError):
+        names = []
+    inputs = []
+    for path, value in tree_flatten_with_path((args, dict(kwargs)))[0]:
+        entries: tuple[Any, ...] = path
+        side, first, *rest = entries
+        name = first.key if side.idx else f"argument {first.idx}"
+        if not side.idx and first.idx < len(names):
+            name = names[first.idx]
+        name = f"{name}{''.join(str(entry) for entry in rest)}"
+        inputs.append(ProgramInput.of(name, value))
+    return tuple(inputs)
+
+
+@contextlib.contextmanager
+def _returnable(module: nn.Module, left_out: list[str]) -> Iterator[None]:
+    """Within this context ``forward`` leaves out of a mapping what no graph can return.
+
+    Hugging Face models return a cache object by default, which is of no use in training.
+    """
+    if "forward" in module.__dict__:
+        yield
+        return
+
+    # Called while Dynamo traces: what traced code appends to a list is lost in an export.
+    @torch.compiler.assume_constant_result
+    def leave_out(key: str) -> bool:
+        left_out.append(key)
+        return True
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        result = type(self).forward(self, *args, **kwargs)
+        if isinstance(result, dict):
+            kept = {}
+            for key, value in result.items():
+                if isinstance(value, _RETURNABLE):
+                    kept[key] = value
+                else:
+                    leave_out(key)
+            if len(kept) < len(result):
+                return type(result)(**kept)
+        return result
+
+    with shadowed(module, forward=types.MethodType(forward, module)):
+        yield
+
+
+def _name_by_origin(graph: fx.Graph) -> None:
+    """Remove the replaced ``forward`` from module paths, and name attributes by their paths."""
+    for node in graph.nodes:
+        for key in (MODULE, NAME):
+            if key in node.meta:
+                node.meta[key] = str(node.meta[key]).removeprefix("forward.")
+        if node.meta.get(MODULE) == "forward":
+            node.meta[MODULE] = ""
+        if node.op == "get_attr":
+            node.meta[NAME] = str(node.target)
+
+
+def _refuse_written_inputs(module: nn.Module, graph: fx.Graph) -> None:
+    roots = memory_roots(graph)
+    for node in graph.nodes:
+        for target in written_arguments(node):
+            if roots[target].op == "placeholder":
+                raise ValueError(
+                    f"{type(module).__name__}: {tensor_name(node)} writes into the argument "
+                    f"{tensor_name(roots[target])}; expected a forward that leaves its arguments "
+                    "as they are: every stage reads its own copy; clone the argument first."
+                )
+
+
+def _can_be_loss(value: object) -> bool:
+    tensor = example_tensor(value)
+    return (
+        tensor is not None
+        and tensor.numel() == 1
+        and tensor.is_floating_point()
+        and tensor.requires_grad
+    )
+
+
+def static_shapes() -> contextlib.AbstractContextManager[Any]:
+    """Within this context a batch of another size is recaptured, with sizes as numbers."""
+    context: contextlib.AbstractContextManager[Any] = torch._dynamo.config.patch(
+        automatic_dynamic_shapes=False
+    )
+    return context
+
+
+def program_of_step(
+    base: fx.GraphModule,
+    inputs: Sequence[GraphInput],
+    module: nn.Module,
+    values: Sequence[Any],
+    loss: int | None,
+) -> tuple[Program, list[int]]:
+    """The program of a captured graph, and which of the graph's inputs are its own.
+
+    Args:
+        base: The graph; left as it is.
+        inputs: What its placeholders are.
+        module: The module of the step.
+        values: The graph's inputs in one call.
+        loss: Position of the loss among the graph's outputs.
+    """
+    graph_module = copy_graph_module(base)
+    root = nn.Module()
+    for name, child in graph_module.named_children():
+        root.add_module(name, child)
+    tensors = named_tensors(module, remove_duplicate=False)
+    own: list[int] = []
+    described: list[ProgramInput] = []
+    graph = graph_module.graph
+    placeholders = list(graph.find_nodes(op="placeholder"))
+    for position, (node, graph_input) in enumerate(zip(placeholders, inputs, strict=True)):
+        if graph_input.fqn is None:
+            own.append(position)
+            described.append(ProgramInput.of(graph_input.source, values[position]))
+            continue
+        add_attribute(root, graph_input.fqn, tensors[graph_input.fqn])
+        with graph.inserting_after(placeholders[-1]):
+            attribute = graph.create_node("get_attr", graph_input.fqn)
+        attribute.meta.update(node.meta)
+        attribute.meta[NAME] = graph_input.fqn
+        node.replace_all_uses_with(attribute)
+        graph.erase_node(node)
+    make_out_of_place(graph)
+    program_graph = fx.GraphModule(root, graph)
+    returned: Any = graph.output_node().args[0]
+    in_spec = tree_flatten(((None,) * len(described), {}))[1]
+    out_spec = tree_flatten([0] * len(returned))[1]
+    return Program(program_graph, tuple(described), in_spec, out_spec, loss), own
+
+
+def example_outputs(base: fx.GraphModule) -> list[Any]:
+    """Tensors of zeros, and constants, such as the graph returns."""
+    returned: Any = base.graph.output_node().args[0]
+    examples: list[Any] = []
+    for value in returned:
+        example = example_tensor(value)
+        if example is None:
+            examples.append(value)
+        else:
+            examples.append(torch.zeros(example.shape, dtype=example.dtype, device=example.device))
+    return examples
+
+
+def loss_position(call: GraphCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
+    """Position of the loss among the outputs of a step's graph: the only one with a gradient.
+
+    Among several it is what the step returns, which then runs once on stand-ins for them.
+
+    Args:
+        call: A call of the graph.
+        args: Arguments of the step in that call.
+        kwargs: Its keyword arguments.
+
+    Returns:
+        ``None`` if the step returns no output of its graph.
+    """
+    if len(call.differentiable) == 1:
+        return call.differentiable[0]
+    outputs = example_outputs(call.graph.base)
+    with restoring(call.step.owner.module, parameters=False):
+        result = call.step.rehearse(lambda graph, inputs: outputs, *args, **kwargs)
+    loss = result["loss"] if isinstance(result, dict) else result
+    return next((index for index, output in enumerate(outputs) if output is loss), None)
+
+
+_EXAMPLE = "example_value"
+
+
+class RewrittenGraph:
+    """A captured graph after the passes of its step.
+
+    Args:
+        graph: The captured graph.
+
+    Attributes:
+        graph: What the passes have made of it; every node has its example.
+        inputs: What its placeholders are.
+
+    Raises:
+        RuntimeError: If a pass brings something out of the graph: of a cut one it could not.
+    """
+
+    def __init__(self, graph: CompiledGraph) -> None:
+        self.graph: StepGraph = graph.rewritten()
+        if self.graph.results or self.graph.wrappers:
+            raise RuntimeError(
+                f"{self.graph.step}: a pass takes results out of the whole graph, and a pipeline "
+                "has none; expected UnitScaleCallback, ScaleMonitor and RematCallback alone; take "
+                "other transforms off the module."
+            )
+        own = [GraphInput(node.name, "input", None, node.name) for node, _ in self.graph.states]
+        self.inputs: tuple[GraphInput, ...] = (*graph.inputs, *own)
+        fill_examples(self.graph.graph)
+
+    def examples(self, inputs: Sequence[Any]) -> list[Any]:
+        """As :meth:`values`, with examples of the passes' own inputs."""
+        return [*inputs, *(node.meta[_EXAMPLE] for node, _ in self.graph.states)]
+
+    def values(self, inputs: Sequence[Any]) -> list[Any]:
+        """The user's inputs of one call, followed by the passes' own."""
+        return [*inputs, *(supply() for _, supply in self.graph.states)]
+
+
+def fill_examples(graph: fx.Graph) -> None:
+    """Give an example to every operation that a pass has inserted without one, by fake tensors."""
+    for node in graph.nodes:
+        # Whatever was captured has a name.
+        if node.op not in {"call_function", "call_method"} or {NAME, _EXAMPLE} & node.meta.keys():
+            continue
+        read = node.all_input_nodes
+        if not read or any(_EXAMPLE not in operand.meta for operand in read):
+            continue
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda operand: operand.meta[_EXAMPLE])
+        with fake_mode_of(graph), torch.enable_grad():
+            node.meta[_EXAMPLE] = (
+                node.target(*args, **kwargs)
+                if callable(node.target)
+                else getattr(args[0], node.target)(*args[1:], **kwargs)
+            )

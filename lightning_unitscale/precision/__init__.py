@@ -1,0 +1,1 @@
+"""Formats on the products of captured graphs, simulated and real."""

@@ -1,0 +1,115 @@
+"""Factors for the casts of a step that move the numbers of a format at every step.
+
+Rounding to nearest is right on average over the elements of a tensor, but not over the steps of a
+training. In constant units of powers of two, a weight that hardly moves is rounded to the same side
+at every step, and the weights gather where that side changes. A factor ``c`` in (1/2, 1] before
+the cast, divided out after the product, moves the numbers of the format under the tensor, so that
+the errors of a few steps average out; no maximum is looked for and nothing is kept of any tensor.
+Factors above 1 would do the same, and could bring an element beyond the range that fits into it.
+
+References:
+    Nagel et al., "Overcoming Oscillations in Quantization-Aware Training" (arXiv 2203.11086),
+    section 2, on the weights; the golden ratio as the most even of all sequences of steps:
+    Kuipers and Niederreiter, "Uniform Distribution of Sequences", chapter 2.3.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Sequence
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor, fx, nn
+
+from lightning_unitscale.arguments import check_choice
+from lightning_unitscale.graph.matmuls import Product
+from lightning_unitscale.graph.passes import StepGraph
+from lightning_unitscale.graph.regions import meant_name
+
+Grid = Literal["fixed", "moving"]
+
+_STEP = (math.sqrt(5) - 1) / 2
+_NAMES = 2**32
+
+
+def check_grid(grid: object) -> None:
+    """Refuse an unknown kind of grid.
+
+    Raises:
+        ValueError: If it is not one of ``Grid``.
+    """
+    advice = "pass 'moving' to train, 'fixed' for the numbers of the format themselves"
+    check_choice("grid", grid, get_args(Grid), "unknown grid", advice)
+
+
+def cast_names(product: Product, *, has_gradient: bool = True) -> list[str]:
+    """A name for every cast of a product: of its operands in their order, and of its gradient."""
+    name = meant_name(product.node)
+    names = [f"{name} operand {operand.path}" for operand in product.operands]
+    return [*names, f"{name} gradient"] if has_gradient else names
+
+
+class MovingGrid:
+    """The factors of all casts of a module's steps.
+
+    The logarithms start at a place of their own for every cast, given by its name alone, and all
+    go on by the golden ratio at every training step: independent of each other, the same after a
+    restart, in every graph of a step, and on every stage of a pipeline.
+
+    Attributes:
+        step: How many training steps there have been, evaluation not counted.
+        stride: By how much a logarithm goes on at a step: the golden ratio.
+    """
+
+    stride = _STEP
+
+    def __init__(self) -> None:
+        self.step = 0
+        self._counts_calls = True
+
+    def follow(self, step: int) -> None:
+        """Take the optimizer's step: the batches that it accumulates share their factors.
+
+        Args:
+            step: How many steps it has taken.
+        """
+        self.step = step
+        self._counts_calls = False
+
+    def at(self, call: int) -> int:
+        """The training step that a call belongs to: the optimizer's, if :meth:`follow` was called.
+
+        Args:
+            call: How many calls in training there have been, this one included.
+        """
+        return max(call - 1, 0) if self._counts_calls else self.step
+
+    def after_step(self, module: nn.Module) -> None:
+        """Count a call of a module that is being trained, unless :meth:`follow` was called."""
+        if self._counts_calls:
+            self.step += module.training
+
+    def add_to(self, graph: StepGraph, names: Sequence[str]) -> fx.Node:
+        """Add the factors of some casts to a graph.
+
+        Args:
+            graph: A graph under rewrite.
+            names: Of the casts.
+
+        Returns:
+            A node with the factors of the step, FP32 of shape ``(len(names),)`` in (1/2, 1].
+        """
+        starts = torch.tensor(
+            [2.0 ** -(zlib.crc32(name.encode()) / _NAMES) for name in names],
+            dtype=torch.float32,
+            device=graph.device,
+        )
+
+        def supply() -> Tensor:
+            # One product and one choice are the same bits on every device and in every place.
+            moved = starts * 2.0 ** -(self.step * _STEP % 1.0)
+            return torch.where(moved > 0.5, moved, 2 * moved)
+
+        return graph.add_state("grid", supply, torch.ones_like(starts))

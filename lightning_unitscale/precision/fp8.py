@@ -1,0 +1,407 @@
+"""Linear layers of a graph in real FP8, with the scales that the graph's units already give.
+
+Every operand near RMS 1 is what FP8 needs, so a linear layer and its two gradients become FP8
+products with constant scales. Where lossless unit scaling has put changes of units around a layer,
+they are taken into its casts and into the products' own scales, so they cost nothing.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, get_args
+
+import torch
+from tabulate import tabulate
+from torch import Tensor, fx, nn
+
+from lightning_unitscale.arguments import check_choice
+from lightning_unitscale.capture.steps import EVALUATION_STEPS
+from lightning_unitscale.functional.change_units import change_gradient_units, change_units
+from lightning_unitscale.functional.low_precision import (
+    DEFAULT_GRADIENT,
+    MULTIPLE,
+    NUM_CASTS,
+    GradientFormat,
+    Scaling,
+    fp8_linear,
+    why_no_fp8,
+)
+from lightning_unitscale.graph.matmuls import Operand, Product, product_of
+from lightning_unitscale.graph.name_patterns import NamePatterns
+from lightning_unitscale.graph.nodes import (
+    INPUT,
+    INTERNAL,
+    MODULE,
+    argument_at,
+    example_tensor,
+    is_whole_view,
+    op_name,
+)
+from lightning_unitscale.graph.passes import GraphPass, Phase, Region, StepGraph
+from lightning_unitscale.graph.regions import meant_name
+from lightning_unitscale.lossless.fp8_range import Unrepresentable
+from lightning_unitscale.precision.dither import Grid, MovingGrid, cast_names, check_grid
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Roles of the two operands by the kind of product, and whether the weight is (k, n), not (n, k).
+_FORMS = {
+    ("input", "weight"): False,
+    ("input", "other"): True,
+    ("input", "mat2"): True,
+    ("mat1", "mat2"): True,
+}
+_LINEAR = "linear"
+NO_LINEAR = "it is no linear layer"
+_KEEPS_PARAMETER = {"scale", "scale_bwd", "mul", "to", "float", "bfloat16", "half", "type"}
+_KEEPS_PARAMETER |= {"change_units", "change_gradient_units"}
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A product that is a linear layer.
+
+    Attributes:
+        product: The product.
+        input: The operand of shape ``(..., k)``.
+        weight: The 2-D operand.
+        bias: What is added, if anything is.
+        is_turned: Whether the weight has shape ``(k, n)``.
+    """
+
+    product: Product
+    input: Operand
+    weight: Operand
+    bias: Operand | None
+    is_turned: bool
+
+
+def linear_of(product: Product) -> Linear | None:
+    """The product as a linear layer: ``F.linear``, or a 2-D parameter as the second matrix.
+
+    Returns:
+        ``None`` for a product of two activations, a convolution, an attention.
+    """
+    node = product.node
+    roles = tuple(operand.role for operand in product.operands)
+    if len(roles) != 2 or roles not in _FORMS or op_name(node) == "rmatmul":
+        return None
+    first, second = product.operands
+    if op_name(node) != _LINEAR:
+        is_matrix = (weight := example_tensor(second.node)) is not None and weight.dim() == 2
+        # A convolution has an input and a weight too, and its weight is a parameter.
+        if not _FORMS[roles] or not is_matrix or not _is_parameter(second.node):
+            return None
+    bias = product.addends[0] if product.addends else None
+    return Linear(product, first, second, bias, _FORMS[roles])
+
+
+def _is_parameter(node: fx.Node) -> bool:
+    """Whether a node is a parameter, in other units, another type or another arrangement."""
+    while is_whole_view(node) or op_name(node) in _KEEPS_PARAMETER:
+        if not node.args or not isinstance(node.args[0], fx.Node):
+            return False
+        node = node.args[0]
+    described = node.meta.get(INPUT)
+    return described is not None and described.kind == "parameter"
+
+
+# The format of gradients that the finer one does not hold.
+WIDE_GRADIENT: GradientFormat = "E5M2"
+_TRAINING_ONLY = (
+    "FP8 is for training steps: evaluation has the numbers that a checkpoint has without FP8."
+)
+# A factor in a graph: a number, or a node that makes a 0-d tensor.
+_Factor = float | fx.Node
+
+
+def check_gradient_format(format: object) -> None:
+    """Refuse what is no format of gradients in FP8 products.
+
+    Raises:
+        ValueError: If it is not one of ``GradientFormat``.
+    """
+    advice = "pass 'E4M3FN' for gradients in units of their own, 'E5M2' for others"
+    choices = get_args(GradientFormat)
+    check_choice("gradient_format", format, choices, "no format of FP8 gradients", advice)
+
+
+class FP8Linears(GraphPass):
+    """The pass of :func:`fp8_linears`, whose arguments it takes.
+
+    Attributes:
+        decisions: For every product seen, why it is not in FP8, or ``None`` if it is.
+        gradient_format: Format of gradients that fit into it; E5M2 is that of others.
+        unfit: Products that the caller keeps out of FP8, and gradients that it keeps in E5M2.
+        moving_grid: What moves the numbers of FP8; ``None`` where they stay.
+        takes_units_in: Whether changes of units around a product become its own factors. If not,
+            they are operations by themselves, at which drift can be measured.
+        in_evaluation: Whether Lightning's evaluation steps are in FP8 as well. If not, they have
+            the numbers that a checkpoint of the module has without FP8.
+    """
+
+    name = "fp8 linears"
+    phase = Phase.CONVERT
+
+    def __init__(
+        self,
+        scaling: Scaling = "constant",
+        *,
+        exclude: str | Sequence[str] | None = None,
+        gradient_format: GradientFormat = DEFAULT_GRADIENT,
+        grid: Grid = "fixed",
+        in_evaluation: bool = True,
+    ) -> None:
+        advice = "pass 'constant' together with unit scaling, 'dynamic' without it"
+        check_choice("scaling", scaling, get_args(Scaling), "unknown scaling", advice)
+        check_gradient_format(gradient_format)
+        check_grid(grid)
+        if scaling == "dynamic" and grid == "moving":
+            raise ValueError(
+                "grid='moving': with scaling='dynamic' the largest element of a tensor decides "
+                "where the numbers of its format lie; expected 'fixed'; leave the argument out."
+            )
+        self.scaling: Scaling = scaling
+        self.needs_graph = scaling == "dynamic"
+        self.gradient_format: GradientFormat = gradient_format
+        self.moving_grid = MovingGrid() if grid == "moving" else None
+        self.patterns = NamePatterns(exclude=exclude)
+        self.decisions: dict[str, str | None] = {}
+        self.unfit = Unrepresentable()
+        self.takes_units_in = True
+        self.in_evaluation = in_evaluation
+
+    def runs_in(self, step: str) -> bool:
+        """In training, and in evaluation if that is wanted."""
+        return self.in_evaluation or step not in EVALUATION_STEPS
+
+    def leave_out(self, unrepresentable: Unrepresentable) -> Unrepresentable:
+        """Keep products out of FP8, or their gradients in E5M2, by the products' names.
+
+        Returns:
+            What is new of it: graphs with these products have to be rewritten again.
+        """
+        if self.gradient_format == WIDE_GRADIENT:
+            unrepresentable = Unrepresentable(unrepresentable.products)
+        new = unrepresentable.without(self.unfit)
+        self.unfit = Unrepresentable(
+            {**self.unfit.products, **unrepresentable.products},
+            {**self.unfit.gradients, **unrepresentable.gradients},
+        )
+        return new
+
+    def runs(self, name: str) -> bool:
+        """Whether the product of this name is in FP8 in what was rewritten last."""
+        return self.decisions.get(name, "not seen") is None
+
+    def forget(self) -> None:
+        """Forget the products of a module."""
+        self.unfit = Unrepresentable()
+        self.decisions.clear()
+
+    def run(self, graph: StepGraph) -> tuple[str, ...]:
+        """Rewrite one graph."""
+        reasons: dict[str, str | None] = {}
+        linears: list[tuple[Region, Linear]] = []
+        for region in graph.regions():
+            for node in region.graph.nodes:
+                product = product_of(node)
+                if product is None:
+                    continue
+                linear, name = linear_of(product), meant_name(node)
+                reasons[name] = NO_LINEAR if linear is None else self._why_not_node(linear, node)
+                if linear is not None and reasons[name] is None:
+                    linears.append((region, linear))
+        grid = None
+        if self.moving_grid is not None and linears:
+            names = [name for _, linear in linears for name in cast_names(linear.product)]
+            grid = self.moving_grid.add_to(graph, names)
+        for index, (region, linear) in enumerate(linears):
+            options: dict[str, Any] = {
+                "gradient_format": self.gradient_of(meant_name(linear.product.node))
+            }
+            if grid is not None:
+                options |= {"grid": region.thread(grid), "index": NUM_CASTS * index}
+            _rewrite(region, linear, self.scaling, self.takes_units_in, options)
+        self.decisions.update(reasons)
+        return (self._summary_of(reasons),)
+
+    def after_step(self, module: nn.Module, result: Any) -> None:
+        """Move the numbers of FP8, if they move."""
+        if self.moving_grid is not None:
+            self.moving_grid.after_step(module)
+
+    def summary(self) -> str:
+        """How many of the products that were seen are in FP8, and how."""
+        return self._summary_of(self.decisions)
+
+    def _summary_of(self, decisions: Mapping[str, str | None]) -> str:
+        count = sum(reason is None for reason in decisions.values())
+        scales = f"{self.scaling} scales" + ("" if self.moving_grid is None else ", moving grid")
+        return f"{count} of {len(decisions)} products in FP8 with {scales}"
+
+    def report(self) -> str:
+        """Every product with what was decided on it, and why."""
+        rows = [
+            (name, "kept", reason) if reason else (name, "FP8", self._how(name))
+            for name, reason in self.decisions.items()
+        ]
+        if not rows:
+            return ""
+        table = tabulate(rows, headers=("product", "runs", "why"))
+        return table if self.in_evaluation else f"{table}\n\n{_TRAINING_ONLY}"
+
+    def _how(self, name: str) -> str:
+        text = f"{self.scaling} scales, gradients in {self.gradient_of(name)}"
+        reason = self.unfit.gradients.get(name)
+        return text if reason is None else f"{text}: {reason}"
+
+    def gradient_of(self, name: str) -> GradientFormat:
+        """Format of the gradient that arrives at a product."""
+        return WIDE_GRADIENT if name in self.unfit.gradients else self.gradient_format
+
+    def _why_not_node(self, linear: Linear, node: fx.Node) -> str | None:
+        sources = (linear.input.node, linear.weight.node, node)
+        tensors = [example_tensor(source) for source in sources]
+        module = str(node.meta.get(MODULE, ""))
+        return self.why_not(meant_name(node), module, tensors, node.kwargs, linear.is_turned)
+
+    def why_not(
+        self,
+        name: str,
+        module: str,
+        tensors: Sequence[Tensor | None],
+        options: Mapping[str, Any],
+        is_turned: bool,
+    ) -> str | None:
+        """Why a linear layer does not run in FP8; ``None`` if it does.
+
+        Args:
+            name: Of its product.
+            module: Path of the module that runs it.
+            tensors: Its input, its weight, and what else it reads or makes.
+            options: Keyword arguments of the product.
+            is_turned: Whether the weight has shape ``(k, n)``.
+
+        Raises:
+            RuntimeError: If there is no reason but its device, which has no FP8.
+        """
+        if not self.patterns.match_names(name, module):
+            return "its name is excluded"
+        for tensor in tensors:
+            if tensor is None or tensor.dtype not in _DTYPES:
+                return f"made of {'no tensor' if tensor is None else tensor.dtype}"
+        read, weight = tensors[:2]
+        assert read is not None and weight is not None
+        if weight.dim() != 2:
+            return f"its weight has {weight.dim()} dimensions, not 2"
+        if read.dim() == 0:
+            return "its input is a number"
+        for option in ("beta", "alpha"):
+            if options.get(option, 1) != 1:
+                return f"it has {option}={options[option]}"
+        features = weight.shape if is_turned else weight.shape[::-1]
+        for what, size in zip(("input", "output"), features, strict=True):
+            if not isinstance(size, int):
+                return f"its number of {what} features is not fixed"
+            if size % MULTIPLE or size == 0:
+                return f"its {size} {what} features are no multiple of {MULTIPLE}"
+        if name not in self.unfit.products and (reason := why_no_fp8(read.device)) is not None:
+            raise RuntimeError(
+                f"{name} on {read.device}: {reason}; expected a GPU of compute capability 8.9 or "
+                "above, or a CPU; leave FP8 out, or simulate it."
+            )
+        return self.unfit.products.get(name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FP8Linears:
+        new = copy.copy(self)
+        memo[id(self)] = new
+        new.decisions = {}  # a copy is recaptured
+        new.moving_grid = copy.copy(self.moving_grid)
+        return new
+
+
+def _rewrite(
+    region: Region,
+    linear: Linear,
+    scaling: Scaling,
+    takes_units_in: bool,
+    options: dict[str, Any],
+) -> None:
+    """Let the node of the product run in FP8, with the changes of units around it taken in."""
+    graph, node = region.graph, linear.product.node
+    paths = [operand.path for operand in (linear.input, linear.weight)]
+    bias = None if linear.bias is None else argument_at(node, linear.bias.path)
+    input, weight = (argument_at(node, path) for path in paths)
+    factors: tuple[_Factor, ...] = (1.0,) * 6
+    result = None
+    if scaling == "constant" and takes_units_in:
+        input, of_input, of_grad_input = _source(node, linear.input.path)
+        weight, of_weight, of_grad_weight = _source(node, linear.weight.path)
+        result = _result(node)
+        of_result, of_gradient = (1.0, 1.0) if result is None else _factors(result)
+        if result is not None and bias is not None:
+            # It is added after the result's change of units, which it has to go through as well.
+            with graph.inserting_before(node):
+                bias = _inner(graph.create_node(*_same_change(result, bias)), bias, node)
+        factors = (of_input, of_weight, of_result, of_gradient, of_grad_input, of_grad_weight)
+    if linear.is_turned:
+        with graph.inserting_before(node):
+            weight = _inner(graph.call_method("t", (weight,)), weight, node)
+        weight.meta["example_value"] = weight.meta["example_value"].t()
+    if result is not None:
+        # The tensor that is shown is the one in true units, which the node makes now.
+        node.meta.pop(INTERNAL, None)
+        node.meta.update(result.meta)
+        result.replace_all_uses_with(node)
+    read = list(node.all_input_nodes)
+    node.op, node.target, node.kwargs = "call_function", fp8_linear, options
+    node.args = (input, weight, bias, scaling, node.meta["example_value"].dtype, *factors)
+    for change in (*([] if result is None else [result]), *read):
+        if not change.users and _is_change_of_units(change):
+            graph.erase_node(change)
+
+
+def _source(node: fx.Node, path: tuple[int | str, ...]) -> tuple[fx.Node, _Factor, _Factor]:
+    """What an argument is made of, and by which factors, if only this node reads it."""
+    argument: fx.Node = argument_at(node, path)
+    source = argument.args[0] if argument.args else None
+    alone = set(argument.users) == {node}
+    if not alone or not _is_change_of_units(argument) or not isinstance(source, fx.Node):
+        return argument, 1.0, 1.0
+    return source, *_factors(argument)
+
+
+def _result(node: fx.Node) -> fx.Node | None:
+    """The change of units of the node's result, if it is the only reader of the result."""
+    users = list(node.users)
+    only = users[0] if len(users) == 1 else None
+    if only is None or not _is_change_of_units(only) or only.args[0] is not node:
+        return None
+    return only
+
+
+def _is_change_of_units(node: fx.Node) -> bool:
+    """Whether the node changes units of the gauge, whose factors are nodes: powers of two."""
+    is_change = node.op == "call_function" and node.target in (change_units, change_gradient_units)
+    return is_change and all(isinstance(factor, fx.Node) for factor in node.args)
+
+
+def _same_change(change: fx.Node, source: fx.Node) -> tuple[str, Any, tuple[Any, ...]]:
+    """What makes a node that changes the units of ``source`` as ``change`` does."""
+    return change.op, change.target, (source, *change.args[1:])
+
+
+def _inner(node: fx.Node, source: fx.Node, product: fx.Node) -> fx.Node:
+    """A node that users are not shown, described like its source."""
+    node.meta["example_value"] = source.meta["example_value"]
+    node.meta[MODULE] = product.meta.get(MODULE, "")
+    node.meta[INTERNAL] = True
+    return node
+
+
+def _factors(change: fx.Node) -> tuple[_Factor, _Factor]:
+    """Factors forward and backward of a change of units."""
+    forward, backward = change.args[1:] if change.target is change_units else (1.0, change.args[1])
+    return forward, backward  # type: ignore[return-value]

@@ -1,0 +1,182 @@
+"""Profiles a training step on fake tensors: a module's own code, or an existing graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, fx, nn
+
+from lightning_unitscale.profiler.fake import FakeStep, OptimizerLike
+from lightning_unitscale.profiler.fake_device import calls_of
+from lightning_unitscale.profiler.graph_profile import (
+    GraphProfile,
+    batch_size_of,
+    make_profile,
+    resized,
+)
+from lightning_unitscale.profiler.trace import GraphTrace, ModulePaths, ModuleTrace
+
+DeviceType = Literal["cpu", "cuda"]
+COSTS = "node_costs"
+
+
+def profile_graph(
+    module: nn.Module,
+    *args: Any,
+    device: DeviceType = "cpu",
+    optimizer: OptimizerLike | None = None,
+    method: str = "forward",
+    loss: Callable[[Any], Tensor] | None = None,
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    **kwargs: Any,
+) -> GraphProfile:
+    """Memory and operations of one training step of ``module``, of which nothing is run for real.
+
+    The module's own code runs on fake tensors that claim to be on ``device``, which need not exist,
+    forward, backward and through the optimizer; what autograd keeps and when reference counts let
+    go of it is recorded storage by storage. The module may be on any device, on ``meta`` too, and
+    is not changed.
+
+    What is differentiated is ``loss(output)`` if it is given, else the output's ``loss`` (attribute
+    or key), else every result that needs a gradient. The output is alive until the backward pass is
+    over, as in ``output = module(...); output.loss.backward()``.
+
+    Args:
+        module: The module.
+        *args: What the method is called with; tensors on any device, ``meta`` too.
+        device: Whose kernels and allocator are simulated.
+        optimizer: An optimizer of the module's parameters, or a class or function that makes one;
+            ``None`` ends the step after the backward pass.
+        method: Name of the method to call, such as ``training_step``.
+        loss: Makes the loss from what the method returns.
+        context: Entered around the forward pass, such as ``lambda: torch.autocast("cuda")``.
+        **kwargs: Keyword arguments of the method.
+
+    Raises:
+        ValueError: If ``device`` is none that is known, or parameters are on several devices.
+        TypeError: If a tensor is not one dense storage (sharded, quantized, sparse).
+        RuntimeError: If the step cannot be run without data, naming the node.
+
+    Examples:
+        >>> import torch
+        >>> from torch import nn
+        >>> profile = profile_graph(nn.Linear(4, 2), torch.ones(8, 4))
+        >>> profile.parameter_bytes
+        40
+    """
+    target = _checked_device(device)
+    _check_parameters(module)
+
+    def profile_at(batch_size: int | None) -> GraphProfile:
+        inputs = (args, kwargs) if batch_size is None else resized((args, kwargs), batch_size)
+        step = FakeStep(module, inputs, target, optimizer)
+        trace = ModuleTrace(step.recorder, ModulePaths(step.module), calls_of(target))
+        return make_profile(
+            step.run(trace, getattr(step.module, method), loss, context),
+            step.module,
+            batch_size=batch_size_of(inputs),
+            profile_at=profile_at,
+        )
+
+    return profile_at(None)
+
+
+class MetaInfoProp:
+    """Runs a graph on fake tensors and gives each of its nodes its costs.
+
+    For graphs at the level of torch functions, such as ``fx.symbolic_trace`` and Dynamo make, and
+    of ATen.
+
+    Args:
+        graph_module: The graph; only ``meta["node_costs"]`` of its nodes is written.
+        device: Whose kernels and allocator are simulated; it need not exist.
+        optimizer: As in :func:`profile_graph`.
+
+    Attributes:
+        profile: What :meth:`run` returned; ``None`` before.
+
+    Examples:
+        >>> import torch
+        >>> from torch import fx, nn
+        >>> graph_module = fx.symbolic_trace(nn.Sequential(nn.Linear(4, 2), nn.ReLU()))
+        >>> profile = MetaInfoProp(graph_module).run(torch.ones(8, 4))
+        >>> [node.fwd_mem_out for node in profile.nodes]
+        [64, 64]
+    """
+
+    def __init__(
+        self,
+        graph_module: fx.GraphModule,
+        *,
+        device: DeviceType = "cpu",
+        optimizer: OptimizerLike | None = None,
+    ) -> None:
+        self.graph_module = graph_module
+        self.profile: GraphProfile | None = None
+        self._device = _checked_device(device)
+        self._optimizer = optimizer
+
+    def run(self, *inputs: Any, loss: Callable[[Any], Tensor] | None = None) -> GraphProfile:
+        """Profile the graph.
+
+        Args:
+            *inputs: A value per placeholder; of tensors only the metadata is read.
+            loss: Makes the loss from what the graph returns.
+
+        Returns:
+            The profile, whose nodes have the names of the graph's.
+
+        Raises:
+            RuntimeError: If a node cannot be run without data, naming it.
+        """
+        step = FakeStep(self.graph_module, (inputs, {}), self._device, self._optimizer)
+        assert isinstance(step.module, fx.GraphModule)
+        trace = GraphTrace(step.module, step.recorder, calls_of(self._device))
+        record = step.run(trace, trace.run, loss)
+        self.profile = make_profile(record, step.module, batch_size=batch_size_of(inputs))
+        costs = {node.name: node for node in self.profile.nodes}
+        for node in self.graph_module.graph.nodes:
+            if node.name in costs:
+                node.meta[COSTS] = costs[node.name]
+        return self.profile
+
+    def summary(self, limit: int | None = None) -> str:
+        """Totals, the peak, and a row per node, the largest first.
+
+        Raises:
+            RuntimeError: If nothing was run yet.
+        """
+        if self.profile is None:
+            raise RuntimeError("MetaInfoProp.summary(): nothing was profiled yet; call run() first")
+        return self.profile.summary(limit)
+
+
+def _checked_device(device: str) -> torch.device:
+    """The device of this type; an error if its kernels are not known."""
+    if str(device) not in ("cpu", "cuda"):
+        raise ValueError(
+            f"`device={device!r}`: its kernels are not known; expected 'cpu' or 'cuda', whether or "
+            "not there is one; profile for the one of the two that is more like it."
+        )
+    return torch.device(device)
+
+
+def _check_parameters(module: nn.Module) -> None:
+    """Raise if parameters have no shape yet, or are on several devices."""
+    devices: dict[str, str] = {}
+    for name, param in module.named_parameters():
+        if nn.parameter.is_lazy(param):
+            raise ValueError(
+                f"`module={type(module).__name__}`: its parameter {name} has no shape yet; "
+                "expected initialized parameters; call the module once on an example before."
+            )
+        devices[str(param.device)] = name
+    if len(devices) > 1:
+        listed = ", ".join(f"{name} on {device}" for device, name in devices.items())
+        raise ValueError(
+            f"`module={type(module).__name__}`: its parameters are on several devices ({listed}); "
+            "expected one device; profile the part of each device by itself."
+        )

@@ -1,0 +1,305 @@
+"""What one ATen operator costs: products, bytes moved, its kernel's own memory, and seconds.
+
+The one place for it: the profiler asks while a step runs on fake tensors, the planner of
+rematerialization for every node of AOTAutograd's joint graph, and the balance of a pipeline for the
+seconds of its nodes.
+
+A multiplication with an addition counts as two operations. Only products are counted (matrix
+products, convolutions, attention), as `torch.utils.flop_counter` does; what an elementwise
+operation costs is the bytes that it moves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field, fields
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from lightning_unitscale.profiler.workspace import by_operator, workspace_bytes
+
+aten = torch.ops.aten
+# A size that nothing is known of, such as a number of rows that depends on values.
+_UNKNOWN_SIZE = 4096
+_assumed_sizes: ContextVar[Mapping[Any, int]] = ContextVar("assumed_sizes")
+
+
+@dataclass(frozen=True)
+class OperatorCosts:
+    """What one call of an operator costs.
+
+    Attributes:
+        flops: Floating-point operations of its products.
+        bytes_moved: Bytes that it reads and writes; 0 for a view.
+        workspace_bytes: What its kernel allocates for itself, beside its results.
+    """
+
+    flops: int = 0
+    bytes_moved: int = 0
+    workspace_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """How fast a device is, to compare plans with; constants, so that all ranks plan the same.
+
+    Attributes:
+        flops_per_second: Rate of matrix products and convolutions.
+        bytes_per_second: Rate at which the other operations read and write.
+        overhead_seconds: Time to launch an operation.
+        random_seconds: Additional time per random element.
+        fused: Whether a compiler fuses chains of pointwise operations, which then cost little and
+            whose intermediate values are never stored.
+        measured: Seconds of nodes by name, in place of the estimate.
+    """
+
+    flops_per_second: float = 5e10
+    bytes_per_second: float = 8e9
+    overhead_seconds: float = 4e-6
+    random_seconds: float = 4e-9
+    fused: bool = False
+    measured: Mapping[str, float] = field(default_factory=dict)
+
+    def key(self) -> str:
+        """A string that two equal models share, for hashes of plans."""
+        values = {attribute.name: getattr(self, attribute.name) for attribute in fields(self)}
+        values["measured"] = sorted(self.measured.items())
+        return hashlib.sha256(repr(values).encode()).hexdigest()[:16]
+
+    def seconds(self, name: str, flops: float, num_bytes: int, *, fusible: bool = False) -> float:
+        """Estimated seconds of a node: bound by what it computes or by what it moves.
+
+        Args:
+            name: The node, as in ``measured``.
+            flops: Floating-point operations of its products.
+            num_bytes: Bytes that it reads and writes.
+            fusible: Whether a compiler computes it in a loop with its neighbours.
+        """
+        if name in self.measured:
+            return self.measured[name]
+        if self.fused and fusible:
+            # Within a fused kernel the intermediate values stay in registers.
+            return 0.1 * num_bytes / self.bytes_per_second
+        work = max(flops / self.flops_per_second, num_bytes / self.bytes_per_second)
+        return work + self.overhead_seconds
+
+
+def default_cost_model(device_type: str, *, fused: bool = False) -> CostModel:
+    """The model for a kind of device: one core of a CPU, or a data-centre GPU."""
+    if device_type == "cpu":
+        return CostModel(fused=fused)
+    return CostModel(1e14, 1.5e12, 6e-6, 2e-12, fused=fused)
+
+
+def operator_costs(
+    function: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    result: Any,
+    *,
+    device: str = "cpu",
+) -> OperatorCosts:
+    """Costs of one call of an ATen operator.
+
+    Args:
+        function: The operator.
+        args: Its positional arguments; of tensors only the metadata is read.
+        kwargs: Its other arguments.
+        result: What it returned.
+        device: Type of the device whose kernels are meant.
+    """
+    return OperatorCosts(
+        operator_flops(function, args, kwargs, result),
+        _bytes_moved(function, (args, kwargs), result),
+        workspace_bytes(function, args, kwargs, result, device),
+    )
+
+
+def aten_node_costs(node: fx.Node) -> OperatorCosts:
+    """Costs of a node of a graph at the level of ATen, whose values are in ``meta["val"]``.
+
+    Sizes that are symbols count with the values they were traced with, and are not fixed by it.
+    """
+    if node.op != "call_function":
+        return OperatorCosts()
+    example = node.meta.get("val")
+    values = {read: concrete(read.meta.get("val")) for read in node.all_input_nodes}
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+    device = next((tensor.device.type for tensor in tensors_in(example)), "")
+    return operator_costs(node.target, args, kwargs, concrete(example), device=device)
+
+
+def tensors_in(values: Any) -> list[Tensor]:
+    """All tensors in a nested value."""
+    if isinstance(values, Tensor):
+        return [values]
+    return [value for value in tree_leaves(values) if isinstance(value, Tensor)]
+
+
+def size_hint(size: Any) -> int:
+    """The number behind a symbolic size, without a guard on it; 4096 if there is none."""
+    if isinstance(size, int):
+        return size
+    node = size.node
+    assumed = _assumed_sizes.get({})
+    if assumed and node.expr.free_symbols <= assumed.keys():
+        return int(node.expr.xreplace(assumed))
+    hint = node.hint if node.has_hint() else None
+    return _UNKNOWN_SIZE if hint is None else int(hint)
+
+
+@contextlib.contextmanager
+def assuming_sizes(sizes: Sequence[torch.SymInt], numbers: Sequence[int]) -> Iterator[None]:
+    """Within this context symbolic sizes have other numbers than those they were traced with."""
+    symbols = [size.node.expr for size in sizes]
+    token = _assumed_sizes.set(dict(zip(symbols, numbers, strict=True)))
+    try:
+        yield
+    finally:
+        _assumed_sizes.reset(token)
+
+
+def concrete(value: Any) -> Any:
+    """An example value with numbers for symbolic sizes; asking these for ints would fix them."""
+    if isinstance(value, Tensor):
+        if all(isinstance(size, int) for size in (*value.shape, *value.stride())):
+            return value
+        shape, strides = map(size_hint, value.shape), map(size_hint, value.stride())
+        return torch.empty_strided(tuple(shape), tuple(strides), dtype=value.dtype, device="meta")
+    if isinstance(value, torch.SymInt):
+        return size_hint(value)
+    if isinstance(value, (tuple, list)):
+        return type(value)(concrete(item) for item in value)
+    return value
+
+
+def operator_flops(
+    function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
+) -> int:
+    """Floating-point operations of the products of one call; a multiply-add is two.
+
+    References:
+        The formulas of `torch.utils.flop_counter`, and those below for what it leaves out: the
+        attention kernel of the CPU, products with vectors, grouped products, and the backward pass
+        of a convolution in groups, which it counts once per group.
+    """
+    packet = getattr(function, "overloadpacket", function)
+    own_formula = _FORMULAS.get(packet)
+    if own_formula is not None:
+        return own_formula(args, kwargs, result)
+    formula = flop_registry.get(packet)
+    if formula is None:
+        return 0
+    options = {name: _shapes_in(value) for name, value in kwargs.items()}
+    try:
+        return int(formula(*map(_shapes_in, args), **options, out_val=_shapes_in(result)))
+    except (AssertionError, IndexError, TypeError, ValueError):
+        return 0  # an overload that the registry's formula does not know
+
+
+def _bytes_moved(function: Any, inputs: Any, result: Any) -> int:
+    """Bytes that one call reads and writes: each tensor once, what is broadcast in its own size."""
+    if _is_view(function) or getattr(function, "overloadpacket", function) in _UNWRITTEN:
+        return 0
+    read = {id(tensor): tensor for tensor in tensors_in(inputs)}
+    return sum(map(_touched_bytes, [*read.values(), *tensors_in(result)]))
+
+
+def _touched_bytes(tensor: Tensor) -> int:
+    """Bytes of memory that reading the whole tensor touches: its elements, a broadcast one once."""
+    sizes: Sequence[Any] = tensor.shape
+    if tensor.layout == torch.strided:
+        strides = tensor.stride()
+        if 0 in strides:
+            sizes = [size for size, stride in zip(sizes, strides, strict=True) if stride != 0]
+    return prod(map(int, sizes)) * tensor.element_size()
+
+
+def _shapes_in(value: Any) -> Any:
+    """Tensors as their shapes in plain integers, which is all that the formulas look at."""
+    if isinstance(value, Tensor):
+        return torch.Size(map(int, value.shape))
+    return tuple(map(_shapes_in, value)) if isinstance(value, (tuple, list)) else value
+
+
+def _is_view(function: Any) -> bool:
+    schema = getattr(function, "_schema", None)
+    if schema is None:
+        return getattr(function, "__name__", "") == "getitem"
+    aliases = [
+        argument.alias_info for argument in schema.arguments if argument.alias_info is not None
+    ]
+    return bool(aliases) and not any(alias.is_write for alias in aliases)
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    return tuple(map(int, value.shape))
+
+
+def _matrix_vector(args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
+    return 2 * prod(_shape(args[0]))
+
+
+def _add_matrix_vector(args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
+    return 2 * prod(_shape(args[1]))
+
+
+def _grouped_product(args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
+    """Rows of all groups times one matrix each, whichever of the two is cut into groups."""
+    left, right = _shape(args[0]), _shape(args[1])
+    if len(left) == 2 and len(right) == 2:  # the contracted dimension is cut
+        return 2 * left[0] * left[1] * right[1]
+    rows = prod(left[:-1])
+    return 2 * rows * left[-1] * _shape(result)[-1]
+
+
+def _attention(args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
+    """Two products, ``(..., S, E) (..., E, L)`` and ``(..., S, L) (..., L, Ev)``.
+
+    A causal mask does not lower the count, as in torch's own formulas.
+    """
+    (*batch, length, depth), (*_, keys, _), (*_, value_depth) = map(_shape, args[:3])
+    return 2 * prod(batch) * length * keys * (depth + value_depth)
+
+
+def _attention_backward(args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
+    """Five products: the scores anew, and the gradients of weights, query, key and value."""
+    (*batch, length, depth), (*_, keys, _), (*_, value_depth) = map(_shape, args[1:4])
+    return 2 * prod(batch) * length * keys * (3 * depth + 2 * value_depth)
+
+
+def _convolution_backward(args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
+    """Each gradient takes as many operations as the forward pass."""
+    grad, images, weight, transposed, mask = args[0], args[1], args[2], args[7], args[10]
+    positions = _shape(images if transposed else grad)
+    # The weight is (out, in / groups, *kernel), or (in, out / groups, *kernel) if transposed.
+    once = 2 * positions[0] * prod(positions[2:]) * prod(_shape(weight))
+    return once * (bool(mask[0]) + bool(mask[1]))
+
+
+_FORMULAS = by_operator(
+    {
+        "mv": _matrix_vector,
+        "dot": _matrix_vector,
+        "vdot": _matrix_vector,
+        "addmv": _add_matrix_vector,
+        "addmv_": _add_matrix_vector,
+        "_grouped_mm": _grouped_product,
+        "convolution_backward": _convolution_backward,
+        "_scaled_dot_product_flash_attention_for_cpu": _attention,
+        "_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
+    }
+)
+
+# Memory that is handed out and not written to.
+_UNWRITTEN = frozenset(
+    {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
+)

@@ -1,0 +1,341 @@
+"""Run a step on fake tensors: on copies of the module, its optimizer and what it is called with.
+
+Optimizers are not looked up in a table: any class that keeps tensors in ``state`` is copied and
+steps by its own code, the user's too.
+
+Checked on torch 2.13 and 2.11: the arguments that these operators are dispatched with.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks as saving
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_flatten_with_path, tree_map
+
+from lightning_unitscale.functional.scale import hooks_in_transforms
+from lightning_unitscale.profiler.costs import tensors_in
+from lightning_unitscale.profiler.fake_device import (
+    DATA_DEPENDENT,
+    FakeScalars,
+    SimulatedDevice,
+    is_several_tensors,
+    run_backward,
+    simulating,
+)
+from lightning_unitscale.profiler.record import StepRecord
+from lightning_unitscale.profiler.recorder import StorageRecorder
+from lightning_unitscale.profiler.trace import Trace
+
+OptimizerLike = Optimizer | Callable[[Iterable[nn.Parameter]], Optimizer]
+# What a module may refer to that is neither part of it nor copied with it: Lightning's Trainer.
+_SHARED = ("_trainer", "_fabric")
+# How fake tensors say it in torch 2.11 and 2.13.
+_MIXED_DEVICES = (
+    "Unhandled FakeTensor Device Propagation",
+    "Expected all tensors to be on the same device",
+)
+
+
+class FakeCopies:
+    """Fake tensors on one device in place of real (or fake, or meta) ones: only metadata is read.
+
+    Tensors that share a storage get fakes that do; the same tensor always gets the same fake.
+
+    Args:
+        mode: The fake mode; the fakes claim to be on its device.
+
+    Attributes:
+        fakes: The fakes so far, by the identity of what they stand for.
+    """
+
+    def __init__(self, mode: SimulatedDevice) -> None:
+        self._mode = mode
+        self._bases: dict[int, Tensor] = {}
+        self.fakes: dict[int, Tensor] = {}
+        # Identities are of living objects only.
+        self._alive: list[Any] = []
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The fake of ``tensor``, a parameter if it is one.
+
+        Raises:
+            TypeError: If it is of a class that is more than one plain tensor.
+        """
+        if id(tensor) not in self.fakes:
+            self._alive.append(tensor)
+            self.fakes[id(tensor)] = self._make(tensor)
+        return self.fakes[id(tensor)]
+
+    def _make(self, tensor: Tensor) -> Tensor:
+        if tensor.layout != torch.strided or is_several_tensors(tensor):
+            raise TypeError(
+                f"tensor={type(tensor).__name__} of layout {tensor.layout}: its memory is not one "
+                "plain storage; expected dense tensors; profile the module before it is sharded, "
+                "quantized or made sparse."
+            )
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._bases:
+            self._alive.append(storage)
+            count = -(-storage.nbytes() // tensor.element_size())
+            with self._mode:
+                self._bases[storage._cdata] = torch.empty(
+                    count, dtype=tensor.dtype, device=self._mode.device
+                )
+        base = self._bases[storage._cdata]
+        with self._mode, torch.no_grad():
+            flat = base if base.dtype == tensor.dtype else base.view(tensor.dtype)
+            fake = flat.as_strided(tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+            if isinstance(tensor, nn.Parameter):
+                return nn.Parameter(fake, requires_grad=tensor.requires_grad)
+            # No view: autograd regenerates a view's function under a lock, which a mode that looks
+            # at the operators of this would wait for without end.
+            return fake.data.requires_grad_(tensor.requires_grad)
+
+
+class FakeStep:
+    """A module, its inputs and its optimizer, all of them fake, and the recording of one step.
+
+    Args:
+        module: The module; it stays as it is.
+        inputs: ``(args, kwargs)`` of the call.
+        device: The device that is simulated.
+        optimizer: An optimizer of the module's parameters, or what makes one.
+
+    Raises:
+        TypeError: If a tensor is not one dense storage, or ``optimizer`` makes no optimizer.
+        ValueError: If the optimizer updates tensors that are no parameters of the module.
+        RuntimeError: If the module cannot be copied.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        inputs: Any,
+        device: torch.device,
+        optimizer: OptimizerLike | None,
+    ) -> None:
+        self.mode = SimulatedDevice(device)
+        self.recorder = StorageRecorder(device)
+        copies = FakeCopies(self.mode)
+        self.module = _fake_copy(module, copies)
+        self.inputs = tree_map(
+            lambda value: copies.of(value) if isinstance(value, Tensor) else value, inputs
+        )
+        self.optimizer: Optimizer | None = None
+        if optimizer is not None:
+            with self.mode:
+                self.optimizer = _fake_optimizer(
+                    optimizer, self.module.parameters(), copies.fakes, device
+                )
+
+    def run(
+        self,
+        trace: Trace,
+        forward: Callable[..., Any],
+        loss: Callable[[Any], Tensor] | None = None,
+        context: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
+    ) -> StepRecord:
+        """Forward, backward and the optimizer's step.
+
+        Args:
+            trace: Makes the nodes.
+            forward: Called with the fake inputs.
+            loss: Makes the loss from what ``forward`` returns.
+            context: Entered around the forward pass.
+
+        Raises:
+            RuntimeError: If the step cannot be run without data, naming the node.
+        """
+        recorder = self.recorder
+        with self.mode, recorder, simulating(recorder.device), _named_errors(recorder):
+            self._declare(trace)
+            args, kwargs = self.inputs
+            with trace.watching():
+                with saving(recorder.keep, lambda kept: kept), hooks_in_transforms(), context():
+                    output = forward(*args, **kwargs)
+                    roots = _roots(output, loss)
+                recorder.phase = "backward"
+                if roots:
+                    run_backward(roots)
+            del output, roots
+            for param in self.module.parameters():
+                if param.grad is not None:
+                    recorder.declare(param.grad, "gradient")
+            if self.optimizer is not None:
+                recorder.phase = "optimizer"
+                self.optimizer.step()
+        return recorder.record()
+
+    def _declare(self, trace: Trace) -> None:
+        """Say what is there before the step, and what it is called."""
+        for name, param in self.module.named_parameters():
+            self.recorder.declare(param, "parameter")
+            trace.name_input(param, name)
+        for name, buffer in self.module.named_buffers():
+            self.recorder.declare(buffer, "buffer")
+            trace.name_input(buffer, name)
+        for path, value in tree_flatten_with_path(self.inputs)[0]:
+            if isinstance(value, Tensor):
+                self.recorder.declare(value, "input")
+                trace.name_input(value, "input" + "".join(str(key) for key in path[1:]))
+        for tensor in state_tensors(self.optimizer) if self.optimizer is not None else ():
+            self.recorder.declare(tensor, "optimizer")
+
+
+def _fake_copy(module: nn.Module, copies: FakeCopies) -> nn.Module:
+    """A copy of the module, made of fake tensors, so that the user's own stays as it is."""
+    shared: dict[int, Any] = {}
+    for submodule in module.modules():
+        tensors = tensors_in(list(submodule.__dict__.values()))
+        tensors += [*submodule.parameters(recurse=False), *submodule.buffers(recurse=False)]
+        for tensor in tensors:
+            copies.of(tensor)
+        values = [submodule.__dict__.get(name) for name in _SHARED]
+        shared.update({id(value): value for value in values})
+    try:
+        return copy.deepcopy(module, memo={**shared, **copies.fakes})
+    except Exception as error:
+        raise RuntimeError(
+            f"`module={type(module).__name__}`: it cannot be copied ({error}); expected a module "
+            "that copy.deepcopy takes; drop what it holds besides parameters and buffers."
+        ) from error
+
+
+def _roots(output: Any, loss: Callable[[Any], Tensor] | None) -> list[Tensor]:
+    """The tensors that the backward pass starts from; none if nothing needs a gradient."""
+    if loss is not None:
+        output = loss(output)
+    elif isinstance(getattr(output, "loss", None), Tensor):
+        output = output.loss
+    elif isinstance(output, dict) and isinstance(output.get("loss"), Tensor):
+        output = output["loss"]
+    return [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+
+
+@contextlib.contextmanager
+def _named_errors(recorder: StorageRecorder) -> Iterator[None]:
+    """Within this context what cannot be run on fake tensors is an error that names the node."""
+    try:
+        yield
+    except DATA_DEPENDENT as error:
+        raise RuntimeError(
+            f"node {recorder.running}: what it does depends on the values of a tensor ({error}); "
+            "expected a step whose shapes and branches follow from its inputs' shapes; take "
+            ".item(), boolean indexing and branches on tensors out of it to profile it."
+        ) from error
+    except RuntimeError as error:
+        if not any(message in str(error) for message in _MIXED_DEVICES):
+            raise
+        raise RuntimeError(
+            f"node {recorder.running}: it mixes devices ({error}); expected all tensors of the "
+            "step on the profiled device; make new tensors on the device of an input or of a "
+            "parameter."
+        ) from error
+
+
+def _fake_optimizer(
+    optimizer: OptimizerLike,
+    params: Iterable[nn.Parameter],
+    fakes: Mapping[int, Tensor],
+    device: torch.device,
+) -> Optimizer:
+    """An optimizer like the given one that updates fake parameters and has its state already.
+
+    Args:
+        optimizer: An optimizer of the real parameters, or a class or function that makes one.
+        params: The fake parameters, for a class or function.
+        fakes: The fake of each real parameter, by identity, for an optimizer.
+        device: Of the fake parameters.
+    """
+    if isinstance(optimizer, Optimizer):
+        groups = [
+            [_fake_of(param, fakes) for param in group["params"]]
+            for group in optimizer.param_groups
+        ]
+        fake = optimizer_for(optimizer, groups)
+        # What it holds already: some make their state before the first step.
+        for param, state in optimizer.state.items():
+            fake.state[_fake_of(param, fakes)] = {
+                name: _fake_state(value, device) for name, value in state.items()
+            }
+    else:
+        fake = optimizer([param for param in params if param.requires_grad])
+        if not isinstance(fake, Optimizer):
+            raise TypeError(
+                f"`optimizer={optimizer!r}`: it made a {type(fake).__name__}; expected an "
+                "optimizer, its class, or a function of the parameters that returns one."
+            )
+    make_state(fake, device)
+    return fake
+
+
+def optimizer_for(optimizer: Optimizer, groups: Iterable[list[Tensor]]) -> Optimizer:
+    """A copy of an optimizer, settings and all, without state, for other parameters.
+
+    Args:
+        optimizer: The optimizer; it stays as it is.
+        groups: The parameters of each of its groups.
+    """
+    other: Optimizer = object.__new__(type(optimizer))
+    other.__dict__.update(optimizer.__dict__)
+    # A scheduler leaves its own ``step`` on the object, which would move the schedule.
+    other.__dict__.pop("step", None)
+    for name in [name for name in other.__dict__ if name.endswith("_hooks")]:
+        other.__dict__[name] = OrderedDict()
+    other.state = defaultdict(dict)
+    other.param_groups = [
+        {**group, "params": params}
+        for group, params in zip(optimizer.param_groups, groups, strict=True)
+    ]
+    return other
+
+
+def make_state(optimizer: Optimizer, device: torch.device) -> None:
+    """Let an optimizer of fake parameters make the state that it has from the first step on."""
+    for group in optimizer.param_groups:
+        # On a GPU torch takes the implementation over lists of tensors, which has other
+        # temporaries; for fake tensors it would not choose it by itself.
+        if device.type == "cuda" and group.get("foreach", True) is None and not group.get("fused"):
+            group["foreach"] = True
+    with FakeScalars():
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                if param.requires_grad:
+                    param.grad = torch.zeros_like(param)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+
+def state_tensors(optimizer: Optimizer) -> list[Tensor]:
+    """Every tensor that the optimizer keeps between steps."""
+    return tensors_in([dict(state) for state in optimizer.state.values()])
+
+
+def _fake_state(value: Any, device: torch.device) -> Any:
+    def fake(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        # Counts of steps stay on the CPU.
+        target = device if leaf.dim() else "cpu"
+        return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=target)
+
+    return tree_map(fake, value)
+
+
+def _fake_of(param: Tensor, fakes: Mapping[int, Tensor]) -> Tensor:
+    if id(param) not in fakes:
+        raise ValueError(
+            f"`optimizer`: it updates a tensor of shape {tuple(param.shape)} that is no "
+            "parameter of the module; expected an optimizer of the module's own parameters; make "
+            "it anew if the module was copied or converted since."
+        )
+    return fakes[id(param)]

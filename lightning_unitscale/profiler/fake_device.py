@@ -1,0 +1,364 @@
+"""A device that need not exist, for fake tensors, and the operators that it would run.
+
+The CPU and a GPU save different things for the backward pass: of a dropout the CPU keeps the
+scaled mask in the type of the input, a GPU a mask of booleans; attention has other kernels, and a
+GPU fuses the RMS norm. On fake tensors torch decides as for the CPU (see
+:class:`SimulatedDevice`), so what a GPU would take is chosen here, and what its autocast does
+otherwise than the CPU's.
+
+The file of the profiler that touches torch's own names. Checked on torch 2.13 and 2.11:
+``FakeTensorMode`` and its exceptions, ``_current_autograd_node``, ``_execution_engine``,
+``_IncludeDispatchKeyGuard``, ``HigherOrderOperator``, ``reset_code``, and that C++ asks a fake
+tensor for its device through the operator ``prim::device``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._C._dynamo.eval_frame import reset_code
+from torch._higher_order_ops.scan import scan
+from torch._higher_order_ops.while_loop import while_loop
+from torch._ops import HigherOrderOperator
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+
+from lightning_unitscale.patching import shadowed
+
+DATA_DEPENDENT = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
+DispatchMode = TorchDispatchMode
+is_several_tensors = is_traceable_wrapper_subclass
+Call = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+aten = torch.ops.aten
+# What C++ is told of the simulated device. Python's own is without an index.
+_STAND_IN = torch.device("cpu", 0)
+# What code is told that asks for the GPU's generation where there is none: Ampere's.
+_COMPUTE_CAPABILITY = (8, 0)
+_HALF = (torch.float16, torch.bfloat16)
+# The largest head that the flash kernel takes.
+_FLASH_DEPTH = 256
+# The multiple of elements that rows of a mask are padded to for the memory-efficient kernel.
+_MASK_ALIGNMENT = 16
+
+
+def is_control_flow(function: Any) -> bool:
+    """Whether an operator takes functions, as ``torch.cond`` and ``scan`` do."""
+    return isinstance(function, HigherOrderOperator)
+
+
+@contextlib.contextmanager
+def forgetting_control_flow() -> Iterator[None]:
+    """Has Dynamo forget how it ran ``torch.cond`` and its like within this context.
+
+    They compile themselves when they are called; under a mode Dynamo passes over them, and would
+    from then on.
+    """
+    try:
+        yield
+    finally:
+        for function in (torch.cond, scan, while_loop):
+            for code in inspect.unwrap(function).__code__.co_consts:
+                if isinstance(code, types.CodeType):
+                    reset_code(code)
+
+
+def run_control_flow(function: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    """The first branch of a ``cond``, every step of a ``scan``, one round of a ``while_loop``."""
+    run = _CONTROL_FLOW.get(function.name())
+    return function(*args, **kwargs) if run is None else run(*args, **kwargs)
+
+
+def _cond(
+    predicate: Any, taken: Callable[..., Any], other: Callable[..., Any], operands: Any
+) -> Any:
+    return taken(*operands)
+
+
+def _while_loop(
+    goes_on: Callable[..., Any], body: Callable[..., Any], carried: Any, constants: Any
+) -> tuple[Any, ...]:
+    goes_on(*carried, *constants)
+    return tuple(body(*carried, *constants))
+
+
+def _scan(combine: Callable[..., Any], initial: Any, rows: Any, constants: Any = ()) -> list[Any]:
+    carried, results = list(initial), []
+    for step in range(len(rows[0])):
+        outputs = combine(*carried, *[row[step] for row in rows], *constants)
+        carried = list(outputs[: len(carried)])
+        results.append(outputs[len(carried) :])
+    return [*carried, *(torch.stack(column) for column in zip(*results, strict=True))]
+
+
+_CONTROL_FLOW = {"cond": _cond, "while_loop": _while_loop, "scan": _scan}
+
+
+def current_autograd_function() -> Any:
+    """The function of autograd's graph whose backward is running, or ``None``."""
+    return torch._C._current_autograd_node()
+
+
+class SimulatedDevice(FakeTensorMode):
+    """The mode in which nothing is computed; constants of the user's become fake by themselves.
+
+    C++ looks up a stream and a queue for the device of every tensor that takes part in autograd,
+    and ends the process where the device has no driver. So C++ is told that the device is
+    ``cpu:0``, and what it wants to make there is made on the device; Python code sees the device
+    itself. A CPU's queue also means that the backward pass runs in the calling thread, where
+    dispatch modes can see it.
+
+    Args:
+        device: The device, which need not exist.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self.device = device
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.prim.device.default and not self.in_kernel_invocation:
+            device: torch.device = args[0].device
+            return device if device.type == "cpu" else _STAND_IN
+        kwargs = kwargs or {}
+        # ``to`` compares the devices in C++, where both are the stand-in, and calls ``_to_copy``.
+        is_new = kwargs.get("device") == _STAND_IN and func.overloadpacket is not aten.to
+        if is_new and self.device.type != "cpu":
+            kwargs = {**kwargs, "device": self.device}
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+@contextlib.contextmanager
+def simulating(device: torch.device) -> Iterator[None]:
+    """Within this context Python code finds the simulated device as it would be.
+
+    Where there is no GPU, torch switches its autocast off with a warning; and its kernels look for
+    tensors on a GPU, which C++ sees none of. So autocast of the CPU stands in for it, with the
+    type that was asked for; :func:`calls_of` does what the two do differently.
+    """
+    if device.type == "cpu":
+        yield
+        return
+    original = torch.autocast.__init__
+
+    def init(self: Any, device_type: str, dtype: Any = None, *args: Any, **kwargs: Any) -> None:
+        if device_type == device.type:
+            device_type, dtype = "cpu", dtype or torch.get_autocast_dtype(device.type)
+        original(self, device_type, dtype, *args, **kwargs)
+
+    with (
+        shadowed(torch.autocast, __init__=init),
+        shadowed(torch.cuda, get_device_capability=lambda *_: _COMPUTE_CAPABILITY),
+        torch._C._IncludeDispatchKeyGuard(torch.DispatchKey.AutocastCPU),
+    ):
+        yield
+
+
+def run_backward(roots: Sequence[Tensor]) -> None:
+    """``torch.autograd.backward`` with gradients of one.
+
+    The function itself would be seen by torch function modes as one call, within which they are
+    off; but what a checkpoint runs again must be called as in the forward pass.
+    """
+    gradients = tuple(torch.ones_like(root) for root in roots)
+    torch.autograd.Variable._execution_engine.run_backward(
+        tuple(roots), gradients, False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
+
+
+class FakeScalars(TorchDispatchMode):
+    """Answers a program that asks a fake tensor for its value.
+
+    Optimizers look at their step count; what they allocate does not depend on it.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is aten._local_scalar_dense.default:
+            return self.answer(args[0])
+        return func(*args, **(kwargs or {}))
+
+    @staticmethod
+    def answer(tensor: Tensor) -> float | int:
+        """The value of a tensor that has none; neither 0 nor 1, which may be divided by."""
+        return 0.5 if tensor.is_floating_point() else 2
+
+
+def run_operator(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """The operator on fake tensors, where they are wrong with what the kernels do."""
+    packet = getattr(func, "overloadpacket", func)
+    if packet is getattr(torch.ops.aten, "_grouped_mm", None) and args[0].dtype != torch.bfloat16:
+        # Fake tensors know the shapes for BF16 only, the kernels also other types (torch 2.13).
+        in_bf16 = [
+            value.bfloat16() if isinstance(value, Tensor) and value.is_floating_point() else value
+            for value in args
+        ]
+        return func(*in_bf16, **kwargs).to(args[0].dtype)
+    if packet is aten.native_layer_norm and args[0].device.type == "cpu":
+        result, *statistics = func(*args, **kwargs)
+        # Of 16-bit inputs with FP32 gains the CPU keeps them in FP32, which fake tensors do not.
+        dtype = args[0].dtype if args[2] is None else args[2].dtype
+        return (result, *(statistic.to(dtype) for statistic in statistics))
+    return func(*args, **kwargs)
+
+
+def calls_of(device: torch.device) -> Call:
+    """How functions are called on a device: ``call(function, args, kwargs)``."""
+    return _call_on_gpu if device.type == "cuda" else _call_as_is
+
+
+def _call_as_is(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return function(*args, **kwargs)
+
+
+def _call_on_gpu(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if torch.is_autocast_enabled("cpu"):
+        args, kwargs = _autocast(function, args, kwargs)
+    kernel = _GPU_KERNELS.get(function)
+    return function(*args, **kwargs) if kernel is None else kernel(*args, **kwargs)
+
+
+def _autocast(
+    function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments in FP32 where a GPU's autocast computes in it and the CPU's does not.
+
+    References:
+        "Automatic Mixed Precision package", CUDA Ops that can autocast to float32.
+    """
+    if getattr(function, "__name__", "") not in _FP32_ON_GPU:
+        return args, kwargs
+
+    def cast(value: Any) -> Any:
+        return value.float() if isinstance(value, Tensor) and value.dtype in _HALF else value
+
+    return tuple(map(cast, args)), {name: cast(value) for name, value in kwargs.items()}
+
+
+def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    if not training or not 0.0 < p < 1.0 or inplace or not input.numel():
+        return F.dropout(input, p, training, inplace)
+    result: Tensor = torch.native_dropout(input, p, True)[0]
+    return result
+
+
+def _torch_dropout(input: Tensor, p: float, train: bool) -> Tensor:
+    return _dropout(input, p, train)
+
+
+def _rms_norm(
+    input: Tensor,
+    normalized_shape: list[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+) -> Tensor:
+    fused = getattr(aten, "_fused_rms_norm", None)
+    if fused is None or weight is None or weight.dtype != input.dtype:
+        return F.rms_norm(input, normalized_shape, weight, eps)
+    result: Tensor = fused(input, list(normalized_shape), weight, eps)[0]
+    return result
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """The kernel that torch takes on a GPU of compute capability 8.0 or later.
+
+    In torch's order: flash for 16 bits without a mask, then the memory-efficient kernel, then plain
+    products. The third is also what shared heads with a mask, or in FP32, come to.
+    """
+    is_plain = query.dim() == key.dim() == value.dim() == 4 and query.dtype == key.dtype
+    depth = max(query.shape[-1], value.shape[-1])
+    if is_plain and query.dtype in _HALF and attn_mask is None and depth <= _FLASH_DEPTH:
+        return _flash(query, key, value, dropout_p, is_causal, scale)
+    shares_heads = query.shape[-3] != key.shape[-3]
+    if is_plain and query.dtype in (*_HALF, torch.float32) and not shares_heads:
+        return _memory_efficient(query, key, value, attn_mask, dropout_p, is_causal, scale)
+    result: Tensor = aten._scaled_dot_product_attention_math(
+        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )[0]
+    return result
+
+
+def _flash(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+) -> Tensor:
+    depth = value.shape[-1]
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    if query.shape[-1] % 8:
+        padding = (0, -query.shape[-1] % 8)
+        query, key, value = (F.pad(tensor, padding) for tensor in (query, key, value))
+    result: Tensor = aten._scaled_dot_product_flash_attention(
+        query, key, value, dropout_p, is_causal, False, scale=scale
+    )[0]
+    return result if result.shape[-1] == depth else result[..., :depth]
+
+
+def _memory_efficient(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+) -> Tensor:
+    if mask is not None:
+        if mask.dtype == torch.bool:
+            zeros = torch.zeros((), dtype=query.dtype, device=query.device)
+            mask = torch.where(mask, zeros, -torch.inf)
+        if mask.shape[-1] % _MASK_ALIGNMENT:
+            length = mask.shape[-1]
+            mask = F.pad(mask, (0, -length % _MASK_ALIGNMENT))[..., :length]
+        mask = mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+    result: Tensor = aten._scaled_dot_product_efficient_attention(
+        query, key, value, mask, needs_grad, dropout_p, is_causal, scale=scale
+    )[0]
+    return result
+
+
+_FP32_ON_GPU = frozenset(
+    {"softmax", "log_softmax", "layer_norm", "group_norm", "cross_entropy", "nll_loss", "mse_loss",
+     "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div", "binary_cross_entropy_with_logits",
+     "cosine_similarity", "logsumexp", "norm", "exp", "expm1", "log", "log2", "log10", "log1p",
+     "pow", "reciprocal", "rsqrt", "softplus", "sum", "prod", "cumsum", "cumprod", "interpolate"}
+)  # fmt: skip
+
+_GPU_KERNELS: dict[Any, Callable[..., Any]] = {
+    F.dropout: _dropout,
+    torch.dropout: _torch_dropout,
+    F.rms_norm: _rms_norm,
+    torch.rms_norm: _rms_norm,
+    F.scaled_dot_product_attention: _attention,
+}

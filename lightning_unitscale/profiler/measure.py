@@ -1,0 +1,149 @@
+"""Bytes of real tensors: of modules, gradients and optimizers, and the measured peak of a step."""
+
+from __future__ import annotations
+
+import warnings
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_unitscale.profiler.costs import tensors_in
+from lightning_unitscale.profiler.fake import FakeCopies, make_state, optimizer_for, state_tensors
+from lightning_unitscale.profiler.fake_device import SimulatedDevice
+
+_MARK = "lightning_unitscale.peak_meter"
+
+
+def storages_of(values: Any) -> dict[int, int]:
+    """The storages of all tensors in a nested value, and the bytes of each."""
+    storages = (tensor.untyped_storage() for tensor in tensors_in(values))
+    return {storage._cdata: storage.nbytes() for storage in storages}
+
+
+def storage_bytes(values: Any) -> int:
+    """Bytes of all tensors in a nested value, each storage once."""
+    return sum(storages_of(values).values())
+
+
+def module_bytes(module: nn.Module) -> int:
+    """Bytes of a module's parameters and buffers, tied ones once."""
+    return storage_bytes([*module.parameters(), *module.buffers()])
+
+
+def gradient_bytes(module: nn.Module) -> int:
+    """Bytes of the gradients of a module's parameters once all of them exist."""
+    return storage_bytes([param for param in module.parameters() if param.requires_grad])
+
+
+def optimizer_state_bytes(optimizers: Iterable[Optimizer]) -> int:
+    """Bytes of the optimizers' states: as they are, or as they will be after the first step."""
+    return sum(
+        storage_bytes(state_tensors(optimizer)) if optimizer.state else _first_state(optimizer)
+        for optimizer in optimizers
+    )
+
+
+def _first_state(optimizer: Optimizer) -> int:
+    """Bytes of the state after the first step, by one on fake parameters.
+
+    Of parameters of a group that are alike one stands for all.
+    """
+    alike: dict[tuple[int, torch.Size, torch.dtype], list[nn.Parameter]] = defaultdict(list)
+    for index, group in enumerate(optimizer.param_groups):
+        for param in group["params"]:
+            if param.requires_grad:
+                alike[index, param.shape, param.dtype].append(param)
+    if not alike:
+        return 0
+    device = torch.device(next(iter(alike.values()))[0].device.type)
+    mode = SimulatedDevice(device)
+    copies = FakeCopies(mode)
+    groups: list[list[Tensor]] = [[] for _ in optimizer.param_groups]
+    try:
+        for (index, *_), params in alike.items():
+            groups[index].append(copies.of(params[0]))
+        fake = optimizer_for(optimizer, groups)
+        with mode:
+            make_state(fake, device)
+    except Exception as error:  # a user's class may need, and raise, anything
+        warnings.warn(
+            f"{type(optimizer).__name__}: its state could not be measured ({error}); expected one "
+            "that can step on fake tensors; two values per parameter are assumed.",
+            stacklevel=2,
+        )
+        return 2 * storage_bytes(list(alike.values()))
+    return sum(
+        len(params) * storage_bytes(dict(fake.state[copies.of(params[0])]))
+        for params in alike.values()
+    )
+
+
+class PeakMeter:
+    """Measures the most bytes alive at once between :meth:`mark` and :meth:`stop`.
+
+    On a GPU that is the allocator's own maximum. A CPU's allocator keeps none, so its events are
+    recorded and summed up. It does not record that a tensor is freed which was there before
+    :meth:`start`: start a step early, so that the gradients of the measured step's predecessor are
+    known, and name what is alive at the mark.
+
+    Args:
+        device: Where the step runs.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._alive: int | None = None
+        self._profile: Any = None
+
+    @property
+    def is_marked(self) -> bool:
+        """Whether what is measured has begun."""
+        return self._alive is not None
+
+    def start(self) -> None:
+        """Start to record."""
+        if self.device.type == "cpu":
+            activities = [torch.profiler.ProfilerActivity.CPU]
+            self._profile = torch.profiler.profile(
+                activities=activities, profile_memory=True, acc_events=True
+            )
+            self._profile.start()
+
+    def mark(self, alive: Any, *, beside: int = 0) -> None:
+        """What follows is measured.
+
+        Args:
+            alive: Holds all tensors that are alive now.
+            beside: Bytes of those that nobody can get hold of.
+        """
+        self._alive = storage_bytes(alive) + beside
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        elif self._profile is not None:
+            with torch.profiler.record_function(_MARK):
+                pass
+
+    def stop(self) -> int | None:
+        """Stop; returns the peak in bytes, or ``None`` if nothing was marked."""
+        if self.device.type == "cuda" and self._alive is not None:
+            return int(torch.cuda.max_memory_allocated(self.device))
+        if self._profile is None:
+            return None
+        self._profile.stop()
+        events = list(self._profile.profiler.kineto_results.events())
+        self._profile = None
+        return None if self._alive is None else _peak_after_mark(events, self._alive)
+
+
+def _peak_after_mark(events: list[Any], alive: int) -> int:
+    marked = next(event.start_ns() for event in events if event.name() == _MARK)
+    changes = [e for e in events if e.name() == "[memory]" and e.start_ns() >= marked]
+    peak = alive
+    for change in sorted(changes, key=lambda change: change.start_ns()):
+        alive += change.nbytes()
+        peak = max(peak, alive)
+    return peak

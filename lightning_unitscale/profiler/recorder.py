@@ -1,0 +1,276 @@
+"""A mode that notes every operator of a step and every storage's life."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_unitscale.functional.scale import plain_tensor
+from lightning_unitscale.profiler.costs import operator_costs, tensors_in
+from lightning_unitscale.profiler.fake_device import (
+    DispatchMode,
+    FakeScalars,
+    current_autograd_function,
+    run_operator,
+)
+from lightning_unitscale.profiler.record import (
+    OUTSIDE,
+    Event,
+    Kind,
+    NodeRecord,
+    OperatorCall,
+    Phase,
+    SavedStorage,
+    StepRecord,
+    StorageLife,
+)
+
+# Keys of what is noted on autograd's functions: the forward node that made it, and when it ran.
+_NODE, _TASK = "lightning_unitscale_node", "lightning_unitscale_task"
+
+
+class StorageRecorder(DispatchMode):
+    """Notes every operator, and when each storage of the device is allocated and released.
+
+    Storages are told apart by identity and their release is seen by a weak reference, so what is
+    recorded is what reference counts did: those of Python, of autograd's graph and of its engine.
+
+    Args:
+        device: Storages on devices of another type are not counted.
+
+    Attributes:
+        phase: The part of the step that runs.
+        node: Index of the forward node that runs.
+        last_node: Index of the last node of the user's code.
+        running: Name of the last node that was begun.
+        nodes: The forward graph so far.
+        operators: The operators so far.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.device = device
+        self.phase: Phase = "forward"
+        self.node = self.last_node = OUTSIDE
+        self.running = ""
+        self.nodes: list[NodeRecord] = []
+        self.operators: list[OperatorCall] = []
+        self.events: list[Event] = []
+        self.saved: list[SavedStorage] = []
+        self._sizes: list[int] = []
+        self._births: list[tuple[int, int]] = []
+        self._tasks: list[int] = []
+        self._sums: list[tuple[int, int, int]] = []
+        self._kinds: dict[int, Kind] = {}
+        self._indices: dict[int, int] = {}
+        self._watchers: dict[int, weakref.ref[Any]] = {}
+        self._task = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.prim.device.default:
+            return func(*args)
+        if func is torch.ops.aten._local_scalar_dense.default and self.phase == "optimizer":
+            return FakeScalars.answer(args[0])
+        node = self._current_node()
+        inputs = tensors_in((args, kwargs))
+        for tensor in inputs:
+            self.storage_of(tensor)
+        result = run_operator(func, args, kwargs)
+        outputs = tensors_in(result)
+        costs = operator_costs(func, args, kwargs, result, device=self.device.type)
+        self.operators.append(OperatorCall(str(func), self.phase, node, costs))
+        num_storages = len(self._sizes)
+        for tensor in outputs:
+            self._follow(tensor, node)
+        if self.phase == "backward" and func is torch.ops.aten.add.Tensor and outputs:
+            self._accumulated_in_place(inputs, len(self._sizes) > num_storages)
+        return result
+
+    # -- nodes
+
+    def begin_node(self, name: str) -> None:
+        """What follows belongs to the next node of the forward graph."""
+        self.node, self.running = len(self.nodes), name
+
+    def add_node(
+        self,
+        name: str,
+        op: str,
+        module: str,
+        inputs: Sequence[tuple[str, Tensor]],
+        outputs: Sequence[Tensor],
+    ) -> None:
+        """Add a node that has run.
+
+        Args:
+            name: Unique within the step.
+            op: Name of the function.
+            module: Path of the module that called it; empty for the root.
+            inputs: What it read, by name.
+            outputs: What it returned.
+        """
+        first = outputs[0] if outputs else None
+        self.label(outputs, len(self.nodes))
+        self.nodes.append(
+            NodeRecord(
+                name,
+                op,
+                module,
+                tuple(read for read, _ in inputs),
+                tuple(self.storage_of(tensor) for _, tensor in inputs),
+                tuple(map(self.storage_of, outputs)),
+                () if first is None else tuple(map(int, first.shape)),
+                "" if first is None else str(first.dtype).removeprefix("torch."),
+            )
+        )
+
+    # -- storages
+
+    def storage_of(self, tensor: Tensor) -> int:
+        """Index of the tensor's storage; :data:`OUTSIDE` if it is on another device.
+
+        A storage that was not seen before has been there from the beginning.
+        """
+        if not self._counts(tensor):
+            return OUTSIDE
+        storage = tensor.untyped_storage()
+        index = self._indices.get(storage._cdata)
+        return self._register(storage, OUTSIDE, OUTSIDE) if index is None else index
+
+    def declare(self, tensor: Tensor, kind: Kind) -> None:
+        """Say what a tensor is that is there before the step, or stays after it."""
+        index = self.storage_of(tensor)
+        if index != OUTSIDE:
+            self._kinds[index] = kind
+
+    def _counts(self, tensor: Tensor) -> bool:
+        return tensor.device.type == self.device.type and tensor.layout == torch.strided
+
+    def _follow(self, tensor: Tensor, node: int) -> None:
+        if not self._counts(tensor):
+            return
+        storage = tensor.untyped_storage()
+        index = self._indices.get(storage._cdata)
+        if index is None:
+            self._register(storage, node, len(self.operators) - 1)
+            return
+        change = storage.nbytes() - self._sizes[index]
+        if change:  # ``resize_``
+            self._sizes[index] += change
+            self.events.append(Event(index, change, len(self.operators) - 1))
+
+    def _register(self, storage: Any, node: int, born: int) -> int:
+        index, key = len(self._sizes), storage._cdata
+        size = storage.nbytes()
+        self._sizes.append(size)
+        self._births.append((node, born))
+        self._tasks.append(self._task)
+        self._indices[key] = index
+        if born != OUTSIDE:
+            self.events.append(Event(index, size, born))
+
+        def released(_: Any) -> None:
+            del self._indices[key], self._watchers[key]
+            # The size at the end: it may have been resized.
+            self.events.append(Event(index, -self._sizes[index], len(self.operators) - 1))
+
+        self._watchers[key] = weakref.ref(storage, released)
+        return index
+
+    def _accumulated_in_place(self, inputs: Sequence[Tensor], is_new: bool) -> None:
+        """Note a sum that the engine of autograd would have written into its first operand.
+
+        Where gradients meet, the engine adds the new one to the old in place if nobody else has
+        it and it is no view (whose base would be somebody else), but never into a tensor subclass,
+        as fake tensors are. A sum within one autograd function is its formula's.
+        """
+        if not is_new or len(inputs) < 2:
+            return
+        if inputs[0].shape != inputs[1].shape or inputs[0]._is_view():
+            return
+        old, new = self.storage_of(inputs[0]), len(self._sizes) - 1
+        if OUTSIDE not in (old, new) and self._tasks[old] != self._task:
+            self._sums.append((old, new, len(self.operators) - 1))
+
+    # -- autograd
+
+    def label(self, tensors: Sequence[Tensor], node: int) -> None:
+        """Say that the autograd functions behind ``tensors``, as far as new, are of ``node``."""
+        pending: list[Any] = [tensor.grad_fn for tensor in tensors]
+        while pending:
+            function = pending.pop()
+            if function is None or _NODE in _notes(function):
+                continue
+            _notes(function)[_NODE] = node
+            if not hasattr(function, "variable"):  # a leaf's
+                pending += [following for following, _ in function.next_functions]
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        """Hook of autograd: ``tensor`` is saved for the backward pass."""
+        index = self.storage_of(plain_tensor(tensor))
+        if index != OUTSIDE and self.phase == "forward":
+            # An autograd function of the user's saves after its last node.
+            node = self.last_node if self.node == OUTSIDE else self.node
+            self.saved.append(SavedStorage(index, node))
+        return tensor
+
+    def _current_node(self) -> int:
+        if self.phase != "backward":
+            return self.node
+        function = current_autograd_function()
+        if function is None:
+            return OUTSIDE
+        self._task = _notes(function).setdefault(_TASK, len(self.operators))
+        return int(_notes(function).get(_NODE, OUTSIDE))
+
+    # -- the end
+
+    def record(self) -> StepRecord:
+        """What was seen, as data."""
+        return StepRecord(
+            self.device.type,
+            tuple(self.nodes),
+            self._storages(),
+            tuple(self.operators),
+            self._ordered_events(),
+            tuple(self.saved),
+        )
+
+    def _ordered_events(self) -> tuple[Event, ...]:
+        """Allocations and releases in the order in which they happen on real tensors."""
+        events = list(self.events)
+        born = {event.storage: order for order, event in enumerate(events) if event.change > 0}
+        for old, new, operator in self._sums:
+            start = born[new]
+            for order in range(start + 1, len(events)):
+                if events[order].operator != operator:
+                    break  # somebody still reads the old gradient: it was not overwritten
+                if events[order].storage == old:
+                    events[start], events[order] = events[order], events[start]
+                    break
+        return tuple(events)
+
+    def _storages(self) -> tuple[StorageLife, ...]:
+        """Every storage of the device, by its index."""
+        saved = {storage.storage for storage in self.saved}
+        return tuple(
+            StorageLife(
+                size,
+                self._kinds.get(index, "activation" if index in saved else "temporary"),
+                *self._births[index],
+            )
+            for index, size in enumerate(self._sizes)
+        )
+
+
+def _notes(function: Any) -> dict[Any, Any]:
+    """What Python code may note on a function of autograd; it lives as long as that."""
+    notes: dict[Any, Any] = function.metadata
+    return notes

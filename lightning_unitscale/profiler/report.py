@@ -1,0 +1,249 @@
+"""Profiles as text, as a plot and as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import types
+import typing
+from collections.abc import Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from tabulate import tabulate
+
+from lightning_unitscale.profiler.node_costs import ModuleCosts, NodeCosts, field_names
+from lightning_unitscale.profiler.record import KINDS
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from lightning_unitscale.profiler.graph_profile import GraphProfile
+
+
+_PREFIXES = ("", "K", "M", "G", "T", "P", "E")
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Bytes with a binary prefix: ``"1.50 MiB"``."""
+    return _scaled(num_bytes, 1024, "i", "B")
+
+
+def format_flops(flops: float) -> str:
+    """Operations with a decimal prefix: ``"1.50 G"``."""
+    return _scaled(flops, 1000, "", "").strip()
+
+
+def _scaled(value: float, base: int, infix: str, unit: str) -> str:
+    exponent = 0
+    while abs(value) >= base and exponent < len(_PREFIXES) - 1:
+        value /= base
+        exponent += 1
+    if exponent == 0:
+        return f"{int(value)} {unit}"
+    return f"{value:.2f} {_PREFIXES[exponent]}{infix}{unit}"
+
+
+def node_table(nodes: Sequence[NodeCosts], sort_by: str, limit: int | None) -> str:
+    """The nodes, the largest first, or in their order if ``sort_by`` is ``"order"``."""
+    fields = field_names(NodeCosts)
+    if sort_by not in (*fields, "order"):
+        raise ValueError(
+            f"`sort_by={sort_by!r}`: nodes have no such number; expected 'order' or one of "
+            f"{', '.join(fields)}."
+        )
+    ordered = list(nodes)
+    if sort_by != "order":
+        ordered.sort(key=lambda node: -getattr(node, sort_by))
+    shown = ordered if limit is None else ordered[:limit]
+    rows = [
+        {
+            "node": node.name,
+            "shape": "x".join(map(str, node.shape)),
+            "saved": format_bytes(node.saved_bytes),
+            "fwd in": format_bytes(node.fwd_mem_in),
+            "fwd tmp": format_bytes(node.fwd_mem_tmp),
+            "fwd out": format_bytes(node.fwd_mem_out),
+            "bwd tmp": format_bytes(node.bwd_mem_tmp),
+            "bwd out": format_bytes(node.bwd_mem_out),
+            "fwd flop": format_flops(node.fwd_flops),
+            "bwd flop": format_flops(node.bwd_flops),
+            "saved inputs": ", ".join(node.save_fwd_in),
+        }
+        for node in shown
+    ]
+    text = tabulate(rows, headers="keys", disable_numparse=True)
+    left_out = len(ordered) - len(shown)
+    return f"{text}\n({left_out} more nodes)" if left_out else text
+
+
+def module_table(modules: Sequence[ModuleCosts], depth: int | None) -> str:
+    """The modules, each with those in it, down to a depth."""
+    rows = [
+        {
+            "module": module.path or "(root)",
+            "class": module.kind,
+            "nodes": str(module.num_nodes),
+            "parameters": format_bytes(module.parameter_bytes),
+            "saved": format_bytes(module.saved_bytes),
+            "fwd flop": format_flops(module.fwd_flops),
+            "bwd flop": format_flops(module.bwd_flops),
+            "fwd moved": format_bytes(module.fwd_bytes_moved),
+            "bwd moved": format_bytes(module.bwd_bytes_moved),
+        }
+        for module in modules
+        if depth is None or _depth(module.path) <= depth
+    ]
+    return tabulate(rows, headers="keys", disable_numparse=True)
+
+
+def _depth(path: str) -> int:
+    return path.count(".") + 1 if path else 0
+
+
+def totals(profile: GraphProfile) -> str:
+    """Bytes by what they are for, over the step and at its peak, and operations."""
+    peak = profile.peak
+    over_step = {
+        "parameter": profile.parameter_bytes,
+        "buffer": profile.buffer_bytes,
+        "optimizer": profile.optimizer_bytes,
+        "input": profile.input_bytes,
+        "gradient": profile.gradient_bytes,
+        "activation": profile.saved_bytes,
+    }
+    rows = [
+        (kind, format_bytes(over_step[kind]) if kind in over_step else "", format_bytes(at_peak))
+        for kind, at_peak in peak.by_kind.items()
+    ]
+    where = f" of {peak.node}" if peak.node else ""
+    operator = f" ({peak.operator})" if peak.operator else ""
+    return "\n".join(
+        [
+            f"Peak {format_bytes(peak.num_bytes)} on {profile.device} in the {peak.phase} pass"
+            f"{where}{operator}, batch size {profile.batch_size}",
+            f"Products: {format_flops(profile.fwd_flops)}FLOP forward, "
+            f"{format_flops(profile.bwd_flops)}FLOP backward; {len(profile.nodes)} nodes",
+            "",
+            tabulate(rows, headers=("bytes", "in the step", "at the peak"), disable_numparse=True),
+        ]
+    )
+
+
+_MIB = 2**20
+_COLORS = {
+    "parameter": "#08306b",
+    "buffer": "#6baed6",
+    "optimizer": "#2166ac",
+    "input": "#b9bcc2",
+    "gradient": "#d95f0e",
+    "activation": "#41ab5d",
+    "temporary": "#fdae61",
+}
+
+
+def new_figure(width: float = 7.0, height: float = 4.5) -> tuple[Figure, Axes]:
+    """A figure without a window, and its axes.
+
+    Args:
+        width: In inches.
+        height: In inches.
+
+    Raises:
+        ModuleNotFoundError: If matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "matplotlib: not installed, so nothing can be drawn; expected the extra `report`; run: "
+            "pip install 'lightning-unitscale[report]'"
+        ) from error
+    figure = Figure(figsize=(width, height), layout="constrained")
+    return figure, figure.add_subplot()
+
+
+def draw(profile: GraphProfile) -> Figure:
+    """Areas of live bytes by kind over the operators of the step, the peak marked.
+
+    Raises:
+        ModuleNotFoundError: If matplotlib is not installed.
+    """
+    timeline, peak = profile.timeline, profile.peak
+    moments = range(len(timeline.live_bytes))
+    figure, axes = new_figure(11.0, 5.0)
+    rows = [[value / _MIB for value in timeline.live_by_kind[kind]] for kind in KINDS]
+    axes.stackplot(moments, rows, labels=KINDS, colors=[_COLORS[kind] for kind in KINDS])
+    axes.plot(moments, [value / _MIB for value in timeline.live_bytes], color="black", lw=0.6)
+    top = (max(timeline.peak_operator, 0), peak.num_bytes / _MIB)
+    axes.plot(*([value] for value in top), "v", color="#c40a8f")
+    axes.annotate(
+        f"{format_bytes(peak.num_bytes)}\n{peak.node}",
+        top,
+        textcoords="offset points",
+        xytext=(6, 6),
+        fontsize=8,
+    )
+    start = 0
+    for phase, group in groupby(profile.phases):
+        axes.axvline(start, color="black", lw=0.6, ls=":")
+        axes.text(start, 0.96, f" {phase}", transform=axes.get_xaxis_transform(), fontsize=8)
+        start += len(list(group))
+    axes.set_xlabel("operator of the step")
+    axes.set_ylabel("live MiB")
+    axes.set_xlim(0, max(len(timeline.live_bytes) - 1, 1))
+    axes.set_ylim(0, 1.15 * max(peak.num_bytes, 1) / _MIB)
+    axes.legend(loc="upper right", fontsize=8)
+    return figure
+
+
+T = TypeVar("T")
+_VERSION = 2
+
+
+def dump(profile: GraphProfile) -> str:
+    """A profile as JSON; fields that start with an underscore stay out."""
+    values = {
+        name: value
+        for name, value in dataclasses.asdict(profile).items()
+        if not name.startswith("_")
+    }
+    return json.dumps({"version": _VERSION, **values})
+
+
+def load(text: str, kind: type[T]) -> T:
+    """A dataclass from JSON.
+
+    Raises:
+        ValueError: If the text was not made by :func:`dump` for this class.
+    """
+    try:
+        content = json.loads(text)
+        if content.pop("version", None) != _VERSION:
+            raise ValueError(f"expected version {_VERSION}")
+        return typing.cast(T, _typed(content, kind))
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(
+            f"`text`: it is no profile ({error}); expected what GraphProfile.to_json() gave "
+            "in this version; profile again."
+        ) from error
+
+
+def _typed(value: Any, kind: Any) -> Any:
+    """A value from JSON as what a field's annotation says."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (types.UnionType, typing.Union):
+        return None if value is None else _typed(value, arguments[0])
+    if dataclasses.is_dataclass(kind):
+        hints = typing.get_type_hints(kind)
+        return kind(  # type: ignore[operator]
+            **{name: _typed(item, hints[name]) for name, item in value.items()}
+        )
+    if origin is dict:
+        return {key: _typed(item, arguments[1]) for key, item in value.items()}
+    if origin is tuple:
+        if arguments[-1] is Ellipsis:
+            return tuple(_typed(item, arguments[0]) for item in value)
+        return tuple(_typed(*pair) for pair in zip(value, arguments, strict=True))
+    return value

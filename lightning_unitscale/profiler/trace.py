@@ -1,0 +1,205 @@
+"""The nodes of a step that runs on fake tensors: of a module's own code, or of an existing graph.
+
+A module is not traced by Dynamo: its own Python code runs, so what breaks its graphs does not
+matter here, and tensors live exactly as long as that code holds them. The values of a graph live
+until their last reader has run, as in the code that FX generates.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+from lightning_unitscale.functional.scale import plain_tensor
+from lightning_unitscale.graph.decompose import open_function
+from lightning_unitscale.graph.nodes import module_path, op_name
+from lightning_unitscale.profiler.costs import tensors_in
+from lightning_unitscale.profiler.fake_device import (
+    Call,
+    forgetting_control_flow,
+    is_control_flow,
+    run_control_flow,
+)
+from lightning_unitscale.profiler.record import OUTSIDE
+from lightning_unitscale.profiler.recorder import StorageRecorder
+
+_CALLS = frozenset({"call_function", "call_method", "call_module"})
+# What Python calls when the tensor is on the right; a graph has the function itself.
+_REFLECTED = {"radd": "add", "rsub": "sub", "rmul": "mul", "rmatmul": "matmul", "rpow": "pow",
+              "rtruediv": "truediv", "rdiv": "truediv", "rfloordiv": "floordiv",
+              "rmod": "mod"}  # fmt: skip
+
+
+class Trace(Protocol):
+    """Tells a recorder which node of the forward graph is running."""
+
+    def name_input(self, tensor: Tensor, name: str) -> None:
+        """Say what a tensor that the graph starts from is called."""
+
+    def watching(self) -> contextlib.AbstractContextManager[Any]:
+        """Within this context what runs is noted."""
+
+
+class ModulePaths:
+    """Path of the module whose ``forward`` is running."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._paths = {submodule: path for path, submodule in module.named_modules()}
+        self._stack: list[str] = []
+
+    @property
+    def current(self) -> str:
+        """The innermost one; empty for the root."""
+        return self._stack[-1] if self._stack else ""
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Within this context the path is followed."""
+        handles = []
+        for module, path in self._paths.items():
+            handles.append(module.register_forward_pre_hook(self._enter(path), prepend=True))
+            handles.append(module.register_forward_hook(self._leave, always_call=True))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            self._stack.clear()
+
+    def _enter(self, path: str) -> Callable[..., None]:
+        return lambda *_: self._stack.append(path)
+
+    def _leave(self, *_: Any) -> None:
+        self._stack.pop()
+
+
+class ModuleTrace(TorchFunctionMode):
+    """Makes a node of every torch function that a module's forward pass calls.
+
+    Args:
+        recorder: Notes the operators and storages; told which node is running.
+        paths: Knows which module is running.
+        call: Calls a function as the device would have it called.
+    """
+
+    def __init__(self, recorder: StorageRecorder, paths: ModulePaths, call: Call) -> None:
+        super().__init__()
+        self._recorder = recorder
+        self._paths = paths
+        self._call = call
+        self._names: dict[str, int] = {}
+        # Names of tensors by identity, which is theirs only as long as they live.
+        self._name_of: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Within this context every torch function becomes a node."""
+        with forgetting_control_flow(), self._paths.watched(), self:
+            yield
+
+    def name_input(self, tensor: Tensor, name: str) -> None:
+        """Say what a tensor that the graph starts from is called."""
+        self._name_of[tensor] = name
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        recorder = self._recorder
+        if func is F.multi_head_attention_forward:
+            # Opened, as in a captured graph: what is inside depends on the device too.
+            with self:
+                return open_function(func)(*args, **kwargs)
+        if is_control_flow(func):
+            with self:
+                return run_control_flow(func, args, kwargs)
+        if recorder.phase != "forward":
+            # What a checkpoint runs again is part of the backward pass.
+            return self._call(func, args, kwargs)
+        op = function_name(func)
+        inputs = list(map(plain_tensor, tensors_in((args, kwargs))))
+        recorder.label(inputs, len(recorder.nodes) - 1)
+        num_operators = len(recorder.operators)
+        recorder.begin_node(f"{self._paths.current}.{op}".lstrip("."))
+        result = self._call(func, args, kwargs)
+        outputs = list(map(plain_tensor, tensors_in(result)))
+        if outputs or len(recorder.operators) > num_operators:
+            name = self._unique(recorder.running)
+            named = {self._name_of.get(tensor, "constant"): tensor for tensor in inputs}
+            recorder.last_node = len(recorder.nodes)
+            recorder.add_node(name, op, self._paths.current, list(named.items()), outputs)
+            for tensor in outputs:
+                self._name_of[tensor] = name
+        recorder.node = OUTSIDE
+        return result
+
+    def _unique(self, base: str) -> str:
+        name = base
+        while name in self._names:
+            name = f"{base}_{self._names[base]}"
+            self._names[base] += 1
+        self._names[name] = 1
+        return name
+
+
+class GraphTrace(fx.Interpreter):
+    """Runs a graph and records each of its calls as a node.
+
+    Args:
+        graph_module: The graph.
+        recorder: Notes the operators and storages; told which node is running.
+        call: Calls a function as the device would have it called.
+    """
+
+    def __init__(self, graph_module: fx.GraphModule, recorder: StorageRecorder, call: Call) -> None:
+        super().__init__(graph_module)
+        self._recorder = recorder
+        self._call = call
+
+    def name_input(self, tensor: Tensor, name: str) -> None:
+        """Inputs have the names of their placeholders."""
+
+    def watching(self) -> TorchFunctionMode:
+        """Within this context functions are called as the device would have them called."""
+        return _DeviceCalls(self._call)
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Run one node and record it."""
+        if n.op not in _CALLS:
+            return super().run_node(n)
+        self._recorder.begin_node(n.name)
+        result = super().run_node(n)
+        self._recorder.node = OUTSIDE
+        inputs = [
+            (read.name, tensor)
+            for read in n.all_input_nodes
+            for tensor in tensors_in(self.env[read])
+        ]
+        self._recorder.add_node(n.name, op_name(n), module_path(n), inputs, tensors_in(result))
+        return result
+
+
+class _DeviceCalls(TorchFunctionMode):
+    def __init__(self, call: Call) -> None:
+        super().__init__()
+        self._call = call
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return self._call(func, args, kwargs or {})
+
+
+def function_name(function: Any) -> str:
+    """Short name of a torch function, as a captured graph has it."""
+    name = getattr(function, "__name__", str(function))
+    if name == "__get__":
+        name = getattr(function.__self__, "__name__", name)
+    name = name.split(".")[0].strip("_") or name
+    return _REFLECTED.get(name, name)

@@ -1,0 +1,298 @@
+"""From a step and one batch to a plan: record it, find its structure, decide, measure."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.nn.parameter import is_lazy
+
+from lightning_unitscale.capture.captured_step import CapturedStep
+from lightning_unitscale.capture.compiled_graph import CompiledGraph
+from lightning_unitscale.capture.rollback import detached_copy
+from lightning_unitscale.graph.matmuls import product_of
+from lightning_unitscale.graph.nodes import Path, tensor_name
+from lightning_unitscale.graph.recorder import GraphInterpreter
+from lightning_unitscale.lossless.calibrate import root_mean_square
+from lightning_unitscale.lossless.rehearsal import rehearsed
+from lightning_unitscale.rules.decide import Decider
+from lightning_unitscale.rules.operations import parameter_path
+from lightning_unitscale.rules.plan import Decision, ParameterPlan, RuleOptions, RulePlan, key
+from lightning_unitscale.rules.roles import Structure, find_structure, plan_parameters
+from lightning_unitscale.rules.trace import Flow, Recorder
+from lightning_unitscale.rules.weights import Prepare, prepared_like
+
+# The first run of a step may change what the next one runs.
+_MAX_ATTEMPTS = 3
+
+
+def plan_step(
+    step: CapturedStep,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    options: RuleOptions,
+    prior: RulePlan,
+    *,
+    init_weights: bool = True,
+    backward: bool = True,
+) -> RulePlan:
+    """Decide on every operation of a step, on one batch.
+
+    Its graphs run twice, eagerly: once as they are, to see how they hang together; once with the
+    factors in place as they are decided, to measure what no rule knows. If the step is one graph,
+    nothing else of it runs.
+
+    Args:
+        step: The captured step; its graphs must not be reparametrized yet.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+        options: The user's choices.
+        prior: What is decided already: operations of other steps keep their factors, and
+            parameters are scaled once.
+        init_weights: Whether parameters are set to unit scale.
+        backward: Whether the step will be run with gradients.
+
+    Returns:
+        ``prior`` and what is new. Parameters are not touched yet.
+    """
+    _give_shapes(step, args, kwargs)
+    for _ in range(_MAX_ATTEMPTS):
+        plan = _plan_once(step, args, kwargs, options, prior, init_weights, backward)
+        if plan is not None:
+            return prior.updated(plan)
+    raise RuntimeError(
+        f"{type(step.owner.module).__name__}.{step.name}: it ran other graphs in each of "
+        f"{_MAX_ATTEMPTS} runs on the same batch; expected a step that is captured alike each "
+        "time; keep counters and random Python choices out of it."
+    )
+
+
+def _give_shapes(step: CapturedStep, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Let lazy modules be called once, which nothing undoes: the rules set their weights."""
+    if any(map(is_lazy, step.owner.module.parameters())):
+        copied_args, copied_kwargs = detached_copy((args, dict(kwargs)))
+        with torch.no_grad():
+            step.rehearse(_run_unchanged, *copied_args, **copied_kwargs)
+
+
+def _run_unchanged(graph: CompiledGraph, inputs: tuple[Any, ...]) -> Any:
+    return graph.interpret(lambda graph_module: graph_module.forward, inputs)
+
+
+def _plan_once(
+    step: CapturedStep,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    options: RuleOptions,
+    prior: RulePlan,
+    init_weights: bool,
+    backward: bool,
+) -> RulePlan | None:
+    """One attempt; ``None`` if the second run was not the recorded one."""
+    recorder = Recorder()
+    grad = torch.enable_grad if backward else contextlib.nullcontext
+    with grad(), rehearsed(step, recorder, args, kwargs):
+        pass
+    flow = recorder.result()
+    structure = _structure_of(flow, prior)
+    parameters = {**plan_parameters(structure, init_weights=init_weights), **prior.parameters}
+    fresh = {fqn: plan for fqn, plan in parameters.items() if fqn not in prior.parameters}
+    scaled_run = _ScaledRun(flow, prepared_like(fresh))
+    decider = Decider(
+        structure,
+        parameters,
+        options,
+        scaled_run.measure,
+        prior=prior,
+    )
+    scaled_run.decider = decider
+    with grad(), rehearsed(step, scaled_run, args, kwargs):
+        pass
+    if scaled_run.saw_new_graph:
+        return None
+    decisions = {key(step.name, name): decision for name, decision in decider.decisions.items()}
+    plans = _with_output_scales(structure, parameters, decider.decisions)
+    return RulePlan(decisions, plans, _unseen(step, plans))
+
+
+def plan_graph(
+    graph_module: fx.GraphModule, step: str, options: RuleOptions, prior: RulePlan
+) -> RulePlan:
+    """Decide on a graph that no rehearsal has run: a branch that the step takes later on.
+
+    Nothing is measured; where no rule knows a scale it is taken for 1. Parameters that are not at
+    unit scale already stay as they are.
+
+    Args:
+        graph_module: The graph.
+        step: Name of its step.
+        options: The user's choices.
+        prior: Earlier decisions.
+
+    Returns:
+        ``prior`` and what is new.
+    """
+    flow = Flow()
+    flow.add_graph(graph_module, {})
+    flow.finish([])
+    structure = _structure_of(flow, prior)
+    unknown = plan_parameters(structure, init_weights=False)
+    decider = Decider(
+        structure,
+        {**unknown, **prior.parameters},
+        replace(options, on_unknown="keep"),
+        lambda node: None,
+        prior=prior,
+    )
+    for node in flow.nodes:
+        decider.before(node)
+    decisions = {key(step, name): decision for name, decision in decider.decisions.items()}
+    unseen = {
+        fqn: f"first read in a branch that {step} took later, when the weights were set already"
+        for fqn in structure.uses
+        if fqn not in prior.parameters
+    }
+    return prior.updated(RulePlan(decisions, {}, unseen))
+
+
+def _unseen(step: CapturedStep, plans: Mapping[str, ParameterPlan]) -> dict[str, str]:
+    """Why each parameter of the module that no graph of a step reads is not among ``plans``."""
+    reason = f"{step.name} does not read it"
+    if step.owner.graph_breaks:
+        reason = f"in no captured graph: {reason}, or does so between two graph breaks"
+    return {fqn: reason for fqn, _ in step.owner.module.named_parameters() if fqn not in plans}
+
+
+def _with_output_scales(
+    structure: Structure,
+    parameters: Mapping[str, ParameterPlan],
+    decisions: Mapping[str, Decision],
+) -> dict[str, ParameterPlan]:
+    """Note for each bias the factor on the product that it is part of."""
+    plans = dict(parameters)
+    for fqn, uses in structure.uses.items():
+        products = [use.node for use in uses if use.kind == "bias" and product_of(use.node)]
+        decided = [decisions[name] for name in map(tensor_name, products) if name in decisions]
+        if decided:
+            info = replace(plans[fqn].info, output_scale=decided[0].output)
+            plans[fqn] = replace(plans[fqn], info=info)
+    return plans
+
+
+def _structure_of(flow: Flow, prior: RulePlan) -> Structure:
+    """The structure of a flow, if it agrees with what is decided already."""
+    structure = find_structure(flow)
+    _check_prior_parameters(structure, prior)
+    return structure
+
+
+def _check_prior_parameters(structure: Structure, prior: RulePlan) -> None:
+    """A parameter that is at unit scale already must not be read by what no rule rewrites."""
+    for fqn, uses in structure.uses.items():
+        plan = prior.parameters.get(fqn)
+        other = [use.node for use in uses if use.kind == "other"]
+        if plan is not None and plan.action != "left" and other:
+            raise RuntimeError(
+                f"{fqn}: it was set to unit scale for an earlier step, but {other[0].name} of this "
+                "one reads it, which no rule rewrites; expected every step to use it alike; "
+                "register a rule for that operation, or name its function in replace=."
+            )
+
+
+class _ScaledRun:
+    """Runs the graphs of a step with every factor in place as soon as it is decided.
+
+    Args:
+        flow: The step as recorded.
+        prepare: Gives a parameter the value that it will have.
+
+    Attributes:
+        saw_new_graph: Whether a graph ran that was not recorded: the first run of a step may change
+            what the next one runs (a setting that is filled in, a cache).
+    """
+
+    def __init__(self, flow: Flow, prepare: Prepare) -> None:
+        self.flow = flow
+        self.prepare = prepare
+        self.saw_new_graph = False
+        self.decider: Decider | None = None
+        self._values: dict[fx.Node, Tensor] = {}
+        self._measured: dict[fx.Node, float | None] = {}
+
+    def __call__(self, graph: Any, inputs: tuple[Any, ...]) -> Any:
+        """Run one graph; the interpreter that ``CapturedStep`` expects."""
+
+        def run_with(captured: fx.GraphModule) -> Callable[..., Any]:
+            graph_module = self.flow.first_capture(captured)
+            if not self.flow.has_graph(graph_module.graph):
+                self.saw_new_graph = True
+                return fx.Interpreter(graph_module).run
+            return GraphInterpreter(graph_module, self._visit).run
+
+        return graph.interpret(run_with, inputs)
+
+    def measure(self, node: fx.Node) -> float | None:
+        """RMS of a node's tensor, once it is there."""
+        for alias in (node, self.flow.resolve(node)):
+            value = self._values.get(alias)
+            if value is not None:
+                if alias not in self._measured:
+                    self._measured[alias] = (
+                        float(root_mean_square(value)) if value.numel() else None
+                    )
+                return self._measured[alias]
+        return None
+
+    def _visit(self, interpreter: GraphInterpreter, node: fx.Node) -> Any:
+        assert self.decider is not None
+        if node.op == "placeholder":
+            return self._keep(node, self._prepared(node, interpreter.evaluate(node)))
+        decision = self.decider.before(node)
+        if decision is None:
+            return self._keep(node, interpreter.evaluate(node))
+        args, kwargs = interpreter.fetch_args_kwargs_from_env(node)
+        args, kwargs = _changed_arguments(args, kwargs, decision)
+        result = getattr(interpreter, node.op)(node.target, args, kwargs)
+        self._keep(node, result)
+        decision = self.decider.after(node, decision)
+        if decision.output != 1.0:
+            result = result * decision.output
+            self._measured.pop(node, None)
+        return self._keep(node, result)
+
+    def _prepared(self, node: fx.Node, value: Any) -> Any:
+        fqn = parameter_path(node)
+        if fqn is None or not isinstance(value, Tensor):
+            return value
+        return self.prepare(fqn, value)
+
+    def _keep(self, node: fx.Node, value: Any) -> Any:
+        """Remember a node's tensor, to measure it if somebody asks."""
+        if isinstance(value, Tensor) and value.is_floating_point():
+            self._values[node] = value.detach()
+        return value
+
+
+def _changed_arguments(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], decision: Decision
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of a call with the factors of a decision on them."""
+    changed_args, changed_kwargs = list(args), dict(kwargs)
+    for argument in decision.arguments:
+        head, rest = argument.path[0], argument.path[1:]
+        holder: Any = changed_args if isinstance(head, int) else changed_kwargs
+        holder[head] = _scaled(holder[head], rest, argument.factor)
+    changed_kwargs.update(dict(decision.kwargs))
+    return tuple(changed_args), changed_kwargs
+
+
+def _scaled(value: Any, rest: Path, factor: float) -> Any:
+    if not rest:
+        return value * factor
+    items: Any = list(value)
+    items[rest[0]] = _scaled(items[rest[0]], rest[1:], factor)
+    return type(value)(items) if isinstance(value, (list, tuple)) else items

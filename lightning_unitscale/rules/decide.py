@@ -1,0 +1,337 @@
+"""Decide operation by operation, in the order of execution, which factors the rules put where.
+
+A factor changes the function unless what follows is homogeneous in it. So factors go to four places
+only: the result of a matrix product, the operands of a matrix product, the summands of a residual
+add, and sums of tensors that are at RMS 1 already. In between the model is what its author wrote;
+the rules follow the RMS through it, from each operation's own rule or, where there is none, from
+the tensor itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import fx
+
+from lightning_unitscale.graph.matmuls import Product, product_of
+from lightning_unitscale.graph.nodes import MODULE, Path, example_tensor, op_name, tensor_name
+from lightning_unitscale.rules.operations import (
+    EMBEDDINGS,
+    RULE_ERRORS,
+    added_tensors,
+    float_arguments,
+    is_attention,
+    is_operation,
+    may_be_float,
+    output_factor,
+    reads_of,
+    rule_of,
+)
+from lightning_unitscale.rules.patterns import logit_factor
+from lightning_unitscale.rules.plan import (
+    Argument,
+    Decision,
+    Origin,
+    ParameterPlan,
+    RuleOptions,
+    RulePlan,
+)
+from lightning_unitscale.rules.propagate import TRUSTED, Measure, Scales
+from lightning_unitscale.rules.residuals import branch_weights
+from lightning_unitscale.rules.roles import Structure, multiplies_gradients, weight_of
+
+# First word of the reason of a decision on an attention.
+ATTENTION = "attention"
+# A factor nearer to 1 than this is not worth an operation.
+_NEGLIGIBLE = 1.1
+
+
+class Decider:
+    """Takes one decision after another; the pure core of the rules.
+
+    Args:
+        structure: The step.
+        parameters: The plan of each parameter.
+        options: The user's choices.
+        measure: RMS of a node's tensor under the decisions taken so far.
+        prior: Earlier decisions, in this step of the module or in another: the same
+            operation keeps its factors, whatever the shapes of this step's batches.
+    """
+
+    def __init__(
+        self,
+        structure: Structure,
+        parameters: Mapping[str, ParameterPlan],
+        options: RuleOptions,
+        measure: Measure,
+        prior: RulePlan | None = None,
+    ) -> None:
+        self.structure = structure
+        self.flow = structure.flow
+        self.parameters = parameters
+        self.options = options
+        self.weights = branch_weights(
+            structure.residuals,
+            fixed=options.residual,
+            residual_mult=options.residual_mult,
+            residual_attn_ratio=options.residual_attn_ratio,
+        )
+        self.scales = Scales(
+            structure.flow,
+            parameters,
+            measure,
+            options.on_unknown,
+            self._fail_if_unknown,
+            self._note_derived,
+            self._note_calibrated,
+        )
+        self.prior = prior or RulePlan()
+        self._steps = sorted(self.prior.steps())
+        self.decisions: dict[str, Decision] = {}
+
+    def before(self, node: fx.Node) -> Decision | None:
+        """Factors on the arguments of a node that is about to run."""
+        if not is_operation(node) or not may_be_float(node):
+            return None
+        return self._keep(node, self._decide(node))
+
+    def after(self, node: fx.Node, decision: Decision) -> Decision:
+        """The decision with the factor on the result, once that is there to be measured."""
+        product = product_of(node)
+        if product is None or weight_of(self.flow, product) is not None:
+            return decision
+        if node in self.structure.readouts:
+            return decision
+        if self._from_prior(node, decision) is not None:
+            return decision
+        if logit_factor(self.flow, node) is not None or "alpha" in dict(decision.kwargs):
+            return decision
+        measured = self.scales.measured(node)
+        if measured is None or measured == 0.0:
+            return decision
+        if 1 / TRUSTED < measured * decision.output < TRUSTED:
+            return decision
+        changed = replace(
+            decision,
+            origin="calibrated",
+            output=1 / measured,
+            reason=f"measured RMS {measured:.3g}, where the rule says {1 / decision.output:.3g}",
+        )
+        return self._keep(node, changed)
+
+    def _decide(self, node: fx.Node) -> Decision:
+        product = product_of(node)
+        if product is not None and multiplies_gradients(self.flow, product):
+            return _decision(node, "kept", "a product of gradients")
+        if product is not None:
+            return self._product(node, product)
+        if node in self.structure.residuals:
+            return self._residual(node)
+        if node in self.structure.plain_adds:
+            return self._plain_add(node)
+        return self._other(node)
+
+    def _product(self, node: fx.Node, product: Product) -> Decision:
+        arguments = self._unit_operands(product)
+        try:
+            output = output_factor(node)
+        except RULE_ERRORS as error:
+            return self._unruled_product(node, arguments, f"its rule does not apply: {error}")
+        rule = rule_of(node)
+        reference = rule.reference if rule is not None else ""
+        if is_attention(node):
+            return self._attention(node, product, arguments, output)
+        if output is None:
+            return self._unruled_product(node, arguments, "no rule")
+        logits = logit_factor(self.flow, node)
+        if node in self.structure.readouts:
+            output, reference = output**2, f"readout: 1/fan_in ({reference})"
+            self.scales.set(node, output**0.5)
+        elif logits is not None and weight_of(self.flow, product) is None:
+            # Unit queries and keys of size d: whatever the author's own factor, the logits are
+            # (m / d) q.k.
+            alpha, natural = 1.0, 1 / output
+            if self._adds_data(product):
+                alpha = abs(float(node.kwargs.get("alpha", 1.0))) or 1.0  # type: ignore[arg-type]
+                query = example_tensor(product.operands[0].node)
+                assert query is not None
+                natural = alpha * math.sqrt(int(query.shape[-1]))
+            output = self.options.attention_mult * alpha / (natural**2 * logits)
+            reference = f"{ATTENTION} logits: m/d (u-muP, arXiv 2407.17465, section 4.1)"
+            self.scales.set(node, natural * output)
+        else:
+            self.scales.set(node, 1.0)
+        if self._adds_data(product):
+            # The addend is data in its own right (a bias of attention scores): only the product
+            # is scaled.
+            alpha = float(node.kwargs.get("alpha", 1.0)) * output  # type: ignore[arg-type]
+            kwargs = (("alpha", alpha),)
+            return _decision(node, "rule", reference, arguments=arguments, kwargs=kwargs)
+        return _decision(node, "rule", reference, output=output, arguments=arguments)
+
+    def _attention(
+        self,
+        node: fx.Node,
+        product: Product,
+        arguments: tuple[Argument, ...],
+        output: float | None,
+    ) -> Decision:
+        query = example_tensor(product.operands[0].node)
+        assert query is not None
+        temperature = self.options.attention_mult / int(query.shape[-1])
+        self.scales.set(node, 1.0)
+        rule = rule_of(node)
+        return _decision(
+            node,
+            "rule" if output is not None else "kept",
+            f"{ATTENTION}: logits (m / d) q.k; " + (rule.reference if rule is not None else ""),
+            output=output if output is not None else 1.0,
+            arguments=arguments,
+            kwargs=(("scale", temperature),),
+        )
+
+    def _unruled_product(
+        self, node: fx.Node, arguments: tuple[Argument, ...], reason: str
+    ) -> Decision:
+        self._fail_if_unknown(node, reason)
+        if self.options.on_unknown == "keep":
+            return _decision(node, "kept", reason, arguments=arguments)
+        self.scales.set(node, 1.0)
+        return _decision(node, "calibrated", reason, arguments=arguments)
+
+    def _unit_operands(self, product: Product) -> tuple[Argument, ...]:
+        arguments = []
+        for operand in product.operands:
+            rms = self.scales.of(operand.node)
+            if _matters(rms):
+                arguments.append(Argument(operand.path, 1 / rms))
+        return tuple(arguments)
+
+    def _residual(self, node: fx.Node) -> Decision:
+        residual = self.structure.residuals[node]
+        operands = dict(added_tensors(node) or ())
+        tau = self.weights[node]
+        total = math.hypot(1, tau)
+        shares = {residual.skip: 1 / total, residual.branch: tau / total}
+        arguments = []
+        for path, share in shares.items():
+            rms = self.scales.of(operands[path])
+            factor = share / rms if rms > 0 else share
+            arguments.append(Argument(path, factor))
+        self.scales.set(node, 1.0)
+        kind = "attention" if residual.has_attention else "feed-forward"
+        is_given = self.options.residual is not None
+        source = "given" if is_given else "u-muP, arXiv 2407.17465, appendix G.2"
+        return _decision(
+            node,
+            "residual",
+            f"{kind} branch {residual.index + 1} of {residual.length}, tau = {tau:.4g} ({source})",
+            arguments=tuple(arguments),
+        )
+
+    def _plain_add(self, node: fx.Node) -> Decision:
+        squares = [self.scales.of(source) ** 2 for _, source in added_tensors(node) or ()]
+        total = math.sqrt(sum(squares))
+        self.scales.set(node, 1.0)
+        output = 1 / total if _matters(total) else 1.0
+        reason = "sum of tensors at RMS 1 (arXiv 2303.11257, table A.2)"
+        return _decision(node, "rule", reason, output=output)
+
+    def _other(self, node: fx.Node) -> Decision:
+        rule = rule_of(node)
+        if rule is not None and rule.kind == "loss":
+            return self._loss(node)
+        mult = self._activation_mult(node)
+        rms, reason = self.scales.follow(node, mult)
+        if rms is None:
+            return _decision(node, "kept", reason)
+        arguments: tuple[Argument, ...] = ()
+        if mult != 1.0:
+            path: Path = (0,) if node.args else ("input",)
+            arguments = (Argument(path, mult),)
+        origin: Origin = "kept"
+        if rule is not None and rule.kind == "activation":
+            origin = "derived"
+        elif rule is not None and (rule.kind == "normalization" or rule.name in EMBEDDINGS):
+            origin = "rule"
+        return _decision(node, origin, reason, arguments=arguments)
+
+    def _loss(self, node: fx.Node) -> Decision:
+        arguments: tuple[Argument, ...] = ()
+        if self.options.loss_mult != 1.0 and op_name(node) == "cross_entropy":
+            arguments = (Argument((0,) if node.args else ("input",), self.options.loss_mult),)
+        return _decision(node, "loss", "its value is the plain loss", arguments=arguments)
+
+    def _adds_data(self, product: Product) -> bool:
+        if not any(op in op_name(product.node) for op in ("addmm", "baddbmm", "addbmm", "addmv")):
+            return False
+        return any(self.flow.parameter_of(addend.node) is None for addend in product.addends)
+
+    def _activation_mult(self, node: fx.Node) -> float:
+        rule = rule_of(node)
+        if self.options.activation_mult == 1.0 or rule is None or rule.kind != "activation":
+            return 1.0
+        tensors = [source for _, source in float_arguments(node)]
+        if not tensors or product_of(self.flow.root(tensors[0])) is None:
+            return 1.0
+        return self.options.activation_mult
+
+    def _fail_if_unknown(self, node: fx.Node, reason: str) -> None:
+        if self.options.on_unknown != "error" or node.op == "placeholder":
+            return
+        where = node.meta.get(MODULE) or "the step"
+        raise RuntimeError(
+            f"on_unknown='error': {tensor_name(node)} in {where} ({op_name(node)}): {reason}; "
+            "expected an operation with a scale rule; register one with "
+            "functional.rules.register_rule, name a function for it in replace=, or pass "
+            "on_unknown='calibrate' to measure it."
+        )
+
+    def _note_derived(self, node: fx.Node, rms: float) -> None:
+        name = tensor_name(node)
+        if name in self.decisions and not self.decisions[name].changes:
+            reason = f"RMS {rms:.3g} of a hand-written activation, by quadrature"
+            self.decisions[name] = replace(self.decisions[name], origin="derived", reason=reason)
+
+    def _note_calibrated(self, node: fx.Node, measured: float, predicted: float | None) -> None:
+        name = tensor_name(node)
+        if name in self.decisions and not self.decisions[name].changes:
+            why = self.decisions[name].reason
+            if predicted is not None:
+                why = f"where {predicted:.3g} was expected ({why})"
+            self.decisions[name] = replace(
+                self.decisions[name],
+                origin="calibrated",
+                reason=f"measured RMS {measured:.3g}; {why}",
+            )
+
+    def _keep(self, node: fx.Node, decision: Decision) -> Decision:
+        decision = self._from_prior(node, decision) or decision
+        self.decisions[tensor_name(node)] = decision
+        return decision
+
+    def _from_prior(self, node: fx.Node, decision: Decision) -> Decision | None:
+        for step in self._steps:
+            prior = self.prior.find(step, tensor_name(node), decision.identity)
+            if prior is not None:
+                return prior
+        return None
+
+
+def _matters(rms: float) -> bool:
+    return rms > 0 and not 1 / _NEGLIGIBLE < rms < _NEGLIGIBLE
+
+
+def _decision(
+    node: fx.Node,
+    origin: Origin,
+    reason: str,
+    *,
+    output: float = 1.0,
+    arguments: tuple[Argument, ...] = (),
+    kwargs: tuple[tuple[str, Any], ...] = (),
+) -> Decision:
+    return Decision(op_name(node), reads_of(node), origin, reason, output, arguments, kwargs)

@@ -1,0 +1,207 @@
+"""``deploy``: a module that was unit-scaled by rules, as plain torch."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_leaves
+
+from lightning_unitscale.capture.export import export_forward
+from lightning_unitscale.capture.steps import ModuleSteps, steps_of
+from lightning_unitscale.graph.nodes import NAME, tensor_name
+from lightning_unitscale.graph.passes import StepGraph
+from lightning_unitscale.lossless.units import FACTOR
+from lightning_unitscale.rules.operations import handed_on
+from lightning_unitscale.rules.plan import RulePlan, key
+from lightning_unitscale.rules.rewrite import RuleRewrite
+
+# Where UnitScaleCallback leaves the plan by which it scaled the weights of a LightningModule: a
+# second fit, or a test after it, by another Trainer must not scale them again.
+PLAN_ATTRIBUTE = "_unit_scale_plan"
+_RTOL = 1e-5
+_LINEAR_MAPS = (torch.nn.functional.linear, torch.conv1d, torch.conv2d, torch.conv3d)
+
+
+def factors_left(graph_module: fx.GraphModule) -> tuple[str, ...]:
+    """The factors of the rules that are operations of the graph, readable."""
+    return tuple(
+        f"{tensor_name(node)} * {node.meta[FACTOR]:.4g}"
+        for node in graph_module.graph.nodes
+        if FACTOR in node.meta
+    )
+
+
+def fold_factors(graph_module: fx.GraphModule) -> None:
+    """Remove every factor that weights can take up, in place.
+
+    A factor on a result goes into the weight and the bias of the linear map that made it, a factor
+    on an argument into the weights of the linear maps that read it. Both need parameters that
+    nothing else reads.
+    """
+    parameters = dict(graph_module.named_parameters())
+    graph = graph_module.graph
+    with torch.no_grad():
+        for node in [node for node in graph.nodes if FACTOR in node.meta]:
+            source = node.args[0]
+            maker = _maker(source, node)
+            if maker is not None and _are_free(maker, parameters):
+                for weight in _weights(maker):
+                    parameters[str(weight.target)].mul_(node.meta[FACTOR])
+            elif node.users and all(_reads_as_input(user, node, parameters) for user in node.users):
+                for reader in node.users:
+                    parameters[str(_weights(reader)[0].target)].mul_(node.meta[FACTOR])
+            else:
+                continue
+            node.replace_all_uses_with(source)
+            graph.erase_node(node)
+
+
+def _maker(node: Any, reader: fx.Node) -> fx.Node | None:
+    """The linear map that made a tensor that only ``reader`` reads, seen through views."""
+    while isinstance(node, fx.Node) and list(node.users) == [reader]:
+        if node.target in _LINEAR_MAPS:
+            return node
+        node, reader = handed_on(node), node
+    return None
+
+
+def _weights(node: fx.Node) -> list[fx.Node]:
+    """Nodes of weight and bias of a linear map."""
+    values = [*node.args[1:3], node.kwargs.get("weight"), node.kwargs.get("bias")]
+    return [value for value in values if isinstance(value, fx.Node)]
+
+
+def _are_free(node: fx.Node, parameters: dict[str, nn.Parameter]) -> bool:
+    """Whether weight and bias are parameters that nothing else in the graph reads."""
+    weights = _weights(node)
+    reads = [get_attr.target for get_attr in node.graph.find_nodes(op="get_attr")]
+    return bool(weights) and all(
+        weight.op == "get_attr"
+        and str(weight.target) in parameters
+        and list(weight.users) == [node]
+        and reads.count(weight.target) == 1
+        for weight in weights
+    )
+
+
+def _reads_as_input(node: fx.Node, value: fx.Node, parameters: dict[str, nn.Parameter]) -> bool:
+    is_input = node.target in _LINEAR_MAPS and node.args[:1] == (value,)
+    return is_input and value not in node.args[1:] and _are_free(node, parameters)
+
+
+def deploy(
+    module: nn.Module, *example_args: Any, fold: bool = False, **example_kwargs: Any
+) -> fx.GraphModule:
+    """The ``forward`` of a module that was unit-scaled by rules, as a module of plain torch.
+
+    The result needs nothing of this package: its factors are multiplications by numbers. It is
+    called as ``module`` is, holds copies of its parameters under the same names, can be saved, and
+    can be given to ``torch.export.export``. A module in evaluation mode is what one deploys.
+
+    Args:
+        module: The result of ``transforms.unit_scale``, after its first call, or a LightningModule
+            that ``UnitScaleCallback`` has trained by rules.
+        *example_args: Arguments of one call.
+        fold: Whether factors around linear maps and convolutions go into their weights, as far as
+            the function allows: a weight that is used twice keeps its factors.
+        **example_kwargs: Keyword arguments of that call.
+
+    Returns:
+        A graph module, whose attribute ``unfolded`` names the factors that are left in the graph.
+        Without any, its ``state_dict()`` is one for the user's own, unscaled module.
+
+    Raises:
+        ValueError: If the module was not unit-scaled by rules.
+        RuntimeError: If ``forward`` is no single graph, or its outputs are not those of ``module``.
+    """
+    rules = _rules_of(module)
+    expected: list[Any] | None = None
+    if steps_of(module) is not None and "forward" in module.__dict__:
+        # Before the export, for which Dynamo captures again: another graph would have other names.
+        expected = _outputs(module, example_args, example_kwargs)
+    plain = _plain_copy(module)
+    graph_module = export_forward(plain, example_args, example_kwargs)
+    _name_parameters(graph_module, plain)
+    graph = StepGraph(graph_module, observed=False, step="forward")
+    rules.run(graph)
+    if fold:
+        fold_factors(graph_module)
+    graph_module.graph.lint()
+    graph_module.recompile()
+    graph_module.train(module.training)
+    vars(graph_module)["unfolded"] = factors_left(graph_module)
+    if expected is not None:
+        outputs = _outputs(graph_module, example_args, example_kwargs)
+        _require_equal(type(module).__name__, expected, outputs)
+    return graph_module
+
+
+def _rules_of(module: nn.Module) -> RuleRewrite:
+    steps = steps_of(module)
+    passes = steps.passes if steps is not None else []
+    rewrite = next((p for p in passes if isinstance(p, RuleRewrite)), None)
+    plan = rewrite.plan if rewrite is not None else vars(module).get(PLAN_ATTRIBUTE)
+    if not plan:
+        raise ValueError(
+            f"module={type(module).__name__}: it has not been unit-scaled by rules, or not been "
+            "called since; expected the result of transforms.unit_scale after a call, or a "
+            "LightningModule after a fit with UnitScaleCallback('u-mup'); a lossless one is the "
+            "plain module already."
+        )
+    rules = RuleRewrite(replace=rewrite.replace if rewrite is not None else None)
+    for_forward = RulePlan(parameters=plan.parameters)
+    for name, decision in plan.items():
+        # Other steps' decisions on forward's operations, which have the same names there.
+        name = key("forward", name.partition(":")[2].partition("~")[0])
+        for_forward = for_forward.updated(RulePlan({name: decision}))
+    rules.set_plan(for_forward)
+    return rules
+
+
+def _name_parameters(graph_module: fx.GraphModule, module: nn.Module) -> None:
+    """Name the nodes of parameters by their paths, as those of a step are named."""
+    paths = {id(param): path for path, param in module.named_parameters()}
+    params = dict(graph_module.named_parameters(remove_duplicate=False))
+    for node in graph_module.graph.find_nodes(op="get_attr"):
+        parameter = params.get(str(node.target))
+        if parameter is not None:
+            node.meta[NAME] = paths.get(id(parameter), str(node.target))
+
+
+def _plain_copy(module: nn.Module) -> nn.Module:
+    """A copy without captured steps."""
+    new = copy.deepcopy(module)
+    steps = steps_of(new)
+    if isinstance(steps, ModuleSteps):
+        for owner in list(steps.owners):
+            steps.detach(owner)
+    new.__dict__.pop("explain", None)
+    return new
+
+
+def _outputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """The tensors that a module returns in evaluation mode."""
+    mode = module.training
+    module.eval()
+    try:
+        with torch.no_grad(), torch.random.fork_rng():
+            return list(tree_leaves(module(*args, **kwargs)))
+    finally:
+        module.train(mode)
+
+
+def _require_equal(name: str, ours: list[Any], theirs: list[Any]) -> None:
+    """Compare the outputs of both: equal names of operations do not prove equal functions."""
+    for our, their in zip(ours, theirs, strict=True):
+        if not isinstance(our, Tensor):
+            continue
+        our, their = our.double(), their.double()
+        if not torch.allclose(our, their, rtol=_RTOL, atol=_RTOL * float(our.abs().max())):
+            difference = float((our - their).abs().max())
+            raise RuntimeError(
+                f"module={name}: the exported graph differs from the captured one by "
+                f"{difference:.3g}; expected equal outputs; report this with the model."
+            )

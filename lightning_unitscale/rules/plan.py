@@ -1,0 +1,217 @@
+"""The plan of the rules: factors by tensor name, and the scale of each parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal
+
+from lightning_unitscale.optim.learning_rates import ParameterInfo, Role
+
+Origin = Literal["rule", "derived", "calibrated", "residual", "kept", "loss"]
+
+
+@dataclass(frozen=True)
+class Argument:
+    """A factor on one argument of an operation.
+
+    Attributes:
+        path: Its position or name: ``(0,)``, ``("weight",)``, ``(0, 1)``.
+        factor: The factor.
+    """
+
+    path: tuple[int | str, ...]
+    factor: float
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The factors of one operation.
+
+    Attributes:
+        op: Its name, to make sure that it is the same operation in another graph.
+        reads: Names of the tensors that it reads, ``""`` for inputs; for the same reason.
+        origin: Where the factors come from.
+        reason: The same in words, with the paper section or the measured value.
+        output: Factor on the result.
+        arguments: Factors on arguments.
+        kwargs: Keyword arguments that are set (a fused attention's temperature).
+    """
+
+    op: str
+    reads: tuple[str, ...]
+    origin: Origin
+    reason: str
+    output: float = 1.0
+    arguments: tuple[Argument, ...] = ()
+    kwargs: tuple[tuple[str, float], ...] = ()
+
+    @property
+    def identity(self) -> tuple[str, tuple[str, ...]]:
+        """The operation and its reads, by which operations of the same name differ."""
+        return self.op, self.reads
+
+    @property
+    def changes(self) -> bool:
+        """Whether there is anything to rewrite."""
+        return self.output != 1.0 or bool(self.arguments) or bool(self.kwargs)
+
+
+@dataclass(frozen=True)
+class ParameterPlan:
+    """The role of one parameter, and how it is set, once.
+
+    Attributes:
+        info: Its role and its scale.
+        action: ``"scaled"`` to RMS 1, ``"zeroed"``, or ``"left"``.
+        reason: Why.
+    """
+
+    info: ParameterInfo
+    action: Literal["scaled", "zeroed", "left"]
+    reason: str
+
+
+def key(step: str, name: str) -> str:
+    """The key of a tensor of a step: steps have names of their own."""
+    return f"{step}:{name}"
+
+
+def _numbered(name: str, index: int) -> str:
+    return f"{name}~{index + 1}" if index else name
+
+
+def _namesakes(decisions: Mapping[str, Decision], name: str) -> Iterator[tuple[str, Decision]]:
+    """Decisions on all operations of one name, the first one first."""
+    index = 0
+    while (numbered := _numbered(name, index)) in decisions:
+        yield numbered, decisions[numbered]
+        index += 1
+
+
+@dataclass(frozen=True)
+class RulePlan(Mapping[str, Decision]):
+    """Decisions by step and tensor name, and plans by parameter path.
+
+    Branches of a step that never run together may have operations of one name. Those that came
+    later are found under the name with a number behind it.
+
+    Attributes:
+        decisions: Factors of each operation, by :func:`key`.
+        parameters: Plan of each parameter.
+        unseen: Parameters that are in no graph that was planned, which stay as they are, with the
+            reason.
+    """
+
+    decisions: Mapping[str, Decision] = field(default_factory=dict)
+    parameters: Mapping[str, ParameterPlan] = field(default_factory=dict)
+    unseen: Mapping[str, str] = field(default_factory=dict)
+
+    def __getitem__(self, name: str) -> Decision:
+        return self.decisions[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.decisions)
+
+    def __len__(self) -> int:
+        return len(self.decisions)
+
+    def find(self, step: str, name: str, identity: tuple[str, tuple[str, ...]]) -> Decision | None:
+        """The decision on an operation of a step.
+
+        Args:
+            step: Name of the step.
+            name: Name of the operation's tensor.
+            identity: As :attr:`Decision.identity`.
+        """
+        namesakes = _namesakes(self.decisions, key(step, name))
+        return next((decision for _, decision in namesakes if decision.identity == identity), None)
+
+    def updated(self, other: RulePlan) -> RulePlan:
+        """This plan, and what another one has besides: what is decided stays."""
+        decisions = dict(self.decisions)
+        for name, decision in other.decisions.items():
+            namesakes = dict(_namesakes(decisions, name))
+            if all(decision.identity != namesake.identity for namesake in namesakes.values()):
+                decisions[_numbered(name, len(namesakes))] = decision
+        parameters = {**other.parameters, **self.parameters}
+        unseen = {**self.unseen, **other.unseen}
+        return RulePlan(
+            decisions,
+            parameters,
+            {fqn: reason for fqn, reason in unseen.items() if fqn not in parameters},
+        )
+
+    def steps(self) -> set[str]:
+        """Names of the steps that have been decided on."""
+        return {name.partition(":")[0] for name in self.decisions}
+
+    def state(self) -> dict[str, Any]:
+        """The plan in plain types, for a checkpoint."""
+        return {
+            "decisions": {name: asdict(decision) for name, decision in self.decisions.items()},
+            "parameters": {
+                fqn: {
+                    "action": plan.action,
+                    "reason": plan.reason,
+                    "info": {**asdict(plan.info), "role": plan.info.role.value},
+                }
+                for fqn, plan in self.parameters.items()
+            },
+            "unseen": dict(self.unseen),
+        }
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> RulePlan:
+        """The plan that :meth:`state` wrote."""
+        decisions = {
+            name: Decision(
+                **{
+                    **fields,
+                    "reads": tuple(fields["reads"]),
+                    "arguments": tuple(
+                        Argument(tuple(argument["path"]), argument["factor"])
+                        for argument in fields["arguments"]
+                    ),
+                    "kwargs": tuple((name, value) for name, value in fields["kwargs"]),
+                }
+            )
+            for name, fields in state["decisions"].items()
+        }
+        parameters = {
+            fqn: ParameterPlan(
+                ParameterInfo(**{**plan["info"], "role": Role(plan["info"]["role"])}),
+                plan["action"],
+                plan["reason"],
+            )
+            for fqn, plan in state["parameters"].items()
+        }
+        return cls(decisions, parameters, dict(state.get("unseen", {})))
+
+    def with_parameters(self, parameters: Mapping[str, ParameterPlan]) -> RulePlan:
+        """The plan with other plans for its parameters."""
+        return replace(self, parameters=dict(parameters))
+
+
+@dataclass(frozen=True)
+class RuleOptions:
+    """The choices that a user has.
+
+    Attributes:
+        residual: Weights of residual branches with and without attention; the u-muP depth rule
+            by default.
+        on_unknown: ``"calibrate"``, ``"keep"`` or ``"error"``.
+        residual_mult: u-muP's share of all branches.
+        residual_attn_ratio: u-muP's share of attention branches.
+        attention_mult: Factor on attention's logits.
+        activation_mult: Factor on the input of activations after a weight.
+        loss_mult: Factor on the logits of a cross-entropy.
+    """
+
+    residual: tuple[float, float] | None = None
+    on_unknown: Literal["calibrate", "keep", "error"] = "calibrate"
+    residual_mult: float = 1.0
+    residual_attn_ratio: float = 1.0
+    attention_mult: float = 1.0
+    activation_mult: float = 1.0
+    loss_mult: float = 1.0

@@ -1,0 +1,233 @@
+"""Follow the RMS of tensors through a step: by rule where there is one, else by measuring."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Literal
+
+import torch.nn.functional as F
+from torch import fx
+
+from lightning_unitscale.graph.nodes import op_name
+from lightning_unitscale.rules.operations import (
+    ADDS,
+    RULE_ERRORS,
+    SUBTRACTS,
+    TIMES,
+    added_tensors,
+    float_arguments,
+    handed_on,
+    is_softmax,
+    made_rms,
+    numel,
+    output_factor,
+    rule_of,
+    writes,
+)
+from lightning_unitscale.rules.patterns import derived_rms, times_number
+from lightning_unitscale.rules.plan import ParameterPlan
+from lightning_unitscale.rules.trace import Flow
+
+# The RMS of a tensor as it flows, or None where nobody looks.
+Measure = Callable[[fx.Node], float | None]
+# Why there is no prediction, and which node is to blame.
+Unknown = Callable[[fx.Node, str], None]
+# Told when an RMS was derived by quadrature.
+Derived = Callable[[fx.Node, float], None]
+# Told when a measured RMS takes the place of a predicted one, or of none.
+Calibrated = Callable[[fx.Node, float, float | None], None]
+
+# A measured RMS replaces a predicted one that is off by more.
+TRUSTED = 1.5
+# Logits that are masked out are no scale.
+_LARGEST = 1e30
+_SUMS = ADDS | SUBTRACTS | {"rsub"}
+
+
+class Scales:
+    """Predicted RMS of every tensor of a step, corrected by measurement where that is asked for.
+
+    Args:
+        flow: The step.
+        parameters: The plan of each parameter.
+        measure: RMS of a node's tensor under the decisions taken so far.
+        on_unknown: Whether to measure.
+        fail: Called where a scale is needed and unknown, and nothing is measured.
+        derived: Called where a hand-written activation was recognized.
+        calibrated: Called where a measurement is used.
+    """
+
+    def __init__(
+        self,
+        flow: Flow,
+        parameters: Mapping[str, ParameterPlan],
+        measure: Measure,
+        on_unknown: Literal["calibrate", "keep", "error"],
+        fail: Unknown,
+        derived: Derived,
+        calibrated: Calibrated,
+    ) -> None:
+        self.flow = flow
+        self.parameters = parameters
+        self._measure = measure
+        self._on_unknown = on_unknown
+        self._fail = fail
+        self._note_derived = derived
+        self._calibrated = calibrated
+        self._rms: dict[fx.Node, float] = {}
+        # Tensors whose scale is the model's own (a learned scale per channel): not ours to undo.
+        self._chosen: set[fx.Node] = set()
+        self._reasons: dict[fx.Node, str] = {}
+        self._combined: set[fx.Node] = set()
+
+    def set(self, node: fx.Node, rms: float) -> None:
+        """Say what the RMS of a node's result will be."""
+        self._rms[node] = rms
+
+    def of(self, node: fx.Node) -> float:
+        """The RMS on which a factor is based; 1 where nothing is known."""
+        predicted = self._derived(node)
+        if self._is_chosen(node):
+            return predicted if predicted is not None else 1.0
+        measured = self.measured(node)
+        if not measured:  # not looked at, or zero everywhere
+            if predicted is None:
+                root = self.flow.root(node)
+                self._fail(root, self._reasons.get(root, "no rule"))
+            return predicted if predicted is not None else 1.0
+        if predicted and 1 / TRUSTED < measured / predicted < TRUSTED:
+            return predicted
+        self._rms[self.flow.resolve(node)] = measured
+        self._calibrated(self.flow.root(node), measured, predicted)
+        return measured
+
+    def measured(self, node: fx.Node) -> float | None:
+        """RMS of the tensor itself, if measuring is asked for."""
+        if self._on_unknown != "calibrate":
+            return None
+        measured = self._measure(node)
+        return None if measured is None or not measured < _LARGEST else measured
+
+    def predicted(self, node: fx.Node) -> float | None:
+        """The predicted RMS of a tensor, seen through what hands it on."""
+        node = self.flow.resolve(node)
+        factor = 1.0
+        while node not in self._rms:
+            fqn = self.flow.parameter(node)
+            if fqn is not None:
+                plan = self.parameters.get(fqn)
+                return factor if plan is not None and plan.action == "scaled" else None
+            source = handed_on(node)
+            if source is None:
+                return None
+            factor /= _kept_by_dropout(node)
+            node = self.flow.resolve(source)
+        return factor * self._rms[node]
+
+    def follow(self, node: fx.Node, mult: float) -> tuple[float | None, str]:
+        """Predict the RMS of an operation's result from its arguments, and say how.
+
+        Args:
+            node: The operation.
+            mult: Factor on its first argument.
+        """
+        rms, reason = self._predict(node, mult)
+        if rms is None:
+            self._reasons[node] = reason
+            return None, reason
+        self._rms[node] = rms
+        if any(self._is_chosen(source) for _, source in float_arguments(node)):
+            self._chosen.add(node)
+        return rms, reason
+
+    def _derived(self, node: fx.Node) -> float | None:
+        """The predicted RMS, that of a hand-written activation by quadrature."""
+        predicted, root = self.predicted(node), self.flow.root(node)
+        reason = self._reasons.get(root)
+        # A sum or a product of what is one tensor has another RMS than that of two.
+        if reason is None and predicted is not None and root not in self._combined:
+            return predicted
+        rms = derived_rms(self.flow, root, self.predicted)
+        if rms is None:
+            return predicted
+        self._rms[root] = rms
+        self._note_derived(root, rms)
+        return self.predicted(node)
+
+    def _is_chosen(self, node: fx.Node) -> bool:
+        return self.flow.resolve(node) in self._chosen or self.flow.root(node) in self._chosen
+
+    def _predict(self, node: fx.Node, mult: float) -> tuple[float | None, str]:
+        if handed_on(node) is not None:
+            return self.predicted(node), HANDS_ON
+        scaled = times_number(self.flow, node)
+        if scaled is not None:
+            source, number = scaled
+            rms = self.predicted(source)
+            return None if rms is None else rms * number, "times a number, left as it is"
+        rms = made_rms(node)
+        if rms is not None and not any(map(writes, self.flow.readers(node))):
+            return rms, "made by the step itself"
+        tensors = [source for _, source in float_arguments(node)]
+        if op_name(node) in TIMES and len(tensors) == 2:
+            return self._product(node, tensors[0], tensors[1])
+        if added_tensors(node) is not None:
+            self._combined.add(node)
+            return self._sum(tensors)
+        rule = rule_of(node)
+        if rule is None or not tensors:
+            return None, "no rule"
+        if op_name(node) in _SUMS:
+            return None, "a sum with something that is no unit-scaled tensor"
+        if rule.kind == "normalization":
+            return 1.0, rule.reference
+        rms = self.predicted(tensors[0])
+        if not rms:
+            return None, f"{rule.name} of a tensor of unknown scale"
+        # Of a homogeneous map the scale goes through; of another it is part of the function.
+        is_homogeneous = rule.kind != "activation" and not is_softmax(node)
+        try:
+            factor = output_factor(node, mult=1.0 if is_homogeneous else rms * mult)
+        except RULE_ERRORS as error:
+            return None, f"its rule does not apply: {error}"
+        assert factor is not None
+        return (rms if is_homogeneous else 1.0) / factor, rule.reference
+
+    def _product(self, node: fx.Node, first: fx.Node, second: fx.Node) -> tuple[float | None, str]:
+        for scale, data in ((first, second), (second, first)):
+            # Rows of an embedding, with a number for each, are no scale.
+            is_smaller = numel(scale) <= numel(data)
+            is_learned_scale = is_smaller and self.flow.parameter_of(scale) is not None
+            if is_learned_scale and self.flow.parameter_of(data) is None:
+                self._chosen.add(node)
+                rms = self.predicted(data)
+                # What the data are without their scale can be seen only here.
+                rms = self.measured(data) or None if rms is None else rms
+                return rms, "times a learned scale, left as it is"
+        left, right = self.predicted(first), self.predicted(second)
+        if left is None or right is None:
+            return None, "a product in which not every scale is known"
+        self._combined.add(node)
+        return left * right, "a product of two tensors, left as it is"
+
+    def _sum(self, tensors: list[fx.Node]) -> tuple[float | None, str]:
+        scales = [self.predicted(tensor) for tensor in tensors]
+        if None in scales:
+            return None, "a sum in which not every scale is known"
+        return math.hypot(*scales), "a sum, left as it is"  # type: ignore[arg-type]
+
+
+# The reason of a decision on an operation that only hands a tensor on.
+HANDS_ON = "hands its tensor on"
+
+
+def _kept_by_dropout(node: fx.Node) -> float:
+    """Root of the share that a dropout leaves: its survivors are scaled up by the share itself."""
+    if "dropout" not in op_name(node):
+        return 1.0
+    rate = node.args[1] if len(node.args) > 1 else node.kwargs.get("p", 0.5)
+    training = node.args[2] if len(node.args) > 2 else node.kwargs.get("training", True)
+    if node.target is F.dropout and not training:
+        return 1.0
+    return math.sqrt(1 - rate) if isinstance(rate, (int, float)) and rate < 1 else 1.0

@@ -1,0 +1,232 @@
+"""Residual adds, found by what depends on what, and the weights of their branches."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from torch import fx
+
+from lightning_unitscale.graph.matmuls import product_of
+from lightning_unitscale.graph.nodes import Path, op_name
+from lightning_unitscale.rules.operations import (
+    SUBTRACTS,
+    TIMES,
+    added_tensors,
+    handed_on,
+    is_attention,
+    is_operation,
+    numel,
+    rule_of,
+)
+from lightning_unitscale.rules.patterns import is_logits, logit_factor, times_number
+from lightning_unitscale.rules.trace import Flow
+
+# How many adds on from one skip are still looked at as branches side by side.
+_MAX_PARALLEL = 8
+
+
+@dataclass(frozen=True)
+class Residual:
+    """A residual add: ``skip + branch``, where the branch was computed from the skip.
+
+    Attributes:
+        add: The node.
+        skip: Which argument is the skip.
+        branch: Which argument is the branch.
+        nodes: The nodes of the branch.
+        has_attention: Whether there is an attention in the branch.
+        stream: Number of the chain of residual adds that this one belongs to.
+        index: Its position in that chain, from 0.
+        length: Number of residual adds in that chain.
+    """
+
+    add: fx.Node
+    skip: Path
+    branch: Path
+    nodes: frozenset[fx.Node]
+    has_attention: bool
+    stream: int = 0
+    index: int = 0
+    length: int = 1
+
+
+def find_residuals(flow: Flow) -> dict[fx.Node, Residual]:
+    """Every residual add of a step.
+
+    An add is residual when one operand, or what it was made of without a product, is an ancestor of
+    the other, with a matrix product in between: an add inside a hand-written activation is none.
+    The search for an ancestor never goes back beyond it, so over a chain of blocks it takes time
+    and memory in proportion to the number of nodes.
+    """
+    residuals: dict[fx.Node, Residual] = {}
+    predecessors: dict[fx.Node, fx.Node | None] = {}
+    for node in flow.nodes:
+        operands = added_tensors(node)
+        if operands is None or not flow.is_learned(node):
+            continue
+        if numel(node) == 1:
+            continue  # a sum of losses, one of which was made with the help of the other
+        if logit_factor(flow, node) is not None:
+            continue  # a bias of attention scores, however deep the layers it has served already
+        if _is_interpolation(flow, operands):
+            continue
+        # The skip was there first.
+        first, second = sorted(operands, key=lambda operand: flow.order(_stem(flow, operand[1])))
+        for skip, branch in ((first, second), (second, first)):
+            residual = _as_residual(flow, node, skip, branch, residuals)
+            if residual is not None:
+                residuals[node] = residual
+                predecessors[node] = _previous(flow, skip[1], residuals)
+                break
+    return _with_streams(residuals, predecessors)
+
+
+def _is_interpolation(
+    flow: Flow, operands: tuple[tuple[Path, fx.Node], tuple[Path, fx.Node]]
+) -> bool:
+    """Whether a gate moves one tensor towards another: ``h + z * (n - h)``."""
+    (_, first), (_, second) = operands
+    for skip, step in ((first, second), (second, first)):
+        gated = flow.root(step)
+        if not is_operation(gated) or op_name(gated) not in TIMES:
+            continue
+        differences = (
+            node
+            for node in map(flow.root, flow.sources(gated))
+            if is_operation(node) and op_name(node) in SUBTRACTS
+        )
+        if any(flow.root(skip) in map(flow.root, flow.sources(node)) for node in differences):
+            return True
+    return False
+
+
+def branch_weights(
+    residuals: Mapping[fx.Node, Residual],
+    *,
+    fixed: tuple[float, float] | None = None,
+    residual_mult: float = 1.0,
+    residual_attn_ratio: float = 1.0,
+) -> dict[fx.Node, float]:
+    """The weight tau of each branch: the add is ``(skip + tau * branch) / sqrt(1 + tau**2)``.
+
+    Args:
+        residuals: The residual adds of a step.
+        fixed: Weights of branches with and without attention, in place of the depth rule.
+        residual_mult: Share of all branches together in the last sum.
+        residual_attn_ratio: Share of a branch with attention, relative to one without.
+
+    References:
+        u-muP (arXiv 2407.17465), section 3.4 and appendix G.2: with a_i the mult of branch i and L
+        branches, tau_i**2 = a_i**2 / (L / 2 + sum of a_j**2 over the branches before).
+    """
+    if fixed is not None:
+        return {
+            add: fixed[0 if residual.has_attention else 1] for add, residual in residuals.items()
+        }
+    feed_forward = residual_mult * math.sqrt(2 / (1 + residual_attn_ratio**2))
+    attention = residual_attn_ratio * feed_forward
+    weights: dict[fx.Node, float] = {}
+    before: Counter[int] = Counter()  # sums of squares, by stream
+    for add, residual in residuals.items():
+        own = attention if residual.has_attention else feed_forward
+        weights[add] = own / math.sqrt(residual.length / 2 + before[residual.stream])
+        before[residual.stream] += own**2  # type: ignore[assignment]
+    return weights
+
+
+def _as_residual(
+    flow: Flow,
+    add: fx.Node,
+    skip: tuple[Path, fx.Node],
+    branch: tuple[Path, fx.Node],
+    residuals: dict[fx.Node, Residual],
+) -> Residual | None:
+    for root in _skip_roots(flow, skip[1], residuals):
+        nodes = _branch_nodes(flow, flow.resolve(branch[1]), root)
+        if nodes is not None:
+            attention = any(is_attention(node) or is_logits(flow, node) for node in nodes)
+            return Residual(add, skip[0], branch[0], nodes, attention)
+    return None
+
+
+def _skip_roots(flow: Flow, skip: fx.Node, residuals: dict[fx.Node, Residual]) -> Iterator[fx.Node]:
+    """Nodes that a branch may start from: the skip, or that of the add before it."""
+    root = _stem(flow, skip)
+    yield root
+    for _ in range(_MAX_PARALLEL):
+        if root not in residuals:
+            return
+        operands = dict(added_tensors(root) or ())
+        root = _stem(flow, operands[residuals[root].skip])
+        yield root
+
+
+def _stem(flow: Flow, node: fx.Node) -> fx.Node:
+    """The root of a tensor, also seen through products with numbers."""
+    node = flow.root(node)
+    while (scaled := times_number(flow, node)) is not None:
+        node = flow.root(scaled[0])
+    return node
+
+
+def _branch_nodes(flow: Flow, branch: fx.Node, root: fx.Node) -> frozenset[fx.Node] | None:
+    """The nodes on the paths from ``root`` to ``branch``, if one of them is a product."""
+    start = flow.order(root)
+    if flow.order(branch) <= start:
+        return None
+    seen = {branch}
+    pending = [branch]
+    while pending:
+        for source in flow.sources(pending.pop()):
+            if source not in seen and flow.order(source) > start:
+                seen.add(source)
+                pending.append(source)
+    reached: set[fx.Node] = set()
+    through_product: set[fx.Node] = set()
+    for node in sorted(seen, key=flow.order):
+        sources = flow.sources(node)
+        if root in sources or any(source in reached for source in sources):
+            reached.add(node)
+            if product_of(node) is not None or any(source in through_product for source in sources):
+                through_product.add(node)
+    return frozenset(reached) if branch in through_product else None
+
+
+def _previous(flow: Flow, skip: fx.Node, residuals: dict[fx.Node, Residual]) -> fx.Node | None:
+    """The residual add before this one on the same stream, also seen through norms."""
+    node = _stem(flow, skip)
+    while node not in residuals:
+        rule = rule_of(node)
+        if rule is None or rule.kind not in {"normalization", "activation"}:
+            return None
+        source = node.args[0] if node.args else node.kwargs.get("input")
+        if not isinstance(source, fx.Node) or handed_on(node) is not None:
+            return None
+        node = _stem(flow, source)
+    return node
+
+
+def _with_streams(
+    residuals: dict[fx.Node, Residual], predecessors: dict[fx.Node, fx.Node | None]
+) -> dict[fx.Node, Residual]:
+    streams: dict[fx.Node, int] = {}
+    count = 0
+    for add in residuals:
+        previous = predecessors[add]
+        if previous is None:
+            streams[add], count = count, count + 1
+        else:
+            streams[add] = streams[previous]
+    lengths = Counter(streams.values())
+    positions: Counter[int] = Counter()
+    result = {}
+    for add, residual in residuals.items():
+        stream = streams[add]
+        result[add] = replace(
+            residual, stream=stream, index=positions[stream], length=lengths[stream]
+        )
+        positions[stream] += 1
+    return result

@@ -1,0 +1,290 @@
+"""The graph pass that puts the decided factors into a graph, and the report of what it covered."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from tabulate import tabulate
+from torch import fx
+
+from lightning_unitscale.arguments import nearest
+from lightning_unitscale.graph.aliasing import aliased_by_mutation
+from lightning_unitscale.graph.matmuls import product_of
+from lightning_unitscale.graph.nodes import (
+    INTERNAL,
+    MODULE,
+    NAME,
+    argument_at,
+    is_float_tensor,
+    map_arguments,
+    op_name,
+    replace_other_uses,
+    tensor_name,
+)
+from lightning_unitscale.graph.passes import GraphPass, Phase, Region, StepGraph
+from lightning_unitscale.lossless.units import FACTOR
+from lightning_unitscale.rules.build_plan import plan_graph
+from lightning_unitscale.rules.decide import ATTENTION
+from lightning_unitscale.rules.operations import (
+    added_tensors,
+    is_operation,
+    parameter_path,
+    reads_of,
+)
+from lightning_unitscale.rules.plan import Decision, RuleOptions, RulePlan
+from lightning_unitscale.rules.propagate import HANDS_ON
+
+
+def coverage_report(plan: RulePlan) -> str:
+    """Two tables, of operations and of parameters, and a summary of each.
+
+    Every parameter of the module is in the second one, also where no graph reads it.
+
+    Operations that only hand a tensor on (views, casts, dropout) are counted, not listed.
+    """
+    if not plan.decisions:
+        return "The rules have seen no step yet."
+    rows = []
+    counts: Counter[str] = Counter()
+    for name, decision in plan.items():
+        if decision.reason == HANDS_ON:
+            counts["handed on"] += 1
+            continue
+        counts[decision.origin] += 1
+        arguments = ", ".join(
+            f"{'.'.join(map(str, argument.path))}: {argument.factor:.3g}"
+            for argument in decision.arguments
+        )
+        keywords = ", ".join(f"{key}={value:.3g}" for key, value in decision.kwargs)
+        output = f"{decision.output:.3g}" if decision.output != 1.0 else ""
+        row = (name, decision.op, decision.origin, output, arguments, keywords, decision.reason)
+        rows.append(row)
+    parameters = [
+        (
+            fqn,
+            param.action,
+            param.info.role.value + (" (tied)" if param.info.is_tied else ""),
+            f"{param.info.fan_in} -> {param.info.fan_out}",
+            param.info.num_residuals or "",
+            f"{param.info.sigma:.3g}",
+            param.reason,
+        )
+        for fqn, param in plan.parameters.items()
+    ]
+    parameters += [(fqn, "left", "", "", "", "", reason) for fqn, reason in plan.unseen.items()]
+    actions = Counter(param.action for param in plan.parameters.values())
+    actions.update(["left"] * len(plan.unseen))
+    num_attentions = sum(
+        decision.reason.startswith(ATTENTION) and decision.origin != "residual"
+        for decision in plan.values()
+    )
+    return "\n\n".join(
+        [
+            "Operations: " + ", ".join(f"{count} {name}" for name, count in counts.items()) + ".",
+            tabulate(
+                rows,
+                headers=("operation", "op", "how", "output", "arguments", "set", "why"),
+                disable_numparse=True,
+            ),
+            f"Attention: {num_attentions} found, on whose logits attention_mult acts.",
+            "Parameters: " + ", ".join(f"{count} {name}" for name, count in actions.items()) + ".",
+            tabulate(
+                parameters,
+                headers=("parameter", "action", "role", "fan", "branches", "RMS before", "why"),
+                disable_numparse=True,
+            ),
+        ]
+    )
+
+
+class RuleRewrite(GraphPass):
+    """Multiplies arguments and results by the factors of a plan; gradients follow by themselves.
+
+    Attributes:
+        plan: The decisions in force; when it changes, graphs must be rewritten again.
+    """
+
+    name = "unit scale by rules"
+    phase = Phase.REPARAMETRIZE
+    out_of_place = True
+
+    def __init__(
+        self,
+        options: RuleOptions | None = None,
+        replace: Mapping[Callable[..., Any], Callable[..., Any]] | None = None,
+    ) -> None:
+        self.options = options or RuleOptions()
+        self.replace = checked_replace(replace)
+        self.kept_whole = tuple(self.replace)
+        self.plan = RulePlan()
+        # Names of the functions that were called, and of those of them that were replaced.
+        self._called: dict[str, None] = {}
+        self._replaced: set[str] = set()
+
+    def set_plan(self, plan: RulePlan) -> None:
+        """Set the plan; graphs that were rewritten before must be rewritten again."""
+        self.plan = plan
+
+    def unmatched(self) -> list[str]:
+        """What to warn of: the functions of ``replace`` that no step has called so far."""
+        texts = []
+        for function in self.replace:
+            name = _name_of(function)
+            if name not in self._replaced:
+                meant = nearest(name, self._called)
+                expected = "" if meant is None else f", such as {meant}"
+                texts.append(
+                    f"replace={{{name}: ...}}: the step does not call it; expected a function that "
+                    f"it calls{expected}; correct it or leave it out."
+                )
+        return texts
+
+    def run(self, graph: StepGraph) -> tuple[str, ...]:
+        """Rewrite one graph."""
+        counts: Counter[str] = Counter()
+        for region in graph.regions():
+            if self.replace:
+                self._called.update(dict.fromkeys(_called_in(region.graph)))
+            replaced = replace_functions(region.graph, self.replace)
+            counts["replaced"] += len(replaced)
+            self._replaced.update(replaced)
+        if self._is_new(graph):
+            counts["branch taken later"] += 1
+            self.plan = plan_graph(graph.graph_module, graph.step, self.options, self.plan)
+        for region in graph.regions():
+            mutated = aliased_by_mutation(region.graph)
+            scaled: dict[tuple[fx.Node, float], fx.Node] = {}
+            reads = {node: reads_of(node) for node in region.graph.nodes}
+            for node in list(region.graph.nodes):
+                # In a branch that is taken later another operation may have the name.
+                identity = op_name(node), reads[node]
+                decision = self.plan.find(graph.step, tensor_name(node), identity)
+                if decision is None or not decision.changes:
+                    continue
+                counts[decision.origin] += 1
+                _apply(region, node, decision, mutated, scaled)
+        if not counts.total():
+            return ("nothing to scale",)
+        origins = ", ".join(f"{count} by {name}" for name, count in counts.items() if count)
+        return (f"factors on {counts.total()} operations: {origins}",)
+
+    def report(self) -> str:
+        """Every operation and parameter, with its factors and their reasons."""
+        return coverage_report(self.plan)
+
+    def _is_new(self, graph: StepGraph) -> bool:
+        """Whether a step that was decided on has operations that count and are not decided on."""
+        if graph.step not in self.plan.steps():
+            return False
+        return any(
+            self.plan.find(graph.step, tensor_name(node), (op_name(node), reads_of(node))) is None
+            for region in graph.regions()
+            for node in region.graph.nodes
+            if is_operation(node) and is_float_tensor(node) and _counts(node)
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RuleRewrite:
+        new = copy.copy(self)
+        memo[id(self)] = new
+        return new
+
+
+def _counts(node: fx.Node) -> bool:
+    """Whether a factor may belong to the node: to a product, to an add, or for a parameter."""
+    return product_of(node) is not None or added_tensors(node) is not None or _reads_parameter(node)
+
+
+def _reads_parameter(node: fx.Node) -> bool:
+    return any(parameter_path(source) is not None for source in node.all_input_nodes)
+
+
+def checked_replace(
+    replace: Mapping[Callable[..., Any], Callable[..., Any]] | None,
+) -> dict[Callable[..., Any], Callable[..., Any]]:
+    """A user's ``replace``, if it maps functions to functions.
+
+    Raises:
+        ValueError: If it does not.
+    """
+    if replace is None:
+        return {}
+    if not isinstance(replace, Mapping) or not all(
+        callable(function) for pair in replace.items() for function in pair
+    ):
+        # Of example inputs, say, the type says more than the numbers.
+        shown = replace if isinstance(replace, Mapping) else type(replace).__name__
+        raise ValueError(
+            f"replace={shown}: no map of functions; expected {{function: its replacement}}; "
+            "pass for example replace={my_gelu: torch.nn.functional.gelu}."
+        )
+    return dict(replace)
+
+
+def replace_functions(
+    graph: fx.Graph, replace: Mapping[Callable[..., Any], Callable[..., Any]]
+) -> list[str]:
+    """Replace a user's functions by others; returns the name of the function of each call."""
+    replaced = []
+    for node in graph.nodes:
+        # Functions are compared by identity: a target need not be hashable.
+        new = next((new for old, new in replace.items() if node.target is old), None)
+        if node.op == "call_function" and new is not None:
+            replaced.append(_name_of(node.target))
+            node.target = new
+    return replaced
+
+
+def _called_in(graph: fx.Graph) -> list[str]:
+    """Names of the functions that a graph calls."""
+    return [_name_of(node.target) for node in graph.nodes if node.op == "call_function"]
+
+
+def _name_of(function: Any) -> str:
+    return str(getattr(function, "__qualname__", None) or function)
+
+
+def _apply(
+    region: Region,
+    node: fx.Node,
+    decision: Decision,
+    mutated: set[fx.Node],
+    scaled: dict[tuple[fx.Node, float], fx.Node],
+) -> None:
+    graph = region.graph
+    replacements: dict[tuple[Any, ...], fx.Node] = {}
+    for argument in decision.arguments:
+        source = argument_at(node, argument.path)
+        product = scaled.get((source, argument.factor))
+        if product is None:
+            with graph.inserting_before(node):
+                product = graph.call_function(torch.mul, (source, argument.factor))
+            _describe(product, source, node, f"{tensor_name(source)}:unit")
+            product.meta[FACTOR] = argument.factor
+            product.meta[INTERNAL] = True
+            if source not in mutated:
+                scaled[source, argument.factor] = product
+        replacements[argument.path] = product
+    map_arguments(node, replacements)
+    if decision.kwargs:
+        node.kwargs = {**node.kwargs, **dict(decision.kwargs)}
+    if decision.output != 1.0:
+        with graph.inserting_after(node):
+            result = graph.call_function(torch.mul, (node, decision.output))
+        # The name goes to the tensor that the rest of the model reads.
+        _describe(result, node, node, tensor_name(node))
+        result.meta[FACTOR] = decision.output
+        replace_other_uses(node, result)
+        node.meta[NAME] = f"{tensor_name(node)}:unscaled"
+        node.meta[INTERNAL] = True
+
+
+def _describe(new: fx.Node, like: fx.Node, at: fx.Node, name: str) -> None:
+    example = like.meta["example_value"]
+    # A tensor of its own: one and the same example would say that nothing was computed.
+    new.meta["example_value"] = example.detach().requires_grad_(example.requires_grad)
+    new.meta[MODULE] = at.meta.get(MODULE, "")
+    new.meta[NAME] = name

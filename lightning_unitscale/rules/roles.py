@@ -1,0 +1,342 @@
+"""The role of each operation and parameter of a step, read from how they are used."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import fx
+
+from lightning_unitscale.graph.matmuls import Product, product_of
+from lightning_unitscale.graph.nodes import Path, example_tensor, op_name, tensor_name
+from lightning_unitscale.optim.learning_rates import ParameterInfo, Role
+from lightning_unitscale.rules.operations import (
+    EMBEDDINGS,
+    TIMES,
+    added_tensors,
+    float_arguments,
+    handed_on,
+    is_attention,
+    numel,
+    output_factor,
+    parameter_path,
+    rule_of,
+)
+from lightning_unitscale.rules.patterns import logit_factor
+from lightning_unitscale.rules.plan import ParameterPlan
+from lightning_unitscale.rules.residuals import Residual, find_residuals
+from lightning_unitscale.rules.trace import Flow
+
+UseKind = Literal["weight", "embedding", "sum", "bias", "norm", "scale", "other"]
+# Which role decides for a weight that has several ("A tied weight" in docs/explanation/rules.md): a
+# hidden layer diverges at a rate beyond its own. A readout stops learning at one below its own as
+# it gets wider; an embedding can take it.
+_ORDER = (Role.HIDDEN, Role.READOUT, Role.EMBEDDING, Role.INPUT, Role.NORM, Role.BIAS)
+# Operations that the reason for leaving a parameter alone has the names of.
+_MAX_NAMED = 3
+_JOINS = frozenset({"cat", "concat", "stack", "concatenate"})
+
+
+@dataclass(frozen=True)
+class Use:
+    """One operation that reads a parameter.
+
+    Attributes:
+        kind: Its role there.
+        node: The operation.
+        path: Which of its arguments the parameter is.
+    """
+
+    kind: UseKind
+    node: fx.Node
+    path: Path
+
+
+@dataclass(frozen=True)
+class Structure:
+    """All that the rules know of a step before they look at a number.
+
+    Attributes:
+        flow: The operations.
+        residuals: The residual adds.
+        plain_adds: Adds that get a factor of their own.
+        readouts: Products whose result goes to a loss and to no other product.
+        uses: How each parameter is used.
+    """
+
+    flow: Flow
+    residuals: Mapping[fx.Node, Residual]
+    plain_adds: frozenset[fx.Node]
+    readouts: frozenset[fx.Node]
+    uses: Mapping[str, tuple[Use, ...]]
+
+
+def find_structure(flow: Flow) -> Structure:
+    """Roles of everything in a step, in one pass forward and one backward."""
+    residuals = find_residuals(flow)
+    losses = frozenset(_losses(flow))
+    plain_adds = frozenset(_plain_adds(flow, residuals))
+    uses = {
+        fqn: tuple(_uses(flow, node, residuals, plain_adds))
+        for fqn, node in flow.parameters().items()
+    }
+    readouts = frozenset(_readouts(flow, residuals, losses))
+    return Structure(flow, residuals, plain_adds, readouts, uses)
+
+
+def plan_parameters(structure: Structure, *, init_weights: bool) -> dict[str, ParameterPlan]:
+    """Role of each parameter, and whether it is set to unit scale.
+
+    A parameter is rescaled only if every use of it is one that the rules rewrite.
+    """
+    depths = _depths(structure.residuals)
+    plans = {}
+    for fqn, uses in structure.uses.items():
+        info = _info(structure, fqn, uses, depths)
+        kinds = {use.kind for use in uses}
+        if not uses or "other" in kinds:
+            others = [tensor_name(use.node) for use in uses if use.kind == "other"]
+            names = ", ".join(others[:_MAX_NAMED])
+            if len(others) > _MAX_NAMED:
+                names += f" and {len(others) - _MAX_NAMED} more"
+            reason = f"read by {names}, which no rule rewrites" if names else "not read"
+            plans[fqn] = ParameterPlan(info, "left", reason)
+        elif not init_weights:
+            plans[fqn] = ParameterPlan(info, "left", "init_weights=False")
+        elif kinds == {"bias"}:
+            plans[fqn] = ParameterPlan(info, "zeroed", "a bias")
+        elif kinds <= {"weight", "embedding", "sum"}:
+            plans[fqn] = ParameterPlan(info, "scaled", "every use of it is rewritten")
+        else:
+            plans[fqn] = ParameterPlan(info, "left", f"used as {' and '.join(sorted(kinds))}")
+    return plans
+
+
+def is_bias_add(flow: Flow, node: fx.Node) -> bool:
+    """Whether the node adds a bias to a product."""
+    operands = added_tensors(node)
+    if operands is None:
+        return False
+    (_, first), (_, second) = operands
+    return _is_bias_of(flow, first, second) or _is_bias_of(flow, second, first)
+
+
+def weight_of(flow: Flow, product: Product) -> str | None:
+    """The parameter that is the weight of a product."""
+    if is_attention(product.node):
+        return None
+    fqns = [flow.parameter_of(operand.node) for operand in reversed(product.operands)]
+    return next((fqn for fqn in fqns if fqn is not None), None)
+
+
+def multiplies_gradients(flow: Flow, product: Product) -> bool:
+    """Whether a product is one of gradients that the step reads, so none of the model's."""
+    return any(
+        flow.is_of_gradients(operand.node) and not flow.is_learned(operand.node)
+        for operand in product.operands
+    )
+
+
+def _has_weight(flow: Flow, product: Product) -> bool:
+    """Whether data are multiplied by a weight, which need not be a parameter itself."""
+    if is_attention(product.node):
+        return False
+    are_weights = [flow.is_weight(operand.node) for operand in product.operands]
+    return weight_of(flow, product) is not None or (any(are_weights) and not all(are_weights))
+
+
+def _is_bias_of(flow: Flow, bias: fx.Node, product: fx.Node) -> bool:
+    if flow.parameter_of(bias) is None or product_of(flow.root(product)) is None:
+        return False
+    tensor = example_tensor(bias)
+    assert tensor is not None
+    return sum(size != 1 for size in tensor.shape) <= 1
+
+
+def _losses(flow: Flow) -> Iterator[fx.Node]:
+    for node in flow.nodes:
+        rule = rule_of(node)
+        if rule is not None and rule.kind == "loss" and flow.is_learned(node):
+            yield node
+    for node in flow.outputs:
+        if numel(node) == 1 and flow.is_learned(node):
+            yield node
+
+
+def _plain_adds(flow: Flow, residuals: Mapping[fx.Node, Residual]) -> Iterator[fx.Node]:
+    """Sums of tensors that the rules themselves have brought to RMS 1.
+
+    Any other sum is part of a function that is written by hand, and a factor would change it.
+    """
+    ours: set[fx.Node] = set()
+    for node in flow.nodes:
+        rule = rule_of(node)
+        if node.op == "placeholder":
+            if parameter_path(node) is not None:
+                ours.add(node)
+        elif (
+            product_of(node) is not None
+            or node in residuals
+            or (rule is not None and (rule.kind == "normalization" or rule.name in EMBEDDINGS))
+        ):
+            ours.add(node)
+        elif op_name(node) in _JOINS:
+            if all(flow.root(source) in ours for _, source in float_arguments(node)):
+                ours.add(node)
+        elif (operands := added_tensors(node)) is not None and logit_factor(flow, node) is None:
+            (_, first), (_, second) = operands
+            if flow.root(first) in ours and flow.root(second) in ours:
+                ours.add(node)
+                if not is_bias_add(flow, node):
+                    yield node
+
+
+def _uses(
+    flow: Flow,
+    parameter: fx.Node,
+    residuals: Mapping[fx.Node, Residual],
+    plain_adds: frozenset[fx.Node],
+) -> Iterator[Use]:
+    pending = [parameter]
+    seen = {parameter}
+    while pending:
+        node = pending.pop()
+        for reader in flow.readers(node):
+            source = handed_on(reader)
+            if source is not None and flow.resolve(source) is node:
+                if reader not in seen:
+                    seen.add(reader)
+                    pending.append(reader)
+                continue
+            for path, argument in float_arguments(reader):
+                if flow.resolve(argument) is node:
+                    yield Use(_use(flow, reader, path, residuals, plain_adds), reader, path)
+
+
+def _use(
+    flow: Flow,
+    reader: fx.Node,
+    path: Path,
+    residuals: Mapping[fx.Node, Residual],
+    plain_adds: frozenset[fx.Node],
+) -> UseKind:
+    product = product_of(reader)
+    if product is not None:
+        if multiplies_gradients(flow, product):
+            return "other"
+        if any(addend.path == path for addend in product.addends):
+            return "bias"
+        if any(operand.path == path for operand in product.operands):
+            return "sum" if _is_data(flow, product, path) else "weight"
+        return "other"
+    rule = rule_of(reader)
+    if rule is not None and rule.name in EMBEDDINGS:
+        renormed = reader.kwargs.get("max_norm") or (len(reader.args) > 3 and reader.args[3])
+        return "other" if renormed else "embedding"
+    if rule is not None and rule.kind == "normalization":
+        return "sum" if path in {(0,), ("input",)} else "norm"
+    if op_name(reader) in TIMES:
+        return "scale"
+    if is_bias_add(flow, reader):
+        return "bias"
+    if reader in plain_adds or reader in residuals or op_name(reader) in _JOINS:
+        return "sum"
+    return "other"
+
+
+def _is_data(flow: Flow, product: Product, path: Path) -> bool:
+    """Whether a parameter stands where data would: learned queries that a weight is applied to."""
+    if is_attention(product.node):
+        return True
+    later = product.operands[1:]
+    return path == product.operands[0].path and any(
+        flow.parameter_of(operand.node) is not None for operand in later
+    )
+
+
+def _readouts(
+    flow: Flow, residuals: Mapping[fx.Node, Residual], losses: frozenset[fx.Node]
+) -> Iterator[fx.Node]:
+    in_branch: set[fx.Node] = set().union(*(residual.nodes for residual in residuals.values()))
+    to_loss: set[fx.Node] = set()
+    to_product: set[fx.Node] = set()
+    for node in reversed(flow.nodes):
+        readers = flow.readers(node)
+        if node in losses or any(reader in to_loss for reader in readers):
+            to_loss.add(node)
+        if any(r in to_product or product_of(r) is not None for r in readers):
+            to_product.add(node)
+        product = product_of(node)
+        if (
+            product is not None
+            and node in to_loss
+            and node not in to_product
+            and node not in in_branch
+            and _has_weight(flow, product)
+        ):
+            yield node
+
+
+def _depths(residuals: Mapping[fx.Node, Residual]) -> dict[fx.Node, int]:
+    """Number of branches of the innermost stream that each node is in."""
+    depths: dict[fx.Node, int] = {}
+    for residual in sorted(residuals.values(), key=lambda residual: -len(residual.nodes)):
+        for node in residual.nodes:
+            depths[node] = residual.length
+    return depths
+
+
+def _info(
+    structure: Structure, fqn: str, uses: Sequence[Use], depths: Mapping[fx.Node, int]
+) -> ParameterInfo:
+    flow = structure.flow
+    node = flow.node_of_parameter(fqn)
+    tensor = example_tensor(node)
+    assert tensor is not None
+    roles = [_role(structure, use) for use in uses]
+    role = next((role for role in _ORDER if role in roles), Role.OTHER)
+    if Role.OTHER in roles:
+        role = Role.OTHER
+    weights = [use for use in uses if use.kind == "weight"]
+    # Sizes are those of the use that the role is of.
+    weights.sort(key=lambda use: roles[uses.index(use)] is not role)
+    total = numel(node)
+    width = int(tensor.shape[-1]) if tensor.dim() else 1
+    fan_in, fan_out = width, total if tensor.dim() <= 1 else width
+    if weights:
+        # The factor is the root of one over the number of terms.
+        factor = output_factor(weights[0].node)
+        fan_in = max(1, round(factor**-2)) if factor else 1
+        fan_out = max(1, math.ceil(total / fan_in))
+    # A parameter that several branches share (a tied block) counts as one of the first.
+    depth = next((depths[use.node] for use in uses if use.node in depths), 0)
+    return ParameterInfo(
+        fqn,
+        role,
+        fan_in=max(1, fan_in),
+        fan_out=fan_out,
+        model_width=max(1, width),
+        num_residuals=depth,
+        is_tied=len({role for role in roles if role is not Role.BIAS}) > 1,
+    )
+
+
+def _role(structure: Structure, use: Use) -> Role:
+    if use.kind == "weight":
+        if use.node in structure.readouts:
+            return Role.READOUT
+        product = product_of(use.node)
+        assert product is not None
+        others = [operand for operand in product.operands if operand.path != use.path]
+        is_input = not any(structure.flow.is_learned(operand.node) for operand in others)
+        return Role.INPUT if is_input else Role.HIDDEN
+    return {
+        "embedding": Role.EMBEDDING,
+        "sum": Role.EMBEDDING,
+        "bias": Role.BIAS,
+        "norm": Role.NORM,
+        "scale": Role.NORM,
+        "other": Role.OTHER,
+    }[use.kind]

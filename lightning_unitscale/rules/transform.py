@@ -1,0 +1,221 @@
+"""``unit_scale``: unit scaling by rules on a plain module."""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from lightning_unitscale.arguments import check_choice
+from lightning_unitscale.capture.attach import captured_forward
+from lightning_unitscale.capture.captured_step import CapturedStep
+from lightning_unitscale.capture.steps import steps_of
+from lightning_unitscale.lossless.rehearsal import calibrate
+from lightning_unitscale.lossless.rewrite import LosslessUnitScale
+from lightning_unitscale.rules.build_plan import plan_step
+from lightning_unitscale.rules.plan import RuleOptions
+from lightning_unitscale.rules.rewrite import RuleRewrite
+from lightning_unitscale.rules.weights import (
+    ParameterGradients,
+    already_at_unit_scale,
+    set_to_unit_scale,
+)
+
+Replace = Mapping[Callable[..., Any], Callable[..., Any]]
+
+
+def unit_scale(
+    module: nn.Module,
+    replace: Replace | None = None,
+    *,
+    residual: tuple[float, float] | None = None,
+    init_weights: bool = True,
+    on_unknown: Literal["calibrate", "keep", "error"] = "calibrate",
+    residual_mult: float = 1.0,
+    residual_attn_ratio: float = 1.0,
+    attention_mult: float = 1.0,
+    activation_mult: float = 1.0,
+    loss_mult: float = 1.0,
+) -> nn.Module:
+    """A copy of ``module`` that is unit-scaled by rules: another model, with the same parts.
+
+    Weights are set to RMS 1 and biases to 0; every matrix product gets the factor that brings its
+    result to RMS 1 (``1 / fan_in`` where a loss reads it directly), attention's logits become
+    ``(m / d) q.k``, and the branches of residual adds get weights. Whatever lies between is left as
+    it was written and only followed: the operands of the next product are brought to RMS 1.
+    Gradients are those of the new function; they are stored in powers of two that bring them to
+    RMS 1 at every product and every parameter.
+
+    The module is captured, and everything is decided, in its first call.
+
+    Args:
+        module: Any module that Dynamo can capture; it is left as it is.
+        replace: Functions to put in place of others, which are then not looked into.
+        residual: Weights of residual branches with attention and of the others; by default
+            u-muP's rule for depth.
+        init_weights: Whether to set weights to RMS 1 and biases to 0.
+        on_unknown: What to do where the scale of a tensor follows from no rule: measure it on the
+            first batch (``"calibrate"``), take it for 1 (``"keep"``), or raise (``"error"``).
+        residual_mult: u-muP's share of all branches in the last sum.
+        residual_attn_ratio: u-muP's share of attention branches relative to the others.
+        attention_mult: Factor on attention's logits.
+        activation_mult: Factor on the input of activations that follow a weight.
+        loss_mult: Factor on the logits of a cross-entropy.
+
+    Returns:
+        A new module with ``explain()``: what was rewritten and why, operation by operation.
+
+    Raises:
+        ValueError: If an argument is out of its range, or the module is compiled or unit-scaled by
+            rules already.
+        RuntimeError: In the first call, if ``on_unknown="error"`` and a scale is not known.
+
+    References:
+        Blake, Orr, Luschi, "Unit Scaling" (arXiv 2303.11257); Blake et al., "u-muP"
+        (arXiv 2407.17465).
+    """
+    options = RuleOptions(
+        residual=residual,
+        on_unknown=on_unknown,
+        residual_mult=residual_mult,
+        residual_attn_ratio=residual_attn_ratio,
+        attention_mult=attention_mult,
+        activation_mult=activation_mult,
+        loss_mult=loss_mult,
+    )
+    check_options(options)
+    _reject_scaled(module)
+    rules = RuleRewrite(options, replace)
+    gradients = ParameterGradients()
+    lossless = LosslessUnitScale("products", measures_drift=False)
+    new, step = captured_forward(module, "unit_scale", rules, gradients, lossless)
+    step.before_call = _FirstCall(rules, gradients, lossless, options, init_weights)
+    return new
+
+
+def check_options(options: RuleOptions) -> None:
+    """Refuse options that are out of their ranges.
+
+    Raises:
+        ValueError: Naming the argument, its value and what was expected.
+    """
+    choices = ("calibrate", "keep", "error")
+    advice = "pass on_unknown='calibrate' to measure what no rule knows"
+    check_choice("on_unknown", options.on_unknown, choices, "unknown choice", advice)
+    for name in (
+        "residual_mult",
+        "residual_attn_ratio",
+        "attention_mult",
+        "activation_mult",
+        "loss_mult",
+    ):
+        value = getattr(options, name)
+        if not _is_factor(value):
+            raise ValueError(
+                f"{name}={value!r}: no such factor; expected a positive number; pass {name}=1.0."
+            )
+    residual = options.residual
+    if residual is not None and not (
+        isinstance(residual, (tuple, list))
+        and len(residual) == 2
+        and all(map(_is_factor, residual))
+    ):
+        raise ValueError(
+            f"residual={residual!r}: no such weights; expected two positive numbers, for branches "
+            "with attention and for the others; pass for example residual=(0.1, 0.7)."
+        )
+
+
+def _reject_scaled(module: nn.Module) -> None:
+    steps = steps_of(module)
+    if steps is not None and any(isinstance(p, RuleRewrite) for p in steps.passes):
+        raise ValueError(
+            f"module={type(module).__name__}: it is unit-scaled by rules already; expected one "
+            "whose function is its author's; pass the module that it was made of."
+        )
+
+
+def _is_factor(value: object) -> bool:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_number and 0 < value < math.inf  # type: ignore[operator]
+
+
+class _FirstCall:
+    """Decides everything on the arguments of the first call.
+
+    A module that returns no loss gets a random gradient at RMS 1 for each of its outputs; if the
+    first real one is of another size, units follow it in the next call. An object rather than a
+    closure, so that a copied module decides for itself.
+    """
+
+    def __init__(
+        self,
+        rules: RuleRewrite,
+        gradients: ParameterGradients,
+        lossless: LosslessUnitScale,
+        options: RuleOptions,
+        init_weights: bool,
+    ) -> None:
+        self.rules = rules
+        self.gradients = gradients
+        self.lossless = lossless
+        self.options = options
+        self.init_weights = init_weights
+        self.is_planned = False
+
+    def __call__(
+        self, step: CapturedStep, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
+        """Called before each call of the step."""
+        module = step.owner.module
+        if not self.is_planned:
+            plan = plan_step(
+                step,
+                args,
+                kwargs,
+                self.options,
+                self.rules.plan,
+                init_weights=self.init_weights,
+            )
+            if self.init_weights and already_at_unit_scale(module, plan.parameters):
+                warnings.warn(
+                    f"unit_scale: the weights of {type(module).__name__} have RMS near 1 already, "
+                    "as after training at unit scale, so weights and biases are left as they are; "
+                    "to load a checkpoint, call the module once before load_state_dict.",
+                    stacklevel=4,
+                )
+            else:
+                plan = plan.with_parameters(set_to_unit_scale(module, plan.parameters))
+            self.rules.set_plan(plan)
+            step.invalidate()
+            self.is_planned = True
+        measured = calibrate(step, self.lossless, args, kwargs, seeds=_random_seeds)
+        if measured is not None:
+            self.gradients.set_measured(measured)
+        step.before_call = None
+
+
+def _random_seeds(output: Any) -> Sequence[tuple[Tensor, Tensor]]:
+    """A gradient at RMS 1 for each float tensor that a module returned."""
+    tensors = [
+        leaf
+        for leaf in tree_leaves(_plain(output))
+        if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.requires_grad
+    ]
+    return [(tensor, torch.randn_like(tensor)) for tensor in tensors]
+
+
+def _plain(output: Any) -> Any:
+    """Outputs that look like mappings but are none to pytree (those of transformers)."""
+    if isinstance(output, Mapping):
+        return dict(output)
+    values = getattr(output, "__dict__", None)
+    if values and not isinstance(output, (Tensor, nn.Module)):
+        return copy.copy(values)
+    return output

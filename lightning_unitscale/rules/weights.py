@@ -1,0 +1,284 @@
+"""Set parameters to unit scale, once, and bring their gradients to unit scale."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import weakref
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from lightning_unitscale.graph.passes import GraphPass, Phase, StepGraph
+from lightning_unitscale.lossless.calibrate import combined_rms, root_mean_square
+from lightning_unitscale.optim.learning_rates import Role
+from lightning_unitscale.rules.plan import ParameterPlan
+
+# Beyond this a gradient is taken for zero, or for broken: its unit would be noise.
+_MAX_LOG2 = 100
+_TELLING_FAN_IN = 5
+# Below this share of a sibling's RMS a gradient is rounding: a key's bias moves all logits of a
+# query alike, one before a batch norm is subtracted again, and what their gradients have left is
+# noise.
+_ROUNDING = 2.0**-18
+
+_STEPS_PER_OCTAVE = 32
+
+# Reads the stored value of a parameter as it will be.
+Prepare = Callable[[str, Tensor], Tensor]
+
+
+def prepared_like(plans: Mapping[str, ParameterPlan]) -> Prepare:
+    """Values of parameters as their plans say, without changing the parameters."""
+    sigmas: dict[str, float] = {}
+
+    def prepare(fqn: str, value: Tensor) -> Tensor:
+        plan = plans.get(fqn)
+        if plan is None or plan.action == "left":
+            return value
+        if plan.action == "zeroed":
+            return value * 0.0
+        if fqn not in sigmas:
+            sigmas[fqn] = parameter_rms(value)
+        return value / sigmas[fqn]
+
+    return prepare
+
+
+def parameter_rms(value: Tensor) -> float:
+    """RMS of a parameter's entries that are not zero, to about 1 %; 1 for one without any.
+
+    Layers of one kind are drawn with RMS values that differ by less, and sharing one lets their
+    learning rates share a parameter group in a step.
+
+    The row of a padding token is zero by choice and no part of the distribution.
+    """
+    with torch.no_grad():
+        nonzero = int(torch.count_nonzero(value))
+        if nonzero == 0:
+            return 1.0
+        rms = float(root_mean_square(value)) * (value.numel() / nonzero) ** 0.5
+    if not 0.0 < rms < float("inf"):
+        return 1.0
+    return 2.0 ** (round(math.log2(rms) * _STEPS_PER_OCTAVE) / _STEPS_PER_OCTAVE)
+
+
+def set_to_unit_scale(
+    module: nn.Module, plans: Mapping[str, ParameterPlan]
+) -> dict[str, ParameterPlan]:
+    """Divide each parameter that is to be scaled by its RMS, in place, and zero the biases.
+
+    Returns:
+        The plans with the RMS that each parameter had.
+    """
+    parameters = dict(module.named_parameters())
+    scaled = {}
+    with torch.no_grad():
+        for fqn, plan in plans.items():
+            info = plan.info
+            if plan.action == "scaled":
+                sigma = parameter_rms(parameters[fqn])
+                parameters[fqn].div_(sigma)
+                info = replace(info, sigma=sigma)
+            elif plan.action == "zeroed":
+                parameters[fqn].zero_()
+            scaled[fqn] = replace(plan, info=info)
+    return scaled
+
+
+def already_at_unit_scale(module: nn.Module, plans: Mapping[str, ParameterPlan]) -> bool:
+    """Whether the weights of a module look like ones that have been set to RMS 1 before.
+
+    The largest RMS that is common in plain models is ``sqrt(2 / fan_in)`` (He et al., arXiv
+    1502.01852). Whichever of that and 1 most of the weights are nearer to, on a logarithmic scale,
+    decides; the narrowest ones do not tell the two apart.
+    """
+    parameters = dict(module.named_parameters())
+    votes = []
+    for fqn, plan in plans.items():
+        info = plan.info
+        # What is an embedding too may have been drawn as one, at RMS 1.
+        is_weight = info.role in (Role.HIDDEN, Role.INPUT, Role.READOUT) and not info.is_tied
+        if plan.action == "scaled" and is_weight and info.fan_in >= _TELLING_FAN_IN:
+            rms = parameter_rms(parameters[fqn].detach())
+            votes.append(rms > (2 / info.fan_in) ** 0.25)
+    return bool(votes) and sum(votes) > len(votes) / 2
+
+
+@contextlib.contextmanager
+def keeping_parameters(module: nn.Module) -> Iterator[None]:
+    """Undo, on leaving, what a rehearsal has written into parameters.
+
+    A step under manual optimization may do so itself: clip the weights of a critic, for example.
+    """
+    params = (param for param in module.parameters() if not is_lazy(param))
+    before = [(param, param._version, param.detach().clone()) for param in params]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for param, version, value in before:
+                if param._version != version:
+                    param.copy_(value)
+
+
+class ParameterGradients(GraphPass):
+    """Brings the gradient of every parameter to RMS 1 by a power of two of its own.
+
+    An optimizer that divides by the size of the gradient does not notice; it keeps 16-bit gradients
+    in range, and gives SGD gradients of the size that its rule for learning rates is made for.
+
+    A hook on the parameter does it, not an operation in a graph: it sees the sum of all gradients,
+    also of uses that lie outside of every captured graph.
+
+    Attributes:
+        log2_factors: Exponent of the factor on the gradient, by path of the parameter.
+        num_accumulated: Batches that were accumulated when gradients were measured.
+    """
+
+    name = "parameter gradients at RMS 1"
+    phase = Phase.REWRITE
+
+    def __init__(self) -> None:
+        self.log2_factors: dict[str, int] = {}
+        self.num_accumulated = 1
+        self._log2_shift = 0
+        self._watched: dict[str, list[Tensor]] | None = None
+        self._hooks: MutableMapping[Tensor, RemovableHandle] = WeakTensorKeyDictionary()
+
+    def run(self, graph: StepGraph) -> tuple[str, ...]:
+        """Leave the graph as it is."""
+        return (f"gradients of {len(self.log2_factors)} parameters",)
+
+    def before_step(self, module: nn.Module) -> None:
+        """Have a hook on every parameter, also on one that was put in another's place."""
+        for fqn, parameter in module.named_parameters():
+            if parameter.requires_grad and parameter not in self._hooks:
+                self._hooks[parameter] = parameter.register_hook(_Factor(self, fqn))
+
+    def remove(self) -> None:
+        """Take the hooks away."""
+        for handle in self._hooks.values():
+            handle.remove()
+        self._hooks.clear()
+        self._watched = None
+
+    def clear(self) -> None:
+        """Leave gradients as they are, until they have been measured."""
+        self.log2_factors.clear()
+
+    def accumulate(self, num_accumulated: int) -> None:
+        """Follow a number of accumulated batches that has changed since the measuring."""
+        # The mean over n batches, which are nearly independent, shrinks by sqrt(n).
+        self._log2_shift = round(math.log2(num_accumulated / self.num_accumulated) / 2)
+
+    def watch(self) -> None:
+        """Measure the gradients of the backward passes to come, where no rehearsal can."""
+        self._watched = {}
+
+    def watched(self) -> dict[str, float]:
+        """RMS of each gradient since :meth:`watch`, before its factor; ends the measuring."""
+        seen, self._watched = self._watched or {}, None
+        return {fqn: combined_rms(torch.stack(values).tolist()) for fqn, values in seen.items()}
+
+    def _seen(self, fqn: str, gradient: Tensor) -> Tensor:
+        """A gradient that has just been made, times its factor."""
+        if self._watched is not None:
+            self._watched.setdefault(fqn, []).append(root_mean_square(gradient))
+        exponent = self.log2_factors.get(fqn, 0)
+        if fqn in self.log2_factors:
+            exponent += self._log2_shift
+        return gradient if exponent == 0 else gradient * 2.0**exponent
+
+    def set_measured(
+        self, measured: Mapping[str, float], *, num_accumulated: int = 1, num_replicas: int = 1
+    ) -> None:
+        """Take over what the gradients of one batch measured.
+
+        Args:
+            measured: RMS of each gradient, with the loss scaled as in training.
+            num_accumulated: Batches whose gradients are summed up for one optimizer step.
+            num_replicas: Ranks over whose gradients the mean is taken.
+        """
+        # Gradients of different batches are nearly independent: a sum of n grows by sqrt(n), a
+        # mean over n shrinks by as much.
+        global_batch = math.sqrt(num_accumulated / num_replicas)
+        self.num_accumulated, self._log2_shift = num_accumulated, 0
+        largest = _largest_by_module(measured)
+        for fqn, rms in measured.items():
+            of_module = largest[_module_of(fqn)]
+            total = (of_module if 0 < rms < _ROUNDING * of_module else rms) * global_batch
+            is_usable = total > 0 and math.isfinite(total)
+            exponent = -round(math.log2(total)) if is_usable else 0
+            self.log2_factors[fqn] = max(-_MAX_LOG2, min(_MAX_LOG2, exponent))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the hooks: what cannot be pickled is the captured step, and it says so."""
+        return {"log2_factors": self.log2_factors, "num_accumulated": self.num_accumulated}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__()  # type: ignore[misc]
+        self.__dict__.update(state)
+
+
+def zero_gradients(*args: Any, **kwargs: Any) -> None:
+    """Give every leaf that a loss depends on a gradient of zeros, if it has none.
+
+    A step under manual optimization may read ``parameter.grad`` after its backward pass: to clip by
+    hand, to log a norm. The pass itself must not run in a rehearsal: the hooks of DDP would wait
+    for other ranks. What the loss does not depend on keeps ``None``, as after a real backward pass.
+
+    Args:
+        *args: Arguments of the backward pass, the loss among them.
+        **kwargs: Its keyword arguments.
+    """
+    seen: set[Any] = set()
+    leaves = tree_leaves((args, kwargs))
+    pending: list[Any] = [leaf.grad_fn for leaf in leaves if isinstance(leaf, Tensor)]
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        pending += [function for function, _ in node.next_functions]
+        # Only the node that adds to the gradient of a leaf has a variable.
+        variable = getattr(node, "variable", None)
+        if isinstance(variable, Tensor) and variable.grad is None:
+            variable.grad = torch.zeros_like(variable)
+
+
+def _largest_by_module(measured: Mapping[str, float]) -> dict[str, float]:
+    """The largest finite RMS among the parameters of each module itself."""
+    largest: dict[str, float] = {}
+    for fqn, rms in measured.items():
+        module = _module_of(fqn)
+        largest[module] = max(largest.get(module, 0.0), rms if math.isfinite(rms) else 0.0)
+    return largest
+
+
+def _module_of(fqn: str) -> str:
+    return fqn.rpartition(".")[0]
+
+
+class _Factor:
+    """The hook of one parameter; it must not keep the pass, and so the module, alive."""
+
+    # A parameter that is saved goes without it, and torch need not warn of that.
+    __torch_unserializable__ = True
+
+    def __init__(self, owner: ParameterGradients, fqn: str) -> None:
+        self._owner = weakref.ref(owner)
+        self._fqn = fqn
+
+    def __call__(self, gradient: Tensor | None) -> Tensor | None:
+        owner = self._owner()
+        if owner is None or gradient is None:
+            return gradient
+        return owner._seen(self._fqn, gradient)

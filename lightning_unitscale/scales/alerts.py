@@ -1,0 +1,150 @@
+"""Alerts of the scale monitor: their fields, their text, and their form in event files.
+
+Standard library only: the dashboard's server reads alerts too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+AlertKind = Literal["loss", "nonfinite", "overflow", "subnormal", "flushed", "trend"]
+# Of a tensor made from many others the first ones say enough.
+_MOST_INPUTS = 6
+_ORDINAL = re.compile(r"(@\d+)?$|_\d+(@\d+)?$")
+# As JavaScript's Number() and Python's float() read them.
+_INFINITE: Final = {math.inf: "Infinity", -math.inf: "-Infinity"}
+
+
+@dataclass(frozen=True)
+class TensorScale:
+    """How large a tensor was.
+
+    Attributes:
+        tensor: Its name.
+        log2_rms: log2 of the RMS of its finite elements, as stored; ``-inf`` for a tensor of zeros.
+        log2_amax: log2 of its largest finite magnitude, as stored.
+    """
+
+    tensor: str
+    log2_rms: float
+    log2_amax: float
+
+    def __str__(self) -> str:
+        if not math.isfinite(self.log2_rms):
+            return f"{self.tensor} ({'zero' if self.log2_rms < 0 else 'no finite element'})"
+        # Adding zero takes the sign off a zero.
+        rms, amax = (round(value, 1) + 0.0 for value in (self.log2_rms, self.log2_amax))
+        return f"{self.tensor} (RMS 2^{rms:.1f}, max 2^{amax:.1f})"
+
+
+@dataclass(frozen=True)
+class ScaleAlert:
+    """One thing that is wrong with one tensor at one step.
+
+    Attributes:
+        kind: ``"nonfinite"``: the first NaN or infinity of the step. ``"overflow"``,
+            ``"subnormal"`` or ``"flushed"``: more elements than the threshold allows are out of a
+            format's range. ``"trend"``: the tensor's largest magnitude will leave a format soon.
+            ``"loss"``: the loss of a step that was not sampled was NaN or infinite.
+        step: The optimizer step.
+        tensor: Name of the tensor.
+        module: Path of the module that makes it.
+        direction: ``"forward"`` for the value, ``"backward"`` for its gradient.
+        text: What is wrong, as the end of a sentence about the tensor.
+        format: Name of the number format, empty for NaN and infinities.
+        value: The fraction of the elements; for ``"nonfinite"`` their number; for ``"trend"`` the
+            number of steps that are left.
+        threshold: What is allowed, in the same terms.
+        inputs: The scales of what the tensor was computed from.
+    """
+
+    kind: AlertKind
+    step: int
+    tensor: str
+    module: str
+    direction: Literal["forward", "backward"]
+    text: str
+    format: str = ""
+    value: float = math.nan
+    threshold: float = math.nan
+    inputs: tuple[TensorScale, ...] = ()
+
+    @property
+    def op(self) -> str:
+        """Name of the operation that makes the tensor; of a parameter its own name."""
+        return op_of(self.tensor, self.module)
+
+    def __str__(self) -> str:
+        what = "gradient of " if self.direction == "backward" else ""
+        where = f"op {self.op}" + (f" of module {self.module}" if self.module else "")
+        text = f"step {self.step}: {what}{self.tensor} ({where}, {self.direction}) {self.text}"
+        if self.inputs:
+            shown = ", ".join(map(str, self.inputs[:_MOST_INPUTS]))
+            more = len(self.inputs) - _MOST_INPUTS
+            text += f"; inputs: {shown}" + (f" and {more} more" if more > 0 else "")
+        return text
+
+
+def op_of(tensor: str, module: str) -> str:
+    """The operation in a tensor's name: without its module and its ordinal."""
+    own = tensor.removeprefix(f"{module}.") if module else tensor
+    return _ORDINAL.sub("", own)
+
+
+def alerts_to_json(alerts: Iterable[ScaleAlert]) -> str:
+    """The alerts as a JSON list of objects; NaN becomes ``null``, and infinities are texts."""
+    return json.dumps([_plain(dataclasses.asdict(alert)) for alert in alerts], allow_nan=False)
+
+
+def alerts_from_json(text: str | bytes) -> tuple[ScaleAlert, ...]:
+    """Undo ``alerts_to_json``.
+
+    Raises:
+        ValueError: If the text is none of its.
+    """
+    alerts = []
+    for fields in json.loads(text):
+        try:
+            inputs = tuple(TensorScale(**_numbers(scale)) for scale in fields.pop("inputs"))
+            alerts.append(ScaleAlert(**_numbers(fields), inputs=inputs))
+        except (AttributeError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"text={str(text)[:60]!r}: not a list of alerts; expected what alerts_to_json "
+                f"writes; {error}"
+            ) from error
+    return tuple(alerts)
+
+
+def alerts_text(alerts: Sequence[ScaleAlert], most: int | None = None) -> str:
+    """The alerts as lines, at most ``most`` of them and one that says how many are left out."""
+    shown = alerts if most is None else alerts[:most]
+    lines = [str(alert) for alert in shown]
+    if len(shown) < len(alerts):
+        lines.append(f"and {len(alerts) - len(shown)} more")
+    return "\n".join(lines)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if not isinstance(value, float) or math.isfinite(value):
+        return value
+    return None if math.isnan(value) else _INFINITE[value]
+
+
+def _numbers(fields: dict[str, Any]) -> dict[str, Any]:
+    """With the floats that JSON has no numbers for; texts are those of the text fields."""
+    spelled = {text: value for value, text in _INFINITE.items()}
+    numbers = {key: math.nan if value is None else value for key, value in fields.items()}
+    return {
+        key: spelled.get(value, value) if isinstance(value, str) else value
+        for key, value in numbers.items()
+    }

@@ -1,0 +1,169 @@
+"""The columns of a statistics row.
+
+A row is one vector per tensor, so that the rows of a whole training step are one matrix: one
+transfer to the host, one collective across ranks. Standard library only, for TensorBoard's server
+reads rows too; ``statistics.py`` computes them, ``reduce.py`` combines them.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import struct
+from dataclasses import astuple, dataclass, field
+from typing import Final, Literal, get_args
+
+from lightning_unitscale.formats import E4M3FN, E5M2, FP16, NumberFormat
+
+MIN_EXPONENT: Final = -150
+MAX_EXPONENT: Final = 128
+NUM_EXPONENTS: Final = MAX_EXPONENT - MIN_EXPONENT + 1
+SAMPLE_GROUP: Final = 4  # elements next to each other that are sampled together
+
+MOMENT_COLUMNS: Final = (
+    "numel",
+    "zeros",
+    "nans",
+    "infs",
+    "sum",
+    "abs_sum",
+    "square_sum",
+    "abs_max",
+    "abs_min",
+)
+Direction = Literal["forward", "backward"]
+DIRECTIONS: Final[tuple[Direction, ...]] = get_args(Direction)
+Kind = Literal["overflow", "subnormal", "flushed"]
+FORMAT_KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
+
+
+@dataclass(frozen=True)
+class RowLayout:
+    """Which columns a statistics row has, in which order.
+
+    The moments come first: ``numel`` (all elements), ``zeros``, ``nans``, ``infs``, then of the
+    finite elements ``sum``, ``abs_sum``, ``square_sum``, ``abs_max`` and ``abs_min`` (smallest
+    magnitude above zero, ``inf`` when there is none). Then for every format the number of finite
+    elements that ``overflow``, become ``subnormal``, or are ``flushed`` to zero without being zero.
+    Then, with ``histogram``, ``sampled`` (how many elements were looked at) and the number of
+    finite non-zero elements per binary exponent -150 to 128; the two end bins take all that lies
+    beyond them, which only FP64 can.
+
+    Attributes:
+        formats: The formats whose out-of-range elements are counted.
+        histogram: Whether exponents are counted.
+        sample_size: Of how many elements at most, in groups of four; ``None`` counts all of them.
+        edges: Three FP64 numbers per format, such that a magnitude that does not exceed one is
+            flushed (or zero); subnormal or flushed; in range.
+        fp32_cuts: The first FP32 number above every edge: ``|x| < cut`` then tells the same of an
+            FP32 ``x`` without any rounding.
+        fp64_cuts: The same for FP64 ``x``.
+        columns: Name of every column: ``numel``, ..., ``FP16.overflow``, ..., ``2^-150``, ....
+        key: The layout as text (JSON), for what takes no objects: an operator, an event file.
+
+    Raises:
+        ValueError: If a format is given twice, or ``sample_size`` is below 4.
+    """
+
+    formats: tuple[NumberFormat, ...] = (FP16, E4M3FN, E5M2)
+    histogram: bool = True
+    sample_size: int | None = 16_384
+    edges: tuple[float, ...] = field(init=False, repr=False, compare=False)
+    fp32_cuts: tuple[float, ...] = field(init=False, repr=False, compare=False)
+    fp64_cuts: tuple[float, ...] = field(init=False, repr=False, compare=False)
+    columns: tuple[str, ...] = field(init=False, repr=False, compare=False)
+    key: str = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        names = [item.name for item in self.formats]
+        if len(set(names)) != len(names):
+            raise ValueError(
+                f"formats={names}: a format is given twice; expected distinct names; drop one"
+            )
+        if self.sample_size is not None and self.sample_size < SAMPLE_GROUP:
+            raise ValueError(
+                f"sample_size={self.sample_size}: out of range; expected at least {SAMPLE_GROUP}, "
+                "or None to count all elements; change the number"
+            )
+        formats = [astuple(item) for item in self.formats]
+        edges: list[float] = []
+        for item in self.formats:
+            overflow = item.overflow_threshold
+            edges += [
+                item.flush_threshold,
+                math.nextafter(item.subnormal_threshold, 0.0),
+                overflow if item.finite_only else math.nextafter(overflow, 0.0),
+            ]
+        derived = {
+            "edges": tuple(edges),
+            "fp32_cuts": tuple(map(_next_fp32, edges)),
+            "fp64_cuts": tuple(math.nextafter(edge, math.inf) for edge in edges),
+            "key": json.dumps([formats, self.histogram, self.sample_size]),
+            "columns": self._columns(),
+        }
+        for name, value in derived.items():
+            object.__setattr__(self, name, value)
+
+    @classmethod
+    def from_key(cls, key: str) -> RowLayout:
+        """The layout whose ``key`` this is."""
+        return _from_key(key)
+
+    def _columns(self) -> tuple[str, ...]:
+        names = list(MOMENT_COLUMNS)
+        names += [f"{item.name}.{kind}" for item in self.formats for kind in FORMAT_KINDS]
+        if self.histogram:
+            names.append("sampled")
+            names += [f"2^{e}" for e in range(MIN_EXPONENT, MAX_EXPONENT + 1)]
+        return tuple(names)
+
+    @property
+    def num_columns(self) -> int:
+        """Length of a row."""
+        return len(self.columns)
+
+    def index(self, column: str) -> int:
+        """Position of a column.
+
+        Raises:
+            KeyError: If there is no such column.
+        """
+        try:
+            return self.columns.index(column)
+        except ValueError:
+            raise KeyError(
+                f"column={column!r}: not in this layout; expected one of "
+                f"{', '.join(self.columns[: self.num_head])}"
+            ) from None
+
+    @property
+    def num_head(self) -> int:
+        """Number of columns before the exponent counts (and before ``sampled``)."""
+        return len(MOMENT_COLUMNS) + len(FORMAT_KINDS) * len(self.formats)
+
+    @property
+    def exponents(self) -> slice:
+        """Columns of the exponent counts; empty without ``histogram``."""
+        start = self.num_head + 1
+        return slice(start, start + NUM_EXPONENTS) if self.histogram else slice(0, 0)
+
+
+def _next_fp32(value: float) -> float:
+    """Smallest FP32 number above ``value``, which is not negative; infinite beyond the range."""
+    try:
+        (code,) = struct.unpack("<I", struct.pack("<f", value))
+    except OverflowError:
+        return math.inf
+    (rounded,) = struct.unpack("<f", struct.pack("<f", value))
+    if rounded > value:
+        return float(rounded)
+    # The codes of positive FP32 numbers are in the order of the numbers; the last one is infinity.
+    (above,) = struct.unpack("<f", struct.pack("<I", code + 1))
+    return float(above)
+
+
+@functools.lru_cache(maxsize=64)
+def _from_key(key: str) -> RowLayout:
+    formats, histogram, sample_size = json.loads(key)
+    return RowLayout(tuple(NumberFormat(*item) for item in formats), histogram, sample_size)

@@ -1,0 +1,140 @@
+"""How statistics rows of micro-batches and of ranks combine.
+
+A row of NaN stands for a tensor that was not there (no gradient arrived). It is neutral, and so is
+any row of no elements.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from lightning_unitscale.scales.layout import RowLayout
+
+
+def row_dtype(device: torch.device | str) -> torch.dtype:
+    """Type of a row: float64, in which counts and sums are exact, or float32 where there is none.
+
+    Args:
+        device: Where the tensor lives.
+    """
+    return torch.float32 if torch.device(device).type == "mps" else torch.float64
+
+
+def empty_rows(num_tensors: int, layout: RowLayout, device: torch.device | str = "cpu") -> Tensor:
+    """Rows of tensors without elements.
+
+    Returns:
+        Shape ``(num_tensors, layout.num_columns)``, zero but for ``abs_min``, which is infinite.
+    """
+    row = torch.zeros(layout.num_columns, dtype=row_dtype(device), device=device)
+    position = torch.arange(layout.num_columns, device=device)
+    row = torch.where(position == layout.index("abs_min"), math.inf, row)
+    return row.expand(num_tensors, -1)
+
+
+def absent_rows(num_tensors: int, layout: RowLayout, device: torch.device | str = "cpu") -> Tensor:
+    """Rows of tensors that were not there.
+
+    Returns:
+        Shape ``(num_tensors, layout.num_columns)``, all NaN.
+    """
+    shape = (num_tensors, layout.num_columns)
+    return torch.full(shape, math.nan, dtype=row_dtype(device), device=device)
+
+
+def merge_rows(first: Tensor, second: Tensor, layout: RowLayout) -> Tensor:
+    """Statistics of two tensors taken together, for every row.
+
+    Args:
+        first: Shape ``(..., layout.num_columns)``.
+        second: The same shape.
+        layout: The columns.
+
+    Returns:
+        The same shape. Columns add up but for ``abs_max`` and ``abs_min``.
+    """
+    largest, smallest = layout.index("abs_max"), layout.index("abs_min")
+    position = torch.arange(layout.num_columns, device=first.device)
+    both = torch.where(position == largest, torch.maximum(first, second), first + second)
+    both = torch.where(position == smallest, torch.minimum(first, second), both)
+    filled = [rows[..., :1] > 0 for rows in (first, second)]
+    return torch.where(filled[0] & filled[1], both, torch.where(filled[1], second, first))
+
+
+def pack_rows(rows: Tensor, layout: RowLayout, rank: int, world_size: int) -> Tensor:
+    """Rows of one rank as a vector such that adding the ranks' vectors loses nothing.
+
+    One all-reduce with the operation sum then serves sums and extremes alike: every rank writes its
+    extremes to places of its own, where the others hold zeros.
+
+    Args:
+        rows: Shape ``(num_tensors, layout.num_columns)``.
+        layout: The columns.
+        rank: This rank, from 0.
+        world_size: Number of ranks.
+
+    Returns:
+        Shape ``(num_tensors * (layout.num_columns + 1 + 2 * world_size),)``.
+    """
+    there = ~rows[:, :1].isnan()
+    filled = torch.where(rows[:, :1] > 0, rows, empty_rows(1, layout, rows.device).to(rows.dtype))
+    extremes = filled[:, _extremes(layout)]
+    own = torch.zeros(world_size, *extremes.shape, dtype=rows.dtype, device=rows.device)
+    own[rank] = extremes
+    sums = filled.clone()
+    sums[:, _extremes(layout)] = 0.0
+    return torch.cat([there.to(rows.dtype).flatten(), sums.flatten(), own.flatten()])
+
+
+def unpack_rows(packed: Tensor, layout: RowLayout, world_size: int) -> Tensor:
+    """Rows of all ranks together, from the sum of their ``pack_rows``.
+
+    Args:
+        packed: The vector after the all-reduce.
+        layout: The columns.
+        world_size: Number of ranks.
+
+    Returns:
+        Shape ``(num_tensors, layout.num_columns)``; a row that no rank had is NaN.
+    """
+    num_tensors = packed.numel() // (layout.num_columns + 1 + 2 * world_size)
+    sizes = [num_tensors, num_tensors * layout.num_columns, 2 * num_tensors * world_size]
+    there, sums, extremes = torch.split(packed, sizes)
+    rows = sums.reshape(num_tensors, layout.num_columns).clone()
+    by_rank = extremes.reshape(world_size, num_tensors, 2)
+    rows[:, layout.index("abs_max")] = by_rank[..., 0].amax(0)
+    rows[:, layout.index("abs_min")] = by_rank[..., 1].amin(0)
+    return torch.where(there[:, None] > 0, rows, math.nan)
+
+
+def _extremes(layout: RowLayout) -> list[int]:
+    return [layout.index("abs_max"), layout.index("abs_min")]
+
+
+def shift_rows(rows: Tensor, exponents: Tensor, layout: RowLayout) -> Tensor:
+    """Rows of the same tensors multiplied by powers of two; format counts stay as they are.
+
+    Args:
+        rows: Shape ``(num_tensors, layout.num_columns)``.
+        exponents: Shape ``(num_tensors,)``, integers: tensor ``i`` was multiplied by
+            ``2**exponents[i]``.
+        layout: The columns.
+
+    Returns:
+        The same shape. Exponents that leave the counted range are added to the end bins.
+    """
+    shifted = rows.clone()
+    powers = torch.exp2(exponents.to(rows.dtype))
+    for column in ("sum", "abs_sum", "abs_max", "abs_min"):
+        shifted[:, layout.index(column)] *= powers
+    shifted[:, layout.index("square_sum")] *= powers.square()
+    if layout.histogram:
+        counts = rows[:, layout.exponents]
+        last = counts.shape[1] - 1
+        bins = torch.arange(last + 1, device=rows.device) + exponents[:, None]
+        moved = torch.zeros_like(counts).scatter_add(1, bins.clamp(0, last).long(), counts)
+        shifted[:, layout.exponents] = moved
+    return shifted

@@ -1,0 +1,266 @@
+"""The statistics of all tensors of one step and of their gradients, on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from lightning_unitscale.scales.layout import FORMAT_KINDS, MOMENT_COLUMNS, Direction, RowLayout
+from lightning_unitscale.scales.reduce import merge_rows
+from lightning_unitscale.scales.tensor_statistics import FloatArray, TensorStatistics
+
+
+@dataclass(frozen=True, eq=False)
+class ScaleSnapshot:
+    """The statistics of all tensors of one step, in graph order.
+
+    Tensors may be held in units of their own (a gauge): what is stored is the value that the model
+    means divided by ``2**log2_sigma``, for a gradient by ``2**log2_gamma``. Rows are always of the
+    value as the model means it.
+
+    Attributes:
+        step: The optimizer step at which it was taken.
+        names: Name of every tensor.
+        forward: Rows of the values, shape ``(len(names), layout.num_columns)``, float64.
+        backward: Rows of their gradients, the same shape; a row of NaN where none arrived.
+        layout: What the columns are.
+        modules: Path of the module that makes each tensor; by default the name up to its last dot.
+        log2_sigma: Units of the stored values, shape ``(len(names),)``, integers; 0 by default.
+        log2_gamma: Units of the stored gradients.
+        counted_as_stored: Whether the format counts of the rows are those of the stored tensors
+            (``statistics_row`` with a factor) and not of the meant ones.
+        inputs: For each tensor the names of those it was computed from; none by default.
+        operands: For each tensor whether a matrix product reads it; none by default.
+        products: For each tensor whether a matrix product makes it, so that the products of the
+            backward pass read its gradient; none by default.
+
+    Raises:
+        ValueError: If the shapes do not fit together, or a name is given twice.
+    """
+
+    step: int
+    names: tuple[str, ...]
+    forward: FloatArray
+    backward: FloatArray
+    layout: RowLayout
+    modules: tuple[str, ...] = ()
+    log2_sigma: npt.NDArray[Any] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    log2_gamma: npt.NDArray[Any] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    counted_as_stored: bool = False
+    inputs: tuple[tuple[str, ...], ...] = ()
+    operands: tuple[bool, ...] = ()
+    products: tuple[bool, ...] = ()
+
+    def __post_init__(self) -> None:
+        number = len(self.names)
+        if len(set(self.names)) != number:
+            twice = next(name for name in self.names if self.names.count(name) > 1)
+            raise ValueError(
+                f"names: {twice!r} is given twice; expected distinct names; add an ordinal"
+            )
+        if not self.modules and number:
+            object.__setattr__(self, "modules", tuple(n.rpartition(".")[0] for n in self.names))
+        if not self.inputs and number:
+            object.__setattr__(self, "inputs", ((),) * number)
+        for attribute in ("operands", "products"):
+            if not getattr(self, attribute):
+                object.__setattr__(self, attribute, (False,) * number)
+        for attribute in ("log2_sigma", "log2_gamma"):
+            units = np.asarray(getattr(self, attribute))
+            units = np.zeros(number, dtype=np.int64) if units.size == 0 else units
+            object.__setattr__(self, attribute, units.astype(np.int64))
+        expected = {
+            "forward": (number, self.layout.num_columns),
+            "backward": (number, self.layout.num_columns),
+            "modules": (number,),
+            "inputs": (number,),
+            "operands": (number,),
+            "products": (number,),
+            "log2_sigma": (number,),
+            "log2_gamma": (number,),
+        }
+        for attribute, shape in expected.items():
+            value = getattr(self, attribute)
+            actual = (len(value),) if isinstance(value, tuple) else np.shape(value)
+            if actual != shape:
+                raise ValueError(
+                    f"{attribute} of shape {actual}: does not fit {number} names and "
+                    f"{self.layout.num_columns} columns; expected {shape}; use the same tensors "
+                    "and layout throughout"
+                )
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def rows(self, direction: Direction) -> FloatArray:
+        """The rows of one direction, shape ``(len(self), layout.num_columns)``.
+
+        Raises:
+            ValueError: If the direction is neither ``"forward"`` nor ``"backward"``.
+        """
+        if direction not in ("forward", "backward"):
+            raise ValueError(
+                f"direction={direction!r}: unknown; expected 'forward' or 'backward'; correct it"
+            )
+        return self.forward if direction == "forward" else self.backward
+
+    def statistics(
+        self, tensor: int | str, direction: Direction = "forward", *, stored: bool = False
+    ) -> TensorStatistics | None:
+        """Statistics of one tensor.
+
+        Args:
+            tensor: Its name or its position in ``names``.
+            direction: Of the value or of its gradient.
+            stored: As it is stored, and not as the model means it.
+
+        Returns:
+            ``None`` where there was nothing to measure.
+
+        Raises:
+            KeyError: If there is no tensor of that name.
+        """
+        position = self._position(tensor)
+        row = self.rows(direction)[position]
+        if np.isnan(row[0]):
+            return None
+        unit = int(self.log2_units(direction)[position])
+        return TensorStatistics(
+            row,
+            self.layout,
+            log2_factor=-unit if stored else 0,
+            log2_factor_of_counts=-unit if self.counted_as_stored else 0,
+        )
+
+    def log2_units(self, direction: Direction) -> npt.NDArray[np.int64]:
+        """log2 of the units that the tensors are stored in, shape ``(len(self),)``."""
+        return self.log2_sigma if direction == "forward" else self.log2_gamma
+
+    def nonfinite(self, direction: Direction) -> FloatArray:
+        """Number of NaN and infinite elements of all tensors, shape ``(len(self),)``."""
+        return self.column("nans", direction) + self.column("infs", direction)
+
+    def read_by_products(self, direction: Direction) -> npt.NDArray[np.bool_]:
+        """Which tensors matrix products read, and which gradients; shape ``(len(self),)``."""
+        flags = self.operands if direction == "forward" else self.products
+        return np.array(flags, dtype=bool)
+
+    def column(self, column: str, direction: Direction = "forward") -> FloatArray:
+        """One column for all tensors, as measured, shape ``(len(self),)``."""
+        return self.rows(direction)[:, self.layout.index(column)]
+
+    def log2_rms(self, direction: Direction = "forward", *, stored: bool = False) -> FloatArray:
+        """``log2`` of the RMS of all tensors, shape ``(len(self),)``.
+
+        ``-inf`` for a tensor of zeros, NaN where there was nothing to measure.
+        """
+        finite = self.column("numel", direction) - self.column("nans", direction)
+        finite = finite - self.column("infs", direction)
+        squares = self.column("square_sum", direction)
+        mean = np.full(len(self), np.nan)
+        np.divide(squares, finite, out=mean, where=finite > 0)
+        with np.errstate(divide="ignore"):
+            result: FloatArray = 0.5 * np.log2(mean)
+        return result - self.log2_units(direction) if stored else result
+
+    def fractions(self, direction: Direction = "forward", *, stored: bool = False) -> FloatArray:
+        """Out-of-range fractions for the layout's formats, as ``TensorStatistics.fraction``.
+
+        Returns:
+            Shape ``(len(self), len(layout.formats), 3)``, the last dimension in the order overflow,
+            subnormal, flushed; NaN where there was nothing to measure, and where the scale is
+            another than the counted one and there are no exponent counts.
+        """
+        units = self.log2_units(direction)
+        shape = (len(self), len(self.layout.formats), len(FORMAT_KINDS))
+        first = len(MOMENT_COLUMNS)
+        numel = self.column("numel", direction)[:, None]
+        fractions = np.full((len(self), shape[1] * shape[2]), np.nan)
+        counts = self.rows(direction)[:, first : first + fractions.shape[1]]
+        np.divide(counts, numel, out=fractions, where=numel > 0)
+        fractions = fractions.reshape(shape)
+        if stored == self.counted_as_stored:
+            return fractions
+        for position in np.flatnonzero(units):
+            statistics = self.statistics(int(position), direction, stored=stored)
+            fractions[position] = np.nan
+            if statistics is None or not self.layout.histogram:
+                continue
+            for column, item in enumerate(self.layout.formats):
+                for kind_column, kind in enumerate(FORMAT_KINDS):
+                    fractions[position, column, kind_column] = statistics.fraction(item, kind)
+        return fractions
+
+    def exponent_counts(self, direction: Direction = "forward") -> FloatArray | None:
+        """Exponent counts of all tensors, as measured, shape ``(len(self), 279)``, or ``None``."""
+        if not self.layout.histogram:
+            return None
+        return self.rows(direction)[:, self.layout.exponents]
+
+    def select(self, names: Sequence[str]) -> ScaleSnapshot:
+        """Only the tensors of these names, in this order.
+
+        Raises:
+            KeyError: If there is no tensor of a name.
+        """
+        chosen = [self._position(name) for name in names]
+        return replace(
+            self,
+            names=tuple(names),
+            forward=self.forward[chosen],
+            backward=self.backward[chosen],
+            modules=tuple(self.modules[k] for k in chosen),
+            log2_sigma=self.log2_sigma[chosen],
+            log2_gamma=self.log2_gamma[chosen],
+            inputs=tuple(self.inputs[k] for k in chosen),
+            operands=tuple(self.operands[k] for k in chosen),
+            products=tuple(self.products[k] for k in chosen),
+        )
+
+    def merge(self, other: ScaleSnapshot) -> ScaleSnapshot:
+        """Statistics of the same tensors on more data: another micro-batch or rank.
+
+        Sums and counts add up, extremes stay extremes; the step is that of ``self``.
+
+        Raises:
+            ValueError: If the two hold other tensors, columns or units.
+        """
+        same = self.names == other.names and self.layout == other.layout
+        same = same and self.counted_as_stored == other.counted_as_stored
+        same = same and np.array_equal(self.log2_sigma, other.log2_sigma)
+        if not (same and np.array_equal(self.log2_gamma, other.log2_gamma)):
+            raise ValueError(
+                f"other: a snapshot of {len(other)} tensors that does not fit one of {len(self)}; "
+                "expected the same names, layout and units; merge snapshots of one monitor only"
+            )
+        return replace(
+            self,
+            forward=self._merged(self.forward, other.forward),
+            backward=self._merged(self.backward, other.backward),
+        )
+
+    def _merged(self, first: FloatArray, second: FloatArray) -> FloatArray:
+        merged = merge_rows(torch.from_numpy(first), torch.from_numpy(second), self.layout)
+        result: FloatArray = merged.numpy()
+        return result
+
+    def _position(self, tensor: int | str) -> int:
+        if isinstance(tensor, int):
+            return tensor
+        try:
+            return self._positions[tensor]
+        except KeyError:
+            raise KeyError(
+                f"tensor={tensor!r}: not in this snapshot; expected one of its {len(self)} names; "
+                "see names"
+            ) from None
+
+    @cached_property
+    def _positions(self) -> dict[str, int]:
+        return {name: position for position, name in enumerate(self.names)}

@@ -1,0 +1,239 @@
+"""The statistics of one tensor, read from its row, and the share that any format would lose.
+
+A power of two only moves the counts to other exponents, so one histogram answers for every format
+and every scale, long after the tensor is gone. NumPy only: the report and the dashboard use it too.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_unitscale.formats import NumberFormat, get_format
+from lightning_unitscale.scales.layout import (
+    FORMAT_KINDS,
+    MIN_EXPONENT,
+    NUM_EXPONENTS,
+    Kind,
+    RowLayout,
+)
+
+FloatArray = npt.NDArray[np.float64]
+
+
+def fraction_from_counts(
+    exponent_counts: npt.ArrayLike,
+    sampled: npt.ArrayLike,
+    format: str | NumberFormat,
+    kind: Kind,
+    shift: int = 0,
+) -> FloatArray:
+    """Fraction of the elements that a cast of ``tensor * 2**shift`` would treat in one way.
+
+    Inside one binade the elements are taken as evenly spread. That leaves the flushed fraction
+    exact but for elements that equal the threshold itself; the overflowing fraction is approximate
+    within the binade of the format's maximum, the subnormal one within the binade just below the
+    smallest normal number, whose upper end rounds up to it.
+
+    Args:
+        exponent_counts: Finite non-zero elements per binary exponent -150 to 128, shape
+            ``(..., 279)``.
+        sampled: Number of elements looked at, zeros included, shape ``(...)``.
+        format: The format, or its name.
+        kind: ``"overflow"`` (beyond the largest number), ``"subnormal"`` or ``"flushed"`` (rounded
+            to zero without being zero).
+        shift: The power of two that the values are multiplied with before the cast.
+
+    Returns:
+        Fractions of all elements, between 0 and 1, shape ``(...)``; NaN where none was looked at.
+
+    Raises:
+        ValueError: If the format or the kind is unknown, or the counts have another length.
+    """
+    counts = np.asarray(exponent_counts, dtype=np.float64)
+    if counts.shape[-1:] != (NUM_EXPONENTS,):
+        raise ValueError(
+            f"exponent_counts of shape {counts.shape}: wrong number of exponents; expected the "
+            f"last dimension to be {NUM_EXPONENTS}; pass counts from a statistics row"
+        )
+    resolved = get_format(format)
+    if kind == "flushed":
+        weights = _share_below(resolved.flush_threshold, shift)
+    elif kind == "subnormal":
+        weights = _share_below(resolved.subnormal_threshold, shift)
+        weights -= _share_below(resolved.flush_threshold, shift)
+    elif kind == "overflow":
+        weights = 1.0 - _share_below(resolved.overflow_threshold, shift)
+    else:
+        raise ValueError(
+            f"kind={kind!r}: unknown; expected one of {', '.join(FORMAT_KINDS)}; correct it"
+        )
+    number = np.asarray(sampled, dtype=np.float64)
+    result = np.full(np.broadcast_shapes(counts.shape[:-1], number.shape), np.nan)
+    np.divide(counts @ weights, number, out=result, where=number > 0)
+    return result
+
+
+def _share_below(threshold: float, shift: int) -> FloatArray:
+    """Share of every binade, shifted, that lies below ``threshold``: shape ``(279,)``."""
+    exponents = MIN_EXPONENT + np.arange(NUM_EXPONENTS) + shift
+    # Of [2**e, 2**(e + 1)) the part below t is t / 2**e - 1, between none and all of it.
+    with np.errstate(over="ignore", under="ignore"):
+        return np.clip(np.ldexp(threshold, -exponents) - 1.0, 0.0, 1.0)
+
+
+@dataclass(frozen=True, eq=False)
+class TensorStatistics:
+    """Statistics of one tensor, read from its row.
+
+    Everything but the counts is about the finite elements only; it is NaN when there are none.
+
+    Attributes:
+        row: The measured columns, shape ``(layout.num_columns,)``, float64.
+        layout: What the columns are.
+        log2_factor: These are the statistics of ``2**log2_factor`` times the measured tensor.
+        log2_factor_of_counts: The factor at which the row's format counts were taken (the
+            ``factor`` of ``statistics_row``); fractions at that scale are exact.
+    """
+
+    row: FloatArray
+    layout: RowLayout
+    log2_factor: int = 0
+    log2_factor_of_counts: int = 0
+
+    @property
+    def numel(self) -> int:
+        """Number of elements, of all micro-batches and ranks that were merged."""
+        return int(self._value("numel"))
+
+    @property
+    def zeros(self) -> int:
+        """Number of elements that are exactly zero."""
+        return int(self._value("zeros"))
+
+    @property
+    def nans(self) -> int:
+        """Number of NaN elements."""
+        return int(self._value("nans"))
+
+    @property
+    def infs(self) -> int:
+        """Number of infinite elements."""
+        return int(self._value("infs"))
+
+    @property
+    def num_finite(self) -> int:
+        """Number of finite elements."""
+        return self.numel - self.nans - self.infs
+
+    @property
+    def mean(self) -> float:
+        """Mean."""
+        return self._shifted(self._mean("sum"))
+
+    @property
+    def mean_abs(self) -> float:
+        """Mean magnitude."""
+        return self._shifted(self._mean("abs_sum"))
+
+    @property
+    def rms(self) -> float:
+        """Root mean square."""
+        return self._shifted(math.sqrt(self._mean("square_sum")))
+
+    @property
+    def std(self) -> float:
+        """Standard deviation as ``torch.std`` takes it (Bessel's correction), NaN for one element.
+
+        It is the deviation from the mean of all that was merged.
+        """
+        number = self.num_finite
+        if number < 2:
+            return math.nan
+        mean = self._mean("sum")
+        variance = max(self._mean("square_sum") - mean * mean, 0.0) * number / (number - 1)
+        return self._shifted(math.sqrt(variance))
+
+    @property
+    def abs_max(self) -> float:
+        """Largest magnitude."""
+        return self._shifted(self._value("abs_max")) if self.num_finite else math.nan
+
+    @property
+    def abs_min(self) -> float:
+        """Smallest magnitude above zero; NaN when every element is zero."""
+        smallest = self._value("abs_min")
+        return self._shifted(smallest) if 0 < smallest < math.inf else math.nan
+
+    @property
+    def log2_rms(self) -> float:
+        """``log2`` of the RMS, the number that scale plots show: ``-inf`` for a tensor of zeros."""
+        mean_square = self._mean("square_sum")
+        if mean_square == 0:
+            return -math.inf
+        return 0.5 * math.log2(mean_square) + self.log2_factor
+
+    @property
+    def exponent_counts(self) -> FloatArray | None:
+        """Finite non-zero elements per binary exponent -150 to 128 of the measured tensor.
+
+        Shape ``(279,)``; ``None`` when none were taken. They are not moved by ``log2_factor``.
+        """
+        return self.row[self.layout.exponents] if self.layout.histogram else None
+
+    @property
+    def num_sampled(self) -> int:
+        """Number of elements that the exponent counts looked at."""
+        return int(self._value("sampled")) if self.layout.histogram else 0
+
+    def fraction(self, format: str | NumberFormat, kind: Kind) -> float:
+        """Fraction of the elements that a cast to ``format`` overflows, denormalizes or flushes.
+
+        Exact for a format of the layout at the scale at which its elements were counted; otherwise
+        from the exponent counts, see ``fraction_from_counts``.
+
+        Args:
+            format: Any format, or its name.
+            kind: ``"overflow"``, ``"subnormal"`` or ``"flushed"`` (true zeros excluded).
+
+        Returns:
+            A number between 0 and 1; NaN for a tensor without elements.
+
+        Raises:
+            ValueError: If the format or kind is unknown, or only exponent counts could tell and
+                none were taken.
+        """
+        resolved = get_format(format)
+        if kind not in FORMAT_KINDS:
+            raise ValueError(
+                f"kind={kind!r}: unknown; expected one of {', '.join(FORMAT_KINDS)}; correct it"
+            )
+        counted = resolved in self.layout.formats
+        if counted and self.log2_factor == self.log2_factor_of_counts:
+            return self._value(f"{resolved.name}.{kind}") / self.numel if self.numel else math.nan
+        counts = self.exponent_counts
+        if counts is None:
+            raise ValueError(
+                f"format={resolved.name!r}: not counted at the scale 2**{self.log2_factor} and "
+                "there are no exponent counts to tell from; expected a monitored format or a "
+                "layout with histogram=True; turn histograms on"
+            )
+        return float(
+            fraction_from_counts(counts, self.num_sampled, resolved, kind, self.log2_factor)
+        )
+
+    def scaled(self, log2_factor: int) -> TensorStatistics:
+        """Statistics of ``2**log2_factor`` times this tensor."""
+        return replace(self, log2_factor=self.log2_factor + log2_factor)
+
+    def _value(self, column: str) -> float:
+        return float(self.row[self.layout.index(column)])
+
+    def _mean(self, column: str) -> float:
+        return self._value(column) / self.num_finite if self.num_finite else math.nan
+
+    def _shifted(self, value: float) -> float:
+        return value * 2.0**self.log2_factor

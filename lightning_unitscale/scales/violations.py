@@ -1,0 +1,249 @@
+"""What is wrong in a snapshot: NaN, infinities, and formats that lose elements.
+
+A violation is about the stored tensor, since formats are; without unit scaling that is the tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_unitscale.formats import NumberFormat, get_format
+from lightning_unitscale.scales.alerts import ScaleAlert, op_of
+from lightning_unitscale.scales.input_scales import InputScales
+from lightning_unitscale.scales.layout import DIRECTIONS, FORMAT_KINDS, Direction, Kind
+from lightning_unitscale.scales.snapshot import ScaleSnapshot
+from lightning_unitscale.scales.tensor_statistics import FloatArray
+
+Limits: TypeAlias = float | Mapping[str, float]
+# An infinity ends a training. Of a format that clips, one element of a thousand is no harm.
+_DEFAULT_OVERFLOW: Final = {True: 0.0, False: 1e-3}
+# What these put into a tensor is what somebody asked for: the -inf of a mask.
+_FILLING: Final = frozenset({"masked_fill", "where", "full", "full_like", "fill"})
+# Torch's names of losses that do not end in "loss".
+_LOSSES: Final = ("cross_entropy", "kl_div", "with_logits")
+_VERBS: Final[dict[Kind, str]] = {
+    "overflow": "overflow",
+    "subnormal": "are subnormal in",
+    "flushed": "become zero in",
+}
+
+
+@dataclass(frozen=True)
+class Threshold:
+    """Which fraction of a tensor's elements may be lost to one format in one way.
+
+    Attributes:
+        format: The format.
+        kind: The way.
+        fraction: More than this fraction is a violation.
+    """
+
+    format: NumberFormat
+    kind: Kind
+    fraction: float
+
+
+def default_thresholds(formats: Sequence[NumberFormat]) -> tuple[Threshold, ...]:
+    """No overflow in a format with infinities, one element of a thousand in one that clips."""
+    return tuple(
+        Threshold(item, "overflow", _DEFAULT_OVERFLOW[item.has_infinity]) for item in formats
+    )
+
+
+def parse_thresholds(thresholds: Mapping[str | NumberFormat, Limits]) -> tuple[Threshold, ...]:
+    """Thresholds as a user writes them.
+
+    Args:
+        thresholds: Format -> fraction, for overflow and for flushing to zero alike, or format ->
+            ``{"overflow": fraction, "subnormal": fraction, "flushed": fraction}``, any of them.
+
+    Raises:
+        ValueError: If a format or a kind is unknown, a fraction is out of range, or a format is
+            given twice.
+        TypeError: If it is no mapping.
+    """
+    if not isinstance(thresholds, Mapping):
+        raise TypeError(
+            f"thresholds={thresholds!r}: not a mapping; expected format -> fraction of the "
+            "elements; pass for example {'E4M3FN': 0.01}"
+        )
+    parsed: list[Threshold] = []
+    for name, allowed in thresholds.items():
+        item = get_format(name)
+        if any(threshold.format == item for threshold in parsed):
+            raise ValueError(
+                f"thresholds={dict(thresholds)!r}: {item.name} is given twice; expected every "
+                "format once; drop one"
+            )
+        limits = (
+            allowed if isinstance(allowed, Mapping) else {"overflow": allowed, "flushed": allowed}
+        )
+        for kind, fraction in limits.items():
+            if kind not in FORMAT_KINDS:
+                raise ValueError(
+                    f"thresholds={dict(thresholds)!r}: {kind!r} is unknown; expected "
+                    f"{', '.join(FORMAT_KINDS)}; correct it"
+                )
+            is_number = isinstance(fraction, (int, float)) and not isinstance(fraction, bool)
+            if not is_number or not 0 <= fraction <= 1:
+                raise ValueError(
+                    f"thresholds={dict(thresholds)!r}: {fraction!r} is not a fraction of the "
+                    "elements; expected a number from 0 to 1; pass for example 0.01"
+                )
+            parsed.append(Threshold(item, kind, float(fraction)))
+    return tuple(parsed)
+
+
+def first_nonfinite(
+    snapshot: ScaleSnapshot,
+    *,
+    known_infinite: Collection[str] = (),
+    gradients: bool = True,
+) -> ScaleAlert | None:
+    """The first tensor of a step that holds a NaN or an infinity.
+
+    Values come before gradients; of values the first one in graph order, of gradients the last,
+    which the backward pass computes first. Infinities that nothing came of (no NaN, no infinite
+    gradient, no infinite result) are no violation: masks are made of them.
+
+    Args:
+        snapshot: Where to look.
+        known_infinite: Tensors that hold infinities for a reason; of them only NaN count.
+        gradients: Whether to look at gradients; a loss scaler makes infinite ones on purpose.
+    """
+    if not len(snapshot):
+        return None
+    nans, infs = _nonfinite(snapshot, "forward")
+    grad_nans, grad_infs = _nonfinite(snapshot, "backward")
+    if not gradients:
+        grad_nans, grad_infs = np.zeros_like(grad_nans), np.zeros_like(grad_infs)
+    matters = nans.any() or grad_nans.any() or grad_infs.any() or infs[-1] > 0
+    if not matters:
+        return None
+    intended = np.array(
+        [name in known_infinite or _fills(snapshot, k) for k, name in enumerate(snapshot.names)]
+    )
+    bad = np.flatnonzero((nans > 0) | (infs > 0) & ~intended)
+    bad_gradients = np.flatnonzero((grad_nans > 0) | (grad_infs > 0))
+    if bad.size:
+        return _nonfinite_alert(snapshot, int(bad[0]), "forward", bad.size, bad_gradients.size)
+    if bad_gradients.size:
+        index = int(bad_gradients[-1])
+        return _nonfinite_alert(snapshot, index, "backward", 0, bad_gradients.size)
+    return None
+
+
+def infinite_names(snapshot: ScaleSnapshot) -> tuple[str, ...]:
+    """The tensors with infinite values and no NaN."""
+    nans, infs = _nonfinite(snapshot, "forward")
+    return tuple(snapshot.names[k] for k in np.flatnonzero((infs > 0) & (nans == 0)))
+
+
+def judged_by_format(snapshot: ScaleSnapshot, num_merged: int = 1) -> npt.NDArray[Any]:
+    """Whether what a tensor loses to a format matters: not of scalars, nor of losses.
+
+    No product reads them, and they are kept in full precision, as autocast does. NaN and infinities
+    in them are violations like any others.
+
+    Args:
+        snapshot: Of a step.
+        num_merged: Rows that were merged into each of its rows, of batches and ranks.
+
+    Returns:
+        Shape ``(tensors,)``, booleans.
+    """
+    scalars = snapshot.column("numel", "forward") <= num_merged
+    operations = map(op_of, snapshot.names, snapshot.modules)
+    losses = [operation.endswith(("loss", *_LOSSES)) for operation in operations]
+    judged: npt.NDArray[Any] = ~scalars & ~np.array(losses, dtype=bool)
+    return judged
+
+
+def format_violations(
+    snapshot: ScaleSnapshot, thresholds: Sequence[Threshold], num_merged: int = 1
+) -> tuple[ScaleAlert, ...]:
+    """All tensors that lose more to a format than is allowed, in the order of computation.
+
+    Args:
+        snapshot: Where to look; its layout counts the formats of the thresholds.
+        thresholds: The fractions that are allowed.
+        num_merged: As of :func:`judged_by_format`, which says what is looked at.
+    """
+    judged = judged_by_format(snapshot, num_merged)
+    violations: list[ScaleAlert] = []
+    for direction in DIRECTIONS:
+        fractions = snapshot.fractions(direction, stored=True)
+        # The backward pass computes the last tensor's gradient first.
+        order = range(len(snapshot)) if direction == "forward" else reversed(range(len(snapshot)))
+        limits = [
+            (
+                threshold,
+                fractions[
+                    :,
+                    snapshot.layout.formats.index(threshold.format),
+                    FORMAT_KINDS.index(threshold.kind),
+                ],
+            )
+            for threshold in thresholds
+        ]
+        beyond = np.array([judged & (column > threshold.fraction) for threshold, column in limits])
+        if not beyond.any():
+            continue
+        inputs = InputScales(snapshot, direction)
+        for index in order:
+            for row in np.flatnonzero(beyond[:, index]):
+                threshold, column = limits[int(row)]
+                value = float(column[index])
+                item, allowed = threshold.format.name, threshold.fraction
+                text = f"{percent(value)} of the elements {_VERBS[threshold.kind]} {item}"
+                violations.append(
+                    inputs.alert(
+                        index,
+                        threshold.kind,
+                        f"{text} (allowed: {percent(allowed)})",
+                        format=item,
+                        value=value,
+                        threshold=allowed,
+                    )
+                )
+    return tuple(violations)
+
+
+def percent(fraction: float) -> str:
+    """A fraction for people: small ones are not rounded to nothing."""
+    if fraction == 0.0:
+        return "0 %"
+    return "less than 0.001 %" if fraction < 1e-5 else f"{100 * fraction:.3g} %"
+
+
+def _nonfinite(snapshot: ScaleSnapshot, direction: Direction) -> tuple[FloatArray, FloatArray]:
+    """Numbers of NaN and of infinities; 0 where nothing was measured."""
+    return (
+        np.nan_to_num(snapshot.column("nans", direction)),
+        np.nan_to_num(snapshot.column("infs", direction)),
+    )
+
+
+def _nonfinite_alert(
+    snapshot: ScaleSnapshot, index: int, direction: Direction, values: int, gradients: int
+) -> ScaleAlert:
+    nans, infs = (int(counts[index]) for counts in _nonfinite(snapshot, direction))
+    numel = int(snapshot.column("numel", direction)[index])
+    parts = [f"{nans:,} NaN"] * bool(nans) + [f"{infs:,} infinite"] * bool(infs)
+    text = (
+        f"holds {' and '.join(parts)} of {numel:,} elements, the first of the step in graph order"
+    )
+    others = values + gradients - 1
+    if others:
+        text += f" ({others} more {'tensors' if others > 1 else 'tensor'} or gradients after it)"
+    inputs = InputScales(snapshot, direction)
+    return inputs.alert(index, "nonfinite", text, value=float(nans + infs), threshold=0.0)
+
+
+def _fills(snapshot: ScaleSnapshot, index: int) -> bool:
+    return op_of(snapshot.names[index], snapshot.modules[index]) in _FILLING

@@ -1,0 +1,170 @@
+"""Refuse what cannot run as a pipeline, and compare what all ranks must have alike."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
+
+from lightning_unitscale.capture.steps import ModuleSteps, steps_of
+from lightning_unitscale.pipeline.pipe import Pipe
+from lightning_unitscale.pipeline.schedules import Schedule
+from lightning_unitscale.pipeline.stage import stage_info
+from lightning_unitscale.remat.attach import StepPartitioner
+from lightning_unitscale.strategies.remat import check_schedule
+
+
+def refuse_unsupported(
+    trainer: pl.Trainer,
+    module: pl.LightningModule,
+    precision: Precision,
+    capture: str,
+    schedule: Schedule,
+) -> None:
+    """Refuse what cannot run as a pipeline.
+
+    Args:
+        trainer: The Trainer.
+        module: The module.
+        precision: The Trainer's precision plugin.
+        capture: The strategy's argument.
+        schedule: The strategy's schedule.
+
+    Raises:
+        MisconfigurationException: With the reason.
+    """
+    if not module.automatic_optimization:
+        raise MisconfigurationException(
+            "PipelineStrategy: automatic_optimization=False; expected automatic optimization: "
+            "the strategy runs forward and backward together."
+        )
+    trains = trainer.state.fn == TrainerFn.FITTING
+    steps = steps_of(module)
+    if steps is not None and trains:
+        refuse_steps(steps, capture, schedule)
+    if isinstance(precision, MixedPrecision) and precision.scaler:
+        raise MisconfigurationException(
+            "PipelineStrategy: precision='16-mixed' scales the loss outside of the step, where "
+            "the pipeline's backward has run already; expected '32-true' or 'bf16-mixed'."
+        )
+    normalized = [
+        name
+        for name, submodule in module.named_modules()
+        if isinstance(submodule, nn.modules.batchnorm._BatchNorm) and submodule.track_running_stats
+    ]
+    if normalized and trains:
+        raise MisconfigurationException(
+            f"PipelineStrategy: {normalized[0]} takes its statistics over each microbatch, not "
+            "over the batch; expected normalization of single samples; use GroupNorm or "
+            "LayerNorm."
+        )
+
+
+def refuse_steps(steps: ModuleSteps, capture: str, schedule: Schedule) -> None:
+    """Refuse steps that the strategy cannot run as a pipeline, before anything has run.
+
+    Args:
+        steps: The steps of the module, with what callbacks have asked of them.
+        capture: The strategy's argument.
+        schedule: The strategy's schedule.
+
+    Raises:
+        MisconfigurationException: With the reason.
+    """
+    if capture == "forward":
+        raise MisconfigurationException(
+            f"PipelineStrategy(capture='forward') with {_names(steps)}: they rewrite and observe "
+            "training_step as one graph, and forward alone is captured here; expected "
+            "capture='auto' or 'step'; change it, or leave the callbacks out."
+        )
+    if isinstance(steps.partition_fn, StepPartitioner):
+        check_schedule(steps.partition_fn.budget, schedule)
+    if steps.executor == "inductor":
+        raise MisconfigurationException(
+            "PipelineStrategy with compile=True: the stages run operation by operation; expected "
+            "compile=False; leave it out."
+        )
+
+
+def not_one_graph(steps: ModuleSteps, reason: Exception) -> MisconfigurationException:
+    """The error for a step that callbacks want whole and of which only ``forward`` can be cut."""
+    return MisconfigurationException(
+        f"PipelineStrategy with {_names(steps)}: the step cannot be cut, and of forward alone "
+        f"the callbacks would see a part: {reason}"
+    )
+
+
+def _names(steps: ModuleSteps) -> str:
+    return (
+        ", ".join(owner for owner in steps.owners if owner != "PipelinedStep") or "captured steps"
+    )
+
+
+def check_same_cuts(pipe: Pipe, group: dist.ProcessGroup | None) -> None:
+    """Compare the stages of all ranks; every rank calls it.
+
+    Raises:
+        RuntimeError: If they differ, on all ranks.
+    """
+    stages = [
+        (
+            stage_info(stage),
+            [(node.op, str(node.target)) for node in stage.graph.nodes if _named(node)],
+        )
+        for stage in pipe.stages
+    ]
+    digests = _gathered(hashlib.sha256(repr(stages).encode()).hexdigest(), group)
+    if len(set(digests)) > 1:
+        others = [rank for rank, theirs in enumerate(digests) if theirs != digests[0]]
+        raise RuntimeError(
+            f"rank(s) {others} of the pipeline have other stages than the first: their steps were "
+            "captured or cut differently; expected the same code, versions and Python state on "
+            "all ranks; keep what depends on the rank out of the step, or mark the cuts with "
+            "pipe_split() or split={path: SplitPoint.BEGINNING}."
+        )
+
+
+def _named(node: Any) -> bool:
+    """Whether the target is a name: the address of a function differs between processes."""
+    return node.op in {"call_method", "get_attr"}
+
+
+def check_equal(batch: Any, group: dist.ProcessGroup | None, *, what: str = "batches") -> None:
+    """Check that all ranks have the same batch; every rank calls it.
+
+    Args:
+        batch: The batch, or other tensors that the stages read.
+        group: The ranks.
+        what: What they are, for the error.
+
+    Raises:
+        RuntimeError: If they have not.
+    """
+    digest = hashlib.sha256()
+    for leaf in tree_flatten(batch)[0]:
+        if isinstance(leaf, Tensor):
+            digest.update(str(tuple(leaf.shape)).encode())
+            as_bytes = leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+            digest.update(as_bytes.numpy().tobytes())
+    if len(set(_gathered(digest.hexdigest(), group))) > 1:
+        raise RuntimeError(
+            f"the ranks of the pipeline were given different {what}; expected the same on each: "
+            "every stage reads the inputs that it needs from its own; call "
+            "seed_everything(..., workers=True) before the data is shuffled, and shard no data by "
+            "rank."
+        )
+
+
+def _gathered(hexdigest: str, group: dist.ProcessGroup | None) -> list[str]:
+    """The digests of all ranks."""
+    digests: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(digests, hexdigest, group=group)
+    return digests

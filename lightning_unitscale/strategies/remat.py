@@ -1,0 +1,275 @@
+"""Rematerialization within a stage, planned for the number of microbatches that it keeps.
+
+A rank keeps what the backward passes read of every microbatch in flight; the earlier its stage, the
+more there are. So a rank's budget covers parameters, gradients and the optimizer's state, one pass,
+and for each microbatch in flight what the stage saves.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor, fx, nn
+
+from lightning_unitscale.dynamo.capture import add_placeholder, copy_graph_module, execute_with
+from lightning_unitscale.pipeline.modes import outer_grad_mode
+from lightning_unitscale.pipeline.runner import PipelineRunner
+from lightning_unitscale.pipeline.schedules import Schedule
+from lightning_unitscale.pipeline.stage import Passed, StageModule, stage_info
+from lightning_unitscale.profiler.measure import (
+    gradient_bytes,
+    optimizer_state_bytes,
+    storage_bytes,
+)
+from lightning_unitscale.profiler.report import format_bytes
+from lightning_unitscale.remat.attach import Granted, StepPartitioner
+from lightning_unitscale.remat.budget import Budget
+from lightning_unitscale.remat.partitioner import RematPartitioner
+from lightning_unitscale.remat.planner import Planner, RematPlan
+from lightning_unitscale.remat.problem import NodeRegion
+from lightning_unitscale.remat.report import RematReport
+
+_NUM_PLANS = 40
+
+# Runs in the place of a stage.
+StageRun = Callable[..., Any]
+
+
+def num_in_flight(
+    schedule: Schedule, stage: int, num_stages: int, num_microbatches: int
+) -> int | None:
+    """Microbatches whose saved values a stage holds at once; ``None`` if that is not known.
+
+    Args:
+        schedule: The schedule.
+        stage: The stage's index.
+        num_stages: Stages of the pipeline.
+        num_microbatches: Microbatches of a step.
+    """
+    if schedule.name == "1F1B":
+        return min(num_microbatches, num_stages - stage)
+    return num_microbatches if schedule.name == "GPipe" else None
+
+
+def check_schedule(budget: Budget, schedule: Schedule) -> None:
+    """Refuse a budget that cannot be kept under a schedule.
+
+    Raises:
+        MisconfigurationException: Naming the schedules under which it can.
+    """
+    if budget != "min_cut" and num_in_flight(schedule, 0, 1, 1) is None:
+        raise MisconfigurationException(
+            f"budget={budget!r} with PipelineStrategy({schedule.name!r}): its ranks have several "
+            "stages, whose passes alternate, and how many microbatches each of them keeps at the "
+            "peak is not known here; expected budget='min_cut', or the schedule '1F1B' or 'GPipe'; "
+            "change one of the two."
+        )
+
+
+class StagePartitioner(RematPartitioner):
+    """Plans the joint graph of one stage.
+
+    Args:
+        budget: Bytes of the rank at its peak, a fraction of its peak without rematerialization, or
+            ``"min_cut"``.
+        stage: The stage's index, for errors.
+        num_in_flight: Microbatches that are kept at once.
+        resident_bytes: Bytes alive throughout beside the stage's parameters.
+        sent_bytes: What the engine keeps of each microbatch until its backward pass.
+        reports: Gets the report.
+        granted: What the graphs before this one were granted of a fraction.
+    """
+
+    def __init__(
+        self,
+        budget: Budget,
+        *,
+        stage: int,
+        num_in_flight: int,
+        resident_bytes: int,
+        sent_bytes: int,
+        reports: list[RematReport],
+        granted: Granted,
+    ) -> None:
+        super().__init__(budget, resident=lambda static: (resident_bytes, 0))
+        self._stage = stage
+        self._num_in_flight = num_in_flight
+        self._sent_bytes = sent_bytes
+        self._reports = reports
+        self._granted = granted
+
+    def choose(self, planner: Planner) -> RematPlan:
+        """The fastest plan with which the rank stays within the budget."""
+        plan = self._chosen(planner)
+        self._reports.append(replace(RematReport.of(plan), peak_bytes=self.peak_bytes(plan)))
+        return plan
+
+    def peak_bytes(self, plan: RematPlan) -> int:
+        """Bytes of the rank at its peak: one pass, and what earlier ones have saved."""
+        problem = plan.problem
+        computed = plan.saved & (problem.region != NodeRegion.INPUT)
+        earlier = (self._num_in_flight - 1) * problem.saved_bytes(computed)
+        return plan.peak_bytes + earlier + self._num_in_flight * self._sent_bytes
+
+    def _chosen(self, planner: Planner) -> RematPlan:
+        if self.budget == "min_cut":
+            return planner.min_cut
+        default = self.peak_bytes(planner.default)
+        plans = [planner.default, *planner.front(_NUM_PLANS)]
+        least = min(map(self.peak_bytes, plans))
+        if isinstance(self.budget, float):
+            limit = self._granted.limit(int(self.budget * default), lambda: least)
+        else:
+            limit = int(self.budget)
+        fitting = [plan for plan in plans if self.peak_bytes(plan) <= limit]
+        if not fitting:
+            raise ValueError(
+                f"budget={format_bytes(limit)} ({limit} bytes): stage {self._stage} keeps "
+                f"{self._num_in_flight} microbatches at once, and no plan of it needs so little; "
+                f"expected at least {format_bytes(least)} ({least} bytes); without "
+                f"rematerialization its rank has {format_bytes(default)} at the peak. Raise the "
+                "budget, or use more and smaller microbatches."
+            )
+        return min(fitting, key=lambda plan: (plan.seconds, self.peak_bytes(plan)))
+
+
+def remat_stages(
+    runner: PipelineRunner,
+    microbatch: Sequence[Any],
+    partitioner: StepPartitioner,
+    module: nn.Module,
+    elsewhere: Sequence[str],
+    granted: dict[int, Granted],
+) -> dict[int, StageRun]:
+    """Plan a rank's stages; every rank calls it. Returns what runs in their place, by index.
+
+    Args:
+        runner: The pipeline.
+        microbatch: The pipeline's inputs for one microbatch.
+        partitioner: Has the budget, and keeps the reports.
+        module: The module, whose Trainer has the optimizers.
+        elsewhere: Names of parameters whose memory is freed here.
+        granted: What earlier graphs of the step were granted, by stage; added to.
+
+    Raises:
+        ValueError: On all ranks, if one of them cannot keep the budget.
+    """
+    share = _state_share(module)
+    runs, problem = {}, ""
+    for index, stage in zip(runner.stage_indices, runner.stages, strict=True):
+        info = stage_info(stage)
+        in_flight = num_in_flight(
+            runner.schedule, index, runner.pipe.num_stages, runner.num_microbatches
+        )
+        planner = StagePartitioner(
+            partitioner.budget,
+            stage=index,
+            num_in_flight=in_flight or runner.num_microbatches,
+            resident_bytes=resident_bytes(module, stage, elsewhere, share)
+            # The engine has a buffer to receive in for every microbatch, in both directions.
+            + runner.num_microbatches * (_num_bytes(info.received) + info.sent_bytes),
+            sent_bytes=info.sent_bytes,
+            reports=partitioner.reports,
+            granted=granted.setdefault(index, Granted()),
+        )
+        inputs = [microbatch[position] for position in info.inputs]
+        try:
+            runs[index] = planned_stage(stage, inputs, planner, runner.device)
+        except ValueError as error:
+            problem = problem or str(error)
+    problems: list[Any] = [None] * dist.get_world_size(runner.group)
+    dist.all_gather_object(problems, problem, group=runner.group)
+    if any(problems):
+        raise ValueError(next(filter(None, problems)))
+    return runs
+
+
+def planned_stage(
+    stage: StageModule,
+    inputs: Sequence[Any],
+    partitioner: StagePartitioner,
+    device: torch.device,
+) -> StageRun:
+    """Plan a stage. Returns a function of the stage's arguments and results that runs the plan.
+
+    Args:
+        stage: The stage.
+        inputs: Its inputs of the call, for one microbatch.
+        partitioner: Plans it.
+        device: Where it runs.
+    """
+    graph_module, attributes = _lifted(stage)
+    # As the engine hands them over.
+    received = [
+        torch.zeros(passed.tensor.shape, dtype=passed.tensor.dtype, device=device).requires_grad_(
+            passed.feeds_loss
+        )
+        for passed in stage_info(stage).received
+    ]
+    with outer_grad_mode(), torch.enable_grad():
+        examples = (*received, *inputs, *attributes)
+        compiled = execute_with("aot_eager", graph_module, examples, partition_fn=partitioner)
+
+    def run(*values: Any) -> Any:
+        with outer_grad_mode():
+            return compiled(*values, *attributes)
+
+    return run
+
+
+def resident_bytes(
+    module: nn.Module, stage: StageModule, elsewhere: Sequence[str], state_share: float
+) -> int:
+    """Bytes of a rank beside its stage's parameters and its activations.
+
+    Args:
+        module: The module.
+        stage: The rank's stage.
+        elsewhere: Names of parameters whose memory is freed here.
+        state_share: Bytes of the optimizers' state per byte of a parameter.
+    """
+    freed = set(elsewhere)
+    params = {name: param for name, param in module.named_parameters() if name not in freed}
+    own = storage_bytes([*stage.parameters(), *stage.buffers()])
+    trained = storage_bytes([param for param in params.values() if param.requires_grad])
+    everything = storage_bytes([*params.values(), *module.buffers()])
+    # The gradients of the step before are alive until Lightning clears them, behind this one.
+    return max(0, everything - own) + int(trained * (2 + state_share))
+
+
+def _state_share(module: nn.Module) -> float:
+    """Bytes of the optimizers' state per byte of a parameter."""
+    optimizers = module.trainer.optimizers if isinstance(module, pl.LightningModule) else []
+    # Once there is state, there is none of what is freed here.
+    stepped = [param for each in optimizers for param in each.state]
+    trained = storage_bytes(stepped) if stepped else gradient_bytes(module)
+    return optimizer_state_bytes(optimizers) / max(1, trained)
+
+
+def _num_bytes(passed: Sequence[Passed]) -> int:
+    return sum(value.tensor.num_bytes for value in passed)
+
+
+def _lifted(stage: StageModule) -> tuple[fx.GraphModule, list[Tensor]]:
+    """The stage's graph with its parameters and buffers as its last arguments."""
+    copy = copy_graph_module(stage)
+    graph = copy.graph
+    attributes: list[Tensor] = []
+    for node in list(graph.find_nodes(op="get_attr")):
+        value = operator.attrgetter(str(node.target))(stage)
+        if isinstance(value, Tensor):
+            name = f"attribute_{len(attributes)}"
+            placeholder = add_placeholder(graph, name, value, nested=True)
+            node.replace_all_uses_with(placeholder)
+            graph.erase_node(node)
+            attributes.append(value)
+    graph.lint()
+    copy.recompile()
+    return copy, attributes

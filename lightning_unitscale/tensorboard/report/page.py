@@ -1,0 +1,268 @@
+"""The Scales dashboard as one file: its modules, its style and the server's answers in one page.
+
+Tensors stand from top to bottom, with their scales; arcs at their left are what they are computed
+from.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import html
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from lightning_unitscale.tensorboard import responses
+from lightning_unitscale.tensorboard.history import RunScales, kept_steps, merge_orders
+from lightning_unitscale.tensorboard.table import Array
+
+_ROW: Final = 18
+_ARCS: Final = 150
+_BOX: Final = 62
+_LETTER: Final = 6.6
+# As in the dashboard's palette.js.
+_COLD: Final = (33, 102, 172)
+_WARM: Final = (217, 95, 14)
+_FULL_COLOUR: Final = 14.0
+
+
+def graph_svg(
+    names: Sequence[str],
+    inputs: Sequence[Sequence[str]],
+    log2_rms: Mapping[str, Array],
+) -> str:
+    """The annotated graph.
+
+    Args:
+        names: The tensors, in graph order.
+        inputs: For each the names of those that it is computed from; unknown ones are left out.
+        log2_rms: Title of a column -> log2 RMS of all tensors, ``-inf`` for zeros, NaN for none.
+
+    Returns:
+        An SVG element whose text takes the colour of the page.
+    """
+    row_of = {name: row for row, name in enumerate(names)}
+    edges = [
+        (row_of[source], row)
+        for row, sources in enumerate(inputs)
+        for source in sources
+        if source in row_of
+    ]
+    longest = max((len(name) for name in names), default=0)
+    left = _ARCS + 14 + len(log2_rms) * (_BOX + 6)
+    width, height = left + 10 + _LETTER * longest, (len(names) + 1) * _ROW + 6
+    parts = [_arc(*edge) for edge in edges]
+    for column, title in enumerate(log2_rms):
+        x = _ARCS + 14 + column * (_BOX + 6) + _BOX / 2
+        parts.append(f'<text x="{x}" y="13" text-anchor="middle">{html.escape(title)}</text>')
+    for row, name in enumerate(names):
+        y = _middle(row)
+        parts.append(f'<circle cx="{_ARCS}" cy="{y}" r="3" fill="currentColor"/>')
+        for column, values in enumerate(log2_rms.values()):
+            parts.append(_box(_ARCS + 14 + column * (_BOX + 6), y, float(values[row])))
+        parts.append(f'<text x="{left}" y="{y + 4}">{html.escape(name)}</text>')
+    return (
+        f'<svg class="step-graph" width="{width:.0f}" height="{height}" role="img" '
+        'aria-label="Graph of the step with log2 RMS per tensor" font-size="11" '
+        'fill="currentColor" font-family="ui-monospace, Menlo, Consolas, monospace">'
+        f"{''.join(parts)}</svg>"
+    )
+
+
+def _middle(row: int) -> float:
+    return (row + 1) * _ROW + _ROW / 2
+
+
+def _arc(source: int, target: int) -> str:
+    """An arc; its reach grows with the logarithm of the distance, so that it stays in view."""
+    start, end = _middle(source), _middle(target)
+    reach = min(14 * math.log2(1 + abs(target - source)) + 4, _ARCS - 6)
+    x = _ARCS - reach
+    return (
+        f'<path d="M{_ARCS} {start} C{x:.0f} {start} {x:.0f} {end} {_ARCS} {end}" fill="none" '
+        f'stroke="currentColor" stroke-opacity="0.35" data-from="{source}" data-to="{target}"/>'
+    )
+
+
+def _box(x: float, y: float, value: float) -> str:
+    if math.isnan(value):
+        return ""
+    # Adding zero takes the sign off a zero.
+    text = "zero" if math.isinf(value) else f"{round(value, 1) + 0.0:.1f}"
+    text = text.replace("-", "\N{MINUS SIGN}")
+    red, green, blue = _WARM if value > 0 else _COLD
+    strength = 0.0 if math.isinf(value) else min(abs(value) / _FULL_COLOUR, 1.0)
+    # At most half covered: the text keeps its contrast on white and on black.
+    fill = f"rgba({red},{green},{blue},{0.5 * strength:.2f})"
+    return (
+        f'<rect x="{x}" y="{y - _ROW / 2 + 1}" width="{_BOX}" height="{_ROW - 2}" rx="3" '
+        f'fill="{fill}" stroke="currentColor" stroke-opacity="0.2"/>'
+        f'<text x="{x + _BOX / 2}" y="{y + 4}" text-anchor="middle">{text}</text>'
+    )
+
+
+STATIC: Final = Path(responses.__file__).parent / "static"
+# More columns than a screen has pixels for two runs are of no use; histograms are larger.
+_MOST_STEPS: Final = 600
+_MOST_HISTOGRAMS: Final = 40
+_MOST_ALERTS: Final = 200
+
+_IMPORT = re.compile(r"^import \{([^}]*)\} from '\./([\w.]+)';\n", re.MULTILINE)
+_EXPORT = re.compile(r"^export (?=(?:class|function|const) (\w+))", re.MULTILINE)
+
+_PAGE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width">
+<meta http-equiv="Content-Security-Policy"
+  content="default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'">
+<title>{title}</title>
+<style>
+{style}
+/* What is below the map looks into the view, or nobody would scroll to it. */
+.scales {{ height: calc(100vh - 60px); min-height: 480px; }}
+.report-table {{ padding: 16px; overflow-x: auto; border-top: 1px solid var(--line); }}
+.report-table h2 {{ margin: 0 0 12px; font-size: 16px; }}
+.report-table :is(pre, ol) + h2 {{ margin-top: 28px; }}
+.report-table li {{ overflow-wrap: anywhere; }}
+.report-table pre {{ margin: 0; font: 12px/1.5 ui-monospace, Menlo, Consolas, monospace; }}
+</style>
+</head>
+<body>
+<script type="application/json" id="answers">{answers}</script>
+<script type="module">
+{script}
+</script>
+<section class="report-table">
+{tables}
+</section>
+<section class="report-table">
+{graphs}
+</section>
+</body>
+</html>
+"""
+
+_START = """
+const answers = JSON.parse(document.getElementById('answers').textContent);
+const app = new App(new EmbeddedSource(answers), watchTheme());
+window.scalesDashboard = app;
+document.body.prepend(app.node);
+app.start();
+"""
+
+
+def report_page(runs: Mapping[str, RunScales], tables: Mapping[str, str], title: str) -> str:
+    """The page.
+
+    Args:
+        runs: The runs by the names that the page shows.
+        tables: The last step of each, as a table in plain text.
+        title: Of the page.
+    """
+    answers: dict[str, str] = {}
+    for route, data in _answers(runs):
+        packed = gzip.compress(data, compresslevel=6, mtime=0)
+        answers[route] = base64.b64encode(packed).decode()
+    sections = [_table_section(name, table, runs[name]) for name, table in tables.items()]
+    graphs = [_graph_section(name, run) for name, run in runs.items()]
+    return _PAGE.format(
+        title=html.escape(title),
+        style=(STATIC / "style.css").read_text(encoding="utf-8"),
+        # Nothing in a name can end the script element.
+        answers=json.dumps(answers, separators=(",", ":")).replace("<", "\\u003c"),
+        script=bundle("app.js", "source.js", "theme.js") + _START,
+        tables="\n".join(sections),
+        graphs="\n".join(graphs),
+    )
+
+
+def _table_section(name: str, table: str, run: RunScales) -> str:
+    """The last step, and everything that was found wrong."""
+    title = f"<h2>{html.escape(name)}: the last sampled step</h2>"
+    parts = [title, f"<pre>{html.escape(table)}</pre>"]
+    if alerts := run.alerts():
+        items = "\n".join(f"<li>{html.escape(str(alert))}</li>" for alert in alerts[:_MOST_ALERTS])
+        parts += [f"<h2>{html.escape(name)}: alerts</h2>", f"<ol>\n{items}\n</ol>"]
+        if len(alerts) > _MOST_ALERTS:
+            parts.append(
+                f"<p>and {len(alerts) - _MOST_ALERTS:,} more, in the list above the map</p>"
+            )
+    return "\n".join(parts)
+
+
+def _graph_section(name: str, run: RunScales) -> str:
+    """The last step as a graph, folded."""
+    histories = {direction: run.history(direction) for direction in run.directions}
+    names = merge_orders(history.names for history in histories.values())
+    inputs = run.inputs()
+    columns: dict[str, Array] = {}
+    for direction, history in histories.items():
+        last = dict(zip(history.names, history.log2_rms[-1].tolist(), strict=True))
+        columns[direction] = np.array([last.get(tensor, np.nan) for tensor in names])
+    picture = graph_svg(names, [inputs.get(tensor, ()) for tensor in names], columns)
+    step = max(int(history.steps[-1]) for history in histories.values())
+    title = f"{name}: the graph of step {step}, with log2 RMS of the stored tensors"
+    return f"<details><summary>{html.escape(title)}</summary>\n{picture}\n</details>"
+
+
+def bundle(*entries: str) -> str:
+    """Modules of the dashboard, and what they import, as the text of one module.
+
+    A module becomes a function that returns its exports; those of the entries are in scope after.
+    """
+    texts: dict[str, str] = {}
+
+    def add(name: str) -> None:
+        if name in texts:
+            return
+        source = (STATIC / name).read_text(encoding="utf-8")
+        for imported in _IMPORT.finditer(source):
+            add(imported[2])
+        exported = ", ".join(match[1] for match in _EXPORT.finditer(source))
+        body = _IMPORT.sub(lambda match: f"const {{{match[1]}}} = modules['{match[2]}'];\n", source)
+        body = _EXPORT.sub("", body)
+        texts[name] = (
+            f"modules['{name}'] = (() => {{\n{body}\nreturn {{ {exported} }};\n}})();\n"
+            + (f"const {{ {exported} }} = modules['{name}'];\n" if name in entries else "")
+        )
+
+    for entry in entries:
+        add(entry)
+    return "const modules = {};\n" + "".join(texts.values())
+
+
+def _answers(runs: Mapping[str, RunScales]) -> Iterator[tuple[str, bytes]]:
+    """What the page will ask for, under the keys of source.js: the route and what follows it."""
+    listed = []
+    for number, (name, run) in enumerate(runs.items()):
+        yield _key("alerts", name), responses.alerts_json(run.alerts())
+        last_steps = {}
+        for direction in run.directions:
+            history = run.history(direction).thinned(_MOST_STEPS)
+            last_steps[direction] = int(history.steps[-1])
+            yield _key("scales", name, direction), responses.scales_frame(history)
+            fractions = run.fractions(direction).thinned(_MOST_STEPS)
+            for column, tensor in enumerate(history.names):
+                counts = run.exponents(direction, tensor)
+                steps = list(counts)
+                kept = {
+                    steps[k]: counts[steps[k]] for k in kept_steps(len(steps), _MOST_HISTOGRAMS)
+                }
+                key = (name, direction, tensor)
+                yield _key("exponents", *key), responses.exponents_frame(kept)
+                yield _key("fractions", *key), responses.fractions_frame(fractions, column)
+        # The page opens with the newest run: here with the first that was named.
+        listed.append(responses.ListedRun(name, float(-number), last_steps))
+    yield _key("runs"), responses.runs_json(listed)
+
+
+def _key(*parts: str) -> str:
+    return "\n".join(parts)

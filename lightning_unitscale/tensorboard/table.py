@@ -1,0 +1,228 @@
+"""A snapshot as a table for people: one line per block, or one per tensor."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Final, Protocol
+
+import numpy as np
+import numpy.typing as npt
+from tabulate import tabulate
+
+from lightning_unitscale.scales.layout import DIRECTIONS, Direction, RowLayout
+from lightning_unitscale.tensorboard.history import block_of
+
+Array = npt.NDArray[np.floating[Any]]
+_TITLE = (
+    "Scales at step {step}: log2 of the RMS of values (forward) and gradients (backward), their "
+    "true values\nand the stored ones; percentage of the stored elements that a format overflows "
+    "or flushes to zero,\nforward / backward. A star marks what matrix products read."
+)
+_SHORT_TITLE = (
+    "Scales at step {step}: log2 of the RMS, from the smallest to the largest, of what matrix "
+    "products read;\nhow many are stored within 2x of RMS 1."
+)
+_MORE = (
+    "All {number} tensors: lightning-unitscale report RUN_DIR --full, or "
+    "ScaleMonitor.table(full=True)"
+)
+_READ: Final[dict[Direction, str]] = {"forward": "operands", "backward": "gradients"}
+
+
+class Scales(Protocol):
+    """The scales of one step: a ``ScaleSnapshot``, or what an event file has of one."""
+
+    @property
+    def step(self) -> int:
+        """The step."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The tensors."""
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """The module that makes each."""
+
+    @property
+    def layout(self) -> RowLayout:
+        """Says which formats there are fractions of."""
+
+    def log2_rms(self, direction: Direction, *, stored: bool) -> Array:
+        """log2 RMS, shape ``(tensors,)``."""
+
+    def nonfinite(self, direction: Direction) -> Array:
+        """Number of NaN and infinite elements, which have no part in the RMS; ``(tensors,)``."""
+
+    def read_by_products(self, direction: Direction) -> npt.NDArray[np.bool_]:
+        """Which tensors matrix products read, and which gradients; ``(tensors,)``."""
+
+    def fractions(self, direction: Direction, *, stored: bool) -> Array:
+        """Overflow, subnormal and flushed, shape ``(tensors, formats, 3)``."""
+
+
+def scale_summary(snapshot: Scales) -> str:
+    """How much of what products read is stored near RMS 1, in one line; empty if nobody knows.
+
+    Within a factor of 2, and where that is not all, of 4, from which on an operand gets a new unit.
+    Tensors of zeros have no scale and are not counted.
+    """
+    found = {direction: distances_from_one(snapshot, direction) for direction in DIRECTIONS}
+    read = {direction: distances for direction, distances in found.items() if distances.size}
+    if not read:
+        return ""
+    counts = [f"{_within(own)} of {own.size} {_READ[direction]}" for direction, own in read.items()]
+    line = f"{' and '.join(counts)} within 2x of RMS 1"
+    if all((distances <= 1).all() for distances in read.values()):
+        return line
+    wider = " and ".join(str((distances <= 2).sum()) for distances in read.values())
+    return f"{line}, {wider} within 4x"
+
+
+def distances_from_one(
+    snapshot: Scales, direction: Direction, rows: npt.NDArray[np.bool_] | bool = True
+) -> Array:
+    """By how many powers of two the tensors that products read are stored away from RMS 1.
+
+    Args:
+        snapshot: The tensors.
+        direction: Operands, or gradients that arrive at products.
+        rows: Which of them to look at, shape ``(tensors,)``.
+
+    Returns:
+        A number per tensor; infinity for one with elements that are not finite.
+    """
+    values = snapshot.log2_rms(direction, stored=True)
+    distances = np.where(snapshot.nonfinite(direction) > 0, np.inf, np.abs(values))
+    is_known = ~np.isnan(distances) & ~np.isneginf(values)
+    chosen: Array = distances[snapshot.read_by_products(direction) & rows & is_known]
+    return chosen
+
+
+def _within(distances: Array) -> int:
+    return int((distances <= 1).sum())
+
+
+def scale_table(snapshot: Scales, tablefmt: str = "simple", *, full: bool = True) -> str:
+    """Scales of a snapshot, in graph order.
+
+    Args:
+        snapshot: What to show.
+        tablefmt: A format of ``tabulate``: ``"simple"``, ``"github"``, ``"html"``, ....
+        full: All tensors, and not one line per block about those that matrix products read.
+
+    Returns:
+        The table under lines that explain its columns; one line when no tensor was observed.
+    """
+    summary = scale_summary(snapshot)
+    if summary and not full:
+        title = _SHORT_TITLE.format(step=snapshot.step)
+        more = _MORE.format(number=len(snapshot.names))
+        return f"{title}\n\n{_short_table(snapshot, tablefmt)}\n\n{summary}.\n{more}"
+    if not snapshot.names:
+        return "No tensor was observed."
+    modules = snapshot.modules
+    short = [
+        name.removeprefix(f"{module}.")
+        for name, module in zip(snapshot.names, modules, strict=True)
+    ]
+    columns = [[_code(name, tablefmt) for name in names] for names in (modules, short)]
+    read = {direction: snapshot.read_by_products(direction) for direction in DIRECTIONS}
+    headers = ["module", "tensor"]
+    for direction in DIRECTIONS:
+        for stored in (False, True):
+            headers.append("stored" if stored else direction)
+            values = snapshot.log2_rms(direction, stored=stored).tolist()
+            marks = ["*" if is_read and stored else "" for is_read in read[direction]]
+            columns.append(
+                [_number(value) + mark for value, mark in zip(values, marks, strict=True)]
+            )
+    lost = [out_of_range(snapshot, direction) for direction in DIRECTIONS]
+    for index, item in enumerate(snapshot.layout.formats):
+        headers.append(f"{item.name} out %")
+        pairs = zip(*(shares[:, index].tolist() for shares in lost), strict=True)
+        columns.append([" / ".join(map(_percent, pair)) for pair in pairs])
+    table = _tabulated(list(zip(*columns, strict=True)), headers, tablefmt, num_left=2)
+    lines = [_TITLE.format(step=snapshot.step), *([f"{summary}."] if summary else []), "", table]
+    return "\n".join(lines)
+
+
+def _short_table(snapshot: Scales, tablefmt: str) -> str:
+    """A line per block: how many are near RMS 1, and the range of true and of stored values."""
+    blocks = np.array([block_of(module) for module in snapshot.modules])
+    read = {direction: snapshot.read_by_products(direction) for direction in DIRECTIONS}
+    values = {
+        (direction, stored): snapshot.log2_rms(direction, stored=stored)
+        for direction in DIRECTIONS
+        for stored in (False, True)
+    }
+    has_units = any(
+        not np.array_equal(values[direction, False], values[direction, True], equal_nan=True)
+        for direction in DIRECTIONS
+    )
+    views = {"true value": False, "stored": True} if has_units else {"log2 RMS": True}
+    headers = ["block"]
+    for direction in DIRECTIONS:
+        headers += [_READ[direction], *views]
+    lines = []
+    for block in dict.fromkeys(blocks[read["forward"] | read["backward"]].tolist()):
+        line = [_code(block, tablefmt)]
+        for direction in DIRECTIONS:
+            rows = blocks == block
+            own = distances_from_one(snapshot, direction, rows)
+            line.append(f"{_within(own)} of {own.size}" if own.size else "-")
+            rows = rows & read[direction]
+            line += [_range(values[direction, stored][rows]) for stored in views.values()]
+        lines.append(line)
+    return _tabulated(lines, headers, tablefmt, num_left=1)
+
+
+def _tabulated(
+    lines: Sequence[Sequence[str]], headers: Sequence[str], tablefmt: str, *, num_left: int
+) -> str:
+    return tabulate(
+        lines,
+        headers=headers,
+        tablefmt=tablefmt,
+        colalign=["left"] * num_left + ["right"] * (len(headers) - num_left),
+        disable_numparse=True,
+    )
+
+
+def _range(values: Array) -> str:
+    finite = values[np.isfinite(values)]
+    if not finite.size:
+        return "-"
+    low, high = _number(float(finite.min())), _number(float(finite.max()))
+    return low if low == high else f"{low} to {high}"
+
+
+def out_of_range(snapshot: Scales, direction: Direction) -> Array:
+    """Share of the stored elements that each format would overflow or flush to zero.
+
+    Returns:
+        Shape ``(tensors, len(layout.formats))``; NaN where nothing was measured.
+    """
+    shares: Array = snapshot.fractions(direction, stored=True)[..., [0, 2]].sum(axis=-1)
+    return shares
+
+
+def _code(name: str, tablefmt: str) -> str:
+    # Markdown would make emphasis of the underscores in a name.
+    return f"`{name}`" if name and tablefmt in {"github", "pipe"} else name
+
+
+def _number(value: float) -> str:
+    if math.isnan(value):
+        return "-"
+    # A zero that is added takes the sign from a minus zero.
+    return "zero" if math.isinf(value) else f"{round(value, 1) + 0.0:.1f}"
+
+
+def _percent(fraction: float) -> str:
+    if math.isnan(fraction):
+        return "-"
+    if fraction == 0.0:
+        return "0"
+    return "<0.01" if fraction < 1e-4 else f"{100 * fraction:.3g}"

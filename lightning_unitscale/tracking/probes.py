@@ -1,0 +1,293 @@
+"""A pass that measures the tensors of a step and their gradients, and changes nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from lightning_unitscale.dynamo.backend import REWRITE
+from lightning_unitscale.dynamo.capture import GraphInput
+from lightning_unitscale.graph.aliasing import aliased_by_mutation, returned_alone
+from lightning_unitscale.graph.nodes import (
+    ELSEWHERE,
+    INPUT,
+    MODULE,
+    first_operation,
+    requires_grad,
+    tensor_name,
+)
+from lightning_unitscale.graph.passes import GraphPass, Phase, Region, StepGraph
+from lightning_unitscale.graph.recorder import (
+    CallRecord,
+    CallRecorder,
+    stored_elements,
+    tap_gradient,
+)
+from lightning_unitscale.graph.regions import PRODUCTS, Place, Places
+from lightning_unitscale.lossless.gauge import ONE, Factor, FactorTable, Gauge
+from lightning_unitscale.lossless.units import GAUGE, HELD, FactorNodes, Held
+from lightning_unitscale.scales.layout import RowLayout
+from lightning_unitscale.scales.snapshot import ScaleSnapshot
+from lightning_unitscale.scales.statistics import statistics_row
+from lightning_unitscale.tracking.fuse_rows import find_shared_rows, group_rows
+from lightning_unitscale.tracking.records import CutGraph, ProbedCall, ProbedTensor, take_snapshot
+
+Select = Callable[[fx.Node], bool]
+# Gives a position among the probed tensors, and the region of the tensor, its two factors.
+FactorsOf = Callable[[int, Region], tuple[fx.Node | None, fx.Node | None]]
+_UNIT_GAUGE = Gauge()
+
+
+class ScaleProbes(GraphPass):
+    """Records one row of statistics per tensor and direction in the observed variant of a step.
+
+    Args:
+        layout: Columns of a row.
+        select: Which nodes to probe; every floating-point tensor by default.
+    """
+
+    name = "scale probes"
+    phase = Phase.OBSERVE
+    out_of_place = True
+    observes = True
+
+    def __init__(self, layout: RowLayout, select: Select = lambda _: True) -> None:
+        self.layout = layout
+        self.select = select
+        self._calls: list[ProbedCall] = []
+        self._cut: dict[str, CutGraph] = {}
+
+    def run(self, graph: StepGraph) -> tuple[str, ...]:
+        """Insert the probes."""
+        self._cut.pop(graph.step, None)
+        places = Places(graph)
+        return self._insert(graph, places, self._selected(places))
+
+    def before_cut(self, graph: StepGraph) -> frozenset[str]:
+        """Have every snapshot list all tensors of this graph, recorded on this rank or not."""
+        places = Places(graph)
+        tensors, gauge = self._tensors(graph, places, self._selected(places))
+        cut = CutGraph(tensors, gauge, self.layout, graph.device)
+        if graph.step in self._cut:
+            # The step was recaptured: the graphs of earlier batches may run again.
+            cut = self._cut[graph.step].joined(cut)
+        self._cut[graph.step] = cut
+        return cut.names
+
+    def observe_part(self, graph: StepGraph) -> None:
+        """Insert the probes of a part."""
+        places = Places(graph)
+        own = [place for place in self._selected(places) if ELSEWHERE not in place.node.meta]
+        self._insert(graph, places, own)
+
+    def see_shared(self, name: str, value: Tensor, gradient: Tensor | None) -> None:
+        """Record a parameter that several parts of a cut graph use.
+
+        Args:
+            name: Path of the parameter in the module.
+            value: Its value.
+            gradient: The sum of the parts' gradients; ``None`` where none has arrived.
+        """
+        for cut in self._cut.values():
+            if name in cut.names:
+                self._calls.append(cut.shared(name, value, gradient))
+
+    def _selected(self, places: Places) -> list[Place]:
+        return [place for place in places.probeable() if self.select(place.node)]
+
+    def _tensors(
+        self, graph: StepGraph, places: Places, selected: Sequence[Place]
+    ) -> tuple[tuple[ProbedTensor, ...], Callable[[], Gauge]]:
+        held: dict[str, Held] = graph.notes.get(HELD, {})
+        gauge_in_force: Callable[[], Gauge] = graph.notes.get(GAUGE, lambda: _UNIT_GAUGE)
+        inputs = places.inputs_of(selected)
+        operands, products = graph.notes.get(PRODUCTS, (set(), set()))
+        tensors = tuple(
+            ProbedTensor(
+                tensor_name(node),
+                str(node.meta.get(MODULE, "")),
+                held.get(tensor_name(node), Held()),
+                inputs[tensor_name(node)],
+                tensor_name(node) in operands,
+                tensor_name(node) in products,
+            )
+            for _, node in selected
+        )
+        return tensors, gauge_in_force
+
+    def _insert(
+        self, graph: StepGraph, places: Places, selected: Sequence[Place]
+    ) -> tuple[str, ...]:
+        if not selected:
+            return ("no tensor to probe",)
+        nodes = [place.node for place in selected]
+        tensors, gauge_in_force = self._tensors(graph, places, selected)
+        mutated = set[fx.Node]().union(*(aliased_by_mutation(r.graph) for r in places.regions))
+        differentiable = [
+            requires_grad(node) and node not in mutated and not _is_gathered(node) for node in nodes
+        ]
+        shared = find_shared_rows(
+            nodes, [tensor.held for tensor in tensors], differentiable, mutated
+        )
+        insert_probes(
+            graph,
+            places,
+            selected,
+            self.layout,
+            lambda record: self._calls.append(
+                ProbedCall(tensors, record, gauge_in_force(), shared)
+            ),
+            needs_slot=lambda index: differentiable[index] and index not in shared.twins,
+            factors_of=_CountFactors(graph, tensors, gauge_in_force).of,
+            left_out=shared.parts,
+        )
+        graph.notes[REWRITE] = group_rows
+        return (f"{len(nodes)} tensors probed, {sum(differentiable)} of them in both directions",)
+
+    def clear(self) -> None:
+        """Forget what was recorded and not taken."""
+        self._calls.clear()
+
+    def forget(self) -> None:
+        """Forget the graphs as well."""
+        self._calls.clear()
+        self._cut.clear()
+
+    def take(self, step: int, *, grad_scale: float = 1.0) -> ScaleSnapshot | None:
+        """What was recorded since the last call, with one transfer from the device.
+
+        Args:
+            step: Optimizer step of the snapshot.
+            grad_scale: Factor that the loss carried (a loss scale); gradients are divided by it.
+
+        Returns:
+            The snapshot, or ``None`` when nothing was recorded. Rows of a tensor recorded several
+            times (micro-batches, repeated calls) are merged.
+        """
+        calls, self._calls = self._calls, []
+        # A rank that recorded nothing has to join in with the others.
+        calls = [*(cut.absent() for cut in self._cut.values() if cut.names), *calls]
+        if not calls:
+            return None
+        return take_snapshot(step, calls, self.layout, grad_scale)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ScaleProbes:
+        new = type(self)(self.layout, self.select)
+        memo[id(self)] = new
+        return new
+
+
+def _is_gathered(node: fx.Node) -> bool:
+    """Whether the gradients of several readers of an input meet outside of the graph.
+
+    A probe would add up those of this graph first: with a reader in another graph of the step, that
+    is another order. The gradient of the whole is measured where the tensor was made.
+    """
+    described: GraphInput | None = node.meta.get(INPUT)
+    return described is not None and described.kind == "input" and len(node.users) > 1
+
+
+def insert_probes(
+    graph: StepGraph,
+    places: Places,
+    selected: Sequence[Place],
+    layout: RowLayout,
+    on_record: Callable[[CallRecord], None],
+    *,
+    needs_slot: Callable[[int], bool],
+    is_forced: Callable[[fx.Node], bool] = lambda _: True,
+    factors_of: FactorsOf = lambda index, region: (None, None),
+    left_out: Collection[int] = (),
+) -> None:
+    """Probe tensors of a graph, a row each; gradients where there is a slot for their rows.
+
+    Args:
+        graph: The graph under rewrite.
+        places: Its regions.
+        selected: The nodes to probe.
+        layout: Columns of a row.
+        on_record: Called after every forward pass of the graph.
+        needs_slot: Whether the gradient of the tensor at a position is probed.
+        is_forced: Whether a probed gradient makes the tensor require one; otherwise the tensor is
+            left as it is when it has none.
+        factors_of: Nodes of the powers of two, forward and backward, at which formats of the tensor
+            at a position are counted in a region.
+        left_out: Positions whose rows are zeros, since they follow from others.
+    """
+
+    # A node's arguments cannot hold a layout, so functions close over it.
+    def row_of(tensor: Tensor, factor: Tensor | None) -> Tensor:
+        return statistics_row(stored_elements(tensor), layout, factor=factor)
+
+    def tap(
+        tensor: Tensor, slot: Tensor, factor: Tensor | None, forced: bool, detach: bool
+    ) -> Tensor:
+        if not (forced or (tensor.requires_grad and torch.is_grad_enabled())):
+            return tensor
+        return tap_gradient(tensor, slot, lambda gradient: row_of(gradient, factor), detach=detach)
+
+    # Probes of inputs go before it and after the states, which are inputs themselves.
+    anchors = {id(region): first_operation(region.graph) for region in places.regions}
+    # What a checkpoint returns, the graph around it may write into: the rule is for that graph.
+    alone = returned_alone(graph.graph)
+    recorder = CallRecorder(graph, len(selected), layout.num_columns, on_record)
+    rows: list[fx.Node] = []
+    for index, (region, node) in enumerate(selected):
+        if index in left_out:
+            rows.append(recorder.no_row(region, node))
+            continue
+        nodes = region.graph
+        slot = recorder.slot(index, region) if needs_slot(index) else None
+        forward, backward = factors_of(index, region)
+        is_input = node.op == "placeholder"
+        anchor, readers = anchors[id(region)], list(node.users)
+        with nodes.inserting_before(anchor) if is_input else nodes.inserting_after(node):
+            row = nodes.call_function(row_of, (node, forward))
+        rows.append(row)
+        if slot is None:
+            continue
+        with nodes.inserting_after(row):
+            arguments = (node, slot, backward, is_forced(node), node in alone)
+            value = nodes.call_function(tap, arguments)
+        value.meta.update(node.meta)
+        for reader in readers:
+            reader.replace_input_with(node, value)
+    recorder.finish(places.bring_out(selected, rows))
+
+
+class _CountFactors:
+    """Powers of two that turn each tensor into what is stored, as a state of the graph.
+
+    Formats are a question about what is stored; a tensor that the graph itself holds in its units
+    is counted as it is.
+    """
+
+    def __init__(
+        self, graph: StepGraph, tensors: Sequence[ProbedTensor], gauge: Callable[[], Gauge]
+    ) -> None:
+        self._pairs = [
+            (ONE, ONE) if held.in_graph else (held.sigma.inverse(), held.gamma.inverse())
+            for held in (tensor.held for tensor in tensors)
+        ]
+        table = FactorTable(graph.device)
+        for factor in (factor for pair in self._pairs for factor in pair if factor != ONE):
+            table.row(factor)
+        self._nodes: FactorNodes | None = None
+        if len(table):
+            vector = graph.add_state(
+                "count_factors", lambda: table.tensor(gauge()), table.tensor(gauge())
+            )
+            self._nodes = FactorNodes(vector, table.row)
+
+    def of(self, index: int, region: Region) -> tuple[fx.Node | None, fx.Node | None]:
+        """Forward and backward factor of a tensor in a region; ``None`` for 1."""
+        forward, backward = self._pairs[index]
+        return self._node(forward, region), self._node(backward, region)
+
+    def _node(self, factor: Factor, region: Region) -> fx.Node | None:
+        if factor == ONE or self._nodes is None:
+            return None
+        return self._nodes(region, factor)

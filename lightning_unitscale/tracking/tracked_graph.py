@@ -1,0 +1,246 @@
+"""Make the graph that people see: without what measures it, and joined with a step's others."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils.hooks import RemovableHandle
+
+from lightning_unitscale.dynamo.capture import GraphInput
+from lightning_unitscale.graph.aliasing import aliased_by_mutation, same_tensor
+from lightning_unitscale.graph.functionalize import WRITTEN_AS
+from lightning_unitscale.graph.nodes import INPUT, INTERNAL, NAME, requires_grad
+from lightning_unitscale.graph.passes import Region
+from lightning_unitscale.graph.recorder import CallRecord, stored_elements
+from lightning_unitscale.graph.regions import is_passed_through
+from lightning_unitscale.scales.statistics import statistics_row
+from lightning_unitscale.tracking.scales_graph import (
+    CLEAN_NAME,
+    FLOAT_TENSOR,
+    METRICS,
+    MOMENTS,
+    TRAINED,
+    Metrics,
+    ScalesGraph,
+)
+
+# Metadata that is useless outside of the capture, or keeps tensors alive.
+_DROPPED = (INPUT, INTERNAL, WRITTEN_AS, "grapharg", "tensor_dict")
+# What Dynamo puts around the name of an input: ``L_x_``, on old versions ``l__self___weight``.
+_AROUND_NAME = re.compile(r"^_*(?:[lL]_+(?:self___)?)?|_+$")
+
+
+class TrackedGraph:
+    """One captured graph as it ran, without what was inserted to measure it.
+
+    The bodies of activation checkpoints stand in line with the rest.
+
+    Args:
+        region: The graph after all rewrites and before its probes.
+        bodies: Bodies of the checkpoints at any depth, by the node that calls them.
+        rows: Row of every node that is probed.
+
+    Attributes:
+        graph: What is shown, without metrics.
+        inputs: Its placeholders, in the order of the captured graph's inputs.
+        rows: Row of each of its nodes that has one.
+        outputs: Its nodes that are returned.
+        output_gradients: For each output whether it takes part in the plain module's backward pass.
+        written: Positions of inputs that the graph writes into.
+    """
+
+    def __init__(
+        self, region: Region, bodies: Mapping[fx.Node, Region], rows: Mapping[fx.Node, int]
+    ) -> None:
+        self.graph = ScalesGraph()
+        self.inputs: list[fx.Node] = []
+        self.rows: dict[fx.Node, int] = {}
+        self.outputs: tuple[Any, ...] = self._copy(region, bodies, rows, None)
+        (returned,) = region.graph.output_node().args
+        outputs = returned if isinstance(returned, (tuple, list)) else (returned,)
+        self.output_gradients = tuple(map(requires_grad, outputs))
+        aliased = aliased_by_mutation(region.graph)
+        placeholders = region.graph.find_nodes(op="placeholder")
+        inputs = [node for node in placeholders if INPUT in node.meta]
+        self.written = {position for position, node in enumerate(inputs) if node in aliased}
+
+    def _copy(
+        self,
+        region: Region,
+        bodies: Mapping[fx.Node, Region],
+        rows: Mapping[fx.Node, int],
+        arguments: Sequence[Any] | None,
+    ) -> tuple[Any, ...]:
+        copies: dict[fx.Node, Any] = {}
+        num_placeholders = 0
+        for node in region.graph.nodes:
+            if node.op == "output":
+                (returned,) = fx.map_arg(node.args, copies.__getitem__)
+                return tuple(returned) if isinstance(returned, (tuple, list)) else (returned,)
+            if node.op == "placeholder" and arguments is not None:
+                copies[node] = (
+                    arguments[num_placeholders] if num_placeholders < len(arguments) else None
+                )
+                num_placeholders += 1
+            elif node in bodies:
+                args = fx.map_arg(tuple(node.args[1:]), copies.__getitem__)
+                copies[node] = self._copy(bodies[node], bodies, rows, args)
+            elif is_passed_through(node, bodies):
+                source = copies[node.args[0]]
+                copies[node] = source[node.args[1]] if isinstance(source, tuple) else source
+            elif _is_plumbing(node, bodies):
+                copies[node] = None
+            else:
+                copies[node] = self._copy_node(node, copies)
+                source = same_tensor(node)
+                row = rows.get(node) if source is None else self.rows.get(copies[source])
+                if row is not None:
+                    self.rows[copies[node]] = row
+        raise AssertionError("a graph without output")
+
+    def _copy_node(self, node: fx.Node, copies: Mapping[fx.Node, Any]) -> fx.Node:
+        op, target = node.meta.get(WRITTEN_AS, (node.op, node.target))
+        args, kwargs = fx.map_arg((node.args, node.kwargs), copies.__getitem__)
+        new = self.graph.create_node(op, target, args, kwargs, node.name)
+        described: GraphInput | None = node.meta.get(INPUT)
+        new.meta.update({key: value for key, value in node.meta.items() if key not in _DROPPED})
+        new.meta.setdefault(NAME, node.name)
+        is_parameter = described is not None and described.kind == "parameter"
+        new.meta[TRAINED] = is_parameter and requires_grad(node)
+        if described is not None:
+            self.inputs.append(new)
+        return new
+
+
+class TrackedCall:
+    """One call of a graph: its rows, and which of its inputs earlier calls of the step made.
+
+    Args:
+        graph: The graph.
+        record: Its rows; ``None`` when nothing in it could be tracked.
+        links: For positions of inputs, which output of which call the tensor is.
+    """
+
+    def __init__(
+        self,
+        graph: TrackedGraph,
+        record: CallRecord | None,
+        links: Mapping[int, tuple[int, int]],
+    ) -> None:
+        self.graph = graph
+        self.links = links
+        self._forward = None if record is None else record.forward
+        # A list, since the hook must not hold the call: the two would keep each other alive.
+        self._arrived: list[Tensor] = []
+        self._watched: dict[int, Tensor] = {}
+        self._handles: list[RemovableHandle] = []
+        if record is not None and record.slots.requires_grad and not record.slots.is_inference():
+            record.slots.register_hook(_Keep(self._arrived))
+
+    def watch(self, tensor: Tensor, row: int) -> None:
+        """Measure the whole gradient of an input from now on, as its row."""
+        self._handles.append(tensor.register_hook(functools.partial(_measure, self._watched, row)))
+
+    def release(self) -> None:
+        """Leave the inputs as they were."""
+        for handle in self._handles:
+            handle.remove()
+
+    def metrics(self) -> dict[fx.Node, Metrics]:
+        """Metrics of the graph's nodes; one transfer from the device."""
+        if self._forward is None:
+            return {}
+        arrived = self._arrived[0] if self._arrived else torch.zeros_like(self._forward)
+        if self._watched:
+            arrived = arrived.index_copy(
+                0,
+                torch.tensor([*self._watched], device=arrived.device),
+                torch.stack([*self._watched.values()]).to(arrived),
+            )
+        forward, backward = torch.stack([self._forward, arrived]).tolist()
+        return {
+            node: Metrics(
+                Metrics.from_row(forward[row]),
+                Metrics.from_row(backward[row]) if backward[row][0] else None,
+            )
+            for node, row in self.graph.rows.items()
+        }
+
+
+def _measure(watched: dict[int, Tensor], row: int, gradient: Tensor) -> None:
+    watched[row] = statistics_row(stored_elements(gradient), MOMENTS)
+
+
+class _Keep:
+    """Keeps the newest row of each gradient, from the backward pass that last reached it."""
+
+    def __init__(self, arrived: list[Tensor]) -> None:
+        self.arrived = arrived
+
+    def __call__(self, rows: Tensor | None) -> None:
+        if rows is None:  # no gradient has come to the graph
+            return
+        rows = rows.detach()
+        if self.arrived:
+            rows = torch.where(rows[:, :1] > 0, rows, self.arrived[0])
+        # A copy: autograd goes on to accumulate into the very tensor that it shows to its hooks.
+        self.arrived[:] = [rows.clone()]
+
+
+def assemble(calls: Sequence[TrackedCall]) -> ScalesGraph:
+    """The graphs of consecutive calls as one, an edge wherever a graph reads what another made.
+
+    Args:
+        calls: The calls of one step, in the order in which they ran.
+
+    Returns:
+        A graph whose output are the tensors that no later graph has read; an empty graph for no
+        calls.
+    """
+    merged = ScalesGraph()
+    outputs_of: list[tuple[Any, ...]] = []
+    read: set[tuple[int, int]] = set()
+    for call in calls:
+        metrics = call.metrics()
+        linked = {call.graph.inputs[position]: output for position, output in call.links.items()}
+        copies: dict[fx.Node, Any] = {}
+        for node in call.graph.graph.nodes:
+            if node in linked:
+                index, position = linked[node]
+                copies[node] = outputs_of[index][position]
+                read.add(linked[node])
+                continue
+            copies[node] = merged.node_copy(node, copies.__getitem__)
+            _describe(copies[node], metrics.get(node))
+        outputs_of.append(fx.map_arg(call.graph.outputs, copies.__getitem__))
+    if calls:
+        rest = [
+            node
+            for index, outputs in enumerate(outputs_of)
+            for position, node in enumerate(outputs)
+            if (index, position) not in read
+        ]
+        output = merged.output(tuple(rest))
+        output.meta.update({TRAINED: False, NAME: "output"})
+        _describe(output, None)
+    return merged
+
+
+def _describe(node: fx.Node, metrics: Metrics | None) -> None:
+    node.meta[METRICS] = metrics
+    node.meta[FLOAT_TENSOR] = metrics is not None
+    node.meta[CLEAN_NAME] = _AROUND_NAME.sub("", node.name) or node.name
+
+
+def _is_plumbing(node: fx.Node, checkpoints: Mapping[fx.Node, Any]) -> bool:
+    """Whether the node is no part of the step: factors and slots, measurements, bodies."""
+    if node.op == "placeholder":
+        return INPUT not in node.meta
+    if node.op == "get_attr" and node.users and all(user in checkpoints for user in node.users):
+        return True
+    return NAME not in node.meta and "example_value" not in node.meta

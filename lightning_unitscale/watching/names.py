@@ -1,0 +1,217 @@
+"""What the tensors of a step are called: by the module that computes them and torch's own word.
+
+Python's frames tell which module that is; nothing is hung on the modules, so that there is nothing
+to take away.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from types import CodeType, FrameType, FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointFunction
+
+from lightning_unitscale.graph.matmuls import PRODUCT_WORDS
+from lightning_unitscale.graph.nodes import WHOLE_VIEWS
+from lightning_unitscale.profiler.trace import function_name
+
+_MODULE_CALL = nn.Module.__call__.__code__
+_CHECKPOINT = CheckpointFunction.forward.__code__
+_CHECKPOINT_AGAIN = CheckpointFunction.backward.__code__
+_BACKWARD = frozenset({torch.autograd.backward.__code__, torch.autograd.grad.__code__})
+
+
+@dataclass(frozen=True)
+class Caller:
+    """Where in a step a torch function is called.
+
+    Attributes:
+        path: Path of the innermost module; empty for the root.
+        checkpoints: The reentrant checkpoints around the call, innermost first, by identity.
+        again: The reentrant checkpoint that recomputes the call, for its gradients.
+    """
+
+    path: str
+    checkpoints: tuple[int, ...] = ()
+    again: int | None = None
+
+
+class Callers:
+    """Finds the caller of a torch function.
+
+    Args:
+        module: The root module.
+        top: Code of the function that calls the step: a call that is not below it is no part of
+            the step.
+        ignored: Code of functions whose calls are no part of the model either: an optimizer's
+            step, a logger. What they call by an argument of theirs, a closure, is part of it.
+    """
+
+    def __init__(self, module: nn.Module, top: CodeType, ignored: Collection[CodeType]) -> None:
+        self._paths = {id(submodule): path for path, submodule in module.named_modules()}
+        self._top = top
+        self._ignored = frozenset(ignored)
+
+    def find(self, frame: FrameType | None) -> Caller | None:
+        """The caller whose code runs in ``frame``; ``None`` for what is no part of the step."""
+        path: str | None = None
+        checkpoints: list[int] = []
+        first = frame
+        while frame is not None:
+            code = frame.f_code
+            if code is _MODULE_CALL:
+                if path is None:
+                    path = self._paths.get(id(frame.f_locals["self"]))
+            elif code is self._top:
+                return Caller(path or "", tuple(checkpoints))
+            elif code is _CHECKPOINT:
+                checkpoints.append(_context(frame))
+            elif code is _CHECKPOINT_AGAIN:
+                return Caller(path or "", tuple(checkpoints), _context(frame))
+            elif code in _BACKWARD:
+                # Autograd functions in Python, and checkpoints that keep their first results.
+                return None
+            elif code in self._ignored and not _is_below_closure(first, frame):
+                return None
+            frame = frame.f_back
+        return None
+
+
+def _context(frame: FrameType) -> int:
+    context: Any = frame.f_locals["ctx"]
+    return id(context)
+
+
+def _is_below_closure(frame: FrameType | None, outer: FrameType) -> bool:
+    """Whether ``frame`` runs for a function that ``outer`` was given to call."""
+    scope = outer.f_locals
+    arguments = (scope.get("closure"), *scope.get("args", ()), *scope.get("kwargs", {}).values())
+    closures = {code for code in map(_code_of, arguments) if code is not None}
+    while closures and frame is not None and frame is not outer:
+        if frame.f_code in closures:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _code_of(value: Any) -> CodeType | None:
+    """The code of a function, a method, a partial call of them, or an object that is called."""
+    while isinstance(value, functools.partial):
+        value = value.func
+    if not isinstance(value, (FunctionType, MethodType)) and callable(value):
+        value = type(value).__call__
+    code: CodeType | None = getattr(value, "__code__", None)
+    return code
+
+
+# Python's operators reach torch as methods; a captured graph, and so the names of its tensors, has
+# the operators.
+_OPERATORS: dict[Any, str] = {
+    Tensor.div: "truediv",
+    Tensor.remainder: "mod",
+    Tensor.add_: "iadd",
+    Tensor.sub_: "isub",
+    Tensor.mul_: "imul",
+    Tensor.div_: "itruediv",
+}
+# A cast has the scale of its tensor, up to the rounding.
+_CASTS = frozenset(
+    {"to", "type", "type_as", "float", "double", "half", "bfloat16", "cpu", "cuda", "data",
+     "requires_grad", "deepcopy", "H", "mH", "pin_memory", "as_subclass", "copy"}
+)  # fmt: skip
+_ALIASES = WHOLE_VIEWS | _CASTS
+# Called often; none returns a tensor of the step.
+_ANSWERS = frozenset(
+    {"size", "dim", "item", "len", "bool", "numel", "stride", "is_floating_point", "is_complex",
+     "tolist", "format", "repr", "is_contiguous", "storage_offset", "data_ptr", "untyped_storage",
+     "register_hook", "index", "hash", "set", "delete", "element_size", "nelement", "get_device",
+     "retain_grad", "register_post_accumulate_grad_hook", "set_grad_enabled", "is_inference"}
+)  # fmt: skip
+_TENSOR_ATTRIBUTES = frozenset({"T", "mT", "H", "mH", "data", "real", "imag"})
+
+
+def word_of(function: Any) -> str:
+    """Torch's own word for a function: ``linear``, ``add``, ``getitem``."""
+    try:
+        operator = _OPERATORS.get(function)
+    except TypeError:  # not hashable, so none of torch's
+        operator = None
+    return operator or function_name(function)
+
+
+def answers(function: Any, word: str) -> bool:
+    """Whether the function only reads or sets a property of a tensor, and makes no tensor."""
+    name = getattr(function, "__name__", "")
+    if name == "__get__":
+        return word not in _TENSOR_ATTRIBUTES
+    # ``x.float()`` makes one, ``float(x)`` does not.
+    return word in _ANSWERS or name in {"__float__", "__int__"}
+
+
+def is_alias(word: str) -> bool:
+    """Whether the result is a view or a cast of the argument, and shares its row."""
+    return word in _ALIASES
+
+
+def is_product(word: str) -> bool:
+    """Whether the function is a matrix product."""
+    return word in PRODUCT_WORDS
+
+
+# How deep a batch is searched for tensors, and how many elements of a list.
+_MAX_DEPTH = 4
+_MAX_ELEMENTS = 64
+
+
+def start_tensors(
+    module: nn.Module, step: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> dict[int, tuple[str, str]]:
+    """Name and module of each tensor that a call of a step starts from, by the tensor's identity.
+
+    Args:
+        module: The module; parameters and buffers are called as there.
+        step: The step, whose parameters give names to its arguments.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
+    """
+    names: dict[int, tuple[str, str]] = {}
+    for name, value in _arguments(step, args, kwargs).items():
+        for path, tensor in _tensors(value, name, 0):
+            names.setdefault(id(tensor), (f"input.{path}", ""))
+    for fqn, held in (*module.named_buffers(), *module.named_parameters()):
+        names[id(held)] = (fqn, fqn.rpartition(".")[0])
+    return names
+
+
+def _arguments(
+    step: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    try:
+        bound = inspect.signature(step).bind(*args, **kwargs)
+    except (TypeError, ValueError):  # the call itself will say so
+        return {}
+    return dict(bound.arguments)
+
+
+def _tensors(value: Any, name: str, depth: int) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        yield name, value
+        return
+    items: list[tuple[Any, Any]] = []
+    if depth < _MAX_DEPTH:
+        if isinstance(value, Mapping):
+            items = list(value.items())
+        elif isinstance(value, (list, tuple)):
+            names = getattr(value, "_fields", range(len(value)))
+            items = list(zip(names, value, strict=False))[:_MAX_ELEMENTS]
+        elif dataclasses.is_dataclass(value):
+            items = list(vars(value).items()) if hasattr(value, "__dict__") else []
+    for key, item in items:
+        yield from _tensors(item, f"{name}_{key}", depth + 1)

@@ -1,0 +1,160 @@
+"""The rows of a watched step, and the units of the operands in them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_unitscale.dispatch.calls import RanProduct
+from lightning_unitscale.graph.recorder import stored_elements
+from lightning_unitscale.lossless.gauge import Factor
+from lightning_unitscale.lossless.units import Held
+from lightning_unitscale.scales.layout import RowLayout
+from lightning_unitscale.scales.reduce import merge_rows
+from lightning_unitscale.scales.statistics import statistics_row
+from lightning_unitscale.tracking.records import ProbedTensor
+from lightning_unitscale.watching.torch_state import is_readable, unseen
+
+
+class TensorRow:
+    """A tensor of the step.
+
+    Args:
+        name: Its name.
+        module: Path of the module that makes it.
+        inputs: The tensors that it is computed from.
+
+    Attributes:
+        made_as: The name that it was made with; an attention that reads it may have a better one.
+        is_shown: Whether it has a row; otherwise it is only on the way to others.
+        is_given: Whether the step starts from it: a parameter, a buffer or a part of the batch.
+        is_operand: Whether a matrix product reads it.
+        is_product: Whether a matrix product makes it.
+        is_constant: Whether it was made outside of the backward pass: a mask, a table.
+        is_hooked: Whether its gradient is looked at.
+        forward: Statistics of the value, if taken.
+        backward: Statistics of the gradients that have arrived.
+        log2_sigma: Unit in which a product stores the value, as an exponent of two.
+        log2_gamma: Unit of the gradient.
+        log2_counted: The unit in which format counts of the value were taken.
+        has_unit: Whether a product of this step has told the unit of the value.
+    """
+
+    def __init__(self, name: str, module: str, inputs: Sequence[TensorRow] = ()) -> None:
+        self.name = self.made_as = name
+        self.module = module
+        self.inputs = tuple(inputs)
+        self.is_shown = False
+        self.is_given = False
+        self.is_operand = False
+        self.is_product = False
+        self.is_constant = False
+        self.is_hooked = False
+        self.forward: Tensor | None = None
+        self.backward: list[Tensor] = []
+        self.log2_sigma = 0
+        self.log2_gamma = 0
+        self.log2_counted = 0
+        self.has_unit = False
+
+    def described(self, inputs: Iterable[TensorRow]) -> ProbedTensor:
+        """What a snapshot says of it beside the numbers."""
+        held = Held(Factor(constant=self.log2_sigma), Factor(constant=self.log2_gamma))
+        names = dict.fromkeys(row.name for row in inputs if row.name != self.name)
+        return ProbedTensor(
+            self.name, self.module, held, tuple(names), self.is_operand, self.is_product
+        )
+
+    def backward_row(self, layout: RowLayout) -> Tensor:
+        """Statistics of all arrived gradients together; zeros where there are none."""
+        if not self.backward:
+            assert self.forward is not None
+            return torch.zeros_like(self.forward)
+        row, *others = self.backward
+        for other in others:
+            row = merge_rows(row, other, layout)
+        return row
+
+
+class Measuring:
+    """Computes statistics while a step runs, unseen by its modes and its autograd graph.
+
+    Args:
+        layout: Columns of a row.
+    """
+
+    def __init__(self, layout: RowLayout) -> None:
+        self.layout = layout
+        self._factors: dict[tuple[torch.device, int], Tensor] = {}
+
+    def value(self, row: TensorRow, tensor: Tensor) -> None:
+        """Take the statistics of a value, its formats counted in the row's unit."""
+        row.forward = self.of(tensor, row.log2_sigma)
+        row.log2_counted = row.log2_sigma
+
+    def gradient(self, row: TensorRow, gradient: Tensor) -> None:
+        """Take the statistics of a gradient that has arrived."""
+        row.backward.append(self.of(gradient, row.log2_gamma))
+
+    def of(self, tensor: Tensor, log2_unit: int) -> Tensor:
+        """A row of statistics, with formats counted of the tensor over ``2**log2_unit``."""
+        # No operation is recorded in inference mode, not even for forward derivatives.
+        with unseen(), torch.inference_mode():
+            factor = self._factor(tensor.device, log2_unit) if log2_unit else None
+            return statistics_row(stored_elements(tensor), self.layout, factor=factor)
+
+    def _factor(self, device: torch.device, log2_unit: int) -> Tensor:
+        key = device, log2_unit
+        if key not in self._factors:
+            # Not torch.tensor, whose copy to the device would wait for it.
+            self._factors[key] = torch.full((), 2.0**-log2_unit, device=device)
+        return self._factors[key]
+
+
+def shown_inputs(rows: Iterable[TensorRow]) -> dict[TensorRow, dict[TensorRow, None]]:
+    """For each row the shown ones that it is computed from, through all others.
+
+    Args:
+        rows: All rows, each after those that it is computed from.
+    """
+    inputs: dict[TensorRow, dict[TensorRow, None]] = {}
+    for row in rows:
+        sources: dict[TensorRow, None] = {}
+        for source in row.inputs:
+            sources.update({source: None} if source.is_shown else inputs.get(source, {}))
+        inputs[row] = sources
+    return inputs
+
+
+# What a product adds comes first among its arguments.
+_ADDENDS_FIRST = frozenset({"addmm", "baddbmm", "addbmm", "addmv"})
+
+
+def operands_of(
+    ran: Sequence[RanProduct], arguments: Sequence[Tensor], word: str
+) -> Iterator[tuple[Tensor, int]]:
+    """Pairs of an argument and the exponent of the unit in which a product has read it.
+
+    Args:
+        ran: The products that have run in one call of a function, in their order.
+        arguments: The tensors that the function was given.
+        word: What the function is called.
+    """
+    floats = [tensor for tensor in arguments if is_readable(tensor)]
+    by_storage: dict[int, list[Tensor]] = {}
+    for tensor in floats:
+        by_storage.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor)
+    for product in ran:
+        if len(ran) == 1 and not any(storage in by_storage for storage in product.storages):
+            # Autocast has cast its operands; their order has stayed.
+            in_order = floats[word in _ADDENDS_FIRST :]
+            yield from zip(in_order, product.log2_sigmas, strict=False)
+            continue
+        # Parts of one tensor share a storage, and come in the order of the arguments.
+        left = {storage: iter(tensors) for storage, tensors in by_storage.items()}
+        for storage, unit in zip(product.storages, product.log2_sigmas, strict=True):
+            argument = next(left.get(storage, iter(())), None)
+            if argument is not None:
+                yield argument, unit

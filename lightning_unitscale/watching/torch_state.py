@@ -1,0 +1,146 @@
+"""The only file here that looks into torch's modes, by private names of torch.
+
+``torch._C.DisableTorchFunction``, ``_pop_mode`` and ``_push_mode`` of ``torch.overrides``,
+``_disable_current_modes`` of ``torch.utils._python_dispatch``, and ``DisableContext`` and
+``set_skip_guard_eval_unsafe`` of ``torch._dynamo.eval_frame``; checked on torch 2.13.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+import torch
+import torch._dynamo.eval_frame
+from torch import Tensor
+from torch._dynamo.eval_frame import DisableContext
+from torch.overrides import (
+    TorchFunctionMode,
+    _get_current_function_mode,
+    _pop_mode,
+    _push_mode,
+)
+from torch.utils._python_dispatch import _disable_current_modes
+
+from lightning_unitscale.dynamo.breaks import is_watched
+from lightning_unitscale.functional.scale import is_transforming
+from lightning_unitscale.patching import shadowed
+
+plain_functions = torch._C.DisableTorchFunction
+# Dynamo's wrapper of a compiled function calls it before and after, whatever happens in between.
+_AROUND_COMPILED = "set_skip_guard_eval_unsafe"
+_PLAIN_DISPATCH = Tensor.__torch_dispatch__
+
+
+@contextlib.contextmanager
+def unseen() -> Iterator[None]:
+    """Within this context torch computes without being seen by any mode or tensor subclass.
+
+    A selective checkpoint, for example, counts every operation that it sees run.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(plain_functions())
+        if is_watched():
+            stack.enter_context(_disable_current_modes())
+        yield
+
+
+def is_readable(tensor: Tensor) -> bool:
+    """Whether a tensor has statistics: real floating-point numbers, at hand, in one strided piece.
+
+    Not so what stands for tensors (fake, distributed), and a graph that CUDA is recording.
+    """
+    return (
+        tensor.is_floating_point()
+        and tensor.layout is torch.strided
+        and not tensor.is_nested
+        and not tensor.is_meta
+        and type(tensor).__torch_dispatch__ is _PLAIN_DISPATCH
+        and not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
+    )
+
+
+def is_transformed() -> bool:
+    """Whether tensors stand for others: below ``torch.func``, or while torch traces."""
+    is_tracing: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[attr-defined]
+    return is_transforming() or torch.compiler.is_compiling() or is_tracing()
+
+
+@contextlib.contextmanager
+def without(mode: TorchFunctionMode) -> Iterator[None]:
+    """Within this context a mode is taken off this thread's stack."""
+    above = _pop_through(mode)
+    try:
+        yield
+    finally:
+        _push(above)
+
+
+@contextlib.contextmanager
+def answering_as_without(mode: TorchFunctionMode) -> Iterator[None]:
+    """Within this context ``has_torch_function`` answers as if a mode were not there.
+
+    With it, ``nn.TransformerEncoderLayer`` and ``nn.MultiheadAttention`` take another algorithm.
+    """
+    original = torch.overrides.has_torch_function
+
+    def has_torch_function(relevant_args: Any) -> bool:
+        above = _pop_through(mode)
+        try:
+            return bool(original(relevant_args))
+        finally:
+            _push(above)
+
+    with shadowed(torch.overrides, has_torch_function=has_torch_function):
+        yield
+
+
+@contextlib.contextmanager
+def outside_of_compiled_code(
+    mode: TorchFunctionMode, see: Callable[[FrameType], None]
+) -> Iterator[None]:
+    """Within this context a mode is removed while code runs that the user has compiled.
+
+    Dynamo would recompile with a mode that it has not seen before.
+
+    Args:
+        mode: The mode.
+        see: Called with the frame of Dynamo's wrapper, which holds ``fn``, ``args``, ``kwargs`` and
+            ``result``, when such a function has returned.
+    """
+    original = vars(torch._dynamo.eval_frame)[_AROUND_COMPILED]
+    running: list[tuple[FrameType, list[TorchFunctionMode]]] = []
+
+    def around(value: bool) -> Any:
+        frame = sys._getframe(1)
+        if running and running[-1][0] is frame:
+            _push(running.pop()[1])
+            see(frame)
+        # The wrapper of a function that is never compiled may call it too.
+        elif not isinstance(frame.f_locals.get("self"), DisableContext) and (
+            above := _pop_through(mode)
+        ):
+            running.append((frame, above))
+        return original(value)
+
+    with shadowed(torch._dynamo.eval_frame, **{_AROUND_COMPILED: around}):
+        yield
+
+
+def _pop_through(mode: TorchFunctionMode) -> list[TorchFunctionMode]:
+    """Take a mode and those above it off this thread's stack; none if it is not there."""
+    popped: list[TorchFunctionMode] = []
+    while _get_current_function_mode() is not None:
+        popped.append(_pop_mode())
+        if popped[-1] is mode:
+            return popped
+    _push(popped)
+    return []
+
+
+def _push(popped: list[TorchFunctionMode]) -> None:
+    for mode in reversed(popped):
+        _push_mode(mode)

@@ -1,0 +1,445 @@
+"""One watched call of a step: a row for each result that a person would name."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.nn.parameter import is_lazy
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
+
+from lightning_unitscale.dispatch.calls import RanProduct
+from lightning_unitscale.graph.matmuls import operands_of_call
+from lightning_unitscale.graph.nodes import ATTENTION, ATTENTION_ROLES
+from lightning_unitscale.graph.recorder import CallRecord
+from lightning_unitscale.lossless.gauge import Gauge
+from lightning_unitscale.tracking.records import ProbedCall
+from lightning_unitscale.watching.names import Caller, Callers, is_alias, is_product, word_of
+from lightning_unitscale.watching.rows import Measuring, TensorRow, operands_of, shown_inputs
+from lightning_unitscale.watching.torch_state import is_readable, plain_functions, unseen
+
+_WHOLE_MODULE = frozenset({"forward", "call", "call_impl", "wrapped_call_impl", "inner"})
+
+
+@dataclass
+class _Checkpoint:
+    """The results of a reentrant checkpoint, computed without gradients and then with them."""
+
+    rows: list[TensorRow] = field(default_factory=list)
+    words: list[str] = field(default_factory=list)
+    num_again: int = 0
+
+
+class WatchedCall:
+    """Makes rows of what one call of a step computes.
+
+    Args:
+        callers: Tells which module calls.
+        start_names: Name and module of the tensors that the call starts from, by identity.
+        measuring: Takes the statistics.
+        select: Whether a tensor of this name and module is to have a row.
+        units: Unit of each tensor at the last sample, by name: the likely one.
+        products: Grows with each product that runs in units.
+    """
+
+    def __init__(
+        self,
+        callers: Callers,
+        start_names: Mapping[int, tuple[str, str]],
+        measuring: Measuring,
+        select: Callable[[str, str], bool],
+        units: Mapping[str, int],
+        products: Sequence[RanProduct],
+    ) -> None:
+        self.checkpoints: dict[int, _Checkpoint] = {}
+        self.callers = callers
+        self._start_names = start_names
+        self._measuring = measuring
+        self._select = select
+        self._units = units
+        self._products = products
+        self._given: list[TensorRow] = []
+        self._made: list[TensorRow] = []
+        self._rows_of: Any = WeakIdKeyDictionary()
+        self._seen: Counter[str] = Counter()
+        self._hooks: list[RemovableHandle] = []
+        # A parameter does not keep its node alive, only the graphs that have read it do.
+        self._leaf_nodes: dict[int, Any] = {}
+
+    def run(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        word: str,
+        caller: Caller,
+    ) -> Any:
+        """Run a torch function that a step calls, and note what it makes.
+
+        Args:
+            function: The function.
+            args: Its arguments.
+            kwargs: Its keyword arguments.
+            word: What it is called.
+            caller: Where in the step it is called.
+        """
+        arguments = _tensors_in((*args, *kwargs.values()))
+        if caller.again is not None:
+            result = function(*args, **kwargs)
+            self._note_again(_tensors_in((result,)), word, arguments, caller)
+            return result
+        with plain_functions():
+            inputs = self._inputs(arguments, word)
+            if is_product(word):
+                self._mark_operands(operands_of_call(function, args, kwargs), word)
+            versions = {id(tensor): _version(tensor) for tensor in arguments}
+        num_products = len(self._products)
+        result = function(*args, **kwargs)
+        results = _tensors_in((result,))
+        with plain_functions():
+            ran = self._products[num_products:]
+            if ran:
+                for operand, unit in operands_of(ran, arguments, word):
+                    self._set_unit(operand, unit)
+            if word == "setitem":
+                self._rows_of[arguments[0]] = inputs
+            base = _named(caller.path, word)
+            name = self._unique(base) if results else base
+            for tensor in results:
+                if not isinstance(result, Tensor):
+                    name = self._unique(_named(caller.path, "getitem"))
+                if versions.get(id(tensor), -1) == _version(tensor):
+                    continue  # handed back as it is
+                if any(row.is_given for row in self._rows(tensor) or ()) and not _has_node(tensor):
+                    continue  # a parameter or a buffer that is updated
+                self._note(tensor, name, word, inputs, caller, ran)
+        return result
+
+    def see_compiled(self, frame: FrameType) -> None:
+        """Note the results of a function that the user has compiled; nothing inside of it is seen.
+
+        Args:
+            frame: Of Dynamo's wrapper, which has returned.
+        """
+        caller = self.callers.find(frame)
+        scope = frame.f_locals
+        if caller is None or caller.again is not None:
+            return
+        # Dynamo's own name for a whole module means nothing to people.
+        word = word_of(scope.get("fn"))
+        word = "compiled" if word in _WHOLE_MODULE else word
+        arguments = _tensors_in((*scope.get("args", ()), *scope.get("kwargs", {}).values()))
+        with plain_functions():
+            inputs = self._inputs(arguments, word)
+            arguments_seen = {id(tensor) for tensor in arguments}
+            for tensor in _tensors_in((scope.get("result"),)):
+                if id(tensor) not in arguments_seen:
+                    name = self._unique(_named(caller.path, word))
+                    self._note(tensor, name, word, inputs, caller, ())
+
+    def finish(self, module: nn.Module, output: Any) -> None:
+        """Note what was not seen: results of the step itself, parameters read by compiled code."""
+        with plain_functions():
+            self._inputs(_tensors_in((output,)), "")
+            named = {row.name for row in self._given}
+            for fqn, parameter in module.named_parameters():
+                if fqn not in named and parameter.requires_grad and is_readable(parameter):
+                    row = self._row(fqn, fqn.rpartition(".")[0], ())
+                    row.is_given = True
+                    if self._select(row.name, row.module):
+                        self._given.append(row)
+                        self._hook(row, parameter, is_late=True)
+
+    def begin(self, module: nn.Module) -> None:
+        """Make the autograd nodes of the parameters, as a step would when it reads them.
+
+        Within the step an additional node would shift the numbers of all later ones, by which the
+        products of a backward pass are told apart.
+        """
+        for parameter in module.parameters():
+            if parameter.requires_grad and not is_lazy(parameter) and is_readable(parameter):
+                self._leaf_node(parameter)
+
+    def close(self) -> None:
+        """Stop measuring gradients."""
+        for handle in self._hooks:
+            handle.remove()
+        self._hooks.clear()
+        self._leaf_nodes.clear()
+
+    def record(self) -> ProbedCall | None:
+        """The tensors that have rows, with their rows, or ``None`` if there are none."""
+        inputs = shown_inputs((*self._given, *self._made))
+        rows = [row for row in inputs if row.is_shown and row.forward is not None]
+        if not rows:
+            return None
+        device = rows[0].forward.device  # type: ignore[union-attr]
+        layout = self._measuring.layout
+        with unseen(), torch.no_grad():
+            forward = [row.forward.to(device) for row in rows if row.forward is not None]
+            backward = [row.backward_row(layout).to(device) for row in rows]
+            tensors = tuple(row.described(inputs[row]) for row in rows)
+            rows_of = CallRecord.of_rows(torch.stack(forward), torch.stack(backward))
+            return ProbedCall(tensors, rows_of, Gauge())
+
+    @property
+    def log2_units(self) -> dict[str, int]:
+        """Unit in which a product has stored each value, by the name that it was made with."""
+        return {row.made_as: row.log2_sigma for row in (*self._given, *self._made)}
+
+    @property
+    def is_before_units(self) -> bool:
+        """Whether products run in units that are only being measured in this call."""
+        return bool(self._products) and not any(
+            any(product.log2_sigmas) or product.log2_gamma for product in self._products
+        )
+
+    def _inputs(self, arguments: Sequence[Tensor], word: str) -> tuple[TensorRow, ...]:
+        """Rows of the arguments of a function; missing ones are made."""
+        inputs: dict[TensorRow, None] = {}
+        for tensor in arguments:
+            if is_lazy(tensor):
+                # A gradient would be expected in the shape that it has now, none.
+                continue
+            rows = self._rows(tensor)
+            if rows is None:
+                rows = self._rows_of[tensor] = self._new_rows(tensor)
+            elif len(rows) == 1 and not rows[0].is_hooked and _takes_part(tensor):
+                rows = self._rows_of[tensor] = self._with_gradient(rows[0], tensor)
+            inputs.update(dict.fromkeys(rows))
+            if is_product(word) and len(rows) == 1 and not rows[0].is_shown and is_readable(tensor):
+                # Masks and tables of constants count where a product reads them.
+                self._show(rows[0], tensor)
+        return tuple(inputs)
+
+    def _rows(self, tensor: Tensor) -> Any:
+        return self._rows_of.get(tensor, () if tensor.is_sparse else None)
+
+    def _new_rows(self, tensor: Tensor) -> tuple[TensorRow, ...]:
+        """Rows of a tensor that no watched function has made."""
+        if not is_readable(tensor):
+            return ()
+        named = self._start_names.get(id(tensor))
+        if named is not None:
+            row = self._row(*named, ())
+            row.is_given = True
+            self._given.append(row)
+            self._show(row, tensor)
+            if _takes_part(tensor) and row.is_shown:
+                self._hook(row, tensor)
+            return (row,)
+        base = tensor._base
+        if base is not None and (base in self._rows_of or id(base) in self._start_names):
+            return self._inputs((base,), "")
+        if tensor.grad_fn is None:
+            return ()
+        caller = self.callers.find(sys._getframe(1)) or Caller("")
+        return (self._unseen_row(tensor, caller.path, ()),)
+
+    def _with_gradient(self, row: TensorRow, tensor: Tensor) -> tuple[TensorRow, ...]:
+        """Rows of a tensor that has come to take part in the backward pass since it was noted."""
+        if not _has_node(tensor):
+            self._show(row, tensor)
+            if row.is_shown:
+                self._hook(row, tensor)
+        elif row.is_constant:
+            # An autograd function has returned what it has computed without gradients.
+            row = self._unseen_row(tensor, row.module, (row,))
+        return (row,)
+
+    def _unseen_row(self, tensor: Tensor, path: str, inputs: tuple[TensorRow, ...]) -> TensorRow:
+        """The row of what an autograd function has made, a scripted module or an extension.
+
+        It is made when the tensor is first read, and where that is, if nothing else is known.
+        """
+        word = type(tensor.grad_fn).__name__.partition("Backward")[0]
+        row = self._row(self._unique(_named(path, word)), path, inputs)
+        self._made.append(row)
+        self._show(row, tensor)
+        if row.is_shown:
+            self._hook(row, tensor)
+        return row
+
+    def _note(
+        self,
+        tensor: Tensor,
+        name: str,
+        word: str,
+        inputs: tuple[TensorRow, ...],
+        caller: Caller,
+        ran: Sequence[RanProduct],
+    ) -> None:
+        """Make the row of a result."""
+        if is_alias(word) or not is_readable(tensor):
+            self._rows_of[tensor] = inputs
+            return
+        row = self._row(name, caller.path, inputs)
+        self._made.append(row)
+        self._rows_of[tensor] = (row,)
+        row.is_product = is_product(word) or bool(ran)
+        if ran:
+            row.log2_gamma = ran[-1].log2_gamma
+        for checkpoint in caller.checkpoints:
+            kept = self.checkpoints.setdefault(checkpoint, _Checkpoint())
+            kept.rows.append(row)
+            kept.words.append(word)
+        if _takes_part(tensor):
+            self._show(row, tensor)
+            if row.is_shown:
+                self._hook(row, tensor)
+        elif not caller.checkpoints:
+            row.is_constant = True
+        elif self._select(row.name, row.module):
+            # Whether it takes part in the backward pass is seen when it is made again.
+            self._measuring.value(row, tensor)
+
+    def _note_again(
+        self, results: Sequence[Tensor], word: str, arguments: Sequence[Tensor], caller: Caller
+    ) -> None:
+        """Give the recomputed results of a checkpoint the rows of the first computation."""
+        assert caller.again is not None
+        first = self.checkpoints.get(caller.again)
+        if first is None or is_alias(word):
+            return
+        with plain_functions():
+            unchanged = {
+                id(tensor) for tensor in arguments if word[0] != "i" and not _has_node(tensor)
+            }
+            for tensor in results:
+                if id(tensor) in unchanged or not is_readable(tensor):
+                    continue
+                if first.num_again >= len(first.rows) or first.words[first.num_again] != word:
+                    continue
+                row = first.rows[first.num_again]
+                first.num_again += 1
+                for checkpoint in caller.checkpoints:
+                    kept = self.checkpoints.setdefault(checkpoint, _Checkpoint())
+                    kept.rows.append(row)
+                    kept.words.append(word)
+                if _takes_part(tensor) and row.forward is not None:
+                    row.is_shown = True
+                    self._hook(row, tensor)
+
+    def _row(self, name: str, module: str, inputs: tuple[TensorRow, ...]) -> TensorRow:
+        row = TensorRow(name, module, inputs)
+        row.log2_sigma = self._units.get(name, 0)
+        return row
+
+    def _show(self, row: TensorRow, tensor: Tensor) -> None:
+        if self._select(row.name, row.module) and is_readable(tensor):
+            row.is_shown = True
+            if row.forward is None:
+                self._measuring.value(row, tensor)
+
+    def _hook(self, row: TensorRow, tensor: Tensor, *, is_late: bool = False) -> None:
+        """Measure the gradient when it is complete, before the backward pass goes on.
+
+        On the node and not on the tensor, which is the user's: in whatever order hooks are hung on
+        the tensor itself, the node's come after them.
+        """
+        row.is_hooked = True
+        node, index = tensor.grad_fn, tensor.output_nr
+        if node is None:
+            node = self._leaf_node(tensor)
+        # A hook that held its own tensor would keep it for the whole step.
+        late = tensor if is_late else None
+
+        def see(gradients: Sequence[Tensor | None]) -> None:
+            gradient = gradients[index]
+            # A backward pass that is itself differentiated is a part of the step's forward pass.
+            if gradient is None or torch.is_grad_enabled():
+                return
+            if not (is_readable(gradient) or gradient.is_sparse):
+                return
+            if late is not None:
+                # It was read where nothing is seen, in compiled code for example.
+                self._show(row, late)
+            self._measuring.gradient(row, gradient)
+
+        self._hooks.append(node.register_prehook(see))
+
+    def _set_unit(self, tensor: Tensor, unit: int) -> None:
+        """Note the unit in which a product has just read a tensor; the first product counts."""
+        rows: Sequence[TensorRow] = self._rows(tensor) or ()
+        if len(rows) != 1:
+            return
+        row = rows[0]
+        row.is_operand = True
+        if row.has_unit:
+            return
+        row.has_unit = True
+        row.log2_sigma = unit
+        if row.forward is not None and row.log2_counted != unit:
+            # Not the unit of the last sample: count its formats again.
+            self._measuring.value(row, tensor)
+
+    def _mark_operands(self, operands: Sequence[Tensor], word: str) -> None:
+        """Note that a product reads tensors; an attention has names for its own."""
+        roles = ATTENTION_ROLES if word == ATTENTION else ("",) * len(operands)
+        for tensor, role in zip(operands, roles, strict=False):
+            rows: Sequence[TensorRow] = self._rows(tensor) or ()
+            if len(rows) != 1:
+                continue
+            (row,) = rows
+            row.is_operand = True
+            if role and row.name.removeprefix(f"{row.module}.").startswith("getitem"):
+                row.name = self._unique(_named(row.module, role))
+                row.is_shown = row.is_shown and self._select(row.name, row.module)
+                self._show(row, tensor)
+                if row.is_shown and not row.is_hooked and _takes_part(tensor):
+                    self._hook(row, tensor)
+
+    def _leaf_node(self, leaf: Tensor) -> Any:
+        if id(leaf) not in self._leaf_nodes:
+            # A helper may read a parameter in inference mode before the model does.
+            with unseen(), torch.inference_mode(False):
+                edge: Any = get_gradient_edge(leaf)
+            self._leaf_nodes[id(leaf)] = edge.node
+        return self._leaf_nodes[id(leaf)]
+
+    def _unique(self, base: str) -> str:
+        name = base
+        while name in self._seen:
+            name = f"{base}_{self._seen[base]}"
+            self._seen[base] += 1
+        self._seen[name] += 1
+        return name
+
+
+def _named(path: str, word: str) -> str:
+    return f"{path}.{word}" if path else word
+
+
+def _version(tensor: Tensor) -> int:
+    # Tensors of inference mode count no versions.
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _has_node(tensor: Tensor) -> bool:
+    return tensor.grad_fn is not None
+
+
+def _takes_part(tensor: Tensor) -> bool:
+    """Whether a gradient can arrive: at a node, or at a leaf that is no view of one."""
+    return tensor.requires_grad and (_has_node(tensor) or tensor._base is None)
+
+
+def _tensors_in(values: Iterable[Any]) -> list[Tensor]:
+    """The tensors among values, and in lists, tuples and dictionaries among them."""
+    tensors: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            tensors.append(value)
+        elif isinstance(value, (list, tuple)):
+            tensors += _tensors_in(value)
+        elif isinstance(value, dict):
+            tensors += _tensors_in(value.values())
+    return tensors

@@ -1,0 +1,158 @@
+"""Watch the calls of a step: the torch functions that they call, with statistics as rows."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Collection, Iterator
+from types import CodeType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode, has_torch_function
+
+from lightning_unitscale.dispatch.calls import watching
+from lightning_unitscale.graph.decompose import open_function
+from lightning_unitscale.scales.layout import RowLayout
+from lightning_unitscale.scales.snapshot import ScaleSnapshot
+from lightning_unitscale.tracking.records import take_snapshot
+from lightning_unitscale.watching.names import Callers, answers, start_tensors, word_of
+from lightning_unitscale.watching.rows import Measuring
+from lightning_unitscale.watching.torch_state import (
+    answering_as_without,
+    is_transformed,
+    outside_of_compiled_code,
+)
+from lightning_unitscale.watching.watched_call import WatchedCall
+
+# Functions of which a person would see what is inside, and those that run a backward pass.
+_OPENED = {
+    function: open_function(function)
+    for function in (F.multi_head_attention_forward, Tensor.backward, torch.autograd.backward)
+}
+
+
+class StepWatcher:
+    """Watches the calls of a step that it runs, and makes snapshots of them.
+
+    Nothing is captured and nothing is attached to the module: a torch function mode of this thread
+    sees the functions that a call uses, and hooks on autograd nodes see the gradients.
+
+    Args:
+        layout: Columns of a row.
+        select: Whether a tensor of this name and module is to have a row.
+        ignored: Code of functions that a step calls and that are no part of the model.
+    """
+
+    def __init__(
+        self,
+        layout: RowLayout,
+        select: Callable[[str, str], bool],
+        ignored: Collection[CodeType] = (),
+    ) -> None:
+        self._select = select
+        self._ignored = ignored
+        self._measuring = Measuring(layout)
+        self._calls: list[WatchedCall] = []
+        self._units: dict[str, int] = {}
+
+    def run(
+        self, module: nn.Module, step: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
+    ) -> Any:
+        """Call a step of a module and watch it.
+
+        Args:
+            module: The module, whose parameters, buffers and submodules give names.
+            step: Its method, or another function that calls it.
+            args: Arguments of the step.
+            kwargs: Keyword arguments of the step.
+        """
+        self.close()
+        callers = Callers(module, StepWatcher.run.__code__, self._ignored)
+        names = start_tensors(module, step, args, kwargs)
+        with watching() as products:
+            call = WatchedCall(callers, names, self._measuring, self._select, self._units, products)
+            self._calls.append(call)
+            call.begin(module)
+            with _watch(call, callers):
+                result = step(*args, **kwargs)
+            call.finish(module, result)
+        return result
+
+    @contextlib.contextmanager
+    def during_backward(self) -> Iterator[None]:
+        """Within this context the recomputation of checkpoints is watched."""
+        call = self._calls[-1] if self._calls else None
+        if call is None or not call.checkpoints:
+            yield
+            return
+        with _watch(call, call.callers):
+            yield
+
+    @property
+    def is_before_units(self) -> bool:
+        """Whether the watched calls only measured units; products have them from the next call."""
+        return any(call.is_before_units for call in self._calls)
+
+    def close(self) -> None:
+        """Stop measuring gradients of the calls so far."""
+        for call in self._calls:
+            call.close()
+
+    def clear(self) -> None:
+        """Forget what was watched and not taken."""
+        self.close()
+        self._calls.clear()
+
+    def take(self, step: int, *, grad_scale: float = 1.0) -> ScaleSnapshot | None:
+        """What was watched since the last call, with one transfer from the device.
+
+        Args:
+            step: Optimizer step of the snapshot.
+            grad_scale: Factor that the loss carried; gradients are divided by it.
+
+        Returns:
+            The snapshot, ``None`` when there is nothing. Rows of several calls are merged.
+        """
+        self.close()
+        calls, self._calls = self._calls, []
+        probed = [record for call in calls if (record := call.record()) is not None]
+        for call in calls:
+            self._units.update(call.log2_units)
+        if not probed:
+            return None
+        return take_snapshot(step, probed, self._measuring.layout, grad_scale)
+
+
+class _WatchMode(TorchFunctionMode):
+    """Hands the torch functions that a step calls to a watched call of it."""
+
+    def __init__(self, call: WatchedCall, callers: Callers) -> None:
+        super().__init__()
+        self._call = call
+        self._callers = callers
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        word = word_of(func)
+        if answers(func, word) or is_transformed():
+            return func(*args, **kwargs)
+        opened = _OPENED.get(func) if word in {"multi_head_attention_forward", "backward"} else None
+        if opened is not None and not has_torch_function((*args, *kwargs.values())):
+            with self:
+                return opened(*args, **kwargs)
+        caller = self._callers.find(sys._getframe(1))
+        if caller is None:
+            return func(*args, **kwargs)
+        return self._call.run(func, args, kwargs, word, caller)
+
+
+@contextlib.contextmanager
+def _watch(call: WatchedCall, callers: Callers) -> Iterator[None]:
+    mode = _WatchMode(call, callers)
+    with outside_of_compiled_code(mode, call.see_compiled), answering_as_without(mode), mode:
+        yield

@@ -1,0 +1,145 @@
+"""A checkpoint is loaded by the method that its weights were trained by, and by no other."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
+
+from lightning_unitscale import Rules, UnitScaleCallback
+from tests.callbacks.rule_runs import Classifier, fit, loader, trainer_with, unit_scale, weights
+from tests.helpers import assert_same_bits
+
+# What Lightning says of other callbacks that were there when the checkpoint was written.
+pytestmark = pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Of a short run by each method, with its optimizer's state and without."""
+    folder, paths = tmp_path_factory.mktemp("checkpoints"), {}
+    for method in ("lossless", "unit-scaling", "u-mup"):
+        pl.seed_everything(1, verbose=False)
+        paths[f"{method}, weights"] = folder / method / "epoch=0.ckpt"
+        saved = ModelCheckpoint(folder / method, "{epoch}", save_weights_only=True)
+        options = {"max_epochs": 1, "max_steps": -1, "enable_checkpointing": True}
+        trainer, _ = fit(Classifier(), UnitScaleCallback(method), saved, **options)
+        paths[method] = folder / f"{method}.ckpt"
+        trainer.save_checkpoint(paths[method])
+    return paths
+
+
+def _start(entry: str, callbacks: list[Any], path: Path) -> tuple[Any, Any]:
+    module = Classifier()
+    before = weights(module)
+    trainer = trainer_with(*callbacks, max_steps=12, num_sanity_val_steps=0)
+    data = {"fit": (loader(16), loader(8))}.get(entry, (loader(16),))
+    try:
+        result = getattr(trainer, entry)(module, *data, ckpt_path=path)
+    except MisconfigurationException:
+        assert_same_bits(weights(module), before)
+        assert not {"on_load_checkpoint", "on_save_checkpoint"} & set(vars(module))
+        raise
+    return module, result
+
+
+@pytest.mark.parametrize("entry", ["fit", "validate", "test", "predict"])
+@pytest.mark.parametrize(
+    ("trained", "method"),
+    [("u-mup", "lossless"), ("u-mup", "unit-scaling"), ("unit-scaling", "u-mup")],
+)
+def test_another_method_is_refused(
+    entry: str, trained: str, method: Any, checkpoints: dict[str, Path]
+) -> None:
+    expected = f"^method='{method}': .* trained with method='{trained}', .*; expected .*; pass"
+    with pytest.raises(MisconfigurationException, match=expected):
+        _start(entry, [UnitScaleCallback(method)], checkpoints[trained])
+
+
+@pytest.mark.parametrize("entry", ["fit", "validate", "load_from_checkpoint"])
+def test_without_the_callback_it_is_refused(entry: str, checkpoints: dict[str, Path]) -> None:
+    expected = re.escape("trained with UnitScaleCallback('u-mup'): pass ckpt_path to a Trainer")
+    with pytest.raises(RuntimeError, match=f"(?s)loading state_dict for Classifier.*{expected}"):
+        if entry == "load_from_checkpoint":
+            Classifier.load_from_checkpoint(checkpoints["u-mup"])
+        else:
+            _start(entry, [], checkpoints["u-mup"])
+
+
+def test_whoever_loads_it_all_the_same_is_told(checkpoints: dict[str, Path]) -> None:
+    with pytest.warns(UserWarning, match=r"UnitScaleCallback\('u-mup'\)"):
+        Classifier.load_from_checkpoint(checkpoints["u-mup"], strict=False)
+
+
+def test_a_checkpoint_of_weights_alone(checkpoints: dict[str, Path]) -> None:
+    path = checkpoints["u-mup, weights"]
+    with pytest.raises(RuntimeError, match="UnitScaleCallback\\('u-mup'\\)"):
+        _start("validate", [], path)
+    with pytest.raises(MisconfigurationException, match=r"^method='lossless': .*'u-mup'"):
+        _start("validate", [UnitScaleCallback()], path)
+    _, (alone,) = _start("validate", [UnitScaleCallback(Rules("u-mup"))], path)
+    _, (whole,) = _start("validate", [unit_scale("u-mup")], checkpoints["u-mup"])
+    assert alone["val_loss"] == pytest.approx(whole["val_loss"], rel=1e-5)
+
+
+def test_a_run_by_rules_goes_on(checkpoints: dict[str, Path]) -> None:
+    module, _ = _start("fit", [unit_scale("u-mup")], checkpoints["u-mup"])
+    assert not {"on_load_checkpoint", "on_save_checkpoint"} & set(vars(module))
+
+
+def test_a_lossless_checkpoint_resumed_by_rules_is_said(checkpoints: dict[str, Path]) -> None:
+    expected = r"^method='u-mup': .* trained with method='lossless'; .*; expected .*; to go on"
+    with pytest.warns(UserWarning, match=expected):
+        _start("fit", [unit_scale("u-mup")], checkpoints["lossless"])
+    # An evaluation leaves it as it is.
+    _start("validate", [unit_scale("u-mup")], checkpoints["lossless"])
+
+
+def test_a_lossless_checkpoint_is_plain(checkpoints: dict[str, Path]) -> None:
+    found = torch.load(checkpoints["lossless"], weights_only=True)["state_dict"]
+    assert set(found) == set(Classifier().state_dict())
+    _start("fit", [], checkpoints["lossless"])
+
+
+def test_the_modules_own_hooks_are_called(tmp_path: Path) -> None:
+    class Keeping(Classifier):
+        def on_save_checkpoint(self, checkpoint: Any) -> None:
+            # Such as one that leaves out what is frozen.
+            own = super().state_dict()
+            checkpoint["state_dict"] = {name: checkpoint["state_dict"][name] for name in own}
+            checkpoint["kept"] = 3
+
+        def on_load_checkpoint(self, checkpoint: Any) -> None:
+            self.kept = checkpoint["kept"]
+
+    saved = ModelCheckpoint(tmp_path, "{epoch}")
+    options = {"max_epochs": 1, "max_steps": -1, "enable_checkpointing": True}
+    fit(Keeping(), unit_scale("u-mup"), saved, **options)
+    trainer, module = trainer_with(unit_scale("u-mup"), max_steps=6), Keeping()
+    trainer.fit(module, loader(), loader(8), ckpt_path=tmp_path / "epoch=0.ckpt")
+    assert module.kept == 3
+    with pytest.raises(RuntimeError, match="UnitScaleCallback"):
+        trainer_with(max_steps=6).fit(
+            Classifier(), loader(), loader(8), ckpt_path=tmp_path / "epoch=0.ckpt"
+        )
+
+
+@pytest.mark.parametrize("is_first", [False, True])
+def test_averaged_weights_are_marked_and_the_others_resumed(is_first: bool, tmp_path: Path) -> None:
+    def callbacks() -> list[pl.Callback]:
+        pair = [unit_scale("u-mup"), EMAWeightAveraging(decay=0.9)]
+        return pair if is_first else pair[::-1]
+
+    saved = ModelCheckpoint(tmp_path, "{epoch}")
+    options = {"max_epochs": 1, "max_steps": -1, "enable_checkpointing": True}
+    fit(Classifier(), *callbacks(), saved, **options)
+    path = tmp_path / "epoch=0.ckpt"
+    fit(Classifier(), *callbacks(), max_steps=6, ckpt_path=path)
+    with pytest.raises(RuntimeError, match="UnitScaleCallback"):
+        Classifier.load_from_checkpoint(path)

@@ -1,0 +1,88 @@
+"""``compile``: the graphs of a module run by Inductor, after the passes of other transforms."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_unitscale.dynamo import capture
+from lightning_unitscale.transforms import compile, lossless_unit_scale, track_scales
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.two(torch.relu(self.one(x))).square().mean()
+
+
+@pytest.fixture
+def executed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Executors by which graphs were run; AOTAutograd stands in for Inductor, which is slow."""
+    seen: list[str] = []
+    real = capture.execute_with
+
+    def execute(executor: Any, *args: Any) -> Any:
+        seen.append(executor)
+        return real("aot_eager" if executor == "inductor" else executor, *args)
+
+    monkeypatch.setattr(capture, "execute_with", execute)
+    return seen
+
+
+def gradients(module: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    module.zero_grad()
+    loss = module(x)
+    loss.backward()
+    return [loss.detach(), *(one.grad.clone() for one in module.parameters())]
+
+
+def test_a_copy_is_compiled(executed: list[str]) -> None:
+    net, x = Net(), torch.randn(5, 6)
+    compiled = compile(net)
+    assert executed == []
+    torch.testing.assert_close(gradients(compiled, x), gradients(net, x))
+    assert executed == ["inductor"]
+    assert not set(map(id, net.parameters())) & set(map(id, compiled.parameters()))
+    assert "No graph breaks" in compiled.explain()
+
+
+def test_in_any_order_with_other_transforms(executed: list[str]) -> None:
+    net, x = Net(), torch.randn(5, 6) * 30
+    for module in (
+        compile(track_scales(lossless_unit_scale(net, x))),
+        track_scales(lossless_unit_scale(compile(net), x)),
+        lossless_unit_scale(compile(track_scales(net)), x),
+    ):
+        executed.clear()
+        torch.testing.assert_close(gradients(module, x), gradients(net, x))
+        assert executed == ["inductor"]
+        nodes = {node.meta["tensor_name"]: node for node in module.scales_graph().nodes}
+        assert "one.linear:input" in nodes
+        assert all(node.meta["metrics"].bwd for name, node in nodes.items() if name != "output")
+
+
+def test_a_module_compiled_by_the_user_is_refused() -> None:
+    with pytest.raises(ValueError, match="compiled already"):
+        compile(torch.compile(Net()))
+
+
+@pytest.mark.slow
+def test_inductor_itself() -> None:
+    net, x = Net(), torch.randn(5, 6)
+    compiled = compile(track_scales(net))
+    torch.testing.assert_close(gradients(compiled, x), gradients(net, x))
+    plain = track_scales(net)
+    gradients(plain, x)
+    pairs = zip(plain.scales_graph().nodes, compiled.scales_graph().nodes, strict=True)
+    for node, other in pairs:
+        assert node.name == other.name
+        if node.op != "output":
+            for direction in ("fwd", "bwd"):
+                first, second = (
+                    getattr(one.meta["metrics"], direction).mean_abs for one in (node, other)
+                )
+                assert first == pytest.approx(second, rel=1e-5)

@@ -1,0 +1,79 @@
+"""A rehearsal gets copies of whatever a step may be called with."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_unitscale.capture.rollback import detached_copy
+from lightning_unitscale.rules.transform import unit_scale
+from lightning_unitscale.transforms import lossless_unit_scale, track_scales
+from tests.helpers import assert_same_bits
+
+
+class Marked(Tensor):
+    """A tensor that carries a note, as a medical image does, and has no copy of its own."""
+
+    note: dict[str, Any]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = super().__torch_function__(func, types, args, kwargs or {})
+        if isinstance(result, Marked):
+            known = [one for one in args if isinstance(one, Marked)]
+            result.note = getattr(known[0], "note", {}) if known else {}
+        return result
+
+
+def marked(values: Tensor) -> Marked:
+    result = values.as_subclass(Marked)
+    result.note = {"spacing": 2.0}
+    return result
+
+
+def network() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1))
+
+
+INPUTS = {
+    "computed": lambda: torch.randn(3, 4, requires_grad=True) * 2,
+    "marked": lambda: marked(torch.randn(3, 4)),
+}
+
+
+@pytest.mark.parametrize("name", INPUTS)
+def test_inputs_that_deepcopy_refuses(name: str) -> None:
+    plain, x = network(), INPUTS[name]()
+    with pytest.raises(RuntimeError):
+        copy.deepcopy(x)
+    scaled = lossless_unit_scale(plain, x, depth="all")
+    for module in (scaled, track_scales(plain)):
+        result = module(x)
+        assert type(result) is type(x)
+        assert_same_bits(result.as_subclass(Tensor), plain(x).as_subclass(Tensor))
+    assert len(scaled.gauge()) > 0  # type: ignore[operator]
+    by_rules = unit_scale(plain)
+    by_rules(x).sum().backward()
+    assert "2 by rule" in by_rules.explain()  # type: ignore[operator]
+
+
+def test_what_is_copied() -> None:
+    leaf = torch.ones(2, requires_grad=True)
+    computed = leaf * 2
+    held = SimpleNamespace(inner=[computed])
+    (first, second, third), named = detached_copy(((leaf, {"a": computed}, held), {"b": computed}))
+    copied = named["b"]
+    assert copied is second["a"] is third.inner[0]
+    assert copied is not computed
+    assert copied.is_leaf and copied.requires_grad
+    assert first is not leaf and torch.equal(first, leaf)
+    image = marked(computed.detach())
+    (other,), _ = detached_copy(((image,), {}))
+    assert type(other) is Marked and other.note == image.note and other.note is not image.note

@@ -1,0 +1,310 @@
+"""Lists that a step appends to: it is captured once, and they get what the plain step gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_unitscale.capture.growing_lists import only_appended_to
+from lightning_unitscale.capture.steps import ModuleSteps
+from tests.helpers import assert_same_bits
+
+NUM_CALLS = 5
+
+
+class Base(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 2)
+        self.outputs: list[Any] = []
+        self.others: list[Any] = []
+
+    def forward(self, batch: Tensor) -> Tensor:
+        out: Tensor = self.linear(batch)
+        return out
+
+
+class Appends(Base):
+    def training_step(self, batch: Tensor) -> Tensor:
+        out = self(batch)
+        loss = out.square().mean()
+        self.outputs.append(loss.detach())
+        self.others.extend(out.detach().argmax(-1).unbind())
+        self.outputs.append((out.detach(), len(batch)))
+        return loss
+
+    def on_train_epoch_end(self) -> Tensor:
+        """Looks at the list, but outside of the step."""
+        return torch.stack([one for one in self.outputs if isinstance(one, Tensor)]).mean()
+
+
+class ByHelpers(Base):
+    def training_step(self, batch: Tensor) -> Tensor:
+        return self.keep(self(batch).square().mean())
+
+    def keep(self, loss: Tensor) -> Tensor:
+        self.outputs.append(loss.detach())
+        return _keep_in(self, loss)
+
+
+def _keep_in(module: Base, loss: Tensor) -> Tensor:
+    module.others.append(loss.detach())
+    return loss
+
+
+class ByBase(Appends):
+    """``super()`` mentions the class, whose other methods may look at the list."""
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        loss = super().training_step(batch)
+        self.outputs.append(loss.detach())
+        return loss
+
+    def on_fit_end(self) -> int:
+        return len(self.outputs)
+
+
+class InForward(Base):
+    def forward(self, batch: Tensor) -> Tensor:
+        self.outputs.append(batch.sum())
+        return super().forward(batch)
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        return self(batch).square().mean()
+
+
+class Breaks(Base):
+    """The list is given a number, by code between two graphs."""
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        loss = self(batch).square().mean()
+        self.outputs.append(loss.item())
+        return loss * 2
+
+
+def _batches() -> list[Tensor]:
+    torch.manual_seed(1)
+    return [torch.randn(3, 4) for _ in range(NUM_CALLS)]
+
+
+def _captured(kind: type[Base]) -> tuple[Any, ModuleSteps]:
+    torch.manual_seed(0)
+    module = kind()
+    steps = ModuleSteps(module, ("training_step",))
+    steps.attach("test")
+    return module, steps
+
+
+def _plain(kind: type[Base]) -> Any:
+    torch.manual_seed(0)
+    module: Any = kind()
+    for batch in _batches():
+        module.training_step(batch)
+    return module
+
+
+class MentionsAny(Appends):
+    """A class that refuses ``isinstance``."""
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        return super().training_step(cast(Any, batch))
+
+
+@pytest.mark.parametrize("kind", [Appends, ByHelpers, ByBase, InForward, MentionsAny])
+def test_a_step_that_appends_is_captured_once(kind: type[Base]) -> None:
+    module, steps = _captured(kind)
+    for batch in _batches():
+        module.training_step(batch)
+    expected = _plain(kind)
+    assert len(steps.steps["training_step"].graphs) == 1
+    assert len(module.outputs) >= NUM_CALLS
+    assert_same_bits(module.outputs, expected.outputs)
+    assert_same_bits(module.others, expected.others)
+
+
+def test_numbers_between_graphs() -> None:
+    module, steps = _captured(Breaks)
+    for batch in _batches():
+        module.training_step(batch)
+    assert module.outputs == _plain(Breaks).outputs
+    # One before the number and one after it, the second of which takes it as an input from the
+    # second call on.
+    assert len(steps.steps["training_step"].graphs) == 3
+
+
+def test_a_list_made_anew_between_the_steps() -> None:
+    module, steps = _captured(Appends)
+    for batch in _batches():
+        module.outputs = before = []
+        module.training_step(batch)
+        assert module.outputs is before and len(before) == 2
+    assert len(steps.steps["training_step"].graphs) == 1
+
+
+def test_a_rehearsal_appends_nothing() -> None:
+    module, steps = _captured(Appends)
+    module.outputs.append("before")
+    steps.steps["training_step"].rehearse(lambda graph, inputs: graph.base(*inputs), _batches()[0])
+    assert module.outputs == ["before"] and module.others == []
+
+
+class Fails(Base):
+    def training_step(self, batch: Tensor) -> Tensor:
+        self.outputs.append(batch)
+        if batch.shape[0] == 3:
+            raise KeyError("three")
+        return self(batch).mean()
+
+
+def test_after_an_error_the_lists_are_the_module_s_own() -> None:
+    module, _ = _captured(Fails)
+    with pytest.raises(KeyError, match="three"):
+        module.training_step(torch.ones(3, 4))
+    assert module.outputs == []
+    module.training_step(torch.ones(2, 4))
+    assert len(module.outputs) == 1
+
+
+# Whoever looks at a list in the step has to see what is in it.
+
+
+class Length(Base):
+    def training_step(self, batch: Tensor) -> Tensor:
+        self.outputs.append(batch.mean())
+        return self(batch).mean() * len(self.outputs)
+
+
+class Last(Base):
+    def training_step(self, batch: Tensor) -> Tensor:
+        self.outputs.append(batch.mean())
+        return self(batch).mean() * self.last
+
+    @property
+    def last(self) -> Tensor:
+        last: Tensor = self.outputs[-1]
+        return last
+
+
+class ByName(Base):
+    def training_step(self, batch: Tensor) -> Tensor:
+        self.outputs.append(batch.mean())
+        return self(batch).mean() * len(getattr(self, "outputs"))  # noqa: B009
+
+
+class ByFunction(Base):
+    def training_step(self, batch: Tensor) -> Tensor:
+        self.outputs.append(batch.mean())
+        return self(batch).mean() * _number(self)
+
+
+def _number(module: Base) -> int:
+    return len(module.outputs)
+
+
+def _number_elsewhere(module: Base) -> int:
+    return len(module.outputs)
+
+
+# Of another package of the user's.
+_number_elsewhere.__module__ = "somewhere.else"
+
+
+class ByFunctionElsewhere(Base):
+    def training_step(self, batch: Tensor) -> Tensor:
+        self.outputs.append(batch.mean())
+        return self(batch).mean() * _number_elsewhere(self)
+
+
+class Held:
+    def number(self, module: Base) -> int:
+        return len(module.outputs)
+
+
+class ByHelper(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = Held()
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        self.outputs.append(batch.mean())
+        return self(batch).mean() * self.held.number(self)
+
+
+class Inner(nn.Module):
+    def __init__(self, outer: nn.Module) -> None:
+        super().__init__()
+        # In a list, so that it is no submodule.
+        self.outer = [outer]
+
+    def forward(self, out: Tensor) -> Tensor:
+        outer: Any = self.outer[0]
+        return out * len(outer.outputs)
+
+
+class BySubmodule(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Inner(self)
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        self.outputs.append(batch.mean())
+        out: Tensor = self.inner(self(batch)).mean()
+        return out
+
+
+class InPlace(Base):
+    def training_step(self, batch: Tensor) -> Tensor:
+        self.outputs += [batch.mean()]
+        return self(batch).mean()
+
+
+class Alias(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.same = self.outputs
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        self.outputs.append(batch.mean())
+        return self(batch).mean() * len(self.same)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [Length, Last, ByName, ByFunction, ByFunctionElsewhere, ByHelper, BySubmodule, InPlace, Alias],
+)
+def test_a_list_that_the_step_looks_at(kind: type[Base]) -> None:
+    module, _ = _captured(kind)
+    found = [module.training_step(batch) for batch in _batches()]
+    torch.manual_seed(0)
+    plain: Any = kind()
+    expected = [plain.training_step(batch) for batch in _batches()]
+    assert_same_bits(found, expected)
+    assert_same_bits(module.outputs, plain.outputs)
+
+
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [
+        (Appends, {"outputs", "others"}),
+        (ByHelpers, {"outputs", "others"}),
+        (ByBase, {"outputs", "others"}),
+        (InForward, {"outputs"}),
+        (Base, set()),
+        *((one, set()) for one in (Length, Last, ByName, ByFunction, ByFunctionElsewhere)),
+        *((one, set()) for one in (ByHelper, BySubmodule, InPlace)),
+    ],
+)
+def test_what_is_only_appended_to(kind: type[Base], names: set[str]) -> None:
+    module: Any = kind()
+    step: Callable[..., Any] = getattr(module, "training_step", module.forward)
+    assert only_appended_to(module, step, {"outputs", "others", "training"}) == names
+
+
+def test_where_the_step_runs_optimizers_any_hook_may_look() -> None:
+    module: Any = Appends()
+    module.automatic_optimization = False
+    assert only_appended_to(module, module.training_step, {"outputs"}) == set()

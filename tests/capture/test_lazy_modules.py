@@ -1,0 +1,65 @@
+"""Modules that their first call gives shapes, under whatever rehearses that call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from lightning_unitscale.capture.rollback import restoring
+from lightning_unitscale.rules.transform import unit_scale
+from lightning_unitscale.transforms import lossless_unit_scale, simulate_fp8
+
+
+class Lazy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.LazyLinear(5)
+        self.outer = nn.LazyLinear(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outer(self.inner(x).relu()).square().mean()
+
+
+X = torch.randn(6, 4)
+
+
+def test_a_rehearsal_leaves_a_lazy_module_waiting() -> None:
+    module = Lazy()
+    module.norm = nn.LazyBatchNorm1d()
+    kinds = [type(one) for one in module.modules()]
+    with restoring(module):
+        module.norm(module.inner(X))
+        assert not any(map(is_lazy, (*module.inner.parameters(), *module.norm.buffers())))
+    assert all(map(is_lazy, (*module.parameters(), module.norm.running_mean)))
+    assert [type(one) for one in module.modules()] == kinds
+    torch.manual_seed(1)
+    expected = Lazy()(X)
+    torch.manual_seed(1)
+    assert torch.equal(module(X), expected)
+    assert type(module.inner) is nn.Linear
+
+
+@pytest.mark.parametrize("depth", ["products", "all"])
+def test_units_of_a_lazy_module(depth: Any) -> None:
+    scaled = lossless_unit_scale(Lazy(), X, depth=depth)
+    torch.manual_seed(1)
+    expected = Lazy()(X)
+    torch.manual_seed(1)
+    assert torch.equal(scaled(X), expected)
+    assert "2 products" in scaled.explain()  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("transform", [unit_scale, simulate_fp8])
+def test_a_lazy_module_that_computes_something_else(
+    transform: Callable[[nn.Module], nn.Module],
+) -> None:
+    changed = transform(Lazy())
+    for _ in range(2):
+        changed(X).backward()
+    assert not any(map(is_lazy, changed.parameters()))
+    assert all(one.grad is not None for one in changed.parameters())

@@ -1,0 +1,163 @@
+"""Who is told that a step is being compiled: torch itself, and nobody else."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lightning_unitscale
+from lightning_unitscale.capture.export import export_forward
+from lightning_unitscale.dynamo import eager_algorithms as plain_algorithm
+from lightning_unitscale.transforms import lossless_unit_scale, track_scales
+from tests.helpers import assert_same_bits, run
+
+
+class Asks(nn.Module):
+    """Takes another algorithm if it is told so."""
+
+    def __init__(self, question: Callable[[], bool]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.question = question
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.linear(x)
+        return (h * 7 if self.question() else h).sum()
+
+
+def _by_a_helper() -> bool:
+    return torch.compiler.is_compiling()
+
+
+def _question_of(file: Path) -> Callable[[], bool]:
+    """A function that asks, and says that it was written in ``file``."""
+    names: dict[str, Any] = {"torch": torch}
+    exec(compile("def asks():\n    return torch.compiler.is_compiling()", file, "exec"), names)
+    question: Callable[[], bool] = names["asks"]
+    return question
+
+
+QUESTIONS: dict[str, Callable[[], bool]] = {
+    "compiler": torch.compiler.is_compiling,
+    "dynamo": torch._dynamo.is_compiling,
+    "is_dynamo_compiling": torch.compiler.is_dynamo_compiling,
+    "partial": functools.partial(torch.compiler.is_compiling),
+    "helper": _by_a_helper,
+    "similar": _question_of(Path(f"{torch.__path__[0]}library", "code.py")),
+}
+
+
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_users_and_libraries_are_told_that_nobody_compiles(name: str) -> None:
+    module = Asks(QUESTIONS[name])
+    x = torch.randn(2, 3)
+    tracked = track_scales(module)
+    assert_same_bits(run(tracked, x), run(module, x))
+    assert "No graph breaks" in tracked.explain()  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("package", [torch, lightning_unitscale])
+def test_torch_itself_and_this_package_are_told_the_truth(package: Any) -> None:
+    module = Asks(_question_of(Path(package.__path__[0], "code.py")))
+    x = torch.randn(2, 3)
+    torch.testing.assert_close(track_scales(module)(x), module(x) * 7)
+
+
+class Unsupported(nn.Module):
+    """Runs, unless somebody compiles, what Dynamo fails on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.linear(x)
+        if not torch.compiler.is_compiling():
+            h = _fails_without_numbers(h)
+        return (h * self.weight * 2).sum()
+
+
+def _fails_without_numbers(h: Tensor) -> Tensor:
+    assert not isinstance(h, torch._subclasses.FakeTensor)
+    return h
+
+
+torch.compiler.allow_in_graph(_fails_without_numbers)
+
+
+def test_code_that_dynamo_would_fail_on_is_told_the_truth(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    module = Unsupported()
+    x = torch.randn(2, 3)
+    tracked = track_scales(module)
+    assert_same_bits(run(tracked, x), run(module, x))
+    assert "No graph breaks" in tracked.explain()  # type: ignore[operator]
+    assert not [one for one in caplog.records if one.levelno >= logging.WARNING]
+
+
+class KeepsInAContextVariable(nn.Module):
+    """Has another way for compilers, which cannot trace that of a plain call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.kept: ContextVar[int] = ContextVar("kept")
+        self.asks_in_vain = Asks(torch.compiler.is_compiling)
+
+    def forward(self, x: Tensor) -> Tensor:
+        other = self.asks_in_vain(x)
+        if not _by_a_helper():
+            self.kept.set(1)
+        return other + self.linear(x).sum()
+
+
+def test_one_graph_tells_the_truth_only_to_code_that_dynamo_would_fail_on() -> None:
+    module = KeepsInAContextVariable()
+    x = torch.randn(2, 3)
+    told = set(plain_algorithm._told_yes)
+    exported = export_forward(module, (x,), {}, plain=True)
+    assert torch.equal(exported(x), module(x))
+    assert told == plain_algorithm._told_yes
+
+
+def test_one_graph_that_cannot_be_captured_says_why() -> None:
+    class Breaks(Asks):
+        def forward(self, x: Tensor) -> Tensor:
+            total = super().forward(x)
+            torch._dynamo.graph_break()
+            return total
+
+    told = set(plain_algorithm._told_yes)
+    with pytest.raises(RuntimeError, match="module=Breaks: its forward cannot be captured"):
+        export_forward(Breaks(_by_a_helper), (torch.randn(2, 3),), {}, plain=True)
+    assert told == plain_algorithm._told_yes
+
+
+class Marks(nn.Module):
+    """Marks a tensor as caches of Transformers do, unless it is told that it is compiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        states = torch.zeros_like(x)
+        if not torch.compiler.is_compiling():
+            torch._dynamo.mark_static_address(states)
+        return self.linear(x + states).square().sum()
+
+
+def test_what_dynamo_does_not_trace_breaks_the_graph() -> None:
+    module, x = Marks(), torch.randn(4, 3)
+    scaled = lossless_unit_scale(module, x, depth="all")
+    assert_same_bits(run(scaled, x), run(module, x))

@@ -1,0 +1,65 @@
+"""Inputs that take part in every operation: followed, or refused in so many words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_unitscale.dynamo.breaks import not_followed
+from lightning_unitscale.rules.transform import unit_scale
+from lightning_unitscale.transforms import track_scales
+from tests.helpers import same_bits
+
+
+class Followed(Tensor):
+    """Does what a tensor does, in a function of its own."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+class Broken(Followed):
+    """Does so in a way that Dynamo does not capture."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        torch._dynamo.graph_break()
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+X = torch.randn(2, 3)
+
+
+def test_which_classes_are_not_followed() -> None:
+    followed, broken = X.as_subclass(Followed), X.as_subclass(Broken)
+    usual = {"a": [X, followed, nn.Parameter(X), torch.tensor(1.0).as_subclass(Followed), None]}
+    assert not_followed(usual) is None
+    assert not_followed((usual, [broken])) == "Broken"
+
+
+def test_a_step_on_such_inputs_runs_as_it_is_and_says_so() -> None:
+    module = nn.Sequential(nn.Linear(3, 3), nn.ReLU())
+    tracked = track_scales(module)
+    with pytest.warns(UserWarning, match="called with a Broken, whose operations") as caught:
+        for _ in range(2):
+            result = tracked(X.as_subclass(Broken))
+            assert type(result) is Broken
+            assert same_bits(result.as_subclass(Tensor), module(X))
+    assert len(caught) == 1
+    # Plain tensors are captured afterwards.
+    tracked(X)
+    assert "tensors tracked" in tracked.explain()  # type: ignore[operator]
+
+
+def test_rules_refuse_such_inputs() -> None:
+    scaled = unit_scale(nn.Sequential(nn.Linear(3, 3), nn.ReLU()))
+    with pytest.raises(RuntimeError, match=r"^Sequential\.forward is unit-scaled by rules and"):
+        scaled(X.as_subclass(Broken))

@@ -1,0 +1,97 @@
+"""What a step writes through another name of a tensor stays written, under every transform."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_unitscale.rules.transform import unit_scale
+from lightning_unitscale.transforms import lossless_unit_scale, track_scales
+from tests.helpers import assert_same_bits, run
+
+X = torch.randn(6, 4, generator=torch.Generator().manual_seed(5))
+
+
+class Teacher(nn.Module):
+    """Averages its weights, as a teacher does, and the codes that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student = nn.Linear(4, 4)
+        self.teacher = copy.deepcopy(self.student).requires_grad_(False)
+        self.register_buffer("codes", torch.ones(4))
+        self.codes: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.student(x)
+        for mean, one in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+            mean.data.mul_(0.5).add_(one.data, alpha=0.5)
+        self.codes.data.mul_(0.25).add_(h.detach().mean(0))
+        return (h - self.teacher(x)).square().mean()
+
+
+class Clipped(nn.Module):
+    """Clips its weights, as a critic does, and doubles an activation behind autograd's back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.critic = nn.Linear(4, 4)
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for one in self.critic.parameters():
+            one.data.clamp_(-0.1, 0.1)
+        h = self.critic(x)
+        h.data[:, 0].mul_(2)
+        seen = (h * 3).detach()
+        seen.numpy()[:] *= 2
+        torch._foreach_mul_([seen], 2.0)
+        return (h.tanh() * seen).mean()
+
+
+class Normalized(nn.Module):
+    """Divides one of several results in place, by a tensor that has units of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        values, _ = torch.topk((self.linear(x) * 300).sigmoid(), 2)
+        values /= values.sum(-1, keepdim=True) * 50
+        return values.square().sum()
+
+
+KINDS = [Teacher, Clipped, Normalized]
+LOSSLESS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "all": lambda module: lossless_unit_scale(module, X, depth="all"),
+    "tracked": track_scales,
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", LOSSLESS)
+def test_writes_through_data(kind: type[nn.Module], name: str) -> None:
+    torch.manual_seed(0)
+    plain = kind()
+    rewritten = LOSSLESS[name](copy.deepcopy(plain))
+    for _ in range(2):
+        assert_same_bits(run(rewritten, X), run(plain, X))
+        assert_same_bits(dict(rewritten.named_parameters()), dict(plain.named_parameters()))
+
+
+def test_a_teacher_under_rules() -> None:
+    torch.manual_seed(0)
+    scaled = unit_scale(Teacher())
+    student, teacher = (dict(one.named_parameters()) for one in (scaled.student, scaled.teacher))
+    before = {name: one.detach().clone() for name, one in teacher.items()}
+    scaled(X).backward()
+    for name, mean in teacher.items():
+        expected = before[name] * 0.5 + student[name].detach() * 0.5
+        torch.testing.assert_close(mean.detach(), expected)
+    assert not torch.equal(scaled.codes, torch.ones(4))
+    assert not torch.equal(scaled.codes, torch.full((4,), 0.25))

@@ -1,0 +1,186 @@
+"""The gauge is a frozen value, and its factors are a group of powers of two."""
+
+import copy
+import dataclasses
+import json
+import math
+import pickle
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_unitscale.lossless.gauge import (
+    MAX_LOG2_GAMMA,
+    MAX_LOG2_SIGMA,
+    ONE,
+    Factor,
+    FactorTable,
+    Gauge,
+    GaugePair,
+    OfParameter,
+    gamma,
+    nearest_exponent,
+    sigma,
+)
+from lightning_unitscale.lossless.rewrite import LosslessUnitScale
+
+_names = st.sampled_from(["a", "b", "c"])
+_pairs = st.builds(GaugePair, st.integers(-30, 30), st.integers(-60, 60))
+_gauges = st.dictionaries(_names, _pairs).map(Gauge)
+_terms = st.lists(st.tuples(_names, st.integers(-3, 3)), max_size=3)
+_factors = st.builds(
+    lambda sigmas, gammas, constant: math.prod(
+        (
+            *(_power(sigma(name), count) for name, count in sigmas),
+            *(_power(gamma(name), count) for name, count in gammas),
+        ),
+        start=Factor(constant=constant),
+    ),
+    _terms,
+    _terms,
+    st.integers(-5, 5),
+)
+
+
+def _power(factor: Factor, count: int) -> Factor:
+    result = ONE
+    for _ in range(abs(count)):
+        result = result * factor if count > 0 else result / factor
+    return result
+
+
+@pytest.fixture
+def gauge() -> Gauge:
+    return Gauge({"a.linear:weight": GaugePair(-3, 0), "a.linear": GaugePair(2, -17)})
+
+
+def test_a_gauge_is_frozen(gauge: Gauge) -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        gauge.pairs = {}
+    with pytest.raises(TypeError):
+        gauge.pairs["a.linear"] = GaugePair()
+    with pytest.raises(TypeError):
+        gauge["a.linear"] = GaugePair()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        gauge["a.linear"].log2_sigma = 1
+    source = {"x": GaugePair(1, 1)}
+    made = Gauge(source)
+    source["x"] = GaugePair(5, 5)
+    assert made["x"] == GaugePair(1, 1)
+
+
+def test_a_gauge_is_a_mapping_that_compares_by_value(gauge: Gauge) -> None:
+    same = Gauge(dict(reversed(list(gauge.items()))))
+    assert gauge == same
+    assert hash(gauge) == hash(same)
+    assert len({gauge, same}) == 1
+    other = gauge.updated({"a.linear": GaugePair(2, -16)})
+    assert gauge != other
+    assert gauge["a.linear"].log2_gamma == -17
+    assert other["a.linear:weight"] == gauge["a.linear:weight"]
+    assert list(gauge) == ["a.linear:weight", "a.linear"]
+    assert "unknown" not in gauge
+    assert gauge.pair("unknown") == GaugePair(0, 0)
+    with pytest.raises(KeyError):
+        gauge["unknown"]
+
+
+def test_a_gauge_survives_storage(gauge: Gauge) -> None:
+    assert Gauge.from_state(gauge.state()) == gauge
+    assert Gauge.from_state(json.loads(json.dumps(gauge.state()))) == gauge
+    assert pickle.loads(pickle.dumps(gauge)) == gauge
+    assert copy.deepcopy(gauge) == gauge
+    assert copy.copy(gauge) == gauge
+    assert Gauge.from_state({}) == Gauge()
+
+
+def test_a_gauge_prints_as_a_table(gauge: Gauge) -> None:
+    lines = str(gauge).splitlines()
+    assert lines[0].split() == ["tensor", "log2", "sigma", "log2", "gamma"]
+    assert ["a.linear", "2", "-17"] in [line.split() for line in lines]
+
+
+@pytest.mark.parametrize("rms", [0.0, -1.0, math.nan, math.inf, -math.inf])
+def test_what_has_no_scale_gets_units_one(rms: float) -> None:
+    assert nearest_exponent(rms, 30) == 0
+
+
+def test_exponents_are_limited() -> None:
+    assert nearest_exponent(1e300, 30) == 30
+    assert nearest_exponent(5e-324, 30) == -30
+    assert nearest_exponent(2.0**-60, MAX_LOG2_GAMMA) == -60
+
+
+@given(st.floats(2.0**-29, 2.0**29))
+def test_the_nearest_power_leaves_a_value_within_sqrt_two(rms: float) -> None:
+    exponent = nearest_exponent(rms, MAX_LOG2_SIGMA)
+    assert 0.7071067 <= math.ldexp(rms, -exponent) <= 1.4142136
+    distance = abs(math.log2(rms) - exponent)
+    assert all(distance <= abs(math.log2(rms) - other) for other in (exponent - 1, exponent + 1))
+
+
+@settings(max_examples=60)
+@given(_factors, _factors, _factors, _gauges)
+def test_factors_are_an_abelian_group(a: Factor, b: Factor, c: Factor, gauge: Gauge) -> None:
+    assert (a * b).exponent(gauge) == a.exponent(gauge) + b.exponent(gauge)
+    assert a.inverse().exponent(gauge) == -a.exponent(gauge)
+    # Equal factors must compare equal, or one would get two rows and 1 would be multiplied by.
+    assert a * b == b * a
+    assert (a * b) * c == a * (b * c)
+    assert a / a == ONE
+    assert a * ONE == a
+    assert (a / b).inverse() == b / a
+    assert hash(a * b) == hash(b * a)
+
+
+def test_the_exponent_of_a_factor_reads_the_gauge(gauge: Gauge) -> None:
+    factor = sigma("a.linear") * sigma("a.linear") / gamma("a.linear") / sigma("unknown")
+    assert factor.exponent(gauge) == 2 + 2 + 17
+    assert (factor * Factor(constant=-4)).exponent(gauge) == 17
+
+
+def test_a_table_holds_each_factor_once_as_an_exact_normal_number() -> None:
+    gauge = Gauge({"a": GaugePair(MAX_LOG2_SIGMA, MAX_LOG2_GAMMA)})
+    largest = sigma("a") * gamma("a")  # as much as a factor of a product joins
+    table = FactorTable(torch.device("cpu"))
+    rows = [table.row(one) for one in (sigma("a"), largest, sigma("a"), largest.inverse())]
+    assert rows == [0, 1, 0, 2]
+    assert len(table) == 3
+    vector = table.tensor(gauge)
+    assert vector.dtype == torch.float32
+    assert vector.tolist() == [2.0**MAX_LOG2_SIGMA, 2.0**120, 2.0**-120]
+    assert vector.min() >= torch.finfo(torch.float32).tiny
+
+
+def test_a_new_gauge_makes_a_new_tensor() -> None:
+    table = FactorTable(torch.device("cpu"))
+    table.row(sigma("a"))
+    old = table.tensor(Gauge())
+    assert table.tensor(Gauge({"a": GaugePair(3, 0)})).tolist() == [8.0]
+    assert old.tolist() == [1.0]
+
+
+def test_a_parameter_and_a_tensor_of_one_name_have_units_of_their_own() -> None:
+    units = {"linear": GaugePair(3, 4)}
+    gauge = Gauge({"linear": GaugePair(1, 2)}, units)
+    key = OfParameter("linear")
+    assert gauge.pair("linear") == GaugePair(1, 2) and gauge.pair(key) == GaugePair(3, 4)
+    assert sigma(key).exponent(gauge) == 3 and gamma(key).exponent(gauge) == 4
+    assert sigma("linear") / sigma(key) != ONE
+    assert (sigma("linear") / sigma(key)).exponent(gauge) == -2
+    # The mapping, and a checkpoint, are of tensors alone.
+    assert dict(gauge) == {"linear": GaugePair(1, 2)} and gauge.state() == {"linear": (1, 2)}
+    assert gauge.updated({"x": GaugePair(5)}).parameters == units
+    assert gauge != Gauge(gauge.pairs) and pickle.loads(pickle.dumps(gauge)) == gauge
+    assert hash(pickle.loads(pickle.dumps(gauge))) == hash(gauge)
+
+
+def test_each_field_of_a_gauge_is_set_alone() -> None:
+    rewrite = LosslessUnitScale()
+    rewrite.set_parameter_units({"weight": GaugePair(3, 4)})
+    rewrite.set_gauge({"linear": GaugePair(1, 2)})
+    assert rewrite.gauge == Gauge({"linear": GaugePair(1, 2)}, {"weight": GaugePair(3, 4)})
+    rewrite.set_parameter_units({})
+    assert rewrite.gauge == Gauge({"linear": GaugePair(1, 2)})

@@ -1,0 +1,584 @@
+"""Deliberate faults, put into a copy of the package one at a time, and the tests that find each.
+
+    python tests/mutations.py                 every fault
+    python tests/mutations.py gauge bias      those with one of these words in their file or name
+
+The working tree is left alone. A fault that no test finds, or whose text is no longer in its file,
+is an error: a test is missing, or this list has to follow the code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import compileall
+import importlib
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NoReturn
+
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = "lightning_unitscale"
+# What the tests read; neither the environment nor logs.
+COPIED = (
+    PACKAGE,
+    "tests",
+    "examples",
+    "configs",
+    "benchmarks",
+    "pyproject.toml",
+    "constraints.txt",
+)
+TIMEOUT = 300
+# Imported once, for all the processes that are forked from here.
+PRELOADED = ("torch._dynamo", "torch._inductor.compile_fx", "lightning.pytorch", "scipy.sparse")
+
+# The tests of a fault have to pass without it.
+Outcome = Literal["found", "survived", "stale", "tests fail"]
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """A fault.
+
+    Attributes:
+        fault: What is wrong then.
+        file: Where, below the package.
+        text: What stands there; occurs once.
+        replacement: What is put in its place.
+        tests: Arguments of pytest, below ``tests``: files or tests, one of which must fail.
+    """
+
+    fault: str
+    file: str
+    text: str
+    replacement: str
+    tests: str
+
+
+MUTATIONS = (
+    # Units and the gauge.
+    Mutation(
+        "gradient units enter factors with the wrong sign",
+        "lossless/gauge.py",
+        "+ sum(c * gauge.pair(key).log2_gamma",
+        "- sum(c * gauge.pair(key).log2_gamma",
+        "lossless/test_gauge.py",
+    ),
+    Mutation(
+        "units are rounded down, not to the nearest power of two",
+        "lossless/gauge.py",
+        "round(math.log2(rms))",
+        "math.floor(math.log2(rms))",
+        "lossless/test_gauge.py",
+    ),
+    Mutation(
+        "a graph keeps the factors of the gauge before",
+        "lossless/gauge.py",
+        "if self._last is None or self._last[0] is not gauge:",
+        "if self._last is None:",
+        "lossless/test_gauge.py",
+    ),
+    Mutation(
+        "a bias is added without its units",
+        "lossless/plan.py",
+        "forward=units.sigma(addend.node) / common,",
+        "forward=units.sigma(addend.node),",
+        "lossless/test_plan_products.py",
+    ),
+    Mutation(
+        "an operand's gradient is not divided by its unit",
+        "lossless/plan.py",
+        "backward=arriving * common / own[operand.role] / units.gamma(operand.node),",
+        "backward=arriving * common / units.gamma(operand.node),",
+        "lossless/test_plan_products.py",
+    ),
+    Mutation(
+        "the temperature of attention takes its units the wrong way",
+        "lossless/plan.py",
+        "math.ldexp(logit_scale, exponent)",
+        "math.ldexp(logit_scale, -exponent)",
+        "lossless/test_plan_products.py",
+    ),
+    # The dispatcher.
+    Mutation(
+        "the gradients of a convolution's input and weight change units",
+        "dispatch/products.py",
+        """((1, 0, 1), (1, 1, 0), (1, 0, 0)),
+        _word("convolution", "input", "weight"),""",
+        """((1, 1, 0), (1, 0, 1), (1, 0, 0)),
+        _word("convolution", "input", "weight"),""",
+        "conformance/test_conformance.py -k layers-conv2d-both",
+    ),
+    Mutation(
+        "the query's gradient is not divided by the query's unit",
+        "dispatch/products.py",
+        "((1, -1, 0, 1), (1, 0, -1, 1)",
+        "((1, 0, 0, 1), (1, 0, -1, 1)",
+        "conformance/test_conformance.py -k layers-attention_plain-both",
+    ),
+    Mutation(
+        "an addend is multiplied by the units of its product",
+        "dispatch/execute.py",
+        "args[position] = scaled_copy(args[position], -common)",
+        "args[position] = scaled_copy(args[position], common)",
+        "conformance/test_conformance.py -k layers-conv2d-both",
+    ),
+    Mutation(
+        "the RMS is the norm",
+        "dispatch/tensors.py",
+        "torch.linalg.vector_norm(magnitudes, dtype=torch.float64) / tensor.numel() ** 0.5",
+        "torch.linalg.vector_norm(magnitudes, dtype=torch.float64)",
+        "dispatch/test_pieces.py",
+    ),
+    Mutation(
+        "sums that overflow on their way run in units",
+        "dispatch/units.py",
+        "too_large = -limit - _LOG2_TERMS",
+        "too_large = -limit",
+        "dispatch/test_pieces.py",
+    ),
+    Mutation(
+        "a graph that is compiled leaves its addends in true units",
+        "dispatch/aot_pass.py",
+        "args[position] = self._scaled(args[position], addend)",
+        "args[position] = args[position]",
+        "dispatch/test_aot_pass.py -k submodule",
+    ),
+    Mutation(
+        "coverage counts plain products as in units",
+        "dispatch/coverage.py",
+        'if count.kind in ("units", "format"))',
+        'if count.kind in ("units", "format", "plain"))',
+        "dispatch/test_pieces.py",
+    ),
+    Mutation(
+        "the gauge is not saved",
+        "callbacks/product_units.py",
+        'state: dict[str, Any] = {"gauge": gauge,',
+        'state: dict[str, Any] = {"gauge": {},',
+        "callbacks/test_resume.py -k what_was_loaded",
+    ),
+    Mutation(
+        "the gauge is not restored",
+        "callbacks/product_units.py",
+        'restore(Gauge.from_state(state["gauge"]), state["plain"])',
+        'restore(Gauge(), state["plain"])',
+        "callbacks/test_resume.py -k what_was_loaded",
+    ),
+    Mutation(
+        "products that have to run plain are not restored",
+        "callbacks/product_units.py",
+        """restore(Gauge.from_state(state["gauge"]), state["plain"])""",
+        """restore(Gauge.from_state(state["gauge"]), {})""",
+        "callbacks/test_resume.py -k what_was_loaded",
+    ),
+    Mutation(
+        "a look forgets what the other ranks have measured",
+        "callbacks/product_units.py",
+        "        (outside,) = joint_rms(measurement.outside)\n",
+        "        outside = dict(measurement.outside)\n",
+        "distributed/test_ddp.py",
+    ),
+    # Graphs: memory and the order of gradients.
+    Mutation(
+        "whether a result has memory of its own is answered the wrong way",
+        "graph/aliasing.py",
+        "and not _effects(node).views",
+        "and bool(_effects(node).views)",
+        "graph/test_aliasing.py",
+    ),
+    Mutation(
+        "what reads a view of a tensor that is written into is not seen",
+        "graph/aliasing.py",
+        "return {node for node, root in roots.items() if root in mutated}",
+        "return {node for node in roots if node in mutated}",
+        "graph/test_aliasing.py",
+    ),
+    Mutation(
+        "a tensor is written out of place although a view of it is read later",
+        "graph/functionalize.py",
+        "return owns_result(node) and not any(looks_into(user, node) for user in earlier)",
+        "return owns_result(node)",
+        "graph/test_functionalize.py",
+    ),
+    Mutation(
+        "gradients of one tensor arrive in the other order",
+        "graph/grad_order.py",
+        "key=lambda path: min(arrivals[path], default=(0, 0))",
+        "key=lambda path: min(arrivals[path], default=(0, 0)), reverse=True",
+        "graph/test_grad_order.py",
+    ),
+    # What is measured.
+    Mutation(
+        "a tap hands on another gradient",
+        "graph/recorder.py",
+        "return grad_output, ctx.on_gradient(grad_output), None, None",
+        "return grad_output * 2, ctx.on_gradient(grad_output), None, None",
+        "tracking/test_probes.py",
+    ),
+    Mutation(
+        "NaN are not counted",
+        "scales/statistics.py",
+        "tensor.numel() - num_finite - infs,",
+        "0 * num_finite,",
+        "scales/test_statistics.py -k nonfinite",
+    ),
+    Mutation(
+        "the last element is not summed",
+        "scales/statistics.py",
+        "        exact.sum(),\n",
+        "        exact.reshape(-1)[:-1].sum(),\n",
+        "scales/test_statistics.py",
+    ),
+    Mutation(
+        "exponents are one bin off",
+        "scales/statistics.py",
+        "bins = exponent.clamp(MIN_EXPONENT, MAX_EXPONENT) - MIN_EXPONENT",
+        "bins = (exponent + 1).clamp(MIN_EXPONENT, MAX_EXPONENT) - MIN_EXPONENT",
+        "scales/test_statistics.py",
+    ),
+    Mutation(
+        "of all ranks' extremes the first rank's are taken",
+        "scales/reduce.py",
+        "by_rank[..., 0].amax(0)",
+        "by_rank[0, :, 0]",
+        "scales/test_snapshot.py",
+    ),
+    Mutation(
+        "gradients are shown in the units of values",
+        "scales/snapshot.py",
+        'return self.log2_sigma if direction == "forward" else self.log2_gamma',
+        "return self.log2_sigma",
+        "scales/test_snapshot.py",
+    ),
+    Mutation(
+        "a thinned history drops the last step",
+        "tensorboard/history.py",
+        "np.linspace(number - 1, 0, min(number, most))",
+        "np.linspace(max(number - 2, 0), 0, min(number, most))",
+        "tensorboard/test_plugin.py -k last_step",
+    ),
+    Mutation(
+        "an alert is told in every step that it lasts",
+        "callbacks/alerts.py",
+        "return self._key(alert) not in self._told",
+        "return True",
+        "callbacks/test_alerts.py",
+    ),
+    Mutation(
+        "a trend is seen where values jump",
+        "scales/trends.py",
+        "rising &= np.diff(values, axis=0).max(axis=0) < _LARGEST_JUMP * rise",
+        "pass",
+        "scales/test_trends.py",
+    ),
+    Mutation(
+        "a trend goes on over new units",
+        "scales/trends.py",
+        "judged = judged & (units == units[-1]).all(axis=0)",
+        "pass",
+        "scales/test_trends.py",
+    ),
+    Mutation(
+        "weights by rules are saved without a word of it",
+        "callbacks/checkpoints.py",
+        "mark_saved(checkpoint)",
+        "pass",
+        "callbacks/test_checkpoints.py",
+    ),
+    # Number formats.
+    Mutation(
+        "rounding goes toward zero",
+        "quantize.py",
+        "multiples.round_() if key is None",
+        "multiples.trunc_() if key is None",
+        "test_quantize.py",
+    ),
+    Mutation(
+        "E4M3 without infinities has one number too many",
+        "formats.py",
+        "lost = 2 if",
+        "lost = 1 if",
+        "test_formats.py",
+    ),
+    Mutation(
+        "the scale of FP8 operands is not divided out",
+        "functional/low_precision.py",
+        "of_result = (of_input * of_weight).reciprocal()",
+        "of_result = of_input.new_ones(())",
+        "functional/test_fp8_linear.py",
+    ),
+    Mutation(
+        "the gradient of an FP8 weight keeps the input's moved numbers",
+        "functional/low_precision.py",
+        "of_grad_weight / (gradient * input),",
+        "of_grad_weight / gradient,",
+        "functional/test_fp8_linear.py",
+    ),
+    # Rules.
+    Mutation(
+        "factors are one over the mean square",
+        "functional/rules.py",
+        "mean_square**-0.5 if",
+        "mean_square**-1.0 if",
+        "functional/test_rules.py",
+    ),
+    Mutation(
+        "a product is scaled by its rows, not by its inner dimension",
+        "functional/matmul.py",
+        """        inner = shape_of(a)[-1]
+        return _contraction(""",
+        """        inner = shape_of(a)[0]
+        return _contraction(""",
+        "functional/test_rules.py",
+    ),
+    Mutation(
+        "the weight of a residual branch is not delayed: it reaches into the branch",
+        "functional/arithmetic.py",
+        "return scale_bwd(input, branch_weight), scale_bwd(input, skip_weight)",
+        "return scale_fwd(input, branch_weight), scale_bwd(input, skip_weight)",
+        "functional/test_residual.py",
+    ),
+    Mutation(
+        "all residual branches weigh the same",
+        "rules/residuals.py",
+        "before[residual.stream] += own**2  # type: ignore[assignment]",
+        "pass",
+        "rules/test_residuals.py",
+    ),
+    Mutation(
+        "weights learn at 1 / width",
+        "optim/learning_rates.py",
+        "float(_positive(info, _SIZES[info.role]) ** -0.5)",
+        "float(_positive(info, _SIZES[info.role]) ** -1.0)",
+        "optim/test_learning_rates.py",
+    ),
+    Mutation(
+        "the factor of a learning rate is dropped",
+        "optim/scaled_step.py",
+        'settings["lr"] = group["lr"] * factors.lr',
+        'settings["lr"] = group["lr"]',
+        "optim/test_scaled_step.py",
+    ),
+    Mutation(
+        "a decay that is independent of the rate follows its schedule",
+        "optim/scaled_step.py",
+        "            decay /= peak_rate\n",
+        "            pass\n",
+        "optim/test_scaled_step_training.py -k independent_decay",
+    ),
+    Mutation(
+        "gradients of accumulated batches are scaled the wrong way",
+        "rules/weights.py",
+        "math.sqrt(num_accumulated / num_replicas)",
+        "math.sqrt(num_replicas / num_accumulated)",
+        "rules/test_weights.py",
+    ),
+    # Rematerialization and the profiler.
+    Mutation(
+        "a plan may be over its budget",
+        "remat/planner.py",
+        "fitting = [plan for plan in self.candidates if plan.peak_bytes <= limit]",
+        "fitting = [plan for plan in self.candidates]",
+        "remat/test_planner.py",
+    ),
+    Mutation(
+        "the simulated forward pass frees storages before their last reader has run",
+        "remat/schedule.py",
+        "np.add.at(changes, last[freed] + 1, -sizes[freed])",
+        "np.add.at(changes, last[freed], -sizes[freed])",
+        "remat/test_planner.py remat/test_partitioner.py",
+    ),
+    Mutation(
+        "the cut does not ask how large a value is",
+        "remat/min_cut.py",
+        "weights[bounded] = seconds_per_byte * size[bounded]",
+        "weights[bounded] = seconds_per_byte",
+        "remat/test_min_cut.py",
+    ),
+    Mutation(
+        "dropout that runs again draws anew",
+        "remat/partitioner.py",
+        "replays = True\n",
+        "pass\n",
+        "remat/test_partitioner.py",
+    ),
+    Mutation(
+        "views that are saved count as storages",
+        "remat/problem.py",
+        "kept[self.base[saved]] = True",
+        "kept[saved] = True",
+        "remat/test_planner.py -k saved_view",
+    ),
+    Mutation(
+        "a kernel's own memory is left out of the peak",
+        "profiler/record.py",
+        "workspace = operator.costs.workspace_bytes",
+        "workspace = 0",
+        "profiler/test_liveness.py",
+    ),
+    # Pipelines.
+    Mutation(
+        "a stage receives its tensors in another order than they are sent",
+        "pipeline/dataflow.py",
+        "            nodes.sort(key=order.__getitem__)",
+        "            nodes.sort(key=order.__getitem__, reverse=nodes is stage_reads.received)",
+        "pipeline/test_pipe.py",
+    ),
+    Mutation(
+        "gradients of a parameter that several ranks have are not added",
+        "pipeline/runner.py",
+        "                    total += part\n",
+        "                    pass\n",
+        "pipeline/test_engine.py",
+    ),
+    Mutation(
+        "stages of 1F1B begin with as many passes as there are stages before them",
+        "pipeline/schedules.py",
+        "ahead = min(num_microbatches, num_stages - stage)",
+        "ahead = min(num_microbatches, stage + 1)",
+        "pipeline/test_search.py pipeline/test_schedules.py",
+    ),
+    Mutation(
+        "a cut may lie between the first and the last write into a tensor",
+        "pipeline/cuts.py",
+        "if start < position <= end:",
+        "if start < position < end:",
+        "pipeline/test_pipe.py",
+    ),
+    Mutation(
+        "the balance of stages forgets what is sent",
+        "pipeline/search.py",
+        "seconds = others * slow + total + 2 * sent",
+        "seconds = others * slow + total",
+        "pipeline/test_search.py",
+    ),
+    Mutation(
+        "the norm over all ranks is the sum of their norms",
+        "strategies/ownership.py",
+        "square = norms.float().square().sum()",
+        "square = norms.float().sum().square()",
+        "strategies/test_ownership.py",
+    ),
+)
+
+
+def occurrences(root: Path, mutation: Mutation) -> int:
+    """How often the text of a fault stands in its file."""
+    path = root / PACKAGE / mutation.file
+    return path.read_text().count(mutation.text) if path.is_file() else 0
+
+
+def pytest_arguments(tests: str) -> list[str]:
+    """The arguments of pytest for the tests of a fault."""
+    files, _, expression = tests.partition(" -k ")
+    arguments = [str(Path("tests") / name) for name in files.split()]
+    return [*arguments, "-k", expression] if expression else arguments
+
+
+def run_tests(root: Path, arguments: Sequence[str]) -> int:
+    """The exit status of pytest, which runs in a copy of the checkout; 1 if it takes too long."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch has threads, which wait
+        child = os.fork()
+    if not child:
+        run_in_child(root, arguments)
+    deadline = time.monotonic() + TIMEOUT
+    while time.monotonic() < deadline:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.02)
+    os.killpg(child, signal.SIGKILL)  # and the processes that it has started
+    os.waitpid(child, 0)
+    return 1
+
+
+def run_in_child(root: Path, arguments: Sequence[str]) -> NoReturn:
+    """Run pytest with the package of the copy, which this process has not imported yet."""
+    os.setsid()
+    os.chdir(root)
+    sys.path[:0] = [str(root)]
+    os.environ["PYTHONPATH"] = str(root)
+    sys.dont_write_bytecode = True
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for descriptor in (1, 2):
+        os.dup2(nowhere, descriptor)
+    options = ["-x", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
+    status = 4
+    try:
+        status = int(pytest.main([*options, *arguments]))
+    finally:
+        os._exit(status)
+
+
+def try_mutation(root: Path, mutation: Mutation) -> Outcome:
+    """Put a fault into a copy of the checkout, run its tests, and take it out again."""
+    if occurrences(root, mutation) != 1:
+        return "stale"
+    path = root / PACKAGE / mutation.file
+    text = path.read_text()
+    path.write_text(text.replace(mutation.text, mutation.replacement))
+    try:
+        status = run_tests(root, pytest_arguments(mutation.tests))
+    finally:
+        path.write_text(text)
+    return "survived" if status == 0 else "found"
+
+
+def copy_checkout(target: Path) -> None:
+    """Copy what the tests need, with the bytecode of all files but the one that has a fault."""
+    for name in COPIED:
+        source = ROOT / name
+        if source.is_dir():
+            shutil.copytree(source, target / name)
+        elif source.exists():
+            shutil.copy2(source, target / name)
+    compileall.compile_dir(target, quiet=2)
+
+
+def main() -> int:
+    """Try the faults, print a table, and return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("words", nargs="*", help="faults with one of these in file or name")
+    words = [word.lower() for word in parser.parse_args().words]
+    chosen = [
+        mutation
+        for mutation in MUTATIONS
+        if not words or any(word in f"{mutation.file} {mutation.fault}".lower() for word in words)
+    ]
+    for module in PRELOADED:
+        importlib.import_module(module)
+    outcomes: list[Outcome] = []
+    with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
+        root = Path(folder)
+        copy_checkout(root)
+        passing: dict[str, bool] = {}
+        for mutation in chosen:
+            if mutation.tests not in passing:
+                # Tests that fail without a fault would find every one of them.
+                status = run_tests(root, pytest_arguments(mutation.tests))
+                passing[mutation.tests] = status == 0
+            began = time.monotonic()
+            outcome = try_mutation(root, mutation) if passing[mutation.tests] else "tests fail"
+            outcomes.append(outcome)
+            seconds = f"{time.monotonic() - began:5.1f} s"
+            print(f"{outcome:12} {seconds}  {mutation.file}: {mutation.fault}", flush=True)
+    print(f"{outcomes.count('found')} of {len(chosen)} faults found")
+    return int(any(outcome != "found" for outcome in outcomes))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

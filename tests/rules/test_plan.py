@@ -1,0 +1,100 @@
+"""Plans are plain data: they go into a checkpoint and come back equal."""
+
+import io
+import json
+
+import pytest
+import torch
+
+from lightning_unitscale.optim.learning_rates import ParameterInfo, Role
+from lightning_unitscale.rules.plan import Argument, Decision, ParameterPlan, RulePlan, key
+from lightning_unitscale.rules.transform import unit_scale
+from tests.rules.models import GPT, tokens
+from tests.rules.oracle import plan_of
+
+PLAN = RulePlan(
+    {
+        "forward:a": Decision("linear", ("", "w"), "rule", "why", 0.25, (Argument((0,), 2.0),)),
+        "forward:b": Decision("sdpa", ("", "", ""), "rule", "why", kwargs=(("scale", 0.125),)),
+        "validation:a": Decision(
+            "add", ("", ""), "residual", "r", arguments=(Argument(("other", 1), 0.5),)
+        ),
+    },
+    {
+        "w": ParameterPlan(
+            ParameterInfo("w", Role.HIDDEN, 8, 4, 8, num_residuals=6, sigma=0.02, is_tied=True),
+            "scaled",
+            "every use",
+        )
+    },
+    {"v": "not read"},
+)
+
+
+@pytest.mark.parametrize("way", ["json", "torch"])
+def test_state_round_trip_in_plain_types(way: str) -> None:
+    if way == "json":
+        state = json.loads(json.dumps(PLAN.state()))
+    else:
+        file = io.BytesIO()
+        torch.save(PLAN.state(), file)
+        file.seek(0)
+        state = torch.load(file, weights_only=True)
+    back = RulePlan.from_state(state)
+    assert back == PLAN
+    assert back["forward:a"].arguments[0].path == (0,)
+    assert back["validation:a"].arguments[0].path == ("other", 1)
+    assert back.parameters["w"].info.role is Role.HIDDEN
+    assert hash(back["forward:b"]) == hash(PLAN["forward:b"])
+
+
+def test_the_plan_of_a_whole_model_survives_json() -> None:
+    scaled = unit_scale(GPT(32, 1))
+    scaled(tokens())
+    plan = plan_of(scaled)
+    assert RulePlan.from_state(json.loads(json.dumps(plan.state()))) == plan
+    assert len(plan) > 15
+    assert len(plan.parameters) == len(dict(scaled.named_parameters()))
+
+
+def test_what_is_decided_stays() -> None:
+    other = RulePlan(
+        {"forward:a": Decision("gelu", (), "kept", "later"), "forward:c": PLAN["forward:b"]},
+        {"w": ParameterPlan(ParameterInfo("w", Role.BIAS, 1, 1, 1), "zeroed", "later")},
+    )
+    both = PLAN.updated(other)
+    assert both["forward:a"] == PLAN["forward:a"]
+    assert both["forward:c"] == PLAN["forward:b"]
+    assert both.parameters == PLAN.parameters
+    assert both.unseen == PLAN.unseen
+    # What another step reads is no longer unseen.
+    seen = RulePlan({}, {"v": PLAN.parameters["w"]})
+    assert PLAN.updated(seen).unseen == {} and seen.updated(PLAN).unseen == {}
+    # Another operation of the same name, of a branch that the step takes later.
+    assert both["forward:a~2"] == other["forward:a"]
+    assert both.find("forward", "a", ("gelu", ())) == other["forward:a"]
+    assert both.find("forward", "a", ("tanh", ())) is None
+    assert len(both.updated(other)) == len(both) == 5
+    assert PLAN.steps() == {"forward", "validation"}
+    assert list(PLAN) == ["forward:a", "forward:b", "validation:a"]
+    assert key("forward", "a") in PLAN
+
+
+def test_other_parameters_in_a_plan_leave_the_plan_alone() -> None:
+    empty = PLAN.with_parameters({})
+    assert empty.parameters == {}
+    assert empty.decisions == PLAN.decisions
+    assert set(PLAN.parameters) == {"w"}
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({}, False),
+        ({"output": 2.0}, True),
+        ({"arguments": (Argument((0,), 2.0),)}, True),
+        ({"kwargs": (("scale", 1.0),)}, True),
+    ],
+)
+def test_a_decision_knows_whether_it_changes_anything(changed: dict, expected: bool) -> None:
+    assert Decision("op", (), "kept", "", **changed).changes is expected

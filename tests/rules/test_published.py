@@ -1,0 +1,79 @@
+"""Published language models at random weights, which public rule-based transforms crash on."""
+
+import pytest
+
+pytest.importorskip("transformers")
+
+import torch
+
+from benchmarks.architectures import observe_step, run_step, seed_everything
+from benchmarks.model_zoo import ZOO
+from lightning_unitscale.rules.transform import unit_scale
+from lightning_unitscale.rules.weights import ParameterGradients
+from tests.helpers import same_bits
+from tests.rules.oracle import (
+    decided,
+    only_rules,
+    parameters_of,
+    pass_of,
+    plan_of,
+    share_within,
+)
+
+# What third parties say while a model is traced.
+_EXPECTED = ("Dynamo detected a call to a `functools.lru_cache`", "To copy construct from a tensor")
+
+
+@pytest.mark.filterwarnings(*(f"ignore:{text}" for text in _EXPECTED))
+@pytest.mark.parametrize(
+    ("name", "readout"),
+    [
+        ("Llama", "lm_head.weight"),
+        ("GPT-2", "transformer.wte.weight"),
+        ("BERT", "bert.embeddings.word_embeddings.weight"),
+    ],
+)
+def test_a_published_model(name: str, readout: str) -> None:
+    seed_everything()
+    model, inputs = ZOO[name]()
+    model.config._attn_implementation = "sdpa"
+    scaled = unit_scale(model)
+    seed_everything()
+    scaled(**inputs)
+    ours = observe_step(scaled, inputs)
+    assert share_within(ours.forward + ours.stored, 2) >= 0.95
+    assert share_within(ours.gradients, 4) >= 0.9
+    given = run_step(scaled, inputs)
+    with only_rules(scaled):
+        expected = run_step(scaled, inputs)
+    assert same_bits(given.loss, expected.loss)
+    exponents = pass_of(scaled, ParameterGradients).log2_factors
+    for fqn, gradient in expected.gradients.items():
+        assert gradient is not None
+        other = given.gradients[fqn]
+        assert other is not None and same_bits(gradient * 2.0 ** exponents[fqn], other), fqn
+
+    residuals = [decision for decision in plan_of(scaled).values() if decision.origin == "residual"]
+    assert len(residuals) == 4  # two layers of two branches
+    assert [residual.reason.split()[0] for residual in residuals] == [
+        "attention",
+        "feed-forward",
+    ] * 2
+    assert [decision.reason.startswith("readout") for decision in plan_of(scaled).values()].count(
+        True
+    ) == 1
+    plans = parameters_of(scaled)
+    assert set(plans) == {fqn for fqn, _ in scaled.named_parameters()}
+    assert plans[readout].action == "scaled"
+    assert plans[readout].info.is_tied == (name != "Llama")
+    assert all(plan.info.role.value != "other" for plan in plans.values())
+    # Whether torch runs it as one kernel or as products, each layer's logits are (1 / 16) q.k.
+    fused = decided(scaled, "scaled_dot_product_attention")
+    products = [
+        decision for decision in decided(scaled, "attention_product") if "m/d" in decision.reason
+    ]
+    assert len(fused) + len(products) == 2
+    assert all(dict(value.kwargs)["scale"] == 1 / 16 for value in fused)
+    # (What the composite multiplies queries and keys by is undone where they are read.)
+    assert all(product.output == pytest.approx(1 / 16) for product in products)
+    assert torch.isfinite(given.loss)

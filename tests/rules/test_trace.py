@@ -1,0 +1,153 @@
+"""The graphs of a step as one flow of tensors."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_unitscale.graph.nodes import op_name
+from lightning_unitscale.rules.operations import (
+    float_arguments,
+    handed_on,
+    is_attention,
+    is_softmax,
+    numel,
+)
+from lightning_unitscale.rules.trace import Flow
+from tests.helpers import captured
+from tests.rules.models import Of
+from tests.rules.oracle import flow_of
+
+
+def _named(flow: Flow, op: str) -> list[fx.Node]:
+    return [
+        node
+        for node in flow.nodes
+        if node.op in {"call_function", "call_method"} and op_name(node) == op
+    ]
+
+
+def test_order_sources_and_readers() -> None:
+    flow = flow_of(Of(lambda m, x: m[0](x).relu() + x, nn.Linear(4, 4)), torch.randn(2, 4))
+    (linear,), (relu,), (add,) = (_named(flow, value) for value in ("linear", "relu", "add"))
+    assert flow.order(linear) < flow.order(relu) < flow.order(add)
+    assert flow.sources(relu) == [linear]
+    assert flow.readers(linear) == [relu]
+    assert flow.readers(relu) == [add]
+    assert flow.readers(add) == []
+    assert flow.outputs == [add]
+    assert [numel(source) for source in flow.sources(add)] == [8, 8]
+
+
+def test_a_graph_break_is_no_border() -> None:
+    def function(m: nn.ModuleList, x: Tensor) -> Tensor:
+        h = m[0](x).tanh()
+        torch._dynamo.graph_break()
+        y = m[1](h)
+        torch._dynamo.graph_break()
+        return y + h
+
+    flow = flow_of(Of(function, nn.Linear(4, 4), nn.Linear(4, 4)), torch.randn(2, 4))
+    (tanh,), (add,) = _named(flow, "tanh"), _named(flow, "add")
+    first, second = _named(flow, "linear")
+    assert tanh.graph is not add.graph
+    assert set(flow.readers(tanh)) == {second, add}
+    assert flow.sources(add) == [second, tanh]
+    assert flow.outputs == [add]
+    assert flow.is_learned(add) and not flow.is_learned(flow.sources(first)[0])
+
+
+def test_one_parameter_is_one_tensor_in_all_graphs() -> None:
+    linear = nn.Linear(4, 4)
+
+    def function(m: nn.ModuleList, x: Tensor) -> Tensor:
+        h = m[0](x)
+        torch._dynamo.graph_break()
+        return m[0](h) @ m[0].weight
+
+    flow = flow_of(Of(function, linear), torch.randn(2, 4))
+    assert set(flow.parameters()) == {"parts.0.weight", "parts.0.bias"}
+    weight = flow.node_of_parameter("parts.0.weight")
+    assert flow.readers(weight) == [*_named(flow, "linear"), *_named(flow, "matmul")]
+    assert flow.parameter(weight) == "parts.0.weight"
+
+
+def test_into_checkpoints_and_out_of_them() -> None:
+    def function(m: nn.ModuleList, x: Tensor) -> Tensor:
+        h = m[0](x)
+        inner = checkpoint(
+            lambda a: checkpoint(lambda b: m[1](b), a, use_reentrant=False).tanh(),
+            h,
+            use_reentrant=False,
+        )
+        return h + inner
+
+    flow = flow_of(Of(function, nn.Linear(4, 4), nn.Linear(4, 4)), torch.randn(2, 4))
+    outer, inner = _named(flow, "linear")
+    (tanh,), (add,) = _named(flow, "tanh"), _named(flow, "add")
+    assert flow.sources(inner)[0] is outer
+    assert flow.sources(add) == [outer, tanh]
+    assert flow.parameter(flow.sources(inner)[1]) == "parts.1.weight"
+
+
+def test_seen_through_what_only_hands_on() -> None:
+    def function(m: nn.ModuleList, x: Tensor) -> Tensor:
+        q, k, _ = m[0](x).view(2, 5, 3, 4).unbind(2)
+        h = F.dropout(q[:, 1:].transpose(0, 1).contiguous().to(torch.float64), 0.5).float()
+        return h.flatten() @ m[0].weight.mT.T.reshape(-1)[: h.numel()] + k.mean()
+
+    flow = flow_of(Of(function, nn.Linear(4, 12)), torch.randn(2, 5, 4))
+    (linear,), (product,) = _named(flow, "linear"), _named(flow, "matmul")
+    left, right = (float_argument for _, float_argument in float_arguments(product))
+    assert flow.root(left) is linear
+    assert flow.parameter_of(right) == "parts.0.weight"
+    assert flow.parameter_of(left) is None
+    (mean,) = _named(flow, "mean")
+    assert flow.root(mean) is mean
+    assert handed_on(mean) is None
+
+
+def test_learned_needs_no_gradient() -> None:
+    linear = nn.Linear(4, 4).requires_grad_(False)
+    flow = flow_of(Of(lambda m, x: m[0](x) + x.square(), linear), torch.randn(2, 4))
+    (linear_node,), (square,), (add,) = (_named(flow, x) for x in ("linear", "square", "add"))
+    assert flow.is_learned(linear_node) and flow.is_learned(add)
+    assert not flow.is_learned(square)
+
+
+def test_float_arguments_with_their_places() -> None:
+    def function(x: Tensor) -> Tensor:
+        return torch.cat([x, torch.arange(4), x.relu()]).where(x.sum() > 0, other=x.new_zeros(10))
+
+    graph = captured(function, torch.randn(3)).graph
+    found = {
+        op_name(node): [path for path, _ in float_arguments(node)]
+        for node in graph.nodes
+        if node.op in {"call_function", "call_method"}
+    }
+    assert found["cat"] == [(0, 0), (0, 2)]
+    assert found["where"] == [(0,), ("other",)]
+    assert found["arange"] == []
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: torch.softmax(x, -1),
+        lambda x: x.softmax(dim=-1),
+        lambda x: F.softmax(x, dim=-1),
+        lambda x: nn.Softmax(-1)(x),
+        lambda x: torch.ops.aten._safe_softmax(x, -1),
+    ],
+)
+def test_every_softmax_is_one(function: object) -> None:
+    nodes = captured(function, torch.randn(3, 4)).graph.nodes
+    assert [is_softmax(node) for node in nodes].count(True) == 1
+
+
+def test_attention_is_no_softmax() -> None:
+    x = torch.randn(1, 2, 5, 4)
+    nodes = captured(lambda a: F.scaled_dot_product_attention(a, a, a), x).graph.nodes
+    (node,) = (node for node in nodes if node.op.startswith("call"))
+    assert is_attention(node) and not is_softmax(node)

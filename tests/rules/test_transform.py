@@ -1,0 +1,392 @@
+"""``unit_scale``: any module, in any company, and what it says when it cannot."""
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_unitscale.capture.steps import steps_of
+from lightning_unitscale.dynamo import capture
+from lightning_unitscale.rules.transform import unit_scale
+from lightning_unitscale.transforms import compile, lossless_unit_scale, simulate_fp8, track_scales
+from tests.helpers import assert_same_bits, run
+from tests.rules.models import GPT, MODELS, Block, Of, labels, tokens
+from tests.rules.oracle import (
+    decided,
+    decisions_of,
+    differing_parameters,
+    parameters_of,
+    plan_of,
+    rms,
+    rules_alone,
+)
+from tests.zoo import NETWORKS, PRODUCTS
+
+W = 16
+X = torch.randn(8, 6, W, generator=torch.Generator().manual_seed(2))
+SMALL = {**PRODUCTS, **NETWORKS}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_every_product_and_its_neighbours(name: str) -> None:
+    module, inputs = SMALL[name]()
+    scaled = unit_scale(module)
+    before = [tensor.detach().clone() for tensor in inputs]
+    scaled(*inputs)
+    assert differing_parameters(scaled, *inputs) == []
+    assert all(torch.equal(first, other) for first, other in zip(inputs, before, strict=True))
+    if name not in {"autocast", "bfloat16"}:
+        assert torch.isfinite(scaled(*inputs)).all()
+
+
+TRAPS: dict[str, Callable[[], tuple[nn.Module, tuple[Any, ...]]]] = {
+    "softmax_module": lambda: (
+        Of(lambda m, x: m[1](nn.Softmax(-1)(m[0](x))).sum(), nn.Linear(W, W), nn.Linear(W, 3)),
+        (X,),
+    ),
+    "conv1d_with_tuples": lambda: (
+        Of(lambda m, x: m[0](x.mT).square().sum(), nn.Conv1d(W, 8, (3,), (2,), (1,))),
+        (X,),
+    ),
+    "three_dimensional_cross_entropy": lambda: (
+        Of(lambda m, x: F.cross_entropy(m[0](x).mT, torch.ones(8, 6).long()), nn.Linear(W, 5)),
+        (X,),
+    ),
+    "label_smoothing_and_weights": lambda: (
+        Of(
+            lambda m, x: nn.CrossEntropyLoss(torch.arange(1.0, 6.0), label_smoothing=0.1)(
+                m[0](x[:, 0]), labels(8)
+            ),
+            nn.Linear(W, 5),
+        ),
+        (X,),
+    ),
+    "attention_module": lambda: (
+        Of(
+            lambda m, x: m[0](x, x, x)[0].square().mean(),
+            nn.MultiheadAttention(W, 4, dropout=0.1, batch_first=True),
+        ),
+        (X,),
+    ),
+    "linear_without_a_bias_argument": lambda: (
+        Of(lambda m, x: F.linear(x, m[0].weight).square().mean(), nn.Linear(W, W, bias=False)),
+        (X,),
+    ),
+    "learned_positions": lambda: (
+        Of(
+            lambda m, x: m[2](m[0](x) + m[1](torch.arange(6))).square().mean(),
+            nn.Embedding(5, W), nn.Embedding(6, W), nn.Linear(W, 3),
+        ),
+        (labels(8)[:, None].expand(8, 6).contiguous(),),
+    ),
+    "sixteen_bits": lambda: (
+        Of(lambda m, x: m[1](m[0](x).relu()).square().mean(),
+           nn.Linear(W, W).bfloat16(), nn.Linear(W, 3).bfloat16()),
+        (X.bfloat16(),),
+    ),
+    "recurrent_kernel": lambda: (
+        Of(lambda m, x: m[1](m[0](m[2](x))[0]).square().mean(),
+           nn.GRU(W, W), nn.Linear(W, 3), nn.Linear(W, W)),
+        (X,),
+    ),
+    "frozen_backbone": lambda: (
+        Of(
+            lambda m, x: m[1](m[0](x).relu()).square().mean(),
+            nn.Linear(W, W).requires_grad_(False),
+            nn.Linear(W, 3),
+        ),
+        (X,),
+    ),
+    "parametrized": lambda: (
+        Of(
+            lambda m, x: m[1](m[0](x).relu()).square().mean(),
+            nn.utils.parametrizations.weight_norm(nn.Linear(W, W)),
+            nn.Linear(W, 3),
+        ),
+        (X,),
+    ),
+    "checkpointed_blocks": lambda: (
+        Of(
+            lambda m, x: checkpoint(m[1], checkpoint(m[0], x, use_reentrant=False),
+                                    use_reentrant=False).square().mean(),
+            Block(W), Block(W),
+        ),
+        (X,),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TRAPS)
+def test_traps(name: str) -> None:
+    module, inputs = TRAPS[name]()
+    scaled = unit_scale(module)
+    scaled(*inputs)
+    assert differing_parameters(scaled, *inputs) == []
+    gradients = [rms(param.grad) for param in scaled.parameters() if param.requires_grad]
+    assert sum(0.6 <= gradient <= 1.7 for gradient in gradients) >= 0.8 * len(gradients)
+    assert sum(decision.changes for decision in plan_of(scaled).values()) >= 1
+
+
+def test_the_output_of_an_attention_module_stays_at_unit_scale() -> None:
+    torch.manual_seed(0)
+    scaled = unit_scale(
+        Of(lambda m, x: m[0](x, x, x, need_weights=False)[0], nn.MultiheadAttention(64, 4))
+    )
+    y = scaled(torch.randn(16, 4, 64))
+    assert 0.7 < rms(y) < 1.4
+    assert rms(scaled.parts[0].in_proj_weight) == pytest.approx(1.0, rel=0.02)
+
+
+def test_checkpoints_are_recomputed_and_have_the_same_factors() -> None:
+    def blocks(wrap: Callable[..., Tensor]) -> nn.Module:
+        torch.manual_seed(0)
+        return Of(lambda m, x: wrap(m[1], wrap(m[0], x)).square().mean(), Block(W), Block(W))
+
+    with_checkpoints = unit_scale(blocks(lambda f, x: checkpoint(f, x, use_reentrant=False)))
+    without = unit_scale(blocks(lambda f, x: f(x)))
+    results = []
+    for value in (with_checkpoints, without):
+        value(X)
+        results.append(run(value, X))
+    torch.testing.assert_close(results[0]["output"], results[1]["output"], rtol=1e-4, atol=0.0)
+    torch.testing.assert_close(
+        results[0]["parameters"], results[1]["parameters"], rtol=1e-2, atol=1e-3
+    )
+    kinds = [
+        with_checkpoint.origin for with_checkpoint in plan_of(with_checkpoints).values()
+    ].count("residual")
+    assert kinds == 4
+
+
+@pytest.fixture(scope="module")
+def planned() -> tuple[nn.Module, nn.Module, Tensor]:
+    """A plain model, its unit-scaled copy after a call, and their input."""
+    torch.manual_seed(0)
+    module, ids = GPT(32, 1), tokens()
+    scaled = unit_scale(module)
+    scaled(ids)
+    return module, scaled, ids
+
+
+def _inductor_is_aot_eager(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    seen: list[str] = []
+    real = capture.execute_with
+
+    def execute(executor: Any, *args: Any) -> Any:
+        seen.append(executor)
+        return real("aot_eager" if executor == "inductor" else executor, *args)
+
+    monkeypatch.setattr(capture, "execute_with", execute)
+    return seen
+
+
+COMPOSITIONS: dict[str, Callable[[nn.Module, Tensor], nn.Module]] = {
+    "alone": lambda m, x: unit_scale(m),
+    "tracked_after": lambda m, x: track_scales(unit_scale(m)),
+    "tracked_before": lambda m, x: unit_scale(track_scales(m)),
+    "lossless_after": lambda m, x: lossless_unit_scale(unit_scale(m), x),
+    "lossless_before": lambda m, x: unit_scale(lossless_unit_scale(m, x)),
+    "compiled_after": lambda m, x: compile(unit_scale(m)),
+    "compiled_before": lambda m, x: unit_scale(compile(m)),
+    "copied": lambda m, x: copy.deepcopy(unit_scale(m)),
+}
+
+
+@pytest.mark.parametrize("name", COMPOSITIONS)
+def test_it_nests_with_whatever_leaves_the_function_alone(
+    name: str, planned: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executors = _inductor_is_aot_eager(monkeypatch)
+    module, scaled, ids = planned
+    other = COMPOSITIONS[name](module, ids)
+    other(ids)
+    given, expected = run(other, ids), run(scaled, ids)
+    torch.testing.assert_close(given, expected, rtol=1e-5, atol=1e-6)
+    if "compiled" in name:
+        assert "inductor" in executors
+    else:
+        assert_same_bits(given, expected)
+    if name == "tracked_after":
+        graph = other.scales_graph()
+        assert {"head.linear", "blocks.0.add"} <= {n.meta["tensor_name"] for n in graph.nodes}
+
+
+def test_it_nests_with_simulated_formats_in_any_order(planned: Any) -> None:
+    module, scaled, ids = planned
+    orders: list[Callable[[nn.Module], nn.Module]] = [
+        lambda m: simulate_fp8(unit_scale(m)),
+        lambda m: unit_scale(simulate_fp8(m)),
+        lambda m: track_scales(simulate_fp8(unit_scale(m))),
+        lambda m: simulate_fp8(unit_scale(track_scales(m))),
+    ]
+    results = []
+    for order in orders:
+        other = order(module)
+        other(ids)
+        results.append(run(other, ids))
+        assert decisions_of(other) == decisions_of(scaled)
+    for result in results[1:]:
+        assert_same_bits(result, results[0])
+    exact = run(scaled, ids)["output"]
+    assert 0 < float((results[0]["output"] - exact).abs().detach()) < 0.05
+
+
+def test_a_copy_of_a_planned_module_goes_on_by_itself(planned: Any) -> None:
+    _, scaled, ids = planned
+    copied = copy.deepcopy(scaled)
+    assert_same_bits(run(copied, ids), run(scaled, ids))
+    with torch.no_grad():
+        copied.head.weight.mul_(2)
+    assert not torch.equal(copied(ids), scaled(ids))
+    assert plan_of(copied) == plan_of(scaled)
+
+
+def test_pickling_says_why_it_cannot(planned: Any) -> None:
+    with pytest.raises(TypeError, match=r"GPT\.forward is captured and cannot be pickled"):
+        pickle.dumps(planned[1])
+
+
+def test_the_original_is_untouched() -> None:
+    module, inputs = MODELS["res_net"]()
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    attributes = set(module.__dict__)
+    scaled = unit_scale(module)
+    scaled(*inputs).backward()
+    assert_same_bits(dict(module.state_dict()), before)
+    assert set(module.__dict__) == attributes
+    assert all(param.grad is None for param in module.parameters())
+    assert steps_of(module) is None
+    pairs = zip(module.parameters(), scaled.parameters(), strict=True)
+    assert all(pair.data_ptr() != other.data_ptr() for pair, other in pairs)
+
+
+def test_the_first_call_is_one_call() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.norm, self.two = nn.Linear(W, W), nn.BatchNorm1d(W), nn.Linear(W, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.two(F.dropout(self.norm(self.one(x)).relu(), 0.3)).square().mean()
+
+    module, x = Model(), X[:, 0]
+    scaled = unit_scale(module)
+    after = []
+    for value in (module, scaled):
+        torch.manual_seed(7)
+        value(x)
+        after.append(torch.rand(4))
+    assert torch.equal(*after)
+    assert scaled.norm.num_batches_tracked == module.norm.num_batches_tracked == 1
+    h = x @ scaled.one.weight.T * W**-0.5
+    torch.testing.assert_close(scaled.norm.running_mean, 0.1 * h.mean(0).detach())
+    assert all(param.grad is None for param in scaled.parameters())
+    # The dropout of the first call is that of any later call from the same state.
+    fresh = unit_scale(module)
+    torch.manual_seed(7)
+    first = fresh(x)
+    torch.manual_seed(7)
+    assert_same_bits(fresh(x), first)
+
+
+def test_a_module_without_a_loss_and_a_call_without_gradients() -> None:
+    with torch.no_grad():
+        scaled = unit_scale(Of(lambda m, x: m[1](m[0](x).relu()), nn.Linear(W, W), nn.Linear(W, 5)))
+        y = scaled(X)
+    assert not y.requires_grad
+    assert decided(scaled, "linear")[1].output == pytest.approx(W**-0.5)
+    assert 0.7 < rms(y) < 1.4
+    scaled(X).backward(torch.randn(8, 6, 5))
+    assert all(0.4 < rms(param.grad) < 2.5 for param in scaled.parameters())
+
+
+def test_graph_breaks() -> None:
+    def model(breaks: bool) -> nn.Module:
+        torch.manual_seed(0)
+
+        def function(m: nn.ModuleList, x: Tensor) -> Tensor:
+            h = m[0](x)
+            branch = m[1](F.layer_norm(h, (W,)))
+            if breaks:
+                torch._dynamo.graph_break()
+            h = h + branch
+            if breaks:
+                torch._dynamo.graph_break()
+            return m[2](h).square().mean()
+
+        return Of(function, nn.Linear(W, W), nn.Linear(W, W), nn.Linear(W, 3))
+
+    whole, broken = unit_scale(model(False)), unit_scale(model(True))
+    for value in (whole, broken):
+        value(X)
+        assert differing_parameters(value, X) == []
+    assert steps_of(broken).steps["forward"].num_graph_calls == 3
+    torch.testing.assert_close(run(broken, X), run(whole, X))
+    assert "tau = 1.414" in broken.explain() and "readout" in broken.explain()
+
+
+def test_a_half_rewritten_parameter_stays_whole_and_is_reported() -> None:
+    module = Of(
+        lambda m, x: m[1](m[0](x)).square().mean() + torch.linalg.svdvals(m[0].weight).sum(),
+        nn.Linear(W, W),
+        nn.Linear(W, 3),
+    )
+    scaled = unit_scale(module)
+    scaled(X)
+    assert torch.equal(scaled.parts[0].weight, module.parts[0].weight)
+    assert parameters_of(scaled)["parts.0.weight"].action == "left"
+    assert "read by linalg_svdvals, which no rule rewrites" in scaled.explain()
+    # Its product is brought to RMS 1 all the same.
+    h = X @ scaled.parts[0].weight.T
+    alone = rules_alone(scaled)
+    expected = (h / rms(h) @ scaled.parts[1].weight.T / W).square().mean()
+    expected = expected + torch.linalg.svdvals(scaled.parts[0].weight).sum()
+    torch.testing.assert_close(alone(X), expected, rtol=0.05, atol=0.0)
+
+
+def test_a_checkpoint_of_a_scaled_module_is_not_scaled_again(planned: Any) -> None:
+    module, scaled, ids = planned
+    state = {name: tensor + 0.1 for name, tensor in scaled.state_dict().items()}
+    called = unit_scale(module)
+    called(ids)
+    called.load_state_dict(state)
+    expected = called(ids)
+    fresh = unit_scale(module)
+    fresh.load_state_dict(state)
+    with pytest.warns(UserWarning, match=r"RMS near 1 already.*call the module once before load"):
+        given = fresh(ids)
+    torch.testing.assert_close(given, expected, rtol=0.01, atol=0.0)
+    assert_same_bits(dict(fresh.state_dict()), state)
+
+
+@pytest.mark.parametrize(
+    ("option", "text"),
+    [
+        ({"on_unknown": "guess"}, r"on_unknown='guess': unknown choice; expected 'calibrate'"),
+        ({"residual": (0.1,)}, r"residual=\(0\.1,\): .*expected two positive numbers.*pass"),
+        ({"residual": (0.1, -1)}, r"residual=\(0\.1, -1\): .*expected two positive numbers"),
+        ({"residual": 0.5}, r"residual=0\.5: .*expected two positive numbers"),
+        ({"attention_mult": 0}, r"attention_mult=0: .*expected a positive number; pass"),
+        ({"loss_mult": float("inf")}, r"loss_mult=inf: .*expected a positive number"),
+        ({"residual_mult": float("nan")}, r"residual_mult=nan: .*expected a positive number"),
+        ({"activation_mult": "2"}, r"activation_mult='2': .*expected a positive number"),
+        ({"residual_attn_ratio": True}, r"residual_attn_ratio=True: .*expected a positive"),
+    ],
+)
+def test_options_out_of_range(option: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        unit_scale(nn.Linear(2, 2), **option)
+
+
+def test_modules_that_are_refused(planned: Any) -> None:
+    with pytest.raises(ValueError, match=r"module=\w+: it is compiled already; expected a plain"):
+        unit_scale(torch.compile(nn.Linear(2, 2)))
+    for module in (planned[1], unit_scale(nn.Linear(2, 2)), track_scales(planned[1])):
+        with pytest.raises(ValueError, match=r"module=\w+: it is unit-scaled by rules already"):
+            unit_scale(module)

@@ -1,0 +1,281 @@
+"""What is read out of rows: moments, fractions at any scale, merging across micro-batches."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_unitscale.formats import BF16, E4M3FN, E5M2, FP16, NumberFormat
+from lightning_unitscale.scales.layout import FORMAT_KINDS, NUM_EXPONENTS, RowLayout
+from lightning_unitscale.scales.reduce import (
+    absent_rows,
+    empty_rows,
+    merge_rows,
+    pack_rows,
+    unpack_rows,
+)
+from lightning_unitscale.scales.snapshot import ScaleSnapshot, TensorStatistics
+from lightning_unitscale.scales.statistics import statistics_row
+from lightning_unitscale.scales.tensor_statistics import fraction_from_counts
+
+LAYOUT = RowLayout(sample_size=None)
+DTYPES = {
+    FP16: torch.float16,
+    BF16: torch.bfloat16,
+    E4M3FN: torch.float8_e4m3fn,
+    E5M2: torch.float8_e5m2,
+}
+
+
+def read(tensor, layout=LAYOUT, **kwargs):
+    return TensorStatistics(statistics_row(tensor, layout).numpy(), layout, **kwargs)
+
+
+def snapshot(tensors, gradients=None, layout=LAYOUT, **kwargs):
+    forward = torch.stack([statistics_row(tensor, layout) for tensor in tensors])
+    backward = absent_rows(len(tensors), layout)
+    for position, gradient in (gradients or {}).items():
+        backward[position] = statistics_row(gradient, layout)
+    names = kwargs.pop("names", tuple(f"block.{i}.linear" for i in range(len(tensors))))
+    return ScaleSnapshot(
+        step=kwargs.pop("step", 3),
+        names=names,
+        forward=forward.numpy(),
+        backward=backward.numpy(),
+        layout=layout,
+        **kwargs,
+    )
+
+
+def test_moments_are_those_of_torch():
+    tensor = torch.randn(50, 40, dtype=torch.float64) * 3e-4 + 1e-4
+    found = read(tensor)
+    assert found.numel == found.num_finite == 2000
+    assert found.mean == pytest.approx(float(tensor.mean()))
+    assert found.mean_abs == pytest.approx(float(tensor.abs().mean()))
+    assert found.std == pytest.approx(float(tensor.std()))
+    assert found.rms == pytest.approx(float(tensor.square().mean().sqrt()))
+    assert found.log2_rms == pytest.approx(math.log2(found.rms))
+    assert found.abs_max == float(tensor.abs().max())
+    assert found.abs_min == float(tensor.abs().min())
+
+
+def test_moments_leave_out_what_is_not_finite():
+    found = read(torch.tensor([1.0, math.nan, -3.0, math.inf, 0.0]))
+    assert (found.numel, found.num_finite, found.nans, found.infs, found.zeros) == (5, 3, 1, 1, 1)
+    assert found.mean == pytest.approx(-2 / 3)
+    assert found.abs_max == 3 and found.abs_min == 1
+
+
+@pytest.mark.parametrize("values", [[], [math.nan], [math.inf, -math.inf]])
+def test_nothing_finite(values):
+    found = read(torch.tensor(values))
+    numbers = [found.mean, found.mean_abs, found.rms, found.std, found.log2_rms]
+    assert all(math.isnan(number) for number in [*numbers, found.abs_max, found.abs_min])
+    fraction = found.fraction(FP16, "overflow")
+    assert fraction == 0 if values else math.isnan(fraction)
+
+
+def test_zeros_only():
+    found = read(torch.zeros(4))
+    assert found.rms == found.std == found.abs_max == 0
+    assert found.log2_rms == -math.inf
+    assert math.isnan(found.abs_min)
+
+
+def test_one_element_has_no_deviation():
+    assert math.isnan(read(torch.tensor([2.0])).std)
+
+
+@pytest.mark.parametrize("log2_factor", [-60, -3, 0, 4, 60])
+def test_scaled(log2_factor):
+    tensor = torch.randn(3000) - 0.5
+    found, expected = read(tensor).scaled(log2_factor), read(tensor * 2.0**log2_factor)
+    names = ["mean", "mean_abs", "rms", "std", "abs_max", "abs_min", "log2_rms", "numel", "zeros"]
+    for name in names:
+        assert getattr(found, name) == pytest.approx(getattr(expected, name), rel=1e-6), name
+    assert found.scaled(-log2_factor).rms == read(tensor).rms
+
+
+def test_fractions_of_monitored_formats_are_exact():
+    tensor = torch.randn(5000) * 2.0**-6
+    found = read(tensor)
+    for item in LAYOUT.formats:
+        cast = tensor.to(DTYPES[item]).float().abs()
+        assert found.fraction(item, "flushed") * 5000 == int(((cast == 0) & (tensor != 0)).sum())
+        small = (cast > 0) & (cast < item.smallest_normal)
+        assert found.fraction(item.name, "subnormal") * 5000 == int(small.sum())
+
+
+@pytest.mark.parametrize("shift", [-30, -12, -5, 0, 5, 12, 30])
+@pytest.mark.parametrize("item", DTYPES, ids=str)
+def test_fractions_of_any_format_at_any_shift(item, shift):
+    tensor = torch.randn(200_000) * torch.exp2(torch.empty(200_000).uniform_(-8, 8))
+    found = read(tensor, layout=RowLayout(formats=(), sample_size=None)).scaled(shift)
+    moved = tensor * 2.0**shift
+    cast = moved.to(DTYPES[item]).float().abs()
+    over = cast.isinf() if item.has_infinity else moved.abs() > item.max
+    expected = {
+        "overflow": over,
+        "subnormal": (cast > 0) & (cast < item.smallest_normal),
+        "flushed": (cast == 0) & (moved != 0),
+    }
+    for kind, elements in expected.items():
+        fraction = found.fraction(item, kind)
+        # The flushing threshold is a power of two, and no element equals it.
+        tolerance = 0 if kind == "flushed" else 0.004
+        assert abs(fraction - float(elements.double().mean())) <= tolerance + 1e-12, kind
+
+
+def test_fractions_are_exact_at_powers_of_two():
+    tensor = torch.exp2(torch.arange(-40.0, 40.0)) * 1.5
+    counts = read(tensor).exponent_counts
+    inside = fraction_from_counts(counts, 80, "E8M7", "overflow")
+    assert inside == 0
+    # 2**-25 * 1.5 rounds to the smallest subnormal, 2**-26 * 1.5 to zero.
+    assert fraction_from_counts(counts, 80, FP16, "flushed") * 80 == 15
+    assert fraction_from_counts(counts, 80, FP16, "flushed", shift=3) * 80 == 12
+    over = fraction_from_counts(counts, 80, FP16, "overflow", shift=-8)
+    assert over * 80 == pytest.approx(40 - 16 - 8, abs=1e-3)
+
+
+def test_fractions_of_many_tensors_at_once():
+    counts = np.zeros((2, 3, NUM_EXPONENTS))
+    counts[1, 2, 0] = 4
+    sampled = np.full((2, 3), 8.0)
+    sampled[0, 0] = 0
+    fractions = fraction_from_counts(counts, sampled, FP16, "flushed")
+    assert fractions.shape == (2, 3)
+    assert math.isnan(fractions[0, 0]) and fractions[1, 2] == 0.5 and fractions[1, 1] == 0
+
+
+def test_fraction_misuse():
+    found = read(torch.ones(3), layout=RowLayout(histogram=False))
+    assert found.exponent_counts is None and found.num_sampled == 0
+    with pytest.raises(ValueError, match="no exponent counts"):
+        found.fraction(BF16, "overflow")
+    with pytest.raises(ValueError, match="no exponent counts"):
+        found.scaled(2).fraction(FP16, "overflow")
+    for call in (found.fraction, lambda *a: fraction_from_counts(np.zeros(279), 1, *a)):
+        with pytest.raises(ValueError, match="kind='underflow': unknown"):
+            call(FP16, "underflow")
+    with pytest.raises(ValueError, match="wrong number of exponents"):
+        fraction_from_counts(np.zeros(5), 1, FP16, "overflow")
+
+
+def test_snapshot_by_name_and_direction():
+    tensors = [torch.randn(30), torch.randn(20) * 8]
+    found = snapshot(tensors, {1: torch.full((20,), 0.25)})
+    assert len(found) == 2 and found.modules == ("block.0", "block.1")
+    assert found.statistics("block.1.linear").rms == pytest.approx(read(tensors[1]).rms)
+    assert found.statistics(1, "backward").log2_rms == -2
+    assert found.statistics(0, "backward") is None
+    np.testing.assert_allclose(found.log2_rms("backward"), [math.nan, -2])
+    assert found.log2_rms()[0] == pytest.approx(found.statistics(0).log2_rms)
+    assert found.column("numel").tolist() == [30, 20]
+    assert found.exponent_counts("backward")[1].sum() == 20
+    fractions = found.fractions()
+    assert fractions.shape == (2, 3, 3)
+    assert fractions[1, 1, 1] == found.statistics(1).fraction(E4M3FN, "subnormal")
+    assert np.isnan(found.fractions("backward")[0]).all()
+
+
+@pytest.mark.parametrize("counted_as_stored", [False, True])
+def test_snapshot_as_stored(counted_as_stored):
+    tensor = torch.randn(60_000) * 2.0**-9
+    row = statistics_row(
+        tensor, LAYOUT, factor=torch.tensor(2.0**9) if counted_as_stored else None
+    ).numpy()[None]
+    found = ScaleSnapshot(
+        step=0,
+        names=("a",),
+        forward=row,
+        backward=row,
+        layout=LAYOUT,
+        log2_sigma=np.array([-9]),
+        log2_gamma=np.array([4]),
+        counted_as_stored=counted_as_stored,
+    )
+    stored = found.statistics("a", stored=True)
+    assert stored.rms == pytest.approx(1, rel=0.02)
+    assert found.log2_rms(stored=True)[0] == found.log2_rms()[0] + 9
+    gradient = found.log2_rms("backward")[0]
+    assert found.log2_rms("backward", stored=True)[0] == gradient - 4
+    for meant, log2_factor in ((False, 9), (True, 0)):
+        exact = read(tensor * 2.0**log2_factor)
+        ours = found.statistics("a", stored=not meant)
+        by_array = found.fractions(stored=not meant)[0]
+        for i, item in enumerate(LAYOUT.formats):
+            for j, kind in enumerate(FORMAT_KINDS):
+                expected = exact.fraction(item, kind)
+                counted = counted_as_stored != meant
+                tolerance = 0 if counted else 0.01
+                assert abs(ours.fraction(item, kind) - expected) <= tolerance
+                assert by_array[i, j] == ours.fraction(item, kind)
+
+
+def test_merging_is_taking_both_together():
+    first, second = [torch.randn(30), torch.zeros(3)], [torch.randn(50) * 9, torch.ones(5)]
+    merged = snapshot(first, {0: first[0]}).merge(snapshot(second, {1: second[1]}, step=9))
+    joint = snapshot([torch.cat(pair) for pair in zip(first, second, strict=True)])
+    np.testing.assert_allclose(merged.forward, joint.forward, rtol=1e-7)
+    assert merged.step == 3
+    assert merged.statistics(0, "backward").numel == 30
+    assert merged.statistics(1, "backward").rms == 1
+
+
+def test_merging_what_does_not_fit():
+    one = snapshot([torch.ones(3)])
+    for other in (
+        snapshot([torch.ones(3)], names=("b",)),
+        snapshot([torch.ones(3)], layout=RowLayout(formats=())),
+        snapshot([torch.ones(3)], log2_sigma=np.array([1])),
+        snapshot([torch.ones(3)], counted_as_stored=True),
+    ):
+        with pytest.raises(ValueError, match="expected the same names, layout and units"):
+            one.merge(other)
+
+
+def test_neutral_rows():
+    row = statistics_row(torch.randn(10), LAYOUT)[None]
+    for neutral in (empty_rows(1, LAYOUT), absent_rows(1, LAYOUT), torch.zeros_like(row)):
+        assert torch.equal(merge_rows(row, neutral, LAYOUT), row)
+        assert torch.equal(merge_rows(neutral, row, LAYOUT), row)
+    assert merge_rows(absent_rows(2, LAYOUT), absent_rows(2, LAYOUT), LAYOUT).isnan().all()
+
+
+def test_one_reduction_across_ranks():
+    batches = [[torch.randn(20), torch.zeros(3), torch.ones(0)] for _ in range(3)]
+    rows = [torch.stack([statistics_row(t, LAYOUT) for t in batch]) for batch in batches]
+    # A gradient that no rank has, and one that only the last rank has.
+    rows = [torch.cat([part, absent_rows(2, LAYOUT)]) for part in rows]
+    rows[2][4] = rows[2][0]
+    packed = sum(pack_rows(part, LAYOUT, rank, 3) for rank, part in enumerate(rows))
+    found = unpack_rows(packed, LAYOUT, 3)
+    joint = statistics_row(torch.cat([batch[0] for batch in batches]), LAYOUT)
+    torch.testing.assert_close(found[0], joint, rtol=1e-7, atol=1e-6)
+    assert found[1, 1] == 9 and found[1, 8] == math.inf
+    assert found[2, 0] == 0 and found[2, 8] == math.inf
+    assert found[3].isnan().all()
+    assert torch.equal(found[4], rows[2][0])
+
+
+def test_snapshot_misuse():
+    with pytest.raises(ValueError, match="'a' is given twice"):
+        snapshot([torch.ones(1), torch.ones(1)], names=("a", "a"))
+    with pytest.raises(ValueError, match=r"forward of shape \(1, .*does not fit 2 names"):
+        snapshot([torch.ones(1)], names=("a", "b"))
+    with pytest.raises(ValueError, match="log2_sigma of shape"):
+        snapshot([torch.ones(1)], log2_sigma=np.array([1, 2]))
+    found = snapshot([torch.ones(1)])
+    with pytest.raises(KeyError, match="not in this snapshot"):
+        found.statistics("nowhere")
+    with pytest.raises(ValueError, match="direction='sideways'"):
+        found.rows("sideways")
+
+
+def test_own_format():
+    own = NumberFormat("own", 3, 2)
+    found = read(torch.tensor([20.0, 0.1, 0.01]), layout=RowLayout(formats=(own,)))
+    assert [found.fraction(own, kind) for kind in FORMAT_KINDS] == [1 / 3] * 3

@@ -1,0 +1,55 @@
+"""What stands around the package: the Makefile, the audit of the pinned versions."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_make_help_lists_every_target() -> None:
+    targets = re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    done = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True)
+    listed = re.findall(r"^make ([a-z-]+)  ", done.stdout, re.MULTILINE)
+    assert sorted(listed) == sorted(targets) and len(targets) > 10
+
+
+def test_the_demo_installs_no_tools_of_developers(tmp_path: Path) -> None:
+    command = ["make", "-n", "demo", f"VENV={tmp_path / 'venv'}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    (installed,) = re.findall(r"pip install .* -e '\.\[(.*)\]'", done.stdout)
+    assert installed == "cli"
+
+
+def _audit(tmp_path: Path, answer: str) -> subprocess.CompletedProcess[str]:
+    program = tmp_path / "pip-audit"
+    program.write_text(f"#!/bin/sh\n{answer}\n")
+    program.chmod(0o755)
+    return subprocess.run(
+        [sys.executable, str(ROOT / ".ci/audit.py"), str(program)], capture_output=True, text=True
+    )
+
+
+KNOWN = """echo '{"dependencies": [
+{"name": "tqdm", "version": "4.0", "vulns": [{"id": "CVE-1", "fix_versions": ["4.1"]}]},
+{"name": "torch", "skip_reason": "not found"}], "fixes": []}'; exit 1"""
+
+
+@pytest.mark.parametrize(
+    ("answer", "returned", "said"),
+    [
+        (KNOWN, 1, "tqdm 4.0: CVE-1, mended in 4.1"),
+        ('echo \'{"dependencies": [{"name": "tqdm", "vulns": []}]}\'', 0, "1 of 1 pinned"),
+        ("echo no network >&2; exit 1", 0, "no index has answered"),
+        ("echo '[]'", 0, "no index has answered"),
+    ],
+)
+def test_only_a_known_vulnerability_fails_the_audit(
+    answer: str, returned: int, said: str, tmp_path: Path
+) -> None:
+    done = _audit(tmp_path, answer)
+    assert done.returncode == returned, done.stderr
+    assert said in done.stdout + done.stderr

@@ -1,0 +1,70 @@
+"""Probes stand in the way of nothing that a step may do with its tensors."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_unitscale.capture.attach import captured_forward
+from lightning_unitscale.scales.layout import RowLayout
+from lightning_unitscale.tracking.probes import ScaleProbes
+from tests.helpers import assert_same_bits, run
+from tests.tracking.tracked import Call
+
+graph_break = torch._dynamo.graph_break
+
+
+def probed(module: nn.Module) -> tuple[nn.Module, ScaleProbes]:
+    probes = ScaleProbes(RowLayout(histogram=False))
+    new, step = captured_forward(module, "test", probes)
+    step.owner.observe("test", True)
+    return new, probes
+
+
+def _same_tensors(a: nn.Linear, x: Tensor) -> Tensor:
+    h = a(x)
+    same = F.dropout(h.float().contiguous(), 0.0)
+    return (h + same * same.pow(2).mean(-1, keepdim=True).rsqrt() + same.exp()).sum()
+
+
+def _writes_after_a_break(a: nn.Linear, x: Tensor) -> Tensor:
+    h = F.dropout(a(x), 0.0)
+    flat = a(x).view(-1)
+    graph_break()
+    h[0] = 1.0
+    flat += 1
+    return (h.relu_() * h).sum() + flat.square().sum()
+
+
+@pytest.mark.parametrize("function", [_same_tensors, _writes_after_a_break])
+def test_bits_stay_what_they_are(function: Callable[..., Any]) -> None:
+    plain = Call(function, nn.Linear(64, 64))
+    module, probes = probed(plain)
+    x = torch.randn(32, 64)
+    assert_same_bits(run(module, x), run(plain, x))
+    snapshot = probes.take(0)
+    assert snapshot is not None and "parts.0.linear" in snapshot.names
+
+
+def test_two_backward_passes_through_one_graph() -> None:
+    module, probes = probed(Call(lambda a, x: (a(x).sum(), a(2 * x).sum()), nn.Linear(4, 3)))
+    first, second = module(torch.randn(5, 4))
+    first.backward()
+    second.backward()
+    snapshot = probes.take(0)
+    assert snapshot is not None
+    counted = snapshot.backward[:, 0]
+    assert (counted[list(map(snapshot.names.index, ("sum", "sum_1")))] == 1).all()
+
+
+def test_the_gradient_of_a_sum_is_one_number_in_memory() -> None:
+    """Expanded, it has as many elements as the tensor: none of them may be read beyond its end."""
+    module, probes = probed(Call(lambda a, x: a(x).sum(), nn.Linear(4, 3)))
+    module(torch.randn(500, 4)).backward()
+    snapshot = probes.take(0)
+    assert snapshot is not None
+    row = snapshot.backward[snapshot.names.index("parts.0.linear")]
+    assert row[:9].tolist() == [1500, 0, 0, 0, 1500, 1500, 1500, 1, 1]
