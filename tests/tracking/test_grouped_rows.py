@@ -1,6 +1,7 @@
 """Rows that one call takes are those that many calls would, and fewer calls take them."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -220,13 +221,15 @@ def test_a_pass_of_the_user_comes_first() -> None:
             return "theirs"
 
     module = make_fx(_of_inputs, tracing_mode="fake")(torch.randn(3, 3), torch.randn(3, 3))
-    with config.patch(post_grad_custom_post_pass=Theirs()):
-        own = inductor_options(group_rows)["post_grad_custom_post_pass"]
+
+    def options_beside(theirs: Any) -> CustomGraphPass:
+        with config.patch(post_grad_custom_post_pass=theirs):
+            return inductor_options(group_rows)["post_grad_custom_post_pass"]
+
+    own = options_beside(Theirs())
     own(module.graph)
     assert seen == [3]
     assert len(module.graph.find_nodes(op="call_function", target=ROW_OPERATOR)) == 1
-    alone = inductor_options(group_rows)["post_grad_custom_post_pass"]
-    assert own.uuid() == (*alone.uuid(), "theirs")
+    assert own.uuid() == (*options_beside(None).uuid(), "theirs")
     for unknown in (seen.append, [Theirs(), seen.append]):  # nothing to know it by: no caching
-        with config.patch(post_grad_custom_post_pass=unknown):
-            assert inductor_options(group_rows)["post_grad_custom_post_pass"].uuid() is None
+        assert options_beside(unknown).uuid() is None
