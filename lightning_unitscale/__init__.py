@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         Simulate,
         UnitScaleCallback,
     )
+    from lightning_unitscale.loops import attach
     from lightning_unitscale.strategies import PipelineStrategy
 
 __version__ = "0.1.0"
@@ -34,6 +35,7 @@ _EXPORTS = {
     "ScaleMonitor": "lightning_unitscale.callbacks",
     "Simulate": "lightning_unitscale.callbacks",
     "UnitScaleCallback": "lightning_unitscale.callbacks",
+    "attach": "lightning_unitscale.loops",
 }
 _SUBMODULES = frozenset(
     {
@@ -42,6 +44,7 @@ _SUBMODULES = frozenset(
         "formats",
         "functional",
         "graph",
+        "loops",
         "pipeline",
         "profiler",
         "quantize",
@@ -63,6 +66,7 @@ __all__ = [
     "Simulate",
     "UnitScaleCallback",
     "__version__",
+    "attach",
 ]
 
 

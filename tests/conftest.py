@@ -19,7 +19,11 @@ os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
+# A machine may be slow, and no test is about time.
+settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("patient")
 torch.set_num_threads(1)
 
 

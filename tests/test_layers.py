@@ -33,6 +33,7 @@ ROOMS = (
     "rules",
     "dispatch",
     "watching",
+    "loops",
     "transforms",
     "strategies",
     "callbacks",

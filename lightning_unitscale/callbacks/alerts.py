@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal, get_args
+from typing import Final, Literal, get_args
 
-import lightning.pytorch as pl
 import numpy as np
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn  # type: ignore[attr-defined]
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from lightning_unitscale.callbacks.distributed import is_distributed
 from lightning_unitscale.formats import NumberFormat
+from lightning_unitscale.loops.loop import Loop
 from lightning_unitscale.scales.alerts import ScaleAlert, alerts_text
 from lightning_unitscale.scales.layout import DIRECTIONS
 from lightning_unitscale.scales.snapshot import ScaleSnapshot
@@ -257,8 +257,8 @@ class ScaleAlerts:
         self.alerts += new
         return new
 
-    def act(self, trainer: pl.Trainer, alerts: Sequence[ScaleAlert]) -> None:
-        """Warn, stop the Trainer or raise.
+    def act(self, loop: Loop, alerts: Sequence[ScaleAlert]) -> None:
+        """Warn, stop the loop or raise.
 
         Raises:
             ScaleViolation: If that was asked for.
@@ -271,7 +271,7 @@ class ScaleAlerts:
             raise ScaleViolation(alerts)
         rank_zero_warn(f"ScaleMonitor: {alerts_text(alerts, _SHOWN)}", category=ScaleWarning)
         if is_violated and self._on_violation == "stop":
-            trainer.should_stop = True
+            loop.stop()
 
     def _is_news(self, alert: ScaleAlert) -> bool:
         return self._key(alert) not in self._told
@@ -298,12 +298,6 @@ def _is_too_large(alert: ScaleAlert) -> bool:
 
 class ScaleWarning(UserWarning):
     """What ``ScaleMonitor`` warns of with ``on_violation="warn"`` or ``"stop"``."""
-
-
-def has_loss_scaler(trainer: pl.Trainer) -> bool:
-    """Whether the precision plugin scales the loss and skips steps with infinite gradients."""
-    scaler: Any = getattr(trainer.precision_plugin, "scaler", None)
-    return scaler is not None and scaler.is_enabled()
 
 
 # Indices in the last dimension of ``ScaleSnapshot.fractions``.

@@ -22,7 +22,6 @@ from lightning_unitscale.callbacks.distributed import (
 from lightning_unitscale.callbacks.half_precision import ParameterHolding
 from lightning_unitscale.callbacks.rules import RuleScaling
 from lightning_unitscale.callbacks.steps import (
-    has_stepped,
     loss_scale,
     starting_batch,
     step_arguments,
@@ -42,6 +41,7 @@ from lightning_unitscale.functional.change_units import (
     forget_recorded_backward,
     takes_true_derivatives,
 )
+from lightning_unitscale.loops.loop import Loop
 from lightning_unitscale.lossless.calibrate import Calibrator, Measured, runs_in_fp16
 from lightning_unitscale.lossless.drift import Drift
 from lightning_unitscale.lossless.fp8_range import Unrepresentable
@@ -105,10 +105,17 @@ class GraphUnits(MeasuredUnits):
             if self._fp8 is not None:
                 self._fp8.forget()
 
-    @override
-    def before_batch(self, trainer: pl.Trainer, batch: Any, batch_idx: int) -> None:
+    def before_batch(self, loop: Loop, trainer: pl.Trainer, batch: Any, batch_idx: int) -> None:
+        """A training batch begins.
+
+        Args:
+            loop: The Trainer's loops.
+            trainer: The Trainer.
+            batch: The batch.
+            batch_idx: Its index.
+        """
         assert self._steps is not None
-        is_look = self._begin(trainer)
+        is_look = self._begin(loop)
         with self._starting(trainer, "training_step", batch, batch_idx):
             if self._holding is not None:
                 self._holding.follow(trainer)
@@ -118,13 +125,13 @@ class GraphUnits(MeasuredUnits):
                 self._calibrate(trainer, batch, batch_idx)
         self._steps.observe("UnitScaleCallback", is_look)
 
-    @override
-    def after_batch(self, trainer: pl.Trainer) -> None:
+    def after_batch(self, loop: Loop, trainer: pl.Trainer) -> None:
+        """Take units of what was measured, and new ones where they have drifted."""
         if self._holding is not None and self._steps is not None:
             self._holding.check_graph_breaks(self._steps.graph_breaks[self._num_breaks :])
         if self._live is not None:
             self._adopt_live(trainer, self._live)
-        if not has_stepped(trainer, trainer.lightning_module, self._global_step_before):
+        if not loop.has_stepped:
             return  # the accumulated batches share one gauge
         drift = self._rewrite.drift.take()
         if drift is None and pipeline_of(trainer) is not None:
@@ -156,8 +163,15 @@ class GraphUnits(MeasuredUnits):
         if self._holding is not None and self._schedule.looks_at(self._step_index):
             self._holding.before_step(optimizer)
 
-    @override
     def before_evaluation(self, trainer: pl.Trainer, name: str, batch: Any, *indices: int) -> None:
+        """A batch of an evaluation begins, in the step of this name.
+
+        Args:
+            trainer: The Trainer.
+            name: Such as ``"validation_step"``.
+            batch: The batch.
+            *indices: Of the batch, and of its loader.
+        """
         with self._starting(trainer, name, batch, *indices):
             # Alone, an evaluation measures forward units; within a fit, training has done so.
             if not (self.is_calibrated or trainer.state.fn == "fit" or any(indices)):
@@ -180,8 +194,8 @@ class GraphUnits(MeasuredUnits):
                 backward=False,
             )
 
-    @override
-    def after_evaluation(self, trainer: pl.Trainer, batch_idx: int) -> None:
+    def after_evaluation(self, trainer: pl.Trainer) -> None:
+        """Take the units that a batch of an evaluation has shown."""
         if self._live is not None and trainer.state.fn != "fit":
             self._rewrite.update_gauge(*self._joint_results(self._live))
             self._stop_live()

@@ -66,6 +66,28 @@ class CapturedUnits(GraphUnits):
             "Nothing has been captured yet: run fit, validate, test or predict."
         )
 
+    def check_not_wanted(self) -> None:
+        """Refuse what needs captured graphs, in a loop whose steps are not captured.
+
+        Raises:
+            ValueError: With what was asked for.
+        """
+        is_lossless = isinstance(self._method, Lossless)
+        asked = {
+            f"method={self._method!r}": not is_lossless,
+            "depth='all'": self._rewrite.depth == "all",
+            "compile=True": self._compile,
+            f"remat={self._remat!r}": self._remat is not None,
+            "hold_parameters=True": getattr(self._method, "hold_parameters", None) is True,
+        }
+        for option, is_asked in asked.items():
+            if is_asked:
+                raise ValueError(
+                    f"{option}: it rewrites captured steps, which only a Lightning Trainer's are; "
+                    "expected method='lossless' at depth='products' in other loops; use "
+                    "lightning_unitscale.transforms there, or a Trainer."
+                )
+
     def are_wanted(self, trainer: pl.Trainer) -> bool:
         """Whether what the callback was asked for needs captured graphs."""
         if isinstance(self._method, Rules) or self._rewrite.depth == "all" or self._compile:

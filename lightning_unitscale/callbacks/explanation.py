@@ -63,6 +63,7 @@ class CountedSteps:
 
     def __init__(self) -> None:
         self._coverages: dict[str, Coverage] = {}
+        self._training_step = ""
 
     def __contains__(self, name: str) -> bool:
         return name in self._coverages
@@ -71,24 +72,27 @@ class CountedSteps:
     def main(self) -> Coverage:
         """That of a training step, or of an evaluation on its own."""
         last = next(iter(self._coverages.values()), Coverage())
-        return self._coverages.get("training_step", last)
+        return self._coverages.get(self._training_step, last)
 
-    def add(self, name: str, coverage: Coverage, is_rounding: bool) -> None:
+    def add(self, name: str, coverage: Coverage, *, is_training: bool, is_rounding: bool) -> None:
         """Keep a count; of a step's first, tell one line, and warn if much of it ran plain.
 
         Args:
             name: Of the step.
             coverage: What was counted.
+            is_training: Whether it is the step of training.
             is_rounding: Whether its products were rounded.
         """
         is_first = name not in self._coverages
+        if is_training:
+            self._training_step = name
         self._coverages[name] = coverage
         if not is_first:
             return
-        if len(self._coverages) == 1 or name == "training_step":
+        if len(self._coverages) == 1 or is_training:
             rank_zero_info(f"UnitScaleCallback: {name}: {coverage.line()}.")
         # An evaluation that rounds nothing has the same numbers in units and without.
-        matters = name == "training_step" or is_rounding
+        matters = is_training or is_rounding
         if matters and (shortfall := coverage.shortfall()):
             rank_zero_warn(f"UnitScaleCallback: {name}: {shortfall}")
 

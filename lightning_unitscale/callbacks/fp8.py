@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import lightning.pytorch as pl
+import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.plugins import (
     BitsandbytesPrecision,
@@ -96,10 +97,19 @@ def check_fp8(trainer: pl.Trainer) -> None:
                 "'bf16-mixed', '16-mixed', 'bf16-true' or '16-true'; change the Trainer's "
                 "precision, or leave out precision='fp8' here."
             )
-    why_not = why_no_fp8(trainer.strategy.root_device)
+    check_fp8_device(trainer.strategy.root_device)
+
+
+def check_fp8_device(device: torch.device) -> None:
+    """Refuse a device that has no FP8.
+
+    Raises:
+        MisconfigurationException: With the reason.
+    """
+    why_not = why_no_fp8(device)
     if why_not is not None:
         raise MisconfigurationException(
-            f"precision='fp8' on {trainer.strategy.root_device}: {why_not}; expected a GPU of "
+            f"precision='fp8' on {device}: {why_not}; expected a GPU of "
             "compute capability 8.9 or above, or a CPU; pass simulate='fp8' to see what FP8 would "
             "do, or leave it out."
         )

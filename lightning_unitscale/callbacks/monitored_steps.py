@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import abc
 import contextlib
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,11 +17,12 @@ from torch import fx
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_unitscale.callbacks.steps import attach_steps, check_module
+from lightning_unitscale.callbacks.steps import attach_steps
 from lightning_unitscale.graph.matmuls import product_of
 from lightning_unitscale.graph.name_patterns import NamePatterns
 from lightning_unitscale.graph.nodes import is_whole_view, requires_grad
-from lightning_unitscale.patching import nothing, shadowed
+from lightning_unitscale.loops.loop import Loop
+from lightning_unitscale.patching import nothing
 from lightning_unitscale.scales.layout import RowLayout
 from lightning_unitscale.scales.snapshot import ScaleSnapshot
 from lightning_unitscale.tracking.probes import ScaleProbes
@@ -56,7 +56,7 @@ class MonitoredSteps(abc.ABC):
 
     @abc.abstractmethod
     def begin_backward(self) -> None:
-        """Called before Lightning's own backward pass of a sampled batch."""
+        """Called before the backward pass of a sampled batch, by a loop that knows when it is."""
 
     @abc.abstractmethod
     def end_backward(self) -> None:
@@ -88,23 +88,13 @@ class WatchedSteps(MonitoredSteps):
     """Training steps that run as they are written; sampled ones are watched.
 
     Args:
-        trainer: The Trainer.
-        module: Its module.
-        owner: The monitor.
+        loop: Whose steps they are.
         layout: Columns of a row.
         patterns: Which tensors to watch.
     """
 
-    def __init__(
-        self,
-        trainer: pl.Trainer,
-        module: pl.LightningModule,
-        owner: pl.Callback,
-        layout: RowLayout,
-        patterns: NamePatterns,
-    ) -> None:
-        check_module(trainer, module, owner)
-        self._module = module
+    def __init__(self, loop: Loop, layout: RowLayout, patterns: NamePatterns) -> None:
+        self._loop = loop
         self._watcher = StepWatcher(layout, patterns.match_names, _IGNORED)
         self._shadow = contextlib.ExitStack()
         self._backward = contextlib.ExitStack()
@@ -113,8 +103,7 @@ class WatchedSteps(MonitoredSteps):
     def begin_batch(self, is_sampled: bool) -> None:
         self.end_batch()
         if is_sampled:
-            watched = _watched(self._module.training_step, self._module, self._watcher)
-            self._shadow.enter_context(shadowed(self._module, training_step=watched))
+            self._shadow.enter_context(self._loop.running_steps_by(self._watched))
 
     @override
     def begin_backward(self) -> None:
@@ -146,17 +135,8 @@ class WatchedSteps(MonitoredSteps):
         self.end_batch()
         self._watcher.clear()
 
-
-def _watched(
-    step: Callable[..., Any], module: pl.LightningModule, watcher: StepWatcher
-) -> Callable[..., Any]:
-    @functools.wraps(step)
-    def training_step(*args: Any, **kwargs: Any) -> Any:
-        return watcher.run(module, step, args, kwargs)
-
-    # Lightning reads parameters one wrapping down, where the step may be wrapped already.
-    training_step.__wrapped__ = getattr(step, "__wrapped__", step)
-    return training_step
+    def _watched(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+        return self._watcher.run(self._loop.module, step, args, kwargs)
 
 
 class ProbedSteps(MonitoredSteps):

@@ -1,16 +1,14 @@
-"""The units of a LightningModule's products: measured as they first run, followed as they drift."""
+"""The units of a module's products: measured as they first run, followed as they drift."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-import lightning.pytorch as pl
 from typing_extensions import override
 
 from lightning_unitscale.callbacks.distributed import joint_rms
 from lightning_unitscale.callbacks.explanation import CountedSteps, Explanation, units_table
-from lightning_unitscale.callbacks.steps import existing_steps, has_stepped
 from lightning_unitscale.callbacks.units import (
     MeasuredUnits,
     RecalibrationSchedule,
@@ -22,13 +20,14 @@ from lightning_unitscale.dispatch.coverage import Coverage, CoverageCounter
 from lightning_unitscale.dispatch.fp8 import numerics_of
 from lightning_unitscale.dispatch.session import ProductSession
 from lightning_unitscale.dispatch.units import Measurement, Units
+from lightning_unitscale.loops.loop import Loop
 from lightning_unitscale.lossless.gauge import Gauge
 from lightning_unitscale.precision.fp8 import FP8Linears
 from lightning_unitscale.precision.simulate import SimulateFormat
 
 
 class ProductUnits(MeasuredUnits):
-    """Runs the products of a LightningModule's steps in units, over fits and restarts.
+    """Runs the products of a module's steps in units, over fits and restarts.
 
     Args:
         schedule: When units are looked at again.
@@ -47,7 +46,10 @@ class ProductUnits(MeasuredUnits):
         self._simulation = simulation
         self._attached: AttachedSession | None = None
         self._counted = CountedSteps()
-        self._step_name = "training_step"
+        self._step_name = ""
+        # The step, and the count of its products, that an evaluation has come into.
+        self._interrupted: tuple[str, CoverageCounter | None] = "", None
+        self._loop: Loop | None = None
 
     @property
     @override
@@ -59,32 +61,40 @@ class ProductUnits(MeasuredUnits):
         """What became of the products of a training step, or of an evaluation on its own."""
         return self._counted.main
 
-    def attach(self, module: pl.LightningModule, *, is_new: bool) -> None:
-        """Let the steps of a module run in units; what is known of another one is forgotten."""
+    def attach(self, loop: Loop, *, is_new: bool) -> None:
+        """Let the steps of a loop's module run in units.
+
+        Args:
+            loop: The loop.
+            is_new: Whether it is another module than before, of which all is forgotten.
+        """
         if is_new:
             self.detach()
             self._units, self.is_calibrated, self._counted = Units(), False, CountedSteps()
             if self._fp8 is not None:
                 self._fp8.forget()
+        self._loop = loop
         if self._attached is None:
             numerics = numerics_of((self._simulation, self._fp8), measures_range=True)
-            self._attached = AttachedSession(module, existing_steps(module), self._units, numerics)
+            self._attached = AttachedSession(loop.module, loop.steps, self._units, numerics)
 
     @override
     def detach(self) -> None:
         if self._attached is not None:
             self._attached.detach()
             self._attached = None
+        self._loop = None
 
-    @override
-    def before_batch(self, trainer: pl.Trainer, batch: Any, batch_idx: int) -> None:
+    def before_batch(self) -> None:
+        """A training batch begins, or the batches of one optimizer step."""
+        loop = self._running
         # The first step shows everything, what a validation before it has shown included, so that
         # all ranks agree on it.
-        self._units.is_looking = self._begin(trainer) or not self.is_calibrated
-        self._enter("training_step", counts=self._units.is_looking)
+        self._units.is_looking = self._begin(loop) or not self.is_calibrated
+        self._enter(loop.training_step, is_training=True, counts=self._units.is_looking)
 
-    @override
-    def after_batch(self, trainer: pl.Trainer) -> None:
+    def after_batch(self) -> None:
+        """Take units of what was measured, and new ones where they have drifted."""
         units = self._units
         if not self.is_calibrated:
             self._adopt_first(units.take() or Measurement())
@@ -95,23 +105,30 @@ class ProductUnits(MeasuredUnits):
             # Products that have not run before.
             units.settle()
         # The accumulated batches share one gauge.
-        elif has_stepped(trainer, trainer.lightning_module, self._global_step_before):
+        elif self._running.has_stepped:
             self._look(units.take() or Measurement())
             units.is_looking = False
 
-    @override
-    def before_evaluation(self, trainer: pl.Trainer, name: str, batch: Any, *indices: int) -> None:
-        self._enter(name, counts=name not in self._counted)
+    def before_evaluation(self, name: str) -> None:
+        """A batch of an evaluation begins, in the step of this name."""
+        self._interrupted = self._step_name, self._session.counter
+        self._session.counter = None
+        self._enter(name, is_training=False, counts=name not in self._counted)
 
-    @override
-    def after_evaluation(self, trainer: pl.Trainer, batch_idx: int) -> None:
-        measurement = self._units.take() or Measurement()
+    def after_evaluation(self, batch_idx: int) -> None:
+        """Take the units that a batch of an evaluation has shown."""
+        # What accumulated batches of training have shown is taken with the last of them.
+        measurement = None if self._units.is_looking else self._units.take()
+        measurement = measurement or Measurement()
         forward, backward = measurement.forward, measurement.backward
-        if trainer.state.fn != "fit" and not self.is_calibrated and batch_idx == 0:
+        if not (self._running.is_fitting or self.is_calibrated or batch_idx):
             forward, backward = joint_rms(forward, backward)
         if forward:
             self._units.adopt(measurement, forward, backward)
         self._read_coverage()
+        name, counter = self._interrupted
+        self._enter(name, is_training=True, counts=False)
+        self._session.counter = counter
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -177,18 +194,28 @@ class ProductUnits(MeasuredUnits):
         for numerics in self._session.numerics:
             self._tell_unrepresentable(numerics.fit(joint_unrepresentable), when)
 
-    def _enter(self, name: str, *, counts: bool) -> None:
+    def _enter(self, name: str, *, is_training: bool, counts: bool) -> None:
         self._step_name = name
         for numerics in self._session.numerics:
-            numerics.is_training = name == "training_step"
+            numerics.is_training = is_training
         if counts:
             self._session.counter = CoverageCounter()
 
     def _read_coverage(self) -> None:
         session = self._session
         if session.counter is not None:
-            self._counted.add(self._step_name, session.counter.result(), session.is_rounding)
+            self._counted.add(
+                self._step_name,
+                session.counter.result(),
+                is_training=self._step_name == self._running.training_step,
+                is_rounding=session.is_rounding,
+            )
             session.counter = None
+
+    @property
+    def _running(self) -> Loop:
+        assert self._loop is not None
+        return self._loop
 
     @property
     def _session(self) -> ProductSession:

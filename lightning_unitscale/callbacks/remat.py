@@ -207,7 +207,7 @@ class RematCallback(StepsCallback):
         return f"{text}, measured {format_bytes(measured)} ({error:+.1f} %)"
 
     @override
-    def _restore(self) -> None:
+    def leave(self) -> None:
         if self._steps is None:
             return
         if self._meter is not None:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
-from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn  # type: ignore[attr-defined]
 from torch import Tensor
 from typing_extensions import override
@@ -17,25 +16,15 @@ from lightning_unitscale.callbacks.alerts import (
     OnViolation,
     ScaleAlerts,
     ScaleViolation,
-    has_loss_scaler,
     summary_scalars,
 )
-from lightning_unitscale.callbacks.distributed import (
-    joint_snapshot,
-    num_microbatches,
-    num_replicas,
-    pipeline_of,
-)
+from lightning_unitscale.callbacks.distributed import joint_snapshot, pipeline_of
+from lightning_unitscale.callbacks.lightning_loop import LightningLoop
 from lightning_unitscale.callbacks.monitored_steps import MonitoredSteps, ProbedSteps, WatchedSteps
-from lightning_unitscale.callbacks.steps import (
-    StepsCallback,
-    captures_steps,
-    has_stepped,
-    loss_scale,
-    optimizer_step_index,
-)
+from lightning_unitscale.callbacks.steps import StepsCallback, captures_steps, check_module
 from lightning_unitscale.formats import NumberFormat, get_format
 from lightning_unitscale.graph.name_patterns import NamePatterns
+from lightning_unitscale.loops.loop import Loop
 from lightning_unitscale.scales.alerts import ScaleAlert
 from lightning_unitscale.scales.export import write_csv, write_json_lines
 from lightning_unitscale.scales.layout import RowLayout
@@ -150,12 +139,13 @@ class ScaleMonitor(StepsCallback):
             None if histograms == "exact" else RowLayout.sample_size,
         )
         self.snapshots: list[ScaleSnapshot] = []
+        self._loop: Loop | None = None
         self._steps: MonitoredSteps | None = None
         self._writers: dict[int, ScaleWriter] = {}
         self._sampled_step = -1
         self._is_sampling = False
+        self._names_all = True
         self._num_batches = 0
-        self._global_step_before = 0
         self._loss_scale = 1.0
 
     @property
@@ -185,11 +175,15 @@ class ScaleMonitor(StepsCallback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage != "fit":
             return  # an evaluation has no backward pass to show
-        self._restore()
-        kind = ProbedSteps if captures_steps(trainer) else WatchedSteps
-        self._steps = kind(trainer, pl_module, self, self._layout, self._patterns)
-        self._alerts.start()
-        self._sampled_step, self._is_sampling = -1, False
+        check_module(trainer, pl_module, self)
+        self.leave()
+        loop = LightningLoop(trainer, pl_module)
+        # A rank of a pipeline sees the tensors of its own stages.
+        self._names_all = pipeline_of(trainer) is None
+        if captures_steps(trainer):
+            self._begin(loop, ProbedSteps(trainer, pl_module, self, self._layout, self._patterns))
+        else:
+            self.start(loop)
         quiet = trainer.fast_dev_run or trainer.barebones  # type: ignore[attr-defined]
         if not trainer.loggers and not quiet:
             rank_zero_warn(
@@ -198,40 +192,89 @@ class ScaleMonitor(StepsCallback):
             )
 
     @override
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        assert self._steps is not None
-        step = optimizer_step_index(trainer)
+    def start(self, loop: Loop) -> None:
+        self.leave()
+        self._begin(loop, WatchedSteps(loop, self._layout, self._patterns))
+
+    def _begin(self, loop: Loop, steps: MonitoredSteps) -> None:
+        self._loop, self._steps = loop, steps
+        self._alerts.start()
+        self._sampled_step, self._is_sampling = -1, False
+
+    @override
+    def begin_batch(self) -> None:
+        loop, steps = self._running()
+        step = loop.step_index
         is_new = step != self._sampled_step
         is_continued = self._is_sampling and not is_new
         if not is_continued:
-            self._steps.clear()
+            steps.clear()
             self._num_batches = 0
         # Accumulated batches are one sample: an unforeseen one is not begun in the middle.
         is_wanted = is_new and self._alerts.wants_sample
         self._is_sampling = is_continued or is_wanted or step % self.every_n_steps == 0
         self._sampled_step = step
-        self._global_step_before = trainer.global_step
-        self._steps.begin_batch(self._is_sampling)
+        steps.begin_batch(self._is_sampling)
+
+    @override
+    def begin_backward(self, loss: Tensor | None) -> None:
+        if self._is_sampling:
+            self._running()[1].begin_backward()
+        elif loss is not None:
+            self._alerts.see_loss(self._sampled_step, loss)
+
+    @override
+    def end_backward(self) -> None:
+        if self._is_sampling:
+            loop, steps = self._running()
+            # The scaler changes its scale in the optimizer's step; the gradients have this one.
+            self._loss_scale = loop.loss_scale
+            steps.end_backward()
+
+    @override
+    def end_batch(self) -> None:
+        loop, steps = self._running()
+        if self._is_sampling:
+            steps.end_batch()
+            self._num_batches += 1
+        # Accumulated batches are one sample: it is complete when the optimizer has stepped.
+        if self._is_sampling and loop.has_stepped:
+            self._is_sampling = False
+            self._take(loop, steps)
+
+    @override
+    def finish(self) -> None:
+        loop, _ = self._running()
+        self._write_last(loop)
+        alerts = self._alerts.finish()
+        self._write_alerts(loop, alerts, self._sampled_step)
+        self._alerts.act(loop, alerts)
+
+    @override
+    def leave(self) -> None:
+        if self._steps is None:
+            return
+        self._writers.clear()
+        self._steps.detach()
+        self._steps = self._loop = None
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        assert isinstance(self._loop, LightningLoop)
+        self._loop.begin_batch()
+        self.begin_batch()
 
     @override
     def on_before_backward(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor
     ) -> None:
-        assert self._steps is not None
-        if self._is_sampling:
-            self._steps.begin_backward()
-        else:
-            self._alerts.see_loss(self._sampled_step, loss)
+        self.begin_backward(loss)
 
     @override
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._is_sampling:
-            # The scaler changes its scale in the optimizer's step; the gradients have this one.
-            self._loss_scale = loss_scale(trainer)
-            assert self._steps is not None
-            self._steps.end_backward()
+        self.end_backward()
 
     @override
     def on_train_batch_end(
@@ -242,85 +285,66 @@ class ScaleMonitor(StepsCallback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        assert self._steps is not None
-        if self._is_sampling:
-            self._steps.end_batch()
-            self._num_batches += 1
-        # Accumulated batches are one sample: it is complete when the optimizer has stepped.
-        if self._is_sampling and has_stepped(trainer, pl_module, self._global_step_before):
-            self._is_sampling = False
-            self._take(trainer, pl_module)
+        self.end_batch()
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._write_last(trainer)
-        alerts = self._alerts.finish()
-        self._write_alerts(trainer, alerts, self._sampled_step)
-        self._alerts.act(trainer, alerts)
+        self.finish()
 
     @override
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
-        if isinstance(exception, ScaleViolation):
-            self._write_last(trainer)
+        if isinstance(exception, ScaleViolation) and self._loop is not None:
+            self._write_last(self._loop)
         super().on_exception(trainer, pl_module, exception)
 
-    def _take(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    def _running(self) -> tuple[Loop, MonitoredSteps]:
+        assert self._loop is not None
         assert self._steps is not None
-        snapshot = self._steps.take(self._sampled_step, grad_scale=self._loss_scale)
-        # A rank of a pipeline sees the tensors of its own stages.
-        for text in self._patterns.take_unmatched() if pipeline_of(trainer) is None else ():
+        return self._loop, self._steps
+
+    def _take(self, loop: Loop, steps: MonitoredSteps) -> None:
+        snapshot = steps.take(self._sampled_step, grad_scale=self._loss_scale)
+        for text in self._patterns.take_unmatched() if self._names_all else ():
             rank_zero_warn(f"ScaleMonitor: {text}")
         if snapshot is None:
             return
-        snapshot = joint_snapshot(snapshot, module.device)
+        snapshot = joint_snapshot(snapshot, loop.device)
         self.snapshots = [*self.snapshots[-self._KEPT + 1 :], snapshot]
         alerts = self._alerts.judge(
             snapshot,
-            has_loss_scaler=has_loss_scaler(trainer),
-            is_before_units=self._steps.is_before_units,
-            num_merged=self._num_batches * num_microbatches(trainer) * num_replicas(trainer),
+            has_loss_scaler=loop.has_loss_scaler,
+            is_before_units=steps.is_before_units,
+            num_merged=self._num_batches * loop.num_parts,
         )
-        self._log(trainer, snapshot, complete=bool(alerts))
-        self._write_alerts(trainer, alerts, snapshot.step)
-        self._alerts.act(trainer, alerts)
+        self._log(loop, snapshot, complete=bool(alerts))
+        self._write_alerts(loop, alerts, snapshot.step)
+        self._alerts.act(loop, alerts)
 
-    def _log(self, trainer: pl.Trainer, snapshot: ScaleSnapshot, *, complete: bool) -> None:
-        if not trainer.is_global_zero:
+    def _log(self, loop: Loop, snapshot: ScaleSnapshot, *, complete: bool) -> None:
+        if not loop.is_global_zero:
             return
         scalars = summary_scalars(snapshot)
-        for logger in trainer.loggers:
-            if not isinstance(logger, TensorBoardLogger):
-                logger.log_metrics(scalars, step=snapshot.step)
-                continue
-            if self._tabs != "scales":
-                behind = {name.replace("scales", NAMESPACE, 1): scalars[name] for name in scalars}
-                logger.log_metrics(behind, step=snapshot.step)
-            self._writer(logger).write(snapshot, complete=complete)
+        loop.log_scalars(scalars, snapshot.step, tensorboard=False)
+        if self._tabs != "scales":
+            behind = {name.replace("scales", NAMESPACE, 1): scalars[name] for name in scalars}
+            loop.log_scalars(behind, snapshot.step, tensorboard=True)
+        for writer in self._writers_of(loop):
+            writer.write(snapshot, complete=complete)
 
-    def _write_alerts(self, trainer: pl.Trainer, alerts: Sequence[ScaleAlert], step: int) -> None:
-        if not alerts or not trainer.is_global_zero:
-            return
-        for logger in trainer.loggers:
-            if isinstance(logger, TensorBoardLogger):
-                self._writer(logger).write_alerts(alerts, step)
+    def _write_alerts(self, loop: Loop, alerts: Sequence[ScaleAlert], step: int) -> None:
+        if alerts and loop.is_global_zero:
+            for writer in self._writers_of(loop):
+                writer.write_alerts(alerts, step)
 
-    def _write_last(self, trainer: pl.Trainer) -> None:
-        if self.snapshots and trainer.is_global_zero:
+    def _write_last(self, loop: Loop) -> None:
+        if self.snapshots and loop.is_global_zero:
             for writer in self._writers.values():
                 writer.finish(self.snapshots[-1])
 
-    def _writer(self, logger: TensorBoardLogger) -> ScaleWriter:
-        key = id(logger.experiment)
-        if key not in self._writers:
-            self._writers[key] = ScaleWriter(logger.experiment, tabs=self._tabs)
-        return self._writers[key]
-
-    @override
-    def _restore(self) -> None:
-        if self._steps is None:
-            return
-        self._writers.clear()
-        self._steps.detach()
-        self._steps = None
+    def _writers_of(self, loop: Loop) -> list[ScaleWriter]:
+        for experiment in loop.writers:
+            if id(experiment) not in self._writers:
+                self._writers[id(experiment)] = ScaleWriter(experiment, tabs=self._tabs)
+        return [self._writers[id(experiment)] for experiment in loop.writers]

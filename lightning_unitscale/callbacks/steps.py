@@ -22,6 +22,8 @@ from lightning_unitscale.capture.captured_step import CapturedStep
 from lightning_unitscale.capture.growing_lists import functions_of, names_in
 from lightning_unitscale.capture.steps import LIGHTNING_STEPS, ModuleSteps, steps_of
 from lightning_unitscale.dynamo.capture import is_compiled
+from lightning_unitscale.loops.attach import Attachment
+from lightning_unitscale.loops.loop import LoopCallback
 from lightning_unitscale.patching import nothing, shadowed
 from lightning_unitscale.rules.weights import zero_gradients
 
@@ -303,8 +305,14 @@ def _batch_end(
     self._after_evaluation(trainer, batch_idx)
 
 
-class StepsCallback(pl.Callback):
-    """What the callbacks share: hooks around evaluation batches and at the end of a run."""
+class StepsCallback(pl.Callback, LoopCallback):
+    """What the callbacks share: hooks around evaluation batches and at the end of a run.
+
+    Attributes:
+        attachments: In Lightning Fabric: what it works in, one for each module that was set up.
+    """
+
+    attachments: tuple[Attachment, ...] = ()
 
     _arguments: Mapping[str, Any] = {}
 
@@ -322,6 +330,17 @@ class StepsCallback(pl.Callback):
         shown = ", ".join(f"{name}={value!r}" for name, value in self._arguments.items())
         return f"{type(self).__name__}({shown})"
 
+    def on_after_setup(self, fabric: Any, module: Any) -> None:
+        """Called by Lightning Fabric: work on a module that it has set up.
+
+        Each further module gets a callback of its own, made of the same arguments; see
+        ``attachments``.
+        """
+        from lightning_unitscale.loops.fabric import attach_in_fabric
+
+        callback = type(self)(**self._arguments) if self.attachments else self
+        self.attachments = (*self.attachments, attach_in_fabric(callback, fabric, module))
+
     def captures_steps(self, trainer: pl.Trainer) -> bool:
         """Whether it adds passes to captured steps: the others then add theirs to the same graphs.
 
@@ -332,12 +351,11 @@ class StepsCallback(pl.Callback):
 
     def _before_evaluation(self, trainer: pl.Trainer, name: str, batch: Any, *indices: int) -> None:
         """Called before a batch of the step of this name, with its index and the loader's."""
+        self.begin_evaluation(name)
 
     def _after_evaluation(self, trainer: pl.Trainer, batch_idx: int) -> None:
         """Called after a batch."""
-
-    def _restore(self) -> None:
-        """Leave the module as it was, after a run or an exception; may be called repeatedly."""
+        self.end_evaluation(batch_idx)
 
     on_validation_batch_start = _batch_start("validation_step")
     on_test_batch_start = _batch_start("test_step")
@@ -348,10 +366,10 @@ class StepsCallback(pl.Callback):
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._restore()
+        self.leave()
 
     @override
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
-        self._restore()
+        self.leave()

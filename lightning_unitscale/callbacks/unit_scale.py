@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn  # type: ignore[attr-defined]
+from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -23,10 +24,12 @@ from lightning_unitscale.callbacks.checkpoints import (
 from lightning_unitscale.callbacks.explanation import Explanation
 from lightning_unitscale.callbacks.fp8 import (
     check_fp8,
+    check_fp8_device,
     fp8_pass,
     simulation_pass,
     unmatched_layers,
 )
+from lightning_unitscale.callbacks.lightning_loop import LightningLoop
 from lightning_unitscale.callbacks.options import (
     FP8,
     Lossless,
@@ -42,10 +45,10 @@ from lightning_unitscale.callbacks.steps import (
     StepsCallback,
     captures_steps,
     check_module,
-    optimizer_step_index,
 )
 from lightning_unitscale.callbacks.units import MeasuredUnits, RecalibrationSchedule
 from lightning_unitscale.dispatch.coverage import Coverage
+from lightning_unitscale.loops.loop import Loop
 from lightning_unitscale.lossless.gauge import Gauge
 from lightning_unitscale.lossless.rewrite import Depth
 from lightning_unitscale.patching import nothing
@@ -167,7 +170,8 @@ class UnitScaleCallback(StepsCallback):
         self._checkpoints = ExitStack()
         # Whether what the user has named was there in the first training step.
         self._is_checked = False
-        self._module: Callable[[], pl.LightningModule | None] | None = None
+        self._module: Callable[[], nn.Module | None] | None = None
+        self._loop: Loop | None = None
 
     @property
     def gauge(self) -> Gauge:
@@ -207,8 +211,6 @@ class UnitScaleCallback(StepsCallback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if self._fp8 is not None:
             check_fp8(trainer)
-        is_first = self._module is None
-        is_new = self._module is None or self._module() is not pl_module
         # A captured graph hides the modules that products run in.
         self._runs_captured = captures_steps(trainer)
         check_module(trainer, pl_module, self)
@@ -216,11 +218,64 @@ class UnitScaleCallback(StepsCallback):
         self._checkpoints.enter_context(
             checking_checkpoints(trainer, pl_module, self, self._method_name, self._mark)
         )
+        loop = LightningLoop(trainer, pl_module)
         if self._runs_captured:
+            self._loop = loop
+            is_first, is_new = self._take(pl_module)
             self._graphs.capture(trainer, pl_module, self, is_new=is_new, is_first=is_first)
         else:
-            self._products.attach(pl_module, is_new=is_new and not is_first)
-        self._module = weakref.ref(pl_module)
+            self._attach_products(loop)
+
+    @override
+    def start(self, loop: Loop) -> None:
+        if self._fp8 is not None:
+            check_fp8_device(loop.device)
+        self._graphs.check_not_wanted()
+        self._runs_captured = False
+        self._attach_products(loop)
+
+    def _attach_products(self, loop: Loop) -> None:
+        self._loop = loop
+        is_first, is_new = self._take(loop.module)
+        self._products.attach(loop, is_new=is_new and not is_first)
+
+    def _take(self, module: nn.Module) -> tuple[bool, bool]:
+        """Note whose units are measured; returns whether it is the first, and another one."""
+        is_first = self._module is None
+        is_new = self._module is None or self._module() is not module
+        self._module = weakref.ref(module)
+        return is_first, is_new
+
+    @override
+    def begin_batch(self) -> None:
+        assert self._loop is not None
+        if (grid := self._moving_grid()) is not None:
+            grid.follow(self._loop.step_index)
+        if not self._runs_captured:
+            self._products.before_batch()
+
+    @override
+    def end_batch(self) -> None:
+        if not self._runs_captured:
+            self._products.after_batch()
+        if not self._is_checked:
+            self._warn_of_unmatched()
+            self._is_checked = True
+
+    @override
+    def begin_evaluation(self, name: str) -> None:
+        self._products.before_evaluation(name)
+
+    @override
+    def end_evaluation(self, batch_idx: int = 0) -> None:
+        self._products.after_evaluation(batch_idx)
+
+    @override
+    def leave(self) -> None:
+        self._checkpoints.close()
+        self._products.detach()
+        self._graphs.detach()
+        self._loop = None
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -230,9 +285,11 @@ class UnitScaleCallback(StepsCallback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        if (grid := self._moving_grid()) is not None:
-            grid.follow(optimizer_step_index(trainer))
-        self._units.before_batch(trainer, batch, batch_idx)
+        assert isinstance(self._loop, LightningLoop)
+        self._loop.begin_batch()
+        self.begin_batch()
+        if self._runs_captured:
+            self._graphs.before_batch(self._loop, trainer, batch, batch_idx)
 
     @override
     def on_train_batch_end(
@@ -243,10 +300,10 @@ class UnitScaleCallback(StepsCallback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        self._units.after_batch(trainer)
-        if not self._is_checked:
-            self._warn_of_unmatched()
-            self._is_checked = True
+        assert self._loop is not None
+        if self._runs_captured:
+            self._graphs.after_batch(self._loop, trainer)
+        self.end_batch()
 
     @override
     def on_before_optimizer_step(
@@ -298,7 +355,7 @@ class UnitScaleCallback(StepsCallback):
 
     def __getstate__(self) -> dict[str, Any]:
         """For another process (``ddp_spawn``), in which the module is another one."""
-        return {**vars(self), "_module": None if self._module is None else nothing}
+        return {**vars(self), "_module": None if self._module is None else nothing, "_loop": None}
 
     def _moving_grid(self) -> MovingGrid | None:
         rounding = self._fp8 or self._simulation
@@ -311,14 +368,14 @@ class UnitScaleCallback(StepsCallback):
 
     @override
     def _before_evaluation(self, trainer: pl.Trainer, name: str, batch: Any, *indices: int) -> None:
-        self._units.before_evaluation(trainer, name, batch, *indices)
+        if self._runs_captured:
+            self._graphs.before_evaluation(trainer, name, batch, *indices)
+        else:
+            self.begin_evaluation(name)
 
     @override
     def _after_evaluation(self, trainer: pl.Trainer, batch_idx: int) -> None:
-        self._units.after_evaluation(trainer, batch_idx)
-
-    @override
-    def _restore(self) -> None:
-        self._checkpoints.close()
-        self._products.detach()
-        self._graphs.detach()
+        if self._runs_captured:
+            self._graphs.after_evaluation(trainer)
+        else:
+            self.end_evaluation(batch_idx)

@@ -1,4 +1,4 @@
-"""What the units of a LightningModule have in common, at the dispatcher and in captured graphs."""
+"""What the units of a module have in common, at the dispatcher and in captured graphs."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
-import lightning.pytorch as pl
 from lightning.pytorch.utilities.rank_zero import rank_zero_info  # type: ignore[attr-defined]
 
 from lightning_unitscale.callbacks.distributed import joint_reasons
 from lightning_unitscale.callbacks.explanation import Explanation
-from lightning_unitscale.callbacks.steps import optimizer_step_index
+from lightning_unitscale.loops.loop import Loop
 from lightning_unitscale.lossless.fp8_range import Unrepresentable
 from lightning_unitscale.lossless.gauge import Gauge
 from lightning_unitscale.precision.fp8 import WIDE_GRADIENT, FP8Linears
@@ -61,7 +60,7 @@ class RecalibrationSchedule:
 
 
 class MeasuredUnits(abc.ABC):
-    """Measures the units of one LightningModule and follows their drift over fits and restarts.
+    """Measures the units of one module and follows their drift over fits and restarts.
 
     Args:
         schedule: When units are looked at again.
@@ -77,42 +76,12 @@ class MeasuredUnits(abc.ABC):
         self.events: list[str] = []
         self._schedule = schedule
         self._fp8 = fp8
-        self._global_step_before = 0
         self._step_index = 0
 
     @property
     @abc.abstractmethod
     def gauge(self) -> Gauge:
         """The units in force; empty before the first batch."""
-
-    @abc.abstractmethod
-    def before_batch(self, trainer: pl.Trainer, batch: Any, batch_idx: int) -> None:
-        """A training batch begins.
-
-        Args:
-            trainer: The Trainer.
-            batch: The batch.
-            batch_idx: Its index.
-        """
-
-    @abc.abstractmethod
-    def after_batch(self, trainer: pl.Trainer) -> None:
-        """Take units of what was measured, and new ones where they have drifted."""
-
-    @abc.abstractmethod
-    def before_evaluation(self, trainer: pl.Trainer, name: str, batch: Any, *indices: int) -> None:
-        """A batch of an evaluation begins, in the step of this name.
-
-        Args:
-            trainer: The Trainer.
-            name: Such as ``"validation_step"``.
-            batch: The batch.
-            *indices: Of the batch, and of its loader.
-        """
-
-    @abc.abstractmethod
-    def after_evaluation(self, trainer: pl.Trainer, batch_idx: int) -> None:
-        """Take the units that a batch of an evaluation has shown."""
 
     @abc.abstractmethod
     def detach(self) -> None:
@@ -130,10 +99,9 @@ class MeasuredUnits(abc.ABC):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from :meth:`state_dict`, without measuring again."""
 
-    def _begin(self, trainer: pl.Trainer) -> bool:
+    def _begin(self, loop: Loop) -> bool:
         """Note where a batch begins; returns whether units are looked at in it."""
-        self._global_step_before = trainer.global_step
-        self._step_index = optimizer_step_index(trainer)
+        self._step_index = loop.step_index
         return self._schedule.looks_at(self._step_index)
 
     def _tell_new_units(

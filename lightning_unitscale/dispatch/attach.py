@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Sequence
-from types import MethodType
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from lightning_unitscale.dispatch.kernels import close_session, open_session
 from lightning_unitscale.dispatch.session import LOCAL, ProductSession
 from lightning_unitscale.dispatch.torch_internals import current_node
 from lightning_unitscale.dispatch.units import Units
+from lightning_unitscale.patching import copied_method, reduced_method
 
 
 class SessionMethod:
@@ -29,10 +29,11 @@ class SessionMethod:
     """
 
     def __init__(self, owner: AttachedSession, name: str, method: Any) -> None:
+        # First: it takes over the attributes of what it wraps, which may stand in as well.
+        functools.update_wrapper(self, method)
         self._owner = owner
         self._name = name
         self._method = method
-        functools.update_wrapper(self, method)
         # Lightning reads parameters one wrapping down: where a decorator of the user's leads.
         self.__wrapped__ = getattr(method, "__wrapped__", method)
 
@@ -106,7 +107,7 @@ class AttachedSession:
 
     def is_training(self, name: str) -> bool:
         """Whether a call of a method is one of training."""
-        return name not in EVALUATION_STEPS
+        return self._module.training if name == "forward" else name not in EVALUATION_STEPS
 
     def before_call(self) -> None:
         """A step is about to begin."""
@@ -116,15 +117,11 @@ class AttachedSession:
 
     def copied_method(self, method: Any, memo: dict[int, Any]) -> Any:
         """The copied module's own method: a copy made in the middle of a training is plain."""
-        if isinstance(method, MethodType):
-            return MethodType(method.__func__, memo.get(id(method.__self__), method.__self__))
-        return method
+        return copied_method(method, memo)
 
     def reduced_method(self, method: Any) -> Any:
         """What a pickled module has in a method's place: its own."""
-        if isinstance(method, MethodType):
-            return getattr, (method.__self__, method.__name__)
-        return functools.partial, (method,)
+        return reduced_method(method)
 
     def detach(self) -> None:
         """Put the methods and torch's kernels back. May be called more than once."""

@@ -228,10 +228,6 @@ class ModuleProducts(AttachedSession):
         return new
 
     @override
-    def is_training(self, name: str) -> bool:
-        return self._module.training
-
-    @override
     def copied_method(self, method: Any, memo: dict[int, Any]) -> Any:
         return copy.deepcopy(self, memo).methods["forward"]
 

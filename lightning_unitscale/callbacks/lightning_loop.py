@@ -1,0 +1,101 @@
+"""A Lightning Trainer as the loop that callbacks ask."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.loggers import TensorBoardLogger
+from typing_extensions import override
+
+from lightning_unitscale.callbacks.distributed import num_microbatches, num_replicas
+from lightning_unitscale.callbacks.steps import existing_steps, has_stepped, optimizer_step_index
+from lightning_unitscale.loops.loop import Loop, StepCaller
+from lightning_unitscale.patching import shadowed
+
+
+class LightningLoop(Loop):
+    """The loops of a Trainer.
+
+    Args:
+        trainer: The Trainer.
+        module: Its module.
+    """
+
+    def __init__(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        self.module: pl.LightningModule = module
+        self.steps = tuple(existing_steps(module))
+        self.training_step = "training_step"
+        self._trainer = trainer
+        self._global_step_before = trainer.global_step
+
+    def begin_batch(self) -> None:
+        """A training batch begins."""
+        self._global_step_before = self._trainer.global_step
+
+    @property
+    @override
+    def step_index(self) -> int:
+        return optimizer_step_index(self._trainer)
+
+    @property
+    @override
+    def has_stepped(self) -> bool:
+        return has_stepped(self._trainer, self.module, self._global_step_before)
+
+    @property
+    @override
+    def is_fitting(self) -> bool:
+        return self._trainer.state.fn == "fit"
+
+    @property
+    @override
+    def device(self) -> torch.device:
+        return self._trainer.strategy.root_device
+
+    @property
+    @override
+    def scaler(self) -> Any:
+        return getattr(self._trainer.precision_plugin, "scaler", None)
+
+    @property
+    @override
+    def num_parts(self) -> int:
+        return num_microbatches(self._trainer) * num_replicas(self._trainer)
+
+    @property
+    @override
+    def is_global_zero(self) -> bool:
+        return self._trainer.is_global_zero
+
+    @property
+    @override
+    def writers(self) -> Sequence[Any]:
+        loggers = self._trainer.loggers
+        return [item.experiment for item in loggers if isinstance(item, TensorBoardLogger)]
+
+    @override
+    def log_scalars(self, scalars: Mapping[str, float], step: int, *, tensorboard: bool) -> None:
+        for logger in self._trainer.loggers:
+            if isinstance(logger, TensorBoardLogger) is tensorboard:
+                logger.log_metrics(dict(scalars), step=step)
+
+    @override
+    def running_steps_by(self, call: StepCaller) -> AbstractContextManager[None]:
+        step = self.module.training_step
+
+        @functools.wraps(step)
+        def training_step(*args: Any, **kwargs: Any) -> Any:
+            return call(step, args, kwargs)
+
+        # Lightning reads parameters one wrapping down, where the step may be wrapped already.
+        training_step.__wrapped__ = getattr(step, "__wrapped__", step)
+        return shadowed(self.module, training_step=training_step)
+
+    @override
+    def stop(self) -> None:
+        self._trainer.should_stop = True

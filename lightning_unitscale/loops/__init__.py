@@ -1,0 +1,5 @@
+"""Training loops other than a Lightning Trainer's."""
+
+from lightning_unitscale.loops.attach import Attachment, attach
+
+__all__ = ["Attachment", "attach"]

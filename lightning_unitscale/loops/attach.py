@@ -1,0 +1,404 @@
+"""Callbacks around a module in any training loop."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
+from types import MethodType, TracebackType
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from typing_extensions import override
+
+from lightning_unitscale.loops.loop import Loop, LoopCallback, StepCaller
+from lightning_unitscale.lossless.calibrate import find_loss
+from lightning_unitscale.patching import copied_method, reduced_method, shadowed
+
+_EVALUATION = "evaluation"
+
+
+def attach(
+    module: nn.Module,
+    optimizer: Any = None,
+    callbacks: LoopCallback | Iterable[LoopCallback] = (),
+    *,
+    log_dir: str | Path | None = None,
+    scaler: Any = None,
+) -> Attachment:
+    """Let callbacks work on a module in a training loop of any kind.
+
+    A training step is what the module's calls in training mode compute, with their backward passes,
+    until an optimizer steps that has parameters of the module; calls in evaluation mode, or without
+    gradients, are an evaluation. The loop itself has to tell nothing.
+
+    Args:
+        module: The module, as it is called: after ``DistributedDataParallel``, ``fully_shard`` or
+            ``accelerator.prepare``.
+        optimizer: Whose steps end a training step, one or several; by default every optimizer that
+            has a parameter of the module.
+        callbacks: One or several: ``UnitScaleCallback`` at the dispatcher (lossless, simulated
+            formats, FP8), ``ScaleMonitor``.
+        log_dir: Folder of TensorBoard's event files, for ``ScaleMonitor``; nothing is written
+            without.
+        scaler: The ``GradScaler`` that multiplies the loss, if there is one.
+
+    Returns:
+        The attachment: a context, and a handle with ``detach()``, ``state_dict()`` and
+        ``load_state_dict()``.
+
+    Raises:
+        TypeError: If an argument is none of these.
+        ValueError: If a callback needs more than such a loop can give.
+
+    Examples:
+        >>> from lightning_unitscale import UnitScaleCallback, attach
+        >>> model = torch.nn.Linear(8, 8)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> with attach(model, optimizer, callbacks=[UnitScaleCallback()]):
+        ...     for batch in torch.randn(3, 4, 8):
+        ...         model(batch).square().mean().backward()
+        ...         optimizer.step()
+        ...         optimizer.zero_grad()
+    """
+    return Attachment(module, optimizer, callbacks, log_dir=log_dir, scaler=scaler)
+
+
+class Attachment(Loop):
+    """What :func:`attach` returns, whose arguments it takes.
+
+    Attributes:
+        should_stop: Whether a callback has asked for the training to end.
+    """
+
+    training_step = "forward"
+    steps = ("forward",)
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: Any,
+        callbacks: LoopCallback | Iterable[LoopCallback],
+        *,
+        log_dir: str | Path | None,
+        scaler: Any,
+    ) -> None:
+        if not isinstance(module, nn.Module):
+            raise TypeError(
+                f"module={module!r}: no torch.nn.Module; expected the module that is trained; pass "
+                "the model itself."
+            )
+        self.module = unwrapped(module)
+        if attachment_of(self.module) is not None:
+            raise ValueError(
+                f"module={type(module).__name__}: callbacks are attached to it already; expected "
+                "all of them in one call; pass them together, or detach() the others first."
+            )
+        self.should_stop = False
+        self._optimizers = None if optimizer is None else _optimizers(optimizer)
+        self._callbacks: list[LoopCallback] = []
+        self._scaler = scaler
+        self._log_dir = log_dir
+        self._writer: Any = None
+        self._step_index = 0
+        self._has_stepped = False
+        # Whether the module has been called in training since the last step.
+        self._is_in_batch = False
+        self._call: StepCaller | None = None
+        # What is undone at the end, the calls of the module first.
+        self._attached, self._forward = ExitStack(), ExitStack()
+        self._is_attached = True
+        with ExitStack() as undo:
+            undo.callback(self._close)
+            self._attached.callback(_on_optimizers(self).close)
+            self._forward.enter_context(_stepping_aside(self))
+            for callback in _checked(callbacks):
+                self.add(callback)
+            undo.pop_all()
+
+    @property
+    @override
+    def step_index(self) -> int:
+        return self._step_index
+
+    @property
+    @override
+    def has_stepped(self) -> bool:
+        return self._has_stepped
+
+    @property
+    @override
+    def is_fitting(self) -> bool:
+        return True
+
+    @property
+    @override
+    def device(self) -> torch.device:
+        tensors = (*self.module.parameters(), *self.module.buffers())
+        return tensors[0].device if tensors else torch.device("cpu")
+
+    @property
+    @override
+    def scaler(self) -> Any:
+        return self._scaler
+
+    @property
+    @override
+    def num_parts(self) -> int:
+        return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+    @property
+    @override
+    def is_global_zero(self) -> bool:
+        return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
+
+    @property
+    @override
+    def writers(self) -> Sequence[Any]:
+        if self._log_dir is None:
+            return ()
+        if self._writer is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(str(self._log_dir))
+        return (self._writer,)
+
+    @override
+    def log_scalars(self, scalars: Mapping[str, float], step: int, *, tensorboard: bool) -> None:
+        for writer in self.writers if tensorboard else ():
+            for name, value in scalars.items():
+                writer.add_scalar(name, value, step)
+
+    @contextmanager
+    @override
+    def running_steps_by(self, call: StepCaller) -> Iterator[None]:
+        self._call = call
+        try:
+            yield
+        finally:
+            self._call = None
+
+    @override
+    def stop(self) -> None:
+        self.should_stop = True
+
+    @property
+    def callbacks(self) -> tuple[LoopCallback, ...]:
+        """The callbacks, in their order."""
+        return tuple(self._callbacks)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            if kind is None:
+                self._finish()
+        finally:
+            self._close()
+
+    def add(self, callback: LoopCallback) -> None:
+        """Let one more callback work on the module, from the next training step on.
+
+        Raises:
+            ValueError: If there is one of its class, or it needs more than such a loop can give.
+        """
+        name = type(callback).__name__
+        if any(type(other) is type(callback) for other in self._callbacks):
+            raise ValueError(
+                f"callbacks: {name} is given twice; expected it once; remove the others."
+            )
+        # A callback puts what it needs below the attachment's own.
+        self._forward.close()
+        try:
+            callback.start(self)
+            self._attached.callback(callback.leave)
+            self._callbacks.append(callback)
+        finally:
+            self._forward.enter_context(_stepping_aside(self))
+
+    def detach(self) -> None:
+        """Leave module and torch as they were; may be called more than once."""
+        try:
+            self._finish()
+        finally:
+            self._close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What to go on from after a restart: the step, and the state of each callback."""
+        states = {type(callback).__name__: callback.state_dict() for callback in self._callbacks}
+        return {"step": self._step_index, "callbacks": states}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from :meth:`state_dict`."""
+        self._step_index = state_dict["step"]
+        for callback in self._callbacks:
+            if state := state_dict["callbacks"].get(type(callback).__name__):
+                callback.load_state_dict(state)
+
+    def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+        """Run a call of the module, as a batch of training or of an evaluation."""
+        if not (self.module.training and torch.is_grad_enabled()):
+            for callback in self._callbacks:
+                callback.begin_evaluation(_EVALUATION)
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                for callback in self._callbacks:
+                    callback.end_evaluation()
+        if not self._is_in_batch:
+            self._is_in_batch, self._has_stepped = True, False
+            for callback in self._callbacks:
+                callback.begin_batch()
+        call = self._call
+        result = forward(*args, **kwargs) if call is None else call(forward, args, kwargs)
+        loss = find_loss(result)
+        for callback in self._callbacks:
+            callback.begin_backward(loss)
+        return result
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """An optimizer begins its step: the gradients are there."""
+        if self._is_in_batch and self._ends_with(optimizer):
+            for callback in self._callbacks:
+                callback.end_backward()
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """An optimizer has stepped."""
+        if not (self._is_in_batch and self._ends_with(optimizer)):
+            return
+        self._is_in_batch, self._has_stepped = False, True
+        self._step_index += 1
+        for callback in self._callbacks:
+            callback.end_batch()
+
+    def _ends_with(self, optimizer: Optimizer) -> bool:
+        if self._optimizers is not None:
+            return any(optimizer is known for known in self._optimizers)
+        own = {id(param) for param in self.module.parameters()}
+        return any(
+            id(param) in own for group in optimizer.param_groups for param in group["params"]
+        )
+
+    def _finish(self) -> None:
+        if self._is_attached:
+            for callback in self._callbacks:
+                callback.finish()
+
+    def _close(self) -> None:
+        self._is_attached = False
+        self._forward.close()
+        self._attached.close()
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+
+class _Forward:
+    """Stands in for the ``forward`` of an attached module."""
+
+    def __init__(self, attachment: Attachment, method: Any) -> None:
+        # First: it takes over the attributes of what it wraps, which may stand in as well.
+        functools.update_wrapper(self, method)
+        self.attachment = attachment
+        self._method = method
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return self._method(*args, **kwargs)
+        return self.attachment.run(self._method, args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copied_method(_own(self._method), memo)
+
+    def __reduce__(self) -> Any:
+        return reduced_method(_own(self._method))
+
+
+def _own(method: Any) -> Any:
+    """The module's own method, under what callbacks have put over it."""
+    while not isinstance(method, MethodType) and hasattr(method, "__wrapped__"):
+        method = method.__wrapped__
+    return method
+
+
+def _stepping_aside(attachment: Attachment) -> AbstractContextManager[None]:
+    """Within this context calls of the module go through the attachment."""
+    module = attachment.module
+    return shadowed(module, forward=_Forward(attachment, module.forward))
+
+
+def _on_optimizers(attachment: Attachment) -> ExitStack:
+    """Tell an attachment of the steps of all optimizers, until what is returned is closed."""
+    known = weakref.ref(attachment)
+
+    def before(optimizer: Optimizer, *_: Any) -> None:
+        if (attachment := known()) is not None:
+            attachment.before_step(optimizer)
+
+    def after(optimizer: Optimizer, *_: Any) -> None:
+        if (attachment := known()) is not None:
+            attachment.after_step(optimizer)
+
+    handles = ExitStack()
+    handles.callback(register_optimizer_step_pre_hook(before).remove)
+    handles.callback(register_optimizer_step_post_hook(after).remove)
+    # A module that is gone has nobody left to detach it.
+    weakref.finalize(attachment, handles.close).atexit = False
+    return handles
+
+
+def attachment_of(module: nn.Module) -> Attachment | None:
+    """What callbacks work in that are attached to a module."""
+    forward = vars(module).get("forward")
+    return forward.attachment if isinstance(forward, _Forward) else None
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The module that replicas of a module call."""
+    while isinstance(module, DistributedDataParallel):
+        module = module.module
+    return module
+
+
+def _optimizers(optimizer: Any) -> list[Optimizer]:
+    """The torch optimizers of one or several, which other packages may have wrapped."""
+    given = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
+    found = []
+    for item in given:
+        inner = item
+        while not isinstance(inner, Optimizer) and hasattr(inner, "optimizer"):
+            inner = inner.optimizer
+        if not isinstance(inner, Optimizer):
+            raise TypeError(
+                f"optimizer={item!r}: no torch.optim.Optimizer; expected one, or several in a "
+                "list; leave it out for every optimizer with parameters of the module."
+            )
+        found.append(getattr(inner, "optimizer", inner))
+    return found
+
+
+def _checked(callbacks: LoopCallback | Iterable[LoopCallback]) -> tuple[LoopCallback, ...]:
+    given = (callbacks,) if isinstance(callbacks, LoopCallback) else tuple(callbacks)
+    for callback in given:
+        if not isinstance(callback, LoopCallback):
+            raise TypeError(
+                f"callbacks={callback!r}: it works in a Lightning Trainer only; expected "
+                "UnitScaleCallback() or ScaleMonitor(); leave it out."
+            )
+    return given

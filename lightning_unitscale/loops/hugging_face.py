@@ -1,0 +1,98 @@
+"""Callbacks in Hugging Face's ``Trainer``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from typing_extensions import override
+
+from lightning_unitscale.loops.attach import Attachment, attach
+from lightning_unitscale.loops.loop import LoopCallback
+
+# In the folder of a checkpoint.
+_STATE = "lightning_unitscale.pt"
+_SCALES = "scales"
+
+
+class HFCallback(TrainerCallback):  # type: ignore[misc]
+    """Callbacks for ``transformers.Trainer(callbacks=[HFCallback([...])])``.
+
+    Their state is a file in each checkpoint, ``lightning_unitscale.pt``, from which a training that
+    is resumed goes on.
+
+    Args:
+        callbacks: As for :func:`lightning_unitscale.attach`.
+        log_dir: Folder of TensorBoard's event files, for ``ScaleMonitor``; by default ``scales`` in
+            the Trainer's ``output_dir``.
+
+    Attributes:
+        attachment: What the callbacks work in while the Trainer trains.
+    """
+
+    def __init__(
+        self,
+        callbacks: LoopCallback | Iterable[LoopCallback],
+        *,
+        log_dir: str | Path | None = None,
+    ) -> None:
+        self._callbacks = callbacks if isinstance(callbacks, LoopCallback) else tuple(callbacks)
+        self._log_dir = log_dir
+        self.attachment: Attachment | None = None
+
+    @override
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: nn.Module | None = None,
+        optimizer: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        assert model is not None, "the Trainer gives it"
+        self._detach()  # of a training that an exception has ended
+        self.attachment = attach(
+            model,
+            optimizer,
+            self._callbacks,
+            log_dir=self._log_dir or Path(args.output_dir, _SCALES),
+            scaler=getattr(optimizer, "scaler", None),
+        )
+        saved = _checkpoint(args, state) / _STATE
+        if state.global_step and saved.exists():
+            self.attachment.load_state_dict(torch.load(saved, weights_only=True))
+
+    @override
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self.attachment is not None and self.attachment.should_stop:
+            control.should_training_stop = True
+
+    @override
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        folder = _checkpoint(args, state)
+        if self.attachment is not None and self.attachment.is_global_zero and folder.exists():
+            torch.save(self.attachment.state_dict(), folder / _STATE)
+
+    @override
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._detach()
+
+    def _detach(self) -> None:
+        if self.attachment is not None:
+            self.attachment.detach()
+            self.attachment = None
+
+
+def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:
+    return Path(args.output_dir, f"checkpoint-{state.global_step}")

@@ -1,0 +1,150 @@
+"""What callbacks ask of a training loop, and what a loop tells callbacks."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+# Calls a step of a module with these arguments and keyword arguments.
+StepCaller = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+
+
+class Loop(abc.ABC):
+    """A training loop, as callbacks see it.
+
+    Attributes:
+        module: The module that is trained; names of tensors are paths in it.
+        steps: Names of its methods that a batch calls.
+        training_step: The one among them that a training batch calls.
+    """
+
+    module: nn.Module
+    steps: tuple[str, ...]
+    training_step: str
+
+    @property
+    @abc.abstractmethod
+    def step_index(self) -> int:
+        """How many optimizer steps there have been."""
+
+    @property
+    @abc.abstractmethod
+    def has_stepped(self) -> bool:
+        """Whether the batch that has just ended completed an optimizer step."""
+
+    @property
+    @abc.abstractmethod
+    def is_fitting(self) -> bool:
+        """Whether the loop trains, so that an evaluation is a part of a training."""
+
+    @property
+    @abc.abstractmethod
+    def device(self) -> torch.device:
+        """Where the module is."""
+
+    @property
+    @abc.abstractmethod
+    def scaler(self) -> Any:
+        """The ``GradScaler`` that the loss is multiplied by, if there is one."""
+
+    @property
+    @abc.abstractmethod
+    def num_parts(self) -> int:
+        """Of how many batches the gradient of one batch is the mean: replicas, microbatches."""
+
+    @property
+    @abc.abstractmethod
+    def is_global_zero(self) -> bool:
+        """Whether this is the rank that writes."""
+
+    @property
+    @abc.abstractmethod
+    def writers(self) -> Sequence[Any]:
+        """The ``SummaryWriter`` objects of TensorBoard that the loop logs to."""
+
+    @abc.abstractmethod
+    def log_scalars(self, scalars: Mapping[str, float], step: int, *, tensorboard: bool) -> None:
+        """Log numbers.
+
+        Args:
+            scalars: By name.
+            step: The optimizer step.
+            tensorboard: Whether to TensorBoard, or to all other loggers.
+        """
+
+    @abc.abstractmethod
+    def running_steps_by(self, call: StepCaller) -> AbstractContextManager[None]:
+        """Within this context training steps are run by ``call``.
+
+        Args:
+            call: Gets the step, its arguments and its keyword arguments.
+        """
+
+    @abc.abstractmethod
+    def stop(self) -> None:
+        """Ask the loop to end after this step."""
+
+    @property
+    def loss_scale(self) -> float:
+        """Factor on the loss, and so on all gradients."""
+        return 1.0 if self.scaler is None else float(self.scaler.get_scale())
+
+    @property
+    def has_loss_scaler(self) -> bool:
+        """Whether steps with infinite gradients are skipped by who scales the loss."""
+        return self.scaler is not None and bool(self.scaler.is_enabled())
+
+
+class LoopCallback:
+    """What a loop calls; a Lightning callback calls the same methods from its hooks."""
+
+    def start(self, loop: Loop) -> None:
+        """A loop begins, or goes on.
+
+        Args:
+            loop: The loop.
+
+        Raises:
+            ValueError: If what the callback was asked for cannot be had in this loop.
+        """
+        name = type(self).__name__
+        raise ValueError(
+            f"{name}: it captures steps, which it can in a Lightning Trainer only; expected a "
+            "Trainer; in another loop use lightning_unitscale.transforms."
+        )
+
+    def begin_batch(self) -> None:
+        """A training batch begins, or the batches of one optimizer step."""
+
+    def begin_backward(self, loss: Tensor | None) -> None:
+        """A loss is there, if it is known."""
+
+    def end_backward(self) -> None:
+        """The gradients are there."""
+
+    def end_batch(self) -> None:
+        """A training batch has ended; ``loop.has_stepped`` says whether the optimizer stepped."""
+
+    def begin_evaluation(self, name: str) -> None:
+        """A batch of an evaluation begins, in the step of this name."""
+
+    def end_evaluation(self, batch_idx: int = 0) -> None:
+        """It has ended."""
+
+    def finish(self) -> None:
+        """Training has ended, without an exception."""
+
+    def leave(self) -> None:
+        """Leave the module as it was. May be called more than once."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What to go on from after a restart; empty where there is nothing."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from :meth:`state_dict`."""
