@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         UnitScaleCallback,
     )
     from lightning_unitscale.loops import attach
+    from lightning_unitscale.loops.hugging_face import HFCallback
     from lightning_unitscale.strategies import PipelineStrategy
 
 __version__ = "0.1.0"
@@ -28,6 +29,7 @@ __version__ = "0.1.0"
 # public name -> the module that defines it
 _EXPORTS = {
     "FP8": "lightning_unitscale.callbacks",
+    "HFCallback": "lightning_unitscale.loops.hugging_face",
     "Lossless": "lightning_unitscale.callbacks",
     "PipelineStrategy": "lightning_unitscale.strategies",
     "RematCallback": "lightning_unitscale.callbacks",
@@ -58,6 +60,7 @@ _SUBMODULES = frozenset(
 
 __all__ = [
     "FP8",
+    "HFCallback",
     "Lossless",
     "PipelineStrategy",
     "RematCallback",

@@ -5,13 +5,9 @@ from __future__ import annotations
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.plugins import (
-    BitsandbytesPrecision,
-    DeepSpeedPrecision,
-    TransformerEnginePrecision,
-)
 
 from lightning_unitscale.callbacks.options import FP8, Simulate
+from lightning_unitscale.callbacks.packages import is_lightning
 from lightning_unitscale.functional.low_precision import why_no_fp8
 from lightning_unitscale.precision.fp8 import FP8Linears
 from lightning_unitscale.precision.simulate import SimulateFormat
@@ -34,11 +30,11 @@ U_MUP_EXCLUDE = (*_LAST_NAMES, *(f"*.{name}" for name in _LAST_NAMES), *_PATHS)
 READOUT_EXCLUDE = (*_READOUT, *(f"*.{name}" for name in _READOUT))
 
 _CONFLICTS = {
-    TransformerEnginePrecision: "it replaces the layers by its own, which run in FP8 by themselves "
-    "and hide their products from the graph",
-    BitsandbytesPrecision: "it replaces the layers by its own, which hold quantized weights and "
+    "TransformerEnginePrecision": "it replaces the layers by its own, which run in FP8 by "
+    "themselves and hide their products from the graph",
+    "BitsandbytesPrecision": "it replaces the layers by its own, which hold quantized weights and "
     "hide their products from the graph",
-    DeepSpeedPrecision: "it runs the module in an engine that casts and scales by itself",
+    "DeepSpeedPrecision": "it runs the module in an engine that casts and scales by itself",
 }
 
 
@@ -91,7 +87,7 @@ def check_fp8(trainer: pl.Trainer) -> None:
     """
     plugin = trainer.precision_plugin
     for kind, why in _CONFLICTS.items():
-        if isinstance(plugin, kind):
+        if is_lightning(plugin, kind):
             raise MisconfigurationException(
                 f"precision='fp8' with {type(plugin).__name__}: {why}; expected '32-true', "
                 "'bf16-mixed', '16-mixed', 'bf16-true' or '16-true'; change the Trainer's "

@@ -11,8 +11,6 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import callbacks as lightning_callbacks
-from lightning.pytorch.plugins import HalfPrecision
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.rank_zero import (  # type: ignore[attr-defined]
     rank_zero_info,
     rank_zero_warn,
@@ -21,6 +19,7 @@ from torch.optim import Optimizer
 
 from lightning_unitscale.callbacks.distributed import joint_reasons, pipeline_of
 from lightning_unitscale.callbacks.options import Lossless, Rules
+from lightning_unitscale.callbacks.packages import is_lightning
 from lightning_unitscale.callbacks.steps import all_callbacks
 from lightning_unitscale.capture.captured_step import CapturedStep
 from lightning_unitscale.lossless.calibrate import root_mean_square
@@ -47,7 +46,7 @@ _CONFLICTING_CALLBACKS = tuple(
 
 def holds_parameters(choice: HoldParameters, trainer: pl.Trainer) -> bool:
     """Whether a Trainer's parameters are to be held in units; ``"auto"`` does in true 16 bits."""
-    is_half = isinstance(trainer.precision_plugin, HalfPrecision)
+    is_half = is_lightning(trainer.precision_plugin, "HalfPrecision")
     return is_half if choice == "auto" else choice
 
 
@@ -87,7 +86,7 @@ class ParameterHolding:
         Raises:
             MisconfigurationException: If holding was asked for and the Trainer does not go with it.
         """
-        is_half = isinstance(trainer.precision_plugin, HalfPrecision)
+        is_half = is_lightning(trainer.precision_plugin, "HalfPrecision")
         self.is_wanted = holds_parameters(self._choice, trainer)
         self._rewrite.holds_parameters = self.is_wanted
         if is_new:
@@ -323,7 +322,7 @@ def holding_of(method: Lossless | Rules, rewrite: LosslessUnitScale) -> Paramete
 
 def _check(trainer: pl.Trainer) -> None:
     strategy = trainer.strategy
-    if not isinstance(strategy, (SingleDeviceStrategy, DDPStrategy)) or pipeline_of(trainer):
+    if not is_lightning(strategy, "SingleDeviceStrategy", "DDPStrategy") or pipeline_of(trainer):
         raise MisconfigurationException(
             f"hold_parameters with {type(strategy).__name__}: it shards or moves parameters, whose "
             "units would be lost on the way; expected a single device or DDP; pass "

@@ -9,10 +9,10 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.loggers import TensorBoardLogger
 from typing_extensions import override
 
 from lightning_unitscale.callbacks.distributed import num_microbatches, num_replicas
+from lightning_unitscale.callbacks.packages import is_lightning
 from lightning_unitscale.callbacks.steps import existing_steps, has_stepped, optimizer_step_index
 from lightning_unitscale.loops.loop import Loop, StepCaller
 from lightning_unitscale.patching import shadowed
@@ -75,13 +75,13 @@ class LightningLoop(Loop):
     @property
     @override
     def writers(self) -> Sequence[Any]:
-        loggers = self._trainer.loggers
-        return [item.experiment for item in loggers if isinstance(item, TensorBoardLogger)]
+        loggers: Sequence[Any] = self._trainer.loggers
+        return [item.experiment for item in loggers if is_lightning(item, "TensorBoardLogger")]
 
     @override
     def log_scalars(self, scalars: Mapping[str, float], step: int, *, tensorboard: bool) -> None:
         for logger in self._trainer.loggers:
-            if isinstance(logger, TensorBoardLogger) is tensorboard:
+            if is_lightning(logger, "TensorBoardLogger") is tensorboard:
                 logger.log_metrics(dict(scalars), step=step)
 
     @override

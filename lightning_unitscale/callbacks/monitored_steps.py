@@ -9,14 +9,15 @@ from __future__ import annotations
 import abc
 import contextlib
 from collections.abc import Callable
+from types import CodeType
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import fx
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_unitscale.callbacks.packages import trainer_packages
 from lightning_unitscale.callbacks.steps import attach_steps
 from lightning_unitscale.graph.matmuls import product_of
 from lightning_unitscale.graph.name_patterns import NamePatterns
@@ -28,17 +29,16 @@ from lightning_unitscale.scales.snapshot import ScaleSnapshot
 from lightning_unitscale.tracking.probes import ScaleProbes
 from lightning_unitscale.watching.watcher import StepWatcher
 
-# What a step calls beside its model. All classes of optimizers have the same wrapper around theirs.
-_IGNORED = frozenset(
-    function.__code__
-    for function in (
-        pl.LightningModule.log,
-        pl.LightningModule.log_dict,
-        pl.LightningModule.clip_gradients,
-        LightningOptimizer.step,
-        Optimizer.profile_hook_step(nothing),
-    )
-)
+
+def _ignored() -> frozenset[CodeType]:
+    """Code of what a step calls beside its model."""
+    # All classes of optimizers have the same wrapper around theirs.
+    functions: list[Any] = [Optimizer.profile_hook_step(nothing)]
+    for package in trainer_packages():
+        module = package.LightningModule
+        functions += [module.log, module.log_dict, module.clip_gradients]
+        functions.append(package.core.optimizer.LightningOptimizer.step)
+    return frozenset(function.__code__ for function in functions)
 
 
 class MonitoredSteps(abc.ABC):
@@ -95,7 +95,7 @@ class WatchedSteps(MonitoredSteps):
 
     def __init__(self, loop: Loop, layout: RowLayout, patterns: NamePatterns) -> None:
         self._loop = loop
-        self._watcher = StepWatcher(layout, patterns.match_names, _IGNORED)
+        self._watcher = StepWatcher(layout, patterns.match_names, _ignored())
         self._shadow = contextlib.ExitStack()
         self._backward = contextlib.ExitStack()
 

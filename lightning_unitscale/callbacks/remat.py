@@ -6,7 +6,6 @@ import weakref
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.profilers import PyTorchProfiler
 from lightning.pytorch.utilities.rank_zero import (  # type: ignore[attr-defined]
     rank_zero_info,
     rank_zero_warn,
@@ -16,6 +15,7 @@ from typing_extensions import override
 
 from lightning_unitscale.arguments import check_flag
 from lightning_unitscale.callbacks.explanation import Explanation
+from lightning_unitscale.callbacks.packages import is_lightning
 from lightning_unitscale.callbacks.steps import StepsCallback, attach_steps
 from lightning_unitscale.capture.steps import ModuleSteps
 from lightning_unitscale.profiler.measure import PeakMeter, gradient_bytes, optimizer_state_bytes
@@ -113,7 +113,7 @@ class RematCallback(StepsCallback):
             return
         if self._meter is None:
             # A second profiler would take over the user's own.
-            is_profiled = isinstance(trainer.profiler, PyTorchProfiler)  # type: ignore[attr-defined]
+            is_profiled = is_lightning(trainer.profiler, "PyTorchProfiler")  # type: ignore[attr-defined]
             # The first step compiles, and makes the optimizer's state.
             if trainer.global_step >= 1 and not is_profiled:
                 self._meter = PeakMeter(pl_module.device)

@@ -11,13 +11,13 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_unitscale.callbacks.distributed import pipeline_of
+from lightning_unitscale.callbacks.packages import PACKAGES, Callback, is_overridden
 from lightning_unitscale.capture.captured_step import CapturedStep
 from lightning_unitscale.capture.growing_lists import functions_of, names_in
 from lightning_unitscale.capture.steps import LIGHTNING_STEPS, ModuleSteps, steps_of
@@ -33,7 +33,7 @@ _EXPERIMENT = frozenset({"experiment"})
 _PREFIXES = ("log", "add_")
 
 
-def logging_calls(module: pl.LightningModule, trainer: pl.Trainer) -> Iterator[tuple[Any, str]]:
+def logging_calls(module: nn.Module, trainer: pl.Trainer) -> Iterator[tuple[Any, str]]:
     """The calls, as pairs of an object and the name of its method.
 
     Only of loggers that the module's code mentions, and of what is behind them only if that is
@@ -54,7 +54,7 @@ def logging_calls(module: pl.LightningModule, trainer: pl.Trainer) -> Iterator[t
 @functools.cache
 def _names_in_code(kind: type) -> frozenset[str]:
     """Names that the methods of a user's class and its bases mention."""
-    own = (base for base in kind.__mro__ if base.__module__.partition(".")[0] != "lightning")
+    own = (base for base in kind.__mro__ if base.__module__.partition(".")[0] not in PACKAGES)
     functions = (function for base in own for function in functions_of(base))
     return frozenset(name for function in functions for name in names_in(function))
 
@@ -86,7 +86,7 @@ def check_module(trainer: pl.Trainer, module: pl.LightningModule, owner: pl.Call
 
     Args:
         trainer: The Trainer.
-        module: Its module, which has to be one of ``lightning.pytorch``.
+        module: Its module.
         owner: The callback, which has to be the only one of its class.
 
     Returns:
@@ -96,11 +96,6 @@ def check_module(trainer: pl.Trainer, module: pl.LightningModule, owner: pl.Call
         MisconfigurationException: If not.
     """
     name = type(owner).__name__
-    if not isinstance(module, pl.LightningModule):
-        raise MisconfigurationException(
-            f"{name}: {type(module).__name__} is no lightning.pytorch.LightningModule; expected "
-            "one; import lightning.pytorch instead of pytorch_lightning, for the Trainer as well."
-        )
     twins = [callback for callback in all_callbacks(trainer) if type(callback) is type(owner)]
     if len(twins) > 1:
         raise MisconfigurationException(
@@ -120,8 +115,8 @@ def attach_steps(
         owner: The callback that asks.
 
     Raises:
-        MisconfigurationException: If the module is compiled already or no module of
-            ``lightning.pytorch``, or ``owner``'s class is in the Trainer twice.
+        MisconfigurationException: If the module is compiled already, or ``owner``'s class is in the
+            Trainer twice.
     """
     name = check_module(trainer, module, owner)
     if is_compiled(module):
@@ -233,8 +228,7 @@ def loss_scale(trainer: pl.Trainer) -> float:
 
 def _untraced(module: nn.Module) -> Iterator[Any]:
     """What a step calls beside its model: its logger, and optimizers under manual optimization."""
-    assert isinstance(module, pl.LightningModule)
-    trainer = module._trainer
+    trainer: Any = getattr(module, "_trainer", None)
     if trainer is None:
         return
     yield from logging_calls(module, trainer)
@@ -305,7 +299,7 @@ def _batch_end(
     self._after_evaluation(trainer, batch_idx)
 
 
-class StepsCallback(pl.Callback, LoopCallback):
+class StepsCallback(Callback, LoopCallback):
     """What the callbacks share: hooks around evaluation batches and at the end of a run.
 
     Attributes:

@@ -9,14 +9,13 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import LearningRateFinder
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.rank_zero import rank_zero_info  # type: ignore[attr-defined]
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_unitscale.callbacks.distributed import num_gradient_elements
+from lightning_unitscale.callbacks.packages import is_lightning
 from lightning_unitscale.callbacks.steps import all_callbacks
 from lightning_unitscale.optim.learning_rates import Method, ParameterInfo, check_group
 from lightning_unitscale.optim.scaled_step import ScaledStep, scale_learning_rates
@@ -183,14 +182,14 @@ def start_loss_scale_at_one(trainer: pl.Trainer) -> Callable[[], None]:
 
 def _unwrapped(optimizer: Any) -> Optimizer:
     inner: Optimizer = optimizer
-    if isinstance(optimizer, LightningOptimizer):
+    if is_lightning(optimizer, "LightningOptimizer"):
         inner = optimizer.optimizer
     return inner
 
 
 def searches_rate(trainer: pl.Trainer) -> bool:
     """Whether a learning rate is looked for at the start of the fit, by whatever entry point."""
-    return any(isinstance(callback, LearningRateFinder) for callback in all_callbacks(trainer))
+    return any(is_lightning(callback, "LearningRateFinder") for callback in all_callbacks(trainer))
 
 
 def refuse_rate_search(trainer: pl.Trainer) -> None:

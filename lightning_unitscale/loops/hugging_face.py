@@ -19,7 +19,7 @@ _STATE = "lightning_unitscale.pt"
 _SCALES = "scales"
 
 
-class HFCallback(TrainerCallback):  # type: ignore[misc]
+class HFCallback(TrainerCallback):
     """Callbacks for ``transformers.Trainer(callbacks=[HFCallback([...])])``.
 
     Their state is a file in each checkpoint, ``lightning_unitscale.pt``, from which a training that
@@ -60,7 +60,7 @@ class HFCallback(TrainerCallback):  # type: ignore[misc]
             model,
             optimizer,
             self._callbacks,
-            log_dir=self._log_dir or Path(args.output_dir, _SCALES),
+            log_dir=self._log_dir or _folder(args) / _SCALES,
             scaler=getattr(optimizer, "scaler", None),
         )
         saved = _checkpoint(args, state) / _STATE
@@ -95,4 +95,8 @@ class HFCallback(TrainerCallback):  # type: ignore[misc]
 
 
 def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:
-    return Path(args.output_dir, f"checkpoint-{state.global_step}")
+    return _folder(args) / f"checkpoint-{state.global_step}"
+
+
+def _folder(args: TrainingArguments) -> Path:
+    return Path(args.output_dir or ".")

@@ -87,23 +87,6 @@ def test_a_module_that_is_compiled_already(how: str) -> None:
     assert num_overridden() == 0
 
 
-@pytest.mark.parametrize("make", [UnitScaleCallback, ScaleMonitor, lambda: RematCallback(0.9)])
-def test_a_module_of_the_other_package(make: Any) -> None:
-    other = pytest.importorskip("pytorch_lightning")
-
-    class Other(other.LightningModule):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            raise AssertionError("not reached")
-
-        def configure_optimizers(self) -> None:
-            return None
-
-    trainer = other.Trainer(callbacks=[make()], **{**QUIET, "max_steps": 2})
-    with pytest.raises(MisconfigurationException, match="instead of pytorch_lightning") as raised:
-        trainer.fit(Other(), loader())
-    assert _is_in_the_form(str(raised.value))
-
-
 def _assert_not_captured(module: pl.LightningModule) -> None:
     assert steps_of(module) is None
     assert not isinstance(module.training_step, CapturedStep)

@@ -1,0 +1,282 @@
+"""Callbacks in a plain loop: the bits of the loop without them, and nothing left behind."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import Tensor, nn
+from torch.optim.optimizer import (
+    _global_optimizer_post_hooks,
+    _global_optimizer_pre_hooks,
+)
+
+from lightning_unitscale import RematCallback, ScaleMonitor, UnitScaleCallback, attach
+from lightning_unitscale.callbacks import ScaleViolation
+from lightning_unitscale.dispatch.kernels import num_overridden
+from tests.helpers import assert_same_bits
+from tests.loops.loops import LOSSLESS, NUM_STEPS, Net, batches, new
+
+
+def train(
+    model: nn.Module, optimizer: Any, data: Sequence[tuple[Tensor, Tensor]], parts: int = 2
+) -> list[Tensor]:
+    """Accumulates the gradients of parts of each batch, and evaluates after each step."""
+    seen = []
+    for x, y in data:
+        for part, target in zip(x.chunk(parts), y.chunk(parts), strict=True):
+            loss = F.cross_entropy(model(part), target)
+            loss.backward()
+            seen.append(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+        model.eval()
+        with torch.no_grad():
+            seen.append(model(x))
+        model.train()
+    return seen
+
+
+@pytest.mark.parametrize("how", LOSSLESS)
+@pytest.mark.parametrize("names_optimizer", [True, False])
+def test_a_plain_loop_keeps_its_bits(how: str, names_optimizer: bool, tmp_path: Path) -> None:
+    model, optimizer = new()
+    expected = train(model, optimizer, batches()), model.state_dict()
+    model, optimizer = new()
+    callbacks = LOSSLESS[how]()
+    named = optimizer if names_optimizer else None
+    with attach(model, named, callbacks, log_dir=tmp_path) as attachment:
+        found = train(model, optimizer, batches())
+        assert attachment.step_index == NUM_STEPS
+    assert_same_bits((found, model.state_dict()), expected)
+    for callback in callbacks:
+        if isinstance(callback, UnitScaleCallback):
+            # Two batches with five products each: the batch itself needs no gradient.
+            assert callback.coverage.num_products == 10
+            assert len(callback.gauge) == 6
+            assert "evaluation: 2 of 2 products in units" in str(callback.explain())
+        else:
+            assert [snapshot.step for snapshot in callback.snapshots] == [0, 2, 4]
+            assert {"input.x", "up.linear", "down.linear"} <= set(callback.snapshots[-1].names)
+            accumulator = EventAccumulator(str(tmp_path))
+            accumulator.Reload()
+            (tag, *_) = accumulator.Tags()["scalars"]
+            assert [event.step for event in accumulator.Scalars(tag)] == [0, 2, 4]
+    # Nothing is left.
+    assert "forward" not in vars(model)
+    assert not (_global_optimizer_pre_hooks or _global_optimizer_post_hooks)
+    gc.collect()
+    assert num_overridden() == 0
+
+
+def test_what_products_read_is_stored_near_1() -> None:
+    model, optimizer = new()
+    monitor = ScaleMonitor(every_n_steps=1)
+    with attach(model, optimizer, [monitor, UnitScaleCallback(recalibrate=1)]):
+        train(model, optimizer, batches())
+    snapshot = monitor.snapshots[-1]
+    stored = {
+        name: snapshot.log2_rms("forward", stored=True)[index]
+        for index, name in enumerate(snapshot.names)
+    }
+    assert abs(stored["input.x"]) <= 1
+    assert abs(stored["down.weight"]) <= 1
+    true = snapshot.log2_rms("forward", stored=False)[snapshot.names.index("down.weight")]
+    assert true < -4
+
+
+@pytest.mark.parametrize(
+    "options", [{"simulate": "fp8"}, {"precision": "fp8"}, {"simulate": "E3M2FN"}]
+)
+def test_a_format_as_in_a_trainer_is_resumed(options: dict[str, Any], tmp_path: Path) -> None:
+    data = batches(12)
+    model, optimizer = new()
+    plain = train(model, optimizer, data)
+    model, optimizer = new()
+    with attach(model, optimizer, UnitScaleCallback(**options)):
+        whole = train(model, optimizer, data), model.state_dict()
+    assert not torch.equal(whole[0][-1], plain[-1])
+
+    model, optimizer = new()
+    with attach(model, optimizer, UnitScaleCallback(**options)) as attachment:
+        first = train(model, optimizer, data[:9])
+        state = {
+            "model": model.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "callbacks": attachment.state_dict(),
+            "random": torch.get_rng_state(),
+        }
+        torch.save(state, tmp_path / "state.pt")
+    model, optimizer = new(seed=8)
+    state = torch.load(tmp_path / "state.pt", weights_only=True)
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    with attach(model, optimizer, UnitScaleCallback(**options)) as attachment:
+        attachment.load_state_dict(state["callbacks"])
+        torch.set_rng_state(state["random"])
+        assert attachment.step_index == 9
+        rest = train(model, optimizer, data[9:])
+    assert_same_bits(([*first, *rest], model.state_dict()), whole)
+
+
+def test_two_models_with_an_optimizer_each() -> None:
+    """A GAN: a step of one is none of the other."""
+
+    def play(callbacks: dict[str, list[Any]]) -> list[Tensor]:
+        torch.manual_seed(0)
+        nets = {name: nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for name in ("g", "d")}
+        optimizers = {name: torch.optim.SGD(net.parameters(), lr=0.1) for name, net in nets.items()}
+        handles = [attach(nets[name], None, own) for name, own in callbacks.items()]
+        losses = []
+        for x, _ in batches():
+            for _ in range(2):
+                loss = (nets["d"](x) - nets["d"](nets["g"](x).detach())).mean()
+                optimizers["d"].zero_grad()
+                loss.backward()
+                optimizers["d"].step()
+            loss = nets["d"](nets["g"](x)).mean()
+            optimizers["g"].zero_grad()
+            loss.backward()
+            optimizers["g"].step()
+            losses.append(loss.detach())
+        assert [handle.step_index for handle in handles] == [NUM_STEPS, 2 * NUM_STEPS][
+            : len(handles)
+        ]
+        for handle in handles:
+            handle.detach()
+            handle.detach()
+        return losses
+
+    own = {name: LOSSLESS["both"]() for name in ("g", "d")}
+    assert_same_bits(play(own), play({}))
+    for unit_scale, monitor in own.values():
+        assert set(unit_scale.gauge) >= {"0.linear", "0.linear:weight"}
+        assert "0.linear" in monitor.snapshots[0].names
+
+
+def test_an_exception_leaves_nothing() -> None:
+    model, optimizer = new()
+    with pytest.raises(KeyboardInterrupt), attach(model, optimizer, LOSSLESS["both"]()):
+        model(batches()[0][0])
+        raise KeyboardInterrupt
+    assert "forward" not in vars(model)
+    assert not (_global_optimizer_pre_hooks or _global_optimizer_post_hooks)
+
+
+def test_what_nobody_holds_is_forgotten() -> None:
+    model, optimizer = new()
+    attach(model, optimizer, LOSSLESS["both"]())
+    train(model, optimizer, batches(2))
+    gone = weakref.ref(model)
+    del model, optimizer
+    gc.collect()
+    assert gone() is None
+    assert not (_global_optimizer_pre_hooks or _global_optimizer_post_hooks)
+    assert num_overridden() == 0
+
+
+def test_copies_are_plain() -> None:
+    """As an average of weights, or a file of the whole module, is made of it."""
+    model, optimizer = new()
+    with attach(model, optimizer, LOSSLESS["both"]()) as attachment:
+        train(model, optimizer, batches(2))
+        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            steps = attachment.step_index
+            train(other, torch.optim.SGD(other.parameters(), lr=0.1), batches(1))
+            assert attachment.step_index == steps
+            assert other.forward.__func__ is Net.forward
+
+
+@pytest.mark.parametrize("on_violation", ["stop", "raise"])
+def test_a_violation(on_violation: Any) -> None:
+    model, optimizer = new()
+    monitor = ScaleMonitor(every_n_steps=1, on_violation=on_violation)
+    with attach(model, optimizer, monitor) as attachment:
+        train(model, optimizer, batches(1))
+        x, y = batches(1)[0]
+        if on_violation == "raise":
+            with pytest.raises(ScaleViolation):
+                train(model, optimizer, [(x * torch.inf, y)])
+            return
+        with pytest.warns(UserWarning, match=r"holds \d+ NaN|holds \d+ infinite"):
+            train(model, optimizer, [(x * torch.inf, y)])
+        assert attachment.should_stop
+
+
+def test_gradients_are_shown_without_the_loss_scale() -> None:
+    """And a step that the scaler skips is none: its batches are part of the next."""
+    rms = []
+    for is_scaled in (False, True):
+        model, optimizer = new()
+        monitor = ScaleMonitor(every_n_steps=1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=is_scaled)
+        with attach(model, optimizer, monitor, scaler=scaler) as attachment:
+            for x, y in batches(2):
+                scaler.scale(F.cross_entropy(model(x), y)).backward()
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+            assert attachment.step_index == 2
+        snapshot = monitor.snapshots[0]
+        rms.append(snapshot.log2_rms("backward", stored=False)[snapshot.names.index("up.linear")])
+    assert rms[0] == pytest.approx(rms[1], abs=1e-4)
+
+
+def test_a_compiled_module() -> None:
+    results = []
+    for how in ("without", "units"):
+        model, optimizer = new()
+        compiled = torch.compile(model, backend="aot_eager")
+        callbacks = [UnitScaleCallback()] if how == "units" else []
+        with attach(compiled, optimizer, callbacks):
+            results.append((train(compiled, optimizer, batches(3), parts=1), model.state_dict()))
+    assert_same_bits(*results)
+    # What a compiler that is not Inductor makes of the products is reached in eager.
+    assert callbacks[0].coverage.counts
+
+
+BAD = {
+    "module": (lambda m, o: attach("m"), TypeError, "module='m'"),
+    "optimizer": (lambda m, o: attach(m, "sgd"), TypeError, "optimizer='sgd'"),
+    "callbacks": (lambda m, o: attach(m, o, ["x"]), TypeError, "callbacks='x'"),
+    "twice": (
+        lambda m, o: attach(m, o, [ScaleMonitor(), ScaleMonitor()]),
+        ValueError,
+        "ScaleMonitor is given twice",
+    ),
+    "remat": (lambda m, o: attach(m, o, RematCallback(0.5)), ValueError, "RematCallback: it"),
+    "rules": (lambda m, o: attach(m, o, UnitScaleCallback("u-mup")), ValueError, "method="),
+    "depth": (
+        lambda m, o: attach(m, o, [ScaleMonitor(), UnitScaleCallback(depth="all")]),
+        ValueError,
+        "depth='all'",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_leaves_the_module_as_it_was(name: str) -> None:
+    call, kind, text = BAD[name]
+    model, optimizer = new()
+    with pytest.raises(kind, match=text):
+        call(model, optimizer)
+    assert "forward" not in vars(model)
+    assert not (_global_optimizer_pre_hooks or _global_optimizer_post_hooks)
+
+
+def test_a_module_is_attached_once() -> None:
+    model, optimizer = new()
+    with (
+        attach(model, optimizer, ScaleMonitor()),
+        pytest.raises(ValueError, match="attached to it already"),
+    ):
+        attach(model, optimizer, UnitScaleCallback())

@@ -1,0 +1,63 @@
+"""Callbacks in Lightning Fabric."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.nn.functional as F
+from lightning.fabric import Fabric
+from lightning.fabric.loggers import CSVLogger, TensorBoardLogger
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import Tensor
+
+from tests.helpers import assert_same_bits
+from tests.loops.loops import LOSSLESS, NUM_STEPS, batches, new
+
+
+def train(callbacks: list[Any], folder: Path, precision: Any) -> list[Tensor]:
+    """Two models in turn, each with its optimizer, the first with accumulated gradients."""
+    loggers = [TensorBoardLogger(folder, "board"), CSVLogger(folder, "csv")]
+    fabric = Fabric(
+        accelerator="cpu", devices=1, precision=precision, callbacks=callbacks, loggers=loggers
+    )
+    fabric.launch()
+    (one, first), (two, second) = (fabric.setup(*new(seed)) for seed in (1, 2))
+    seen = []
+    for x, y in batches():
+        for part, target, is_last in zip(x.chunk(2), y.chunk(2), (False, True), strict=True):
+            with fabric.no_backward_sync(one, enabled=not is_last):
+                fabric.backward(F.cross_entropy(one(part), target))
+        loss = F.cross_entropy(two(x), y)
+        fabric.backward(loss)
+        for optimizer in (first, second):
+            optimizer.step()
+            optimizer.zero_grad()
+        seen.append(loss.detach())
+    fabric.save(folder / "state.pt", {"one": one, "two": two, "optimizer": first})
+    return [*seen, *one.state_dict().values(), *two.state_dict().values()]
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("how", LOSSLESS)
+def test_the_same_with_and_without(how: str, precision: str, tmp_path: Path) -> None:
+    callbacks = LOSSLESS[how]()
+    found = train(callbacks, tmp_path / "with", precision)
+    assert_same_bits(found, train([], tmp_path / "without", precision))
+    first = callbacks[0].attachments
+    assert [attachment.step_index for attachment in first] == [NUM_STEPS] * 2
+    for attachment in first:
+        # Both callbacks share it.
+        assert len(attachment.callbacks) == len(callbacks)
+        for callback in attachment.callbacks:
+            if hasattr(callback, "coverage"):
+                assert callback.coverage.num_products in (5, 10)
+                assert "100 %" in callback.coverage.line()
+            else:
+                assert [snapshot.step for snapshot in callback.snapshots] == [0, 2, 4]
+                (folder,) = (tmp_path / "with" / "board").glob("version_*")
+                tags = EventAccumulator(str(folder)).Reload().Tags()
+                assert tags["scalars"]
+        attachment.detach()
+        assert "forward" not in vars(attachment.module)

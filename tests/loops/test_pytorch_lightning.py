@@ -1,0 +1,131 @@
+"""Modules, Trainers and command lines of ``pytorch_lightning``, the package of the older name."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+import torch.nn.functional as F
+from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_unitscale import RematCallback, ScaleMonitor, UnitScaleCallback
+from tests.helpers import assert_same_bits
+from tests.loops.loops import LOSSLESS, Net, batches
+
+KINDS: dict[str, Any] = {
+    **LOSSLESS,
+    "everything": lambda: [UnitScaleCallback(depth="all"), ScaleMonitor(every_n_steps=2)],
+    "remat": lambda: [RematCallback(1.0)],
+}
+
+
+class Module(pl.LightningModule):
+    """Logs, and evaluates."""
+
+    def __init__(self, lr: float = 1e-2) -> None:
+        super().__init__()
+        self.net = Net()
+        self.lr = lr
+        self.losses: list[Tensor] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = F.cross_entropy(self.net(batch[0]), batch[1])
+        self.log("loss", loss)
+        self.losses.append(loss.detach())
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("validation_loss", F.cross_entropy(self.net(batch[0]), batch[1]))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=self.lr)
+
+
+class Data(pl.LightningDataModule):
+    def train_dataloader(self) -> DataLoader[Any]:
+        x, y = (torch.cat(parts) for parts in zip(*batches(), strict=True))
+        return DataLoader(TensorDataset(x, y), batch_size=8)
+
+    val_dataloader = train_dataloader
+
+
+def fit(
+    callbacks: list[Any], folder: Path, *, ckpt_path: Path | None = None, max_epochs: int = 2
+) -> Any:
+    pl.seed_everything(1, verbose=False)
+    module = Module()
+    trainer = pl.Trainer(
+        max_epochs=max_epochs,
+        callbacks=[*callbacks, pl.callbacks.ModelCheckpoint(folder / "saved", save_last=True)],
+        logger=[TensorBoardLogger(folder, "board"), CSVLogger(folder, "csv")],
+        accelerator="cpu",
+        log_every_n_steps=1,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, Data(), ckpt_path=ckpt_path, weights_only=False)
+    return module.losses, module.state_dict(), trainer.callback_metrics
+
+
+@pytest.mark.parametrize("how", KINDS)
+def test_the_same_with_and_without(how: str, tmp_path: Path) -> None:
+    callbacks = KINDS[how]()
+    assert_same_bits(fit(callbacks, tmp_path / "with"), fit([], tmp_path / "without"))
+    for callback in callbacks:
+        if isinstance(callback, ScaleMonitor):
+            assert {"net.up.linear", "net.down.linear", "cross_entropy"} <= set(
+                callback.snapshots[0].names
+            )
+            events = EventAccumulator(str(tmp_path / "with" / "board" / "version_0")).Reload()
+            assert any(tag.startswith("scales") for tag in events.Tags()["tensors"])
+            metrics = (tmp_path / "with" / "csv" / "version_0" / "metrics.csv").read_text()
+            assert "scales/FP16/overflow_forward" in metrics
+    if how == "units":
+        assert callbacks[0].coverage.num_products == 5
+
+
+@pytest.mark.filterwarnings("ignore:The dirpath has changed")
+@pytest.mark.parametrize("options", [{"simulate": "fp8"}, {"method": "u-mup"}])
+def test_a_run_is_resumed(options: dict[str, Any], tmp_path: Path) -> None:
+    losses, weights, _ = fit([UnitScaleCallback(**options)], tmp_path / "whole")
+    first, *_ = fit([UnitScaleCallback(**options)], tmp_path / "first", max_epochs=1)
+    assert not torch.equal(first[0], fit([], tmp_path / "plain", max_epochs=1)[0][0])
+    rest, again, _ = fit(
+        [UnitScaleCallback(**options)],
+        tmp_path / "rest",
+        ckpt_path=tmp_path / "first" / "saved" / "last.ckpt",
+    )
+    assert_same_bits(([*first, *rest], again), (losses, weights))
+
+
+def test_its_command_line_takes_the_callbacks(tmp_path: Path) -> None:
+    """In a process where this package is imported by the command line, as a class path."""
+    script = tmp_path / "run.py"
+    script.write_text(
+        "from pytorch_lightning.cli import LightningCLI\n"
+        "from tests.loops.test_pytorch_lightning import Data, Module\n"
+        "LightningCLI(Module, Data)\n"
+    )
+    command = [sys.executable, str(script), "fit", "--trainer.max_steps=3"]
+    command += ["--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false"]
+    command += ["--trainer.callbacks+=lightning_unitscale.UnitScaleCallback"]
+    command += ["--trainer.callbacks+=lightning_unitscale.ScaleMonitor"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "training_step: 5 of 5 products in units" in done.stdout + done.stderr
+
+
+def test_a_pipeline_is_refused() -> None:
+    """Its Trainer takes strategies of its own package only, and says so."""
+    from lightning_unitscale import PipelineStrategy
+
+    with pytest.raises(ValueError, match=r"pytorch_lightning\.strategies\.Strategy"):
+        pl.Trainer(strategy=PipelineStrategy(num_microbatches=2))  # type: ignore[arg-type]
