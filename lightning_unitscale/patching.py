@@ -1,11 +1,17 @@
-"""Give one object, class or Python module other attributes, for a while."""
+"""Give objects other attributes for a while, and wait for modules to be imported.
+
+What waits is a finder at the front of ``sys.meta_path`` that answers for one module, once.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping
-from types import MethodType
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from importlib.machinery import ModuleSpec
+from types import MethodType, ModuleType
 from typing import Any
 
 _MISSING = object()
@@ -58,3 +64,57 @@ def reduced_method(method: Any) -> Any:
 
 def nothing(*_: Any, **__: Any) -> None:
     """Stands in for a call that is left out."""
+
+
+def when_imported(name: str, run: Callable[[ModuleType], None]) -> None:
+    """Call a function with a module, now or as soon as somebody has imported it.
+
+    Args:
+        name: Full name of the module.
+        run: The function; the same one waits once.
+    """
+    module = sys.modules.get(name)
+    if module is not None:
+        run(module)
+    elif not any(
+        isinstance(finder, _WaitFor) and finder.awaits == (name, run) for finder in sys.meta_path
+    ):
+        sys.meta_path.insert(0, _WaitFor(name, run))
+
+
+class _WaitFor:
+    """Finds a module as the other finders do, and calls a function once it has run.
+
+    Args:
+        name: Full name of the module.
+        run: The function.
+    """
+
+    def __init__(self, name: str, run: Callable[[ModuleType], None]) -> None:
+        self.awaits = (name, run)
+        self._searching = False
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        """The module's own spec, whose loader calls the function; nothing for other modules."""
+        name, call = self.awaits
+        if fullname != name or self._searching:
+            return None
+        self._searching = True
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            self._searching = False
+        if spec is None or spec.loader is None:
+            return None
+        loader, run = spec.loader, spec.loader.exec_module
+
+        def run_and_call(module: ModuleType) -> None:
+            del loader.exec_module
+            run(module)
+            if self in sys.meta_path:
+                sys.meta_path.remove(self)
+            call(module)
+
+        # On the one object that loads this module: whoever asks it for more gets its own answers.
+        loader.exec_module = run_and_call  # type: ignore[method-assign]
+        return spec

@@ -1,15 +1,13 @@
 """Give ``Trainer(strategy="pipeline")`` its name without an import of Lightning.
 
 Lightning's registry asks for a callable and calls it when the name is used, so a function that
-imports the strategy then is enough. If Lightning is not imported yet, the name waits for it: a
-finder at the front of ``sys.meta_path`` that answers for one module, once.
+imports the strategy then is enough. If Lightning is not imported yet, the name waits for it.
 """
 
-import importlib.util
-import sys
-from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
+
+from lightning_unitscale.patching import when_imported
 
 # The module with Lightning's registry of strategies (checked on Lightning 2.6).
 _REGISTRY = "lightning.pytorch.strategies"
@@ -18,11 +16,7 @@ _NAME = "pipeline"
 
 def register_strategies() -> None:
     """Register the name now, or as soon as Lightning's registry is imported. Idempotent."""
-    module = sys.modules.get(_REGISTRY)
-    if module is not None:
-        _register(module)
-    elif not any(isinstance(finder, _WaitForRegistry) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _WaitForRegistry())
+    when_imported(_REGISTRY, _register)
 
 
 def _register(module: ModuleType) -> None:
@@ -41,34 +35,3 @@ def _pipeline_strategy(**options: Any) -> Any:
     from lightning_unitscale.strategies import PipelineStrategy
 
     return PipelineStrategy(**options)
-
-
-class _WaitForRegistry:
-    """Finds the registry's module as the other finders do, and registers once it has run."""
-
-    def __init__(self) -> None:
-        self._searching = False
-
-    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """The module's own spec, whose loader registers; nothing for all other modules."""
-        if fullname != _REGISTRY or self._searching:
-            return None
-        self._searching = True
-        try:
-            spec = importlib.util.find_spec(fullname)
-        finally:
-            self._searching = False
-        if spec is None or spec.loader is None:
-            return None
-        loader, run = spec.loader, spec.loader.exec_module
-
-        def run_and_register(module: ModuleType) -> None:
-            del loader.exec_module
-            run(module)
-            if self in sys.meta_path:
-                sys.meta_path.remove(self)
-            _register(module)
-
-        # On the one object that loads this module: whoever asks it for more gets its own answers.
-        loader.exec_module = run_and_register  # type: ignore[method-assign]
-        return spec

@@ -23,6 +23,46 @@ def test_the_package_loads_neither_torch_nor_lightning() -> None:
     assert not loaded & {"torch", "lightning", "pytorch_lightning", "numpy", "tensorboard", "scipy"}
 
 
+def test_callbacks_load_no_package_of_lightning() -> None:
+    """Who trains in another loop, or with the other of the two packages, does not wait for it."""
+    code = (
+        "import sys, torch\n"
+        "from lightning_unitscale import RematCallback, ScaleMonitor, UnitScaleCallback, attach\n"
+        "model = torch.nn.Linear(2, 2)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "with attach(model, optimizer, [UnitScaleCallback(), ScaleMonitor(1)]):\n"
+        "    model(torch.ones(2, 2)).sum().backward()\n"
+        "    optimizer.step()\n"
+        "print(*{name.split('.')[0] for name in sys.modules})"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True
+    )
+    assert not set(done.stdout.split()) & {"lightning", "pytorch_lightning", "lightning_fabric"}
+    assert "UnitScaleCallback: forward: 2 of 2 products in units" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        ("lightning_unitscale", "lightning.pytorch", "pytorch_lightning"),
+        ("pytorch_lightning", "lightning_unitscale", "lightning.pytorch"),
+    ],
+)
+def test_a_callback_is_one_of_each_package(order: tuple[str, ...]) -> None:
+    code = (
+        "from importlib import import_module\n"
+        f"for name in {order!r}:\n"
+        "    package = import_module(name)\n"
+        "    getattr(package, 'UnitScaleCallback', None)\n"
+        "import lightning.pytorch, lightning_unitscale, pytorch_lightning\n"
+        "callback = lightning_unitscale.UnitScaleCallback()\n"
+        "print(*(isinstance(callback, package.Callback)\n"
+        "        for package in (lightning.pytorch, pytorch_lightning)))"
+    )
+    assert _run(code).split() == ["True", "True"]
+
+
 def test_callbacks_do_not_load_the_engine_of_pipelines() -> None:
     code = "import sys, lightning_unitscale.callbacks; print(*sys.modules)"
     assert "torch.distributed.pipelining" not in _run(code).split()

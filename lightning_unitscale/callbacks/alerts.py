@@ -8,10 +8,10 @@ from typing import Final, Literal, get_args
 
 import numpy as np
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn  # type: ignore[attr-defined]
 from torch import Tensor
 
 from lightning_unitscale.callbacks.distributed import is_distributed
+from lightning_unitscale.callbacks.packages import rank_zero_warn
 from lightning_unitscale.formats import NumberFormat
 from lightning_unitscale.loops.loop import Loop
 from lightning_unitscale.scales.alerts import ScaleAlert, alerts_text

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
-import lightning.pytorch as pl
 import torch
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -49,6 +48,9 @@ from lightning_unitscale.lossless.gauge import Gauge
 from lightning_unitscale.lossless.rehearsal import calibrate
 from lightning_unitscale.lossless.rewrite import LosslessUnitScale
 from lightning_unitscale.precision.fp8 import FP8Linears
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
 
 
 class GraphUnits(MeasuredUnits):
@@ -249,7 +251,7 @@ class GraphUnits(MeasuredUnits):
         """Measure the first batch of a search for a learning rate, which calls no callbacks."""
         if self.is_calibrated or self._live is not None or torch.compiler.is_compiling():
             return
-        trainer = cast(pl.LightningModule, step.owner.module).trainer
+        trainer = cast("pl.LightningModule", step.owner.module).trainer
         if trainer.training:
             batch, batch_idx = (*args, 0)[:2]
             self._calibrate(trainer, batch, batch_idx)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import lightning.pytorch as pl
 from typing_extensions import override
 
 from lightning_unitscale.callbacks.calibration import GraphUnits
@@ -24,6 +23,9 @@ from lightning_unitscale.lossless.rewrite import Depth, LosslessUnitScale
 from lightning_unitscale.patching import nothing
 from lightning_unitscale.precision.fp8 import FP8Linears
 from lightning_unitscale.precision.simulate import SimulateFormat
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
 
 
 class CapturedUnits(GraphUnits):

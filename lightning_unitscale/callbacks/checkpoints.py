@@ -11,15 +11,16 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import lightning.pytorch as pl
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn  # type: ignore[attr-defined]
 
+from lightning_unitscale.callbacks.packages import misconfigured, rank_zero_warn
 from lightning_unitscale.patching import shadowed
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
 
 LOSSLESS = "lossless"
 _MARK = "trained with UnitScaleCallback('{}'): pass ckpt_path to a Trainer that has this callback"
@@ -85,13 +86,13 @@ def _check(
     known = None if state is None else state.get("rules", {}).get("method", LOSSLESS)
     trained = _taken_mark(checkpoint) or known
     if trained not in (None, LOSSLESS) and trained != method:
-        raise MisconfigurationException(
+        raise misconfigured(
             f"method={method!r}: the checkpoint is of a model that was trained with "
             f"method={trained!r}, whose weights mean nothing without their factors; expected "
             f"method={trained!r}; pass that, or deploy the trained model first "
             "(lightning_unitscale.transforms.deploy)."
         )
-    is_fit = trainer.state.fn == TrainerFn.FITTING and checkpoint.get("global_step", 0) > 0
+    is_fit = trainer.state.fn == "fit" and checkpoint.get("global_step", 0) > 0
     if is_fit and method != LOSSLESS and trained in (None, LOSSLESS):
         how = "without UnitScaleCallback" if trained is None else f"with method={trained!r}"
         rank_zero_warn(

@@ -12,18 +12,19 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
+from lightning_unitscale.callbacks.packages import misconfigured
 from lightning_unitscale.lossless.calibrate import combined_rms
 from lightning_unitscale.scales.reduce import pack_rows, unpack_rows
 from lightning_unitscale.scales.snapshot import ScaleSnapshot
 from lightning_unitscale.scales.tensor_statistics import FloatArray
 
 if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
     from lightning_unitscale.strategies.pipeline import PipelineStrategy
 
 
@@ -171,7 +172,7 @@ def refuse_live(trainer: pl.Trainer, why: str) -> None:
         MisconfigurationException: If the strategy is a pipeline.
     """
     if pipeline_of(trainer) is not None:
-        raise MisconfigurationException(
+        raise misconfigured(
             f"UnitScaleCallback with PipelineStrategy: the units of "
             f"{type(trainer.lightning_module).__name__}.training_step are measured before it is "
             f"cut, and {why}; expected a step that takes a batch and returns its loss; change it."

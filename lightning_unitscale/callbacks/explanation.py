@@ -5,12 +5,9 @@ from __future__ import annotations
 import html
 from dataclasses import dataclass
 
-from lightning.pytorch.utilities.rank_zero import (  # type: ignore[attr-defined]
-    rank_zero_info,
-    rank_zero_warn,
-)
 from tabulate import tabulate
 
+from lightning_unitscale.callbacks.packages import rank_zero_info, rank_zero_warn
 from lightning_unitscale.dispatch.coverage import Coverage
 from lightning_unitscale.lossless.gauge import Gauge, GaugePair
 

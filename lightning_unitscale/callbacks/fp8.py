@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-import lightning.pytorch as pl
+from typing import TYPE_CHECKING
+
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_unitscale.callbacks.options import FP8, Simulate
-from lightning_unitscale.callbacks.packages import is_lightning
+from lightning_unitscale.callbacks.packages import is_lightning, misconfigured
 from lightning_unitscale.functional.low_precision import why_no_fp8
 from lightning_unitscale.precision.fp8 import FP8Linears
 from lightning_unitscale.precision.simulate import SimulateFormat
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
 
 # By the names that these layers have in torch, nanoGPT, Hugging Face's and Meta's code.
 _READOUT = ("lm_head", "head", "embed_out", "output_layer")
@@ -88,7 +92,7 @@ def check_fp8(trainer: pl.Trainer) -> None:
     plugin = trainer.precision_plugin
     for kind, why in _CONFLICTS.items():
         if is_lightning(plugin, kind):
-            raise MisconfigurationException(
+            raise misconfigured(
                 f"precision='fp8' with {type(plugin).__name__}: {why}; expected '32-true', "
                 "'bf16-mixed', '16-mixed', 'bf16-true' or '16-true'; change the Trainer's "
                 "precision, or leave out precision='fp8' here."
@@ -104,7 +108,7 @@ def check_fp8_device(device: torch.device) -> None:
     """
     why_not = why_no_fp8(device)
     if why_not is not None:
-        raise MisconfigurationException(
+        raise misconfigured(
             f"precision='fp8' on {device}: {why_not}; expected a GPU of "
             "compute capability 8.9 or above, or a CPU; pass simulate='fp8' to see what FP8 would "
             "do, or leave it out."

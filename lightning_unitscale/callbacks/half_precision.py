@@ -5,21 +5,19 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import lightning.pytorch as pl
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import callbacks as lightning_callbacks
-from lightning.pytorch.utilities.rank_zero import (  # type: ignore[attr-defined]
-    rank_zero_info,
-    rank_zero_warn,
-)
 from torch.optim import Optimizer
 
 from lightning_unitscale.callbacks.distributed import joint_reasons, pipeline_of
 from lightning_unitscale.callbacks.options import Lossless, Rules
-from lightning_unitscale.callbacks.packages import is_lightning
+from lightning_unitscale.callbacks.packages import (
+    is_lightning,
+    misconfigured,
+    rank_zero_info,
+    rank_zero_warn,
+)
 from lightning_unitscale.callbacks.steps import all_callbacks
 from lightning_unitscale.capture.captured_step import CapturedStep
 from lightning_unitscale.lossless.calibrate import root_mean_square
@@ -31,17 +29,17 @@ from lightning_unitscale.lossless.gauge import (
 )
 from lightning_unitscale.lossless.rewrite import LosslessUnitScale
 from lightning_unitscale.lossless.scaled_parameters import HeldParameters
+from lightning_unitscale.optim.clipping import clipping_with
 from lightning_unitscale.optim.optimizer_units import check_optimizer
-from lightning_unitscale.strategies.grid import clipping_with
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
 
 HoldParameters = bool | Literal["auto"]
 _BREAKS = "graph breaks"
 # They read or write parameters between steps, and know of no units.
-_CONFLICTING_CALLBACKS = tuple(
-    getattr(lightning_callbacks, name)
-    for name in ("StochasticWeightAveraging", "WeightAveraging")
-    if hasattr(lightning_callbacks, name)
-)
+_CONFLICTING_CALLBACKS = ("StochasticWeightAveraging", "WeightAveraging")
 
 
 def holds_parameters(choice: HoldParameters, trainer: pl.Trainer) -> bool:
@@ -304,7 +302,7 @@ class ParameterHolding:
 
     def _decline(self, why: str) -> None:
         if self._choice is True:
-            raise MisconfigurationException(
+            raise misconfigured(
                 f"hold_parameters=True: {why}; expected a step that runs whole in captured graphs, "
                 "under automatic optimization; pass Lossless(hold_parameters=False)."
             )
@@ -323,14 +321,14 @@ def holding_of(method: Lossless | Rules, rewrite: LosslessUnitScale) -> Paramete
 def _check(trainer: pl.Trainer) -> None:
     strategy = trainer.strategy
     if not is_lightning(strategy, "SingleDeviceStrategy", "DDPStrategy") or pipeline_of(trainer):
-        raise MisconfigurationException(
+        raise misconfigured(
             f"hold_parameters with {type(strategy).__name__}: it shards or moves parameters, whose "
             "units would be lost on the way; expected a single device or DDP; pass "
             "Lossless(hold_parameters=False)."
         )
     for callback in all_callbacks(trainer):
-        if isinstance(callback, _CONFLICTING_CALLBACKS):
-            raise MisconfigurationException(
+        if is_lightning(callback, *_CONFLICTING_CALLBACKS):
+            raise misconfigured(
                 f"hold_parameters with {type(callback).__name__}: it averages parameters over "
                 "steps, between which their units may change; expected a Trainer without it; pass "
                 "Lossless(hold_parameters=False)."

@@ -5,9 +5,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import lightning.pytorch as pl
 import torch
 from typing_extensions import override
 
@@ -16,6 +15,9 @@ from lightning_unitscale.callbacks.packages import is_lightning
 from lightning_unitscale.callbacks.steps import existing_steps, has_stepped, optimizer_step_index
 from lightning_unitscale.loops.loop import Loop, StepCaller
 from lightning_unitscale.patching import shadowed
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
 
 
 class LightningLoop(Loop):

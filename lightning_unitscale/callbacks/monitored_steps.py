@@ -10,9 +10,8 @@ import abc
 import contextlib
 from collections.abc import Callable
 from types import CodeType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import lightning.pytorch as pl
 from torch import fx
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -28,6 +27,9 @@ from lightning_unitscale.scales.layout import RowLayout
 from lightning_unitscale.scales.snapshot import ScaleSnapshot
 from lightning_unitscale.tracking.probes import ScaleProbes
 from lightning_unitscale.watching.watcher import StepWatcher
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
 
 
 def _ignored() -> frozenset[CodeType]:

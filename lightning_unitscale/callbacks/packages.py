@@ -1,45 +1,104 @@
-"""Lightning's classes, of whichever of its packages they come from.
+"""Lightning, of whichever of its packages the user has imported; none is imported here.
 
-``pytorch_lightning`` has the same classes as ``lightning.pytorch`` under another name; a user has
-one of them, or both.
+``pytorch_lightning`` has the same classes as ``lightning.pytorch`` under another name. A user has
+one of them, both, or, in other loops, none.
 """
 
 from __future__ import annotations
 
+import logging
 import sys
-from typing import TYPE_CHECKING, Any
+import warnings
+from collections.abc import Callable
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, cast
 
-import lightning.pytorch as pl
-from lightning.pytorch.utilities import model_helpers
+import torch.distributed as dist
 
-# The roots of the names of their modules.
+from lightning_unitscale.patching import when_imported
+
+# Those that have a Trainer: one is a copy of the other.
+TRAINER_PACKAGES = ("lightning.pytorch", "pytorch_lightning")
+# The roots of the names of Lightning's modules.
 PACKAGES = frozenset({"lightning", "lightning_fabric", "pytorch_lightning"})
+_LOG = logging.getLogger("lightning_unitscale")
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+    from lightning.pytorch import Callback as Callback
+else:
+
+    class _Callback:
+        pass
+
+    class Callback(_Callback):
+        """A callback for the Trainer, and for the command line, of each package."""
+
+    def _be_one_of(package: Any) -> None:
+        Callback.__bases__ = (*Callback.__bases__, package.Callback)
+
+    for _name in TRAINER_PACKAGES:
+        when_imported(_name, _be_one_of)
+
+
+def trainer_packages() -> list[Any]:
+    """``lightning.pytorch`` and ``pytorch_lightning``, if the user has imported them."""
+    return [sys.modules[name] for name in TRAINER_PACKAGES if name in sys.modules]
 
 
 def is_lightning(instance: object, *names: str) -> bool:
     """Whether an object is of one of Lightning's classes with these names."""
-    return any(
-        kind.__name__ in names and kind.__module__.partition(".")[0] in PACKAGES
-        for kind in type(instance).__mro__
-    )
+    return any(kind.__name__ in names and _is_own(kind) for kind in type(instance).__mro__)
 
 
 def is_overridden(name: str, module: pl.LightningModule) -> bool:
     """Whether a user's module has a method of its own in place of Lightning's."""
     kinds = (kind for kind in type(module).__mro__ if kind.__name__ == "LightningModule")
-    base = next(kind for kind in kinds if kind.__module__.partition(".")[0] in PACKAGES)
-    return model_helpers.is_overridden(name, module, base)
+    base = next(filter(_is_own, kinds))
+    helpers = _own_module("utilities.model_helpers")
+    return bool(helpers.is_overridden(name, module, base))
 
 
-def trainer_packages() -> list[Any]:
-    """``lightning.pytorch``, and ``pytorch_lightning`` if the user has imported it."""
-    other = sys.modules.get("pytorch_lightning")
-    return [pl] if other is None else [pl, other]
+def is_param_in_hook_signature(hook: Callable[..., Any], name: str, **options: Any) -> bool:
+    """Whether Lightning passes an argument of this name to a hook."""
+    signatures = _own_module("utilities.signature_utils")
+    return bool(signatures.is_param_in_hook_signature(hook, name, **options))
 
 
-if TYPE_CHECKING:
-    from lightning.pytorch import Callback as Callback
-else:
+def misconfigured(text: str) -> Exception:
+    """Lightning's ``MisconfigurationException``: a Trainer does not go with what was asked for."""
+    roots = [root for root in ("lightning.fabric", "lightning_fabric") if root in sys.modules]
+    exceptions = import_module(f"{[*roots, 'lightning.fabric'][0]}.utilities.exceptions")
+    return cast("Exception", exceptions.MisconfigurationException(text))
 
-    class Callback(*(package.Callback for package in trainer_packages())):
-        """A callback for the Trainer, and for the command line, of either package."""
+
+def rank_zero_warn(text: str, category: type[Warning] = UserWarning) -> None:
+    """Warn, on the first rank."""
+    if trainer_packages():
+        _own_module("utilities.rank_zero").rank_zero_warn(text, category=category)
+    elif _is_rank_zero():
+        warnings.warn(text, category, stacklevel=5)
+
+
+def rank_zero_info(text: str) -> None:
+    """Tell in the log, on the first rank: in Lightning's, if there is one."""
+    if trainer_packages():
+        _own_module("utilities.rank_zero").rank_zero_info(text)
+    elif _is_rank_zero():
+        if not _LOG.hasHandlers():
+            # Shown, as Lightning shows its own, where nobody has said what becomes of logs.
+            _LOG.addHandler(logging.StreamHandler())
+            _LOG.setLevel(logging.INFO)
+        _LOG.info(text)
+
+
+def _is_rank_zero() -> bool:
+    return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
+
+
+def _is_own(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] in PACKAGES
+
+
+def _own_module(name: str) -> Any:
+    return import_module(f"{trainer_packages()[0].__name__}.{name}")

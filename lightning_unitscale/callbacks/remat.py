@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import lightning.pytorch as pl
-from lightning.pytorch.utilities.rank_zero import (  # type: ignore[attr-defined]
-    rank_zero_info,
-    rank_zero_warn,
-)
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_unitscale.arguments import check_flag
 from lightning_unitscale.callbacks.explanation import Explanation
-from lightning_unitscale.callbacks.packages import is_lightning
+from lightning_unitscale.callbacks.packages import is_lightning, rank_zero_info, rank_zero_warn
 from lightning_unitscale.callbacks.steps import StepsCallback, attach_steps
 from lightning_unitscale.capture.steps import ModuleSteps
 from lightning_unitscale.profiler.measure import PeakMeter, gradient_bytes, optimizer_state_bytes
@@ -23,6 +18,9 @@ from lightning_unitscale.profiler.report import format_bytes
 from lightning_unitscale.remat.attach import StepPartitioner
 from lightning_unitscale.remat.budget import Budget, check_budget
 from lightning_unitscale.remat.report import RematReport
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
 
 
 class RematCallback(StepsCallback):

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import nullcontext
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
-import lightning.pytorch as pl
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import (  # type: ignore[attr-defined]
-    rank_zero_info,
-    rank_zero_warn,
-)
 from torch import Tensor, nn
 
 from lightning_unitscale.arguments import check_flag
 from lightning_unitscale.callbacks.distributed import num_microbatches, num_replicas, rehearsing
 from lightning_unitscale.callbacks.options import Lossless, Rules
+from lightning_unitscale.callbacks.packages import misconfigured, rank_zero_info, rank_zero_warn
 from lightning_unitscale.callbacks.steps import loss_scale, step_context, takes_iterator
 from lightning_unitscale.callbacks.trainer_settings import RuleSettings, refuse_rate_search
 from lightning_unitscale.capture.captured_step import CapturedStep
@@ -32,6 +27,10 @@ from lightning_unitscale.rules.weights import (
     keeping_parameters,
     set_to_unit_scale,
 )
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
 
 _TRAINING = "training_step"
 
@@ -117,7 +116,7 @@ class RuleScaling:
         is_awaited = not train and not is_trained and trainer.state.fn == "fit"
         if step.name not in self.plan.steps() and not self._is_plain and not is_awaited:
             if takes_iterator(module):
-                raise MisconfigurationException(
+                raise misconfigured(
                     f"method: {type(module).__name__}.training_step takes dataloader_iter, so it "
                     "cannot be rehearsed on one batch; expected a step that takes a batch; use "
                     "method='lossless', or let the step take the batch."
@@ -217,7 +216,7 @@ class RuleScaling:
             )
             return True
         if all(param.info.role is not Role.READOUT for param in plan.parameters.values()):
-            raise MisconfigurationException(
+            raise misconfigured(
                 f"{name}.{step}: the weights have RMS near 1, as after training at unit scale, but "
                 "this step has no loss, from which its readout could be known; expected the "
                 "checkpoint that they come from; pass it as ckpt_path to the Trainer."

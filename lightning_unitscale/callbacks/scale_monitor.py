@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import lightning.pytorch as pl
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn  # type: ignore[attr-defined]
 from torch import Tensor
 from typing_extensions import override
 
@@ -21,6 +19,7 @@ from lightning_unitscale.callbacks.alerts import (
 from lightning_unitscale.callbacks.distributed import joint_snapshot, pipeline_of
 from lightning_unitscale.callbacks.lightning_loop import LightningLoop
 from lightning_unitscale.callbacks.monitored_steps import MonitoredSteps, ProbedSteps, WatchedSteps
+from lightning_unitscale.callbacks.packages import rank_zero_warn
 from lightning_unitscale.callbacks.steps import StepsCallback, captures_steps, check_module
 from lightning_unitscale.formats import NumberFormat, get_format
 from lightning_unitscale.graph.name_patterns import NamePatterns
@@ -32,6 +31,9 @@ from lightning_unitscale.scales.snapshot import ScaleSnapshot
 from lightning_unitscale.scales.violations import Limits
 from lightning_unitscale.tensorboard.table import scale_table
 from lightning_unitscale.tensorboard.writer import NAMESPACE, TABS, ScaleWriter, TensorBoardTabs
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
 
 
 class ScaleMonitor(StepsCallback):

@@ -7,17 +7,20 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import lightning.pytorch as pl
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_unitscale.callbacks.distributed import pipeline_of
-from lightning_unitscale.callbacks.packages import PACKAGES, Callback, is_overridden
+from lightning_unitscale.callbacks.packages import (
+    PACKAGES,
+    Callback,
+    is_overridden,
+    is_param_in_hook_signature,
+    misconfigured,
+)
 from lightning_unitscale.capture.captured_step import CapturedStep
 from lightning_unitscale.capture.growing_lists import functions_of, names_in
 from lightning_unitscale.capture.steps import LIGHTNING_STEPS, ModuleSteps, steps_of
@@ -26,6 +29,10 @@ from lightning_unitscale.loops.attach import Attachment
 from lightning_unitscale.loops.loop import LoopCallback
 from lightning_unitscale.patching import nothing, shadowed
 from lightning_unitscale.rules.weights import zero_gradients
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
 
 _LOGGER = frozenset({"logger", "loggers"})
 _EXPERIMENT = frozenset({"experiment"})
@@ -98,7 +105,7 @@ def check_module(trainer: pl.Trainer, module: pl.LightningModule, owner: pl.Call
     name = type(owner).__name__
     twins = [callback for callback in all_callbacks(trainer) if type(callback) is type(owner)]
     if len(twins) > 1:
-        raise MisconfigurationException(
+        raise misconfigured(
             f"callbacks: {name} is given {len(twins)} times; expected it once; remove the others."
         )
     return name
@@ -120,7 +127,7 @@ def attach_steps(
     """
     name = check_module(trainer, module, owner)
     if is_compiled(module):
-        raise MisconfigurationException(
+        raise misconfigured(
             f"{name}: the LightningModule {type(module).__name__} is compiled already, so its "
             "steps cannot be captured; expected a plain module; leave out torch.compile and pass "
             "UnitScaleCallback(compile=True) instead."

@@ -5,21 +5,21 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import lightning.pytorch as pl
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities import GradClipAlgorithmType
-from lightning.pytorch.utilities.rank_zero import rank_zero_info  # type: ignore[attr-defined]
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_unitscale.callbacks.distributed import num_gradient_elements
-from lightning_unitscale.callbacks.packages import is_lightning
+from lightning_unitscale.callbacks.packages import is_lightning, misconfigured, rank_zero_info
 from lightning_unitscale.callbacks.steps import all_callbacks
 from lightning_unitscale.optim.learning_rates import Method, ParameterInfo, check_group
 from lightning_unitscale.optim.scaled_step import ScaledStep, scale_learning_rates
 from lightning_unitscale.patching import shadowed
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
 
 # torch.amp.GradScaler's own default: one that starts elsewhere was chosen by the user.
 _DEFAULT_LOSS_SCALE = 2.0**16
@@ -133,7 +133,7 @@ def unit_clipping(trainer: pl.Trainer) -> AbstractContextManager[None]:
     def clip(
         optimizer: Optimizer,
         clip_val: int | float = 0.0,
-        gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
+        gradient_clip_algorithm: Any = "norm",
     ) -> None:
         nonlocal is_reported
         if clip_val <= 0:
@@ -202,7 +202,7 @@ def refuse_rate_search(trainer: pl.Trainer) -> None:
         MisconfigurationException: If a learning rate is looked for.
     """
     if searches_rate(trainer):
-        raise MisconfigurationException(
+        raise misconfigured(
             "LearningRateFinder: it takes the callbacks out of the Trainer while it searches, so "
             "it would find the rate of the plain model and not of the one that is scaled by rules; "
             "expected no search with method='unit-scaling' or 'u-mup'; leave it out (u-muP's best "

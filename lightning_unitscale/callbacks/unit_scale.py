@@ -5,10 +5,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import lightning.pytorch as pl
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn  # type: ignore[attr-defined]
 from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -39,6 +37,7 @@ from lightning_unitscale.callbacks.options import (
     as_method,
     as_simulate,
 )
+from lightning_unitscale.callbacks.packages import rank_zero_warn
 from lightning_unitscale.callbacks.product_units import ProductUnits
 from lightning_unitscale.callbacks.rules import rules_of
 from lightning_unitscale.callbacks.steps import (
@@ -54,6 +53,9 @@ from lightning_unitscale.lossless.rewrite import Depth
 from lightning_unitscale.patching import nothing
 from lightning_unitscale.precision.dither import MovingGrid
 from lightning_unitscale.remat.budget import check_budget
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
 
 
 class UnitScaleCallback(StepsCallback):

@@ -7,10 +7,9 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from lightning.pytorch.utilities.rank_zero import rank_zero_info  # type: ignore[attr-defined]
-
 from lightning_unitscale.callbacks.distributed import joint_reasons
 from lightning_unitscale.callbacks.explanation import Explanation
+from lightning_unitscale.callbacks.packages import rank_zero_info
 from lightning_unitscale.loops.loop import Loop
 from lightning_unitscale.lossless.fp8_range import Unrepresentable
 from lightning_unitscale.lossless.gauge import Gauge

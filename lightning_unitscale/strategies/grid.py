@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -14,11 +14,9 @@ import torch
 import torch.distributed as dist
 import torchmetrics
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.optim import Optimizer
 from torch.utils.data import RandomSampler
 from typing_extensions import override
 
@@ -28,7 +26,6 @@ from lightning_unitscale.patching import shadowed
 _BUCKET_BYTES = 25 * 2**20
 
 # Clips the gradients of parameters to a limit.
-Clip = Callable[[Sequence[Tensor], float], Any]
 
 
 @dataclass(frozen=True)
@@ -283,29 +280,6 @@ class GridStrategy(DDPStrategy):
 
         with shadowed(connector, _prepare_dataloader=prepare_in_order):
             yield
-
-
-@contextlib.contextmanager
-def clipping_with(plugin: Precision, by_norm: Clip, by_value: Clip | None = None) -> Iterator[None]:
-    """Within this context a Trainer clips gradients by other functions.
-
-    ``clip_gradients`` of the precision plugin leads to the two methods that are replaced here
-    (Lightning 2.6).
-
-    Args:
-        plugin: The Trainer's precision plugin.
-        by_norm: Takes an optimizer's parameters and the limit of their gradients' norm.
-        by_value: Takes the parameters and the limit of each value; by default the plugin's own.
-    """
-
-    def method(clip: Clip) -> Callable[[Optimizer, float], None]:
-        return lambda optimizer, clip_val: clip(list(plugin.main_params(optimizer)), clip_val)
-
-    methods = {"clip_grad_by_norm": method(by_norm)}
-    if by_value is not None:
-        methods["clip_grad_by_value"] = method(by_value)
-    with shadowed(plugin, **methods):
-        yield
 
 
 def _never() -> bool:

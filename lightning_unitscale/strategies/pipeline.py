@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from lightning_unitscale.arguments import check_choice, check_count
 from lightning_unitscale.capture.steps import steps_of
+from lightning_unitscale.optim.clipping import clipping_with
 from lightning_unitscale.pipeline.balance import balanced_split
 from lightning_unitscale.pipeline.cuts import annotate_split_points
 from lightning_unitscale.pipeline.ownership import Ownership
@@ -30,7 +31,6 @@ from lightning_unitscale.strategies.capture import (
 )
 from lightning_unitscale.strategies.checks import check_equal, not_one_graph, refuse_unsupported
 from lightning_unitscale.strategies.forward import PipelinedForward
-from lightning_unitscale.strategies.grid import clipping_with
 from lightning_unitscale.strategies.ownership import Owners
 from lightning_unitscale.strategies.steps import EVALUATIONS, EvaluatingStrategy, PipelinedStep
 
