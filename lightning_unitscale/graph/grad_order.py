@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils._pytree import tree_leaves
 
 from lightning_unitscale.dynamo.capture import fake_mode_of, is_higher_order
 from lightning_unitscale.graph.aliasing import same_tensor
@@ -26,6 +25,7 @@ from lightning_unitscale.graph.nodes import (
     call,
     example_tensor,
     requires_grad,
+    tensors_in,
 )
 
 # Where a gradient comes from: minus the number of an operation of autograd's, and which of its
@@ -109,7 +109,7 @@ def _arrivals(node: fx.Node, paths: Sequence[Path]) -> Mapping[Path, list[_Arriv
         except Exception:
             # It cannot be run by itself: an operation of its own to autograd.
             result = None
-    roots = [tensor.grad_fn for tensor in tree_leaves(result) if isinstance(tensor, Tensor)]
+    roots = [tensor.grad_fn for tensor in tensors_in(result)]
     for operation in _operations(roots, arrivals):
         for index, (receiver, _) in enumerate(operation.next_functions):
             if receiver in arrivals:

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from lightning_unitscale.graph.nodes import tensors_in
 from lightning_unitscale.profiler import report
-from lightning_unitscale.profiler.costs import tensors_in
 from lightning_unitscale.profiler.node_costs import (
     ALWAYS_THERE,
     ModuleCosts,

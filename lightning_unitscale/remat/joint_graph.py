@@ -12,13 +12,13 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy
 
 from lightning_unitscale.dynamo.capture import is_higher_order
+from lightning_unitscale.graph.nodes import tensors_in
 from lightning_unitscale.profiler.costs import (
     CostModel,
     OperatorCosts,
     aten_node_costs,
     concrete,
     size_hint,
-    tensors_in,
 )
 from lightning_unitscale.remat.problem import NodeRegion, RematNode, RematProblem
 

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from lightning_unitscale.graph.nodes import tensors_in
 from lightning_unitscale.graph.passes import GraphPass, Phase, StepGraph
 from lightning_unitscale.lossless.calibrate import combined_rms, root_mean_square
 from lightning_unitscale.optim.learning_rates import Role
@@ -240,8 +240,7 @@ def zero_gradients(*args: Any, **kwargs: Any) -> None:
         **kwargs: Its keyword arguments.
     """
     seen: set[Any] = set()
-    leaves = tree_leaves((args, kwargs))
-    pending: list[Any] = [leaf.grad_fn for leaf in leaves if isinstance(leaf, Tensor)]
+    pending: list[Any] = [tensor.grad_fn for tensor in tensors_in((args, kwargs))]
     while pending:
         node = pending.pop()
         if node is None or node in seen:
