@@ -276,7 +276,7 @@ def explain_step(
                     "operations without branches on values, printing or third-party calls between "
                     "them; keep those out of the step."
                 ) from None
-            loss = loss_position(call, (part, *args), kwargs)
+            loss = loss_position(step, call, (part, *args), kwargs)
         graph = call.graph
         program, _ = program_of_step(graph.base, graph.inputs, module, call.inputs, loss)
         if has_marks(program):
