@@ -63,6 +63,21 @@ def is_readable(tensor: Tensor) -> bool:
     )
 
 
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor was written into; tensors of inference mode count no versions."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def has_node(tensor: Tensor) -> bool:
+    """Whether autograd has recorded what made a tensor."""
+    return tensor.grad_fn is not None
+
+
+def takes_part(tensor: Tensor) -> bool:
+    """Whether a gradient can arrive: at a node, or at a leaf that is no view of one."""
+    return tensor.requires_grad and (has_node(tensor) or tensor._base is None)
+
+
 def is_transformed() -> bool:
     """Whether tensors stand for others: below ``torch.func``, or while torch traces."""
     is_tracing: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[attr-defined]
