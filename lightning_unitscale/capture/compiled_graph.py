@@ -13,6 +13,7 @@ from lightning_unitscale.capture.settings import StepSettings
 from lightning_unitscale.dynamo import capture
 from lightning_unitscale.dynamo.backend import REWRITE
 from lightning_unitscale.dynamo.capture import CapturedGraph, Executor
+from lightning_unitscale.dynamo.graphs import copy_graph_module
 from lightning_unitscale.graph.aliasing import find_effects
 from lightning_unitscale.graph.decompose import expand_composites
 from lightning_unitscale.graph.nodes import Names
@@ -130,7 +131,7 @@ class CompiledGraph:
         self._step = weakref.ref(step)
         self.executor = executor
         self.index = len(step.graphs)
-        self.base = capture.copy_graph_module(captured.graph_module)
+        self.base = copy_graph_module(captured.graph_module)
         step.names.assign(captured, self.base)
         expand_composites(self.base)
         find_effects(self.base.graph)  # for all copies of it
@@ -196,7 +197,7 @@ class CompiledGraph:
         return self._rewrite(step, observed=False, out_of_place=True)
 
     def _copied(self, step: StepState, observed: bool) -> StepGraph:
-        base = capture.copy_graph_module(self.base)
+        base = copy_graph_module(self.base)
         graph = StepGraph(base, observed=observed, step=step.name)
         graph.notes[PRODUCTS] = Places(graph).operands_and_products()
         return graph

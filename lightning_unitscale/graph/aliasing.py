@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_map_only
 
 from lightning_unitscale.dynamo.backend import Writes
-from lightning_unitscale.dynamo.capture import fake_mode_of, is_checkpoint, is_higher_order
+from lightning_unitscale.dynamo.graphs import fake_mode_of, is_checkpoint, is_higher_order
 from lightning_unitscale.graph.nodes import Path, argument_at, argument_paths, call, tensors_in
 
 _OWN_PACKAGE = __name__.partition(".")[0]

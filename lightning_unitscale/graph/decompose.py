@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_map
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
-from lightning_unitscale.dynamo.capture import autocast_dtypes, fake_mode_of
+from lightning_unitscale.dynamo.graphs import autocast_dtypes, fake_mode_of
 from lightning_unitscale.functional.rules import concrete_size
 from lightning_unitscale.graph.nodes import (
     MODULE,

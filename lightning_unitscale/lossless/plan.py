@@ -57,13 +57,7 @@ from lightning_unitscale.graph.nodes import (
 )
 from lightning_unitscale.graph.passes import Region
 from lightning_unitscale.lossless.gauge import ONE, Factor, Gauge, Key, gamma, sigma
-from lightning_unitscale.lossless.units import (
-    Edit,
-    NodePlan,
-    Path,
-    Units,
-    held_parameters,
-)
+from lightning_unitscale.lossless.units import Edit, NodePlan, Path, Units, held_parameters
 
 # Positively homogeneous in their first argument, which is the only one that matters. So are views;
 # some of these are views of one layout or type, and copies of another.

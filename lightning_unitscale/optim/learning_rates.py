@@ -28,12 +28,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_unitscale.optim.optimizers import (
-    ALGORITHMS,
-    Family,
-    is_decay_decoupled,
-    known_class,
-)
+from lightning_unitscale.optim.optimizers import ALGORITHMS, Family, is_decay_decoupled, known_class
 
 
 class Role(enum.Enum):

@@ -26,12 +26,8 @@ from lightning_unitscale.capture.compiled_graph import CompiledGraph
 from lightning_unitscale.capture.export import export_forward
 from lightning_unitscale.capture.graph_call import GraphCall
 from lightning_unitscale.capture.rollback import restoring
-from lightning_unitscale.dynamo.capture import (
-    GraphInput,
-    copy_graph_module,
-    fake_mode_of,
-    is_compiled,
-)
+from lightning_unitscale.dynamo.capture import GraphInput, is_compiled
+from lightning_unitscale.dynamo.graphs import copy_graph_module, fake_mode_of
 from lightning_unitscale.graph.aliasing import memory_roots, written_arguments
 from lightning_unitscale.graph.functionalize import make_out_of_place
 from lightning_unitscale.graph.nodes import MODULE, NAME, example_tensor, tensor_name

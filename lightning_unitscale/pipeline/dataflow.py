@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, fx
 
-from lightning_unitscale.dynamo.capture import autocast_dtypes
+from lightning_unitscale.dynamo.graphs import autocast_dtypes
 from lightning_unitscale.graph.aliasing import memory_roots, written_arguments
 from lightning_unitscale.graph.nodes import MODULE, TRANSFORMED, op_name, tensor_name, tensors_in
 from lightning_unitscale.pipeline.modes import Modes, is_switch

@@ -22,11 +22,7 @@ from lightning_unitscale.pipeline.balance import (
     seconds_of,
     sending_rate,
 )
-from lightning_unitscale.pipeline.capture import (
-    loss_position,
-    program_of_step,
-    static_shapes,
-)
+from lightning_unitscale.pipeline.capture import loss_position, program_of_step, static_shapes
 from lightning_unitscale.pipeline.pipe import Pipe
 from lightning_unitscale.pipeline.program import split_evenly
 from lightning_unitscale.pipeline.schedules import PipelineTimeline, simulate_1f1b

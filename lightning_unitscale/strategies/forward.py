@@ -24,12 +24,7 @@ from lightning_unitscale.patching import shadowed
 from lightning_unitscale.pipeline.capture import static_shapes
 from lightning_unitscale.pipeline.program import split_evenly
 from lightning_unitscale.pipeline.runner import PipelineRunner
-from lightning_unitscale.strategies.capture import (
-    PipelinedMethod,
-    Pipelining,
-    Replay,
-    combined,
-)
+from lightning_unitscale.strategies.capture import PipelinedMethod, Pipelining, Replay, combined
 from lightning_unitscale.strategies.checks import check_equal
 from lightning_unitscale.strategies.metrics import LoggedMetric, MetricChange, SharedMetrics
 

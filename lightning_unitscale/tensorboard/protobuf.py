@@ -19,11 +19,7 @@ from typing import Any, Final
 import google_crc32c
 import numpy as np
 import numpy.typing as npt
-from tensorboard.compat.proto.summary_pb2 import (
-    DATA_CLASS_TENSOR,
-    HistogramProto,
-    SummaryMetadata,
-)
+from tensorboard.compat.proto.summary_pb2 import DATA_CLASS_TENSOR, HistogramProto, SummaryMetadata
 from tensorboard.compat.proto.tensor_pb2 import TensorProto
 from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
 from tensorboard.compat.proto.types_pb2 import DT_FLOAT, DT_HALF, DT_STRING

@@ -17,12 +17,7 @@ import torch
 import torch._dynamo.eval_frame
 from torch import Tensor
 from torch._dynamo.eval_frame import DisableContext
-from torch.overrides import (
-    TorchFunctionMode,
-    _get_current_function_mode,
-    _pop_mode,
-    _push_mode,
-)
+from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode, _push_mode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_unitscale.dynamo.breaks import is_watched
