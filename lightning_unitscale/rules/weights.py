@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from lightning_unitscale.graph.grad_order import autograd_operations
 from lightning_unitscale.graph.nodes import tensors_in
 from lightning_unitscale.graph.passes import GraphPass, Phase, StepGraph
 from lightning_unitscale.lossless.calibrate import combined_rms, root_mean_square
@@ -239,14 +240,8 @@ def zero_gradients(*args: Any, **kwargs: Any) -> None:
         *args: Arguments of the backward pass, the loss among them.
         **kwargs: Its keyword arguments.
     """
-    seen: set[Any] = set()
-    pending: list[Any] = [tensor.grad_fn for tensor in tensors_in((args, kwargs))]
-    while pending:
-        node = pending.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        pending += [function for function, _ in node.next_functions]
+    roots = (tensor.grad_fn for tensor in tensors_in((args, kwargs)))
+    for node in autograd_operations(roots):
         # Only the node that adds to the gradient of a leaf has a variable.
         variable = getattr(node, "variable", None)
         if isinstance(variable, Tensor) and variable.grad is None:
