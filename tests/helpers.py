@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from benchmarks.executed_products import PRODUCT_OPERANDS, below_all_kernels
 from lightning_unitscale.dynamo import capture
+from lightning_unitscale.dynamo.graphs import copy_graph_module
 from lightning_unitscale.graph.nodes import Names
 
 
@@ -96,7 +97,7 @@ def captured(function: Callable[..., Any], *inputs: Any) -> fx.GraphModule:
     def backend(graph_module: fx.GraphModule, example_inputs: Any) -> Any:
         module = function if isinstance(function, nn.Module) else nn.Module()
         description = capture.describe(graph_module, example_inputs, module)
-        copied = capture.copy_graph_module(graph_module)
+        copied = copy_graph_module(graph_module)
         Names().assign(description, copied)
         graphs.append(copied)
         return graph_module.forward

@@ -410,7 +410,7 @@ MUTATIONS = (
     ),
     Mutation(
         "dropout that runs again draws anew",
-        "remat/partitioner.py",
+        "remat/split_graph.py",
         "replays = True\n",
         "pass\n",
         "remat/test_partitioner.py",

@@ -77,6 +77,7 @@ TORCH_ADAPTERS = (
     "pipeline/modes.py",
     "profiler/fake_device.py",
     "remat/partitioner.py",
+    "remat/split_graph.py",
     "strategies/ownership.py",
     "watching/torch_state.py",
 )

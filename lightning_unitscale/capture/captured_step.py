@@ -8,18 +8,18 @@ import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import nn
 
-from lightning_unitscale.capture.compiled_graph import CompiledGraph, GraphBackend
+from lightning_unitscale.capture.compiled_graph import GraphBackend, Interpreter, StepState
 from lightning_unitscale.capture.graph_call import (
     GraphCall,
     GraphReached,
-    Interpreter,
     NotOneGraphError,
+    stop_at_graph,
 )
+from lightning_unitscale.capture.settings import StepSettings, not_to_be_pickled
 from lightning_unitscale.capture.side_effects import Postponed, UntracedCalls, plain_forward
 from lightning_unitscale.dynamo import capture
 from lightning_unitscale.dynamo.breaks import (
@@ -35,10 +35,6 @@ from lightning_unitscale.dynamo.breaks import (
 from lightning_unitscale.dynamo.capture import Executor
 from lightning_unitscale.dynamo.patches import kept_whole, opened_layers
 from lightning_unitscale.functional.scale import is_transforming
-from lightning_unitscale.graph.nodes import Names
-
-if TYPE_CHECKING:
-    from lightning_unitscale.capture.steps import ModuleSteps
 
 # Calls that captured something, after which somebody should know.
 _MANY_CAPTURES = 16
@@ -50,17 +46,14 @@ _NO_REASON = "no tensor operation in it, or a loop breaks the graph and Dynamo p
 BeforeCall = Callable[["CapturedStep", tuple[Any, ...], dict[str, Any]], None]
 
 
-class CapturedStep:
+class CapturedStep(StepState):
     """Stands in for one method of a module: the same call, run as rewritten graphs."""
 
-    def __init__(self, owner: ModuleSteps, name: str) -> None:
-        self.owner = owner
-        self.name = name
+    def __init__(self, owner: StepSettings, name: str) -> None:
+        super().__init__(owner, name)
         self.__wrapped__ = owner.original(name)
         self.__name__ = name
         self.__doc__ = self.__wrapped__.__doc__
-        self.interpreter: Interpreter | None = None
-        self.is_rehearsing = False
         self.before_call: BeforeCall | None = None
         # Called with the arguments of a rehearsal that is about to begin.
         self.before_rehearsal: Callable[..., None] | None = None
@@ -74,11 +67,8 @@ class CapturedStep:
 
     def reset(self) -> None:
         """Forget what was captured."""
-        # Names are a step's own: whether a validation ran before the training must not change them.
-        self.names = Names()
-        self.graphs: list[CompiledGraph] = []
+        self.forget()
         self.graph_breaks: list[str] = []
-        self.num_graph_calls = 0
         self._num_captures = 0
         self._warned = False
         self._running: Executor = "eager"
@@ -147,7 +137,7 @@ class CapturedStep:
         if self.graph_breaks:
             raise NotOneGraphError(joined_reasons(self.graph_breaks))
         num_breaks = num_graph_breaks()
-        previous, self.interpreter = self.interpreter, _stop
+        previous, self.interpreter = self.interpreter, stop_at_graph
         self.is_rehearsing = True
         try:
             if self.before_rehearsal is not None:
@@ -400,16 +390,3 @@ class CapturedStep:
         if not self._warned:
             self._warned = True
             warnings.warn(text, stacklevel=5)
-
-
-def _stop(graph: CompiledGraph, inputs: tuple[Any, ...]) -> Any:
-    raise GraphReached(graph, inputs)
-
-
-def not_to_be_pickled(module: nn.Module, step: str) -> TypeError:
-    """The error of whoever pickles a module, or a step of it, as it is captured."""
-    return TypeError(
-        f"{type(module).__name__}.{step} is captured and cannot be pickled; expected a module "
-        "without captured steps; save its state_dict() instead, or pickle the module before the "
-        "callbacks or transforms are attached."
-    )

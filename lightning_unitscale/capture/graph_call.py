@@ -10,19 +10,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_unitscale.capture.compiled_graph import CompiledGraph, Interpreter, StepState
 from lightning_unitscale.capture.rollback import restorers_of
 from lightning_unitscale.graph.aliasing import memory_roots, written_arguments
-
-if TYPE_CHECKING:
-    from lightning_unitscale.capture.captured_step import CapturedStep
-    from lightning_unitscale.capture.compiled_graph import CompiledGraph
-
-Interpreter = Callable[["CompiledGraph", tuple[Any, ...]], Any]
 
 
 class NotOneGraphError(Exception):
@@ -38,6 +33,11 @@ class GraphReached(BaseException):
         self.inputs = inputs
 
 
+def stop_at_graph(graph: CompiledGraph, inputs: tuple[Any, ...]) -> Any:
+    """The interpreter that runs no graph, but raises."""
+    raise GraphReached(graph, inputs)
+
+
 @dataclass(frozen=True)
 class GraphCall:
     """The one graph that a call of a step runs.
@@ -48,7 +48,7 @@ class GraphCall:
         inputs: What the call gives it: parameters and buffers as well.
     """
 
-    step: CapturedStep
+    step: StepState
     graph: CompiledGraph
     inputs: tuple[Any, ...]
 

@@ -1,13 +1,7 @@
-"""Lists that a step appends to, held back until it has run.
-
-Dynamo guards on the length of a list that a step appends to (``self.outputs.append(loss)``), so
-that the step would be recaptured at every call. Which lists a step only appends to, and never looks
-at, is read off the code that it reaches.
-"""
+"""Lists that a step appends to and never looks at, read off the code that it reaches."""
 
 from __future__ import annotations
 
-import contextlib
 import dis
 import inspect
 import sys
@@ -19,75 +13,12 @@ from typing import Any
 from torch import nn
 
 from lightning_unitscale.dynamo.breaks import is_installed_file
-from lightning_unitscale.patching import shadowed
 
 # They do not know the lists of a user's module.
 _FRAMEWORKS = frozenset({"torch", "lightning", "pytorch_lightning", "lightning_fabric"})
 _FRAMEWORKS |= {"builtins", "abc", "typing", "collections", __name__.partition(".")[0]}
 _GROWS = frozenset({"append", "extend"})
 _PASSED_OVER = frozenset({"CACHE", "NOP", "EXTENDED_ARG"})
-
-
-class GrowingLists:
-    """Records what a step appends to lists that it does not look at, and appends it later.
-
-    Args:
-        module: The module; lists are attributes of its own.
-        step: The method that appends.
-
-    Attributes:
-        pending: What was recorded: the name of a list, and what it is to have.
-    """
-
-    def __init__(self, module: nn.Module, step: Callable[..., Any]) -> None:
-        self.module = module
-        self.step = step
-        self.pending: list[tuple[str, Any]] = []
-        self._lists: frozenset[str] = frozenset()
-        # Kept, since Dynamo guards on them.
-        self._recorders: dict[str, _ListRecorder] = {}
-
-    @contextlib.contextmanager
-    def recording(self) -> Iterator[None]:
-        """Within this context stand-ins take what is appended; the lists are back afterwards."""
-        self.pending.clear()
-        lists = frozenset(_lists_of(self.module))
-        if lists != self._lists:
-            self._lists = lists
-            names = only_appended_to(self.module, self.step, lists)
-            before = self._recorders
-            self._recorders = {
-                name: before.get(name) or _ListRecorder(name, self.pending)
-                for name in sorted(names)
-            }
-        with shadowed(self.module, **self._recorders):
-            yield
-
-    def replay(self) -> None:
-        """Append what was recorded."""
-        pending = list(self.pending)
-        self.pending.clear()
-        for name, value in pending:
-            getattr(self.module, name).append(value)
-
-    def discard(self) -> None:
-        """Forget what was recorded: the step was a rehearsal, or failed."""
-        self.pending.clear()
-
-
-class _ListRecorder:
-    """In place of a list: Dynamo traces a plain append to one that is empty before every step."""
-
-    def __init__(self, name: str, pending: list[tuple[str, Any]]) -> None:
-        self.name = name
-        self.pending = pending
-
-    def append(self, value: Any) -> None:
-        self.pending.append((self.name, value))
-
-    def extend(self, values: Iterable[Any]) -> None:
-        for value in values:
-            self.pending.append((self.name, value))
 
 
 def only_appended_to(
@@ -120,8 +51,8 @@ def only_appended_to(
     return appended.intersection(names) - others
 
 
-def _lists_of(module: nn.Module) -> Iterator[str]:
-    """Attributes that are lists, each of which no other attribute is."""
+def lists_of(module: nn.Module) -> Iterator[str]:
+    """Names of attributes that are lists, each of which no other attribute is."""
     lists = [(name, value) for name, value in vars(module).items() if type(value) is list]
     counts = Counter(id(value) for _, value in lists)
     yield from (name for name, value in lists if counts[id(value)] == 1)

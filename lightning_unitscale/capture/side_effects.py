@@ -2,7 +2,9 @@
 
 Dynamo cannot trace Lightning's ``self.log``: tracing into it is an internal error, skipping it
 breaks the graph in two. A recorder that appends to a list is traced without either; copies of the
-tensors become outputs of the graph: a step may go on to write into what it has logged.
+tensors become outputs of the graph: a step may go on to write into what it has logged. Dynamo
+guards on the length of a list that a step appends to (``self.outputs.append(loss)``), so that the
+step would be recaptured at every call: such lists are recorded too.
 
 It would trace an optimizer's step like any other code, and optimizers compute by another algorithm
 when they are traced (``torch.optim`` then keeps its step count in a tensor), so that the weights
@@ -19,68 +21,96 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_unitscale.capture.growing_lists import GrowingLists
+from lightning_unitscale.capture.growing_lists import lists_of, only_appended_to
 from lightning_unitscale.patching import shadowed
 
 # An object, the name of its method and, where a rehearsal is to do something in its place, what.
 Calls = Iterable[tuple[Any, str] | tuple[Any, str, Callable[..., None]]]
 
 
-class DeferredCalls:
-    """Records calls of the named methods of a module, and replays them on the real ones.
+class Postponed:
+    """Calls of logging methods, and what is appended to lists, made when the step has run.
 
     Args:
-        module: The module whose methods are held back.
-        names: The methods; those the module does not have are ignored.
+        module: The module, whose attributes the lists are.
+        step: The method that runs.
+        names: The methods whose calls are held back; those the module does not have are ignored.
     """
 
-    def __init__(self, module: nn.Module, names: Sequence[str]) -> None:
-        self.module = module
-        self.names = tuple(name for name in names if callable(getattr(module, name, None)))
-        self.calls: list[tuple[int, tuple[Any, ...], dict[str, Any]]] = []
-        self._recorders = [_Recorder(index, self.calls) for index in range(len(self.names))]
+    def __init__(self, module: nn.Module, step: Callable[..., Any], names: Sequence[str]) -> None:
+        self._module = module
+        self._step = step
+        self._calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+        self._appended: list[tuple[str, Any]] = []
+        # Kept, since Dynamo guards on them.
+        self._methods = {
+            name: _CallRecorder(name, self._calls)
+            for name in names
+            if callable(getattr(module, name, None))
+        }
+        self._lists: dict[str, _ListRecorder] = {}
+        self._names_of_lists: frozenset[str] = frozenset()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to be done."""
+        return not (self._calls or self._appended)
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """Within this context the methods only record; the real ones are back afterwards."""
-        attributes = self.module.__dict__
-        shadowed = {name: attributes[name] for name in self.names if name in attributes}
-        self.calls.clear()
-        for name, recorder in zip(self.names, self._recorders, strict=True):
-            attributes[name] = recorder.record
-        try:
+        """Within this context it is only recorded; methods and lists are back afterwards."""
+        self.discard()
+        names = frozenset(lists_of(self._module))
+        if names != self._names_of_lists:
+            self._names_of_lists = names
+            self._lists = {
+                name: self._lists.get(name) or _ListRecorder(name, self._appended)
+                for name in sorted(only_appended_to(self._module, self._step, names))
+            }
+        methods = {name: recorder.record for name, recorder in self._methods.items()}
+        with shadowed(self._module, **methods, **self._lists):
             yield
-        finally:
-            for name in self.names:
-                attributes.pop(name, None)
-            attributes.update(shadowed)
 
     def replay(self) -> None:
-        """Make the recorded calls for real, in their order."""
-        calls = list(self.calls)
-        self.calls.clear()
-        for index, args, kwargs in calls:
-            getattr(self.module, self.names[index])(*args, **kwargs)
+        """Append what was appended, and make the recorded calls, in their order."""
+        appended, calls = list(self._appended), list(self._calls)
+        self.discard()
+        for name, value in appended:
+            getattr(self._module, name).append(value)
+        for name, args, kwargs in calls:
+            getattr(self._module, name)(*args, **kwargs)
 
     def discard(self) -> None:
-        """Forget the recorded calls: the step was a rehearsal."""
-        self.calls.clear()
+        """Forget it: the step was a rehearsal, or failed."""
+        self._appended.clear()
+        self._calls.clear()
 
 
-class _Recorder:
+class _CallRecorder:
     """One object per method: Dynamo traces a plain append, and guards on nothing that changes."""
 
-    def __init__(
-        self, index: int, calls: list[tuple[int, tuple[Any, ...], dict[str, Any]]]
-    ) -> None:
-        self.index = index
+    def __init__(self, name: str, calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]]) -> None:
+        self.name = name
         self.calls = calls
 
     def record(self, *args: Any, **kwargs: Any) -> None:
         copied = tuple(_as_it_is(value) for value in args)
-        self.calls.append(
-            (self.index, copied, {k: _as_it_is(value) for k, value in kwargs.items()})
-        )
+        self.calls.append((self.name, copied, {k: _as_it_is(value) for k, value in kwargs.items()}))
+
+
+class _ListRecorder:
+    """In place of a list: Dynamo traces a plain append to one that is empty before every step."""
+
+    def __init__(self, name: str, appended: list[tuple[str, Any]]) -> None:
+        self.name = name
+        self.appended = appended
+
+    def append(self, value: Any) -> None:
+        self.appended.append((self.name, value))
+
+    def extend(self, values: Iterable[Any]) -> None:
+        for value in values:
+            self.appended.append((self.name, value))
 
 
 def _as_it_is(value: Any) -> Any:
@@ -93,41 +123,6 @@ def _as_it_is(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _as_it_is(item) for key, item in value.items()}
     return value
-
-
-class Postponed:
-    """Calls of logging methods, and what is appended to lists.
-
-    Args:
-        module: The module.
-        step: The method that runs.
-        names: The methods whose calls are held back.
-    """
-
-    def __init__(self, module: nn.Module, step: Callable[..., Any], names: Sequence[str]) -> None:
-        self._calls = DeferredCalls(module, names)
-        self._lists = GrowingLists(module, step)
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether there is nothing to be done."""
-        return not (self._calls.calls or self._lists.pending)
-
-    @contextlib.contextmanager
-    def recording(self) -> Iterator[None]:
-        """Within this context nothing of it is done."""
-        with self._calls.recording(), self._lists.recording():
-            yield
-
-    def replay(self) -> None:
-        """Do it."""
-        self._lists.replay()
-        self._calls.replay()
-
-    def discard(self) -> None:
-        """Forget it: the step was a rehearsal, or failed."""
-        self._calls.discard()
-        self._lists.discard()
 
 
 class UntracedCalls:

@@ -2,13 +2,12 @@
 
 Everything above works on :class:`CapturedGraph` and on callables. Private names used here were
 checked on torch 2.13 and 2.11: ``node.meta["grapharg"]``, ``node._dynamo_source``,
-``CompileContext.current_compile_id``, ``GlobalSource``, ``compile_fx``.
+``CompileContext.current_compile_id``, ``compile_fx``.
 """
 
 from __future__ import annotations
 
 import contextlib
-import operator
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +20,6 @@ from torch._C._dynamo.eval_frame import reset_code
 from torch._dynamo import convert_frame
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
-from torch._dynamo.source import GlobalSource
 from torch._guards import CompileContext
 
 from lightning_unitscale.dynamo.backend import (
@@ -32,6 +30,7 @@ from lightning_unitscale.dynamo.backend import (
 )
 from lightning_unitscale.dynamo.breaks import without_dynamos_texts
 from lightning_unitscale.dynamo.eager_algorithms import plain_answers
+from lightning_unitscale.dynamo.graphs import copy_graph_module, is_checkpoint
 from lightning_unitscale.dynamo.patches import (
     absent_packages,
     drop_inference_mode,
@@ -238,71 +237,6 @@ def _fqns(module: nn.Module) -> dict[int, tuple[InputKind, str | None]]:
     return fqns
 
 
-def copy_graph_module(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """A copy that may be rewritten: nodes, metadata and nested graphs, but not tensors."""
-    graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    for node in graph_module.graph.nodes:
-        copies[node] = graph.node_copy(node, lambda old: copies[old])
-        if node.target is operator.imatmul:
-            # Tensors have no in-place product: ``x @= w`` makes a new tensor. FX 2.13 writes it out
-            # as a statement that rebinds ``x`` for its other readers too.
-            copies[node].target = operator.matmul
-        if hasattr(node, "_dynamo_source"):
-            copies[node]._dynamo_source = node._dynamo_source
-    copy = fx.GraphModule(graph_module, graph)
-    copy.meta = dict(graph_module.meta)
-    for node in graph.find_nodes(op="get_attr"):
-        nested = getattr(graph_module, node.target, None)
-        if isinstance(nested, fx.GraphModule):
-            setattr(copy, node.target, copy_graph_module(nested))
-    return copy
-
-
-def add_placeholder(
-    graph: fx.Graph, name: str, example: Tensor, *, nested: bool = False
-) -> fx.Node:
-    """Append an input of our own after the graph's inputs.
-
-    AOTAutograd refuses an input without a source when the others have one (it builds its aliasing
-    guards from them), so ours is given the source of a global that nobody guards on.
-
-    Args:
-        graph: The graph.
-        name: Name of the input.
-        example: A fake tensor of its shape, type and device.
-        nested: Whether the graph is the body of a checkpoint, whose inputs have no source.
-    """
-    last = list(graph.find_nodes(op="placeholder"))
-    point = graph.inserting_after(last[-1]) if last else graph.inserting_before(_first(graph))
-    with point:
-        node = graph.placeholder(name)
-    if not nested:
-        node._dynamo_source = GlobalSource(name)
-    node.meta["example_value"] = example
-    return node
-
-
-def fake_like(graph: fx.Graph, tensor: Tensor) -> Tensor:
-    """``tensor`` as a fake tensor of the graph's own fake mode, or itself when there is none."""
-    for node in graph.find_nodes(op="placeholder"):
-        mode = getattr(node.meta.get("example_value"), "fake_mode", None)
-        if mode is not None:
-            fake: Tensor = mode.from_tensor(tensor)
-            return fake
-    return tensor
-
-
-def fake_mode_of(graph: fx.Graph) -> contextlib.AbstractContextManager[Any]:
-    """The fake mode in which the graph's example values can be combined."""
-    for node in graph.nodes:
-        mode = getattr(node.meta.get("example_value"), "fake_mode", None)
-        if mode is not None:
-            context: contextlib.AbstractContextManager[Any] = mode
-            return context
-    return contextlib.nullcontext()
-
-
 def execute_with(
     executor: Executor,
     graph_module: fx.GraphModule,
@@ -351,30 +285,6 @@ def original_error(error: BaseException) -> BaseException:
     return inner if isinstance(inner, BaseException) else error
 
 
-def is_checkpoint(node: fx.Node) -> bool:
-    """Whether the node is a region of ``torch.utils.checkpoint``."""
-    return (
-        node.op == "call_function"
-        and node.target is torch.ops.higher_order.tag_activation_checkpoint
-    )
-
-
-def is_higher_order(node: fx.Node) -> bool:
-    """Whether the node is a control-flow operator or the like, which has graphs as arguments."""
-    return isinstance(node.target, torch._ops.HigherOrderOperator)
-
-
-def is_custom_operator(node: fx.Node) -> bool:
-    """Whether the node is an operator of a library other than torch's own."""
-    if not isinstance(node.target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
-        return False
-    return str(node.target).partition(".")[0] not in {"aten", "prims"}
-
-
-def _first(graph: fx.Graph) -> fx.Node:
-    return next(iter(graph.nodes))
-
-
 def _restore_checkpointing(graph_module: fx.GraphModule) -> None:
     """Dynamo's checkpoint operator only tags nodes; run eagerly it would save everything."""
     for node in graph_module.graph.nodes:
@@ -388,31 +298,3 @@ def _restore_checkpointing(graph_module: fx.GraphModule) -> None:
 def _checkpoint(body: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
     kwargs.pop("use_reentrant", None)
     return torch.utils.checkpoint.checkpoint(body.forward, *args, use_reentrant=False, **kwargs)
-
-
-def autocast_dtypes(graph: fx.Graph) -> dict[fx.Node, torch.dtype]:
-    """For each node that runs under autocast, the type that autocast casts to.
-
-    The surroundings of the graph count as well as the regions inside it.
-    """
-    states: dict[fx.Node, torch.dtype] = {}
-    entered: dict[fx.Node, tuple[str, torch.dtype, bool]] = {}
-    for node in graph.nodes:
-        if node.target is torch.amp.autocast_mode._enter_autocast:
-            device, dtype, enabled = (*node.args, None, None, True)[:3]
-            dtype = dtype or torch.get_autocast_dtype(str(device))
-            entered[node] = (str(device), dtype, bool(enabled))
-        elif node.target is torch.amp.autocast_mode._exit_autocast:
-            entered.pop(node.args[0], None)
-        else:
-            example = node.meta.get("example_value")
-            device_type = example.device.type if isinstance(example, Tensor) else "cpu"
-            inner = [state for state in entered.values() if state[0] == device_type]
-            if inner:
-                enabled, dtype = inner[-1][2], inner[-1][1]
-            else:
-                enabled = torch.is_autocast_enabled(device_type)
-                dtype = torch.get_autocast_dtype(device_type)
-            if enabled:
-                states[node] = dtype
-    return states

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from lightning_unitscale.dynamo.backend import Writes
-from lightning_unitscale.dynamo.capture import fake_mode_of, is_checkpoint, is_higher_order
-from lightning_unitscale.graph.nodes import Path, argument_at, argument_paths, call
+from lightning_unitscale.dynamo.graphs import fake_mode_of, is_checkpoint, is_higher_order
+from lightning_unitscale.graph.nodes import Path, argument_at, argument_paths, call, tensors_in
 
 _OWN_PACKAGE = __name__.partition(".")[0]
 # Key of ``node.meta``: the effects of a node, and the operation that has them.
@@ -177,7 +177,7 @@ def _find(node: fx.Node) -> Effects:
     paths = [
         path
         for path in argument_paths(node)
-        if next(_tensors(argument_at(node, path).meta.get("example_value")), None) is not None
+        if tensors_in(argument_at(node, path).meta.get("example_value"))
     ]
     if not paths:
         # Not to be run: it may enter autocast, or turn gradients off.
@@ -221,7 +221,7 @@ def _seen_by_running(node: fx.Node, paths: list[Path], mode: Any) -> Effects:
 
 def _is_written(value: Any, writes: Writes) -> bool:
     # No operator is called for ``requires_grad_()``, and a stand-in comes without.
-    asks = any(value.requires_grad for value in _tensors(value))
+    asks = any(value.requires_grad for value in tensors_in(value))
     return asks or not writes.storages.isdisjoint(_storages(value))
 
 
@@ -263,15 +263,11 @@ def _sharing(result: Any, values: Iterable[tuple[Path, Any]]) -> Iterator[Path]:
 
 
 def _storages(value: Any) -> Iterator[Any]:
-    for tensor in _tensors(value):
+    for tensor in tensors_in(value):
         try:
             yield tensor.untyped_storage()
         except (NotImplementedError, RuntimeError):
             continue  # sparse, or within a functorch transform
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    return (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
 
 
 def _arguments(node: fx.Node, paths: Iterable[Path]) -> tuple[fx.Node, ...]:

@@ -28,11 +28,11 @@ from torch import Tensor, fx
 from torch.fx.proxy import GraphAppendingTracer
 from torch.nn.attention import SDPBackend, _sdpa_kernel, sdpa_kernel
 from torch.overrides import TorchFunctionMode, wrap_torch_function
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_map
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
-from lightning_unitscale.dynamo.capture import autocast_dtypes, fake_mode_of
+from lightning_unitscale.dynamo.graphs import autocast_dtypes, fake_mode_of
 from lightning_unitscale.functional.rules import concrete_size
 from lightning_unitscale.graph.nodes import (
     MODULE,
@@ -41,6 +41,7 @@ from lightning_unitscale.graph.nodes import (
     example_tensor,
     op_name,
     tensor_name,
+    tensors_in,
 )
 
 
@@ -244,9 +245,7 @@ def _expand(
     recorder = _Recorder(graph, node, sizes)
     before = node.prev
     example = node.meta.get("example_value")
-    differentiable = any(
-        isinstance(tensor, Tensor) and tensor.requires_grad for tensor in tree_flatten(example)[0]
-    )
+    differentiable = any(tensor.requires_grad for tensor in tensors_in(example))
     args, kwargs = tree_map(recorder.value_of, (tuple(node.args), dict(node.kwargs)))
     try:
         with (
@@ -321,7 +320,7 @@ class _Recorder(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        tensors = [tensor for tensor in tree_flatten(result)[0] if isinstance(tensor, Tensor)]
+        tensors = tensors_in(result)
         if not tensors or all(id(tensor) in self._nodes for tensor in tensors):
             return result
         node = self._create(func, self.node_of(tuple(args)), self.node_of(kwargs))

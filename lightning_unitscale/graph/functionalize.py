@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from lightning_unitscale.dynamo.capture import fake_mode_of
+from lightning_unitscale.dynamo.graphs import fake_mode_of
 from lightning_unitscale.graph.aliasing import (
     find_effects,
     looks_into,

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils._pytree import tree_leaves
 
-from lightning_unitscale.dynamo.capture import fake_mode_of, is_higher_order
+from lightning_unitscale.dynamo.graphs import fake_mode_of, is_higher_order
 from lightning_unitscale.graph.aliasing import same_tensor
 from lightning_unitscale.graph.nodes import (
     TRANSFORMED,
@@ -26,6 +25,7 @@ from lightning_unitscale.graph.nodes import (
     call,
     example_tensor,
     requires_grad,
+    tensors_in,
 )
 
 # Where a gradient comes from: minus the number of an operation of autograd's, and which of its
@@ -109,8 +109,8 @@ def _arrivals(node: fx.Node, paths: Sequence[Path]) -> Mapping[Path, list[_Arriv
         except Exception:
             # It cannot be run by itself: an operation of its own to autograd.
             result = None
-    roots = [tensor.grad_fn for tensor in tree_leaves(result) if isinstance(tensor, Tensor)]
-    for operation in _operations(roots, arrivals):
+    roots = [tensor.grad_fn for tensor in tensors_in(result)]
+    for operation in autograd_operations(roots, arrivals):
         for index, (receiver, _) in enumerate(operation.next_functions):
             if receiver in arrivals:
                 arrivals[receiver].append((-operation._sequence_nr(), index))
@@ -145,8 +145,13 @@ def _example(node: fx.Node) -> Any:
     return value.detach() if isinstance(value, Tensor) else value
 
 
-def _operations(roots: Sequence[Any], stop: Container[Any]) -> Iterator[Any]:
-    """Operations of autograd's graph from ``roots`` down to those of ``stop``."""
+def autograd_operations(roots: Iterable[Any], stop: Container[Any] = ()) -> Iterator[Any]:
+    """Operations of autograd's graph, each once, from some down to others.
+
+    Args:
+        roots: Where to begin; ``None`` among them is passed over.
+        stop: Where to end.
+    """
     pending = [
         operation
         for operation in dict.fromkeys(roots)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.utils._pytree import tree_leaves
 
 from lightning_unitscale.dynamo.capture import CapturedGraph
 
@@ -204,6 +205,21 @@ def argument_at(node: fx.Node, path: Path) -> Any:
     for part in path:
         value = value[part]
     return value
+
+
+def float_arguments(node: fx.Node) -> Iterator[tuple[Path, fx.Node]]:
+    """The float tensors among a node's arguments, with their paths."""
+    for path in argument_paths(node):
+        value = argument_at(node, path)
+        if is_float_tensor(value):
+            yield path, value
+
+
+def tensors_in(values: Any) -> list[Tensor]:
+    """All tensors in a nested value."""
+    if isinstance(values, Tensor):
+        return [values]
+    return [value for value in tree_leaves(values) if isinstance(value, Tensor)]
 
 
 def call(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from lightning_unitscale.dynamo.capture import add_placeholder, fake_like, is_checkpoint
+from lightning_unitscale.dynamo.graphs import add_placeholder, fake_like, is_checkpoint
 from lightning_unitscale.graph.functionalize import make_out_of_place
 from lightning_unitscale.graph.nodes import INTERNAL, device_of
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from lightning_unitscale.dynamo.capture import fake_like, is_checkpoint
+from lightning_unitscale.dynamo.graphs import fake_like, is_checkpoint
 from lightning_unitscale.functional.scale import whole_view
 from lightning_unitscale.graph.passes import Region, StepGraph
 from lightning_unitscale.scales.reduce import row_dtype

@@ -34,7 +34,6 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterator
-from typing import Any
 
 from torch import fx
 
@@ -48,7 +47,9 @@ from lightning_unitscale.graph.grad_order import repeated_reads
 from lightning_unitscale.graph.matmuls import Operand, Product, product_of
 from lightning_unitscale.graph.nodes import (
     TRANSFORMED,
+    argument_paths,
     example_tensor,
+    float_arguments,
     is_float_tensor,
     op_name,
     requires_grad,
@@ -56,13 +57,7 @@ from lightning_unitscale.graph.nodes import (
 )
 from lightning_unitscale.graph.passes import Region
 from lightning_unitscale.lossless.gauge import ONE, Factor, Gauge, Key, gamma, sigma
-from lightning_unitscale.lossless.units import (
-    Edit,
-    NodePlan,
-    Path,
-    Units,
-    held_parameters,
-)
+from lightning_unitscale.lossless.units import Edit, NodePlan, Path, Units, held_parameters
 
 # Positively homogeneous in their first argument, which is the only one that matters. So are views;
 # some of these are views of one layout or type, and copies of another.
@@ -339,7 +334,7 @@ def _edits(node: fx.Node, units: StoredUnits) -> Iterator[Edit]:
     tensors = [source for _, source in arguments]
     kind = op_name(node)
     own_sigma, own_gamma = units.sigma(node), units.gamma(node)
-    alone = len(tensors) == len(_values(node))
+    alone = len(tensors) == _num_values(node)
     if kind in _LINEAR and alone and "alpha" not in node.kwargs:
         for path, source in arguments:
             forward = units.sigma(source) / own_sigma
@@ -376,33 +371,12 @@ def _result(node: fx.Node, forward: Factor, units: StoredUnits) -> Edit:
     return Edit(None, node, name, forward, ONE, name, units.sigma(node), name)
 
 
-def float_arguments(node: fx.Node) -> Iterator[tuple[Path, fx.Node]]:
-    """Every floating-point tensor argument of a node, with its path."""
-    for path, value in _leaves(node):
-        if is_float_tensor(value):
-            yield path, value
-
-
-def _values(node: fx.Node) -> list[Any]:
-    """Positional leaves that are tensors or numbers; a ``dim`` after a list of tensors is none."""
-    lists = any(isinstance(argument, (list, tuple)) for argument in node.args)
-    return [
-        value
-        for path, value in _leaves(node)
-        if isinstance(value, fx.Node)
-        or (not lists and isinstance(value, (int, float)) and isinstance(path[0], int))
-    ]
-
-
-def _leaves(node: fx.Node) -> Iterator[tuple[Path, Any]]:
-    pending: list[tuple[Path, Any]] = [((i,), value) for i, value in enumerate(node.args)]
-    pending += [((key,), value) for key, value in node.kwargs.items()]
-    while pending:
-        path, value = pending.pop(0)
-        if isinstance(value, (list, tuple)):
-            pending += [((*path, i), item) for i, item in enumerate(value)]
-        else:
-            yield path, value
+def _num_values(node: fx.Node) -> int:
+    """How many tensors, and numbers in their places; a ``dim`` after a list of tensors is none."""
+    tensors = len(list(argument_paths(node)))
+    if any(isinstance(argument, (list, tuple)) for argument in node.args):
+        return tensors
+    return tensors + sum(isinstance(argument, (int, float)) for argument in node.args)
 
 
 def _is_view(node: fx.Node) -> bool:

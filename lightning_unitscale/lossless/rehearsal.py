@@ -11,8 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_unitscale.capture.captured_step import CapturedStep
-from lightning_unitscale.capture.graph_call import Interpreter, NotOneGraphError
+from lightning_unitscale.capture.compiled_graph import Interpreter
+from lightning_unitscale.capture.graph_call import NotOneGraphError
 from lightning_unitscale.capture.rollback import detached_copy, find_once_only, restoring
+from lightning_unitscale.graph.nodes import tensors_in
 from lightning_unitscale.lossless.calibrate import (
     Calibrator,
     Measured,
@@ -165,11 +167,7 @@ def _backward(
     """Gradients without touching ``.grad``: hooks of DDP or of an optimizer must not run."""
     named = [(name, param) for name, param in module.named_parameters() if param.requires_grad]
     leaves: list[Tensor] = [param for _, param in named]
-    leaves += [
-        leaf
-        for leaf in torch.utils._pytree.tree_leaves(inputs)
-        if isinstance(leaf, Tensor) and leaf.requires_grad
-    ]
+    leaves += [tensor for tensor in tensors_in(inputs) if tensor.requires_grad]
     if not leaves or not seeded:
         return {}
     roots, gradients = zip(*seeded, strict=True)

@@ -3,26 +3,13 @@
 Write the stored weight as ``V = W / sigma``, its gradient as ``G = c * g`` with ``g`` the gradient
 that ``W`` had in the plain model (``c`` is the product of all factors on the way back, which nobody
 knows before the first backward pass), and a step as ``W -= lr * U(g, W)``. The step of ``V`` is the
-step of ``W`` divided by ``sigma`` if its rate is ``lr * U(g, W) / (sigma * U(G, V))``:
-
-======================  =============================  =============================  ============
-family                  U(c * g, W / sigma)            which optimizers               rate of V
-======================  =============================  =============================  ============
-scale-invariant         U(g, W)                        Adam, AdamW, NAdam, RAdam,     lr / sigma
-                                                       Adamax, SparseAdam, RMSprop,
-                                                       Adagrad, Lion
-orthogonal              U(g, W)                        Muon                           lr / sigma
-relative                U(g, W) / sigma                Adafactor                      lr
-linear                  c * U(g, W)                    SGD                            unknown: by c
-======================  =============================  =============================  ============
+step of ``W`` divided by ``sigma`` if its rate is ``lr * U(g, W) / (sigma * U(G, V))``. By the table
+in :mod:`.optimizers` that is ``lr / sigma`` for scale-invariant and orthogonal optimizers, ``lr``
+for relative ones, and by the unknown ``c`` unknown for linear ones.
 
 What breaks the invariance is whatever is added to gradients: Adam's ``eps`` changes a step by the
-share eps / RMS(G), which is smaller for unit gradients than it was in the plain model. RAdam's
-first steps (5 at beta2 = 0.999) are those of plain momentum, and follow the table from then on.
-Muon orthogonalizes in BF16, so its steps agree to BF16's rounding unless ``sigma`` is a power of 2.
-
-Refused, since no rate is right: Adadelta and Rprop (step sizes of their own, in units of the
-parameter), ASGD and LBFGS, and optimizers that are not known here.
+share eps / RMS(G), which is smaller for unit gradients than it was in the plain model. Muon
+orthogonalizes in BF16, so its steps agree to BF16's rounding unless ``sigma`` is a power of 2.
 
 Decoupled decay shrinks by ``lr * weight_decay``, so the decay is divided by what the rate is
 multiplied by. Decay that is added to the gradient (L2) is linear in SGD, where the same holds. In a
@@ -40,6 +27,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+
+from lightning_unitscale.optim.optimizers import ALGORITHMS, Family, is_decay_decoupled, known_class
 
 
 class Role(enum.Enum):
@@ -90,15 +79,6 @@ METHODS = ("match", "u-mup")
 _LARGE_DECAY = 2.0**-8
 
 
-class Family(enum.Enum):
-    """How an optimizer's step depends on the scales of the gradient and of the parameter."""
-
-    SCALE_INVARIANT = "scale-invariant"
-    ORTHOGONAL = "orthogonal"
-    RELATIVE = "relative"
-    LINEAR = "linear"
-
-
 @dataclass(frozen=True)
 class RateFactors:
     """Factors on the settings of one parameter.
@@ -116,24 +96,6 @@ class RateFactors:
     weight_decay: float = 1.0
     is_decay_independent: bool = False
     floor: float = 1.0
-
-
-def _optimizers(*names: str) -> tuple[type[Optimizer], ...]:
-    # Muon came late, and SparseAdam is of use to few: a class that torch lacks is not missed.
-    return tuple(getattr(torch.optim, name) for name in names if hasattr(torch.optim, name))
-
-
-_FAMILIES = {
-    Family.SCALE_INVARIANT: _optimizers(
-        "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "SparseAdam", "RMSprop", "Adagrad"
-    ),
-    Family.ORTHOGONAL: _optimizers("Muon"),
-    Family.RELATIVE: _optimizers("Adafactor"),
-    Family.LINEAR: _optimizers("SGD"),
-}
-# Algorithms known by one name wherever they are implemented; decay is decoupled in all of them.
-_FAMILIES_BY_NAME = {"Lion": Family.SCALE_INVARIANT, "Muon": Family.ORTHOGONAL}
-_ADD_DECAY_TO_GRADIENT = _optimizers("SGD", "Adamax", "RMSprop", "Adagrad")
 
 
 def check_method(method: str) -> None:
@@ -155,26 +117,15 @@ def family_of(optimizer: Optimizer) -> Family:
     Raises:
         ValueError: If the class belongs to none, so that no rate is known to be right.
     """
-    for family, classes in _FAMILIES.items():
-        if isinstance(optimizer, classes):
-            return family
-    for cls in type(optimizer).__mro__:
-        if cls.__name__ in _FAMILIES_BY_NAME:
-            return _FAMILIES_BY_NAME[cls.__name__]
-    names = [cls.__name__ for classes in _FAMILIES.values() for cls in classes]
+    cls = known_class(optimizer)
+    if cls is not None:
+        return ALGORITHMS[cls.__name__].family
     raise ValueError(
         f"optimizer={type(optimizer).__name__}(...): it is not known how its steps follow the "
-        f"scales of gradients and weights; expected one of {', '.join((*names, 'Lion'))} or a "
+        f"scales of gradients and weights; expected one of {', '.join(ALGORITHMS)} or a "
         "subclass; use one of them, or pass lr_scaling=None and choose the rates of the scaled "
         "model yourself."
     )
-
-
-def is_decay_decoupled(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
-    """Whether weight decay shrinks the weight by itself, instead of being added to the gradient."""
-    if "decoupled_weight_decay" in group:
-        return bool(group["decoupled_weight_decay"])
-    return not isinstance(optimizer, _ADD_DECAY_TO_GRADIENT)
 
 
 def check_group(optimizer: Optimizer, group: Mapping[str, Any], method: Method) -> Family:

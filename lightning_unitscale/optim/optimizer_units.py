@@ -3,22 +3,16 @@
 With ``p = s p'`` and ``g = c g'``, both units powers of two, a step on ``p'`` and ``g'`` is that on
 ``p`` and ``g`` in units of ``s``, bit for bit, with these settings:
 
-===========================  ===========  ======  ==================  ===========================
-optimizer                    lr           eps     added decay (L2)    state, in units of
-===========================  ===========  ======  ==================  ===========================
-Adam, AdamW, NAdam           lr / s       eps/c   decay * s / c       exp_avg c, exp_avg_sq c^2
-RAdam, once rectified        lr / s       eps/c   decay * s / c       the same
-RAdam, before                lr * c / s   -       decay * s / c       the same
-Adamax                       lr / s       eps/c   decay * s / c       exp_avg c, exp_inf c
-Adagrad                      lr / s       eps/c   decay * s / c       sum c^2
-RMSprop                      lr / s       eps/c   decay * s / c       square_avg c^2, grad_avg c
-SGD                          lr * c / s   -       decay * s / c       momentum_buffer c
-Lion                         lr / s       -       -                   exp_avg c
-Muon                         lr / s       eps/c   -                   momentum_buffer c
-===========================  ===========  ======  ==================  ===========================
+=================================  ===========  ======  ================
+step                               lr           eps     added decay (L2)
+=================================  ===========  ======  ================
+scale-invariant or orthogonal      lr / s       eps/c   decay * s / c
+SGD; of RAdam the first few steps  lr * c / s   -       decay * s / c
+=================================  ===========  ======  ================
 
 Decoupled decay shrinks by ``lr * decay``, which must stay what it is: it is divided by the factor
-of the rate. Everything else that these optimizers keep has no unit.
+of the rate. The table in :mod:`.optimizers` has the units of the state. Everything else that these
+optimizers keep has no unit.
 
 Where parameters are FP16, so is the state that torch makes of them, and a square below 2**-24 is
 zero: divided by its root, a small gradient would make a large step. There ``eps`` is raised to the
@@ -38,32 +32,20 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_unitscale.optim.learning_rates import is_decay_decoupled
+from lightning_unitscale.optim.optimizers import (
+    ALGORITHMS,
+    Family,
+    is_decay_decoupled,
+    is_torchs,
+    known_class,
+)
 from lightning_unitscale.optim.split_step import Group, SplitStep
 
 # Units of a value and of its gradient, as exponents of two.
 Units = tuple[int, int]
 
-_ADAM = {"exp_avg": 1, "exp_avg_sq": 2, "max_exp_avg_sq": 2, "mu_product": 0, "step": 0}
-# Power of the gradient's unit in which each tensor of the state is.
-_STATES: dict[str, Mapping[str, int]] = {
-    "Adam": _ADAM,
-    "AdamW": _ADAM,
-    "NAdam": _ADAM,
-    "RAdam": _ADAM,
-    "Adamax": {"exp_avg": 1, "exp_inf": 1, "step": 0},
-    "Adagrad": {"sum": 2, "step": 0},
-    "RMSprop": {"square_avg": 2, "grad_avg": 1, "momentum_buffer": 0, "step": 0},
-    "SGD": {"momentum_buffer": 1},
-    "Lion": {"exp_avg": 1, "step": 0},
-    "Muon": {"momentum_buffer": 1},
-}
-_CORRECTS_BIAS = ("Adam", "AdamW", "NAdam")
-_DIVIDES_BY_ROOT = (*_CORRECTS_BIAS, "RAdam", "RMSprop")
 # The root of the smallest number that FP16 has above zero.
 _SMALLEST_ROOT = 2.0**-12
-# Known by their name wherever they come from: their algorithm has one form.
-_BY_NAME = ("Lion",)
 
 
 @dataclass(frozen=True)
@@ -89,19 +71,18 @@ def kind_of(optimizer: Optimizer) -> str:
     Raises:
         ValueError: If it is in none: then no settings are known to be right.
     """
-    classes: tuple[Any, ...] = type(optimizer).__mro__
-    for cls in classes:
-        is_torchs = cls is getattr(torch.optim, cls.__name__, None)
-        if cls.__name__ in _STATES and (is_torchs or cls.__name__ in _BY_NAME):
-            # torch wraps the method of the class whose object is made first.
-            is_inherited = inspect.unwrap(type(optimizer).step) is inspect.unwrap(cls.step)
-            if cls.__name__ in _BY_NAME or is_inherited:
-                return cls.__name__
-            break  # a subclass with a step of its own
+    cls = known_class(optimizer)
+    if cls is not None and ALGORITHMS[cls.__name__].state is not None:
+        # Of what torch has, others have other forms; torch wraps the method of the class whose
+        # object is made first.
+        is_inherited = inspect.unwrap(type(optimizer).step) is inspect.unwrap(cls.step)
+        if is_inherited and (is_torchs(cls) or not hasattr(torch.optim, cls.__name__)):
+            return cls.__name__
     raise ValueError(
         f"optimizer={type(optimizer).__name__}(...): it is not known how its steps follow the "
         "units in which parameters and gradients are held; expected one of "
-        f"{', '.join(_STATES)}; use one of them, or pass Lossless(hold_parameters=False)."
+        f"{', '.join(name for name, row in ALGORITHMS.items() if row.state is not None)}; use one "
+        "of them, or pass Lossless(hold_parameters=False)."
     )
 
 
@@ -134,14 +115,17 @@ def held_factors(
         step: Which step of the parameter's this is, counted from 1.
     """
     kind = kind_of(optimizer)
+    algorithm = ALGORITHMS[kind]
     of_value, of_gradient = units
-    is_linear = kind == "SGD" or (kind == "RAdam" and not _is_rectified(group, step))
+    is_linear = algorithm.family is Family.LINEAR
+    if kind == "RAdam":
+        is_linear = not _is_rectified(group, step)
     lr = of_gradient - of_value if is_linear else -of_value
     decay = -lr if is_decay_decoupled(optimizer, group) else of_value - of_gradient
     smallest = 0.0
-    if parameter.dtype == torch.float16 and kind in _DIVIDES_BY_ROOT:
+    if parameter.dtype == torch.float16 and 2 in (algorithm.state or {}).values():
         smallest = _SMALLEST_ROOT
-        if kind in _CORRECTS_BIAS:
+        if algorithm.corrects_bias:
             smallest /= math.sqrt(1 - group["betas"][1] ** step)
     return HeldFactors(lr, decay, -of_gradient, smallest)
 
@@ -150,7 +134,7 @@ def next_steps(optimizer: Optimizer, group: Mapping[str, Any]) -> list[int]:
     """Which step the next one is for each parameter of a group, if the factors depend on it."""
     kind, parameters = kind_of(optimizer), group["params"]
     is_half = any(param.dtype == torch.float16 for param in parameters)
-    if kind != "RAdam" and not (is_half and kind in _CORRECTS_BIAS):
+    if kind != "RAdam" and not (is_half and ALGORITHMS[kind].corrects_bias):
         return [1] * len(parameters)
     counts = [optimizer.state.get(param, {}).get("step", 0) for param in parameters]
     tensors = [count.detach() for count in counts if isinstance(count, Tensor)]
@@ -165,7 +149,7 @@ def state_power(kind: str, name: str) -> int:
     Raises:
         RuntimeError: If the optimizer is not known to keep such a tensor.
     """
-    powers = _STATES[kind]
+    powers = ALGORITHMS[kind].state or {}
     if name not in powers:
         raise RuntimeError(
             f"{kind}: it keeps {name!r}, of which it is not known in which units it is; expected "

@@ -14,10 +14,10 @@ from lightning_unitscale.optim.learning_rates import (
     RateFactors,
     check_group,
     check_method,
-    is_decay_decoupled,
     rate_factors,
     rate_notes,
 )
+from lightning_unitscale.optim.optimizers import is_decay_decoupled
 from lightning_unitscale.optim.split_step import Group, SplitStep
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from lightning_unitscale.arguments import check_count
-from lightning_unitscale.dynamo.capture import is_checkpoint, is_higher_order
+from lightning_unitscale.dynamo.graphs import is_checkpoint, is_higher_order
 from lightning_unitscale.functional.scale import leaving_transforms
 from lightning_unitscale.graph.nodes import op_name
 from lightning_unitscale.pipeline.cuts import insert_mark, keep_items_with_their_tuples, legal_cuts

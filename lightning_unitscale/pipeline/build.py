@@ -45,16 +45,14 @@ def build_stages(
     outputs = program.outputs
     loss = outputs[program.loss] if program.loss is not None else None
     gradients = find_gradients(program.graph_module, loss)
-    modes = _modes_at_starts(program.graph_module.graph, stages, num_stages)
+    modes = _modes_at_starts(program.graph_module.graph, stages)
     return [
         _Builder(program, index, reads, gradients, modes, persistent).build()
         for index in range(num_stages)
     ]
 
 
-def _modes_at_starts(
-    graph: fx.Graph, stages: Mapping[fx.Node, int], num_stages: int
-) -> list[Modes]:
+def _modes_at_starts(graph: fx.Graph, stages: Mapping[fx.Node, int]) -> list[Modes]:
     """The modes at the start of each stage, and those at the end of the last."""
     starts: list[Modes] = []
     modes = Modes()

@@ -21,16 +21,13 @@ import torch._dynamo.config
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_unflatten
 
+from lightning_unitscale.capture.captured_step import CapturedStep
 from lightning_unitscale.capture.compiled_graph import CompiledGraph
 from lightning_unitscale.capture.export import export_forward
 from lightning_unitscale.capture.graph_call import GraphCall
 from lightning_unitscale.capture.rollback import restoring
-from lightning_unitscale.dynamo.capture import (
-    GraphInput,
-    copy_graph_module,
-    fake_mode_of,
-    is_compiled,
-)
+from lightning_unitscale.dynamo.capture import GraphInput, is_compiled
+from lightning_unitscale.dynamo.graphs import copy_graph_module, fake_mode_of
 from lightning_unitscale.graph.aliasing import memory_roots, written_arguments
 from lightning_unitscale.graph.functionalize import make_out_of_place
 from lightning_unitscale.graph.nodes import MODULE, NAME, example_tensor, tensor_name
@@ -284,12 +281,15 @@ def example_outputs(base: fx.GraphModule) -> list[Any]:
     return examples
 
 
-def loss_position(call: GraphCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
+def loss_position(
+    step: CapturedStep, call: GraphCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> int | None:
     """Position of the loss among the outputs of a step's graph: the only one with a gradient.
 
     Among several it is what the step returns, which then runs once on stand-ins for them.
 
     Args:
+        step: The step.
         call: A call of the graph.
         args: Arguments of the step in that call.
         kwargs: Its keyword arguments.
@@ -300,8 +300,8 @@ def loss_position(call: GraphCall, args: tuple[Any, ...], kwargs: Mapping[str, A
     if len(call.differentiable) == 1:
         return call.differentiable[0]
     outputs = example_outputs(call.graph.base)
-    with restoring(call.step.owner.module, parameters=False):
-        result = call.step.rehearse(lambda graph, inputs: outputs, *args, **kwargs)
+    with restoring(step.owner.module, parameters=False):
+        result = step.rehearse(lambda graph, inputs: outputs, *args, **kwargs)
     loss = result["loss"] if isinstance(result, dict) else result
     return next((index for index, output in enumerate(outputs) if output is loss), None)
 

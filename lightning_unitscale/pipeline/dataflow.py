@@ -13,11 +13,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from torch import Tensor, fx
-from torch.utils._pytree import tree_flatten
 
-from lightning_unitscale.dynamo.capture import autocast_dtypes
+from lightning_unitscale.dynamo.graphs import autocast_dtypes
 from lightning_unitscale.graph.aliasing import memory_roots, written_arguments
-from lightning_unitscale.graph.nodes import MODULE, TRANSFORMED, op_name, tensor_name
+from lightning_unitscale.graph.nodes import MODULE, TRANSFORMED, op_name, tensor_name, tensors_in
 from lightning_unitscale.pipeline.modes import Modes, is_switch
 
 
@@ -225,8 +224,7 @@ def _reached(graph_module: fx.GraphModule, targets: list[fx.Node]) -> frozenset[
 def _differentiable(node: fx.Node) -> bool:
     if node.op == "placeholder" and "example_value" not in node.meta:
         return False
-    tensors = [value for value in tree_flatten(node.meta.get("example_value"))[0]
-               if isinstance(value, Tensor)]  # fmt: skip
+    tensors = tensors_in(node.meta.get("example_value"))
     return not tensors or any(tensor.requires_grad for tensor in tensors)
 
 

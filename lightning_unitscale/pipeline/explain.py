@@ -22,11 +22,7 @@ from lightning_unitscale.pipeline.balance import (
     seconds_of,
     sending_rate,
 )
-from lightning_unitscale.pipeline.capture import (
-    loss_position,
-    program_of_step,
-    static_shapes,
-)
+from lightning_unitscale.pipeline.capture import loss_position, program_of_step, static_shapes
 from lightning_unitscale.pipeline.pipe import Pipe
 from lightning_unitscale.pipeline.program import split_evenly
 from lightning_unitscale.pipeline.schedules import PipelineTimeline, simulate_1f1b
@@ -276,7 +272,7 @@ def explain_step(
                     "operations without branches on values, printing or third-party calls between "
                     "them; keep those out of the step."
                 ) from None
-            loss = loss_position(call, (part, *args), kwargs)
+            loss = loss_position(step, call, (part, *args), kwargs)
         graph = call.graph
         program, _ = program_of_step(graph.base, graph.inputs, module, call.inputs, loss)
         if has_marks(program):

@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 
 from lightning_unitscale.capture.compiled_graph import Variant
-from lightning_unitscale.dynamo.capture import copy_graph_module, execute_with
+from lightning_unitscale.dynamo.capture import execute_with
+from lightning_unitscale.dynamo.graphs import copy_graph_module
 from lightning_unitscale.graph.nodes import ELSEWHERE, tensor_name
 from lightning_unitscale.graph.passes import GraphPass, StepGraph
 from lightning_unitscale.graph.recorder import tap_gradient
@@ -114,27 +115,20 @@ class ObservedStages:
         owner = self._rank_of(stage)
         if self._rank not in (owner, first):
             return
-        parameter = self._parameters[name]
         if self._rank == owner:
-            parts = self._parts[name, stage]
-            for numbers in ([len(parts)], [int(part.gradient is not None) for part in parts]):
-                sent = torch.tensor(numbers, device=parameter.device)
-                dist.send(sent, group=self._group, group_dst=first)
-            for part in parts:
-                if part.gradient is not None:
-                    dist.send(part.gradient.contiguous(), group=self._group, group_dst=first)
+            gradients = [
+                part.gradient if part.gradient is None else part.gradient.cpu()
+                for part in self._parts[name, stage]
+            ]
+            dist.send_object_list([gradients], group=self._group, group_dst=first)
             return
-        number = torch.zeros(1, dtype=torch.int64, device=parameter.device)
-        dist.recv(number, group=self._group, group_src=owner)
-        present = torch.zeros(int(number), dtype=torch.int64, device=parameter.device)
-        dist.recv(present, group=self._group, group_src=owner)
-        self._parts[name, stage] = []
-        for has_gradient in present.tolist():
-            part = _GradientPart()
-            if has_gradient:
-                part.gradient = torch.empty_like(parameter).contiguous()
-                dist.recv(part.gradient, group=self._group, group_src=owner)
-            self._parts[name, stage].append(part)
+        received: list[Any] = [None]
+        dist.recv_object_list(received, group=self._group, group_src=owner)
+        device = self._parameters[name].device
+        self._parts[name, stage] = [
+            _GradientPart(gradient if gradient is None else gradient.to(device))
+            for gradient in received[0]
+        ]
 
     def _tell(self, name: str, stages: tuple[int, ...]) -> None:
         for parts in zip(*(self._parts[name, stage] for stage in reversed(stages)), strict=True):

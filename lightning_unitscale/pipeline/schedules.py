@@ -220,6 +220,7 @@ SCHEDULES = {
         Schedule("DualPipeV", "v"),
     )
 }
+"""The schedules by torch's own names, each with how it spreads stages over the ranks."""
 
 
 def find_schedule(name: str) -> Schedule:

@@ -7,9 +7,9 @@ from lightning_unitscale.profiler.costs import (
     aten_node_costs,
     default_cost_model,
 )
-from lightning_unitscale.profiler.graph_profile import GraphProfile, Peak
+from lightning_unitscale.profiler.graph_profile import GraphProfile
 from lightning_unitscale.profiler.node_costs import ModuleCosts, NodeCosts
-from lightning_unitscale.profiler.record import MemoryTimeline
+from lightning_unitscale.profiler.record import MemoryTimeline, Peak
 
 __all__ = [
     "CostModel",

@@ -9,17 +9,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, fx, nn
 
+from lightning_unitscale.profiler.batch_size import batch_size_of, resized
 from lightning_unitscale.profiler.fake import FakeStep, OptimizerLike
 from lightning_unitscale.profiler.fake_device import calls_of
-from lightning_unitscale.profiler.graph_profile import (
-    GraphProfile,
-    batch_size_of,
-    make_profile,
-    resized,
-)
+from lightning_unitscale.profiler.graph_profile import GraphProfile, make_profile
 from lightning_unitscale.profiler.trace import GraphTrace, ModulePaths, ModuleTrace
 
 DeviceType = Literal["cpu", "cuda"]
+"""Type of a device that a profile is of, whether the machine has it or not."""
 COSTS = "node_costs"
 
 

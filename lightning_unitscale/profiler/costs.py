@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from lightning_unitscale.graph.nodes import tensors_in
 from lightning_unitscale.profiler.workspace import by_operator, workspace_bytes
 
 aten = torch.ops.aten
@@ -135,13 +135,6 @@ def aten_node_costs(node: fx.Node) -> OperatorCosts:
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
     device = next((tensor.device.type for tensor in tensors_in(example)), "")
     return operator_costs(node.target, args, kwargs, concrete(example), device=device)
-
-
-def tensors_in(values: Any) -> list[Tensor]:
-    """All tensors in a nested value."""
-    if isinstance(values, Tensor):
-        return [values]
-    return [value for value in tree_leaves(values) if isinstance(value, Tensor)]
 
 
 def size_hint(size: Any) -> int:

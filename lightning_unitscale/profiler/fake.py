@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten_with_path, tree_map
 
 from lightning_unitscale.functional.scale import hooks_in_transforms
-from lightning_unitscale.profiler.costs import tensors_in
+from lightning_unitscale.graph.nodes import tensors_in
 from lightning_unitscale.profiler.fake_device import (
     DATA_DEPENDENT,
     FakeScalars,

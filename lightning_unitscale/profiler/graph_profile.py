@@ -1,23 +1,17 @@
-"""What profiling a step gives: costs of nodes and modules, bytes by purpose, the peak, the batch.
-
-The largest batch that fits is found by a fit over two batch sizes and checked by profiling the
-answer.
-"""
+"""What profiling a step gives: costs of nodes and modules, bytes by purpose, and the peak."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from tabulate import tabulate
+from torch import nn
 
 from lightning_unitscale.profiler import report
-from lightning_unitscale.profiler.costs import tensors_in
+from lightning_unitscale.profiler.batch_size import BatchFit, fit, largest_batch
 from lightning_unitscale.profiler.node_costs import (
     ALWAYS_THERE,
     ModuleCosts,
@@ -29,79 +23,15 @@ from lightning_unitscale.profiler.record import (
     OUTSIDE,
     Kind,
     MemoryTimeline,
+    Peak,
     Phase,
     StepRecord,
     memory_timeline,
 )
+from lightning_unitscale.profiler.report import format_bytes, format_flops
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-
-@dataclass(frozen=True)
-class BatchFit:
-    """Live bytes at every moment of a step as a line over the batch size.
-
-    The peak is the upper envelope of the lines, so it is right also where another moment becomes
-    the highest (at small batches the optimizer, at large ones the backward pass).
-
-    Attributes:
-        batch_sizes: The two that were profiled.
-        fixed_bytes: What each moment has at batch size 0.
-        bytes_per_sample: What each sample adds to each moment.
-    """
-
-    batch_sizes: tuple[int, int]
-    fixed_bytes: tuple[float, ...] = field(repr=False)
-    bytes_per_sample: tuple[float, ...] = field(repr=False)
-
-    def peak_bytes(self, batch_size: int) -> int:
-        """The highest of all moments at a batch size."""
-        lines = zip(self.fixed_bytes, self.bytes_per_sample, strict=True)
-        return int(max(fixed + slope * batch_size for fixed, slope in lines))
-
-    def largest(self, budget_bytes: int) -> int:
-        """The largest batch size whose peak is within the budget; 0 if there is none.
-
-        Raises:
-            ValueError: If no batch is too large, since the peak does not depend on it.
-        """
-        limits = [
-            (budget_bytes - fixed) / slope
-            for fixed, slope in zip(self.fixed_bytes, self.bytes_per_sample, strict=True)
-            if slope > 0
-        ]
-        if not limits:
-            raise ValueError(
-                "`max_batch_size`: the peak does not grow with the batch; expected inputs whose "
-                "first dimension is the batch; give tensors of that shape to profile_graph."
-            )
-        over = any(
-            fixed > budget_bytes
-            for fixed, slope in zip(self.fixed_bytes, self.bytes_per_sample, strict=True)
-            if slope <= 0
-        )
-        return 0 if over else max(0, int(min(limits) + 1e-6))
-
-
-@dataclass(frozen=True)
-class Peak:
-    """The moment at which the most bytes are alive.
-
-    Attributes:
-        num_bytes: How many.
-        phase: Part of the step.
-        node: Name of the forward node that is running, in its forward or its backward; empty
-            outside of all nodes.
-        operator: The ATen operator; empty before the first.
-        by_kind: Bytes by what they are for.
-    """
-
-    num_bytes: int
-    phase: Phase
-    node: str
-    operator: str
-    by_kind: dict[Kind, int]
 
 
 @dataclass(frozen=True)
@@ -239,7 +169,37 @@ class GraphProfile:
 
     def totals(self) -> str:
         """Bytes by what they are for, over the step and at its peak, and operations."""
-        return report.totals(self)
+        peak = self.peak
+        over_step = {
+            "parameter": self.parameter_bytes,
+            "buffer": self.buffer_bytes,
+            "optimizer": self.optimizer_bytes,
+            "input": self.input_bytes,
+            "gradient": self.gradient_bytes,
+            "activation": self.saved_bytes,
+        }
+        rows = [
+            (
+                kind,
+                format_bytes(over_step[kind]) if kind in over_step else "",
+                format_bytes(at_peak),
+            )
+            for kind, at_peak in peak.by_kind.items()
+        ]
+        where = f" of {peak.node}" if peak.node else ""
+        operator = f" ({peak.operator})" if peak.operator else ""
+        return "\n".join(
+            [
+                f"Peak {format_bytes(peak.num_bytes)} on {self.device} in the {peak.phase} pass"
+                f"{where}{operator}, batch size {self.batch_size}",
+                f"Products: {format_flops(self.fwd_flops)}FLOP forward, "
+                f"{format_flops(self.bwd_flops)}FLOP backward; {len(self.nodes)} nodes",
+                "",
+                tabulate(
+                    rows, headers=("bytes", "in the step", "at the peak"), disable_numparse=True
+                ),
+            ]
+        )
 
     def summary(self, limit: int | None = 20) -> str:
         """Totals, the peak, and the nodes that matter most to it."""
@@ -254,7 +214,7 @@ class GraphProfile:
         Raises:
             ModuleNotFoundError: If matplotlib is not installed.
         """
-        figure = report.draw(self)
+        figure = report.draw(self.timeline, self.peak, self.phases)
         if path is not None:
             figure.savefig(path, dpi=150)
         return figure
@@ -336,55 +296,3 @@ def _saved_bytes(record: StepRecord) -> int:
 
 def _bytes_of(record: StepRecord, kind: Kind) -> int:
     return sum(life.num_bytes for life in record.storages if life.kind == kind)
-
-
-def fit(batch_sizes: tuple[int, int], first: Sequence[int], second: Sequence[int]) -> BatchFit:
-    """Lines through two profiles.
-
-    Args:
-        batch_sizes: The batch size of each.
-        first: Live bytes over the step at the first batch size.
-        second: The same at the second. If the step has other moments there, the peaks alone are
-            fitted.
-    """
-    if len(first) != len(second):
-        first, second = [max(first)], [max(second)]
-    low, high = batch_sizes
-    slopes = tuple((b - a) / (high - low) for a, b in zip(first, second, strict=True))
-    fixed = tuple(a - slope * low for a, slope in zip(first, slopes, strict=True))
-    return BatchFit(batch_sizes, fixed, slopes)
-
-
-def largest_batch(lines: BatchFit, budget_bytes: int, peak_at: Callable[[int], int]) -> int:
-    """The largest batch whose own profile is within the budget; 0 if there is none.
-
-    Args:
-        lines: The fit.
-        budget_bytes: Bytes that the peak may have.
-        peak_at: Profiles a batch size.
-    """
-    size = lines.largest(budget_bytes)
-    while size > 0 and (peak := peak_at(size)) > budget_bytes:
-        # Where the step is not linear in the batch, by the share that it is off.
-        size = min(size - 1, int(size * budget_bytes / peak))
-    return size
-
-
-def batch_size_of(inputs: Any) -> int | None:
-    """The first dimension that most of the input tensors have; ``None`` without one."""
-    sizes = [int(tensor.shape[0]) for tensor in tensors_in(inputs) if tensor.dim()]
-    return Counter(sizes).most_common(1)[0][0] if sizes else None
-
-
-def resized(inputs: Any, batch_size: int) -> Any:
-    """The inputs with another batch size, as tensors without memory."""
-    before = batch_size_of(inputs)
-
-    def resize(value: Any) -> Any:
-        if not isinstance(value, Tensor) or not value.dim() or value.shape[0] != before:
-            return value
-        shape = (batch_size, *value.shape[1:])
-        meta = torch.empty(shape, dtype=value.dtype, device="meta")
-        return meta.requires_grad_(value.requires_grad)
-
-    return tree_map(resize, inputs)

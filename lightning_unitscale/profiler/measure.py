@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_unitscale.profiler.costs import tensors_in
+from lightning_unitscale.graph.nodes import tensors_in
 from lightning_unitscale.profiler.fake import FakeCopies, make_state, optimizer_for, state_tensors
 from lightning_unitscale.profiler.fake_device import SimulatedDevice
 

@@ -158,6 +158,26 @@ class MemoryTimeline:
     live_by_kind: dict[Kind, tuple[int, ...]] = field(repr=False)
 
 
+@dataclass(frozen=True)
+class Peak:
+    """The moment at which the most bytes are alive.
+
+    Attributes:
+        num_bytes: How many.
+        phase: Part of the step.
+        node: Name of the forward node that is running, in its forward or its backward; empty
+            outside of all nodes.
+        operator: The ATen operator; empty before the first.
+        by_kind: Bytes by what they are for.
+    """
+
+    num_bytes: int
+    phase: Phase
+    node: str
+    operator: str
+    by_kind: dict[Kind, int]
+
+
 def allocated_bytes(num_bytes: int, device: str) -> int:
     """What the device's allocator takes for a storage of ``num_bytes``."""
     if device != "cuda":

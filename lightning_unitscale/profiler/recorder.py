@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from lightning_unitscale.functional.scale import plain_tensor
-from lightning_unitscale.profiler.costs import operator_costs, tensors_in
+from lightning_unitscale.graph.nodes import tensors_in
+from lightning_unitscale.profiler.costs import operator_costs
 from lightning_unitscale.profiler.fake_device import (
     DispatchMode,
     FakeScalars,

@@ -13,13 +13,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from tabulate import tabulate
 
 from lightning_unitscale.profiler.node_costs import ModuleCosts, NodeCosts, field_names
-from lightning_unitscale.profiler.record import KINDS
+from lightning_unitscale.profiler.record import KINDS, MemoryTimeline, Peak, Phase
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-    from lightning_unitscale.profiler.graph_profile import GraphProfile
 
 
 _PREFIXES = ("", "K", "M", "G", "T", "P", "E")
@@ -102,35 +100,6 @@ def _depth(path: str) -> int:
     return path.count(".") + 1 if path else 0
 
 
-def totals(profile: GraphProfile) -> str:
-    """Bytes by what they are for, over the step and at its peak, and operations."""
-    peak = profile.peak
-    over_step = {
-        "parameter": profile.parameter_bytes,
-        "buffer": profile.buffer_bytes,
-        "optimizer": profile.optimizer_bytes,
-        "input": profile.input_bytes,
-        "gradient": profile.gradient_bytes,
-        "activation": profile.saved_bytes,
-    }
-    rows = [
-        (kind, format_bytes(over_step[kind]) if kind in over_step else "", format_bytes(at_peak))
-        for kind, at_peak in peak.by_kind.items()
-    ]
-    where = f" of {peak.node}" if peak.node else ""
-    operator = f" ({peak.operator})" if peak.operator else ""
-    return "\n".join(
-        [
-            f"Peak {format_bytes(peak.num_bytes)} on {profile.device} in the {peak.phase} pass"
-            f"{where}{operator}, batch size {profile.batch_size}",
-            f"Products: {format_flops(profile.fwd_flops)}FLOP forward, "
-            f"{format_flops(profile.bwd_flops)}FLOP backward; {len(profile.nodes)} nodes",
-            "",
-            tabulate(rows, headers=("bytes", "in the step", "at the peak"), disable_numparse=True),
-        ]
-    )
-
-
 _MIB = 2**20
 _COLORS = {
     "parameter": "#08306b",
@@ -164,13 +133,17 @@ def new_figure(width: float = 7.0, height: float = 4.5) -> tuple[Figure, Axes]:
     return figure, figure.add_subplot()
 
 
-def draw(profile: GraphProfile) -> Figure:
+def draw(timeline: MemoryTimeline, peak: Peak, phases: Sequence[Phase]) -> Figure:
     """Areas of live bytes by kind over the operators of the step, the peak marked.
+
+    Args:
+        timeline: Live bytes over the step.
+        peak: Its highest moment.
+        phases: Part of the step that each moment belongs to.
 
     Raises:
         ModuleNotFoundError: If matplotlib is not installed.
     """
-    timeline, peak = profile.timeline, profile.peak
     moments = range(len(timeline.live_bytes))
     figure, axes = new_figure(11.0, 5.0)
     rows = [[value / _MIB for value in timeline.live_by_kind[kind]] for kind in KINDS]
@@ -186,7 +159,7 @@ def draw(profile: GraphProfile) -> Figure:
         fontsize=8,
     )
     start = 0
-    for phase, group in groupby(profile.phases):
+    for phase, group in groupby(phases):
         axes.axvline(start, color="black", lw=0.6, ls=":")
         axes.text(start, 0.96, f" {phase}", transform=axes.get_xaxis_transform(), fontsize=8)
         start += len(list(group))
@@ -202,8 +175,8 @@ T = TypeVar("T")
 _VERSION = 2
 
 
-def dump(profile: GraphProfile) -> str:
-    """A profile as JSON; fields that start with an underscore stay out."""
+def dump(profile: Any) -> str:
+    """A dataclass as JSON; fields that start with an underscore stay out."""
     values = {
         name: value
         for name, value in dataclasses.asdict(profile).items()

@@ -18,8 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_unitscale.functional.scale import plain_tensor
 from lightning_unitscale.graph.decompose import open_function
-from lightning_unitscale.graph.nodes import module_path, op_name
-from lightning_unitscale.profiler.costs import tensors_in
+from lightning_unitscale.graph.nodes import module_path, op_name, tensors_in
 from lightning_unitscale.profiler.fake_device import (
     Call,
     forgetting_control_flow,

@@ -12,7 +12,8 @@ from torch import nn
 from lightning_unitscale.capture.attach import captured_forward
 from lightning_unitscale.capture.steps import steps_of
 from lightning_unitscale.dynamo.capture import compile_function
-from lightning_unitscale.profiler.costs import CostModel, tensors_in
+from lightning_unitscale.graph.nodes import tensors_in
+from lightning_unitscale.profiler.costs import CostModel
 from lightning_unitscale.remat.attach import StepPartitioner
 from lightning_unitscale.remat.budget import Budget, check_budget
 from lightning_unitscale.remat.partitioner import PlanOnly, aot_backend

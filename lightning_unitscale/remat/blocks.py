@@ -15,6 +15,8 @@ _BESIDE = 1 / 16
 _SHARED = 1 / 4
 # Operations of a block: a chain that can be cut everywhere is left to cuts within its blocks.
 _LEAST_OPERATIONS = 4
+# Small blocks are joined to their successors until there are fewer.
+_MAX_BLOCKS = 100
 
 
 @dataclass(frozen=True)
@@ -101,18 +103,13 @@ class Blocks:
         return tuple(rows)
 
 
-def find_blocks(problem: RematProblem, max_blocks: int = 100) -> Blocks:
-    """Cut at every tensor that is alone between what comes before and what comes after it.
-
-    Args:
-        problem: The joint graph.
-        max_blocks: Blocks to have at most; small ones are joined to their successors.
-    """
+def find_blocks(problem: RematProblem) -> Blocks:
+    """Cut at every tensor that is alone between what comes before and what comes after it."""
     forward = np.flatnonzero((problem.region == NodeRegion.FORWARD) & problem.in_forward)
     time = np.full(len(problem), -1, dtype=np.int64)
     time[forward] = np.arange(len(forward))
     work = np.cumsum((problem.seconds[forward] > 0).astype(np.int64))
-    separators = _thinned(_separators(problem, forward, time), work, max_blocks)
+    separators = _thinned(_separators(problem, forward, time), work)
     block = np.full(len(problem), -1, dtype=np.int64)
     ends = [end for end, _ in separators]
     block[forward] = np.searchsorted(np.array(ends, dtype=np.int64), time[forward], side="left")
@@ -156,9 +153,7 @@ def _separators(problem: RematProblem, forward: Ints, time: Ints) -> list[tuple[
     return separators
 
 
-def _thinned(
-    separators: list[tuple[int, int]], work: Ints, max_blocks: int
-) -> list[tuple[int, int]]:
+def _thinned(separators: list[tuple[int, int]], work: Ints) -> list[tuple[int, int]]:
     """Separators between which enough operations lie; ``work`` counts these over the forward."""
     least = _LEAST_OPERATIONS
     while True:
@@ -168,7 +163,7 @@ def _thinned(
             if work[end] - done >= least and work[-1] - work[end] >= least:
                 kept.append((end, base))
                 done = int(work[end])
-        if len(kept) < max_blocks:
+        if len(kept) < _MAX_BLOCKS:
             return kept
         least *= 2
 

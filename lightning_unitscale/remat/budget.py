@@ -17,6 +17,7 @@ from lightning_unitscale.remat.options import BlockOptions, EndingRuns, Option
 from lightning_unitscale.remat.problem import Floats, Ints
 
 Budget = int | float | str
+"""Bytes (an int, or ``"600MiB"``), a share of the plain step's peak, or ``"min_cut"``."""
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _QUANTITY = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([kKmMgGtT]?[iI]?[bB])\s*")

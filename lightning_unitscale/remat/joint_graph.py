@@ -11,14 +11,14 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy
 
-from lightning_unitscale.dynamo.capture import is_higher_order
+from lightning_unitscale.dynamo.graphs import is_higher_order
+from lightning_unitscale.graph.nodes import tensors_in
 from lightning_unitscale.profiler.costs import (
     CostModel,
     OperatorCosts,
     aten_node_costs,
     concrete,
     size_hint,
-    tensors_in,
 )
 from lightning_unitscale.remat.problem import NodeRegion, RematNode, RematProblem
 
@@ -318,47 +318,13 @@ def is_fusible(node: fx.Node) -> bool:
 
 
 _FUSIBLE = frozenset(
-    [
-        "_to_copy",
-        "clone",
-        "expand",
-        "full",
-        "full_like",
-        "zeros_like",
-        "ones_like",
-        "scalar_tensor",
-        "where",
-        "var_mean",
-        "mean",
-        "sum",
-        "amax",
-        "any",
-        "convert_element_type",
-        "broadcast_in_dim",
-        "native_layer_norm",
-        "_softmax",
-        "_log_softmax",
-        "inductor_random",
-        "inductor_lookup_seed",
-        "iota",
-        "arange",
-        "embedding",
-        "gather",
-        "slice",
-        "select",
-        "view",
-        "permute",
-        "t",
-        "transpose",
-        "unsqueeze",
-        "squeeze",
-        "reshape",
-        "alias",
-        "detach",
-        "as_strided",
-        "_unsafe_view",
-    ]
-)
+    {"_to_copy", "clone", "expand", "full", "full_like", "zeros_like", "ones_like",
+     "scalar_tensor", "where", "var_mean", "mean", "sum", "amax", "any", "convert_element_type",
+     "broadcast_in_dim", "native_layer_norm", "_softmax", "_log_softmax", "inductor_random",
+     "inductor_lookup_seed", "iota", "arange", "embedding", "gather", "slice", "select", "view",
+     "permute", "t", "transpose", "unsqueeze", "squeeze", "reshape", "alias", "detach",
+     "as_strided", "_unsafe_view"}
+)  # fmt: skip
 
 
 def _stays_in_registers(node: fx.Node) -> bool:

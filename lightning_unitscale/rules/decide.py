@@ -17,12 +17,18 @@ from typing import Any
 from torch import fx
 
 from lightning_unitscale.graph.matmuls import Product, product_of
-from lightning_unitscale.graph.nodes import MODULE, Path, example_tensor, op_name, tensor_name
+from lightning_unitscale.graph.nodes import (
+    MODULE,
+    Path,
+    example_tensor,
+    float_arguments,
+    op_name,
+    tensor_name,
+)
 from lightning_unitscale.rules.operations import (
     EMBEDDINGS,
     RULE_ERRORS,
     added_tensors,
-    float_arguments,
     is_attention,
     is_operation,
     may_be_float,

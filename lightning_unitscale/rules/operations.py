@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import fx
 
@@ -17,9 +15,8 @@ from lightning_unitscale.graph.nodes import (
     INPUT,
     WHOLE_VIEWS,
     Path,
-    argument_at,
-    argument_paths,
     example_tensor,
+    float_arguments,
     is_float_tensor,
     op_name,
     tensor_name,
@@ -131,14 +128,6 @@ def added_tensors(node: fx.Node) -> tuple[tuple[Path, fx.Node], tuple[Path, fx.N
         (path, node) for path, node in float_arguments(node) if path[0] in {0, 1, "input", "other"}
     ]
     return (operands[0], operands[1]) if len(operands) == count == 2 else None
-
-
-def float_arguments(node: fx.Node) -> Iterator[tuple[Path, fx.Node]]:
-    """The float tensors among a node's arguments, with their paths."""
-    for path in argument_paths(node):
-        value = argument_at(node, path)
-        if is_float_tensor(value):
-            yield path, value
 
 
 def reads_of(node: fx.Node) -> tuple[str, ...]:

@@ -10,12 +10,16 @@ from torch import Tensor, fx
 
 from lightning_unitscale.functional.rules import elementwise_factors
 from lightning_unitscale.graph.matmuls import product_of
-from lightning_unitscale.graph.nodes import example_tensor, is_float_tensor, op_name
+from lightning_unitscale.graph.nodes import (
+    example_tensor,
+    float_arguments,
+    is_float_tensor,
+    op_name,
+)
 from lightning_unitscale.rules.operations import (
     ADDS,
     DIVIDED,
     TIMES,
-    float_arguments,
     handed_on,
     is_attention,
     is_operation,

@@ -9,14 +9,13 @@ from typing import Literal
 import torch.nn.functional as F
 from torch import fx
 
-from lightning_unitscale.graph.nodes import op_name
+from lightning_unitscale.graph.nodes import float_arguments, op_name
 from lightning_unitscale.rules.operations import (
     ADDS,
     RULE_ERRORS,
     SUBTRACTS,
     TIMES,
     added_tensors,
-    float_arguments,
     handed_on,
     is_softmax,
     made_rms,

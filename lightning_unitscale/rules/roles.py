@@ -10,13 +10,18 @@ from typing import Literal
 from torch import fx
 
 from lightning_unitscale.graph.matmuls import Product, product_of
-from lightning_unitscale.graph.nodes import Path, example_tensor, op_name, tensor_name
+from lightning_unitscale.graph.nodes import (
+    Path,
+    example_tensor,
+    float_arguments,
+    op_name,
+    tensor_name,
+)
 from lightning_unitscale.optim.learning_rates import ParameterInfo, Role
 from lightning_unitscale.rules.operations import (
     EMBEDDINGS,
     TIMES,
     added_tensors,
-    float_arguments,
     handed_on,
     is_attention,
     numel,

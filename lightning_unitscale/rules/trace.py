@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from lightning_unitscale.dynamo.capture import is_checkpoint
+from lightning_unitscale.dynamo.graphs import is_checkpoint
 from lightning_unitscale.graph.nodes import INPUT, is_float_tensor, is_same_graph, op_name
 from lightning_unitscale.graph.recorder import GraphInterpreter
 from lightning_unitscale.lossless.calibrate import root_mean_square

@@ -10,12 +10,12 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from lightning_unitscale.arguments import check_choice
 from lightning_unitscale.capture.attach import captured_forward
 from lightning_unitscale.capture.captured_step import CapturedStep
 from lightning_unitscale.capture.steps import steps_of
+from lightning_unitscale.graph.nodes import tensors_in
 from lightning_unitscale.lossless.rehearsal import calibrate
 from lightning_unitscale.lossless.rewrite import LosslessUnitScale
 from lightning_unitscale.rules.build_plan import plan_step
@@ -204,9 +204,9 @@ class _FirstCall:
 def _random_seeds(output: Any) -> Sequence[tuple[Tensor, Tensor]]:
     """A gradient at RMS 1 for each float tensor that a module returned."""
     tensors = [
-        leaf
-        for leaf in tree_leaves(_plain(output))
-        if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.requires_grad
+        tensor
+        for tensor in tensors_in(_plain(output))
+        if tensor.is_floating_point() and tensor.requires_grad
     ]
     return [(tensor, torch.randn_like(tensor)) for tensor in tensors]
 

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from lightning_unitscale.graph.grad_order import autograd_operations
+from lightning_unitscale.graph.nodes import tensors_in
 from lightning_unitscale.graph.passes import GraphPass, Phase, StepGraph
 from lightning_unitscale.lossless.calibrate import combined_rms, root_mean_square
 from lightning_unitscale.optim.learning_rates import Role
@@ -239,15 +240,8 @@ def zero_gradients(*args: Any, **kwargs: Any) -> None:
         *args: Arguments of the backward pass, the loss among them.
         **kwargs: Its keyword arguments.
     """
-    seen: set[Any] = set()
-    leaves = tree_leaves((args, kwargs))
-    pending: list[Any] = [leaf.grad_fn for leaf in leaves if isinstance(leaf, Tensor)]
-    while pending:
-        node = pending.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        pending += [function for function, _ in node.next_functions]
+    roots = (tensor.grad_fn for tensor in tensors_in((args, kwargs)))
+    for node in autograd_operations(roots):
         # Only the node that adds to the gradient of a leaf has a variable.
         variable = getattr(node, "variable", None)
         if isinstance(variable, Tensor) and variable.grad is None:

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
+from torch import nn
 
 from lightning_unitscale.capture.steps import ModuleSteps, steps_of
+from lightning_unitscale.graph.nodes import tensors_in
 from lightning_unitscale.pipeline.pipe import Pipe
 from lightning_unitscale.pipeline.schedules import Schedule
 from lightning_unitscale.pipeline.stage import stage_info
@@ -149,11 +149,10 @@ def check_equal(batch: Any, group: dist.ProcessGroup | None, *, what: str = "bat
         RuntimeError: If they have not.
     """
     digest = hashlib.sha256()
-    for leaf in tree_flatten(batch)[0]:
-        if isinstance(leaf, Tensor):
-            digest.update(str(tuple(leaf.shape)).encode())
-            as_bytes = leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-            digest.update(as_bytes.numpy().tobytes())
+    for tensor in tensors_in(batch):
+        digest.update(str(tuple(tensor.shape)).encode())
+        as_bytes = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        digest.update(as_bytes.numpy().tobytes())
     if len(set(_gathered(digest.hexdigest(), group))) > 1:
         raise RuntimeError(
             f"the ranks of the pipeline were given different {what}; expected the same on each: "

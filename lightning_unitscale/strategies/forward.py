@@ -19,16 +19,12 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torchmetrics import Metric, MetricCollection
 
 from lightning_unitscale.capture.graph_call import GraphCall
+from lightning_unitscale.graph.nodes import tensors_in
 from lightning_unitscale.patching import shadowed
 from lightning_unitscale.pipeline.capture import static_shapes
 from lightning_unitscale.pipeline.program import split_evenly
 from lightning_unitscale.pipeline.runner import PipelineRunner
-from lightning_unitscale.strategies.capture import (
-    PipelinedMethod,
-    Pipelining,
-    Replay,
-    combined,
-)
+from lightning_unitscale.strategies.capture import PipelinedMethod, Pipelining, Replay, combined
 from lightning_unitscale.strategies.checks import check_equal
 from lightning_unitscale.strategies.metrics import LoggedMetric, MetricChange, SharedMetrics
 
@@ -149,9 +145,7 @@ class PipelinedForward(PipelinedMethod):
                 "with capture='forward' that code runs more often than the step; expected no such "
                 "change; make it in on_train_batch_start or on_train_batch_end."
             )
-        if any(
-            isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_flatten(arguments)[0]
-        ):
+        if any(tensor.requires_grad for tensor in tensors_in(arguments)):
             raise RuntimeError(
                 f"{self._name} calls self.forward with a tensor that needs a gradient; expected "
                 "every parameter to be used within forward; move what makes the tensor there."

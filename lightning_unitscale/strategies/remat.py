@@ -18,7 +18,8 @@ import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, fx, nn
 
-from lightning_unitscale.dynamo.capture import add_placeholder, copy_graph_module, execute_with
+from lightning_unitscale.dynamo.capture import execute_with
+from lightning_unitscale.dynamo.graphs import add_placeholder, copy_graph_module
 from lightning_unitscale.pipeline.modes import outer_grad_mode
 from lightning_unitscale.pipeline.runner import PipelineRunner
 from lightning_unitscale.pipeline.schedules import Schedule

@@ -127,7 +127,7 @@ class PipelinedStep(PipelinedMethod):
         return self._remat[id(runner)]
 
     def _loss(self, call: GraphCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        position = loss_position(call, args, kwargs)
+        position = loss_position(self.steps.steps[_NAME], call, args, kwargs)
         if position is None:
             raise RuntimeError(
                 f"{type(self.module).__name__}.{_NAME} returns no result of its captured graph; "

@@ -37,19 +37,6 @@ def frame(header: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]]) -> 
     return b"".join(parts)
 
 
-def parse_frame(data: bytes) -> tuple[dict[str, Any], dict[str, npt.NDArray[np.float32]]]:
-    """The header and the arrays of a frame."""
-    length = int.from_bytes(data[:4], "little")
-    header = json.loads(data[4 : 4 + length])
-    values = np.frombuffer(data, "<f4", offset=4 + length)
-    arrays, start = {}, 0
-    for item in header.pop("arrays"):
-        stop = start + int(np.prod(item["shape"]))
-        arrays[item["name"]] = values[start:stop].reshape(item["shape"])
-        start = stop
-    return header, arrays
-
-
 @dataclass(frozen=True)
 class ListedRun:
     """A run that has scales.

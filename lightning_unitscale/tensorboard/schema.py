@@ -166,11 +166,19 @@ class ExponentCounts:
     num_sampled: int
     log2_unit: int = 0
 
-    @classmethod
-    def from_vector(cls, vector: npt.ArrayLike) -> ExponentCounts:
-        """From number sampled, unit, first exponent, and the counts up to the last non-zero one.
+    def to_vector(self) -> npt.NDArray[np.floating[Any]]:
+        """Number sampled, unit, first exponent, and the counts up to the last non-zero one.
 
         Most tensors live within some thirty exponents, so this is a tenth of all counts.
+        """
+        (present,) = np.nonzero(self.counts > 0)
+        start, stop = (present[0], present[-1] + 1) if present.size else (0, 0)
+        head = (self.num_sampled, self.log2_unit, MIN_EXPONENT + start)
+        return np.concatenate([head, self.counts[start:stop]])
+
+    @classmethod
+    def from_vector(cls, vector: npt.ArrayLike) -> ExponentCounts:
+        """From what :meth:`to_vector` gave.
 
         Raises:
             ValueError: If the vector is not such a one.

@@ -20,7 +20,7 @@ from typing import Any, Final, Literal, Protocol, TypeAlias, get_args
 import numpy as np
 import numpy.typing as npt
 from tensorboard.compat.proto.event_pb2 import Event
-from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+from tensorboard.compat.proto.summary_pb2 import Summary
 
 from lightning_unitscale.scales.alerts import ScaleAlert, alerts_text, alerts_to_json
 from lightning_unitscale.scales.layout import DIRECTIONS, Direction
@@ -28,14 +28,19 @@ from lightning_unitscale.scales.snapshot import ScaleSnapshot
 from lightning_unitscale.tensorboard.annotated_graph import annotated_graph
 from lightning_unitscale.tensorboard.history import block_of
 from lightning_unitscale.tensorboard.protobuf import (
-    ExponentMessages,
-    SummaryEvent,
+    exponent_histogram,
     plugin_metadata,
     tensor_proto,
     text_proto,
     use_fast_checksums,
 )
-from lightning_unitscale.tensorboard.schema import ALERTS_TAG, Series, TensorSet, content
+from lightning_unitscale.tensorboard.schema import (
+    ALERTS_TAG,
+    ExponentCounts,
+    Series,
+    TensorSet,
+    content,
+)
 from lightning_unitscale.tensorboard.table import scale_table
 
 # Where the tags of TensorBoard's own dashboards begin: behind everything that begins with a letter.
@@ -150,10 +155,13 @@ class ScaleWriter:
         self._experiment.add_text(
             f"{NAMESPACE}/alerts", "\n".join(f"- {line}" for line in lines), step
         )
-        summary = SummaryEvent()
-        text = text_proto(alerts_to_json(alerts))
-        summary.add_tensor(ALERTS_TAG, text, plugin_metadata(content()))
-        file_writer.add_event(summary.event, step=step)
+        event = Event()
+        event.summary.value.add(
+            tag=ALERTS_TAG,
+            tensor=text_proto(alerts_to_json(alerts)),
+            metadata=plugin_metadata(content()),
+        )
+        file_writer.add_event(event, step=step)
 
     def _write(self, file_writer: Any, snapshot: ScaleSnapshot, parts: set[Part]) -> None:
         if not parts:
@@ -171,16 +179,16 @@ class ScaleWriter:
             self._sets.add(observed.key)
             if layout := custom_scalars_layout(snapshot, self._tabs):
                 self._experiment.add_custom_scalars(layout)
-        summary = SummaryEvent()
+        event = Event()
         for direction in DIRECTIONS:
             # There is no backward pass in validation.
             if not np.isnan(snapshot.column("numel", direction)).all():
-                self._add_direction(summary, snapshot, direction, observed, parts)
-        file_writer.add_event(summary.event, step=snapshot.step)
+                self._add_direction(event.summary, snapshot, direction, observed, parts)
+        file_writer.add_event(event, step=snapshot.step)
 
     def _add_direction(
         self,
-        summary: SummaryEvent,
+        summary: Summary,
         snapshot: ScaleSnapshot,
         direction: Direction,
         observed: TensorSet,
@@ -191,64 +199,58 @@ class ScaleWriter:
             self._add_vectors(summary, snapshot, direction, log2_rms, observed)
         if "fractions" in parts:
             fractions = snapshot.fractions(direction, stored=True).astype(np.float16)
-            self._add_array(summary, Series(direction, "fractions", observed.key), fractions)
+            self._add_tensor(summary, Series(direction, "fractions", observed.key).tag, fractions)
         shown = _shown(snapshot, direction, self._tabs)
         tags = stock_tags(snapshot, direction)
         if "scalars" in parts:
-            drawn = [f"{tag}/log2_rms" for tag in itertools.compress(tags, shown)]
-            summary.add_scalars(drawn, log2_rms[shown])
+            for row in np.flatnonzero(shown & np.isfinite(log2_rms)):
+                summary.value.add(tag=f"{tags[row]}/log2_rms", simple_value=log2_rms[row])
         counts = snapshot.exponent_counts(direction)
         if counts is None or parts.isdisjoint(_OF_EXPONENTS):
             return
-        messages = ExponentMessages(counts, snapshot.log2_units(direction))
+        sampled = np.nan_to_num(snapshot.column("sampled", direction)).astype(int)
+        exponents = list(
+            map(ExponentCounts, np.nan_to_num(counts), sampled, snapshot.log2_units(direction))
+        )
         if "exponents" in parts:
             prefix = Series(direction, "exponents", "").tag
-
-            def described(row: int) -> Summary.Value:
+            for row in np.flatnonzero(sampled):
                 tag = prefix + snapshot.names[row]
-                value = summary.add_value(tag)
-                if (metadata := self._metadata(tag)) is not None:
-                    value.metadata.CopyFrom(metadata)
-                return value
-
-            messages.fill_tensors(snapshot.column("sampled", direction), described)
+                self._add_tensor(summary, tag, exponents[row].to_vector())
         if "histograms" in parts:
-            messages.fill_histograms(lambda row: summary.add_value(f"{tags[row]}/exponents"), shown)
+            for row in np.flatnonzero(shown):
+                if (histogram := exponent_histogram(exponents[row])) is not None:
+                    summary.value.add(tag=f"{tags[row]}/exponents", histo=histogram)
 
     def _add_vectors(
         self,
-        summary: SummaryEvent,
+        summary: Summary,
         snapshot: ScaleSnapshot,
         direction: Direction,
         log2_rms: Array,
         observed: TensorSet,
     ) -> None:
-        series = Series(direction, "log2_rms", observed.key)
-        self._add_array(summary, series, log2_rms, observed.to_content)
+        tag = Series(direction, "log2_rms", observed.key).tag
+        self._add_tensor(summary, tag, log2_rms, observed.to_content)
         units = snapshot.log2_units(direction)
-        self._add_array(summary, Series(direction, "log2_unit", observed.key), units)
+        self._add_tensor(summary, Series(direction, "log2_unit", observed.key).tag, units)
         nonfinite = snapshot.nonfinite(direction)
         if np.any(nonfinite > 0):
-            self._add_array(summary, Series(direction, "nonfinite", observed.key), nonfinite)
+            self._add_tensor(summary, Series(direction, "nonfinite", observed.key).tag, nonfinite)
 
-    def _add_array(
+    def _add_tensor(
         self,
-        summary: SummaryEvent,
-        series: Series,
+        summary: Summary,
+        tag: str,
         array: npt.NDArray[Any],
         description: Callable[[], bytes] = content,
     ) -> None:
-        tag = series.tag
-        summary.add_tensor(tag, tensor_proto(array), self._metadata(tag, description))
-
-    def _metadata(
-        self, tag: str, description: Callable[[], bytes] = content
-    ) -> SummaryMetadata | None:
-        """What makes a tag the plugin's, which is written with its first value."""
-        if tag in self._described:
-            return None
-        self._described.add(tag)
-        return plugin_metadata(description())
+        """Add a tensor under a tag, which its first value makes the plugin's."""
+        metadata = None
+        if tag not in self._described:
+            self._described.add(tag)
+            metadata = plugin_metadata(description())
+        summary.value.add(tag=tag, tensor=tensor_proto(array), metadata=metadata)
 
 
 def _tensor_set(snapshot: ScaleSnapshot) -> TensorSet:

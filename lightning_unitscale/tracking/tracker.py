@@ -14,17 +14,9 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
 from lightning_unitscale.capture.attach import captured_forward
-from lightning_unitscale.dynamo.capture import (
-    GraphInput,
-    is_checkpoint,
-    is_custom_operator,
-    is_higher_order,
-)
-from lightning_unitscale.graph.aliasing import (
-    aliased_by_mutation,
-    memory_roots,
-    written_arguments,
-)
+from lightning_unitscale.dynamo.capture import GraphInput
+from lightning_unitscale.dynamo.graphs import is_checkpoint, is_custom_operator, is_higher_order
+from lightning_unitscale.graph.aliasing import aliased_by_mutation, memory_roots, written_arguments
 from lightning_unitscale.graph.grad_order import refuses_gradient, repeated_reads
 from lightning_unitscale.graph.nodes import (
     INPUT,

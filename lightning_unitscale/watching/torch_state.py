@@ -17,12 +17,7 @@ import torch
 import torch._dynamo.eval_frame
 from torch import Tensor
 from torch._dynamo.eval_frame import DisableContext
-from torch.overrides import (
-    TorchFunctionMode,
-    _get_current_function_mode,
-    _pop_mode,
-    _push_mode,
-)
+from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode, _push_mode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_unitscale.dynamo.breaks import is_watched
@@ -61,6 +56,21 @@ def is_readable(tensor: Tensor) -> bool:
         and type(tensor).__torch_dispatch__ is _PLAIN_DISPATCH
         and not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
     )
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor was written into; tensors of inference mode count no versions."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def has_node(tensor: Tensor) -> bool:
+    """Whether autograd has recorded what made a tensor."""
+    return tensor.grad_fn is not None
+
+
+def takes_part(tensor: Tensor) -> bool:
+    """Whether a gradient can arrive: at a node, or at a leaf that is no view of one."""
+    return tensor.requires_grad and (has_node(tensor) or tensor._base is None)
 
 
 def is_transformed() -> bool:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 from torch.nn.parameter import is_lazy
-from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_unitscale.dispatch.calls import RanProduct
@@ -22,20 +20,20 @@ from lightning_unitscale.graph.nodes import ATTENTION, ATTENTION_ROLES
 from lightning_unitscale.graph.recorder import CallRecord
 from lightning_unitscale.lossless.gauge import Gauge
 from lightning_unitscale.tracking.records import ProbedCall
+from lightning_unitscale.watching.checkpoints import Checkpoints
+from lightning_unitscale.watching.gradients import Gradients
 from lightning_unitscale.watching.names import Caller, Callers, is_alias, is_product, word_of
 from lightning_unitscale.watching.rows import Measuring, TensorRow, operands_of, shown_inputs
-from lightning_unitscale.watching.torch_state import is_readable, plain_functions, unseen
+from lightning_unitscale.watching.torch_state import (
+    has_node,
+    is_readable,
+    plain_functions,
+    takes_part,
+    unseen,
+    version_of,
+)
 
 _WHOLE_MODULE = frozenset({"forward", "call", "call_impl", "wrapped_call_impl", "inner"})
-
-
-@dataclass
-class _Checkpoint:
-    """The results of a reentrant checkpoint, computed without gradients and then with them."""
-
-    rows: list[TensorRow] = field(default_factory=list)
-    words: list[str] = field(default_factory=list)
-    num_again: int = 0
 
 
 class WatchedCall:
@@ -59,8 +57,9 @@ class WatchedCall:
         units: Mapping[str, int],
         products: Sequence[RanProduct],
     ) -> None:
-        self.checkpoints: dict[int, _Checkpoint] = {}
         self.callers = callers
+        self.checkpoints = Checkpoints()
+        self.gradients = Gradients(measuring)
         self._start_names = start_names
         self._measuring = measuring
         self._select = select
@@ -70,9 +69,6 @@ class WatchedCall:
         self._made: list[TensorRow] = []
         self._rows_of: Any = WeakIdKeyDictionary()
         self._seen: Counter[str] = Counter()
-        self._hooks: list[RemovableHandle] = []
-        # A parameter does not keep its node alive, only the graphs that have read it do.
-        self._leaf_nodes: dict[int, Any] = {}
 
     def run(
         self,
@@ -100,7 +96,7 @@ class WatchedCall:
             inputs = self._inputs(arguments, word)
             if is_product(word):
                 self._mark_operands(operands_of_call(function, args, kwargs), word)
-            versions = {id(tensor): _version(tensor) for tensor in arguments}
+            versions = {id(tensor): version_of(tensor) for tensor in arguments}
         num_products = len(self._products)
         result = function(*args, **kwargs)
         results = _tensors_in((result,))
@@ -116,9 +112,9 @@ class WatchedCall:
             for tensor in results:
                 if not isinstance(result, Tensor):
                     name = self._unique(_named(caller.path, "getitem"))
-                if versions.get(id(tensor), -1) == _version(tensor):
+                if versions.get(id(tensor), -1) == version_of(tensor):
                     continue  # handed back as it is
-                if any(row.is_given for row in self._rows(tensor) or ()) and not _has_node(tensor):
+                if any(row.is_given for row in self._rows(tensor) or ()) and not has_node(tensor):
                     continue  # a parameter or a buffer that is updated
                 self._note(tensor, name, word, inputs, caller, ran)
         return result
@@ -156,24 +152,9 @@ class WatchedCall:
                     row.is_given = True
                     if self._select(row.name, row.module):
                         self._given.append(row)
-                        self._hook(row, parameter, is_late=True)
-
-    def begin(self, module: nn.Module) -> None:
-        """Make the autograd nodes of the parameters, as a step would when it reads them.
-
-        Within the step an additional node would shift the numbers of all later ones, by which the
-        products of a backward pass are told apart.
-        """
-        for parameter in module.parameters():
-            if parameter.requires_grad and not is_lazy(parameter) and is_readable(parameter):
-                self._leaf_node(parameter)
-
-    def close(self) -> None:
-        """Stop measuring gradients."""
-        for handle in self._hooks:
-            handle.remove()
-        self._hooks.clear()
-        self._leaf_nodes.clear()
+                        # It was read where nothing is seen, in compiled code for example.
+                        show = functools.partial(self._show, row, parameter)
+                        self.gradients.measure(row, parameter, show)
 
     def record(self) -> ProbedCall | None:
         """The tensors that have rows, with their rows, or ``None`` if there are none."""
@@ -212,7 +193,7 @@ class WatchedCall:
             rows = self._rows(tensor)
             if rows is None:
                 rows = self._rows_of[tensor] = self._new_rows(tensor)
-            elif len(rows) == 1 and not rows[0].is_hooked and _takes_part(tensor):
+            elif len(rows) == 1 and not rows[0].is_hooked and takes_part(tensor):
                 rows = self._rows_of[tensor] = self._with_gradient(rows[0], tensor)
             inputs.update(dict.fromkeys(rows))
             if is_product(word) and len(rows) == 1 and not rows[0].is_shown and is_readable(tensor):
@@ -233,8 +214,8 @@ class WatchedCall:
             row.is_given = True
             self._given.append(row)
             self._show(row, tensor)
-            if _takes_part(tensor) and row.is_shown:
-                self._hook(row, tensor)
+            if takes_part(tensor) and row.is_shown:
+                self.gradients.measure(row, tensor)
             return (row,)
         base = tensor._base
         if base is not None and (base in self._rows_of or id(base) in self._start_names):
@@ -246,10 +227,10 @@ class WatchedCall:
 
     def _with_gradient(self, row: TensorRow, tensor: Tensor) -> tuple[TensorRow, ...]:
         """Rows of a tensor that has come to take part in the backward pass since it was noted."""
-        if not _has_node(tensor):
+        if not has_node(tensor):
             self._show(row, tensor)
             if row.is_shown:
-                self._hook(row, tensor)
+                self.gradients.measure(row, tensor)
         elif row.is_constant:
             # An autograd function has returned what it has computed without gradients.
             row = self._unseen_row(tensor, row.module, (row,))
@@ -265,7 +246,7 @@ class WatchedCall:
         self._made.append(row)
         self._show(row, tensor)
         if row.is_shown:
-            self._hook(row, tensor)
+            self.gradients.measure(row, tensor)
         return row
 
     def _note(
@@ -287,14 +268,11 @@ class WatchedCall:
         row.is_product = is_product(word) or bool(ran)
         if ran:
             row.log2_gamma = ran[-1].log2_gamma
-        for checkpoint in caller.checkpoints:
-            kept = self.checkpoints.setdefault(checkpoint, _Checkpoint())
-            kept.rows.append(row)
-            kept.words.append(word)
-        if _takes_part(tensor):
+        self.checkpoints.keep(caller, row, word)
+        if takes_part(tensor):
             self._show(row, tensor)
             if row.is_shown:
-                self._hook(row, tensor)
+                self.gradients.measure(row, tensor)
         elif not caller.checkpoints:
             row.is_constant = True
         elif self._select(row.name, row.module):
@@ -305,28 +283,19 @@ class WatchedCall:
         self, results: Sequence[Tensor], word: str, arguments: Sequence[Tensor], caller: Caller
     ) -> None:
         """Give the recomputed results of a checkpoint the rows of the first computation."""
-        assert caller.again is not None
-        first = self.checkpoints.get(caller.again)
-        if first is None or is_alias(word):
+        if is_alias(word):
             return
         with plain_functions():
             unchanged = {
-                id(tensor) for tensor in arguments if word[0] != "i" and not _has_node(tensor)
+                id(tensor) for tensor in arguments if word[0] != "i" and not has_node(tensor)
             }
             for tensor in results:
                 if id(tensor) in unchanged or not is_readable(tensor):
                     continue
-                if first.num_again >= len(first.rows) or first.words[first.num_again] != word:
-                    continue
-                row = first.rows[first.num_again]
-                first.num_again += 1
-                for checkpoint in caller.checkpoints:
-                    kept = self.checkpoints.setdefault(checkpoint, _Checkpoint())
-                    kept.rows.append(row)
-                    kept.words.append(word)
-                if _takes_part(tensor) and row.forward is not None:
+                row = self.checkpoints.next_row(caller, word)
+                if row is not None and takes_part(tensor) and row.forward is not None:
                     row.is_shown = True
-                    self._hook(row, tensor)
+                    self.gradients.measure(row, tensor)
 
     def _row(self, name: str, module: str, inputs: tuple[TensorRow, ...]) -> TensorRow:
         row = TensorRow(name, module, inputs)
@@ -338,33 +307,6 @@ class WatchedCall:
             row.is_shown = True
             if row.forward is None:
                 self._measuring.value(row, tensor)
-
-    def _hook(self, row: TensorRow, tensor: Tensor, *, is_late: bool = False) -> None:
-        """Measure the gradient when it is complete, before the backward pass goes on.
-
-        On the node and not on the tensor, which is the user's: in whatever order hooks are hung on
-        the tensor itself, the node's come after them.
-        """
-        row.is_hooked = True
-        node, index = tensor.grad_fn, tensor.output_nr
-        if node is None:
-            node = self._leaf_node(tensor)
-        # A hook that held its own tensor would keep it for the whole step.
-        late = tensor if is_late else None
-
-        def see(gradients: Sequence[Tensor | None]) -> None:
-            gradient = gradients[index]
-            # A backward pass that is itself differentiated is a part of the step's forward pass.
-            if gradient is None or torch.is_grad_enabled():
-                return
-            if not (is_readable(gradient) or gradient.is_sparse):
-                return
-            if late is not None:
-                # It was read where nothing is seen, in compiled code for example.
-                self._show(row, late)
-            self._measuring.gradient(row, gradient)
-
-        self._hooks.append(node.register_prehook(see))
 
     def _set_unit(self, tensor: Tensor, unit: int) -> None:
         """Note the unit in which a product has just read a tensor; the first product counts."""
@@ -394,16 +336,8 @@ class WatchedCall:
                 row.name = self._unique(_named(row.module, role))
                 row.is_shown = row.is_shown and self._select(row.name, row.module)
                 self._show(row, tensor)
-                if row.is_shown and not row.is_hooked and _takes_part(tensor):
-                    self._hook(row, tensor)
-
-    def _leaf_node(self, leaf: Tensor) -> Any:
-        if id(leaf) not in self._leaf_nodes:
-            # A helper may read a parameter in inference mode before the model does.
-            with unseen(), torch.inference_mode(False):
-                edge: Any = get_gradient_edge(leaf)
-            self._leaf_nodes[id(leaf)] = edge.node
-        return self._leaf_nodes[id(leaf)]
+                if row.is_shown and not row.is_hooked and takes_part(tensor):
+                    self.gradients.measure(row, tensor)
 
     def _unique(self, base: str) -> str:
         name = base
@@ -416,20 +350,6 @@ class WatchedCall:
 
 def _named(path: str, word: str) -> str:
     return f"{path}.{word}" if path else word
-
-
-def _version(tensor: Tensor) -> int:
-    # Tensors of inference mode count no versions.
-    return 0 if tensor.is_inference() else tensor._version
-
-
-def _has_node(tensor: Tensor) -> bool:
-    return tensor.grad_fn is not None
-
-
-def _takes_part(tensor: Tensor) -> bool:
-    """Whether a gradient can arrive: at a node, or at a leaf that is no view of one."""
-    return tensor.requires_grad and (_has_node(tensor) or tensor._base is None)
 
 
 def _tensors_in(values: Iterable[Any]) -> list[Tensor]:

@@ -75,7 +75,7 @@ class StepWatcher:
         with watching() as products:
             call = WatchedCall(callers, names, self._measuring, self._select, self._units, products)
             self._calls.append(call)
-            call.begin(module)
+            call.gradients.begin(module)
             with _watch(call, callers):
                 result = step(*args, **kwargs)
             call.finish(module, result)
@@ -85,7 +85,7 @@ class StepWatcher:
     def during_backward(self) -> Iterator[None]:
         """Within this context the recomputation of checkpoints is watched."""
         call = self._calls[-1] if self._calls else None
-        if call is None or not call.checkpoints:
+        if call is None or call.checkpoints.is_empty:
             yield
             return
         with _watch(call, call.callers):
@@ -99,7 +99,7 @@ class StepWatcher:
     def close(self) -> None:
         """Stop measuring gradients of the calls so far."""
         for call in self._calls:
-            call.close()
+            call.gradients.close()
 
     def clear(self) -> None:
         """Forget what was watched and not taken."""

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_unitscale.capture.side_effects import DeferredCalls, UntracedCalls, plain_forward
+from lightning_unitscale.capture.side_effects import Postponed, UntracedCalls, plain_forward
 from lightning_unitscale.capture.steps import ModuleSteps
 
 
@@ -150,13 +150,13 @@ def test_a_rehearsal_logs_nothing() -> None:
 def test_a_shadowed_method_is_put_back() -> None:
     module = Logging()
     module.log = own = lambda name, value: module.events.append((name, value))
-    deferred = DeferredCalls(module, ("log", "log_dict", "missing"))
-    assert deferred.names == ("log", "log_dict")
+    deferred = Postponed(module, module.training_step, ("log", "log_dict", "missing"))
     with pytest.raises(KeyError), deferred.recording():
         module.log("a", 1)
         module.log_dict({"b": 2})
-        assert module.events == []
+        assert not hasattr(module, "missing")
         raise KeyError
+    assert module.events == []
     assert module.__dict__["log"] is own
     assert "log_dict" not in module.__dict__
     deferred.replay()
@@ -167,7 +167,7 @@ def test_a_shadowed_method_is_put_back() -> None:
 
 def test_discarded_calls_are_gone() -> None:
     module = Logging()
-    deferred = DeferredCalls(module, ("log",))
+    deferred = Postponed(module, module.training_step, ("log",))
     with deferred.recording():
         module.log("a", 1)
     deferred.discard()
@@ -177,7 +177,7 @@ def test_discarded_calls_are_gone() -> None:
 
 def test_a_new_recording_forgets_the_calls_of_a_step_that_failed() -> None:
     module = Logging()
-    deferred = DeferredCalls(module, ("log",))
+    deferred = Postponed(module, module.training_step, ("log",))
     with deferred.recording():
         module.log("stale", 1)
     with deferred.recording():

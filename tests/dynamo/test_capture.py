@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_unitscale.capture.steps import ModuleSteps
 from lightning_unitscale.dynamo import capture
 from lightning_unitscale.dynamo.capture import CapturedGraph
+from lightning_unitscale.dynamo.graphs import autocast_dtypes, copy_graph_module
 from lightning_unitscale.graph.nodes import op_name
 from tests.helpers import assert_same_bits, captured, run, same_bits
 
@@ -62,7 +63,7 @@ def test_inputs_are_told_apart() -> None:
 def test_a_copy_may_be_rewritten_without_touching_dynamos_graph() -> None:
     original = _capture(Network(), torch.randn(3, 4), 2).graph_module
     code = original.code
-    copy = capture.copy_graph_module(original)
+    copy = copy_graph_module(original)
     nested = [one for one in copy.children() if isinstance(one, fx.GraphModule)]
     assert len(nested) == 1
     nested_code = [one.code for one in original.children()]
@@ -97,7 +98,7 @@ def test_executors_run_a_graph_as_it_is(executor: capture.Executor) -> None:
     expected = run(network, x, 2)
 
     def backend(graph_module: fx.GraphModule, example_inputs: Any) -> Any:
-        copied = capture.copy_graph_module(graph_module)
+        copied = copy_graph_module(graph_module)
         return capture.execute_with(executor, copied, example_inputs)
 
     compiled = capture.compile_function(network, backend)
@@ -146,12 +147,12 @@ def test_types_of_autocast_inside_and_around() -> None:
 
     inputs = torch.randn(2, 2), torch.randn(2, 2)
     graph = captured(function, *inputs).graph
-    states = capture.autocast_dtypes(graph)
+    states = autocast_dtypes(graph)
     linears = [node for node in graph.nodes if "linear" in str(node.target)]
     bf16 = torch.bfloat16
     assert [states.get(node) for node in linears] == [None, bf16, None, bf16, None]
     with torch.autocast("cpu", dtype=bf16):
-        states = capture.autocast_dtypes(graph)
+        states = autocast_dtypes(graph)
     assert [states.get(node) for node in linears] == [bf16, bf16, None, bf16, bf16]
 
 

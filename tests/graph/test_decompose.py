@@ -14,6 +14,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightning_unitscale.dynamo import capture
+from lightning_unitscale.dynamo.graphs import copy_graph_module
 from lightning_unitscale.graph import decompose as expand
 from lightning_unitscale.graph.decompose import (
     SizeNodes,
@@ -245,7 +246,7 @@ def test_graphs_of_dynamic_shape_are_opened_for_every_shape() -> None:
     module, graphs = _Attending(), []
 
     def backend(graph_module: fx.GraphModule, example_inputs: Any) -> Any:
-        opened = capture.copy_graph_module(graph_module)
+        opened = copy_graph_module(graph_module)
         Names().assign(capture.describe(graph_module, example_inputs, module), opened)
         expand_composites(opened)
         opened.graph.lint()

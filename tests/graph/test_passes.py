@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from lightning_unitscale.capture.steps import ModuleSteps
-from lightning_unitscale.dynamo.capture import add_placeholder
+from lightning_unitscale.dynamo.graphs import add_placeholder
 from lightning_unitscale.graph.passes import GraphPass, Phase, Region, StepGraph, run_passes
 from tests.helpers import assert_same_bits, captured, run
 

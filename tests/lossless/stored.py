@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,23 +16,23 @@ TINY = 1e-60  # instead of an eps of 0, for gradients that are zero
 
 
 class Lion(Optimizer):
-    """Sign of an interpolation with the momentum, as published (arXiv 2302.06675)."""
+    """The sign of an interpolated momentum, as published (arXiv 2302.06675)."""
 
     def __init__(self, params: Any, lr: float = 1e-3, weight_decay: float = 0.0) -> None:
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "betas": (0.9, 0.99)})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:
-            for one in group["params"]:
-                momentum = self.state[one].setdefault("momentum", torch.zeros_like(one))
-                one.mul_(1 - group["lr"] * group["weight_decay"])
-                one.sub_(momentum.lerp(one.grad, 0.1).sign(), alpha=group["lr"])
-                momentum.lerp_(one.grad, 0.01)
+            first, second = group["betas"]
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                mean = self.state[param].setdefault("exp_avg", torch.zeros_like(param))
+                param.mul_(1 - group["lr"] * group["weight_decay"])
+                param.add_(torch.sign(mean.lerp(param.grad, 1 - first)), alpha=-group["lr"])
+                mean.lerp_(param.grad, 1 - second)
         return loss
 
 

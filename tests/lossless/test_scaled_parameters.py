@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from lightning_unitscale.lossless.gauge import GaugePair
 from lightning_unitscale.lossless.scaled_parameters import HeldParameters
 from tests.helpers import assert_same_bits
+from tests.lossless.stored import Lion
 
 UNITS = {
     "0.weight": GaugePair(-4, -21),
@@ -22,27 +23,6 @@ UNITS = {
     "1.bias": GaugePair(-9, -30),
 }
 OTHER_UNITS = {"0.weight": GaugePair(1, -3), "0.bias": GaugePair(-2, -13)}
-
-
-class Lion(Optimizer):
-    """The sign of an interpolated momentum, as published (arXiv 2302.06675)."""
-
-    def __init__(self, params: Any, lr: float, weight_decay: float = 0.0) -> None:
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "betas": (0.9, 0.99)})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-        loss = None if closure is None else torch.enable_grad()(closure)()
-        for group in self.param_groups:
-            first, second = group["betas"]
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                mean = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
-                p.mul_(1 - group["lr"] * group["weight_decay"])
-                p.add_(torch.sign(mean.lerp(p.grad, 1 - first)), alpha=-group["lr"])
-                mean.lerp_(p.grad, 1 - second)
-        return loss
 
 
 Make = Callable[[list[dict[str, Any]]], Optimizer]

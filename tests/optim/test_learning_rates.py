@@ -12,18 +12,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_unitscale.optim.learning_rates import (
-    Family,
     ParameterInfo,
     RateFactors,
     Role,
     check_group,
     check_method,
     family_of,
-    is_decay_decoupled,
     rate_factors,
     rate_notes,
     u_mup_rate,
 )
+from lightning_unitscale.optim.optimizers import Family, is_decay_decoupled
 from tests.lossless.stored import TINY, Lion
 
 

@@ -20,12 +20,24 @@ from lightning_unitscale.scales.violations import first_nonfinite
 from lightning_unitscale.tensorboard import plugin as plugin_module
 from lightning_unitscale.tensorboard.history import kept_steps, merge_orders, read_run
 from lightning_unitscale.tensorboard.plugin import SAMPLES, STATIC_FILES, ScalesLoader
-from lightning_unitscale.tensorboard.responses import parse_frame
 from lightning_unitscale.tensorboard.writer import ScaleWriter
 from tests.tensorboard.runs import LAYOUT, NAMES, snapshot, unit_scaled, with_nan, write
 
 PREFIX = "/data/plugin/scales"
 STATIC = Path(plugin_module.__file__).parent / "static"
+
+
+def parse_frame(data):
+    """The header and the arrays of a frame."""
+    length = int.from_bytes(data[:4], "little")
+    header = json.loads(data[4 : 4 + length])
+    values = np.frombuffer(data, "<f4", offset=4 + length)
+    arrays, start = {}, 0
+    for item in header.pop("arrays"):
+        stop = start + int(np.prod(item["shape"]))
+        arrays[item["name"]] = values[start:stop].reshape(item["shape"])
+        start = stop
+    return header, arrays
 
 
 def wsgi_app(logdir: Path) -> application.TensorBoardWSGI:

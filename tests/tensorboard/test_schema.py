@@ -7,12 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tensorboard.compat.proto.summary_pb2 import Summary
-from tensorboard.util import tensor_util
 
 from lightning_unitscale.formats import E4M3FN, NumberFormat
 from lightning_unitscale.scales.layout import DIRECTIONS
-from lightning_unitscale.tensorboard.protobuf import ExponentMessages
 from lightning_unitscale.tensorboard.schema import (
     QUANTITIES,
     ExponentCounts,
@@ -77,11 +74,7 @@ def test_content_of_another_kind(data):
 def test_exponent_counts(bins):
     counts = np.zeros(279)
     counts[list(bins)] = np.arange(len(bins)) + 1
-    value = Summary.Value()
-    messages = ExponentMessages(counts[None], np.array([-7]))
-    messages.fill_tensors(np.array([16_384.0]), {0: value}.__getitem__)
-    vector = tensor_util.make_ndarray(value.tensor)
-    assert vector.dtype == np.float32
+    vector = ExponentCounts(counts, 16_384, log2_unit=-7).to_vector()
     assert vector.size == 3 + (max(bins) - min(bins) + 1 if bins else 0)
     found = ExponentCounts.from_vector(vector)
     assert found.num_sampled == 16_384 and found.log2_unit == -7
