@@ -52,9 +52,13 @@ def pytest_collection_modifyitems(
     items.sort(key=lambda item: item.path not in slow)
 
 
-@pytest.fixture(autouse=True, scope="session")
+@pytest.fixture(autouse=True, scope="module")
 def _short_collections() -> None:
-    """Leaves what is imported out of later collections: each would go through all of it."""
+    """Leaves what earlier files have imported and cached out of the collections of a file.
+
+    Each would go through all of it: half a second at the end of a run, which some tests spend
+    twice, as much as the whole of them takes in a process of their own.
+    """
     for name in ("lightning.pytorch", "torch._dynamo", "torch._inductor.compile_fx"):
         importlib.import_module(name)
     gc.collect()
@@ -74,6 +78,17 @@ def _own_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
     # Dynamo counts recompilations per function, over all the tests that call it.
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
+
+
+@pytest.fixture
+def torch_kernels() -> Iterator[None]:
+    """Inductor calls torch's kernels, where otherwise each of its own is a second of C++ compiler.
+
+    Its passes, partitioner, order and memory are as ever. For tests of what is compiled and when;
+    those of the numbers that its own kernels compute do without this.
+    """
+    with importlib.import_module("torch._inductor.config").patch(fallback_by_default=True):
+        yield
 
 
 @pytest.fixture
