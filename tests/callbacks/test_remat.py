@@ -348,8 +348,7 @@ def test_it_is_given_once() -> None:
         _fit(_gpt(), _batches(), RematCallback(0.9), RematCallback(0.9))
 
 
-@pytest.mark.slow
-def test_inductor_runs_the_plan() -> None:
+def test_inductor_runs_the_plan(torch_kernels: None) -> None:
     torch.manual_seed(0)
     plain = Regression(dropout=0.0, norm=False)
     planned = copy.deepcopy(plain)
