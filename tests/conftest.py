@@ -23,6 +23,10 @@ import torch
 torch.set_num_threads(1)
 
 
+# Marks of tests that may take long.
+_LONG = ("slow", "distributed")
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Adds ``--cases``."""
     parser.addoption("--cases", type=int, help="run at most so many cases of a parametrized test")
@@ -32,12 +36,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> Generator[None]:
-    """Marks what Inductor runs as slow, drops cases if asked to, puts files with slow tests first.
+    """Marks what Inductor runs as slow, drops cases if asked to, puts the longest files first.
 
     A worker that came upon one of those last would run on while the others have nothing left.
     """
     for item in items:
-        if "inductor" in item.nodeid:
+        if "inductor" in item.nodeid and "torch_kernels" not in item.fixturenames:
             item.add_marker("slow")  # it compiles C++
     yield
     most = config.getoption("--cases")
@@ -48,8 +52,8 @@ def pytest_collection_modifyitems(
         kept = {item for group in cases.values() for item in group[:: -(-len(group) // most)]}
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = [item for item in items if item in kept]
-    slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in slow)
+    longest = {item.path for item in items if any(map(item.get_closest_marker, _LONG))}
+    items.sort(key=lambda item: item.path not in longest)
 
 
 @pytest.fixture(autouse=True, scope="module")
