@@ -16,11 +16,17 @@ os.environ["JSONARGPARSE_DEPRECATION_WARNINGS"] = "off"
 # Inductor's helpers are for Triton; each would import torch first.
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 
+import hypothesis
 import numpy as np
 import pytest
 import torch
 
 torch.set_num_threads(1)
+# How long something takes is never a failure.
+hypothesis.settings.register_profile(
+    "any time", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("any time")
 
 
 # Marks of tests that may take long.

@@ -125,7 +125,6 @@ def test_values_of_all_magnitudes(row_of):
 
 @settings(
     max_examples=60,
-    deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(array=arrays(np.float32, array_shapes(max_dims=3, max_side=9), elements=st.floats(width=32)))
