@@ -123,6 +123,7 @@ def test_a_resumed_run_is_the_same_run(tmp_path: Path) -> None:
     _assert_same_weights(whole, second)
 
 
+@pytest.mark.slow
 def test_it_plans_what_unit_scaling_made_and_the_monitor_sees() -> None:
     plain, planned = _gpt(dropout=0.0), _gpt(dropout=0.0)
     _fit(plain, _batches())
@@ -223,6 +224,7 @@ class _Manual(_Whole):
         optimizer.step()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", [1, -1])
 def test_it_plans_a_step_by_hand_after_unit_scaling_has_measured_it(order) -> None:
     results = []
@@ -381,6 +383,7 @@ def _sequences(*lengths: int) -> DataLoader:
     return DataLoader([torch.randint(32, (4, length)) for length in lengths], batch_size=None)
 
 
+@pytest.mark.slow
 def test_batches_of_changing_lengths_share_a_plan() -> None:
     data = _sequences(20, 31, 17, 40, 25, 64, 12, 33, 52, 28)
     plain = _Lengths()
@@ -392,6 +395,7 @@ def test_batches_of_changing_lengths_share_a_plan() -> None:
     assert "for the sizes planned for" in callback.explain().splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_bytes_are_kept_by_longer_batches_than_the_planned_one() -> None:
     unplanned = RematCallback(1.0)
     _fit(_Lengths(), _sequences(200, 200, 200), unplanned)

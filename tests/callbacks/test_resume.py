@@ -135,6 +135,7 @@ class First(pl.Callback):
             self.gauge = unit_scale_of(trainer.callbacks).gauge.state()
 
 
+@pytest.mark.slow
 def test_a_killed_run_continues(killed: Any, whole: Any, tmp_path: Path) -> None:
     how, checkpoint = killed
     callbacks = ARRANGEMENTS[how]()

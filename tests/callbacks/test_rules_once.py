@@ -323,6 +323,7 @@ def test_load_from_checkpoint(entry: str, with_checkpoint: bool, two_epochs: Any
     assert_same_bits(weights(module), whole["weights"])
 
 
+@pytest.mark.slow
 def test_once_in_a_whole_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fit, resume, a second fit, a test, load_from_checkpoint, and all of it again."""
     scaled: list[str] = []
