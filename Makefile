@@ -42,8 +42,8 @@ tensorboard: $(INSTALLED_DEMO) ## show the runs of the demo
 test: $(INSTALLED_ALL) ## every test; those of a browser need `make browser` before
 	$(PYTEST) $(PYTEST_ARGS)
 
-test-fast: $(INSTALLED_ALL) ## some cases of every test that is quick
-	$(PYTEST) -m "not slow and not distributed and not browser" --cases 2 $(PYTEST_ARGS)
+test-fast: $(INSTALLED_ALL) ## a case of every test that is quick
+	$(PYTEST) -m "not slow and not distributed and not browser" --cases 1 $(PYTEST_ARGS)
 
 browser: $(INSTALLED_ALL) ## fetch by npm what the tests of the dashboard drive Chromium with
 	$(BIN)/python -m tests.browser.browser

@@ -26,6 +26,9 @@ settings.register_profile("patient", deadline=None, suppress_health_check=[Healt
 settings.load_profile("patient")
 torch.set_num_threads(1)
 
+# Marks of tests that may take long.
+_LONG = ("slow", "distributed")
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Adds ``--cases``."""
@@ -36,12 +39,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> Generator[None]:
-    """Marks what Inductor runs as slow, drops cases if asked to, puts files with slow tests first.
+    """Marks what Inductor runs as slow, drops cases if asked to, puts the longest files first.
 
     A worker that came upon one of those last would run on while the others have nothing left.
     """
     for item in items:
-        if "inductor" in item.nodeid:
+        if "inductor" in item.nodeid and "torch_kernels" not in item.fixturenames:
             item.add_marker("slow")  # it compiles C++
     yield
     most = config.getoption("--cases")
@@ -52,8 +55,8 @@ def pytest_collection_modifyitems(
         kept = {item for group in cases.values() for item in group[:: -(-len(group) // most)]}
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = [item for item in items if item in kept]
-    slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in slow)
+    longest = {item.path for item in items if any(map(item.get_closest_marker, _LONG))}
+    items.sort(key=lambda item: item.path not in longest)
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -78,6 +81,17 @@ def _own_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
     # Dynamo counts recompilations per function, over all the tests that call it.
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
+
+
+@pytest.fixture
+def torch_kernels() -> Iterator[None]:
+    """Inductor calls torch's kernels, where otherwise each of its own is a second of C++ compiler.
+
+    Its passes, partitioner, order and memory are as ever. For tests of what is compiled and when;
+    those of the numbers that its own kernels compute do without this.
+    """
+    with importlib.import_module("torch._inductor.config").patch(fallback_by_default=True):
+        yield
 
 
 @pytest.fixture

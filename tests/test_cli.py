@@ -329,6 +329,7 @@ class TestTensorboardCommand:
 class TestProfile:
     """`profile` on the configuration of `fit`: a real process, and the rest in this one."""
 
+    @pytest.mark.slow
     def test_a_process_profiles_without_training(self, tiny: list[str]) -> None:
         command = [sys.executable, "-m", "lightning_unitscale", "profile", f"--config={BASELINE}"]
         options = ["--json=profile.json", "--plot=plot.png", "--budget_bytes=50000000"]

@@ -63,40 +63,65 @@ def test_a_callback_is_one_of_each_package(order: tuple[str, ...]) -> None:
     assert _run(code).split() == ["True", "True"]
 
 
-def test_callbacks_do_not_load_the_engine_of_pipelines() -> None:
-    code = "import sys, lightning_unitscale.callbacks; print(*sys.modules)"
-    assert "torch.distributed.pipelining" not in _run(code).split()
+IMPORTS = [
+    "import lightning_unitscale, lightning.pytorch",
+    "import lightning.pytorch, lightning_unitscale",
+    # Looked for, and not imported yet.
+    "import lightning_unitscale as one; from importlib.util import find_spec; "
+    "find_spec('lightning.pytorch.strategies'); import lightning.pytorch",
+]
+STRATEGY = """
+import sys
+from lightning.pytorch.strategies import StrategyRegistry, __loader__ as loader
+print('lightning_unitscale.strategies' in sys.modules, 'exec_module' in vars(loader),
+      any('unitscale' in type(one).__module__ for one in sys.meta_path),
+      type(StrategyRegistry.get('pipeline')).__name__)
+"""
+CALLBACKS = "import sys, lightning_unitscale.callbacks; print(*sys.modules)"
+NAMES = """
+import lightning_unitscale as lus
+for name in sorted({*lus.__all__, *dir(lus)}): getattr(lus, name)
+print(lus.__version__)
+"""
+CODES = [*(f"{imports}\n{STRATEGY}" for imports in IMPORTS), CALLBACKS, NAMES]
+# What takes seconds, and does not know of Lightning's Trainer or of this package.
+_FORKING = """
+import os, sys
+import torch._dynamo, torchmetrics
+for file, code in zip(sys.argv[1::2], sys.argv[2::2]):
+    if not os.fork():
+        sys.stdout = open(file, "w")
+        exec(code, {})
+        sys.exit()
+    assert os.wait()[1] == 0, code
+"""
 
 
-@pytest.mark.parametrize(
-    "imports",
-    [
-        "import lightning_unitscale, lightning.pytorch",
-        "import lightning.pytorch, lightning_unitscale",
-        # Looked for, and not imported yet.
-        "import lightning_unitscale as one; from importlib.util import find_spec; "
-        "find_spec('lightning.pytorch.strategies'); import lightning.pytorch",
-    ],
-)
-def test_the_strategy_has_a_name_once_the_package_is_imported(imports: str) -> None:
-    code = (
-        f"{imports}\n"
-        "import sys\n"
-        "from lightning.pytorch.strategies import StrategyRegistry, __loader__ as loader\n"
-        "print('lightning_unitscale.strategies' in sys.modules, 'exec_module' in vars(loader),\n"
-        "      any('unitscale' in type(one).__module__ for one in sys.meta_path),\n"
-        "      type(StrategyRegistry.get('pipeline')).__name__)"
-    )
-    assert _run(code).split() == ["False", "False", "False", "PipelineStrategy"]
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What each code prints in a process of its own."""
+    folder = tmp_path_factory.mktemp("printed")
+    files = [folder / str(number) for number in range(len(CODES))]
+    pairs = zip(map(str, files), CODES, strict=True)
+    arguments = [argument for pair in pairs for argument in pair]
+    subprocess.run([sys.executable, "-c", _FORKING, *arguments], cwd=ROOT, check=True)
+    return {code: file.read_text() for file, code in zip(files, CODES, strict=True)}
 
 
-def test_a_listed_name_is_there_when_it_is_asked_for() -> None:
-    code = (
-        "import lightning_unitscale as lus\n"
-        "for name in sorted({*lus.__all__, *dir(lus)}): getattr(lus, name)\n"
-        "print(lus.__version__)"
-    )
-    assert _run(code).strip() == lightning_unitscale.__version__
+def test_callbacks_do_not_load_the_engine_of_pipelines(printed: dict[str, str]) -> None:
+    assert "torch.distributed.pipelining" not in printed[CALLBACKS].split()
+
+
+@pytest.mark.parametrize("imports", IMPORTS)
+def test_the_strategy_has_a_name_once_the_package_is_imported(
+    imports: str, printed: dict[str, str]
+) -> None:
+    found = printed[f"{imports}\n{STRATEGY}"].split()
+    assert found == ["False", "False", "False", "PipelineStrategy"]
+
+
+def test_a_listed_name_is_there_when_it_is_asked_for(printed: dict[str, str]) -> None:
+    assert printed[NAMES].strip() == lightning_unitscale.__version__
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:

@@ -207,8 +207,11 @@ def test_the_numbers_of_fp8_move_and_evaluation_does_not_move_them(tmp_path: Any
     assert_same_bits(resumed, losses[16:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("depth", "compile"), [("products", True), ("all", False)])
-def test_a_layer_that_stops_fitting_leaves_fp8(depth: Any, compile: bool) -> None:
+def test_a_layer_that_stops_fitting_leaves_fp8(
+    depth: Any, compile: bool, torch_kernels: None
+) -> None:
     class Later(Tower):
         """Its outlier comes while it trains, as those of language models do."""
 

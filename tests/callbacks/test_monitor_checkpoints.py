@@ -1,5 +1,7 @@
 """Tensors inside of activation checkpoints are monitored as those outside are."""
 
+import functools
+
 import numpy as np
 import pytest
 import torch
@@ -67,26 +69,30 @@ class Checkpointed(Regression):
         return super().forward(x)
 
 
-def watched(kind, others, rate=0.1, include=("*",)):
-    callbacks = [*OTHERS[others](), ScaleMonitor(every_n_steps=1, include=list(include))]
+def watched(kind, others, rate=0.1):
+    callbacks = [*OTHERS[others](), ScaleMonitor(every_n_steps=1)]
     return run(lambda: Checkpointed(kind, rate), callbacks, max_steps=2)
+
+
+@pytest.fixture(scope="module")
+def plain_run():
+    """The run without a checkpoint, made once for each of the others."""
+    return functools.cache(functools.partial(watched, None))
 
 
 @pytest.mark.parametrize("kind", ["reentrant", "non-reentrant", "nested"])
 @pytest.mark.parametrize("others", [one for one in OTHERS if one != "compiled"])
-def test_statistics_are_those_without_the_checkpoint(kind, others):
-    plain, checked = watched(None, others), watched(kind, others)
+def test_statistics_are_those_without_the_checkpoint(plain_run, kind, others):
+    plain, checked = plain_run(others), watched(kind, others)
     assert_same_bits(checked.outputs, plain.outputs)
     assert_same_bits(checked.weights, plain.weights)
     assert_same_snapshots(checked, plain, 0.0, as_stored=others != "all")
 
 
-@pytest.mark.slow
-def test_compiled():
-    # No dropout: Inductor draws other random numbers. And one block: each row is C++ to compile.
+def test_compiled(torch_kernels):
+    # No dropout: Inductor draws other random numbers.
     plain, checked = (
-        watched("non-reentrant", others, rate=0.0, include=["blocks.1.*"])
-        for others in ("lossless", "compiled")
+        watched("non-reentrant", others, rate=0.0) for others in ("lossless", "compiled")
     )
     torch.testing.assert_close(checked.outputs, plain.outputs, rtol=1e-5, atol=0)
     assert_same_snapshots(checked, plain, 1e-4)

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from lightning_unitscale import ScaleMonitor, UnitScaleCallback
-from lightning_unitscale.capture.compiled_graph import CompiledGraph, GraphBackend, Variant
+from lightning_unitscale.capture.compiled_graph import GraphBackend, Variant
 from tests.callbacks.modules import Evaluated, Regression, regression_with
 from tests.callbacks.runs import (
     assert_same_run,
@@ -41,19 +41,18 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def variants(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Whether each graph that ran carried probes."""
     seen: list[bool] = []
-    build, call = CompiledGraph._build, Variant.__call__
+    initialize, call = Variant.__init__, Variant.__call__
     observed: dict[int, bool] = {}
 
-    def built(self: Any, step: Any, is_observed: bool) -> Any:
-        variant = build(self, step, is_observed)
-        observed[id(variant)] = is_observed
-        return variant
+    def initialized(self: Any, graph: Any, run: Any) -> None:
+        initialize(self, graph, run)
+        observed[id(self)] = graph.observed
 
     def called(self: Any, *args: Any) -> Any:
         seen.append(observed[id(self)])
         return call(self, *args)
 
-    monkeypatch.setattr(CompiledGraph, "_build", built)
+    monkeypatch.setattr(Variant, "__init__", initialized)
     monkeypatch.setattr(Variant, "__call__", called)
     return seen
 

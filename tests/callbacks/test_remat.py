@@ -29,7 +29,7 @@ class _GPT(GPT):
 
 def _gpt(dropout: float = 0.1) -> GPT:
     torch.manual_seed(0)
-    return _GPT(width=64, depth=2, context=64, dropout=dropout, decay_steps=10)
+    return _GPT(width=64, depth=1, context=64, dropout=dropout, decay_steps=10)
 
 
 def _batches(count: int = 4) -> DataLoader:
@@ -123,6 +123,7 @@ def test_a_resumed_run_is_the_same_run(tmp_path: Path) -> None:
     _assert_same_weights(whole, second)
 
 
+@pytest.mark.slow
 def test_it_plans_what_unit_scaling_made_and_the_monitor_sees() -> None:
     plain, planned = _gpt(dropout=0.0), _gpt(dropout=0.0)
     _fit(plain, _batches())
@@ -131,33 +132,6 @@ def test_it_plans_what_unit_scaling_made_and_the_monitor_sees() -> None:
     _fit(planned, _batches(), *callbacks, logger=MemoryLogger())
     _assert_same_weights(plain, planned)
     assert monitor.snapshots
-
-
-class _Manual(_GPT):
-    """Unit scaling measures its first step while it runs, op by op and without a plan."""
-
-    def __init__(self) -> None:
-        super().__init__(width=64, depth=2, context=64, dropout=0.0, decay_steps=10)
-        self.automatic_optimization = False
-
-    def training_step(self, batch, batch_idx):
-        optimizer = self.optimizers()
-        loss = super().training_step(batch, batch_idx)
-        optimizer.zero_grad()
-        self.manual_backward(loss)
-        optimizer.step()
-
-
-@pytest.mark.parametrize("order", [1, -1])
-def test_it_plans_a_step_by_hand_after_unit_scaling_has_measured_it(order) -> None:
-    results = []
-    remat = RematCallback(0.8)
-    for callbacks in ([], [UnitScaleCallback(), remat][::order]):
-        torch.manual_seed(0)
-        results.append(_Manual())
-        _fit(results[-1], _batches(), *callbacks)
-    _assert_same_weights(*results)
-    assert remat.reports
 
 
 class _Broken(Regression):
@@ -233,6 +207,34 @@ def test_what_other_graphs_of_a_step_hold_is_counted() -> None:
 class _Whole(_Parts):
     def training_step(self, batch, batch_idx):
         return self.parts[1](self.parts[0](batch[0])).square().mean()
+
+
+class _Manual(_Whole):
+    """Unit scaling measures its first step while it runs, op by op and without a plan."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        loss = super().training_step(batch, batch_idx)
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", [1, -1])
+def test_it_plans_a_step_by_hand_after_unit_scaling_has_measured_it(order) -> None:
+    results = []
+    remat = RematCallback(0.8)
+    for callbacks in ([], [UnitScaleCallback(), remat][::order]):
+        torch.manual_seed(0)
+        results.append(_Manual())
+        _fit(results[-1], DataLoader(_Wide(), batch_size=256), *callbacks)
+    _assert_same_weights(*results)
+    assert remat.reports
 
 
 class _Validated(Regression):
@@ -348,8 +350,7 @@ def test_it_is_given_once() -> None:
         _fit(_gpt(), _batches(), RematCallback(0.9), RematCallback(0.9))
 
 
-@pytest.mark.slow
-def test_inductor_runs_the_plan() -> None:
+def test_inductor_runs_the_plan(torch_kernels: None) -> None:
     torch.manual_seed(0)
     plain = Regression(dropout=0.0, norm=False)
     planned = copy.deepcopy(plain)
@@ -382,6 +383,7 @@ def _sequences(*lengths: int) -> DataLoader:
     return DataLoader([torch.randint(32, (4, length)) for length in lengths], batch_size=None)
 
 
+@pytest.mark.slow
 def test_batches_of_changing_lengths_share_a_plan() -> None:
     data = _sequences(20, 31, 17, 40, 25, 64, 12, 33, 52, 28)
     plain = _Lengths()
@@ -393,6 +395,7 @@ def test_batches_of_changing_lengths_share_a_plan() -> None:
     assert "for the sizes planned for" in callback.explain().splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_bytes_are_kept_by_longer_batches_than_the_planned_one() -> None:
     unplanned = RematCallback(1.0)
     _fit(_Lengths(), _sequences(200, 200, 200), unplanned)

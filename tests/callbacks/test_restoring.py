@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import os
 import pickle
 import re
@@ -87,18 +88,19 @@ class _Stopped(BaseException):
     """Neither an ``Exception`` nor Ctrl-C."""
 
 
-@pytest.mark.parametrize("how", ["both", "both, all"])
 @pytest.mark.parametrize(
-    ("where", "error"),
+    ("where", "error", "how"),
     [
-        ("step", LookupError),
-        ("step", KeyboardInterrupt),
-        ("step", _Stopped),
-        ("backward", LookupError),
-        ("hook", LookupError),
-        ("callback", LookupError),
-        ("callback", KeyboardInterrupt),
-        ("validation", LookupError),
+        *itertools.product(
+            ("step", "backward", "hook", "callback", "validation"),
+            [LookupError],
+            ["both", "both, all"],
+        ),
+        ("step", KeyboardInterrupt, "both"),
+        ("step", _Stopped, "both"),
+        ("step", _Stopped, "both, all"),
+        ("callback", KeyboardInterrupt, "both"),
+        ("callback", KeyboardInterrupt, "both, all"),
     ],
 )
 def test_an_error_leaves_the_module_as_it_was(where: str, error: Any, how: str) -> None:

@@ -268,11 +268,20 @@ def test_a_resumed_run_goes_on_bit_for_bit(method: str, checks: int, tmp_path: P
     assert again.state_dict()["rules"] == callback.state_dict()["rules"]
 
 
-def test_resuming_in_the_same_objects(tmp_path: Path) -> None:
-    whole, _, _ = resumable(tmp_path, 2)
+@pytest.fixture(scope="module")
+def two_epochs(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
+    """What two epochs leave behind, and the folder with a checkpoint of each."""
+    folder = tmp_path_factory.mktemp("epochs")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        return resumable(folder, 2)[0], folder
+
+
+def test_resuming_in_the_same_objects(two_epochs: Any) -> None:
+    whole, folder = two_epochs
     pl.seed_everything(5, verbose=False)
     module, callback = Classifier(scheduled), unit_scale("u-mup")
-    for max_epochs, ckpt_path in ((1, None), (2, tmp_path / "epoch=0.ckpt")):
+    for max_epochs, ckpt_path in ((1, None), (2, folder / "epoch=0.ckpt")):
         trainer, _ = fit(
             module,
             callback,
@@ -285,9 +294,8 @@ def test_resuming_in_the_same_objects(tmp_path: Path) -> None:
     assert_same_bits([one.state_dict() for one in trainer.optimizers], whole["states"])
 
 
-def test_a_checkpoint_is_of_plain_types_and_the_weights_are_the_users(tmp_path: Path) -> None:
-    resumable(tmp_path, 1)
-    found = torch.load(tmp_path / "epoch=0.ckpt", weights_only=True)
+def test_a_checkpoint_is_of_plain_types_and_the_weights_are_the_users(two_epochs: Any) -> None:
+    found = torch.load(two_epochs[1] / "epoch=0.ckpt", weights_only=True)
     (mark,) = set(found["state_dict"]) - set(Classifier().state_dict())
     assert "UnitScaleCallback('u-mup')" in mark and found["state_dict"][mark].numel() == 0
     assert len(found["state_dict"]) == len(Classifier().state_dict()) + 1
@@ -297,9 +305,9 @@ def test_a_checkpoint_is_of_plain_types_and_the_weights_are_the_users(tmp_path: 
 
 @pytest.mark.parametrize("entry", ["validate", "fit"])
 @pytest.mark.parametrize("with_checkpoint", [False, True])
-def test_load_from_checkpoint(entry: str, with_checkpoint: bool, tmp_path: Path) -> None:
-    whole, _, _ = resumable(tmp_path, 2)
-    path = tmp_path / "epoch=1.ckpt"
+def test_load_from_checkpoint(entry: str, with_checkpoint: bool, two_epochs: Any) -> None:
+    whole, folder = two_epochs
+    path = folder / "epoch=1.ckpt"
     module = Classifier.load_from_checkpoint(path, configure=scheduled, strict=False)
     assert_same_bits(weights(module), whole["weights"])
     ckpt_path = path if with_checkpoint else None
@@ -315,6 +323,7 @@ def test_load_from_checkpoint(entry: str, with_checkpoint: bool, tmp_path: Path)
     assert_same_bits(weights(module), whole["weights"])
 
 
+@pytest.mark.slow
 def test_once_in_a_whole_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fit, resume, a second fit, a test, load_from_checkpoint, and all of it again."""
     scaled: list[str] = []

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +12,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
@@ -35,8 +34,6 @@ from tests.callbacks.rule_runs import (
 )
 from tests.callbacks.test_manual_optimization import KINDS, OnTorch
 from tests.helpers import assert_same_bits
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -328,23 +325,15 @@ trainer:
 """
 
 
-def test_the_command_line(text_file: Path, tmp_path: Path) -> None:
+def test_lightnings_command_line(
+    text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = tmp_path / "config.yaml"
     config.write_text(_CONFIG.replace("TEXT", str(text_file)))
-    script = (
-        "import sys; from lightning.pytorch.cli import LightningCLI\n"
-        "cli = LightningCLI(run=True, save_config_callback=None, args=sys.argv[1:])\n"
-        "print(cli.trainer.callbacks[0].explain())"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script, "fit", f"--config={config}"],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        cwd=tmp_path,
-        timeout=120,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "attention" in done.stdout
-    assert "scaled" in done.stdout and "readout" in done.stdout
-    assert UnitScaleCallback("u-mup").explain() not in done.stdout
+    monkeypatch.setenv("PL_GLOBAL_SEED", "3")  # as it sets it
+    monkeypatch.setattr(sys, "argv", ["train.py", "fit", f"--config={config}"])
+    cli = LightningCLI(save_config_callback=None)
+    explained = cli.trainer.callbacks[0].explain()
+    assert "attention" in explained
+    assert "scaled" in explained and "readout" in explained
+    assert UnitScaleCallback("u-mup").explain() not in explained

@@ -62,9 +62,9 @@ class Adversarial(Smooth):
 @pytest.mark.parametrize("depth", ["products", "all"])
 @pytest.mark.parametrize("kind", [Penalized, PenalizedAtOnce, Adversarial])
 def test_second_derivatives(kind: type[Regression], depth: str) -> None:
-    plain = run(kind, max_steps=8, max_epochs=-1, data=lambda: loader(16, 4))
+    plain = run(kind, max_steps=5, max_epochs=-1, data=lambda: loader(16, 4))
     callbacks = [UnitScaleCallback(depth=depth, recalibrate=2), both()[1]]
-    ours = run(kind, callbacks, max_steps=8, max_epochs=-1, data=lambda: loader(16, 4))
+    ours = run(kind, callbacks, max_steps=5, max_epochs=-1, data=lambda: loader(16, 4))
     assert "first.linear" in unit_scale_of(callbacks).gauge
     if depth == "products":
         # Each product by itself, so that no sum is taken in another order.

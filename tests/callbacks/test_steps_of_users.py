@@ -328,7 +328,9 @@ class Changing(Regression):
 @pytest.mark.parametrize(
     ("step", "at_most"), [(_append, 2), (_count, 2), (_by_global_step, 3), (_by_index, 2)]
 )
-def test_what_changes_at_every_step(step: Any, at_most: int, executor: str) -> None:
+def test_what_changes_at_every_step(
+    step: Any, at_most: int, executor: str, torch_kernels: None
+) -> None:
     kind = type("Changed", (Changing,), {"training_step": step})
 
     def callbacks() -> list[pl.Callback]:

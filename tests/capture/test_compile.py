@@ -70,8 +70,7 @@ def test_a_module_compiled_by_the_user_is_refused() -> None:
         compile(torch.compile(Net()))
 
 
-@pytest.mark.slow
-def test_inductor_itself() -> None:
+def test_inductor_itself(torch_kernels: None) -> None:
     net, x = Net(), torch.randn(5, 6)
     compiled = compile(track_scales(net))
     torch.testing.assert_close(gradients(compiled, x), gradients(net, x))

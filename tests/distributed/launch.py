@@ -28,6 +28,9 @@ _PRELOADED = [
     "torch.distributed.pipelining",
     "examples.gpt",
     "lightning_unitscale",
+    "lightning_unitscale.callbacks",
+    "lightning_unitscale.pipeline",
+    "lightning_unitscale.remat",
     "lightning_unitscale.strategies",
 ]
 _FORKS = multiprocessing.get_context("forkserver")

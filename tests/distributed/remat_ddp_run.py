@@ -37,7 +37,7 @@ def train(folder: Path, kind: str) -> None:
     """Train and write down what came out."""
     pl.seed_everything(4, verbose=False)
     callbacks = KINDS[kind]()
-    module = Model(width=64, depth=2, context=64, dropout=0.1, decay_steps=20)
+    module = Model(width=64, depth=1, context=64, dropout=0.1, decay_steps=20)
     rows = Rows(128, lambda one: tuple(torch.randint(256, (2, 64), generator=one)))
     trainer = pl.Trainer(
         callbacks=callbacks,

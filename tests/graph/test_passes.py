@@ -98,7 +98,9 @@ class Multiplied(Network):
 
 @pytest.mark.parametrize("regions", [False, True], ids=["plain", "checkpoint"])
 @pytest.mark.parametrize("executor", ["eager", "aot_eager", "inductor"])
-def test_states_and_results_in_every_executor(executor: str, regions: bool) -> None:
+def test_states_and_results_in_every_executor(
+    executor: str, regions: bool, torch_kernels: None
+) -> None:
     x = torch.randn(3, 4, requires_grad=True)
     network, oracle = Network(regions), Multiplied(regions)
     oracle.load_state_dict(network.state_dict())

@@ -176,7 +176,7 @@ def test_errors_average_out() -> None:
 
 
 @pytest.mark.parametrize("executor", ["aot_eager", "inductor"])
-def test_compiled_once(executor: Any) -> None:
+def test_compiled_once(executor: Any, torch_kernels: None) -> None:
     module, x = _layers()
     moved, _ = captured_forward(fp8_linears(_units(module, x), grid="moving"), "test")
     eager = _steps(copy.deepcopy(moved), x, 3)

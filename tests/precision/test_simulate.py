@@ -133,7 +133,7 @@ def test_lossless_saves_what_the_format_would_lose() -> None:
 
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 @pytest.mark.parametrize("executor", ["aot_eager", "inductor"])
-def test_compiled(executor: str, rounding: str) -> None:
+def test_compiled(executor: str, rounding: str, torch_kernels: None) -> None:
     def function(one: nn.Module, two: nn.Module, a: Tensor) -> Tensor:
         return checkpoint(lambda b: two(F.relu(one(b))), a, use_reentrant=False)
 

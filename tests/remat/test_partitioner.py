@@ -180,7 +180,7 @@ def _program(steps):
     return function
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(steps=_STEPS, budget=st.sampled_from(["min_cut", "floor", "front"]))
 def test_random_programs_compute_the_same_bits(steps, budget) -> None:
     torch.manual_seed(1)

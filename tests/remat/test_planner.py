@@ -204,6 +204,7 @@ def _counted(plan: RematPlan) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 def test_the_peak_is_what_a_step_takes(planner: Planner) -> None:
     torch.manual_seed(0)
     net, x = Net(), torch.randn(4, 64, 64)

@@ -24,6 +24,7 @@ from tests.rules.oracle import (
 _EXPECTED = ("Dynamo detected a call to a `functools.lru_cache`", "To copy construct from a tensor")
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings(*(f"ignore:{text}" for text in _EXPECTED))
 @pytest.mark.parametrize(
     ("name", "readout"),

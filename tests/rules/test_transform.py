@@ -217,6 +217,7 @@ def test_it_nests_with_whatever_leaves_the_function_alone(
         assert {"head.linear", "blocks.0.add"} <= {n.meta["tensor_name"] for n in graph.nodes}
 
 
+@pytest.mark.slow
 def test_it_nests_with_simulated_formats_in_any_order(planned: Any) -> None:
     module, scaled, ids = planned
     orders: list[Callable[[nn.Module], nn.Module]] = [

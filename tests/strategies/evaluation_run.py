@@ -102,7 +102,7 @@ class Stepless(Groups):
 
 
 def _gpt() -> Evaluated:
-    return Evaluated(width=16, depth=4, num_heads=2, context=CONTEXT, warmup_steps=2)
+    return Evaluated(width=16, depth=2, num_heads=2, context=CONTEXT, warmup_steps=2)
 
 
 def run(num_ranks: int, folder: Path, options: dict[str, Any] | None = None) -> pl.Trainer:
