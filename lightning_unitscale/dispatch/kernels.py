@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from lightning_unitscale.dispatch.aot_pass import PASSES
+from lightning_unitscale.dispatch import aot_pass, joint_pass
 from lightning_unitscale.dispatch.calls import CALLS, Call, forget
 from lightning_unitscale.dispatch.compiled_graphs import OWN_CALLERS, caller
 from lightning_unitscale.dispatch.execute import ProductRule
@@ -27,24 +27,29 @@ from lightning_unitscale.dispatch.torch_internals import (
     Kernel,
     KernelOverrides,
     current_node,
+    forget_compiled,
+    is_compiled,
     plain_functions,
     sequence_number,
 )
 from lightning_unitscale.dispatch.unreached import UNREACHED, run_inside, unreached_kernel
 
+_PASSES = (joint_pass.PASS, *aot_pass.PASSES)
 # By the identity of a session: what ends it, here or when nobody has it any more.
 _sessions: dict[int, weakref.finalize[..., ProductSession]] = {}
 # What is put into torch for them, and the dispatch keys whose kernels are overridden.
 _installed = ExitStack()
 _keys: set[str] = set()
+# Sessions that round, and what was compiled before them has been forgotten.
+_recompiled: weakref.WeakSet[ProductSession] = weakref.WeakSet()
 
 
 def open_session(session: ProductSession) -> None:
     """Let a session have the products of its module's steps; safe to call again."""
     if not _sessions:
-        for graph_pass in PASSES:
+        for graph_pass in _PASSES:
             graph_pass.install()
-        for removable in (*PASSES, *suspend_in_optimizers()):
+        for removable in (*_PASSES, *suspend_in_optimizers()):
             _installed.callback(removable.remove)
     if id(session) not in _sessions:
         _sessions[id(session)] = weakref.finalize(session, _end, id(session), session.ref)
@@ -55,6 +60,18 @@ def open_session(session: ProductSession) -> None:
         if session.numerics and (key := f"Autograd{device}") not in _keys:
             # What is kept for the backward pass is chosen above autograd.
             _overrides(key).put("linear", functools.partial(layer_kernel, _asking_session))
+
+
+def recompile(session: ProductSession) -> None:
+    """Have what the user has compiled of a session's module compiled again, where it is rounded.
+
+    What was compiled before rounds nothing, and Inductor takes small products to pieces.
+    """
+    module = session.sites.module
+    if not session.numerics or session in _recompiled or module is None or not is_compiled(module):
+        return
+    _recompiled.add(session)
+    _installed.callback(forget_compiled([rule.operator for rule in RULES]))
 
 
 def close_session(session: ProductSession) -> None:

@@ -215,6 +215,42 @@ def compile_id() -> tuple[int | None, int | None] | None:
     return None if current is None else (current.frame_id, current.frame_compile_id)
 
 
+def is_of_backward(node: fx.Node) -> bool:
+    """Whether a node of a joint graph is of its backward pass, or of a gradient within the step."""
+    is_gradient = node.meta.get("partitioner_tag") == "is_backward"
+    return is_gradient or bool(node.meta.get("autograd_backward"))
+
+
+def note_strides(node: fx.Node, args: Any) -> None:
+    """Have an operator that needs exact strides get its tensors as these fake ones are."""
+    node.meta["eager_input_vals"] = (args, {})
+
+
+def forget_compiled(operators: Sequence[str]) -> Callable[[], None]:
+    """Let all that was compiled be compiled again, without taking operators of aten to pieces.
+
+    Args:
+        operators: Their names.
+
+    Returns:
+        What lets Inductor take them to pieces again.
+    """
+    from torch._inductor import decomposition
+
+    torch.compiler.reset()
+    packets = [getattr(torch.ops.aten, name) for name in operators if hasattr(torch.ops.aten, name)]
+    overloads = [packet.default for packet in packets if "default" in packet.overloads()]
+    taken = []
+    for table in (decomposition.decompositions, decomposition.fast_random_decomps()):
+        taken.append((table, {op: table.pop(op) for op in overloads if op in table}))
+
+    def put_back() -> None:
+        for table, functions in taken:
+            table.update(functions)
+
+    return put_back
+
+
 def codes() -> tuple[CodeType, CodeType] | None:
     """Code that calls a compiled graph, and code that compiles; ``None`` where none ever has."""
     if "torch._inductor.compile_fx" not in sys.modules:

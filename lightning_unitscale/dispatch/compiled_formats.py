@@ -1,0 +1,250 @@
+"""Products of compiled graphs that are rounded: operators that run as a kernel of the eager way does.
+
+Whether a product runs in a format, and in which units, is decided whenever it runs, so a decision
+of FP8's compiles nothing again. A graph begins with one operator that finds the session; its result
+is a number that goes with what is saved for the backward pass, so that a backward product knows the
+run of the forward graph that it belongs to: its units, its step, its random numbers.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from lightning_unitscale.dispatch.calls import CALLS, Call, Sources, record
+from lightning_unitscale.dispatch.compiled_graphs import COMPILED_BEFORE, mark_caller
+from lightning_unitscale.dispatch.execute import Product, ProductRule
+from lightning_unitscale.dispatch.session import LOCAL, ProductSession
+from lightning_unitscale.dispatch.tensors import forget_copy
+from lightning_unitscale.dispatch.torch_internals import Kernel, plain_functions
+from lightning_unitscale.dispatch.units import FORWARD, Site
+
+_LIBRARY = torch.library.Library("lightning_unitscale", "FRAGMENT")
+_TAGS = (torch.Tag.cudagraph_unsafe,)
+_LIBRARY.define(
+    "begin(Tensor[] inputs, int graph) -> Tensor", tags=(*_TAGS, torch.Tag.flexible_layout)
+)
+_LIBRARY.define(
+    "product(Tensor[] tensors, SymInt[] sizes, Tensor run, int graph, int product) -> Tensor[]",
+    # BLAS may add in another order for another stride.
+    tags=(*_TAGS, torch.Tag.needs_exact_strides),
+)
+# Numbers of products in runs; by their negative the backward pass finds the calls, beside those of
+# autograd nodes. A run has as many as a graph has products, with room between two runs.
+_MAX_PRODUCTS = 2**16
+_RUNS = itertools.count(2**40, _MAX_PRODUCTS)
+# The run of a graph that nobody rounds.
+_NOBODY = 0
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """Stands for a tensor among the arguments of a product: the one with this index."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Stands for a number that changes with the shapes: the one with this index."""
+
+    index: int
+
+
+@dataclass(eq=False)
+class RoundedProduct:
+    """A product of a compiled graph, forward or backward.
+
+    Attributes:
+        rule: Its operator.
+        operator: The same, as torch calls it.
+        args: Its arguments, with :class:`Tensors` and :class:`Sizes` in place of what changes.
+        kwargs: Its keyword arguments.
+        results: Positions of its results that are tensors; ``None`` for one that is no tuple.
+        site: Which product of the step it is, or the backward product of.
+        forward: For a backward product, the index in the graph of its forward product.
+        sources: For each operand of a backward product which forward operand it is.
+        is_weight: Whether its second operand is made of a parameter of the layer that runs it.
+        input: Index of the graph's input, if any, that its second operand is an arrangement of.
+    """
+
+    rule: ProductRule
+    operator: Kernel
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    results: tuple[int, ...] | None
+    site: Site
+    forward: int | None = None
+    sources: Sources = ()
+    is_weight: bool = False
+    input: int | None = None
+
+    def arguments(
+        self, tensors: Sequence[Tensor], sizes: Sequence[int]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of one run."""
+
+        def filled(leaf: Any) -> Any:
+            if isinstance(leaf, Tensors):
+                return tensors[leaf.index]
+            return sizes[leaf.index] if isinstance(leaf, Sizes) else leaf
+
+        args, kwargs = pytree.tree_map(filled, (self.args, self.kwargs))
+        return tuple(args), dict(kwargs)
+
+    def listed(self, result: Any) -> list[Tensor]:
+        """Its results that are tensors."""
+        return [result] if self.results is None else [result[index] for index in self.results]
+
+
+class RoundedGraph:
+    """The products of one compiled graph, forward and backward.
+
+    Args:
+        session: In whose step it was compiled.
+        num_inputs: How many of the graph's inputs it is shown, to tell parameters.
+
+    Attributes:
+        products: The products.
+    """
+
+    def __init__(self, session: ProductSession) -> None:
+        self.products: list[RoundedProduct] = []
+        module = session.sites.module
+        assert module is not None, "it is running"
+        self._module: weakref.ref[nn.Module] = weakref.ref(module)
+        self._session: weakref.ref[ProductSession] = session.ref
+        self._are_parameters: tuple[bool, ...] = ()
+        # Of the forward and the backward graph, whether their calls are known to be ours.
+        self._are_known = [False, False]
+
+    def begin(self, inputs: Sequence[Tensor]) -> int:
+        """Number of the run that begins; that of nobody's where no session has its products."""
+        if not self._are_known[0]:
+            self._are_known[0] = True
+            mark_caller()
+        session = LOCAL.session
+        if session is None or session.sites.module is not self._module():
+            return _NOBODY
+        self._session = session.ref
+        self._are_parameters = tuple(isinstance(tensor, nn.Parameter) for tensor in inputs)
+        return next(_RUNS)
+
+    def run(
+        self, index: int, run: int, tensors: Sequence[Tensor], sizes: Sequence[int]
+    ) -> list[Tensor]:
+        """Run a product.
+
+        Args:
+            index: Which one.
+            run: Number of the graph's run that it belongs to.
+            tensors: The tensors among its arguments.
+            sizes: The numbers among its arguments that change.
+        """
+        product = self.products[index]
+        if product.forward is not None and not self._are_known[1]:
+            self._are_known[1] = True
+            mark_caller()
+        args, kwargs = product.arguments(tensors, sizes)
+        # The memory of a gradient may be another's by now, within one autograd node.
+        forget_copy()
+        try:
+            with plain_functions():
+                return product.listed(self._run(product, index, run, args, kwargs))
+        finally:
+            forget_copy()
+
+    def _run(
+        self,
+        product: RoundedProduct,
+        index: int,
+        run: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        if run == _NOBODY:
+            return self._left(product, args, kwargs)
+        first = index if product.forward is None else product.forward
+        number, operands = -(run + first), product.rule.operands_in(args)
+        recorded = CALLS.get(number)
+        session = (self._session if recorded is None else recorded[0])()
+        if session is None or not session.is_open:
+            return _plain(product, args, kwargs)
+        if product.forward is not None:
+            if recorded is None:
+                return _plain(product, args, kwargs)
+            run_as = session.backward_product(product.rule, operands, recorded[1], product.sources)
+        elif recorded is not None:
+            run_as = _again(product.rule, recorded[1])
+        else:
+            old = product.site
+            site = session.sites.numbered(old.word, old.roles, old.module, old.index)
+            run_as, extents = session.forward_product(product.rule, site, args, operands)
+            call = Call(site, {}, (), run_as.log2_units, run_as.is_gradient, run_as.step)
+            call.extents = extents
+            record(number, session.ref, call)
+        is_weight = product.is_weight
+        if product.input is not None:
+            is_weight = is_weight or self._are_parameters[product.input]
+        return session.execute(run_as, product.operator, args, kwargs, is_weight)
+
+    def _left(self, product: RoundedProduct, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a product as it is, in a step of a module that it was not compiled for, if in any."""
+        result, session = _plain(product, args, kwargs), LOCAL.session
+        if session is not None and session.counter is not None:
+            flops = product.rule.flops(args, result)
+            path = session.sites.forward_run().path
+            session.counter.add(path, "plain", COMPILED_BEFORE, flops)
+        return result
+
+
+def _plain(product: RoundedProduct, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    LOCAL.is_inside, before = True, LOCAL.is_inside
+    try:
+        return product.operator(*args, **kwargs)
+    finally:
+        LOCAL.is_inside = before
+
+
+def _again(rule: ProductRule, call: Call) -> Product:
+    """A forward product that a checkpoint computes again."""
+    site = call.site
+    return Product(
+        rule, site, FORWARD, call.log2_units, call.is_gradient, site.operand_names, call.step
+    )
+
+
+GRAPHS: list[RoundedGraph] = []
+
+
+@torch.library.impl(_LIBRARY, "begin", "CompositeExplicitAutograd")
+def _begin(inputs: Sequence[Tensor], graph: int) -> Tensor:
+    return torch.tensor(GRAPHS[graph].begin(inputs), dtype=torch.int64)
+
+
+@torch.library.impl(_LIBRARY, "product", "CompositeExplicitAutograd")
+def _product(
+    tensors: Sequence[Tensor], sizes: Sequence[int], run: Tensor, graph: int, product: int
+) -> list[Tensor]:
+    return GRAPHS[graph].run(product, int(run), tensors, sizes)
+
+
+@torch.library.register_fake("lightning_unitscale::begin", lib=_LIBRARY)
+def _fake_begin(inputs: Sequence[Tensor], graph: int) -> Tensor:
+    return torch.empty((), dtype=torch.int64)
+
+
+@torch.library.register_fake("lightning_unitscale::product", lib=_LIBRARY)
+def _fake_product(
+    tensors: Sequence[Tensor], sizes: Sequence[int], run: Tensor, graph: int, product: int
+) -> list[Tensor]:
+    rounded = GRAPHS[graph].products[product]
+    args, kwargs = rounded.arguments(tensors, sizes)
+    return rounded.listed(rounded.operator(*args, **kwargs))
