@@ -3,7 +3,8 @@
 ``torch._C._current_autograd_node`` and ``torch._C._autograd._get_sequence_nr`` tie a backward
 product to the forward product that it belongs to: the forward kernel runs right after its autograd
 node was made, whose number is the last one given out. ``Library._destroy`` takes overridden kernels
-away again. Frames of ``Module._call_impl`` tell which module is running, and one of
+away again, and what ``OpOverload._dispatch_cache`` remembers of them while a compiler traces has to
+go as well. Frames of ``Module._call_impl`` tell which module is running, and one of
 ``_engine_run_backward`` directly below a kernel tells that the autograd engine itself called it,
 unless one of ``CheckpointFunction.backward`` or of ``recompute_fn``, within
 ``_checkpoint_without_reentrant_generator``, comes before: then a checkpoint runs its body again.
@@ -121,13 +122,17 @@ def plain_functions() -> AbstractContextManager[None]:
     return context
 
 
-def _original_kernel(operator: str, key: str) -> Kernel | None:
-    """What torch runs for an operator on a device now, or ``None`` where it has nothing."""
-    packet_name, _, overload_name = operator.partition(".")
+def _overload(operator: str) -> Any:
+    """An operator of aten by its name; ``None`` where this version of torch has none."""
+    packet_name, _, name = operator.partition(".")
     packet = getattr(torch.ops.aten, packet_name, None)
-    if packet is None or (overload_name or "default") not in packet.overloads():
+    return None if packet is None else getattr(packet, name or "default", None)
+
+
+def _original_kernel(overload: Any, key: str) -> Kernel | None:
+    """What torch runs for an operator on a device now, or ``None`` where it has nothing."""
+    if overload is None:
         return None
-    overload = getattr(packet, overload_name or "default")
     if not torch._C._dispatch_has_computed_kernel_for_dispatch_key(overload.name(), key):
         return None
     kernel = torch.library.get_kernel(overload, key)
@@ -149,6 +154,7 @@ class KernelOverrides:
     def __init__(self, key: str) -> None:
         self._key = key
         self._library = torch.library.Library("aten", "IMPL")
+        self._overloads: list[Any] = []
 
     def put(self, operator: str, make_kernel: Callable[[Kernel], Kernel]) -> None:
         """Let a kernel of ours run for an operator, where torch has one.
@@ -157,7 +163,8 @@ class KernelOverrides:
             operator: Its name, with the overload if that is not the default.
             make_kernel: Makes the kernel from torch's own.
         """
-        original = _original_kernel(operator, self._key)
+        overload = _overload(operator)
+        original = _original_kernel(overload, self._key)
         if original is None:
             return
         with warnings.catch_warnings():
@@ -165,10 +172,15 @@ class KernelOverrides:
             warnings.filterwarnings("ignore", message="(?s).*verriding a previously registered")
             kernel = make_kernel(original)
             self._library.impl(operator, kernel, self._key, allow_override=True)
+        overload._dispatch_cache.clear()
+        self._overloads.append(overload)
 
     def remove(self) -> None:
         """Put torch's own kernels back, without a trace."""
         self._library._destroy()
+        for overload in self._overloads:
+            # A compiler that traces it would take it for an operator with a gradient of its own.
+            overload._dispatch_cache.clear()
 
 
 class GraphPass(CustomGraphPass):
@@ -238,11 +250,10 @@ def forget_compiled(operators: Sequence[str]) -> Callable[[], None]:
     from torch._inductor import decomposition
 
     torch.compiler.reset()
-    packets = [getattr(torch.ops.aten, name) for name in operators if hasattr(torch.ops.aten, name)]
-    overloads = [packet.default for packet in packets if "default" in packet.overloads()]
-    taken = []
-    for table in (decomposition.decompositions, decomposition.fast_random_decomps()):
-        taken.append((table, {op: table.pop(op) for op in overloads if op in table}))
+    overloads = list(map(_overload, operators))
+    # The second is made of the first, once.
+    tables = (decomposition.fast_random_decomps(), decomposition.decompositions)
+    taken = [(table, {op: table.pop(op) for op in overloads if op in table}) for table in tables]
 
     def put_back() -> None:
         for table, functions in taken:
