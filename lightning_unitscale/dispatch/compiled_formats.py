@@ -1,4 +1,4 @@
-"""Products of compiled graphs that are rounded: operators that run as a kernel of the eager way does.
+"""Products of compiled graphs in formats: operators that do what a kernel does in eager mode.
 
 Whether a product runs in a format, and in which units, is decided whenever it runs, so a decision
 of FP8's compiles nothing again. A graph begins with one operator that finds the session; its result
@@ -20,10 +20,12 @@ from torch.utils import _pytree as pytree
 
 from lightning_unitscale.dispatch.calls import CALLS, Call, Sources, record
 from lightning_unitscale.dispatch.compiled_graphs import COMPILED_BEFORE, mark_caller
+from lightning_unitscale.dispatch.compiled_sites import CompiledSites
 from lightning_unitscale.dispatch.execute import Product, ProductRule
 from lightning_unitscale.dispatch.session import LOCAL, ProductSession
+from lightning_unitscale.dispatch.sites import Run
 from lightning_unitscale.dispatch.tensors import forget_copy
-from lightning_unitscale.dispatch.torch_internals import Kernel, plain_functions
+from lightning_unitscale.dispatch.torch_internals import Kernel, current_node, plain_functions
 from lightning_unitscale.dispatch.units import FORWARD, Site
 
 _LIBRARY = torch.library.Library("lightning_unitscale", "FRAGMENT")
@@ -68,7 +70,9 @@ class RoundedProduct:
         args: Its arguments, with :class:`Tensors` and :class:`Sizes` in place of what changes.
         kwargs: Its keyword arguments.
         results: Positions of its results that are tensors; ``None`` for one that is no tuple.
-        site: Which product of the step it is, or the backward product of.
+        word: What it is called.
+        roles: What its operands are called.
+        path: Path of its module, of those that the frame that was compiled runs.
         forward: For a backward product, the index in the graph of its forward product.
         sources: For each operand of a backward product which forward operand it is.
         is_weight: Whether its second operand is made of a parameter of the layer that runs it.
@@ -80,7 +84,9 @@ class RoundedProduct:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     results: tuple[int, ...] | None
-    site: Site
+    word: str
+    roles: tuple[str, ...]
+    path: str
     forward: int | None = None
     sources: Sources = ()
     is_weight: bool = False
@@ -109,18 +115,25 @@ class RoundedGraph:
 
     Args:
         session: In whose step it was compiled.
-        num_inputs: How many of the graph's inputs it is shown, to tell parameters.
+        frame: Number of the compiled frame.
+        root: Path of the module within which it ran then.
 
     Attributes:
         products: The products.
     """
 
-    def __init__(self, session: ProductSession) -> None:
+    def __init__(self, session: ProductSession, frame: int | None, root: str) -> None:
         self.products: list[RoundedProduct] = []
         module = session.sites.module
         assert module is not None, "it is running"
         self._module: weakref.ref[nn.Module] = weakref.ref(module)
         self._session: weakref.ref[ProductSession] = session.ref
+        self._frame = frame
+        self._root = root
+        # By the path of the module that runs it, and how often it has run in the step before.
+        self._sites: dict[tuple[str, int], dict[int, Site]] = {}
+        self._claims: dict[str, CompiledSites] = {}
+        self._current: dict[int, Site] = {}
         self._are_parameters: tuple[bool, ...] = ()
         # Of the forward and the backward graph, whether their calls are known to be ours.
         self._are_known = [False, False]
@@ -130,12 +143,39 @@ class RoundedGraph:
         if not self._are_known[0]:
             self._are_known[0] = True
             mark_caller()
-        session = LOCAL.session
-        if session is None or session.sites.module is not self._module():
+        session, node = LOCAL.session, current_node()
+        if session is None and node is not None:
+            session = self._session()  # a checkpoint that is computed again
+        if session is None or not session.is_open or session.sites.module is not self._module():
             return _NOBODY
-        self._session = session.ref
+        run = session.sites.run_of(node)
+        if run is None:
+            return _NOBODY
+        if session is not self._session():
+            self._session = session.ref
+            self._sites.clear()
+            self._claims.clear()
+        self._current = self._sites_of(session, run)
         self._are_parameters = tuple(isinstance(tensor, nn.Parameter) for tensor in inputs)
         return next(_RUNS)
+
+    def _sites_of(self, session: ProductSession, run: Run) -> dict[int, Site]:
+        """The sites of the forward products: modules of one class share what was compiled."""
+        count = session.sites.count(f"frame {self._frame}", run)
+        claims = self._claims.get(run.path)
+        if claims is None:
+            claims = CompiledSites(session, self._frame, run.path)
+            self._claims[run.path] = claims
+        for earlier in range(count + 1):
+            if (run.path, earlier) not in self._sites:
+                self._sites[run.path, earlier] = {
+                    index: claims.claim(
+                        product.word, product.roles, _moved(product.path, self._root, run.path)
+                    )
+                    for index, product in enumerate(self.products)
+                    if product.forward is None
+                }
+        return self._sites[run.path, count]
 
     def run(
         self, index: int, run: int, tensors: Sequence[Tensor], sizes: Sequence[int]
@@ -184,8 +224,7 @@ class RoundedGraph:
         elif recorded is not None:
             run_as = _again(product.rule, recorded[1])
         else:
-            old = product.site
-            site = session.sites.numbered(old.word, old.roles, old.module, old.index)
+            site = self._current[index]
             run_as, extents = session.forward_product(product.rule, site, args, operands)
             call = Call(site, {}, (), run_as.log2_units, run_as.is_gradient, run_as.step)
             call.extents = extents
@@ -211,6 +250,14 @@ def _plain(product: RoundedProduct, args: tuple[Any, ...], kwargs: dict[str, Any
         return product.operator(*args, **kwargs)
     finally:
         LOCAL.is_inside = before
+
+
+def _moved(path: str, root: str, new_root: str) -> str:
+    """The path below one module, below another one."""
+    if path != root and not path.startswith(f"{root}." if root else ""):
+        return path
+    rest = path[len(root) :].lstrip(".")
+    return ".".join(filter(None, (new_root, rest)))
 
 
 def _again(rule: ProductRule, call: Call) -> Product:

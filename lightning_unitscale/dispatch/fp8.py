@@ -208,7 +208,7 @@ class FP8Products(Numerics):
         operands = rule.operands_in(args)
         if reads_weight is None:
             weight = operands[1]
-            reads_weight = is_weight(site, weight, _calling_layer()) or is_parameter(weight)
+            reads_weight = is_weight(site.name, weight, _calling_layer()) or is_parameter(weight)
         if not reads_weight:
             return NO_LINEAR
         return self._config.why_not(site.name, site.module, operands, kwargs, is_turned=True)
@@ -235,17 +235,17 @@ def _calling_layer() -> nn.Module | None:
     return None if call is None else call.f_locals["self"]
 
 
-def is_weight(site: Site, weight: Tensor, layer: nn.Module | None) -> bool:
+def is_weight(name: str, weight: Tensor, layer: nn.Module | None) -> bool:
     """Whether a matrix is made of a parameter of the layer that reads it, by its shape.
 
     ``F.linear(x, 2 * w)`` and ``x @ y.t()`` are the same operation.
 
     Args:
-        site: Which product reads it.
+        name: Of the product that reads it.
         weight: The second operand.
         layer: The module that runs the product.
     """
-    if layer is None or not site.name.rpartition(".")[2].startswith(_LINEAR):
+    if layer is None or not name.rpartition(".")[2].startswith(_LINEAR):
         return False
     shape = weight.shape[::-1]
     own = layer.parameters(recurse=False)

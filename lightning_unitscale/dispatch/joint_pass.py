@@ -61,8 +61,9 @@ class _Rounding:
     def __init__(self, graph: fx.Graph, session: ProductSession, frame: int | None) -> None:
         self._graph = graph
         self._session = session
-        self._sites = CompiledSites(session, frame, session.sites.forward_run().path)
-        self._compiled = RoundedGraph(session)
+        root = session.sites.forward_run().path
+        self._sites = CompiledSites(session, frame, root)
+        self._compiled = RoundedGraph(session, frame, root)
         self._index = len(GRAPHS)
         # By the number of the autograd node: forward products, with the nodes of their operands.
         self._forward: dict[int, list[tuple[int, list[Any]]]] = defaultdict(list)
@@ -100,15 +101,14 @@ class _Rounding:
             for forward, saved in self._forward.get(number, []) if number is not None else []:
                 sources = _sources(rule, operands, saved)
                 if sources is not None:
-                    site = self._compiled.products[forward].site
+                    called = (word, roles, path)
                     return RoundedProduct(
-                        rule, node.target, *template, results, site, forward, sources
+                        rule, node.target, *template, results, *called, forward, sources
                     )
             word += "@backward"
-        site = self._sites.claim(word, roles, path)
         if number is not None and not is_of_backward(node):
             self._forward[number].append((len(self._compiled.products), operands))
-        product = RoundedProduct(rule, node.target, *template, results, site)
+        product = RoundedProduct(rule, node.target, *template, results, word, roles, path)
         if len(operands) == 2:
             self._look_for_weight(product, operands[1])
         return product
@@ -116,8 +116,8 @@ class _Rounding:
     def _look_for_weight(self, product: RoundedProduct, node: fx.Node) -> None:
         """Find out what the second operand of a product is made of."""
         module = self._session.sites.module
-        layer = None if module is None else module.get_submodule(product.site.module)
-        product.is_weight = is_weight(product.site, value_of(node), layer)
+        layer = None if module is None else module.get_submodule(product.path)
+        product.is_weight = is_weight(product.word, value_of(node), layer)
         for source in arrangements(node):
             if source.op == "placeholder" and not product.is_weight:
                 if source not in self._inputs:

@@ -16,7 +16,7 @@ from torch import nn
 from lightning_unitscale.dispatch.torch_internals import (
     CHECKPOINT,
     ENGINE,
-    MODULE_CALL,
+    MODULE_CALLS,
     RECOMPUTATIONS,
     UNPACK,
     checkpoint_of,
@@ -104,12 +104,16 @@ class Sites:
             roles: What its operands are called.
             run: Where it runs.
         """
+        return self.numbered(word, roles, run.path, self.count(word, run))
+
+    def count(self, word: str, run: Run) -> int:
+        """How many like it have run in the step before what is about to run there."""
         key = (run.path, word)
         index = self._index(key, run)
         self._counts[key, run.episode] = index + 1
         if (checkpoint := checkpoint_under_way()) is not None:
             self._starts.setdefault(checkpoint, {}).setdefault(key, index)
-        return self.numbered(word, roles, run.path, index)
+        return index
 
     def numbered(self, word: str, roles: tuple[str, ...], path: str, index: int) -> Site:
         """The site of one occurrence, for who counts them himself; see :meth:`find`."""
@@ -172,7 +176,7 @@ class Sites:
                 bodies.append(checkpointed_body(frame))
             elif frame.f_code is self._boundary:
                 path = ""
-            elif frame.f_code is MODULE_CALL:
+            elif frame.f_code in MODULE_CALLS:
                 path = self._path_in(frame)
             if path is not None:
                 break
@@ -186,7 +190,7 @@ class Sites:
         path: str | None = None
         checkpoint = None
         for frame in frames():
-            if frame.f_code is MODULE_CALL:
+            if frame.f_code in MODULE_CALLS:
                 path = self._path_in(frame) if path is None else path
             elif path is None and frame.f_code in RECOMPUTATIONS:
                 path = ""
@@ -204,7 +208,7 @@ class Sites:
         return self._module()
 
     def _path_in(self, frame: FrameType) -> str | None:
-        return self.path_of(id(frame.f_locals["self"])) if frame.f_code is MODULE_CALL else None
+        return self.path_of(id(frame.f_locals["self"])) if frame.f_code in MODULE_CALLS else None
 
     def path_of(self, module: int) -> str | None:
         """Path of the module with an ``id``; a compiled one has that of the user's own."""

@@ -43,6 +43,8 @@ from torch.utils import checkpoint as checkpoints
 Kernel = Callable[..., Any]
 
 MODULE_CALL: CodeType = nn.Module._call_impl.__code__
+# The second is all that is there of a module after its ``compile()``.
+MODULE_CALLS = frozenset({MODULE_CALL, nn.Module._wrapped_call_impl.__code__})
 ENGINE: CodeType = autograd_graph._engine_run_backward.__code__
 
 CHECKPOINT: CodeType = inspect.unwrap(checkpoints.checkpoint).__code__
