@@ -22,6 +22,7 @@ from lightning_unitscale.dispatch.calls import CALLS, Call, Sources, record
 from lightning_unitscale.dispatch.compiled_graphs import COMPILED_BEFORE, mark_caller
 from lightning_unitscale.dispatch.compiled_sites import CompiledSites
 from lightning_unitscale.dispatch.execute import Product, ProductRule
+from lightning_unitscale.dispatch.owners import running_session
 from lightning_unitscale.dispatch.session import LOCAL, ProductSession
 from lightning_unitscale.dispatch.sites import Run
 from lightning_unitscale.dispatch.tensors import forget_copy
@@ -135,6 +136,7 @@ class RoundedGraph:
         self._claims: dict[str, CompiledSites] = {}
         self._current: dict[int, Site] = {}
         self._are_parameters: tuple[bool, ...] = ()
+        self._has_backward = False
         # Of the forward and the backward graph, whether their calls are known to be ours.
         self._are_known = [False, False]
 
@@ -143,12 +145,10 @@ class RoundedGraph:
         if not self._are_known[0]:
             self._are_known[0] = True
             mark_caller()
-        session, node = LOCAL.session, current_node()
-        if session is None and node is not None:
-            session = self._session()  # a checkpoint that is computed again
+        session = running_session()
         if session is None or not session.is_open or session.sites.module is not self._module():
             return _NOBODY
-        run = session.sites.run_of(node)
+        run = session.sites.run_of(current_node())
         if run is None:
             return _NOBODY
         if session is not self._session():
@@ -156,6 +156,7 @@ class RoundedGraph:
             self._sites.clear()
             self._claims.clear()
         self._current = self._sites_of(session, run)
+        self._has_backward = any(product.forward is not None for product in self.products)
         self._are_parameters = tuple(isinstance(tensor, nn.Parameter) for tensor in inputs)
         return next(_RUNS)
 
@@ -226,9 +227,10 @@ class RoundedGraph:
         else:
             site = self._current[index]
             run_as, extents = session.forward_product(product.rule, site, args, operands)
-            call = Call(site, {}, (), run_as.log2_units, run_as.is_gradient, run_as.step)
-            call.extents = extents
-            record(number, session.ref, call)
+            if self._has_backward:
+                call = Call(site, {}, (), run_as.log2_units, run_as.is_gradient, run_as.step)
+                call.extents = extents
+                record(number, session.ref, call)
         is_weight = product.is_weight
         if product.input is not None:
             is_weight = is_weight or self._are_parameters[product.input]

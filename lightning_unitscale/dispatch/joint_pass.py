@@ -33,10 +33,12 @@ from lightning_unitscale.dispatch.compiled_sites import (
 )
 from lightning_unitscale.dispatch.execute import ProductRule
 from lightning_unitscale.dispatch.fp8 import is_weight
-from lightning_unitscale.dispatch.session import LOCAL, ProductSession
+from lightning_unitscale.dispatch.owners import running_session
+from lightning_unitscale.dispatch.session import ProductSession
 from lightning_unitscale.dispatch.torch_internals import (
     GraphPass,
     compile_id,
+    current_node,
     fake_mode_of,
     is_of_backward,
     note_strides,
@@ -47,7 +49,7 @@ _OURS = torch.ops.lightning_unitscale
 
 def _round(graph: fx.Graph) -> None:
     """Let the products of a graph round, if it is compiled in a step whose products do."""
-    session, identity = LOCAL.session, compile_id()
+    session, identity = running_session(), compile_id()
     if session is not None and session.numerics and identity is not None:
         _Rounding(graph, session, identity[0]).run()
 
@@ -61,7 +63,8 @@ class _Rounding:
     def __init__(self, graph: fx.Graph, session: ProductSession, frame: int | None) -> None:
         self._graph = graph
         self._session = session
-        root = session.sites.forward_run().path
+        run = session.sites.run_of(current_node())
+        root = "" if run is None else run.path
         self._sites = CompiledSites(session, frame, root)
         self._compiled = RoundedGraph(session, frame, root)
         self._index = len(GRAPHS)
