@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lightning_unitscale.dispatch.calls import CALLS, Call, Sources, record
-from lightning_unitscale.dispatch.compiled_graphs import COMPILED_BEFORE, mark_caller
+from lightning_unitscale.dispatch.compiled_graphs import mark_caller
 from lightning_unitscale.dispatch.compiled_sites import CompiledSites
 from lightning_unitscale.dispatch.execute import Product, ProductRule
 from lightning_unitscale.dispatch.owners import running_session
@@ -125,9 +125,6 @@ class RoundedGraph:
 
     def __init__(self, session: ProductSession, frame: int | None, root: str) -> None:
         self.products: list[RoundedProduct] = []
-        module = session.sites.module
-        assert module is not None, "it is running"
-        self._module: weakref.ref[nn.Module] = weakref.ref(module)
         self._session: weakref.ref[ProductSession] = session.ref
         self._frame = frame
         self._root = root
@@ -146,11 +143,9 @@ class RoundedGraph:
             self._are_known[0] = True
             mark_caller()
         session = running_session()
-        if session is None or not session.is_open or session.sites.module is not self._module():
+        if session is None or not session.is_open:
             return _NOBODY
-        run = session.sites.run_of(current_node())
-        if run is None:
-            return _NOBODY
+        run = session.sites.run_of(current_node()) or session.sites.no_module()
         if session is not self._session():
             self._session = session.ref
             self._sites.clear()
@@ -211,7 +206,7 @@ class RoundedGraph:
         kwargs: dict[str, Any],
     ) -> Any:
         if run == _NOBODY:
-            return self._left(product, args, kwargs)
+            return _plain(product, args, kwargs)
         first = index if product.forward is None else product.forward
         number, operands = -(run + first), product.rule.operands_in(args)
         recorded = CALLS.get(number)
@@ -235,15 +230,6 @@ class RoundedGraph:
         if product.input is not None:
             is_weight = is_weight or self._are_parameters[product.input]
         return session.execute(run_as, product.operator, args, kwargs, is_weight)
-
-    def _left(self, product: RoundedProduct, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a product as it is, in a step of a module that it was not compiled for, if in any."""
-        result, session = _plain(product, args, kwargs), LOCAL.session
-        if session is not None and session.counter is not None:
-            flops = product.rule.flops(args, result)
-            path = session.sites.forward_run().path
-            session.counter.add(path, "plain", COMPILED_BEFORE, flops)
-        return result
 
 
 def _plain(product: RoundedProduct, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

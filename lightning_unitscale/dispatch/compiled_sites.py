@@ -50,11 +50,18 @@ class CompiledSites:
     """
 
     def __init__(self, session: ProductSession, frame: int | None, root: str) -> None:
-        self._session = session
+        # Weak: compiled graphs keep this as long as they are there.
+        self._ref = session.ref
         self._frame = frame
         self._root = root
         self._claims = _CLAIMS.setdefault(session, {})
         self._taken: set[str] = set()
+
+    @property
+    def _session(self) -> ProductSession:
+        session = self._ref()
+        assert session is not None, "it is running"
+        return session
 
     def claim(self, word: str, roles: tuple[str, ...], path: str) -> Site:
         """The site of a forward product; the same one when its frame is compiled again."""

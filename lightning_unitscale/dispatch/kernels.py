@@ -7,9 +7,11 @@ more meanwhile.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import warnings
 import weakref
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
@@ -26,9 +28,10 @@ from lightning_unitscale.dispatch.session import LOCAL, ProductSession
 from lightning_unitscale.dispatch.torch_internals import (
     Kernel,
     KernelOverrides,
+    compiled_parts,
     current_node,
     forget_compiled,
-    is_compiled,
+    is_by_inductor,
     plain_functions,
 )
 from lightning_unitscale.dispatch.unreached import UNREACHED, run_inside, unreached_kernel
@@ -39,8 +42,8 @@ _sessions: dict[int, weakref.finalize[..., ProductSession]] = {}
 # What is put into torch for them, and the dispatch keys whose kernels are overridden.
 _installed = ExitStack()
 _keys: set[str] = set()
-# Sessions that round, and what was compiled before them has been forgotten.
-_recompiled: weakref.WeakSet[ProductSession] = weakref.WeakSet()
+# Sessions that round, and have met parts that the user has compiled.
+_met: weakref.WeakSet[ProductSession] = weakref.WeakSet()
 
 
 def open_session(session: ProductSession) -> None:
@@ -62,16 +65,33 @@ def open_session(session: ProductSession) -> None:
             _overrides(key).put("linear", functools.partial(layer_kernel, asking_session))
 
 
-def recompile(session: ProductSession) -> None:
-    """Have what the user has compiled of a session's module compiled again, where it is rounded.
+def rounding_compiled(session: ProductSession) -> AbstractContextManager[Any]:
+    """A context for a step in which what the user has compiled is rounded, if anything is.
 
-    What was compiled before rounds nothing, and Inductor takes small products to pieces.
+    It is compiled again in the first step: what was compiled before rounds nothing, and Inductor
+    takes small products to pieces. What another backend compiles runs uncompiled.
+
+    Args:
+        session: Whose step it is.
     """
     module = session.sites.module
-    if not session.numerics or session in _recompiled or module is None or not is_compiled(module):
-        return
-    _recompiled.add(session)
-    _installed.callback(forget_compiled([rule.operator for rule in RULES]))
+    parts = [] if module is None or not session.numerics else compiled_parts(module)
+    if not parts:
+        return contextlib.nullcontext()
+    is_first = session not in _met
+    _met.add(session)
+    if all(map(is_by_inductor, parts)):
+        if is_first:
+            _installed.callback(forget_compiled([rule.operator for rule in RULES]))
+        return contextlib.nullcontext()
+    if is_first:
+        warnings.warn(
+            f"{type(module).__name__} has parts that were compiled by another backend than "
+            "Inductor, whose products cannot be rounded, so they run uncompiled; expected "
+            "torch.compile(backend='inductor'), its default, or none.",
+            stacklevel=4,
+        )
+    return torch.compiler.set_stance("force_eager")
 
 
 def close_session(session: ProductSession) -> None:

@@ -279,10 +279,18 @@ def _codes() -> tuple[CodeType, CodeType]:
     return calls, inspect.unwrap(compile_fx._compile_fx_inner).__code__
 
 
-def is_compiled(module: torch.nn.Module) -> bool:
-    """Whether a module, or a part or a method of it, is one that the user has compiled."""
+def compiled_parts(module: torch.nn.Module) -> list[Any]:
+    """What the user has compiled of a module: itself, parts of it, and methods of its own."""
+    parts: list[Any] = []
     for child in module.modules():
-        if hasattr(child, "_orig_mod") or child._compiled_call_impl is not None:
-            return True
+        if hasattr(child, "_orig_mod"):
+            parts.append(child)
+        elif child._compiled_call_impl is not None:
+            parts.append(child._compiled_call_impl)
     methods = vars(module).values()
-    return any(hasattr(method, "_torchdynamo_orig_callable") for method in methods)
+    return parts + [method for method in methods if hasattr(method, "_torchdynamo_orig_callable")]
+
+
+def is_by_inductor(compiled: Any) -> bool:
+    """Whether Inductor compiles it, of which other backends have no configuration."""
+    return compiled.get_compiler_config() is not None
