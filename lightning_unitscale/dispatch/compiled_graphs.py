@@ -143,7 +143,7 @@ class CompiledGraph:
         else:
             exponents = [e for product in self.products for e in product.exponents()]
             if session.counter is not None:
-                self._count(session.counter)
+                self._count(session.counter, is_left=bool(session.numerics))
         if exponents != self._exponents:
             self._exponents = exponents
             self._tensors = {}
@@ -182,9 +182,10 @@ class CompiledGraph:
             takes_units=False,
         )
 
-    def _count(self, counter: CoverageCounter) -> None:
+    def _count(self, counter: CoverageCounter, *, is_left: bool) -> None:
         for product in self.products:
-            reason = product.why_plain()
+            # What was compiled for units alone is not rounded.
+            reason = COMPILED_BEFORE if is_left else product.why_plain()
             kind: Kind = "plain" if reason else "units"
             counter.add(product.site.module, kind, reason, product.flops)
         for module, reason, flops in self.unreached:
