@@ -20,6 +20,7 @@ from lightning_unitscale.dispatch.compiled_sites import (
     CompiledSites,
     arrangements,
     examples,
+    path_of,
     rule_of,
     value_of,
 )
@@ -127,7 +128,7 @@ class _Rewriting:
         self._is_backward = is_backward
         self._compiled = CompiledGraph(forward.session)
         self._index = len(GRAPHS)
-        self._sites = CompiledSites(forward.session, frame, forward.root)
+        self._sites = CompiledSites(forward.session, frame)
         self._visits: dict[int, int] = defaultdict(int)
         self._identified: list[_Identified] = []
         self._fake_mode: Any = None
@@ -150,7 +151,7 @@ class _Rewriting:
             elif (left := rule or unreached) is not None:
                 reason = _NUMBER if unreached is None else unreached.reason
                 flops = int(left.flops(examples(node.args), examples(value_of(node))))
-                self._compiled.unreached.append((self._sites.path(node), reason, flops))
+                self._compiled.unreached.append((self._path(node), reason, flops))
         if not found and not self._compiled.unreached:
             return
         GRAPHS.append(self._compiled)
@@ -182,7 +183,7 @@ class _Rewriting:
             else:
                 word += "@backward"
         if site is None:
-            site = self._sites.claim(word, roles, self._sites.path(node))
+            site = self._sites.claim(word, roles, self._path(node))
             if number is not None and not self._is_backward:
                 names = [_names(operand) for operand in rule.operands_in(node.args)]
                 self._forward.products[number].append((site, names))
@@ -301,6 +302,9 @@ class _Rewriting:
         if found.count(None) == 1:
             return tuple(found)
         return (None, 1) if visit == 0 else (0, None)
+
+    def _path(self, node: fx.Node) -> str:
+        return path_of(node, self._forward.session, self._forward.root)
 
 
 def _operands(rule: ProductRule, node: fx.Node) -> tuple[str, ...]:

@@ -9,9 +9,8 @@ run of the forward graph that it belongs to: its units, its step, its random num
 from __future__ import annotations
 
 import itertools
-import weakref
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,11 +19,9 @@ from torch.utils import _pytree as pytree
 
 from lightning_unitscale.dispatch.calls import CALLS, Call, Sources, record
 from lightning_unitscale.dispatch.compiled_graphs import mark_caller
-from lightning_unitscale.dispatch.compiled_sites import CompiledSites
 from lightning_unitscale.dispatch.execute import Product, ProductRule
 from lightning_unitscale.dispatch.owners import running_session
 from lightning_unitscale.dispatch.session import LOCAL, ProductSession
-from lightning_unitscale.dispatch.sites import Run
 from lightning_unitscale.dispatch.tensors import forget_copy
 from lightning_unitscale.dispatch.torch_internals import Kernel, current_node, plain_functions
 from lightning_unitscale.dispatch.units import FORWARD, Site
@@ -115,23 +112,18 @@ class RoundedGraph:
     """The products of one compiled graph, forward and backward.
 
     Args:
-        session: In whose step it was compiled.
-        frame: Number of the compiled frame.
-        root: Path of the module within which it ran then.
+        root: Path of the module within which it was compiled.
 
     Attributes:
         products: The products.
     """
 
-    def __init__(self, session: ProductSession, frame: int | None, root: str) -> None:
+    def __init__(self, root: str) -> None:
         self.products: list[RoundedProduct] = []
-        self._session: weakref.ref[ProductSession] = session.ref
-        self._frame = frame
         self._root = root
-        # By the path of the module that runs it, and how often it has run in the step before.
-        self._sites: dict[tuple[str, int], dict[int, Site]] = {}
-        self._claims: dict[str, CompiledSites] = {}
-        self._current: dict[int, Site] = {}
+        # Of the run that began last: whose it is, and the sites of its forward products.
+        self._session: Callable[[], ProductSession | None] = lambda: None
+        self._sites: dict[int, Site] = {}
         self._are_parameters: tuple[bool, ...] = ()
         self._has_backward = False
         # Of the forward and the backward graph, whether their calls are known to be ours.
@@ -145,33 +137,22 @@ class RoundedGraph:
         session = running_session()
         if session is None or not session.is_open:
             return _NOBODY
-        run = session.sites.run_of(current_node()) or session.sites.no_module()
-        if session is not self._session():
-            self._session = session.ref
-            self._sites.clear()
-            self._claims.clear()
-        self._current = self._sites_of(session, run)
-        self._has_backward = any(product.forward is not None for product in self.products)
+        sites, node = session.sites, current_node()
+        run = sites.run_of(node) or sites.no_module()
+        self._session = session.ref
+        self._sites = {
+            # Modules of one class share what was compiled of the first.
+            index: sites.find(
+                product.word,
+                product.roles,
+                replace(run, path=_moved(product.path, self._root, run.path)),
+            )
+            for index, product in enumerate(self.products)
+            if product.forward is None
+        }
+        self._has_backward = len(self._sites) < len(self.products)
         self._are_parameters = tuple(isinstance(tensor, nn.Parameter) for tensor in inputs)
         return next(_RUNS)
-
-    def _sites_of(self, session: ProductSession, run: Run) -> dict[int, Site]:
-        """The sites of the forward products: modules of one class share what was compiled."""
-        count = session.sites.count(f"frame {self._frame}", run)
-        claims = self._claims.get(run.path)
-        if claims is None:
-            claims = CompiledSites(session, self._frame, run.path)
-            self._claims[run.path] = claims
-        for earlier in range(count + 1):
-            if (run.path, earlier) not in self._sites:
-                self._sites[run.path, earlier] = {
-                    index: claims.claim(
-                        product.word, product.roles, _moved(product.path, self._root, run.path)
-                    )
-                    for index, product in enumerate(self.products)
-                    if product.forward is None
-                }
-        return self._sites[run.path, count]
 
     def run(
         self, index: int, run: int, tensors: Sequence[Tensor], sizes: Sequence[int]
@@ -220,7 +201,7 @@ class RoundedGraph:
         elif recorded is not None:
             run_as = _again(product.rule, recorded[1])
         else:
-            site = self._current[index]
+            site = self._sites[index]
             run_as, extents = session.forward_product(product.rule, site, args, operands)
             if self._has_backward:
                 call = Call(site, {}, (), run_as.log2_units, run_as.is_gradient, run_as.step)

@@ -46,22 +46,13 @@ class CompiledSites:
     Args:
         session: Whose they are.
         frame: Number of the compiled frame.
-        root: Path of the module within which the frame runs.
     """
 
-    def __init__(self, session: ProductSession, frame: int | None, root: str) -> None:
-        # Weak: compiled graphs keep this as long as they are there.
-        self._ref = session.ref
+    def __init__(self, session: ProductSession, frame: int | None) -> None:
+        self._session = session
         self._frame = frame
-        self._root = root
         self._claims = _CLAIMS.setdefault(session, {})
         self._taken: set[str] = set()
-
-    @property
-    def _session(self) -> ProductSession:
-        session = self._ref()
-        assert session is not None, "it is running"
-        return session
 
     def claim(self, word: str, roles: tuple[str, ...], path: str) -> Site:
         """The site of a forward product; the same one when its frame is compiled again."""
@@ -73,14 +64,21 @@ class CompiledSites:
         self._taken.add(site.name)
         return site
 
-    def path(self, node: fx.Node) -> str:
-        """Path of the module that a node is of."""
-        stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
-        for key in reversed(list(stack)):
-            path = self._session.sites.path_of(int(str(key).partition("@")[0]))
-            if path is not None:
-                return path
-        return self._root
+
+def path_of(node: fx.Node, session: ProductSession, root: str) -> str:
+    """Path of the module that a node is of.
+
+    Args:
+        node: The node.
+        session: Of the module that has it.
+        root: What to take where the node does not say.
+    """
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    for key in reversed(list(stack)):
+        path = session.sites.path_of(int(str(key).partition("@")[0]))
+        if path is not None:
+            return path
+    return root
 
 
 def rule_of(node: fx.Node) -> ProductRule | None:

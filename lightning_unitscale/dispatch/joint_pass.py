@@ -25,9 +25,9 @@ from lightning_unitscale.dispatch.compiled_formats import (
 from lightning_unitscale.dispatch.compiled_sites import (
     ARRANGED,
     CAST,
-    CompiledSites,
     arrangements,
     examples,
+    path_of,
     rule_of,
     value_of,
 )
@@ -37,7 +37,6 @@ from lightning_unitscale.dispatch.owners import running_session
 from lightning_unitscale.dispatch.session import ProductSession
 from lightning_unitscale.dispatch.torch_internals import (
     GraphPass,
-    compile_id,
     current_node,
     fake_mode_of,
     is_of_backward,
@@ -49,9 +48,9 @@ _OURS = torch.ops.lightning_unitscale
 
 def _round(graph: fx.Graph) -> None:
     """Let the products of a graph round, if it is compiled in a step whose products do."""
-    session, identity = running_session(), compile_id()
-    if session is not None and session.numerics and identity is not None:
-        _Rounding(graph, session, identity[0]).run()
+    session = running_session()
+    if session is not None and session.numerics:
+        _Rounding(graph, session).run()
 
 
 PASS = GraphPass("joint_custom_pre_pass", _round)
@@ -60,13 +59,13 @@ PASS = GraphPass("joint_custom_pre_pass", _round)
 class _Rounding:
     """Rewrites one graph."""
 
-    def __init__(self, graph: fx.Graph, session: ProductSession, frame: int | None) -> None:
+    def __init__(self, graph: fx.Graph, session: ProductSession) -> None:
         self._graph = graph
         self._session = session
         run = session.sites.run_of(current_node())
         root = "" if run is None else run.path
-        self._sites = CompiledSites(session, frame, root)
-        self._compiled = RoundedGraph(session, frame, root)
+        self._root = root
+        self._compiled = RoundedGraph(root)
         self._index = len(GRAPHS)
         # By the number of the autograd node: forward products, with the nodes of their operands.
         self._forward: dict[int, list[tuple[int, list[Any]]]] = defaultdict(list)
@@ -93,7 +92,7 @@ class _Rounding:
     def _product(self, rule: ProductRule, node: fx.Node) -> RoundedProduct:
         """What is known of a product before it runs."""
         word, roles = rule.name_in(examples(node.args))
-        path, number = self._sites.path(node), node.meta.get("seq_nr")
+        path, number = path_of(node, self._session, self._root), node.meta.get("seq_nr")
         template = _template(node)
         value = value_of(node)
         results = None

