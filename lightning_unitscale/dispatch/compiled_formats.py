@@ -23,7 +23,13 @@ from lightning_unitscale.dispatch.execute import Product, ProductRule
 from lightning_unitscale.dispatch.owners import running_session
 from lightning_unitscale.dispatch.session import LOCAL, ProductSession
 from lightning_unitscale.dispatch.tensors import forget_copy
-from lightning_unitscale.dispatch.torch_internals import Kernel, current_node, plain_functions
+from lightning_unitscale.dispatch.torch_internals import (
+    Kernel,
+    current_node,
+    last_sequence_number,
+    plain_functions,
+    sequence_number,
+)
 from lightning_unitscale.dispatch.units import FORWARD, Site
 
 _LIBRARY = torch.library.Library("lightning_unitscale", "FRAGMENT")
@@ -40,6 +46,8 @@ _LIBRARY.define(
 # autograd nodes. A run has as many as a graph has products, with room between two runs.
 _MAX_PRODUCTS = 2**16
 _RUNS = itertools.count(2**40, _MAX_PRODUCTS)
+# Runs of one graph whose backward pass may still come.
+_MAX_RUNS = 2**12
 # The run of a graph that nobody rounds.
 _NOBODY = 0
 
@@ -126,6 +134,8 @@ class RoundedGraph:
         self._sites: dict[int, Site] = {}
         self._are_parameters: tuple[bool, ...] = ()
         self._has_backward = False
+        # Runs by the number of their autograd node.
+        self._runs: dict[int, int] = {}
         # Of the forward and the backward graph, whether their calls are known to be ours.
         self._are_known = [False, False]
 
@@ -134,11 +144,14 @@ class RoundedGraph:
         if not self._are_known[0]:
             self._are_known[0] = True
             mark_caller()
-        session = running_session()
-        if session is None or not session.is_open:
+        session, node = running_session(), current_node()
+        run = None if session is None else session.sites.run_of(node)
+        if run is None and node is not None:
+            # Of the backward graph, where a memory budget leaves nothing but the inputs.
+            return self._runs.get(sequence_number(node), _NOBODY)
+        if session is None or run is None or not session.is_open:
             return _NOBODY
-        sites, node = session.sites, current_node()
-        run = sites.run_of(node) or sites.no_module()
+        sites = session.sites
         self._session = session.ref
         self._sites = {
             # Modules of one class share what was compiled of the first.
@@ -152,7 +165,13 @@ class RoundedGraph:
         }
         self._has_backward = len(self._sites) < len(self.products)
         self._are_parameters = tuple(isinstance(tensor, nn.Parameter) for tensor in inputs)
-        return next(_RUNS)
+        number = next(_RUNS)
+        if self._has_backward:
+            if len(self._runs) >= _MAX_RUNS:
+                self._runs.clear()
+            # Within the forward of an autograd function its node is the last that was made.
+            self._runs[last_sequence_number()] = number
+        return number
 
     def run(
         self, index: int, run: int, tensors: Sequence[Tensor], sizes: Sequence[int]

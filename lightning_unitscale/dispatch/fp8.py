@@ -2,7 +2,7 @@
 
 Below autograd a product cannot choose what is saved. So ``linear`` itself is overridden, above
 autograd, for layers whose units and formats were known before the step began: a checkpoint's second
-run of them has to save what the first one has saved.
+run of them has to save what the first one has saved. What the user compiles saves what it would.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import CheckpointPolicy
 
 from lightning_unitscale.dispatch.calls import Sources
 from lightning_unitscale.dispatch.compiled_formats import (
@@ -37,6 +38,7 @@ from lightning_unitscale.dispatch.owners import running_session
 from lightning_unitscale.dispatch.session import ProductSession
 from lightning_unitscale.dispatch.torch_internals import (
     GraphPass,
+    Kernel,
     current_node,
     fake_mode_of,
     is_of_backward,
@@ -86,6 +88,8 @@ class _Rounding:
         with fake_mode_of(values), self._graph.inserting_before(first):
             begin = self._graph.call_function(_OURS.begin.default, (self._inputs, self._index))
             begin.meta["val"] = torch.empty((), dtype=torch.int64)
+            # Another one in the backward graph would be another run.
+            begin.meta["recompute"] = CheckpointPolicy.MUST_SAVE
         for index, ((node, _), product) in enumerate(zip(found, products, strict=True)):
             self._replace(index, node, product, begin)
 
@@ -93,24 +97,23 @@ class _Rounding:
         """What is known of a product before it runs."""
         word, roles = rule.name_in(examples(node.args))
         path, number = path_of(node, self._session, self._root), node.meta.get("seq_nr")
-        template = _template(node)
         value = value_of(node)
         results = None
         if not isinstance(value, Tensor):
             results = tuple(k for k, item in enumerate(value) if isinstance(item, Tensor))
         operands = rule.operands_in(node.args)
+        product = RoundedProduct(
+            rule, _operator(node), *_template(node), results, word, roles, path
+        )
         if is_of_backward(node):
             for forward, saved in self._forward.get(number, []) if number is not None else []:
                 sources = _sources(rule, operands, saved)
                 if sources is not None:
-                    called = (word, roles, path)
-                    return RoundedProduct(
-                        rule, node.target, *template, results, *called, forward, sources
-                    )
-            word += "@backward"
-        if number is not None and not is_of_backward(node):
+                    product.forward, product.sources = forward, sources
+                    return product
+            product.word += "@backward"
+        elif number is not None:
             self._forward[number].append((len(self._compiled.products), operands))
-        product = RoundedProduct(rule, node.target, *template, results, word, roles, path)
         if len(operands) == 2:
             self._look_for_weight(product, operands[1])
         return product
@@ -154,6 +157,11 @@ class _Rounding:
         item = self._graph.call_function(operator.getitem, (results, index))
         item.meta = dict(like.meta)
         return item
+
+
+def _operator(node: fx.Node) -> Kernel:
+    assert callable(node.target), "it is an operator of aten"
+    return node.target
 
 
 def _can_move(node: fx.Node) -> bool:

@@ -19,6 +19,11 @@ missed. The identifier of a compilation is the same for a graph and its backward
 be compiled much later, by another thread. Frames of ``CompiledFxGraph.__call__`` tell which
 compiled graph calls a kernel, and those of ``_compile_fx_inner`` that Inductor is only trying
 kernels out.
+
+``joint_custom_pre_pass`` runs on the joint graph of both, and on the only one of a step without
+gradients, before Inductor changes anything but what its tables of decompositions take to pieces
+while the step is traced. An operator that a pass has put there is given tensors with the strides
+that eager mode would give it only if its node says so, in ``eager_input_vals``.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch._functorch import config as functorch
 from torch._inductor import config, decomposition
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
@@ -259,6 +260,15 @@ def test_shapes_that_change() -> None:
 
 def test_a_checkpoint_within_what_is_compiled() -> None:
     assert_like_uncompiled(steps(lambda: Mlp(is_checkpointed=True)), trained(inputs(2, 4, 16)))
+
+
+def test_a_memory_budget_that_leaves_the_inputs_only() -> None:
+    found = []
+    with functorch.patch(activation_memory_budget=0.0):
+        for is_compiled in (False, True):
+            torch.manual_seed(0)
+            found.append(run(steps(Mlp)(is_compiled), trained(inputs(2, 4, 16)), [random()])[0])
+    assert_same_bits(found[1], found[0])
 
 
 @pytest.mark.parametrize("is_reentrant", [False, True])
