@@ -78,7 +78,7 @@ class RoundedProduct:
         results: Positions of its results that are tensors; ``None`` for one that is no tuple.
         word: What it is called.
         roles: What its operands are called.
-        path: Path of its module, of those that the frame that was compiled runs.
+        path: Path of its module in the run that was compiled.
         forward: For a backward product, the index in the graph of its forward product.
         sources: For each operand of a backward product which forward operand it is.
         is_weight: Whether its second operand is made of a parameter of the layer that runs it.
