@@ -157,6 +157,27 @@ MUTATIONS = (
         "dispatch/test_aot_pass.py -k submodule",
     ),
     Mutation(
+        "a rounded product of a compiled graph takes the call of another one",
+        "dispatch/compiled_formats.py",
+        "first = index if product.forward is None else product.forward",
+        "first = 0 if product.forward is None else product.forward",
+        "dispatch/test_compiled_formats.py -k twice",
+    ),
+    Mutation(
+        "compilers remember kernels that were taken away",
+        "dispatch/torch_internals.py",
+        "for overload in self._overloads:",
+        "for overload in ():",
+        "dispatch/test_compiled_formats.py -k afterwards",
+    ),
+    Mutation(
+        "modules of one class share the names of the first in compiled graphs",
+        "dispatch/compiled_formats.py",
+        "path=_moved(product.path, self._root, run.path)",
+        "path=product.path",
+        "dispatch/test_compiled_formats.py -k one_class",
+    ),
+    Mutation(
         "coverage counts plain products as in units",
         "dispatch/coverage.py",
         'if count.kind in ("units", "format"))',

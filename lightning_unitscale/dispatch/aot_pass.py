@@ -6,21 +6,25 @@ rewritten within that compilation, in the forward and the backward graph of AOTA
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, fx
 
 from lightning_unitscale.dispatch.calls import Sources, slot_of
 from lightning_unitscale.dispatch.compiled_graphs import GRAPHS, CompiledGraph, CompiledProduct
-from lightning_unitscale.dispatch.execute import ProductRule, are_real
-from lightning_unitscale.dispatch.products import RULES
+from lightning_unitscale.dispatch.compiled_sites import (
+    ARRANGED,
+    CompiledSites,
+    arrangements,
+    examples,
+    path_of,
+    rule_of,
+    value_of,
+)
+from lightning_unitscale.dispatch.execute import ProductRule
 from lightning_unitscale.dispatch.session import LOCAL, ProductSession
 from lightning_unitscale.dispatch.torch_internals import GraphPass, compile_id, fake_mode_of
 from lightning_unitscale.dispatch.units import FORWARD, Site
@@ -28,32 +32,12 @@ from lightning_unitscale.dispatch.unreached import UNREACHED
 
 _ATEN = torch.ops.aten
 _OURS = torch.ops.lightning_unitscale
-_RULES = {f"aten.{rule.operator}.default": rule for rule in RULES}
 _UNREACHED = {
     f"aten.{rule.operator}" + ("" if "." in rule.operator else ".default"): rule
     for rule in UNREACHED
 }
-# Other arrangements of a tensor: the factor goes before them, so that a product reads the same
-# arrangement of the same memory, and BLAS adds in the same order.
-_ARRANGED = frozenset(
-    f"aten.{name}"
-    for name in (
-        "permute.default",
-        "t.default",
-        "transpose.int",
-        "view.default",
-        "reshape.default",
-        "expand.default",
-        "unsqueeze.default",
-        "squeeze.dim",
-        "squeeze.dims",
-    )
-)
-_SAME = _ARRANGED | {
-    "aten.clone.default",
-    "aten._unsafe_view.default",
-    "prims.convert_element_type.default",
-}
+# What formats have left: ``joint_pass.py`` could not take a number that is known at run time only.
+_NUMBER = "a number among its arguments that is known only when it runs, in a compiled graph"
 
 
 class _Forward:
@@ -66,8 +50,6 @@ class _Forward:
         self.products: dict[int, list[tuple[Site, list[set[str]]]]] = defaultdict(list)
 
 
-# By session and the name of a site, the number of the compiled frame that its product is in.
-_CLAIMS: WeakKeyDictionary[ProductSession, dict[str, int | None]] = WeakKeyDictionary()
 _FORWARDS: dict[tuple[int | None, int | None], _Forward] = {}
 _IDENTIFIED: dict[tuple[tuple[int | None, int | None], bool], _Rewriting] = {}
 
@@ -90,7 +72,8 @@ def _identify(graph: fx.Graph) -> None:
         forward = _Forward(session, session.sites.forward_run().path)
         _FORWARDS[identity] = forward
     rewriting = _Rewriting(graph, forward, identity[0], is_backward=is_backward)
-    rewriting.identify()
+    if not forward.session.numerics:
+        rewriting.identify()
     _IDENTIFIED[identity, is_backward] = rewriting
 
 
@@ -142,13 +125,10 @@ class _Rewriting:
     ) -> None:
         self._graph = graph
         self._forward = forward
-        self._session = forward.session
-        self._frame = frame
         self._is_backward = is_backward
         self._compiled = CompiledGraph(forward.session)
         self._index = len(GRAPHS)
-        self._claims = _CLAIMS.setdefault(forward.session, {})
-        self._taken: set[str] = set()
+        self._sites = CompiledSites(forward.session, frame)
         self._visits: dict[int, int] = defaultdict(int)
         self._identified: list[_Identified] = []
         self._fake_mode: Any = None
@@ -156,8 +136,7 @@ class _Rewriting:
     def identify(self) -> None:
         """Find the site of every product."""
         for node in self._graph.nodes:
-            rule = _RULES.get(str(node.target))
-            if rule is not None and _is_real(rule, node):
+            if (rule := rule_of(node)) is not None:
                 self._identified.append(self._identify(rule, node))
 
     def run(self) -> None:
@@ -166,21 +145,22 @@ class _Rewriting:
         for node in list(self._graph.nodes):
             if node.op != "call_function":
                 continue
-            name = str(node.target)
-            if (rule := _RULES.get(name)) is not None and _is_real(rule, node):
+            rule, unreached = rule_of(node), _UNREACHED.get(str(node.target))
+            if rule is not None and not self._forward.session.numerics:
                 found.append((node, self._plan(rule, node)))
-            elif (unreached := _UNREACHED.get(name)) is not None:
-                flops = unreached.flops(_examples(node.args), _examples(_value(node)))
-                self._compiled.unreached.append((self._path(node), unreached.reason, flops))
+            elif (left := rule or unreached) is not None:
+                reason = _NUMBER if unreached is None else unreached.reason
+                flops = int(left.flops(examples(node.args), examples(value_of(node))))
+                self._compiled.unreached.append((self._path(node), reason, flops))
         if not found and not self._compiled.unreached:
             return
         GRAPHS.append(self._compiled)
         device = torch.device("cpu")
         if found:
             node, product = found[0]
-            device = _value(product.rule.operands_in(node.args)[0]).device
+            device = value_of(product.rule.operands_in(node.args)[0]).device
         first = next(node for node in self._graph.nodes if node.op != "placeholder")
-        values = [_value(node) for node in self._graph.nodes if "val" in node.meta]
+        values = [value_of(node) for node in self._graph.nodes if "val" in node.meta]
         self._fake_mode = fake_mode_of(values)
         with self._graph.inserting_before(first):
             self._factors = self._new(_OURS.compiled_factors.default, self._index, device)
@@ -189,7 +169,7 @@ class _Rewriting:
             self._rewrite(index, node, product)
 
     def _identify(self, rule: ProductRule, node: fx.Node) -> _Identified:
-        word, roles = rule.name_in(_examples(node.args))
+        word, roles = rule.name_in(examples(node.args))
         number = node.meta.get("seq_nr")
         slot = FORWARD
         sources: Sources = tuple(range(len(rule.operands)))
@@ -203,7 +183,7 @@ class _Rewriting:
             else:
                 word += "@backward"
         if site is None:
-            site = self._claim(word, roles, self._path(node))
+            site = self._sites.claim(word, roles, self._path(node))
             if number is not None and not self._is_backward:
                 names = [_names(operand) for operand in rule.operands_in(node.args)]
                 self._forward.products[number].append((site, names))
@@ -216,8 +196,8 @@ class _Rewriting:
             identified.site,
             identified.slot,
             identified.sources,
-            int(rule.flops(_examples(node.args), _examples(_value(node)))),
-            _value(node.args[rule.operands[0]]).dtype,
+            int(rule.flops(examples(node.args), examples(value_of(node)))),
+            value_of(node.args[rule.operands[0]]).dtype,
             self._compiled.num_factors,
         )
         self._compiled.products.append(product)
@@ -260,7 +240,7 @@ class _Rewriting:
                 args[position] = self._scaled(args[position], start + which)
             self._new(_OURS.look.default, looked, self._order, self._index, index)
         node.args = tuple(args)
-        if isinstance(_value(node), Tensor):
+        if isinstance(value_of(node), Tensor):
             self._scale_result(node, result)
             return
         for user in list(node.users):
@@ -280,7 +260,7 @@ class _Rewriting:
     def _scaled(self, node: Any, factor: int) -> fx.Node:
         """A tensor times a factor, in the same arrangement."""
         chain = []
-        while str(node.target) in _ARRANGED:
+        while str(node.target) in ARRANGED:
             chain.append(node)
             node = node.args[0]
         result = self._times(node, factor)
@@ -290,7 +270,7 @@ class _Rewriting:
 
     def _times(self, node: fx.Node, factor: int) -> fx.Node:
         number = self._new(_ATEN.select.int, self._factors, 0, factor)
-        dtype = _value(node).dtype
+        dtype = value_of(node).dtype
         if dtype is not torch.float16:
             return self._new(_ATEN.mul.Tensor, node, number)
         # A factor of FP32 need not be a number of FP16.
@@ -300,20 +280,10 @@ class _Rewriting:
 
     def _new(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         node = self._graph.call_function(target, args, kwargs)
-        values = fx.map_arg((args, kwargs), _value)
+        values = fx.map_arg((args, kwargs), value_of)
         with self._fake_mode:
             node.meta["val"] = target(*values[0], **values[1])
         return node
-
-    def _claim(self, word: str, roles: tuple[str, ...], path: str) -> Site:
-        """The site of a forward product; the same one when its frame is compiled again."""
-        for index in itertools.count():
-            site = self._session.sites.numbered(word, roles, path, index)
-            owner = self._claims.setdefault(site.name, self._frame)
-            if owner == self._frame and site.name not in self._taken:
-                break
-        self._taken.add(site.name)
-        return site
 
     def _sources(
         self, rule: ProductRule, node: fx.Node, operands: list[set[str]], number: int
@@ -334,24 +304,7 @@ class _Rewriting:
         return (None, 1) if visit == 0 else (0, None)
 
     def _path(self, node: fx.Node) -> str:
-        stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
-        for key in reversed(list(stack)):
-            path = self._session.sites.path_of(int(str(key).partition("@")[0]))
-            if path is not None:
-                return path
-        return self._forward.root
-
-
-def _is_real(rule: ProductRule, node: fx.Node) -> bool:
-    operands = rule.operands_in(node.args)
-    if not all(isinstance(operand, fx.Node) for operand in operands):
-        return False
-    values = [_value(operand) for operand in operands]
-    return all(isinstance(value, Tensor) for value in values) and are_real(values)
-
-
-def _value(node: Any) -> Any:
-    return node.meta["val"]
+        return path_of(node, self._forward.session, self._forward.root)
 
 
 def _operands(rule: ProductRule, node: fx.Node) -> tuple[str, ...]:
@@ -360,32 +313,4 @@ def _operands(rule: ProductRule, node: fx.Node) -> tuple[str, ...]:
 
 def _names(node: Any) -> set[str]:
     """Names of a node and of those that it is another arrangement of."""
-    names = {node.name}
-    while str(node.target) in _SAME:
-        node = node.args[0]
-        names.add(node.name)
-    return names
-
-
-def _examples(value: Any) -> Any:
-    """Tensors without data in place of nodes and fake tensors, whose sizes are plain numbers."""
-    if isinstance(value, fx.Node):
-        return _examples(value.meta.get("val"))
-    if isinstance(value, (tuple, list)):
-        return type(value)(_examples(item) for item in value)
-    if isinstance(value, Tensor):
-        shape, stride = _numbers(value.shape), _numbers(value.stride())
-        return torch.empty_strided(shape, stride, dtype=value.dtype, device="meta")
-    return _number(value) if isinstance(value, torch.SymInt) else value
-
-
-def _numbers(sizes: Sequence[Any]) -> tuple[int, ...]:
-    return tuple(_number(size) for size in sizes)
-
-
-def _number(size: Any) -> int:
-    """A size, or what it is in the first call: asking for more would bind the graph to it."""
-    if not isinstance(size, torch.SymInt):
-        return int(size)
-    hint = size.node.hint
-    return 1 if hint is None or not math.isfinite(hint) else int(hint)
+    return {arranged.name for arranged in arrangements(node)}

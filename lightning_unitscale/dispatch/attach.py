@@ -10,9 +10,8 @@ import torch
 from torch import nn
 
 from lightning_unitscale.capture.steps import EVALUATION_STEPS
-from lightning_unitscale.dispatch.compiled_graphs import uncompiled
 from lightning_unitscale.dispatch.formats import Numerics
-from lightning_unitscale.dispatch.kernels import close_session, open_session
+from lightning_unitscale.dispatch.kernels import close_session, open_session, rounding_compiled
 from lightning_unitscale.dispatch.session import LOCAL, ProductSession
 from lightning_unitscale.dispatch.torch_internals import current_node
 from lightning_unitscale.dispatch.units import Units
@@ -60,7 +59,7 @@ class SessionMethod:
         # Within a checkpoint that is computed again it is the same step of training.
         is_new = current_node() is None
         session.begin_step(is_training=is_new and owner.is_training(self._name))
-        with session.running(), uncompiled(session):
+        with session.running(), rounding_compiled(session):
             result = self._method(*args, **kwargs)
         owner.after_call(result)
         return result

@@ -50,8 +50,9 @@ class Call:
     num_visits: int = 0
 
 
-# By the number of an autograd node, the product that it was made for, and whose that is: weakly,
-# since whoever still waits for a backward pass keeps the session, not this table.
+# By the number of an autograd node, or a negative one for a product in a compiled graph: the
+# product that it was made for, and whose that is: weakly, since whoever still waits for a backward
+# pass keeps the session, not this table.
 CALLS: dict[int, tuple[weakref.ref[Any], Call]] = {}
 # Forward products whose backward pass may still come; each is a few numbers.
 _MAX_CALLS = 2**16
@@ -88,9 +89,6 @@ def remember(
         for index, tensor in enumerate(operands)
         if not moves or (tensor if tensor._base is None else tensor._base).is_leaf
     }
-    if len(CALLS) >= _MAX_CALLS:
-        for old in list(CALLS)[: _MAX_CALLS // 2]:
-            del CALLS[old]
     call = Call(
         site,
         pointers,
@@ -102,6 +100,20 @@ def remember(
         tuple(is_turned(tensor) for tensor in operands),
         extents,
     )
+    record(number, session, call)
+
+
+def record(number: int, session: weakref.ref[Any], call: Call) -> None:
+    """Keep a call.
+
+    Args:
+        number: Of its autograd node, or one that its backward products know it by.
+        session: Whose it is.
+        call: The call.
+    """
+    if len(CALLS) >= _MAX_CALLS:
+        for old in list(CALLS)[: _MAX_CALLS // 2]:
+            del CALLS[old]
     CALLS[number] = (session, call)
 
 

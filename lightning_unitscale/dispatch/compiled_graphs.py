@@ -6,14 +6,10 @@ the graph whenever it runs: Inductor cannot fold it, and new units compile nothi
 
 from __future__ import annotations
 
-import contextlib
-import warnings
 import weakref
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import CodeType, FrameType
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +20,7 @@ from lightning_unitscale.dispatch.execute import ProductRule, combined
 from lightning_unitscale.dispatch.session import LOCAL, ProductSession
 from lightning_unitscale.dispatch.sites import frames
 from lightning_unitscale.dispatch.tensors import Extent, smallest_and_rms
-from lightning_unitscale.dispatch.torch_internals import MODULE_CALL, codes, is_compiled
+from lightning_unitscale.dispatch.torch_internals import MODULE_CALL, codes
 from lightning_unitscale.dispatch.units import MeasuredProduct, Site
 
 # Beyond it a factor, or its inverse, is no normal number of FP32, in which it is held.
@@ -147,7 +143,7 @@ class CompiledGraph:
         else:
             exponents = [e for product in self.products for e in product.exponents()]
             if session.counter is not None:
-                self._count(session.counter)
+                self._count(session.counter, is_left=bool(session.numerics))
         if exponents != self._exponents:
             self._exponents = exponents
             self._tensors = {}
@@ -156,7 +152,7 @@ class CompiledGraph:
             self._tensors[device] = values.to(device)
         if not self._is_known:
             self._is_known = True
-            _mark_caller()
+            mark_caller()
         return self._tensors[device].clone()
 
     def look(self, tensors: Sequence[Tensor], index: int) -> None:
@@ -186,9 +182,10 @@ class CompiledGraph:
             takes_units=False,
         )
 
-    def _count(self, counter: CoverageCounter) -> None:
+    def _count(self, counter: CoverageCounter, *, is_left: bool) -> None:
         for product in self.products:
-            reason = product.why_plain()
+            # What was compiled for units alone is not rounded.
+            reason = COMPILED_BEFORE if is_left else product.why_plain()
             kind: Kind = "plain" if reason else "units"
             counter.add(product.site.module, kind, reason, product.flops)
         for module, reason, flops in self.unreached:
@@ -202,8 +199,7 @@ _OURS: weakref.WeakValueDictionary[int, object] = weakref.WeakValueDictionary()
 
 # Callers whose products are not to be met again: a graph of ours has its units.
 OWN_CALLERS = ("ours", "compiler")
-# Sessions whose modules were said to run uncompiled.
-_TOLD: weakref.WeakSet[ProductSession] = weakref.WeakSet()
+COMPILED_BEFORE = "compiled before this callback was attached"
 
 
 def caller() -> str | None:
@@ -217,7 +213,8 @@ def caller() -> str | None:
     return "ours" if id(frame.f_locals["self"]) in _OURS else "another"
 
 
-def _mark_caller() -> None:
+def mark_caller() -> None:
+    """Let the compiled graph that calls be one of ours."""
     found = codes()
     frame = None if found is None else _calling_frame(found[:1])
     if frame is not None:
@@ -231,25 +228,6 @@ def _calling_frame(codes: tuple[CodeType, ...]) -> FrameType | None:
         if frame.f_code in codes or frame.f_code is MODULE_CALL:
             return None if frame.f_code is MODULE_CALL else frame
     return None
-
-
-def uncompiled(session: ProductSession) -> AbstractContextManager[Any]:
-    """Formats round at the dispatcher only, so what the user compiled runs as it was written.
-
-    A context for a step, which does nothing where nothing is rounded or compiled.
-    """
-    module = session.sites.module
-    if not session.numerics or module is None or not is_compiled(module):
-        return contextlib.nullcontext()
-    if session not in _TOLD:
-        _TOLD.add(session)
-        warnings.warn(
-            f"{type(module).__name__} has parts that were compiled by torch.compile: formats are "
-            "rounded in uncompiled steps only, so they run uncompiled; leave out torch.compile, or "
-            "let UnitScaleCallback(compile=True) compile the steps.",
-            stacklevel=4,
-        )
-    return torch.compiler.set_stance("force_eager")
 
 
 @torch.library.impl(_LIBRARY, "compiled_factors", "CompositeExplicitAutograd")

@@ -36,9 +36,23 @@ class Numerics(abc.ABC):
 
     @abc.abstractmethod
     def applies_to(
-        self, site: Site, rule: ProductRule, args: Sequence[Any], kwargs: Mapping[str, Any]
+        self,
+        site: Site,
+        rule: ProductRule,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        reads_weight: bool | None = None,
     ) -> bool:
-        """Whether a product is rounded."""
+        """Whether a product is rounded.
+
+        Args:
+            site: Which product of the step it is.
+            rule: Its operator.
+            args: Arguments.
+            kwargs: Keyword arguments.
+            reads_weight: Whether its second operand is the weight of a linear layer; ``None``
+                where what calls has to tell.
+        """
 
     @abc.abstractmethod
     def run(
@@ -78,7 +92,12 @@ class SimulatedProducts(Numerics):
         self._configs = configs
 
     def applies_to(
-        self, site: Site, rule: ProductRule, args: Sequence[Any], kwargs: Mapping[str, Any]
+        self,
+        site: Site,
+        rule: ProductRule,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        reads_weight: bool | None = None,
     ) -> bool:
         """Whether a product is rounded: all are, but for those that are left out by name."""
         return bool(self._configs_of(site))

@@ -2,7 +2,7 @@
 
 Below autograd a product cannot choose what is saved. So ``linear`` itself is overridden, above
 autograd, for layers whose units and formats were known before the step began: a checkpoint's second
-run of them has to save what the first one has saved.
+run of them has to save what the first one has saved. What the user compiles saves what it would.
 """
 
 from __future__ import annotations
@@ -69,14 +69,19 @@ class FP8Products(Numerics):
         return self.is_training or self._config.in_evaluation
 
     def applies_to(
-        self, site: Site, rule: ProductRule, args: Sequence[Any], kwargs: Mapping[str, Any]
+        self,
+        site: Site,
+        rule: ProductRule,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        reads_weight: bool | None = None,
     ) -> bool:
         """Whether a product runs in FP8."""
         config = self._config
         if not self.is_active:
             return False
         if site.name not in config.decisions:
-            config.decisions[site.name] = self._why_not(site, rule, args, kwargs)
+            config.decisions[site.name] = self._why_not(site, rule, args, kwargs, reads_weight)
         return config.decisions[site.name] is None and rule.operator in ("mm", "addmm")
 
     def measure(self, product: Product, operands: Sequence[Tensor], *, is_first: bool) -> None:
@@ -191,14 +196,20 @@ class FP8Products(Numerics):
         )
 
     def _why_not(
-        self, site: Site, rule: ProductRule, args: Sequence[Any], kwargs: Mapping[str, Any]
+        self,
+        site: Site,
+        rule: ProductRule,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        reads_weight: bool | None,
     ) -> str | None:
         if rule.operator not in ("mm", "addmm"):
             return NO_LINEAR
         operands = rule.operands_in(args)
-        weight = operands[1]
-        is_linear = site.name.rpartition(".")[2].startswith(_LINEAR) and _is_of_layer(weight)
-        if not (is_linear or is_parameter(weight)):
+        if reads_weight is None:
+            weight = operands[1]
+            reads_weight = is_weight(site.name, weight, _calling_layer()) or is_parameter(weight)
+        if not reads_weight:
             return NO_LINEAR
         return self._config.why_not(site.name, site.module, operands, kwargs, is_turned=True)
 
@@ -218,15 +229,24 @@ def numerics_of(passes: Iterable[GraphPass | None], *, measures_range: bool) -> 
     ]
 
 
-def _is_of_layer(weight: Tensor) -> bool:
-    """Whether a matrix is made of a parameter of the layer that runs, by that parameter's shape.
+def _calling_layer() -> nn.Module | None:
+    """The module that runs what calls."""
+    call = next((frame for frame in frames() if frame.f_code is MODULE_CALL), None)
+    return None if call is None else call.f_locals["self"]
+
+
+def is_weight(name: str, weight: Tensor, layer: nn.Module | None) -> bool:
+    """Whether a matrix is made of a parameter of the layer that reads it, by its shape.
 
     ``F.linear(x, 2 * w)`` and ``x @ y.t()`` are the same operation.
+
+    Args:
+        name: Of the product that reads it.
+        weight: The second operand.
+        layer: The module that runs the product.
     """
-    call = next((frame for frame in frames() if frame.f_code is MODULE_CALL), None)
-    if call is None:
+    if layer is None or not name.rpartition(".")[2].startswith(_LINEAR):
         return False
-    layer: nn.Module = call.f_locals["self"]
     shape = weight.shape[::-1]
     own = layer.parameters(recurse=False)
     return isinstance(layer, nn.Linear) or any(param.shape == shape for param in own)

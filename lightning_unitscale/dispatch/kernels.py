@@ -7,54 +7,91 @@ more meanwhile.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import warnings
 import weakref
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
 
-from lightning_unitscale.dispatch.aot_pass import PASSES
-from lightning_unitscale.dispatch.calls import CALLS, Call, forget
+from lightning_unitscale.dispatch import aot_pass, joint_pass
+from lightning_unitscale.dispatch.calls import forget
 from lightning_unitscale.dispatch.compiled_graphs import OWN_CALLERS, caller
 from lightning_unitscale.dispatch.execute import ProductRule
 from lightning_unitscale.dispatch.fp8 import layer_kernel
 from lightning_unitscale.dispatch.optimizers import suspend_in_optimizers
+from lightning_unitscale.dispatch.owners import OPEN, asking_session
 from lightning_unitscale.dispatch.products import RULES
 from lightning_unitscale.dispatch.session import LOCAL, ProductSession
-from lightning_unitscale.dispatch.sites import recomputed_checkpoint
 from lightning_unitscale.dispatch.torch_internals import (
     Kernel,
     KernelOverrides,
+    compiled_parts,
     current_node,
+    forget_compiled,
+    is_by_inductor,
     plain_functions,
-    sequence_number,
 )
 from lightning_unitscale.dispatch.unreached import UNREACHED, run_inside, unreached_kernel
 
+_PASSES = (joint_pass.PASS, *aot_pass.PASSES)
 # By the identity of a session: what ends it, here or when nobody has it any more.
 _sessions: dict[int, weakref.finalize[..., ProductSession]] = {}
 # What is put into torch for them, and the dispatch keys whose kernels are overridden.
 _installed = ExitStack()
 _keys: set[str] = set()
+# Sessions that round, and have met parts that the user has compiled.
+_met: weakref.WeakSet[ProductSession] = weakref.WeakSet()
 
 
 def open_session(session: ProductSession) -> None:
     """Let a session have the products of its module's steps; safe to call again."""
     if not _sessions:
-        for graph_pass in PASSES:
+        for graph_pass in _PASSES:
             graph_pass.install()
-        for removable in (*PASSES, *suspend_in_optimizers()):
+        for removable in (*_PASSES, *suspend_in_optimizers()):
             _installed.callback(removable.remove)
     if id(session) not in _sessions:
         _sessions[id(session)] = weakref.finalize(session, _end, id(session), session.ref)
         _sessions[id(session)].atexit = False
+        OPEN[id(session)] = session.ref
     for device in ("CPU", "CUDA") if torch.cuda.is_available() else ("CPU",):
         if device not in _keys:
             _override_products(_overrides(device))
         if session.numerics and (key := f"Autograd{device}") not in _keys:
             # What is kept for the backward pass is chosen above autograd.
-            _overrides(key).put("linear", functools.partial(layer_kernel, _asking_session))
+            _overrides(key).put("linear", functools.partial(layer_kernel, asking_session))
+
+
+def rounding_compiled(session: ProductSession) -> AbstractContextManager[Any]:
+    """A context for a step in which what the user has compiled is rounded, if anything is.
+
+    It is compiled again in the first step: what was compiled before rounds nothing, and Inductor
+    takes small products to pieces. What another backend compiles runs uncompiled.
+
+    Args:
+        session: Whose step it is.
+    """
+    module = session.sites.module
+    parts = [] if module is None or not session.numerics else compiled_parts(module)
+    if not parts:
+        return contextlib.nullcontext()
+    is_first = session not in _met
+    _met.add(session)
+    if all(map(is_by_inductor, parts)):
+        if is_first:
+            _installed.callback(forget_compiled([rule.operator for rule in RULES]))
+        return contextlib.nullcontext()
+    if is_first:
+        warnings.warn(
+            f"{type(module).__name__} has parts that were compiled by another backend than "
+            "Inductor, whose products cannot be rounded, so they run uncompiled; expected "
+            "torch.compile(backend='inductor'), its default, or none.",
+            stacklevel=4,
+        )
+    return torch.compiler.set_stance("force_eager")
 
 
 def close_session(session: ProductSession) -> None:
@@ -66,6 +103,7 @@ def close_session(session: ProductSession) -> None:
 
 def _end(key: int, session: weakref.ref[ProductSession]) -> None:
     _sessions.pop(key, None)
+    OPEN.pop(key, None)
     forget(session)
     if not _sessions:
         _installed.close()
@@ -99,27 +137,10 @@ def _product_kernel(rule: ProductRule, original: Kernel) -> Kernel:
             return original(*args, **kwargs)
         session, node, call = LOCAL.session, current_node(), None
         if node is not None:
-            session, call = _asking_session(node)
+            session, call = asking_session(node)
         if session is None or caller() in OWN_CALLERS:
             return original(*args, **kwargs)
         with plain_functions():
             return session.run(rule, original, args, kwargs, node, call)
 
     return kernel
-
-
-def _asking_session(node: Any) -> tuple[ProductSession | None, Call | None]:
-    """Whose a product is that runs within an autograd node, and what the node was made for."""
-    if (recorded := CALLS.get(sequence_number(node))) is not None:
-        return recorded[0](), recorded[1]
-    if LOCAL.session is not None:
-        return LOCAL.session, None
-    # The body of a checkpoint, which a node has asked for that makes no product.
-    alive = [finalizer.peek() for finalizer in _sessions.values()]
-    sessions = [entry[0] for entry in alive if entry is not None]
-    checkpoint = recomputed_checkpoint()
-    owners = [session for session in sessions if session.sites.has_run(checkpoint)]
-    if not owners:
-        # All of its products may have been those of checkpoints within it.
-        owners = [session for session in sessions if session.sites.owns_caller()]
-    return next(iter(owners), None), None

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from lightning_unitscale.dispatch.calls import (
     Call,
+    Sources,
     may_belong_to,
     remember,
     show,
@@ -30,10 +31,10 @@ from lightning_unitscale.dispatch.calls import (
 from lightning_unitscale.dispatch.coverage import CoverageCounter, Kind
 from lightning_unitscale.dispatch.execute import Product, ProductRule, are_real, run_in_units
 from lightning_unitscale.dispatch.formats import Numerics
-from lightning_unitscale.dispatch.sites import Run, Sites
+from lightning_unitscale.dispatch.sites import Sites
 from lightning_unitscale.dispatch.tensors import Extent, forget_copy
 from lightning_unitscale.dispatch.torch_internals import Kernel
-from lightning_unitscale.dispatch.units import FORWARD, MeasuredProduct, Units
+from lightning_unitscale.dispatch.units import FORWARD, MeasuredProduct, Site, Units
 
 _Args = tuple[Any, ...]
 
@@ -140,15 +141,40 @@ class ProductSession:
             return original(*args, **kwargs)
         run = self.sites.run_of(node)
         if run is None and call is not None and may_belong_to(rule, call):
-            product = self._backward(rule, operands, call)
+            call.num_visits += 1
+            product = self.backward_product(rule, operands, call, sources_of(rule, call, operands))
         else:
             suffix = f"@{node.name()}" if run is None else ""
-            product = self._forward(rule, args, operands, run or self.sites.no_module(), suffix)
+            word, roles = rule.name_in(args)
+            site = self.sites.find(word + suffix, roles, run or self.sites.no_module())
+            product, extents = self.forward_product(rule, site, args, operands)
+            remember(self.ref, product, site, operands, extents, self.units.step)
+            show(site, operands, product.log2_units)
+        return self.execute(product, original, args, kwargs)
+
+    def execute(
+        self,
+        product: Product,
+        original: Kernel,
+        args: _Args,
+        kwargs: dict[str, Any],
+        reads_weight: bool | None = None,
+    ) -> Any:
+        """Run a product in a format, in units or as it is, and count it.
+
+        Args:
+            product: The product.
+            original: torch's own kernel.
+            args: Arguments.
+            kwargs: Keyword arguments.
+            reads_weight: See :meth:`Numerics.applies_to`.
+        """
         kind: Kind
         reason = ""
+        numerics = self._rounding(product, args, kwargs, reads_weight)
         LOCAL.is_inside = True
         try:
-            if self.numerics and (numerics := self._rounding(product, args, kwargs)) is not None:
+            if numerics is not None:
                 kind, result = "format", numerics.run(product, original, list(args), kwargs)
             elif not self.units.is_used:
                 kind, result = "left out", original(*args, **kwargs)
@@ -159,16 +185,21 @@ class ProductSession:
         finally:
             LOCAL.is_inside = False
         if self.counter is not None:
-            flops, site = rule.flops(args, result), product.site
+            flops, site = product.rule.flops(args, result), product.site
             self.counter.add(site.module, kind, reason, flops, (site.plain, product.slot))
         return result
 
-    def _forward(
-        self, rule: ProductRule, args: _Args, operands: Sequence[Tensor], run: Run, suffix: str
-    ) -> Product:
-        """Which product of a step it is, and what it runs with."""
-        word, roles = rule.name_in(args)
-        site = self.sites.find(word + suffix, roles, run)
+    def forward_product(
+        self, rule: ProductRule, site: Site, args: _Args, operands: Sequence[Tensor]
+    ) -> tuple[Product, tuple[Extent, ...]]:
+        """A forward product with what it runs with, and what was measured of its operands.
+
+        Args:
+            rule: Its operator.
+            site: Which product of the step it is.
+            args: Arguments.
+            operands: The operands among them.
+        """
         units, unknown = site.log2_units, (None,) * len(operands)
         product = Product(
             rule,
@@ -186,15 +217,20 @@ class ProductSession:
             for numerics in self.numerics:
                 numerics.measure(product, operands, is_first=units is None)
                 site.log2_units = product.log2_units
-        remember(self.ref, product, site, operands, extents, self.units.step)
-        show(site, operands, product.log2_units)
-        return product
+        return product, extents
 
-    def _backward(self, rule: ProductRule, operands: Sequence[Tensor], call: Call) -> Product:
-        """Which backward product of a call it is, and what it runs with."""
+    def backward_product(
+        self, rule: ProductRule, operands: Sequence[Tensor], call: Call, sources: Sources
+    ) -> Product:
+        """A backward product of a call with what it runs with.
+
+        Args:
+            rule: Its operator.
+            operands: What it reads.
+            call: The forward product.
+            sources: For each operand which forward operand it is.
+        """
         site = call.site
-        call.num_visits += 1
-        sources = sources_of(rule, call, operands)
         gamma = site.log2_gamma
         known = tuple(gamma if k is None else call.log2_units[k] for k in sources)
         product = Product(
@@ -242,8 +278,10 @@ class ProductSession:
         product.log2_units = self.units.note(measured, takes_units=bool(self.numerics))
         return extents
 
-    def _rounding(self, product: Product, args: _Args, kwargs: dict[str, Any]) -> Numerics | None:
+    def _rounding(
+        self, product: Product, args: _Args, kwargs: dict[str, Any], reads_weight: bool | None
+    ) -> Numerics | None:
         for numerics in self.numerics:
-            if numerics.applies_to(product.site, product.rule, args, kwargs):
+            if numerics.applies_to(product.site, product.rule, args, kwargs, reads_weight):
                 return numerics
         return None

@@ -16,7 +16,7 @@ from torch import nn
 from lightning_unitscale.dispatch.torch_internals import (
     CHECKPOINT,
     ENGINE,
-    MODULE_CALL,
+    MODULE_CALLS,
     RECOMPUTATIONS,
     UNPACK,
     checkpoint_of,
@@ -172,7 +172,7 @@ class Sites:
                 bodies.append(checkpointed_body(frame))
             elif frame.f_code is self._boundary:
                 path = ""
-            elif frame.f_code is MODULE_CALL:
+            elif frame.f_code in MODULE_CALLS:
                 path = self._path_in(frame)
             if path is not None:
                 break
@@ -186,7 +186,7 @@ class Sites:
         path: str | None = None
         checkpoint = None
         for frame in frames():
-            if frame.f_code is MODULE_CALL:
+            if frame.f_code in MODULE_CALLS:
                 path = self._path_in(frame) if path is None else path
             elif path is None and frame.f_code in RECOMPUTATIONS:
                 path = ""
@@ -204,7 +204,7 @@ class Sites:
         return self._module()
 
     def _path_in(self, frame: FrameType) -> str | None:
-        return self.path_of(id(frame.f_locals["self"])) if frame.f_code is MODULE_CALL else None
+        return self.path_of(id(frame.f_locals["self"])) if frame.f_code in MODULE_CALLS else None
 
     def path_of(self, module: int) -> str | None:
         """Path of the module with an ``id``; a compiled one has that of the user's own."""

@@ -3,7 +3,8 @@
 ``torch._C._current_autograd_node`` and ``torch._C._autograd._get_sequence_nr`` tie a backward
 product to the forward product that it belongs to: the forward kernel runs right after its autograd
 node was made, whose number is the last one given out. ``Library._destroy`` takes overridden kernels
-away again. Frames of ``Module._call_impl`` tell which module is running, and one of
+away again, and what ``OpOverload._dispatch_cache`` remembers of them while a compiler traces has to
+go as well. Frames of ``Module._call_impl`` tell which module is running, and one of
 ``_engine_run_backward`` directly below a kernel tells that the autograd engine itself called it,
 unless one of ``CheckpointFunction.backward`` or of ``recompute_fn``, within
 ``_checkpoint_without_reentrant_generator``, comes before: then a checkpoint runs its body again.
@@ -18,6 +19,11 @@ missed. The identifier of a compilation is the same for a graph and its backward
 be compiled much later, by another thread. Frames of ``CompiledFxGraph.__call__`` tell which
 compiled graph calls a kernel, and those of ``_compile_fx_inner`` that Inductor is only trying
 kernels out.
+
+``joint_custom_pre_pass`` runs on the joint graph of both, and on the only one of a step without
+gradients, before Inductor changes anything but what its tables of decompositions take to pieces
+while the step is traced. An operator that a pass has put there is given tensors with the strides
+that eager mode would give it only if its node says so, in ``eager_input_vals``.
 """
 
 from __future__ import annotations
@@ -42,6 +48,8 @@ from torch.utils import checkpoint as checkpoints
 Kernel = Callable[..., Any]
 
 MODULE_CALL: CodeType = nn.Module._call_impl.__code__
+# The second is all that is there of a module after its ``compile()``.
+MODULE_CALLS = frozenset({MODULE_CALL, nn.Module._wrapped_call_impl.__code__})
 ENGINE: CodeType = autograd_graph._engine_run_backward.__code__
 
 CHECKPOINT: CodeType = inspect.unwrap(checkpoints.checkpoint).__code__
@@ -121,13 +129,17 @@ def plain_functions() -> AbstractContextManager[None]:
     return context
 
 
-def _original_kernel(operator: str, key: str) -> Kernel | None:
-    """What torch runs for an operator on a device now, or ``None`` where it has nothing."""
-    packet_name, _, overload_name = operator.partition(".")
+def _overload(operator: str) -> Any:
+    """An operator of aten by its name; ``None`` where this version of torch has none."""
+    packet_name, _, name = operator.partition(".")
     packet = getattr(torch.ops.aten, packet_name, None)
-    if packet is None or (overload_name or "default") not in packet.overloads():
+    return None if packet is None else getattr(packet, name or "default", None)
+
+
+def _original_kernel(overload: Any, key: str) -> Kernel | None:
+    """What torch runs for an operator on a device now, or ``None`` where it has nothing."""
+    if overload is None:
         return None
-    overload = getattr(packet, overload_name or "default")
     if not torch._C._dispatch_has_computed_kernel_for_dispatch_key(overload.name(), key):
         return None
     kernel = torch.library.get_kernel(overload, key)
@@ -149,6 +161,7 @@ class KernelOverrides:
     def __init__(self, key: str) -> None:
         self._key = key
         self._library = torch.library.Library("aten", "IMPL")
+        self._overloads: list[Any] = []
 
     def put(self, operator: str, make_kernel: Callable[[Kernel], Kernel]) -> None:
         """Let a kernel of ours run for an operator, where torch has one.
@@ -157,7 +170,8 @@ class KernelOverrides:
             operator: Its name, with the overload if that is not the default.
             make_kernel: Makes the kernel from torch's own.
         """
-        original = _original_kernel(operator, self._key)
+        overload = _overload(operator)
+        original = _original_kernel(overload, self._key)
         if original is None:
             return
         with warnings.catch_warnings():
@@ -165,10 +179,15 @@ class KernelOverrides:
             warnings.filterwarnings("ignore", message="(?s).*verriding a previously registered")
             kernel = make_kernel(original)
             self._library.impl(operator, kernel, self._key, allow_override=True)
+        overload._dispatch_cache.clear()
+        self._overloads.append(overload)
 
     def remove(self) -> None:
         """Put torch's own kernels back, without a trace."""
         self._library._destroy()
+        for overload in self._overloads:
+            # A compiler that traces it would take it for an operator with a gradient of its own.
+            overload._dispatch_cache.clear()
 
 
 class GraphPass(CustomGraphPass):
@@ -215,6 +234,41 @@ def compile_id() -> tuple[int | None, int | None] | None:
     return None if current is None else (current.frame_id, current.frame_compile_id)
 
 
+def is_of_backward(node: fx.Node) -> bool:
+    """Whether a node of a joint graph is of its backward pass, or of a gradient within the step."""
+    is_gradient = node.meta.get("partitioner_tag") == "is_backward"
+    return is_gradient or bool(node.meta.get("autograd_backward"))
+
+
+def note_strides(node: fx.Node, args: Any) -> None:
+    """Have an operator that needs exact strides get its tensors as these fake ones are."""
+    node.meta["eager_input_vals"] = (args, {})
+
+
+def forget_compiled(operators: Sequence[str]) -> Callable[[], None]:
+    """Let all that was compiled be compiled again, without taking operators of aten to pieces.
+
+    Args:
+        operators: Their names.
+
+    Returns:
+        What lets Inductor take them to pieces again.
+    """
+    from torch._inductor import decomposition
+
+    torch.compiler.reset()
+    overloads = list(map(_overload, operators))
+    # The second is made of the first, once.
+    tables = (decomposition.fast_random_decomps(), decomposition.decompositions)
+    taken = [(table, {op: table.pop(op) for op in overloads if op in table}) for table in tables]
+
+    def put_back() -> None:
+        for table, functions in taken:
+            table.update(functions)
+
+    return put_back
+
+
 def codes() -> tuple[CodeType, CodeType] | None:
     """Code that calls a compiled graph, and code that compiles; ``None`` where none ever has."""
     if "torch._inductor.compile_fx" not in sys.modules:
@@ -230,10 +284,18 @@ def _codes() -> tuple[CodeType, CodeType]:
     return calls, inspect.unwrap(compile_fx._compile_fx_inner).__code__
 
 
-def is_compiled(module: torch.nn.Module) -> bool:
-    """Whether a module, or a part or a method of it, is one that the user has compiled."""
+def compiled_parts(module: torch.nn.Module) -> list[Any]:
+    """What the user has compiled of a module: itself, parts of it, and methods of its own."""
+    parts: list[Any] = []
     for child in module.modules():
-        if hasattr(child, "_orig_mod") or child._compiled_call_impl is not None:
-            return True
+        if hasattr(child, "_orig_mod"):
+            parts.append(child)
+        elif child._compiled_call_impl is not None:
+            parts.append(child._compiled_call_impl)
     methods = vars(module).values()
-    return any(hasattr(method, "_torchdynamo_orig_callable") for method in methods)
+    return parts + [method for method in methods if hasattr(method, "_torchdynamo_orig_callable")]
+
+
+def is_by_inductor(compiled: Any) -> bool:
+    """Whether Inductor compiles it, of which other backends have no configuration."""
+    return compiled.get_compiler_config() is not None

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from lightning_unitscale.dispatch.compiled_graphs import OWN_CALLERS, caller
+from lightning_unitscale.dispatch.compiled_graphs import COMPILED_BEFORE, OWN_CALLERS, caller
 from lightning_unitscale.dispatch.execute import Arguments
 from lightning_unitscale.dispatch.products import contraction
 from lightning_unitscale.dispatch.session import LOCAL
@@ -37,7 +37,6 @@ class UnreachedRule:
 
 _IN_PLACE = "it writes into a tensor of its caller's"
 _RECURRENT = "a recurrent kernel, whose products are inside of it"
-_COMPILED_BEFORE = "compiled before this callback was attached"
 _FUSED = "a fused inference kernel, whose products are inside of it"
 
 
@@ -98,7 +97,7 @@ def unreached_kernel(rule: UnreachedRule, original: Kernel) -> Kernel:
         result = run_inside(original, *args, **kwargs)
         if session.counter is not None:
             path = session.sites.forward_run().path
-            reason = rule.reason if graph is None else _COMPILED_BEFORE
+            reason = rule.reason if graph is None else COMPILED_BEFORE
             flops = rule.flops(args, result)
             session.counter.add(path, "plain", reason, flops)
             if rule.has_backward and torch.is_grad_enabled() and _needs_gradient(args):

@@ -232,16 +232,6 @@ def test_a_pass_of_the_users_own_runs_before_and_is_put_back() -> None:
     assert len(seen) == 1
 
 
-def test_formats_run_uncompiled_and_say_so() -> None:
-    plain = fitted("", UnitScaleCallback(simulate="fp8"), steps=2)
-    callback = UnitScaleCallback(simulate="fp8")
-    with pytest.warns(UserWarning, match="they run uncompiled"):
-        compiled = fitted("submodule", callback, steps=2)
-    assert same(plain, compiled)
-    assert callback.coverage.fraction_of_flops("format") == 1.0
-    assert counters["stats"]["unique_graphs"] == 0
-
-
 def test_a_pass_that_a_setting_of_the_users_brings_back_runs_once() -> None:
     graphs: list[fx.Graph] = []
     graph_pass = GraphPass("post_grad_custom_pre_pass", graphs.append)

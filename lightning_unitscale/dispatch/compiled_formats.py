@@ -1,0 +1,285 @@
+"""Products of compiled graphs in formats: operators that do what a kernel does in eager mode.
+
+Whether a product runs in a format, and in which units, is decided whenever it runs, so a decision
+of FP8's compiles nothing again. A graph begins with one operator that finds the session; its result
+is a number that goes with what is saved for the backward pass, so that a backward product knows the
+run of the forward graph that it belongs to: its units, its step, its random numbers.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from lightning_unitscale.dispatch.calls import CALLS, Call, Sources, record
+from lightning_unitscale.dispatch.compiled_graphs import mark_caller
+from lightning_unitscale.dispatch.execute import Product, ProductRule
+from lightning_unitscale.dispatch.owners import running_session
+from lightning_unitscale.dispatch.session import LOCAL, ProductSession
+from lightning_unitscale.dispatch.tensors import forget_copy
+from lightning_unitscale.dispatch.torch_internals import (
+    Kernel,
+    current_node,
+    last_sequence_number,
+    plain_functions,
+    sequence_number,
+)
+from lightning_unitscale.dispatch.units import FORWARD, Site
+
+_LIBRARY = torch.library.Library("lightning_unitscale", "FRAGMENT")
+_TAGS = (torch.Tag.cudagraph_unsafe,)
+_LIBRARY.define(
+    "begin(Tensor[] inputs, int graph) -> Tensor", tags=(*_TAGS, torch.Tag.flexible_layout)
+)
+_LIBRARY.define(
+    "product(Tensor[] tensors, SymInt[] sizes, Tensor run, int graph, int product) -> Tensor[]",
+    # BLAS may add in another order for another stride.
+    tags=(*_TAGS, torch.Tag.needs_exact_strides),
+)
+# Numbers of products in runs; by their negative the backward pass finds the calls, beside those of
+# autograd nodes. A run has as many as a graph has products, with room between two runs.
+_MAX_PRODUCTS = 2**16
+_RUNS = itertools.count(2**40, _MAX_PRODUCTS)
+# Runs of one graph whose backward pass may still come.
+_MAX_RUNS = 2**12
+# The run of a graph that nobody rounds.
+_NOBODY = 0
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """Stands for a tensor among the arguments of a product: the one with this index."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Stands for a number that changes with the shapes: the one with this index."""
+
+    index: int
+
+
+@dataclass(eq=False)
+class RoundedProduct:
+    """A product of a compiled graph, forward or backward.
+
+    Attributes:
+        rule: Its operator.
+        operator: The same, as torch calls it.
+        args: Its arguments, with :class:`Tensors` and :class:`Sizes` in place of what changes.
+        kwargs: Its keyword arguments.
+        results: Positions of its results that are tensors; ``None`` for one that is no tuple.
+        word: What it is called.
+        roles: What its operands are called.
+        path: Path of its module in the run that was compiled.
+        forward: For a backward product, the index in the graph of its forward product.
+        sources: For each operand of a backward product which forward operand it is.
+        is_weight: Whether its second operand is made of a parameter of the layer that runs it.
+        input: Index of the graph's input, if any, that its second operand is an arrangement of.
+    """
+
+    rule: ProductRule
+    operator: Kernel
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    results: tuple[int, ...] | None
+    word: str
+    roles: tuple[str, ...]
+    path: str
+    forward: int | None = None
+    sources: Sources = ()
+    is_weight: bool = False
+    input: int | None = None
+
+    def arguments(
+        self, tensors: Sequence[Tensor], sizes: Sequence[int]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of one run."""
+
+        def filled(leaf: Any) -> Any:
+            if isinstance(leaf, Tensors):
+                return tensors[leaf.index]
+            return sizes[leaf.index] if isinstance(leaf, Sizes) else leaf
+
+        args, kwargs = pytree.tree_map(filled, (self.args, self.kwargs))
+        return tuple(args), dict(kwargs)
+
+    def listed(self, result: Any) -> list[Tensor]:
+        """Its results that are tensors."""
+        return [result] if self.results is None else [result[index] for index in self.results]
+
+
+class RoundedGraph:
+    """The products of one compiled graph, forward and backward.
+
+    Args:
+        root: Path of the module within which it was compiled.
+
+    Attributes:
+        products: The products.
+    """
+
+    def __init__(self, root: str) -> None:
+        self.products: list[RoundedProduct] = []
+        self._root = root
+        # Of the run that began last: whose it is, and the sites of its forward products.
+        self._session: Callable[[], ProductSession | None] = lambda: None
+        self._sites: dict[int, Site] = {}
+        self._are_parameters: tuple[bool, ...] = ()
+        self._has_backward = False
+        # Runs by the number of their autograd node.
+        self._runs: dict[int, int] = {}
+        # Of the forward and the backward graph, whether their calls are known to be ours.
+        self._are_known = [False, False]
+
+    def begin(self, inputs: Sequence[Tensor]) -> int:
+        """Number of the run that begins; that of nobody's where no session has its products."""
+        if not self._are_known[0]:
+            self._are_known[0] = True
+            mark_caller()
+        session, node = running_session(), current_node()
+        run = None if session is None else session.sites.run_of(node)
+        if run is None and node is not None:
+            # Of the backward graph, where a memory budget leaves nothing but the inputs.
+            return self._runs.get(sequence_number(node), _NOBODY)
+        if session is None or run is None or not session.is_open:
+            return _NOBODY
+        sites = session.sites
+        self._session = session.ref
+        self._sites = {
+            # Modules of one class share what was compiled of the first.
+            index: sites.find(
+                product.word,
+                product.roles,
+                replace(run, path=_moved(product.path, self._root, run.path)),
+            )
+            for index, product in enumerate(self.products)
+            if product.forward is None
+        }
+        self._has_backward = len(self._sites) < len(self.products)
+        self._are_parameters = tuple(isinstance(tensor, nn.Parameter) for tensor in inputs)
+        number = next(_RUNS)
+        if self._has_backward:
+            if len(self._runs) >= _MAX_RUNS:
+                self._runs.clear()
+            # Within the forward of an autograd function its node is the last that was made.
+            self._runs[last_sequence_number()] = number
+        return number
+
+    def run(
+        self, index: int, run: int, tensors: Sequence[Tensor], sizes: Sequence[int]
+    ) -> list[Tensor]:
+        """Run a product.
+
+        Args:
+            index: Which one.
+            run: Number of the graph's run that it belongs to.
+            tensors: The tensors among its arguments.
+            sizes: The numbers among its arguments that change.
+        """
+        product = self.products[index]
+        if product.forward is not None and not self._are_known[1]:
+            self._are_known[1] = True
+            mark_caller()
+        args, kwargs = product.arguments(tensors, sizes)
+        # The memory of a gradient may be another's by now, within one autograd node.
+        forget_copy()
+        try:
+            with plain_functions():
+                return product.listed(self._run(product, index, run, args, kwargs))
+        finally:
+            forget_copy()
+
+    def _run(
+        self,
+        product: RoundedProduct,
+        index: int,
+        run: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        if run == _NOBODY:
+            return _plain(product, args, kwargs)
+        first = index if product.forward is None else product.forward
+        number, operands = -(run + first), product.rule.operands_in(args)
+        recorded = CALLS.get(number)
+        session = (self._session if recorded is None else recorded[0])()
+        if session is None or not session.is_open:
+            return _plain(product, args, kwargs)
+        if product.forward is not None:
+            if recorded is None:
+                return _plain(product, args, kwargs)
+            run_as = session.backward_product(product.rule, operands, recorded[1], product.sources)
+        elif recorded is not None:
+            run_as = _again(product.rule, recorded[1])
+        else:
+            site = self._sites[index]
+            run_as, extents = session.forward_product(product.rule, site, args, operands)
+            if self._has_backward:
+                call = Call(site, {}, (), run_as.log2_units, run_as.is_gradient, run_as.step)
+                call.extents = extents
+                record(number, session.ref, call)
+        is_weight = product.is_weight
+        if product.input is not None:
+            is_weight = is_weight or self._are_parameters[product.input]
+        return session.execute(run_as, product.operator, args, kwargs, is_weight)
+
+
+def _plain(product: RoundedProduct, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    LOCAL.is_inside, before = True, LOCAL.is_inside
+    try:
+        return product.operator(*args, **kwargs)
+    finally:
+        LOCAL.is_inside = before
+
+
+def _moved(path: str, root: str, new_root: str) -> str:
+    """The path below one module, below another one."""
+    if path != root and not path.startswith(f"{root}." if root else ""):
+        return path
+    rest = path[len(root) :].lstrip(".")
+    return ".".join(filter(None, (new_root, rest)))
+
+
+def _again(rule: ProductRule, call: Call) -> Product:
+    """A forward product that a checkpoint computes again."""
+    site = call.site
+    return Product(
+        rule, site, FORWARD, call.log2_units, call.is_gradient, site.operand_names, call.step
+    )
+
+
+GRAPHS: list[RoundedGraph] = []
+
+
+@torch.library.impl(_LIBRARY, "begin", "CompositeExplicitAutograd")
+def _begin(inputs: Sequence[Tensor], graph: int) -> Tensor:
+    return torch.tensor(GRAPHS[graph].begin(inputs), dtype=torch.int64)
+
+
+@torch.library.impl(_LIBRARY, "product", "CompositeExplicitAutograd")
+def _product(
+    tensors: Sequence[Tensor], sizes: Sequence[int], run: Tensor, graph: int, product: int
+) -> list[Tensor]:
+    return GRAPHS[graph].run(product, int(run), tensors, sizes)
+
+
+@torch.library.register_fake("lightning_unitscale::begin", lib=_LIBRARY)
+def _fake_begin(inputs: Sequence[Tensor], graph: int) -> Tensor:
+    return torch.empty((), dtype=torch.int64)
+
+
+@torch.library.register_fake("lightning_unitscale::product", lib=_LIBRARY)
+def _fake_product(
+    tensors: Sequence[Tensor], sizes: Sequence[int], run: Tensor, graph: int, product: int
+) -> list[Tensor]:
+    rounded = GRAPHS[graph].products[product]
+    args, kwargs = rounded.arguments(tensors, sizes)
+    return rounded.listed(rounded.operator(*args, **kwargs))

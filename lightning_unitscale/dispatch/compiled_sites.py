@@ -1,0 +1,131 @@
+"""The products of a graph of aten operators: which they are, and of which module."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, fx
+
+from lightning_unitscale.dispatch.execute import ProductRule, are_real
+from lightning_unitscale.dispatch.products import RULES
+from lightning_unitscale.dispatch.session import ProductSession
+from lightning_unitscale.dispatch.units import Site
+
+_RULES = {f"aten.{rule.operator}.default": rule for rule in RULES}
+# Other arrangements of a tensor: the factor goes before them, so that a product reads the same
+# arrangement of the same memory, and BLAS adds in the same order.
+ARRANGED = frozenset(
+    f"aten.{name}"
+    for name in (
+        "permute.default",
+        "t.default",
+        "transpose.int",
+        "view.default",
+        "reshape.default",
+        "expand.default",
+        "unsqueeze.default",
+        "squeeze.dim",
+        "squeeze.dims",
+    )
+)
+CAST = "prims.convert_element_type.default"
+_SAME = ARRANGED | {"aten.clone.default", "aten._unsafe_view.default", CAST}
+
+# By session and the name of a site, the number of the compiled frame that its product is in.
+_CLAIMS: WeakKeyDictionary[ProductSession, dict[str, int | None]] = WeakKeyDictionary()
+
+
+class CompiledSites:
+    """The sites of the products of one graph.
+
+    Args:
+        session: Whose they are.
+        frame: Number of the compiled frame.
+    """
+
+    def __init__(self, session: ProductSession, frame: int | None) -> None:
+        self._session = session
+        self._frame = frame
+        self._claims = _CLAIMS.setdefault(session, {})
+        self._taken: set[str] = set()
+
+    def claim(self, word: str, roles: tuple[str, ...], path: str) -> Site:
+        """The site of a forward product; the same one when its frame is compiled again."""
+        for index in itertools.count():
+            site = self._session.sites.numbered(word, roles, path, index)
+            owner = self._claims.setdefault(site.name, self._frame)
+            if owner == self._frame and site.name not in self._taken:
+                break
+        self._taken.add(site.name)
+        return site
+
+
+def path_of(node: fx.Node, session: ProductSession, root: str) -> str:
+    """Path of the module that a node is of.
+
+    Args:
+        node: The node.
+        session: Of the module that has it.
+        root: What to take where the node does not say.
+    """
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    for key in reversed(list(stack)):
+        path = session.sites.path_of(int(str(key).partition("@")[0]))
+        if path is not None:
+            return path
+    return root
+
+
+def rule_of(node: fx.Node) -> ProductRule | None:
+    """The rule of a node that is a product of real tensors."""
+    rule = _RULES.get(str(node.target)) if node.op == "call_function" else None
+    if rule is None:
+        return None
+    operands = rule.operands_in(node.args)
+    if not all(isinstance(operand, fx.Node) for operand in operands):
+        return None
+    values = [value_of(operand) for operand in operands]
+    is_product = all(isinstance(value, Tensor) for value in values) and are_real(values)
+    return rule if is_product else None
+
+
+def value_of(node: Any) -> Any:
+    """What a node makes, without data."""
+    return node.meta["val"]
+
+
+def arrangements(node: Any) -> Iterator[fx.Node]:
+    """A node, and those that it is another arrangement of."""
+    yield node
+    while str(node.target) in _SAME:
+        node = node.args[0]
+        yield node
+
+
+def examples(value: Any) -> Any:
+    """Tensors without data in place of nodes and fake tensors, whose sizes are plain numbers."""
+    if isinstance(value, fx.Node):
+        return examples(value.meta.get("val"))
+    if isinstance(value, (tuple, list)):
+        return type(value)(examples(item) for item in value)
+    if isinstance(value, Tensor):
+        shape, stride = _numbers(value.shape), _numbers(value.stride())
+        return torch.empty_strided(shape, stride, dtype=value.dtype, device="meta")
+    return _number(value) if isinstance(value, torch.SymInt) else value
+
+
+def _numbers(sizes: Sequence[Any]) -> tuple[int, ...]:
+    return tuple(_number(size) for size in sizes)
+
+
+def _number(size: Any) -> int:
+    """A size, or what it is in the first call: asking for more would bind the graph to it."""
+    if not isinstance(size, torch.SymInt):
+        return int(size)
+    hint = size.node.hint
+    return 1 if hint is None or not math.isfinite(hint) else int(hint)

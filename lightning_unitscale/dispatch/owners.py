@@ -1,0 +1,36 @@
+"""Whose a product is that runs within the backward pass, where no step is on the stack."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from lightning_unitscale.dispatch.calls import CALLS, Call
+from lightning_unitscale.dispatch.session import LOCAL, ProductSession
+from lightning_unitscale.dispatch.sites import recomputed_checkpoint
+from lightning_unitscale.dispatch.torch_internals import current_node, sequence_number
+
+# Sessions that are open, by identity.
+OPEN: dict[int, weakref.ref[ProductSession]] = {}
+
+
+def asking_session(node: Any) -> tuple[ProductSession | None, Call | None]:
+    """Whose a product is that runs within an autograd node, and what the node was made for."""
+    if (recorded := CALLS.get(sequence_number(node))) is not None:
+        return recorded[0](), recorded[1]
+    if LOCAL.session is not None:
+        return LOCAL.session, None
+    # The body of a checkpoint, which a node has asked for that makes no product.
+    sessions = [session for ref in OPEN.values() if (session := ref()) is not None]
+    checkpoint = recomputed_checkpoint()
+    owners = [session for session in sessions if session.sites.has_run(checkpoint)]
+    if not owners:
+        # All of its products may have been those of checkpoints within it.
+        owners = [session for session in sessions if session.sites.owns_caller()]
+    return next(iter(owners), None), None
+
+
+def running_session() -> ProductSession | None:
+    """Whose step runs, or whose checkpoint is computed again."""
+    node = current_node()
+    return LOCAL.session if node is None else asking_session(node)[0]
