@@ -13,7 +13,6 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -21,6 +20,7 @@ from torch.optim.optimizer import (
 )
 from typing_extensions import override
 
+from lightning_unitscale.loops.arguments import checked_callbacks, torch_optimizers, unwrapped
 from lightning_unitscale.loops.loop import Loop, LoopCallback, StepCaller
 from lightning_unitscale.lossless.calibrate import find_loss
 from lightning_unitscale.patching import copied_method, reduced_method, shadowed
@@ -105,7 +105,7 @@ class Attachment(Loop):
                 "all of them in one call; pass them together, or detach() the others first."
             )
         self.should_stop = False
-        self._optimizers = None if optimizer is None else _optimizers(optimizer)
+        self._optimizers = None if optimizer is None else torch_optimizers(optimizer)
         self._callbacks: list[LoopCallback] = []
         self._scaler = scaler
         self._log_dir = log_dir
@@ -122,7 +122,7 @@ class Attachment(Loop):
             undo.callback(self._close)
             self._attached.callback(_on_optimizers(self).close)
             self._forward.enter_context(_stepping_aside(self))
-            for callback in _checked(callbacks):
+            for callback in checked_callbacks(callbacks):
                 self.add(callback)
             undo.pop_all()
 
@@ -367,38 +367,3 @@ def attachment_of(module: nn.Module) -> Attachment | None:
     """What callbacks work in that are attached to a module."""
     forward = vars(module).get("forward")
     return forward.attachment if isinstance(forward, _Forward) else None
-
-
-def unwrapped(module: nn.Module) -> nn.Module:
-    """The module that replicas of a module call."""
-    while isinstance(module, DistributedDataParallel):
-        module = module.module
-    return module
-
-
-def _optimizers(optimizer: Any) -> list[Optimizer]:
-    """The torch optimizers of one or several, which other packages may have wrapped."""
-    given = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
-    found = []
-    for item in given:
-        inner = item
-        while not isinstance(inner, Optimizer) and hasattr(inner, "optimizer"):
-            inner = inner.optimizer
-        if not isinstance(inner, Optimizer):
-            raise TypeError(
-                f"optimizer={item!r}: no torch.optim.Optimizer; expected one, or several in a "
-                "list; leave it out for every optimizer with parameters of the module."
-            )
-        found.append(getattr(inner, "optimizer", inner))
-    return found
-
-
-def _checked(callbacks: LoopCallback | Iterable[LoopCallback]) -> tuple[LoopCallback, ...]:
-    given = (callbacks,) if isinstance(callbacks, LoopCallback) else tuple(callbacks)
-    for callback in given:
-        if not isinstance(callback, LoopCallback):
-            raise TypeError(
-                f"callbacks={callback!r}: it works in a Lightning Trainer only; expected "
-                "UnitScaleCallback() or ScaleMonitor(); leave it out."
-            )
-    return given

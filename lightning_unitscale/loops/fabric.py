@@ -8,7 +8,8 @@ from typing import Any
 from torch import nn
 from typing_extensions import override
 
-from lightning_unitscale.loops.attach import Attachment, attachment_of, unwrapped
+from lightning_unitscale.loops.arguments import unwrapped
+from lightning_unitscale.loops.attach import Attachment, attachment_of
 from lightning_unitscale.loops.loop import LoopCallback
 
 

@@ -1,0 +1,56 @@
+"""The arguments of ``attach``, as torch's own objects."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from lightning_unitscale.loops.loop import LoopCallback
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The module that replicas of a module call."""
+    while isinstance(module, DistributedDataParallel):
+        module = module.module
+    return module
+
+
+def torch_optimizers(optimizer: Any) -> list[Optimizer]:
+    """The torch optimizers of one or several, which other packages may have wrapped.
+
+    Raises:
+        TypeError: If one of them is none.
+    """
+    given = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
+    found = []
+    for item in given:
+        inner = item
+        while not isinstance(inner, Optimizer) and hasattr(inner, "optimizer"):
+            inner = inner.optimizer
+        if not isinstance(inner, Optimizer):
+            raise TypeError(
+                f"optimizer={item!r}: no torch.optim.Optimizer; expected one, or several in a "
+                "list; leave it out for every optimizer with parameters of the module."
+            )
+        found.append(getattr(inner, "optimizer", inner))
+    return found
+
+
+def checked_callbacks(callbacks: LoopCallback | Iterable[LoopCallback]) -> tuple[LoopCallback, ...]:
+    """One callback or several, as a tuple.
+
+    Raises:
+        TypeError: If one of them is made for a Trainer only, or is none.
+    """
+    given = (callbacks,) if isinstance(callbacks, LoopCallback) else tuple(callbacks)
+    for callback in given:
+        if not isinstance(callback, LoopCallback):
+            raise TypeError(
+                f"callbacks={callback!r}: it works in a Lightning Trainer only; expected "
+                "UnitScaleCallback() or ScaleMonitor(); leave it out."
+            )
+    return given
