@@ -47,6 +47,7 @@ STDLIB_ONLY = ("scales/alerts.py", "formats.py")
 # Read by TensorBoard, which has no torch and must not wait for it.
 MAY_NOT_IMPORT_TORCH = (
     "__init__.py",
+    "patching.py",
     "registration.py",
     "scales/__init__.py",
     "scales/alerts.py",
