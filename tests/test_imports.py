@@ -108,10 +108,12 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {code: file.read_text() for file, code in zip(files, CODES, strict=True)}
 
 
+@pytest.mark.slow
 def test_callbacks_do_not_load_the_engine_of_pipelines(printed: dict[str, str]) -> None:
     assert "torch.distributed.pipelining" not in printed[CALLBACKS].split()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("imports", IMPORTS)
 def test_the_strategy_has_a_name_once_the_package_is_imported(
     imports: str, printed: dict[str, str]
@@ -120,6 +122,7 @@ def test_the_strategy_has_a_name_once_the_package_is_imported(
     assert found == ["False", "False", "False", "PipelineStrategy"]
 
 
+@pytest.mark.slow
 def test_a_listed_name_is_there_when_it_is_asked_for(printed: dict[str, str]) -> None:
     assert printed[NAMES].strip() == lightning_unitscale.__version__
 

@@ -119,7 +119,7 @@ def killed_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(params=_KILLED)
+@pytest.fixture(params=[pytest.param(how, marks=pytest.mark.slow) for how in _KILLED])
 def killed(request: pytest.FixtureRequest, killed_runs: Path) -> tuple[str, Path]:
     """The arrangement, and its checkpoint at step 20."""
     return request.param, killed_runs / request.param / "step=20.ckpt"
@@ -135,7 +135,6 @@ class First(pl.Callback):
             self.gauge = unit_scale_of(trainer.callbacks).gauge.state()
 
 
-@pytest.mark.slow
 def test_a_killed_run_continues(killed: Any, whole: Any, tmp_path: Path) -> None:
     how, checkpoint = killed
     callbacks = ARRANGEMENTS[how]()

@@ -107,6 +107,7 @@ def test_a_run_is_resumed(options: dict[str, Any], tmp_path: Path) -> None:
     assert_same_bits(([*first, *rest], again), (losses, weights))
 
 
+@pytest.mark.slow
 def test_its_command_line_takes_the_callbacks(tmp_path: Path) -> None:
     """In a process where this package is imported by the command line, as a class path."""
     script = tmp_path / "run.py"

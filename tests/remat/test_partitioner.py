@@ -180,6 +180,7 @@ def _program(steps):
     return function
 
 
+@pytest.mark.slow
 @settings(max_examples=15)
 @given(steps=_STEPS, budget=st.sampled_from(["min_cut", "floor", "front"]))
 def test_random_programs_compute_the_same_bits(steps, budget) -> None:

@@ -287,6 +287,7 @@ def _lines_per_block(num_blocks: int) -> dict[str, float]:
     return work
 
 
+@pytest.mark.slow
 def test_work_grows_linearly_from_8_to_256_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     copies = 0
     everything = Flow.parameters
