@@ -70,12 +70,20 @@ def _short_collections() -> None:
 
 @pytest.fixture(autouse=True)
 def _own_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Seeds every generator; what Lightning writes to its default folder lands in `tmp_path`."""
+    """Seeds every generator, and undoes what a test leaves to the next ones of its process.
+
+    What Lightning writes to its default folder lands in `tmp_path`.
+    """
     monkeypatch.chdir(tmp_path)
     random.seed(1)
     np.random.seed(1)
     torch.manual_seed(1)
+    environment = dict(os.environ)
     yield
+    # Lightning's launchers leave LOCAL_RANK there, and Accelerate then looks for other processes.
+    for name in os.environ.keys() - environment.keys():
+        del os.environ[name]
+    os.environ.update(environment)
     # Trainer(deterministic=True) leaves it on, and max_unpool2d then refuses to run.
     torch.use_deterministic_algorithms(False)
     # Dynamo counts recompilations per function, over all the tests that call it.
