@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_unitscale.callbacks.packages import misconfigured
+from lightning_unitscale.loops.ranks import world_size
 from lightning_unitscale.lossless.calibrate import combined_rms
 from lightning_unitscale.scales.reduce import pack_rows, unpack_rows
 from lightning_unitscale.scales.snapshot import ScaleSnapshot
@@ -33,7 +34,7 @@ _Value = TypeVar("_Value")
 
 def is_distributed() -> bool:
     """Whether there are other ranks to agree with."""
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return world_size() > 1
 
 
 def joint_rms(*measured: Mapping[str, float]) -> tuple[dict[str, float], ...]:

@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from lightning_unitscale.callbacks.distributed import num_microbatches, num_replicas
 from lightning_unitscale.callbacks.packages import is_lightning
-from lightning_unitscale.callbacks.steps import existing_steps, has_stepped, optimizer_step_index
+from lightning_unitscale.callbacks.steps import existing_steps
 from lightning_unitscale.loops.loop import Loop, StepCaller
 from lightning_unitscale.patching import shadowed
 
@@ -42,12 +42,16 @@ class LightningLoop(Loop):
     @property
     @override
     def step_index(self) -> int:
-        return optimizer_step_index(self._trainer)
+        # The axis of Lightning's own callbacks, so that charts line up with the loss.
+        return self._trainer.fit_loop.epoch_loop._batches_that_stepped
 
     @property
     @override
     def has_stepped(self) -> bool:
-        return has_stepped(self._trainer, self.module, self._global_step_before)
+        # Under manual optimization Lightning knows of no accumulation, and counts only the steps of
+        # optimizers in its own wrapping: every batch is one.
+        has_counted = self._trainer.global_step != self._global_step_before
+        return not self.module.automatic_optimization or has_counted
 
     @property
     @override

@@ -13,8 +13,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, cast
 
-import torch.distributed as dist
-
+from lightning_unitscale.loops.ranks import rank
 from lightning_unitscale.patching import when_imported
 
 # Those that have a Trainer: one is a copy of the other.
@@ -76,7 +75,7 @@ def rank_zero_warn(text: str, category: type[Warning] = UserWarning) -> None:
     """Warn, on the first rank."""
     if trainer_packages():
         _own_module("utilities.rank_zero").rank_zero_warn(text, category=category)
-    elif _is_rank_zero():
+    elif rank() == 0:
         warnings.warn(text, category, stacklevel=5)
 
 
@@ -84,16 +83,12 @@ def rank_zero_info(text: str) -> None:
     """Tell in the log, on the first rank: in Lightning's, if there is one."""
     if trainer_packages():
         _own_module("utilities.rank_zero").rank_zero_info(text)
-    elif _is_rank_zero():
+    elif rank() == 0:
         if not _LOG.hasHandlers():
             # Shown, as Lightning shows its own, where nobody has said what becomes of logs.
             _LOG.addHandler(logging.StreamHandler())
             _LOG.setLevel(logging.INFO)
         _LOG.info(text)
-
-
-def _is_rank_zero() -> bool:
-    return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
 
 
 def _is_own(kind: type) -> bool:

@@ -26,7 +26,7 @@ from lightning_unitscale.capture.growing_lists import functions_of, names_in
 from lightning_unitscale.capture.steps import LIGHTNING_STEPS, ModuleSteps, steps_of
 from lightning_unitscale.dynamo.capture import is_compiled
 from lightning_unitscale.loops.attach import Attachment
-from lightning_unitscale.loops.loop import LoopCallback
+from lightning_unitscale.loops.loop import LoopCallback, scale_of
 from lightning_unitscale.patching import nothing, shadowed
 from lightning_unitscale.rules.weights import zero_gradients
 
@@ -208,29 +208,9 @@ def takes_iterator(module: pl.LightningModule) -> bool:
     return is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True)
 
 
-def optimizer_step_index(trainer: pl.Trainer) -> int:
-    """The step axis of Lightning's own callbacks, so that charts line up with the loss."""
-    return trainer.fit_loop.epoch_loop._batches_that_stepped
-
-
-def has_stepped(trainer: pl.Trainer, module: pl.LightningModule, global_step_before: int) -> bool:
-    """Whether the batch that has just run completed an optimizer step.
-
-    Under manual optimization there is no accumulation that Lightning knows of, and it counts only
-    the steps of optimizers in its own wrapping: every batch is one.
-
-    Args:
-        trainer: The Trainer.
-        module: Its module.
-        global_step_before: ``trainer.global_step`` before the batch.
-    """
-    return not module.automatic_optimization or trainer.global_step != global_step_before
-
-
 def loss_scale(trainer: pl.Trainer) -> float:
     """Factor that the precision plugin puts on the loss, 1 without a gradient scaler."""
-    scaler = getattr(trainer.precision_plugin, "scaler", None)
-    return float(scaler.get_scale()) if scaler is not None else 1.0
+    return scale_of(getattr(trainer.precision_plugin, "scaler", None))
 
 
 def _untraced(module: nn.Module) -> Iterator[Any]:

@@ -11,7 +11,6 @@ from types import MethodType, TracebackType
 from typing import Any, Self
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
@@ -22,6 +21,7 @@ from typing_extensions import override
 
 from lightning_unitscale.loops.arguments import checked_callbacks, torch_optimizers, unwrapped
 from lightning_unitscale.loops.loop import Loop, LoopCallback, StepCaller
+from lightning_unitscale.loops.ranks import rank, world_size
 from lightning_unitscale.lossless.calibrate import find_loss
 from lightning_unitscale.patching import copied_method, reduced_method, shadowed
 
@@ -114,6 +114,8 @@ class Attachment(Loop):
         self._has_stepped = False
         # Whether the module has been called in training since the last step.
         self._is_in_batch = False
+        # The optimizer whose step is under way and ends a training step.
+        self._stepping: Optimizer | None = None
         self._call: StepCaller | None = None
         # What is undone at the end, the calls of the module first.
         self._attached, self._forward = ExitStack(), ExitStack()
@@ -155,12 +157,12 @@ class Attachment(Loop):
     @property
     @override
     def num_parts(self) -> int:
-        return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        return world_size()
 
     @property
     @override
     def is_global_zero(self) -> bool:
-        return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
+        return rank() == 0
 
     @property
     @override
@@ -275,13 +277,15 @@ class Attachment(Loop):
     def before_step(self, optimizer: Optimizer) -> None:
         """An optimizer begins its step: the gradients are there."""
         if self._is_in_batch and self._ends_with(optimizer):
+            self._stepping = optimizer
             for callback in self._callbacks:
                 callback.end_backward()
 
     def after_step(self, optimizer: Optimizer) -> None:
         """An optimizer has stepped."""
-        if not (self._is_in_batch and self._ends_with(optimizer)):
+        if self._stepping is not optimizer:
             return
+        self._stepping = None
         self._is_in_batch, self._has_stepped = False, True
         self._step_index += 1
         for callback in self._callbacks:

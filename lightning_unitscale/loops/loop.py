@@ -92,12 +92,17 @@ class Loop(abc.ABC):
     @property
     def loss_scale(self) -> float:
         """Factor on the loss, and so on all gradients."""
-        return 1.0 if self.scaler is None else float(self.scaler.get_scale())
+        return scale_of(self.scaler)
 
     @property
     def has_loss_scaler(self) -> bool:
         """Whether steps with infinite gradients are skipped by who scales the loss."""
         return self.scaler is not None and bool(self.scaler.is_enabled())
+
+
+def scale_of(scaler: Any) -> float:
+    """The factor of a ``GradScaler``, 1 without one."""
+    return 1.0 if scaler is None else float(scaler.get_scale())
 
 
 class LoopCallback:

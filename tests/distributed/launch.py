@@ -15,8 +15,9 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -50,6 +51,23 @@ def run_ranks(
         module, folder, *arguments, num_ranks=num_ranks, timeout=timeout
     )
     assert codes == [0] * num_ranks, "\n".join(one[-3000:] for one in outputs)
+
+
+def results_of_ranks(
+    module: str, folder: Path, runs: Sequence[str], num_ranks: int = 2
+) -> Callable[[str], list[dict[str, Any]]]:
+    """Run ``python -m MODULE FOLDER RUN ...`` as every rank, which saves ``FOLDER/RUN-RANK.pt``.
+
+    Returns:
+        What every rank has saved of a run.
+    """
+    run_ranks(module, folder, *runs, num_ranks=num_ranks)
+
+    def of(run: str) -> list[dict[str, Any]]:
+        paths = [folder / f"{run}-{rank}.pt" for rank in range(num_ranks)]
+        return [torch.load(path, weights_only=True) for path in paths]
+
+    return of
 
 
 def codes_of_ranks(

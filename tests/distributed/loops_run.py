@@ -17,7 +17,6 @@ from lightning.fabric.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -25,18 +24,13 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_unitscale import ScaleMonitor, UnitScaleCallback, attach
+from lightning_unitscale import attach
 from tests.distributed.launch import quiet_rank
-from tests.distributed.sharded_run import Block
+from tests.distributed.sharded_run import HOWS, Block, outcome
 
 NUM_STEPS = 6
 # How the training is spread over processes, and whether each of them has data of its own.
 KINDS = {"ddp": True, "fsdp": True, "fsdp-bf16": True, "tensor": False, "fabric-ddp": True}
-HOWS: dict[str, Any] = {
-    "without": lambda: [],
-    "units": lambda: [UnitScaleCallback()],
-    "both": lambda: [UnitScaleCallback(), ScaleMonitor(every_n_steps=2)],
-}
 
 
 class Model(nn.Module):
@@ -97,20 +91,9 @@ def train(folder: Path, kind: str, how: str) -> None:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.detach())
-    weights = {
-        name: (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
-        for name, value in model.state_dict().items()
-    }
-    found: dict[str, Any] = {"losses": torch.stack(losses), "weights": weights}
     for attachment in attachments:
         attachment.detach()
-    for callback in callbacks:
-        if isinstance(callback, UnitScaleCallback):
-            found["gauge"] = callback.gauge.state()
-            found["products"] = (callback.coverage.num_in_units, callback.coverage.num_products)
-        else:
-            found["names"] = list(callback.snapshots[-1].names)
-    torch.save(found, folder / f"{kind}:{how}-{rank}.pt")
+    torch.save(outcome(model, losses, callbacks), folder / f"{kind}:{how}-{rank}.pt")
 
 
 if __name__ == "__main__":

@@ -98,21 +98,26 @@ def train(folder: Path, kind: str, how: str) -> None:
     options = {**QUIET, "devices": 2, "max_steps": 6, "strategy": strategy}
     trainer = pl.Trainer(callbacks=[*callbacks, recorder], **options)
     trainer.fit(module, loader(24))
+    losses = [step["loss"].detach() for step in recorder.outputs]
+    torch.save(
+        outcome(module, losses, callbacks), folder / f"{kind}:{how}-{trainer.global_rank}.pt"
+    )
+
+
+def outcome(module: nn.Module, losses: list[Tensor], callbacks: list[Any]) -> dict[str, Any]:
+    """What a rank has computed, weights whole, and what its callbacks have seen."""
     weights = {
         name: (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
         for name, value in module.state_dict().items()
     }
-    found: dict[str, Any] = {
-        "losses": torch.stack([step["loss"].detach() for step in recorder.outputs]),
-        "weights": weights,
-    }
+    found: dict[str, Any] = {"losses": torch.stack(losses), "weights": weights}
     for callback in callbacks:
         if isinstance(callback, UnitScaleCallback):
             found["gauge"] = callback.gauge.state()
             found["products"] = (callback.coverage.num_in_units, callback.coverage.num_products)
         else:
             found["names"] = list(callback.snapshots[-1].names)
-    torch.save(found, folder / f"{kind}:{how}-{trainer.global_rank}.pt")
+    return found
 
 
 if __name__ == "__main__":

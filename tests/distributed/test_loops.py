@@ -8,36 +8,27 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed.launch import run_ranks
+from tests.distributed.launch import results_of_ranks
 from tests.distributed.loops_run import HOWS, KINDS
 from tests.helpers import assert_same_bits
 
-NUM_RANKS = 2
 pytestmark = pytest.mark.distributed
-Ranks = list[dict[str, Any]]
+Results = Callable[[str], list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Ranks]:
+def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     """What every rank computed; two processes run all of the cases."""
-    folder = tmp_path_factory.mktemp("loops")
     runs = [f"{kind}:{how}" for kind in KINDS for how in HOWS]
-    run_ranks("tests.distributed.loops_run", folder, *runs, num_ranks=NUM_RANKS)
-
-    def of(kind: str, how: str) -> Ranks:
-        paths = [folder / f"{kind}:{how}-{rank}.pt" for rank in range(NUM_RANKS)]
-        return [torch.load(path, weights_only=True) for path in paths]
-
-    return of
+    module = "tests.distributed.loops_run"
+    return results_of_ranks(module, tmp_path_factory.mktemp("loops"), runs)
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("how", [how for how in HOWS if how != "without"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_same_with_and_without(
-    kind: str, how: str, results: Callable[[str, str], Ranks]
-) -> None:
-    without, found = results(kind, "without"), results(kind, how)
+def test_the_same_with_and_without(kind: str, how: str, results: Results) -> None:
+    without, found = results(f"{kind}:without"), results(f"{kind}:{how}")
     for plain, ours in zip(without, found, strict=True):
         assert_same_bits(ours["losses"], plain["losses"])
         assert_same_bits(ours["weights"], plain["weights"])
