@@ -62,12 +62,8 @@ def add_placeholder(
 
 def fake_like(graph: fx.Graph, tensor: Tensor) -> Tensor:
     """``tensor`` as a fake tensor of the graph's own fake mode, or itself when there is none."""
-    for node in graph.find_nodes(op="placeholder"):
-        mode = getattr(node.meta.get("example_value"), "fake_mode", None)
-        if mode is not None:
-            fake: Tensor = mode.from_tensor(tensor)
-            return fake
-    return tensor
+    mode: Any = fake_mode_of(graph)
+    return tensor if isinstance(mode, contextlib.nullcontext) else mode.from_tensor(tensor)
 
 
 def fake_mode_of(graph: fx.Graph) -> contextlib.AbstractContextManager[Any]:

@@ -23,6 +23,7 @@ from lightning_unitscale.graph.nodes import (
     argument_at,
     argument_paths,
     call,
+    changed_arguments,
     example_tensor,
     requires_grad,
     tensors_in,
@@ -124,20 +125,14 @@ def _stand_in(argument: fx.Node) -> Tensor:
     return torch.empty_like(example.detach()).requires_grad_().clone()
 
 
-def _arguments(node: fx.Node, stand_ins: Mapping[Path, Tensor]) -> tuple[list[Any], dict[str, Any]]:
-    args = [_with(stand_ins, value, (i,)) for i, value in enumerate(node.args)]
-    kwargs = {name: _with(stand_ins, value, (name,)) for name, value in node.kwargs.items()}
+def _arguments(
+    node: fx.Node, stand_ins: Mapping[Path, Tensor]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a node: stand-ins at their places, and example values for all others."""
+    args, kwargs = fx.map_arg((node.args, node.kwargs), _example)
+    for path, stand_in in stand_ins.items():
+        args, kwargs = changed_arguments(args, kwargs, path, stand_in)
     return args, kwargs
-
-
-def _with(stand_ins: Mapping[Path, Tensor], value: Any, path: Path) -> Any:
-    """An argument with what is given for places in it, and example values for all others."""
-    if path in stand_ins:
-        return stand_ins[path]
-    if isinstance(value, (list, tuple)):
-        items = [_with(stand_ins, item, (*path, i)) for i, item in enumerate(value)]
-        return items if isinstance(value, list) else tuple(items)
-    return fx.map_arg(value, _example)
 
 
 def _example(node: fx.Node) -> Any:

@@ -201,7 +201,12 @@ def argument_paths(node: fx.Node) -> Iterator[Path]:
 
 def argument_at(node: fx.Node, path: Path) -> Any:
     """The argument of a node at a path, as :func:`argument_paths` gives them."""
-    value: Any = node.args if isinstance(path[0], int) else node.kwargs
+    return value_at(node.args, node.kwargs, path)
+
+
+def value_at(args: Sequence[Any], kwargs: Mapping[str, Any], path: Path) -> Any:
+    """The argument of a call at a path."""
+    value: Any = args if isinstance(path[0], int) else kwargs
     for part in path:
         value = value[part]
     return value
@@ -240,22 +245,33 @@ def map_arguments(node: fx.Node, replacements: dict[tuple[Any, ...], fx.Node]) -
 
     Unlike ``replace_input_with`` this changes one use of a node that is passed several times.
     """
-    args = list(node.args)
-    kwargs = dict(node.kwargs)
+    args, kwargs = node.args, node.kwargs
     for path, new in replacements.items():
-        head, rest = path[0], path[1:]
-        if isinstance(head, int):
-            args[head] = _replaced(args[head], rest, new)
-        else:
-            kwargs[head] = _replaced(kwargs[head], rest, new)
-    node.args = tuple(args)
-    node.kwargs = kwargs
+        args, kwargs = changed_arguments(args, kwargs, path, new)
+    node.args, node.kwargs = args, kwargs
 
 
-def _replaced(value: Any, path: tuple[Any, ...], new: fx.Node) -> Any:
+def changed_arguments(
+    args: Sequence[Any], kwargs: Mapping[str, Any], path: Path, new: Any
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call with another one at a path.
+
+    Args:
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+        path: As :func:`argument_paths` gives them.
+        new: What to put there.
+    """
+    changed_args, changed_kwargs = list(args), dict(kwargs)
+    holder: Any = changed_args if isinstance(path[0], int) else changed_kwargs
+    holder[path[0]] = _replaced(holder[path[0]], path[1:], new)
+    return tuple(changed_args), changed_kwargs
+
+
+def _replaced(value: Any, path: Path, new: Any) -> Any:
     if not path:
         return new
-    items = list(value)
+    items: Any = list(value)
     items[path[0]] = _replaced(items[path[0]], path[1:], new)
     return type(value)(items) if isinstance(value, (list, tuple)) else items
 

@@ -15,7 +15,7 @@ from lightning_unitscale.capture.captured_step import CapturedStep
 from lightning_unitscale.capture.compiled_graph import CompiledGraph
 from lightning_unitscale.capture.rollback import detached_copy
 from lightning_unitscale.graph.matmuls import product_of
-from lightning_unitscale.graph.nodes import Path, tensor_name
+from lightning_unitscale.graph.nodes import changed_arguments, tensor_name, value_at
 from lightning_unitscale.graph.recorder import GraphInterpreter
 from lightning_unitscale.lossless.calibrate import root_mean_square
 from lightning_unitscale.lossless.rehearsal import rehearsed
@@ -255,7 +255,10 @@ class _ScaledRun:
         if decision is None:
             return self._keep(node, interpreter.evaluate(node))
         args, kwargs = interpreter.fetch_args_kwargs_from_env(node)
-        args, kwargs = _changed_arguments(args, kwargs, decision)
+        for argument in decision.arguments:
+            scaled = value_at(args, kwargs, argument.path) * argument.factor
+            args, kwargs = changed_arguments(args, kwargs, argument.path, scaled)
+        kwargs = {**kwargs, **dict(decision.kwargs)}
         result = getattr(interpreter, node.op)(node.target, args, kwargs)
         self._keep(node, result)
         decision = self.decider.after(node, decision)
@@ -275,24 +278,3 @@ class _ScaledRun:
         if isinstance(value, Tensor) and value.is_floating_point():
             self._values[node] = value.detach()
         return value
-
-
-def _changed_arguments(
-    args: tuple[Any, ...], kwargs: Mapping[str, Any], decision: Decision
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments of a call with the factors of a decision on them."""
-    changed_args, changed_kwargs = list(args), dict(kwargs)
-    for argument in decision.arguments:
-        head, rest = argument.path[0], argument.path[1:]
-        holder: Any = changed_args if isinstance(head, int) else changed_kwargs
-        holder[head] = _scaled(holder[head], rest, argument.factor)
-    changed_kwargs.update(dict(decision.kwargs))
-    return tuple(changed_args), changed_kwargs
-
-
-def _scaled(value: Any, rest: Path, factor: float) -> Any:
-    if not rest:
-        return value * factor
-    items: Any = list(value)
-    items[rest[0]] = _scaled(items[rest[0]], rest[1:], factor)
-    return type(value)(items) if isinstance(value, (list, tuple)) else items
