@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import tempfile
 import time
@@ -13,7 +14,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor
 from typing_extensions import override
 
@@ -95,7 +95,8 @@ class _Recorder(pl.Callback):
 def train(project: Project, variant: str, steps: int) -> Run:
     """Train from a fixed seed: equal variants draw equal weights, batches and random numbers."""
     torch.set_num_threads(1)
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    for name in ("lightning.pytorch", "pytorch_lightning"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     run = Run()
     callbacks = VARIANTS[variant]()
     pl.seed_everything(1, verbose=False)
@@ -103,12 +104,13 @@ def train(project: Project, variant: str, steps: int) -> Run:
         warnings.simplefilter("always")
         module, batches = project.make()
         pl.seed_everything(2, verbose=False)
-        trainer = pl.Trainer(
+        package = _package_of(module)
+        trainer = package.Trainer(
             accelerator="cpu",
             devices=1,
             max_epochs=steps,
             limit_val_batches=0,
-            logger=TensorBoardLogger(folder),
+            logger=package.loggers.TensorBoardLogger(folder),
             log_every_n_steps=1,
             enable_checkpointing=False,
             enable_progress_bar=False,
@@ -130,6 +132,13 @@ def train(project: Project, variant: str, steps: int) -> Run:
             run.coverage = callback.coverage
     run.warnings = {f"{w.category.__name__}: {w.message}".splitlines()[0] for w in caught}
     return run
+
+
+def _package_of(module: pl.LightningModule) -> Any:
+    """``lightning.pytorch`` or ``pytorch_lightning``, whichever the module's class is made from."""
+    bases = type(module).__mro__
+    own = next(base for base in bases if base.__name__ == "LightningModule")
+    return importlib.import_module(own.__module__.partition(".core")[0])
 
 
 def _resident_bytes() -> int:
