@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import re
 import warnings
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
+from benchmarks.executed_products import has_torchs_own_kernels
 from lightning_unitscale import (
     FP8,
     Lossless,
@@ -25,7 +25,6 @@ from lightning_unitscale import (
 from lightning_unitscale.capture.captured_step import CapturedStep
 from lightning_unitscale.capture.steps import steps_of
 from lightning_unitscale.dispatch.attach import SessionMethod
-from lightning_unitscale.dispatch.kernels import num_overridden
 from tests.callbacks.modules import Regression, regression_with
 from tests.callbacks.runs import (
     QUIET,
@@ -83,8 +82,7 @@ def test_a_module_that_is_compiled_already(how: str) -> None:
     coverage = unit_scale_of(callbacks).coverage
     # What a compiled graph runs reaches the dispatcher, or is counted as what it is.
     assert coverage.counts
-    gc.collect()  # modules of other tests, whose sessions end with them
-    assert num_overridden() == 0
+    assert has_torchs_own_kernels()
 
 
 def _assert_not_captured(module: pl.LightningModule) -> None:

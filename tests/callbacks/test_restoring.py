@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import itertools
 import os
 import pickle
@@ -16,8 +15,8 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
+from benchmarks.executed_products import has_torchs_own_kernels
 from lightning_unitscale import Lossless, ScaleMonitor, Simulate, UnitScaleCallback
-from lightning_unitscale.dispatch.kernels import num_overridden
 from tests.callbacks.modules import Evaluated, Regression, adamw
 from tests.callbacks.runs import ARRANGEMENTS, QUIET, both, loader, run, unit_scale_of
 from tests.helpers import assert_same_bits
@@ -43,8 +42,7 @@ def _assert_restored(module: Evaluated, before: dict[str, dict[str, Any]]) -> No
     assert module.training_step.__func__ is type(module).training_step
     assert not any(one._backward_hooks for one in module.parameters())
     # Torch's own kernels are back.
-    gc.collect()  # modules of other tests, whose sessions end with them
-    assert num_overridden() == 0
+    assert has_torchs_own_kernels()
     pickle.dumps(module.state_dict())
     copy.deepcopy(module)
 

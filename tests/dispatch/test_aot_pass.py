@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import warnings
 from collections.abc import Callable, Iterator
 
@@ -15,6 +14,7 @@ from torch._dynamo.utils import counters
 from torch._inductor import config
 from torch.utils.data import DataLoader
 
+from benchmarks.executed_products import has_torchs_own_kernels
 from lightning_unitscale import UnitScaleCallback
 from lightning_unitscale.dispatch import compiled_graphs
 from lightning_unitscale.dispatch.attach import AttachedSession
@@ -75,7 +75,7 @@ class Linear(nn.Module):
 
 @pytest.fixture(autouse=True)
 def _fresh() -> Iterator[None]:
-    gc.collect()  # modules of other tests, whose sessions end with them
+    assert has_torchs_own_kernels()
     torch._dynamo.reset()
     counters.clear()
     with warnings.catch_warnings():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +18,7 @@ from torch._inductor import config, decomposition
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
+from benchmarks.executed_products import has_torchs_own_kernels
 from lightning_unitscale import UnitScaleCallback
 from lightning_unitscale.callbacks.options import Simulate
 from lightning_unitscale.dispatch.attach import AttachedSession
@@ -136,7 +136,7 @@ class Blocks(nn.Module):
 
 @pytest.fixture(autouse=True)
 def _fresh() -> Iterator[None]:
-    gc.collect()  # modules of other tests, whose sessions end with them
+    assert has_torchs_own_kernels()
     torch._dynamo.reset()
     counters.clear()
     tables = (dict(decomposition.decompositions), dict(decomposition.fast_random_decomps()))

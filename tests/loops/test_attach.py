@@ -20,9 +20,9 @@ from torch.optim.optimizer import (
     _global_optimizer_pre_hooks,
 )
 
+from benchmarks.executed_products import has_torchs_own_kernels
 from lightning_unitscale import RematCallback, ScaleMonitor, UnitScaleCallback, attach
 from lightning_unitscale.callbacks import ScaleViolation
-from lightning_unitscale.dispatch.kernels import num_overridden
 from tests.helpers import assert_same_bits
 from tests.loops.loops import LOSSLESS, NUM_STEPS, Net, batches, new
 
@@ -74,8 +74,7 @@ def test_a_plain_loop_keeps_its_bits(how: str, names_optimizer: bool, tmp_path: 
     # Nothing is left.
     assert "forward" not in vars(model)
     assert not (_global_optimizer_pre_hooks or _global_optimizer_post_hooks)
-    gc.collect()
-    assert num_overridden() == 0
+    assert has_torchs_own_kernels()
 
 
 def test_what_products_read_is_stored_near_1() -> None:
@@ -181,7 +180,7 @@ def test_what_nobody_holds_is_forgotten() -> None:
     gc.collect()
     assert gone() is None
     assert not (_global_optimizer_pre_hooks or _global_optimizer_post_hooks)
-    assert num_overridden() == 0
+    assert has_torchs_own_kernels()
 
 
 def test_copies_are_plain() -> None:
