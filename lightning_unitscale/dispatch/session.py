@@ -37,6 +37,8 @@ from lightning_unitscale.dispatch.torch_internals import Kernel
 from lightning_unitscale.dispatch.units import FORWARD, MeasuredProduct, Site, Units
 
 _Args = tuple[Any, ...]
+# Why a product is left as it is.
+_COMPLEX = "complex numbers"
 
 
 class _Local(threading.local):
@@ -138,7 +140,7 @@ class ProductSession:
         """
         operands = rule.operands_in(args)
         if not are_real(operands):
-            return original(*args, **kwargs)
+            return self._run_as_is(rule, original, args, kwargs, operands)
         run = self.sites.run_of(node)
         if run is None and call is not None and may_belong_to(rule, call):
             call.num_visits += 1
@@ -187,6 +189,28 @@ class ProductSession:
         if self.counter is not None:
             flops, site = product.rule.flops(args, result), product.site
             self.counter.add(site.module, kind, reason, flops, (site.plain, product.slot))
+        return result
+
+    def _run_as_is(
+        self,
+        rule: ProductRule,
+        original: Kernel,
+        args: _Args,
+        kwargs: dict[str, Any],
+        operands: Sequence[Tensor],
+    ) -> Any:
+        """Run a product that is none of floating-point numbers; complex ones are counted."""
+        LOCAL.is_inside = True
+        try:
+            result = original(*args, **kwargs)
+        finally:
+            LOCAL.is_inside = False
+        if self.counter is not None and any(operand.is_complex() for operand in operands):
+            # Counted with its backward products, which do not say whose they are.
+            num_gradients = sum(operand.requires_grad for operand in operands)
+            path, flops = self.sites.forward_run().path, 4 * rule.flops(args, result)
+            for _ in range(1 + num_gradients if torch.is_grad_enabled() else 1):
+                self.counter.add(path, "plain", _COMPLEX, flops)
         return result
 
     def forward_product(

@@ -114,6 +114,29 @@ def test_the_same_bits_with_a_recurrent_layer() -> None:
     assert unit_scale_of(callbacks).coverage.num_in_units == 9
 
 
+class Fourier(Regression):
+    """Mixes frequencies by a complex matrix."""
+
+    def __init__(self) -> None:
+        super().__init__(norm=False, dropout=0.0)
+        self.mix = nn.Linear(6, 6, dtype=torch.complex64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.mix(torch.fft.fft(x)).real)
+
+
+@pytest.mark.parametrize("options", [{}, {"simulate": "fp8"}])
+def test_complex_products_are_told(options: dict[str, Any]) -> None:
+    callback = UnitScaleCallback(**options)
+    _, (warning,) = _warnings(Fourier, callback, max_steps=4)
+    # The batch needs no gradient.
+    (plain,) = [one for one in callback.coverage.counts if one.kind == "plain"]
+    assert (plain.module, plain.reason, plain.num_products) == ("mix", "complex numbers", 2)
+    # Four real products in each.
+    assert plain.flops == 2 * 4 * (2 * 4 * 6 * 6)
+    assert "plain: complex numbers. What runs plain is in mix" in warning
+
+
 def test_no_matrix_product_at_all() -> None:
     class Elementwise(Regression):
         def forward(self, x: Tensor) -> Tensor:

@@ -58,9 +58,6 @@ INEXACT = {
     + "a batch 100 times smaller than the measured one may lose a gradient's last bits",
 }
 
-# All their products are of types that have no units.
-UNCOUNTED = {"types-complex_linear"}
-
 
 def _trainings() -> list[Any]:
     """Every case with both callbacks together, and with one of them alone, in turn."""
@@ -95,5 +92,5 @@ def test_same_training(case: Case, method: str) -> None:
     record = train(case, method)
     found = differences(record, plain(case))
     assert not found, "\n".join(found[:20])
-    if method != "monitor" and case.name not in UNCOUNTED:
+    if method != "monitor":
         assert record.coverage.num_products > 0
