@@ -76,7 +76,13 @@ class ProductUnits(MeasuredUnits):
         self._loop = loop
         if self._attached is None:
             numerics = numerics_of((self._simulation, self._fp8), measures_range=True)
-            self._attached = AttachedSession(loop.module, loop.steps, self._units, numerics)
+            self._attached = AttachedSession(
+                loop.module,
+                loop.steps,
+                self._units,
+                numerics,
+                outlasts_calls=loop.has_loss_outside,
+            )
 
     @override
     def detach(self) -> None:
@@ -96,6 +102,7 @@ class ProductUnits(MeasuredUnits):
     def after_batch(self) -> None:
         """Take units of what was measured, and new ones where they have drifted."""
         units = self._units
+        self._session.end_step()
         if not self.is_calibrated:
             self._adopt_first(units.take() or Measurement())
             self._read_coverage()

@@ -61,6 +61,8 @@ class SessionMethod:
         session.begin_step(is_training=is_new and owner.is_training(self._name))
         with session.running(), rounding_compiled(session):
             result = self._method(*args, **kwargs)
+        if owner.outlasts_calls and is_new and torch.is_grad_enabled():
+            LOCAL.after_call = session.ref
         owner.after_call(result)
         return result
 
@@ -79,6 +81,8 @@ class AttachedSession:
         names: Methods that are steps.
         units: The units in force; none by default.
         numerics: What rounds products, by precedence.
+        outlasts_calls: Whether a training step goes on after the call, with a loss that is computed
+            outside of the module, until ``session.end_step()``.
 
     Attributes:
         session: The session.
@@ -91,7 +95,10 @@ class AttachedSession:
         names: Iterable[str],
         units: Units | None = None,
         numerics: Sequence[Numerics] = (),
+        *,
+        outlasts_calls: bool = False,
     ) -> None:
+        self.outlasts_calls = outlasts_calls
         self.session = ProductSession(
             module, SessionMethod.run.__code__, units or Units(), numerics
         )

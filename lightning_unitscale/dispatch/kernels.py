@@ -22,7 +22,7 @@ from lightning_unitscale.dispatch.compiled_graphs import OWN_CALLERS, caller
 from lightning_unitscale.dispatch.execute import ProductRule
 from lightning_unitscale.dispatch.fp8 import layer_kernel
 from lightning_unitscale.dispatch.optimizers import suspend_in_optimizers
-from lightning_unitscale.dispatch.owners import OPEN, asking_session
+from lightning_unitscale.dispatch.owners import OPEN, asking_session, session_of_loss
 from lightning_unitscale.dispatch.products import RULES
 from lightning_unitscale.dispatch.session import LOCAL, ProductSession
 from lightning_unitscale.dispatch.torch_internals import (
@@ -138,6 +138,8 @@ def _product_kernel(rule: ProductRule, original: Kernel) -> Kernel:
         session, node, call = LOCAL.session, current_node(), None
         if node is not None:
             session, call = asking_session(node)
+        elif session is None and LOCAL.after_call is not None:
+            session = session_of_loss(rule.operands_in(args))
         if session is None or caller() in OWN_CALLERS:
             return original(*args, **kwargs)
         with plain_functions():

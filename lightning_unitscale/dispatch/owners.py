@@ -1,9 +1,13 @@
-"""Whose a product is that runs within the backward pass, where no step is on the stack."""
+"""Whose a product is that runs where no step is on the stack: in a backward pass, or in a loss."""
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from lightning_unitscale.dispatch.calls import CALLS, Call
 from lightning_unitscale.dispatch.session import LOCAL, ProductSession
@@ -28,6 +32,19 @@ def asking_session(node: Any) -> tuple[ProductSession | None, Call | None]:
         # All of its products may have been those of checkpoints within it.
         owners = [session for session in sessions if session.sites.owns_caller()]
     return next(iter(owners), None), None
+
+
+def session_of_loss(operands: Sequence[Any]) -> ProductSession | None:
+    """Whose a product is that a loop computes between a module's call and the optimizer's step.
+
+    Of the module's step is what needs a gradient, and is no other model's.
+    """
+    session = None if LOCAL.after_call is None else LOCAL.after_call()
+    if session is None or not session.is_open or not torch.is_grad_enabled():
+        return None
+    if not any(isinstance(operand, Tensor) and operand.requires_grad for operand in operands):
+        return None
+    return None if session.sites.is_in_other_model() else session
 
 
 def running_session() -> ProductSession | None:

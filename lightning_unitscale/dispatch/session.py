@@ -46,10 +46,13 @@ class _Local(threading.local):
 
     Attributes:
         session: Whose the forward products are.
+        after_call: Whose step goes on outside of any call of its module, weakly: a loop of the
+            user's computes its loss there.
         is_inside: Whether a product is running, whose own kernels are nobody's.
     """
 
     session: ProductSession | None = None
+    after_call: weakref.ref[ProductSession] | None = None
     is_inside: bool = False
 
 
@@ -113,9 +116,16 @@ class ProductSession:
         forget_copy()
         self.units.begin_step(is_training=is_training)
 
+    def end_step(self) -> None:
+        """What this thread computes from now on, outside of any call, is no part of the step."""
+        if LOCAL.after_call is self.ref:
+            LOCAL.after_call = None
+            self.sites.end()
+
     def close(self) -> None:
         """Let go of what was measured; see ``close_session``, which calls this."""
         self.is_open = False
+        self.end_step()
         self.units.clear()
         forget_copy()
 
@@ -141,7 +151,8 @@ class ProductSession:
         operands = rule.operands_in(args)
         if not are_real(operands):
             return self._run_as_is(rule, original, args, kwargs, operands)
-        run = self.sites.run_of(node)
+        is_loss = node is None and LOCAL.session is not self
+        run = self.sites.loss_run() if is_loss else self.sites.run_of(node)
         if run is None and call is not None and may_belong_to(rule, call):
             call.num_visits += 1
             product = self.backward_product(rule, operands, call, sources_of(rule, call, operands))

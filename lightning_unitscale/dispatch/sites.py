@@ -29,6 +29,8 @@ from lightning_unitscale.dispatch.units import Site, Units
 
 # Under which torch.compile keeps the module that it was given.
 _COMPILED = "_orig_mod"
+# Where a loop computes what no module does; no module can be there.
+_LOSS = "(loss)"
 
 
 def frames() -> Iterator[FrameType]:
@@ -91,9 +93,13 @@ class Sites:
         self._episode = 0
 
     def begin(self) -> None:
-        """A step begins: occurrences are counted from the first again."""
+        """A call begins: occurrences are counted from the first again."""
         self._episode += 1
         self._is_fresh = False
+        self._counts = {key: count for key, count in self._counts.items() if key[1] is _LOSS}
+
+    def end(self) -> None:
+        """A step has ended, of as many calls as there were before its loss."""
         self._counts.clear()
 
     def find(self, word: str, roles: tuple[str, ...], run: Run) -> Site:
@@ -151,6 +157,18 @@ class Sites:
         """Whether a module of these runs what was called, within the node that the engine runs."""
         return any(self._path_in(frame) is not None for frame in frames())
 
+    def is_in_other_model(self) -> bool:
+        """Whether a model runs what called that is neither within the root nor around it."""
+        for frame in frames():
+            if frame.f_code in MODULE_CALLS and self._path_in(frame) is None:
+                caller = frame.f_locals["self"]
+                root = self._module()
+                has_root = any(child is root for child in caller.modules())
+                # A loss without parameters is the loop's own.
+                if not has_root and next(caller.parameters(), None) is not None:
+                    return True
+        return False
+
     def run_of(self, node: Any) -> Run | None:
         """Where the forward product runs that calls, within an autograd node or ``None``.
 
@@ -162,6 +180,10 @@ class Sites:
     def no_module(self) -> Run:
         """Where products run that belong to no module."""
         return Run("", self._episode)
+
+    def loss_run(self) -> Run:
+        """Where products of the loop's own run, after the module has returned."""
+        return Run(_LOSS, _LOSS)
 
     def forward_run(self) -> Run:
         """Where the product of a forward pass runs."""

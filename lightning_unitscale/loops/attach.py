@@ -83,6 +83,7 @@ class Attachment(Loop):
 
     training_step = "forward"
     steps = ("forward",)
+    has_loss_outside = True
 
     def __init__(
         self,

@@ -21,11 +21,13 @@ class Loop(abc.ABC):
         module: The module that is trained; names of tensors are paths in it.
         steps: Names of its methods that a batch calls.
         training_step: The one among them that a training batch calls.
+        has_loss_outside: Whether the loss is computed after that call, and not within it.
     """
 
     module: nn.Module
     steps: tuple[str, ...]
     training_step: str
+    has_loss_outside: bool = False
 
     @property
     @abc.abstractmethod
