@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, get_args
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,7 +14,6 @@ from lightning_unitscale.callbacks.packages import rank_zero_warn
 from lightning_unitscale.formats import NumberFormat
 from lightning_unitscale.loops.loop import Loop
 from lightning_unitscale.scales.alerts import ScaleAlert, alerts_text
-from lightning_unitscale.scales.layout import DIRECTIONS
 from lightning_unitscale.scales.snapshot import ScaleSnapshot
 from lightning_unitscale.scales.trends import AmaxTrends
 from lightning_unitscale.scales.violations import (
@@ -298,25 +296,3 @@ def _is_too_large(alert: ScaleAlert) -> bool:
 
 class ScaleWarning(UserWarning):
     """What ``ScaleMonitor`` warns of with ``on_violation="warn"`` or ``"stop"``."""
-
-
-# Indices in the last dimension of ``ScaleSnapshot.fractions``.
-_KINDS = {"overflow": 0, "underflow": 2}
-
-
-def summary_scalars(snapshot: ScaleSnapshot) -> dict[str, float]:
-    """The worst share over all tensors of stored elements that leave each format's range.
-
-    Returns:
-        ``scales/FP16/overflow_forward`` and so on; formats without any measured tensor left out.
-    """
-    scalars = {}
-    for direction in DIRECTIONS:
-        fractions = snapshot.fractions(direction, stored=True)
-        for index, item in enumerate(snapshot.layout.formats):
-            for kind, kind_index in _KINDS.items():
-                column = fractions[:, index, kind_index]
-                column = column[~np.isnan(column)]
-                if column.size:
-                    scalars[f"scales/{item.name}/{kind}_{direction}"] = float(column.max())
-    return scalars

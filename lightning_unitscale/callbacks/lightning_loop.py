@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,6 @@ import torch
 from typing_extensions import override
 
 from lightning_unitscale.callbacks.distributed import num_microbatches, num_replicas
-from lightning_unitscale.callbacks.packages import is_lightning
 from lightning_unitscale.callbacks.steps import existing_steps
 from lightning_unitscale.loops.loop import Loop, StepCaller
 from lightning_unitscale.patching import shadowed
@@ -80,15 +79,8 @@ class LightningLoop(Loop):
 
     @property
     @override
-    def writers(self) -> Sequence[Any]:
-        loggers: Sequence[Any] = self._trainer.loggers
-        return [item.experiment for item in loggers if is_lightning(item, "TensorBoardLogger")]
-
-    @override
-    def log_scalars(self, scalars: Mapping[str, float], step: int, *, tensorboard: bool) -> None:
-        for logger in self._trainer.loggers:
-            if is_lightning(logger, "TensorBoardLogger") is tensorboard:
-                logger.log_metrics(dict(scalars), step=step)
+    def loggers(self) -> Sequence[Any]:
+        return self._trainer.loggers
 
     @override
     def running_steps_by(self, call: StepCaller) -> AbstractContextManager[None]:

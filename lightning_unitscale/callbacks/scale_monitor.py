@@ -10,12 +10,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_unitscale.arguments import check_choice
-from lightning_unitscale.callbacks.alerts import (
-    OnViolation,
-    ScaleAlerts,
-    ScaleViolation,
-    summary_scalars,
-)
+from lightning_unitscale.callbacks.alerts import OnViolation, ScaleAlerts, ScaleViolation
 from lightning_unitscale.callbacks.distributed import joint_snapshot, pipeline_of
 from lightning_unitscale.callbacks.lightning_loop import LightningLoop
 from lightning_unitscale.callbacks.monitored_steps import MonitoredSteps, ProbedSteps, WatchedSteps
@@ -23,14 +18,17 @@ from lightning_unitscale.callbacks.packages import rank_zero_warn
 from lightning_unitscale.callbacks.steps import StepsCallback, captures_steps, check_module
 from lightning_unitscale.formats import NumberFormat, get_format
 from lightning_unitscale.graph.name_patterns import NamePatterns
+from lightning_unitscale.loops.log_writers import Writer
+from lightning_unitscale.loops.loggers import writer_for
 from lightning_unitscale.loops.loop import Loop
 from lightning_unitscale.scales.alerts import ScaleAlert
 from lightning_unitscale.scales.export import write_csv, write_json_lines
 from lightning_unitscale.scales.layout import RowLayout
 from lightning_unitscale.scales.snapshot import ScaleSnapshot
+from lightning_unitscale.scales.summary import summarize
 from lightning_unitscale.scales.violations import Limits
 from lightning_unitscale.tensorboard.table import scale_table
-from lightning_unitscale.tensorboard.writer import NAMESPACE, TABS, ScaleWriter, TensorBoardTabs
+from lightning_unitscale.tensorboard.writer import TABS, TensorBoardTabs
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -143,7 +141,7 @@ class ScaleMonitor(StepsCallback):
         self.snapshots: list[ScaleSnapshot] = []
         self._loop: Loop | None = None
         self._steps: MonitoredSteps | None = None
-        self._writers: dict[int, ScaleWriter] = {}
+        self._writers: dict[int, Writer] = {}
         self._sampled_step = -1
         self._is_sampling = False
         self._names_all = True
@@ -320,20 +318,12 @@ class ScaleMonitor(StepsCallback):
             is_before_units=steps.is_before_units,
             num_merged=self._num_batches * loop.num_parts,
         )
-        self._log(loop, snapshot, complete=bool(alerts))
+        if loop.is_global_zero:
+            summary = summarize(snapshot, self._num_batches * loop.num_parts)
+            for writer in self._writers_of(loop):
+                writer.write(snapshot, summary, complete=bool(alerts))
         self._write_alerts(loop, alerts, snapshot.step)
         self._alerts.act(loop, alerts)
-
-    def _log(self, loop: Loop, snapshot: ScaleSnapshot, *, complete: bool) -> None:
-        if not loop.is_global_zero:
-            return
-        scalars = summary_scalars(snapshot)
-        loop.log_scalars(scalars, snapshot.step, tensorboard=False)
-        if self._tabs != "scales":
-            behind = {name.replace("scales", NAMESPACE, 1): scalars[name] for name in scalars}
-            loop.log_scalars(behind, snapshot.step, tensorboard=True)
-        for writer in self._writers_of(loop):
-            writer.write(snapshot, complete=complete)
 
     def _write_alerts(self, loop: Loop, alerts: Sequence[ScaleAlert], step: int) -> None:
         if alerts and loop.is_global_zero:
@@ -345,8 +335,8 @@ class ScaleMonitor(StepsCallback):
             for writer in self._writers.values():
                 writer.finish(self.snapshots[-1])
 
-    def _writers_of(self, loop: Loop) -> list[ScaleWriter]:
-        for experiment in loop.writers:
-            if id(experiment) not in self._writers:
-                self._writers[id(experiment)] = ScaleWriter(experiment, tabs=self._tabs)
-        return [self._writers[id(experiment)] for experiment in loop.writers]
+    def _writers_of(self, loop: Loop) -> list[Writer]:
+        for logger in loop.loggers:
+            if id(logger) not in self._writers:
+                self._writers[id(logger)] = writer_for(logger, self._tabs)
+        return list(self._writers.values())

@@ -20,6 +20,7 @@ from torch.optim.optimizer import (
 from typing_extensions import override
 
 from lightning_unitscale.loops.arguments import checked_callbacks, torch_optimizers, unwrapped
+from lightning_unitscale.loops.loggers import checked_loggers
 from lightning_unitscale.loops.loop import Loop, LoopCallback, StepCaller
 from lightning_unitscale.loops.ranks import rank, world_size
 from lightning_unitscale.lossless.calibrate import find_loss
@@ -34,6 +35,7 @@ def attach(
     callbacks: LoopCallback | Iterable[LoopCallback] = (),
     *,
     log_dir: str | Path | None = None,
+    loggers: Any = (),
     scaler: Any = None,
 ) -> Attachment:
     """Let callbacks work on a module in a training loop of any kind.
@@ -49,8 +51,9 @@ def attach(
             has a parameter of the module.
         callbacks: One or several: ``UnitScaleCallback`` at the dispatcher (lossless, simulated
             formats, FP8), ``ScaleMonitor``.
-        log_dir: Folder of TensorBoard's event files, for ``ScaleMonitor``; nothing is written
-            without.
+        log_dir: Folder of TensorBoard's event files, for ``ScaleMonitor``.
+        loggers: What ``ScaleMonitor`` writes to as well, one or several: a logger of Lightning or
+            Fabric, a ``SummaryWriter``, a run of W&B, Trackio or MLflow.
         scaler: The ``GradScaler`` that multiplies the loss, if there is one.
 
     Returns:
@@ -71,7 +74,7 @@ def attach(
         ...         optimizer.step()
         ...         optimizer.zero_grad()
     """
-    return Attachment(module, optimizer, callbacks, log_dir=log_dir, scaler=scaler)
+    return Attachment(module, optimizer, callbacks, log_dir=log_dir, loggers=loggers, scaler=scaler)
 
 
 class Attachment(Loop):
@@ -91,8 +94,9 @@ class Attachment(Loop):
         optimizer: Any,
         callbacks: LoopCallback | Iterable[LoopCallback],
         *,
-        log_dir: str | Path | None,
-        scaler: Any,
+        log_dir: str | Path | None = None,
+        loggers: Any = (),
+        scaler: Any = None,
     ) -> None:
         if not isinstance(module, nn.Module):
             raise TypeError(
@@ -110,6 +114,7 @@ class Attachment(Loop):
         self._callbacks: list[LoopCallback] = []
         self._scaler = scaler
         self._log_dir = log_dir
+        self._loggers = checked_loggers(loggers)
         self._writer: Any = None
         self._step_index = 0
         self._has_stepped = False
@@ -167,20 +172,14 @@ class Attachment(Loop):
 
     @property
     @override
-    def writers(self) -> Sequence[Any]:
+    def loggers(self) -> Sequence[Any]:
         if self._log_dir is None:
-            return ()
+            return self._loggers
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter
 
             self._writer = SummaryWriter(str(self._log_dir))
-        return (self._writer,)
-
-    @override
-    def log_scalars(self, scalars: Mapping[str, float], step: int, *, tensorboard: bool) -> None:
-        for writer in self.writers if tensorboard else ():
-            for name, value in scalars.items():
-                writer.add_scalar(name, value, step)
+        return (*self._loggers, self._writer)
 
     @contextmanager
     @override

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -42,14 +42,8 @@ class FabricAttachment(Attachment):
 
     @property
     @override
-    def writers(self) -> Sequence[Any]:
-        return [item.experiment for item in self._fabric.loggers if _is_tensorboard(item)]
-
-    @override
-    def log_scalars(self, scalars: Mapping[str, float], step: int, *, tensorboard: bool) -> None:
-        for logger in self._fabric.loggers:
-            if _is_tensorboard(logger) is tensorboard:
-                logger.log_metrics(dict(scalars), step=step)
+    def loggers(self) -> Sequence[Any]:
+        return self._fabric.loggers
 
 
 def attach_in_fabric(callback: LoopCallback, fabric: Any, module: Any) -> Attachment:
@@ -68,8 +62,3 @@ def attach_in_fabric(callback: LoopCallback, fabric: Any, module: Any) -> Attach
     attachment = attachment_of(inner) or FabricAttachment(fabric, inner)
     attachment.add(callback)
     return attachment
-
-
-def _is_tensorboard(logger: Any) -> bool:
-    # By name: of whichever of Lightning's packages the user has imported.
-    return any(kind.__name__ == "TensorBoardLogger" for kind in type(logger).__mro__)

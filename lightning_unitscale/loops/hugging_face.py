@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Iterable, Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,8 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from typing_extensions import override
 
 from lightning_unitscale.loops.attach import Attachment, attach
+from lightning_unitscale.loops.log_writers import NumberWriter, WandbWriter
+from lightning_unitscale.loops.loggers import mlflow_run
 from lightning_unitscale.loops.loop import LoopCallback
 
 # In the folder of a checkpoint.
@@ -22,8 +26,9 @@ _SCALES = "scales"
 class HFCallback(TrainerCallback):
     """Callbacks for ``transformers.Trainer(callbacks=[HFCallback([...])])``.
 
-    Their state is a file in each checkpoint, ``lightning_unitscale.pt``, from which a training that
-    is resumed goes on.
+    ``ScaleMonitor`` writes to W&B, Trackio and MLflow as well, where ``report_to`` names them. The
+    callbacks' state is a file in each checkpoint, ``lightning_unitscale.pt``, from which a training
+    that is resumed goes on.
 
     Args:
         callbacks: As for :func:`lightning_unitscale.attach`.
@@ -61,6 +66,7 @@ class HFCallback(TrainerCallback):
             optimizer,
             self._callbacks,
             log_dir=self._log_dir or _folder(args) / _SCALES,
+            loggers=_writers(args) if state.is_world_process_zero else (),
             scaler=getattr(optimizer, "scaler", None),
         )
         saved = _checkpoint(args, state) / _STATE
@@ -92,6 +98,23 @@ class HFCallback(TrainerCallback):
         if self.attachment is not None:
             self.attachment.detach()
             self.attachment = None
+
+
+def _writers(args: TrainingArguments) -> list[NumberWriter]:
+    """Writers to the runs that the Trainer's own callbacks have begun by now, on their axis."""
+    reports = args.report_to or ()
+    writers: list[NumberWriter] = [
+        WandbWriter(functools.partial(_log, import_module(name)), name)
+        for name in ("wandb", "trackio")
+        if name in reports
+    ]
+    if "mlflow" in reports:
+        writers.append(mlflow_run(import_module("mlflow").active_run()))
+    return writers
+
+
+def _log(package: Any, values: Mapping[str, Any], step: int) -> None:
+    package.log({**values, "train/global_step": step})
 
 
 def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -66,18 +66,8 @@ class Loop(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def writers(self) -> Sequence[Any]:
-        """The ``SummaryWriter`` objects of TensorBoard that the loop logs to."""
-
-    @abc.abstractmethod
-    def log_scalars(self, scalars: Mapping[str, float], step: int, *, tensorboard: bool) -> None:
-        """Log numbers.
-
-        Args:
-            scalars: By name.
-            step: The optimizer step.
-            tensorboard: Whether to TensorBoard, or to all other loggers.
-        """
+    def loggers(self) -> Sequence[Any]:
+        """What the loop logs to, as ``loops/loggers.py`` knows it."""
 
     @abc.abstractmethod
     def running_steps_by(self, call: StepCaller) -> AbstractContextManager[None]:

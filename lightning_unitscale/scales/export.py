@@ -83,9 +83,10 @@ def write_json_lines(snapshots: Iterable[ScaleSnapshot], path: str | Path) -> No
         for snapshot in snapshots:
             for row in snapshot_rows(snapshot):
                 # JSON has no infinity: a tensor of zeros, whose log2 is, has an RMS of 0.
-                finite = {key: _finite(value) for key, value in row.items()}
-                file.write(json.dumps(finite, allow_nan=False) + "\n")
+                numbers = {key: finite(value) for key, value in row.items()}
+                file.write(json.dumps(numbers, allow_nan=False) + "\n")
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """The value, or ``None`` for a number that is NaN or infinite."""
     return None if isinstance(value, float) and not math.isfinite(value) else value

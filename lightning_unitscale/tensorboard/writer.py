@@ -25,6 +25,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from lightning_unitscale.scales.alerts import ScaleAlert, alerts_text, alerts_to_json
 from lightning_unitscale.scales.layout import DIRECTIONS, Direction
 from lightning_unitscale.scales.snapshot import ScaleSnapshot
+from lightning_unitscale.scales.summary import ScaleSummary
 from lightning_unitscale.tensorboard.annotated_graph import annotated_graph
 from lightning_unitscale.tensorboard.history import block_of
 from lightning_unitscale.tensorboard.protobuf import (
@@ -107,7 +108,13 @@ class ScaleWriter:
         self._num_written = 0
         self._missing: set[Part] = set()
 
-    def write(self, snapshot: ScaleSnapshot, *, complete: bool = False) -> None:
+    def write(
+        self,
+        snapshot: ScaleSnapshot,
+        summary: ScaleSummary | None = None,
+        *,
+        complete: bool = False,
+    ) -> None:
         """Write one snapshot at its step.
 
         A step that was just written is skipped, since TensorBoard wants steps to increase. A
@@ -115,6 +122,7 @@ class ScaleWriter:
 
         Args:
             snapshot: What to write.
+            summary: Numbers to write with it, unless TensorBoard's own tabs are to have none.
             complete: Leave nothing out, however long the run is already.
         """
         file_writer = self._experiment._get_file_writer()
@@ -122,11 +130,18 @@ class ScaleWriter:
             return
         number, self._num_written = self._num_written, self._num_written + 1
         parts = {
-            part for part in get_args(Part) if complete or _is_kept(number, _BEFORE_THINNING[part])
+            part for part in get_args(Part) if complete or is_kept(number, _BEFORE_THINNING[part])
         }
         self._last_step = snapshot.step
         self._missing = set(get_args(Part)) - parts
         self._write(file_writer, snapshot, parts)
+        if summary is not None and self._tabs != "scales" and "vectors" in parts:
+            event = Event()
+            for name, value in summary.numbers.items():
+                event.summary.value.add(
+                    tag=name.replace("scales", NAMESPACE, 1), simple_value=value
+                )
+            file_writer.add_event(event, step=snapshot.step)
 
     def finish(self, snapshot: ScaleSnapshot) -> None:
         """Write what was left out of the last snapshot, and its scales as a table and a graph."""
@@ -324,7 +339,12 @@ def custom_scalars_layout(
     return layout
 
 
-def _is_kept(number: int, before_thinning: int) -> bool:
-    """Whether the ``number``-th of a series is written, when ever fewer are."""
+def is_kept(number: int, before_thinning: int) -> bool:
+    """Whether something of a series is written, when ever fewer are.
+
+    Args:
+        number: How many there were before it.
+        before_thinning: After how many every second is left out; after twice as many three of four.
+    """
     stride = 1 << (number // before_thinning).bit_length()
     return number % stride == 0
