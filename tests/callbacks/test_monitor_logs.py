@@ -46,6 +46,8 @@ def test_every_logger_on_the_step_axis_of_the_loss(accumulate: int, tmp_path: Pa
     expected = [0, 3, 6]
     assert [one.step for one in monitor.snapshots] == expected
     ours = [row for row in memory.rows if set(row[1]) >= SUMMARY]
+    # A logger of which nothing else is known gets numbers only.
+    assert all(isinstance(value, float) for _, row in ours for value in row.values())
     assert [step for step, _ in ours] == expected
     losses = [step for step, row in memory.rows if "train_loss_step" in row]
     assert losses == list(range(8))
