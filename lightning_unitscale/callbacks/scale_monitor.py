@@ -41,8 +41,8 @@ class ScaleMonitor(StepsCallback):
     written and with the same bits; all other steps cost nothing. What a step runs as a captured
     graph (:class:`UnitScaleCallback` by rules or of all tensors, :class:`RematCallback`, pipelines)
     carries probes instead, and a module that the user has compiled is measured where it begins and
-    ends. The statistics are logged when the optimizer has stepped: to TensorBoard as scalars,
-    exponent histograms and a table, to any other logger as summary scalars.
+    ends. The statistics are logged when the optimizer has stepped: to TensorBoard all of them, to
+    any other logger a few numbers, with names, histograms, tables and alerts where it shows such.
 
     Args:
         every_n_steps: Optimizer steps from one sample to the next; the first step is sampled.

@@ -108,8 +108,9 @@ def _writers(args: TrainingArguments) -> list[NumberWriter]:
         for name in ("wandb", "trackio")
         if name in reports
     ]
-    if "mlflow" in reports:
-        writers.append(mlflow_run(import_module("mlflow").active_run()))
+    # The second training of a Trainer finds its run ended.
+    if "mlflow" in reports and (run := import_module("mlflow").active_run()) is not None:
+        writers.append(mlflow_run(run))
     return writers
 
 
