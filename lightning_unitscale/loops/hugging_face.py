@@ -115,7 +115,9 @@ def _writers(args: TrainingArguments) -> list[NumberWriter]:
 
 
 def _log(package: Any, values: Mapping[str, Any], step: int) -> None:
-    package.log({**values, "train/global_step": step})
+    # Of Trackio's run the Trainer's own callback has made an end before others are told of it.
+    if package.__name__ != "trackio" or package.context_vars.current_run.get() is not None:
+        package.log({**values, "train/global_step": step})
 
 
 def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:

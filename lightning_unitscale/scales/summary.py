@@ -8,6 +8,7 @@ is stored: in its unit, where it has one.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -71,7 +72,9 @@ def summarize(snapshot: ScaleSnapshot, num_merged: int = 1) -> ScaleSummary:
                     continue
                 sizes = log2_rms if is_large else -log2_rms
                 worst = present[np.lexsort((sizes[present], shares[present]))[-1]]
-                key = f"scales/{item.name}/{word}_{direction}"
+                # MLflow refuses other characters, and a format may have any name.
+                name = re.sub(r"[^\w.-]", "_", item.name)
+                key = f"scales/{name}/{word}_{direction}"
                 summary.numbers[key] = float(shares[worst])
                 summary.tensors[f"{key}_tensor"] = snapshot.names[worst] if shares[worst] else ""
     return summary

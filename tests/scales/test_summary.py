@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from lightning_unitscale.formats import NumberFormat
 from lightning_unitscale.scales.layout import DIRECTIONS, RowLayout
 from lightning_unitscale.scales.snapshot import ScaleSnapshot
 from lightning_unitscale.scales.statistics import statistics_row
@@ -65,6 +66,13 @@ def test_where_no_product_is_known_scalars_and_losses_are_left_out() -> None:
     summary = summarize(one)
     assert summary.numbers["scales/log2_rms/max_forward"] == 1
     assert summary.numbers["scales/FP16/overflow_forward"] == 0
+
+
+def test_a_format_of_any_name_makes_keys_that_loggers_take() -> None:
+    layout = RowLayout((NumberFormat("my: E3/M4", 3, 4),))
+    rows = statistics_row(torch.ones(8), layout).numpy()[None]
+    summary = summarize(ScaleSnapshot(0, ("linear",), rows, rows, layout))
+    assert "scales/my__E3_M4/overflow_forward" in summary.numbers
 
 
 def test_what_was_not_measured_is_left_out() -> None:
