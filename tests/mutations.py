@@ -299,6 +299,27 @@ MUTATIONS = (
         "callbacks/test_alerts.py",
     ),
     Mutation(
+        "of what becomes zero alike, the larger tensor is named",
+        "scales/summary.py",
+        "sizes = log2_rms if is_large else -log2_rms",
+        "sizes = log2_rms",
+        "scales/test_summary.py",
+    ),
+    Mutation(
+        "loggers are told of tensors that no product reads",
+        "scales/summary.py",
+        "return read if read.any() else judged_by_format(snapshot, num_merged)",
+        "return judged_by_format(snapshot, num_merged)",
+        "scales/test_summary.py",
+    ),
+    Mutation(
+        "loggers are told how much of the true values a format would lose",
+        "scales/summary.py",
+        "fractions = snapshot.fractions(direction, stored=True)",
+        "fractions = snapshot.fractions(direction)",
+        "scales/test_summary.py",
+    ),
+    Mutation(
         "a trend is seen where values jump",
         "scales/trends.py",
         "rising &= np.diff(values, axis=0).max(axis=0) < _LARGEST_JUMP * rise",
