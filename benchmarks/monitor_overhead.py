@@ -49,7 +49,7 @@ def watched_step(
     def run() -> None:
         step()
         # Events are written by a thread: without this, during the next variant's step.
-        for experiment in attachment.writers:
+        for experiment in attachment.loggers:
             experiment.flush()
 
     return run
