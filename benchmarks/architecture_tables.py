@@ -79,9 +79,10 @@ def markdown(results: list[Result]) -> str:
     rows = []
     for name in dict.fromkeys(one.architecture for one in results):
         found = {one.depth: one for one in results if one.architecture == name}
-        first = next(iter(found.values()))
-        if any(one.error for one in found.values()) or first.plain is None or first.ours is None:
-            rows.append([name, "not captured"])
+        ran = [one for one in found.values() if not one.error]
+        first = next(iter(ran), None)
+        if first is None or first.plain is None or first.ours is None:
+            rows.append([name, "does not run"])
             continue
         rows.append(
             [
@@ -89,12 +90,12 @@ def markdown(results: list[Result]) -> str:
                 *(_bits(found.get(depth)) for depth in ("products", "all")),
                 first.ours.num_forward,
                 f"{first.plain.forward:.0%}",
-                _shares(found.values(), "forward"),
+                _shares(ran, "forward"),
                 first.ours.num_gradients,
                 f"{first.plain.gradients:.0%}",
-                _shares(found.values(), "gradients"),
-                first.num_graphs,
-                {None: "-", True: "same", False: "differs"}[first.tracking_equal],
+                _shares(ran, "gradients"),
+                found["all"].num_graphs if "all" in found else "-",
+                {None: "-", True: "same", False: "differs"}[ran[-1].tracking_equal],
             ]
         )
     headers = [
@@ -131,6 +132,8 @@ def _equal_gradients(one: Result) -> str:
 def _bits(one: Result | None) -> str:
     if one is None:
         return "-"
+    if one.error:
+        return "not captured"
     if one.loss_equal and not one.differing:
         return f"same, {_equal_gradients(one)}"
     loss = "same loss" if one.loss_equal else "other loss"
