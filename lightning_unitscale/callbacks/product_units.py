@@ -103,18 +103,18 @@ class ProductUnits(MeasuredUnits):
         """Take units of what was measured, and new ones where they have drifted."""
         units = self._units
         self._session.end_step()
-        if not self.is_calibrated:
-            self._adopt_first(units.take() or Measurement())
-            self._read_coverage()
-            return
         self._read_coverage()
         if not units.is_looking:
             # Products that have not run before.
             units.settle()
         # The accumulated batches share one gauge.
         elif self._running.has_stepped:
-            self._look(units.take() or Measurement())
-            units.is_looking = False
+            measurement = units.take() or Measurement()
+            if self.is_calibrated:
+                self._look(measurement)
+                units.is_looking = False
+            else:
+                self._adopt_first(measurement)
 
     def before_evaluation(self, name: str) -> None:
         """A batch of an evaluation begins, in the step of this name."""

@@ -1,0 +1,203 @@
+"""One training in every loop of a single process.
+
+Two batches make an optimizer step, and random numbers are seeded before each batch, so that all of
+the loops compute the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch
+import pytest
+import pytorch_lightning
+import torch
+from lightning.fabric import Fabric
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_unitscale import attach
+
+NUM_ACCUMULATED = 2
+Batches = Sequence[tuple[Tensor, Tensor]]
+Outcome = tuple[list[Tensor], dict[str, Tensor]]
+
+
+def optimizer_of(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(module.parameters(), lr=1e-2)
+
+
+def plain(module: nn.Module, batches: Batches, callbacks: list[Any], folder: Path) -> Outcome:
+    optimizer = optimizer_of(module)
+    losses = []
+    with attach(module, optimizer, callbacks, log_dir=folder):
+        for index, batch in enumerate(batches):
+            torch.manual_seed(index)
+            loss = module(*batch)["loss"]
+            (loss / NUM_ACCUMULATED).backward()
+            losses.append(loss.detach())
+            if index % NUM_ACCUMULATED == NUM_ACCUMULATED - 1:
+                optimizer.step()
+                optimizer.zero_grad()
+    return losses, module.state_dict()
+
+
+def fabric(module: nn.Module, batches: Batches, callbacks: list[Any], folder: Path) -> Outcome:
+    fabric = Fabric(accelerator="cpu", devices=1, callbacks=callbacks)
+    fabric.launch()
+    model, optimizer = fabric.setup(module, optimizer_of(module))
+    losses = []
+    for index, batch in enumerate(batches):
+        torch.manual_seed(index)
+        is_last = index % NUM_ACCUMULATED == NUM_ACCUMULATED - 1
+        with fabric.no_backward_sync(model, enabled=not is_last):
+            loss = model(*batch)["loss"]
+            fabric.backward(loss / NUM_ACCUMULATED)
+        losses.append(loss.detach())
+        if is_last:
+            optimizer.step()
+            optimizer.zero_grad()
+    for callback in callbacks:
+        for attachment in callback.attachments:
+            attachment.detach()
+    return losses, module.state_dict()
+
+
+def accelerate(module: nn.Module, batches: Batches, callbacks: list[Any], folder: Path) -> Outcome:
+    accelerator = pytest.importorskip("accelerate").Accelerator(
+        cpu=True, gradient_accumulation_steps=NUM_ACCUMULATED
+    )
+    model, optimizer = accelerator.prepare(module, optimizer_of(module))
+    losses = []
+    with attach(model, optimizer, callbacks, scaler=accelerator.scaler):
+        for index, batch in enumerate(batches):
+            torch.manual_seed(index)
+            with accelerator.accumulate(model):
+                loss = model(*batch)["loss"]
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+            losses.append(loss.detach())
+    return losses, module.state_dict()
+
+
+class Stream(IterableDataset[Any]):
+    """Batches in their order, as dictionaries if they have names."""
+
+    def __init__(self, batches: Batches, names: tuple[str, str] | None = None) -> None:
+        self.batches = batches
+        self.names = names
+
+    def __iter__(self) -> Any:
+        for batch in self.batches:
+            yield batch if self.names is None else dict(zip(self.names, batch, strict=True))
+
+
+def hugging_face(
+    module: nn.Module,
+    batches: Batches,
+    callbacks: list[Any],
+    folder: Path,
+    **options: Any,
+) -> Outcome:
+    transformers = pytest.importorskip("transformers")
+    losses = []
+
+    class Trainer(transformers.Trainer):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            loss = super().compute_loss(*args, **kwargs)
+            losses.append(loss.detach())
+            return loss
+
+    class Seeds(transformers.TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            self.index = NUM_ACCUMULATED * state.global_step
+            torch.manual_seed(self.index)
+
+        def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            self.index += 1
+            torch.manual_seed(self.index)
+
+    arguments = transformers.TrainingArguments(
+        output_dir=str(folder),
+        max_steps=len(batches) // NUM_ACCUMULATED,
+        per_device_train_batch_size=1,
+        gradient_accumulation_steps=NUM_ACCUMULATED,
+        lr_scheduler_type="constant",
+        max_grad_norm=0.0,
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+        logging_strategy="no",
+        **{"save_strategy": "no", **options},
+    )
+    # Imported here: it imports transformers.
+    from lightning_unitscale import HFCallback
+
+    trainer = Trainer(
+        module,
+        arguments,
+        train_dataset=Stream(batches, ("x", "y")),
+        data_collator=lambda items: items[0],
+        optimizers=(optimizer_of(module), None),
+        callbacks=[Seeds(), *([HFCallback(callbacks)] if callbacks else [])],
+    )
+    trainer.train()
+    return losses, module.state_dict()
+
+
+def _trainer(pl: Any) -> Callable[..., Outcome]:
+    """The loop of a Trainer, of whichever of Lightning's packages."""
+
+    class Module(pl.LightningModule):
+        def __init__(self, net: nn.Module) -> None:
+            super().__init__()
+            self.net = net
+            self.losses: list[Tensor] = []
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            torch.manual_seed(batch_idx)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.net(*batch)
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            # Lightning divides it.
+            self.losses.append(outputs["loss"] * NUM_ACCUMULATED)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return optimizer_of(self.net)
+
+    def train(
+        module: nn.Module, batches: Batches, callbacks: list[Any], folder: Path, **options: Any
+    ) -> Outcome:
+        trained = Module(module)
+        trainer = pl.Trainer(
+            callbacks=callbacks,
+            max_epochs=1,
+            accumulate_grad_batches=NUM_ACCUMULATED,
+            accelerator="cpu",
+            devices=1,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        trainer.fit(trained, DataLoader(Stream(batches), batch_size=None))
+        return trained.losses, module.state_dict()
+
+    return train
+
+
+LOOPS: dict[str, Callable[..., Outcome]] = {
+    "plain": plain,
+    "fabric": fabric,
+    "accelerate": accelerate,
+    "hugging_face": hugging_face,
+    "lightning": _trainer(lightning.pytorch),
+    "pytorch_lightning": _trainer(pytorch_lightning),
+}
+# Their steps are captured where a method asks for it.
+TRAINERS = ("lightning", "pytorch_lightning")

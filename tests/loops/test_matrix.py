@@ -1,0 +1,77 @@
+"""Every training loop with every method on every module: the bits that are promised."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_unitscale import ScaleMonitor, UnitScaleCallback
+from lightning_unitscale.transforms import unit_scale
+from tests.helpers import assert_same_bits, same_bits
+from tests.loops import zoo
+from tests.loops.every_loop import LOOPS, TRAINERS, Outcome
+
+METHODS: dict[str, Callable[[], list[Any]]] = {
+    "plain": lambda: [],
+    "monitor": lambda: [ScaleMonitor(every_n_steps=2)],
+    "lossless": lambda: [UnitScaleCallback()],
+    "both": lambda: [UnitScaleCallback(), ScaleMonitor(every_n_steps=2)],
+    "fp8": lambda: [UnitScaleCallback(simulate="fp8")],
+    "u-mup": lambda: [UnitScaleCallback("u-mup", lr_scaling=None)],
+}
+# They change what is computed.
+CHANGING = ("fp8", "u-mup")
+Results = Callable[[str, str, str], Outcome]
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*:FutureWarning", "ignore:.*:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:ScaleMonitor. the Trainer has no logger"),
+]
+
+
+def train(loop: str, method: str, name: str, folder: Path) -> Outcome:
+    module, callbacks = zoo.new(name), METHODS[method]()
+    if method == "u-mup" and loop not in TRAINERS:
+        module, callbacks = unit_scale(module), []
+    return LOOPS[loop](module, zoo.batches(name, 8), callbacks, folder)
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """What a method gives in a loop, which trains once."""
+    known: dict[tuple[str, str, str], Outcome] = {}
+
+    def of(loop: str, method: str, name: str) -> Outcome:
+        key = loop, method, name
+        if key not in known:
+            known[key] = train(*key, tmp_path_factory.mktemp(loop))
+        return known[key]
+
+    return of
+
+
+@pytest.mark.parametrize("name", zoo.ZOO)
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("loop", LOOPS)
+def test_the_same_bits(
+    loop: str, method: str, name: str, expected: Results, tmp_path: Path
+) -> None:
+    found = train(loop, method, name, tmp_path)
+    if method not in CHANGING:
+        assert_same_bits(found, expected("plain", "plain", name))
+        return
+    # Only a Trainer tells the rules of accumulated batches: elsewhere gradients are in other powers
+    # of two, which AdamW's eps sees.
+    is_rules_in_trainer = method == "u-mup" and loop in TRAINERS
+    assert_same_bits(found, expected(TRAINERS[0] if is_rules_in_trainer else "plain", method, name))
+    assert not same_bits(found[0][-1], expected("plain", "plain", name)[0][-1])
+    assert_same_bits(found[0][:2], expected("plain", method, name)[0][:2])
+
+
+@pytest.mark.parametrize("loop", [loop for loop in LOOPS if loop not in TRAINERS])
+def test_rules_are_refused(loop: str, tmp_path: Path) -> None:
+    callbacks = METHODS["u-mup"]()
+    with pytest.raises(ValueError, match=r"method=.*u-mup.*use lightning_unitscale\.transforms"):
+        LOOPS[loop](zoo.new("Tied"), zoo.batches("Tied", 2), callbacks, tmp_path)
