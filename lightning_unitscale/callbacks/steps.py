@@ -322,6 +322,19 @@ class StepsCallback(Callback, LoopCallback):
         callback = type(self)(**self._arguments) if self.attachments else self
         self.attachments = (*self.attachments, attach_in_fabric(callback, fabric, module))
 
+    def on_after_optimizer_step(self, strategy: Any, optimizer: Any) -> None:
+        """Called by Lightning Fabric.
+
+        Raises:
+            RuntimeError: If the callback was never told of a module.
+        """
+        if not self.attachments:
+            raise RuntimeError(
+                f"{type(self).__name__}: an optimizer has stepped, and Fabric has told of no "
+                "module, as setup_module() does not; expected fabric.setup(); write model = "
+                "fabric.setup(model), which takes a model without its optimizer too."
+            )
+
     def captures_steps(self, trainer: pl.Trainer) -> bool:
         """Whether it adds passes to captured steps: the others then add theirs to the same graphs.
 

@@ -26,9 +26,8 @@ from lightning_unitscale.dispatch.torch_internals import (
     sequence_number,
 )
 from lightning_unitscale.dispatch.units import Site, Units
+from lightning_unitscale.graph.name_patterns import own_path
 
-# Under which torch.compile keeps the module that it was given.
-_COMPILED = "_orig_mod"
 # Where a loop computes what no module does; no module can be there.
 _LOSS = "(loss)"
 
@@ -229,16 +228,13 @@ class Sites:
         return self.path_of(id(frame.f_locals["self"])) if frame.f_code in MODULE_CALLS else None
 
     def path_of(self, module: int) -> str | None:
-        """Path of the module with an ``id``; a compiled one has that of the user's own."""
+        """Path of the module with an ``id``; a wrapped one has that of the user's own."""
         path = self._paths.get(module)
         if path is None and not self._is_fresh:
             # Modules may come while a model runs; looked for once a step at most.
             root = self._module()
             children = () if root is None else root.named_modules()
-            self._paths = {
-                id(child): ".".join(part for part in name.split(".") if part != _COMPILED)
-                for name, child in children
-            }
+            self._paths = {id(child): own_path(name) for name, child in children}
             self._is_fresh = True
             path = self._paths.get(module)
         return path

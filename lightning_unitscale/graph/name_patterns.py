@@ -10,6 +10,15 @@ from torch import fx
 from lightning_unitscale.arguments import nearest
 from lightning_unitscale.graph.nodes import MODULE, tensor_name
 
+# Under which torch keeps what it wraps: torch.compile, FullyShardedDataParallel and the wrapper of
+# activation checkpoints.
+_WRAPPED = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+
+
+def own_path(name: str) -> str:
+    """The path of a module or a parameter before torch wrapped parts of the model."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPED)
+
 
 class NamePatterns:
     """Globs to include and to exclude, such as ``"blocks.0.*"``.

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointFunction
 
 from lightning_unitscale.graph.matmuls import PRODUCT_WORDS
+from lightning_unitscale.graph.name_patterns import own_path
 from lightning_unitscale.graph.nodes import WHOLE_VIEWS
 from lightning_unitscale.profiler.trace import function_name
 
@@ -55,7 +56,7 @@ class Callers:
     """
 
     def __init__(self, module: nn.Module, top: CodeType, ignored: Collection[CodeType]) -> None:
-        self._paths = {id(submodule): path for path, submodule in module.named_modules()}
+        self._paths = {id(child): own_path(path) for path, child in module.named_modules()}
         self._top = top
         self._ignored = frozenset(ignored)
 
@@ -185,7 +186,8 @@ def start_tensors(
     for name, value in _arguments(step, args, kwargs).items():
         for path, tensor in _tensors(value, name, 0):
             names.setdefault(id(tensor), (f"input.{path}", ""))
-    for fqn, held in (*module.named_buffers(), *module.named_parameters()):
+    for path, held in (*module.named_buffers(), *module.named_parameters()):
+        fqn = own_path(path)
         names[id(held)] = (fqn, fqn.rpartition(".")[0])
     return names
 

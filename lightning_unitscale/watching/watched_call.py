@@ -16,6 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_unitscale.dispatch.calls import RanProduct
 from lightning_unitscale.graph.matmuls import operands_of_call
+from lightning_unitscale.graph.name_patterns import own_path
 from lightning_unitscale.graph.nodes import ATTENTION, ATTENTION_ROLES
 from lightning_unitscale.graph.recorder import CallRecord
 from lightning_unitscale.lossless.gauge import Gauge
@@ -146,7 +147,8 @@ class WatchedCall:
         with plain_functions():
             self._inputs(_tensors_in((output,)), "")
             named = {row.name for row in self._given}
-            for fqn, parameter in module.named_parameters():
+            for path, parameter in module.named_parameters():
+                fqn = own_path(path)
                 if fqn not in named and parameter.requires_grad and is_readable(parameter):
                     row = self._row(fqn, fqn.rpartition(".")[0], ())
                     row.is_given = True

@@ -1,22 +1,29 @@
-"""Trainings without a Trainer on CPU processes: ``python -m ... FOLDER KIND:HOW ...``.
+"""Trainings in every loop on CPU processes: ``python -m ... FOLDER DOOR:SPREAD:METHOD:MODULE ...``.
 
-Run it once per rank. Every rank writes what it computed to ``FOLDER/KIND:HOW-RANK.pt``.
+Run it once per rank. Every rank writes what it computed to ``FOLDER/RUN-RANK.pt``.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import lightning.fabric.strategies as fabric_strategies
+import lightning.pytorch.strategies as trainer_strategies
 import torch
 import torch.distributed as dist
-from lightning.fabric import Fabric
-from lightning.fabric.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -24,81 +31,122 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_unitscale import attach
+from lightning_unitscale import UnitScaleCallback
 from tests.distributed.launch import quiet_rank
-from tests.distributed.sharded_run import HOWS, Block, outcome
+from tests.loops import zoo
+from tests.loops.every_loop import LOOPS, NUM_ACCUMULATED
+from tests.loops.methods import METHODS
 
-NUM_STEPS = 6
-# How the training is spread over processes, and whether each of them has data of its own.
-KINDS = {"ddp": True, "fsdp": True, "fsdp-bf16": True, "tensor": False, "fabric-ddp": True}
-
-
-class Model(nn.Module):
-    """Blocks, and a product that the root itself computes after the last of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(6, 16)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
-        self.mixing = nn.Parameter(torch.randn(16, 16) / 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x)
-        return x @ self.mixing
+NUM_STEPS = 3
+_PLAN = {"up": ColwiseParallel(), "down": RowwiseParallel()}
 
 
-def _spread(kind: str, model: Model) -> nn.Module:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    if kind == "ddp":
-        return DistributedDataParallel(model)
-    if kind == "tensor":
-        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-        for block in model.blocks:
-            parallelize_module(block, mesh, plan)
-        return model
-    dtype = torch.bfloat16 if kind == "fsdp-bf16" else None
-    policy = MixedPrecisionPolicy(param_dtype=dtype)
-    for block in (*model.blocks, model):
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    return model
+def _ddp(module: nn.Module, mesh: Any) -> nn.Module:
+    return DistributedDataParallel(module)
 
 
-def train(folder: Path, kind: str, how: str) -> None:
-    """Train and write down what came out."""
-    torch.manual_seed(4)
-    callbacks = HOWS[how]()
-    rank = int(os.environ["LOCAL_RANK"])
-    model: Any = Model()
-    if kind == "fabric-ddp":
-        strategy = DDPStrategy(process_group_backend="gloo")
-        fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy, callbacks=callbacks)
-        fabric.launch()
-        model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=0.01))
-        backward: Any = fabric.backward
-        attachments = callbacks[0].attachments if callbacks else ()
+def _fsdp(module: nn.Module, mesh: Any, dtype: torch.dtype | None = None) -> nn.Module:
+    mesh = mesh["data_parallel"] if mesh.mesh_dim_names else mesh
+    for part in (*zoo.feeds(module), module):
+        fully_shard(part, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
+    return module
+
+
+def _fsdp1(module: nn.Module, mesh: Any) -> nn.Module:
+    # It looks for an accelerator where it is not told of a device.
+    policy = ModuleWrapPolicy({zoo.Feed})
+    return FullyShardedDataParallel(
+        module, device_id=torch.device("cpu"), use_orig_params=True, auto_wrap_policy=policy
+    )
+
+
+def _tensor(module: nn.Module, mesh: Any) -> nn.Module:
+    mesh = mesh["tensor_parallel"] if mesh.mesh_dim_names else mesh
+    for part in zoo.feeds(module) or [module]:
+        parallelize_module(part, mesh, _PLAN)
+    return module
+
+
+class FSDPInFabric(fabric_strategies.FSDPStrategy):
+    """Lightning refuses its own class on a CPU."""
+
+
+class FSDPInTrainer(trainer_strategies.FSDPStrategy):
+    """As above."""
+
+
+_GLOO: dict[str, Any] = {"process_group_backend": "gloo"}
+_SIZES = {
+    "fsdp": {"data_parallel_size": 2, "tensor_parallel_size": 1, **_GLOO},
+    "tensor": {"data_parallel_size": 1, "tensor_parallel_size": 2, **_GLOO},
+}
+SPREADS = {
+    "ddp": _ddp,
+    "fsdp": _fsdp,
+    "fsdp-bf16": partial(_fsdp, dtype=torch.bfloat16),
+    "fsdp1": _fsdp1,
+    "tensor": _tensor,
+}
+
+
+def _in_fabric(spread: str, *arguments: Any) -> Any:
+    module, *others = arguments
+    strategy: Any
+    if spread == "ddp":
+        strategy = fabric_strategies.DDPStrategy(**_GLOO)
+    elif spread == "fsdp1":
+        module, strategy = _fsdp1(module, None), FSDPInFabric(**_GLOO)
     else:
-        model = _spread(kind, model)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        backward = torch.Tensor.backward
-        attachments = (attach(model, optimizer, callbacks),)
-    torch.manual_seed(rank if KINDS[kind] else 0)
-    losses = []
-    for _ in range(NUM_STEPS):
-        loss = (model(torch.randn(4, 6) * 30).float() - torch.randn(4, 16)).square().mean()
-        backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
-    for attachment in attachments:
-        attachment.detach()
-    torch.save(outcome(model, losses, callbacks), folder / f"{kind}:{how}-{rank}.pt")
+        strategy = fabric_strategies.ModelParallelStrategy(SPREADS[spread], **_SIZES[spread])
+    return LOOPS["fabric"](module, *others, devices=2, strategy=strategy)
+
+
+def _in_trainer(spread: str, *arguments: Any) -> Any:
+    strategy: Any
+    if spread == "fsdp1":
+        strategy = FSDPInTrainer(**_GLOO)
+    else:
+        strategy = trainer_strategies.ModelParallelStrategy(**_SIZES[spread])
+    options = {"devices": 2, "strategy": strategy, "spread": SPREADS[spread]}
+    return LOOPS["lightning"](*arguments, **options)
+
+
+def _attached(spread: str, module: nn.Module, *arguments: Any) -> Any:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return LOOPS["plain"](SPREADS[spread](module, mesh), *arguments)
+
+
+DOORS = {"attach": _attached, "fabric": _in_fabric, "lightning": _in_trainer}
+
+
+def train(folder: Path, run: str) -> None:
+    """Train and write down what came out."""
+    door, spread, method, name = run.split(":")
+    rank = int(os.environ["LOCAL_RANK"])
+    callbacks = METHODS[method]()
+    seed = 0 if spread == "tensor" else rank
+    batches = zoo.batches(name, NUM_STEPS * NUM_ACCUMULATED, seed)
+    losses, weights = DOORS[door](spread, zoo.new(name), batches, callbacks, folder)
+    found: dict[str, Any] = {
+        "losses": losses,
+        "weights": {key.removeprefix("module."): _whole(value) for key, value in weights.items()},
+    }
+    for callback in callbacks:
+        if isinstance(callback, UnitScaleCallback):
+            found["gauge"] = callback.gauge.state()
+            found["products"] = (callback.coverage.num_in_units, callback.coverage.num_products)
+        else:
+            found["names"] = list(callback.snapshots[-1].names)
+    torch.save(found, folder / f"{run}-{rank}.pt")
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
 if __name__ == "__main__":
     quiet_rank()
     dist.init_process_group("gloo", rank=int(os.environ["LOCAL_RANK"]))
     for run in sys.argv[2:]:
-        train(Path(sys.argv[1]), *run.split(":"))
+        train(Path(sys.argv[1]), run)
     dist.destroy_process_group()

@@ -23,6 +23,8 @@ from lightning_unitscale import attach
 NUM_ACCUMULATED = 2
 Batches = Sequence[tuple[Tensor, Tensor]]
 Outcome = tuple[list[Tensor], dict[str, Tensor]]
+# Distributes a module over the processes of a mesh, if the loop has one.
+Spread = Callable[[nn.Module, Any], nn.Module]
 
 
 def optimizer_of(module: nn.Module) -> torch.optim.Optimizer:
@@ -44,10 +46,14 @@ def plain(module: nn.Module, batches: Batches, callbacks: list[Any], folder: Pat
     return losses, module.state_dict()
 
 
-def fabric(module: nn.Module, batches: Batches, callbacks: list[Any], folder: Path) -> Outcome:
-    fabric = Fabric(accelerator="cpu", devices=1, callbacks=callbacks)
+def fabric(
+    module: nn.Module, batches: Batches, callbacks: list[Any], folder: Path, **options: Any
+) -> Outcome:
+    fabric = Fabric(accelerator="cpu", callbacks=callbacks, **{"devices": 1, **options})
     fabric.launch()
-    model, optimizer = fabric.setup(module, optimizer_of(module))
+    # The model first: what shards it makes other parameters of its own.
+    model: Any = fabric.setup(module)
+    optimizer: Any = fabric.setup_optimizers(optimizer_of(model))
     losses = []
     for index, batch in enumerate(batches):
         torch.manual_seed(index)
@@ -152,10 +158,15 @@ def _trainer(pl: Any) -> Callable[..., Outcome]:
     """The loop of a Trainer, of whichever of Lightning's packages."""
 
     class Module(pl.LightningModule):
-        def __init__(self, net: nn.Module) -> None:
+        def __init__(self, net: nn.Module, spread: Spread | None) -> None:
             super().__init__()
             self.net = net
+            self.spread = spread
             self.losses: list[Tensor] = []
+
+        def configure_model(self) -> None:
+            if self.spread is not None:
+                self.net = self.spread(self.net, self.device_mesh)
 
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
             torch.manual_seed(batch_idx)
@@ -171,22 +182,25 @@ def _trainer(pl: Any) -> Callable[..., Outcome]:
             return optimizer_of(self.net)
 
     def train(
-        module: nn.Module, batches: Batches, callbacks: list[Any], folder: Path, **options: Any
+        module: nn.Module,
+        batches: Batches,
+        callbacks: list[Any],
+        folder: Path,
+        spread: Spread | None = None,
+        **options: Any,
     ) -> Outcome:
-        trained = Module(module)
+        trained = Module(module, spread)
         trainer = pl.Trainer(
             callbacks=callbacks,
             max_epochs=1,
             accumulate_grad_batches=NUM_ACCUMULATED,
             accelerator="cpu",
-            devices=1,
-            logger=False,
-            enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
+            **{"devices": 1, "logger": False, "enable_checkpointing": False, **options},
         )
         trainer.fit(trained, DataLoader(Stream(batches), batch_size=None))
-        return trained.losses, module.state_dict()
+        return trained.losses, trained.net.state_dict()
 
     return train
 

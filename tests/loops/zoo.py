@@ -109,13 +109,36 @@ class Metric(nn.Module):
         return {"loss": F.cross_entropy(logits @ self.temperature, y)}
 
 
+class Blocks(nn.Module):
+    """Blocks, and a product that the root itself computes after the last of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 16)
+        self.blocks = nn.ModuleList(Feed() for _ in range(2))
+        self.dropout = nn.Dropout(0.1)
+        self.mixing = nn.Parameter(torch.randn(16, NUM_CLASSES) / 4)
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        x = self.first(x)
+        for block in self.blocks:
+            x = x + self.dropout(block(x))
+        return {"loss": F.cross_entropy(x @ self.mixing, y)}
+
+
 _INPUTS: dict[type[nn.Module], Callable[[torch.Generator], Tensor]] = {
     Tied: lambda g: torch.randint(NUM_CLASSES, (4, 6), generator=g),
     Conv: lambda g: torch.randn(4, 3, 6, 6, generator=g) * 30,
     Transformer: lambda g: torch.randint(NUM_CLASSES, (4, 6), generator=g),
     Metric: lambda g: torch.randn(4, 16, generator=g) * 0.01,
+    Blocks: lambda g: torch.randn(4, 6, generator=g) * 30,
 }
 ZOO = {kind.__name__: kind for kind in _INPUTS}
+
+
+def feeds(module: nn.Module) -> list[nn.Module]:
+    """The parts of a module that are sharded by themselves."""
+    return [part for part in module.modules() if isinstance(part, Feed)]
 
 
 def new(name: str) -> nn.Module:
