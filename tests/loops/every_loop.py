@@ -16,7 +16,7 @@ import pytorch_lightning
 import torch
 from lightning.fabric import Fabric
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import IterableDataset
 
 from lightning_unitscale import attach
 
@@ -89,16 +89,36 @@ def accelerate(module: nn.Module, batches: Batches, callbacks: list[Any], folder
     return losses, module.state_dict()
 
 
-class Stream(IterableDataset[Any]):
-    """Batches in their order, as dictionaries if they have names."""
+class Rows:
+    """Batches in their order; one that goes on from a checkpoint begins where that ended."""
 
-    def __init__(self, batches: Batches, names: tuple[str, str] | None = None) -> None:
+    def __init__(self, batches: Batches) -> None:
         self.batches = batches
-        self.names = names
+        self.position = 0
+
+    def __len__(self) -> int:
+        return len(self.batches)
 
     def __iter__(self) -> Any:
-        for batch in self.batches:
-            yield batch if self.names is None else dict(zip(self.names, batch, strict=True))
+        for self.position in range(self.position, len(self.batches)):  # noqa: B020
+            yield self.batches[self.position]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position + 1}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+class Stream(IterableDataset[Any]):
+    """Batches in their order, with the names of the module's arguments."""
+
+    def __init__(self, batches: Batches) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Any:
+        for x, y in self.batches:
+            yield {"x": x, "y": y}
 
 
 def hugging_face(
@@ -106,6 +126,7 @@ def hugging_face(
     batches: Batches,
     callbacks: list[Any],
     folder: Path,
+    resume: bool = False,
     **options: Any,
 ) -> Outcome:
     transformers = pytest.importorskip("transformers")
@@ -145,12 +166,12 @@ def hugging_face(
     trainer = Trainer(
         module,
         arguments,
-        train_dataset=Stream(batches, ("x", "y")),
+        train_dataset=Stream(batches),
         data_collator=lambda items: items[0],
         optimizers=(optimizer_of(module), None),
         callbacks=[Seeds(), *([HFCallback(callbacks)] if callbacks else [])],
     )
-    trainer.train()
+    trainer.train(resume_from_checkpoint=resume)
     return losses, module.state_dict()
 
 
@@ -187,6 +208,7 @@ def _trainer(pl: Any) -> Callable[..., Outcome]:
         callbacks: list[Any],
         folder: Path,
         spread: Spread | None = None,
+        resume: Path | None = None,
         **options: Any,
     ) -> Outcome:
         trained = Module(module, spread)
@@ -199,7 +221,7 @@ def _trainer(pl: Any) -> Callable[..., Outcome]:
             enable_model_summary=False,
             **{"devices": 1, "logger": False, "enable_checkpointing": False, **options},
         )
-        trainer.fit(trained, DataLoader(Stream(batches), batch_size=None))
+        trainer.fit(trained, Rows(batches), ckpt_path=resume, weights_only=False)
         return trained.losses, trained.net.state_dict()
 
     return train

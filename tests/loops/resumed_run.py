@@ -1,0 +1,164 @@
+"""Trainings that leave a checkpoint, and go on from it: ``python -m ... FOLDER LOOP`` is killed.
+
+As a process of its own it ends by SIGKILL, between a forward and a backward pass, some steps after
+its checkpoint.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch
+import pytorch_lightning
+import torch
+from lightning.fabric import Fabric
+from torch import Tensor, nn
+
+from lightning_unitscale import ScaleMonitor, UnitScaleCallback, attach
+from lightning_unitscale.callbacks import Simulate
+from tests.loops import zoo
+from tests.loops.every_loop import LOOPS, NUM_ACCUMULATED, Batches, optimizer_of
+
+NUM_STEPS = 12
+# Units are looked at in step 8, which the resumed run has before it.
+SAVE_AT, KILL_AT = 6, 10
+
+
+def callbacks() -> tuple[UnitScaleCallback, ScaleMonitor]:
+    """Of which each rounding, and so each bit, depends on the units and on the step."""
+    simulate = Simulate("fp8", rounding="stochastic")
+    return UnitScaleCallback(simulate=simulate), ScaleMonitor(every_n_steps=2)
+
+
+def batches() -> Batches:
+    """Numbers that grow, so that units measured later are others."""
+    own = zoo.batches("Blocks", NUM_STEPS * NUM_ACCUMULATED)
+    return [(x * 2.0 ** (index / 4), y) for index, (x, y) in enumerate(own)]
+
+
+def _run(
+    call: Callable[..., Any],
+    backward: Callable[[Tensor], object],
+    optimizer: Any,
+    first: int,
+    save: Callable[[int], object],
+) -> None:
+    for step in range(first, NUM_STEPS):
+        for index in range(step * NUM_ACCUMULATED, (step + 1) * NUM_ACCUMULATED):
+            torch.manual_seed(index)
+            backward(call(*batches()[index])["loss"])
+        optimizer.step()
+        optimizer.zero_grad()
+        if step + 1 == SAVE_AT:
+            save(step + 1)
+
+
+def plain(module: nn.Module, own: list[Any], folder: Path, resume: bool) -> None:
+    optimizer, path = optimizer_of(module), folder / "run.pt"
+    with attach(module, optimizer, own) as attachment:
+        parts = {"model": module, "optimizer": optimizer, "callbacks": attachment}
+
+        def save(step: int) -> None:
+            torch.save({name: part.state_dict() for name, part in parts.items()}, path)
+
+        if resume:
+            state = torch.load(path, weights_only=True)
+            for name, part in parts.items():
+                part.load_state_dict(state[name])
+        _run(module, Tensor.backward, optimizer, attachment.step_index, save)
+
+
+def fabric(module: nn.Module, own: list[Any], folder: Path, resume: bool) -> None:
+    fabric = Fabric(accelerator="cpu", devices=1, callbacks=own)
+    fabric.launch()
+    model, optimizer = fabric.setup(module, optimizer_of(module))
+    (attachment,) = own[0].attachments
+    state, path = {"model": model, "optimizer": optimizer}, folder / "run.ckpt"
+    if resume:
+        attachment.load_state_dict(fabric.load(path, state)["callbacks"])
+
+    def save(step: int) -> None:
+        fabric.save(path, {**state, "callbacks": attachment.state_dict()})
+
+    _run(model, fabric.backward, optimizer, attachment.step_index, save)
+    attachment.detach()
+
+
+def accelerate(module: nn.Module, own: list[Any], folder: Path, resume: bool) -> None:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    model, optimizer = accelerator.prepare(module, optimizer_of(module))
+    with attach(model, optimizer, own) as attachment:
+        accelerator.register_for_checkpointing(attachment)
+        if resume:
+            accelerator.load_state(folder / "run")
+
+        def save(step: int) -> None:
+            accelerator.save_state(folder / "run")
+
+        _run(model, accelerator.backward, optimizer, attachment.step_index, save)
+
+
+def hugging_face(module: nn.Module, own: list[Any], folder: Path, resume: bool) -> None:
+    options = {"save_strategy": "steps", "save_steps": SAVE_AT, "resume": resume}
+    LOOPS["hugging_face"](module, batches(), own, folder, **options)
+
+
+def _trainer(name: str, package: Any) -> Callable[..., None]:
+    def train(module: nn.Module, own: list[Any], folder: Path, resume: bool) -> None:
+        saving = package.callbacks.ModelCheckpoint(
+            folder, "{step}", every_n_train_steps=SAVE_AT, save_top_k=-1
+        )
+        LOOPS[name](
+            module,
+            batches(),
+            [*own, saving],
+            folder,
+            resume=folder / f"step={SAVE_AT}.ckpt" if resume else None,
+            enable_checkpointing=True,
+        )
+
+    return train
+
+
+RESUMED: dict[str, Callable[..., None]] = {
+    "plain": plain,
+    "fabric": fabric,
+    "accelerate": accelerate,
+    "hugging_face": hugging_face,
+    "lightning": _trainer("lightning", lightning.pytorch),
+    "pytorch_lightning": _trainer("pytorch_lightning", pytorch_lightning),
+}
+
+
+def train(
+    loop: str, folder: Path, *, resume: bool = False, is_killed: bool = False
+) -> tuple[dict[str, Tensor], UnitScaleCallback, ScaleMonitor]:
+    """Train in a loop; returns the weights, and the callbacks."""
+    module = zoo.new("Blocks")
+    if is_killed:
+        num_calls = 0
+
+        def kill(*_: Any) -> None:
+            nonlocal num_calls
+            num_calls += 1
+            if num_calls == KILL_AT * NUM_ACCUMULATED:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        module.register_forward_hook(kill)
+    own = callbacks()
+    RESUMED[loop](module, list(own), folder, resume)
+    return module.state_dict(), *own
+
+
+if __name__ == "__main__":
+    for name in ("LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK"):
+        os.environ.pop(name, None)
+    torch.set_num_threads(1)
+    train(sys.argv[2], Path(sys.argv[1]), is_killed=True)
