@@ -1,23 +1,12 @@
-"""A small training that runs in every loop."""
+"""A small training, for what one loop has and others do not."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_unitscale import ScaleMonitor, UnitScaleCallback
-
 NUM_STEPS = 6
-# What keeps the bits of a training.
-LOSSLESS: dict[str, Callable[[], list[Any]]] = {
-    "units": lambda: [UnitScaleCallback()],
-    "monitor": lambda: [ScaleMonitor(every_n_steps=2)],
-    "both": lambda: [UnitScaleCallback(), ScaleMonitor(every_n_steps=2)],
-}
 
 
 class Net(nn.Module):

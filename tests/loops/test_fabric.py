@@ -13,7 +13,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import Tensor
 
 from tests.helpers import assert_same_bits
-from tests.loops.loops import LOSSLESS, NUM_STEPS, batches, new
+from tests.loops.loops import NUM_STEPS, batches, new
+from tests.loops.methods import METHODS
 
 
 def train(callbacks: list[Any], folder: Path, precision: Any) -> list[Tensor]:
@@ -40,9 +41,8 @@ def train(callbacks: list[Any], folder: Path, precision: Any) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-@pytest.mark.parametrize("how", LOSSLESS)
-def test_the_same_with_and_without(how: str, precision: str, tmp_path: Path) -> None:
-    callbacks = LOSSLESS[how]()
+def test_two_models(precision: str, tmp_path: Path) -> None:
+    callbacks = METHODS["both"]()
     found = train(callbacks, tmp_path / "with", precision)
     assert_same_bits(found, train([], tmp_path / "without", precision))
     first = callbacks[0].attachments
@@ -61,3 +61,13 @@ def test_the_same_with_and_without(how: str, precision: str, tmp_path: Path) -> 
                 assert tags["scalars"]
         attachment.detach()
         assert "forward" not in vars(attachment.module)
+
+
+def test_a_model_that_callbacks_are_not_told_of() -> None:
+    fabric = Fabric(accelerator="cpu", devices=1, callbacks=METHODS["both"]())
+    fabric.launch()
+    model, optimizer = new()
+    module, optimizer = fabric.setup_module(model), fabric.setup_optimizers(optimizer)
+    fabric.backward(module(batches(1)[0][0]).sum())
+    with pytest.raises(RuntimeError, match=r"model = fabric\.setup\(model\)"):
+        optimizer.step()

@@ -18,10 +18,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_unitscale import RematCallback, ScaleMonitor, UnitScaleCallback
 from tests.helpers import assert_same_bits
-from tests.loops.loops import LOSSLESS, Net, batches
+from tests.loops.loops import Net, batches
+from tests.loops.methods import METHODS
 
 KINDS: dict[str, Any] = {
-    **LOSSLESS,
+    "both": METHODS["both"],
     "everything": lambda: [UnitScaleCallback(depth="all"), ScaleMonitor(every_n_steps=2)],
     "remat": lambda: [RematCallback(1.0)],
 }
@@ -89,18 +90,17 @@ def test_the_same_with_and_without(how: str, tmp_path: Path) -> None:
             assert any(tag.startswith("scales") for tag in events.Tags()["tensors"])
             metrics = (tmp_path / "with" / "csv" / "version_0" / "metrics.csv").read_text()
             assert "scales/FP16/overflow_forward" in metrics
-    if how == "units":
+    if how == "both":
         assert callbacks[0].coverage.num_products == 5
 
 
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")
-@pytest.mark.parametrize("options", [{"simulate": "fp8"}, {"method": "u-mup"}])
-def test_a_run_is_resumed(options: dict[str, Any], tmp_path: Path) -> None:
-    losses, weights, _ = fit([UnitScaleCallback(**options)], tmp_path / "whole")
-    first, *_ = fit([UnitScaleCallback(**options)], tmp_path / "first", max_epochs=1)
+def test_a_run_by_rules_is_resumed(tmp_path: Path) -> None:
+    losses, weights, _ = fit([UnitScaleCallback("u-mup")], tmp_path / "whole")
+    first, *_ = fit([UnitScaleCallback("u-mup")], tmp_path / "first", max_epochs=1)
     assert not torch.equal(first[0], fit([], tmp_path / "plain", max_epochs=1)[0][0])
     rest, again, _ = fit(
-        [UnitScaleCallback(**options)],
+        [UnitScaleCallback("u-mup")],
         tmp_path / "rest",
         ckpt_path=tmp_path / "first" / "saved" / "last.ckpt",
     )
