@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from lightning_unitscale.callbacks.calibration import GraphUnits
-from lightning_unitscale.callbacks.distributed import pipeline_of
+from lightning_unitscale.callbacks.distributed import pipeline_of, refuse_sharded_parameters
 from lightning_unitscale.callbacks.explanation import Explanation, units_table
 from lightning_unitscale.callbacks.half_precision import holding_of, holds_parameters
 from lightning_unitscale.callbacks.options import Lossless, Rules
@@ -118,6 +118,7 @@ class CapturedUnits(GraphUnits):
             # Stages are cut from one rewritten graph, whether their units are looked at or not.
             self._fp8.takes_units_in = pipeline_of(trainer) is None or self._schedule.is_empty
         if self._rules is not None:
+            refuse_sharded_parameters(trainer, f"method={self._method!r}")
             self._rules.attach(trainer, module, is_new=is_new)
         if self._holding is not None:
             self._holding.attach(trainer, is_new=is_new)

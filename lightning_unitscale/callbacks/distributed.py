@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_unitscale.callbacks.packages import misconfigured
+from lightning_unitscale.callbacks.packages import is_lightning, misconfigured
 from lightning_unitscale.loops.ranks import world_size
 from lightning_unitscale.lossless.calibrate import combined_rms
 from lightning_unitscale.scales.reduce import pack_rows, unpack_rows
@@ -122,6 +122,45 @@ def pipeline_of(trainer: pl.Trainer) -> PipelineStrategy | None:
     # Not by its class: training on one device must not load the pipeline's engine.
     is_pipeline = hasattr(trainer.strategy, "num_microbatches")
     return cast("PipelineStrategy", trainer.strategy) if is_pipeline else None
+
+
+def refuse_distributed_tensors(trainer: pl.Trainer, owner: str) -> None:
+    """Refuse to rewrite graphs of modules whose parameters are distributed in the step itself.
+
+    Args:
+        trainer: The Trainer.
+        owner: What would rewrite them.
+
+    Raises:
+        MisconfigurationException: If the strategy is one of tensor parallelism.
+    """
+    strategy: Any = trainer.strategy
+    if is_lightning(strategy, "ModelParallelStrategy"):
+        num_parts = strategy.device_mesh["tensor_parallel"].size()
+        if num_parts > 1:
+            raise misconfigured(
+                f"tensor_parallel_size={num_parts}: {owner} rewrites captured steps, and these "
+                "have distributed tensors; expected tensor_parallel_size=1 for methods that do; use "
+                "UnitScaleCallback() with method='lossless' at depth='products'."
+            )
+
+
+def refuse_sharded_parameters(trainer: pl.Trainer, option: str) -> None:
+    """Refuse what needs parameters as wholes where a rank has a part of each.
+
+    Args:
+        trainer: The Trainer.
+        option: What needs them.
+
+    Raises:
+        MisconfigurationException: If the strategy shards parameters.
+    """
+    if is_lightning(trainer.strategy, "ModelParallelStrategy", "FSDPStrategy"):
+        raise misconfigured(
+            f"{option}: it sets whole parameters to RMS 1, and with "
+            f"{type(trainer.strategy).__name__} a rank has a part of each; expected a strategy "
+            "that does not shard them; use DDP, PipelineStrategy, or method='lossless'."
+        )
 
 
 def num_microbatches(trainer: pl.Trainer) -> int:

@@ -15,6 +15,7 @@ import lightning.fabric.strategies as fabric_strategies
 import lightning.pytorch.strategies as trainer_strategies
 import torch
 import torch.distributed as dist
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
@@ -126,7 +127,11 @@ def train(folder: Path, run: str) -> None:
     callbacks = METHODS[method]()
     seed = 0 if spread == "tensor" else rank
     batches = zoo.batches(name, NUM_STEPS * NUM_ACCUMULATED, seed)
-    losses, weights = DOORS[door](spread, zoo.new(name), batches, callbacks, folder)
+    try:
+        losses, weights = DOORS[door](spread, zoo.new(name), batches, callbacks, folder)
+    except MisconfigurationException as error:
+        torch.save({"refused": str(error)}, folder / f"{run}-{rank}.pt")
+        return
     found: dict[str, Any] = {
         "losses": losses,
         "weights": {key.removeprefix("module."): _whole(value) for key, value in weights.items()},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from tests.distributed.launch import results_of_ranks
 from tests.helpers import assert_same_bits, same_bits
 from tests.loops import zoo
-from tests.loops.methods import METHODS
+from tests.loops.methods import CAPTURED, METHODS
 
 pytestmark = pytest.mark.distributed
 Results = Callable[[str], list[dict[str, Any]]]
@@ -33,15 +34,24 @@ _SAME = {
 
 
 def _cases() -> list[tuple[str, str, str]]:
-    methods = [method for method in METHODS if method != "u-mup"]
+    methods = [method for method in METHODS if method not in CAPTURED]
     whole = itertools.product(_WHOLE, methods, zoo.ZOO)
-    return [*whole, *itertools.product(_OTHERS, ("plain", "both", "fp8"), ["Blocks"])]
+    captured = itertools.product(("lightning:fsdp", "lightning:fsdp1"), ["all"], ["Blocks"])
+    others = itertools.product(_OTHERS, ("plain", "both", "fp8"), ["Blocks"])
+    return [*whole, *captured, *others]
+
+
+_REFUSED = {
+    "lightning:fsdp:u-mup:Blocks": "method=.*with ModelParallelStrategy a rank has a part",
+    "lightning:fsdp1:u-mup:Blocks": "method=.*with FSDPInTrainer a rank has a part",
+    "lightning:tensor:all:Blocks": "tensor_parallel_size=2: UnitScaleCallback rewrites",
+}
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     """What every rank computed; two processes run all of the cases."""
-    runs = [":".join(case) for case in _cases()]
+    runs = [*_REFUSED, *(":".join(case) for case in _cases())]
     module = "tests.distributed.loops_run"
     return results_of_ranks(module, tmp_path_factory.mktemp("loops"), runs)
 
@@ -65,6 +75,12 @@ def test_the_same_bits(kind: str, method: str, name: str, results: Results) -> N
         assert not torch.equal(plain[0]["losses"][0], plain[1]["losses"][0])
     for key in ("gauge", "names"):
         assert found[0].get(key) == found[1].get(key)
+
+
+@pytest.mark.parametrize("run", _REFUSED)
+def test_what_cannot_be_is_refused(run: str, results: Results) -> None:
+    for found in results(run):
+        assert re.match(_REFUSED[run], found["refused"])
 
 
 def _tensors(values: Any) -> list[Any]:
