@@ -140,7 +140,7 @@ def refuse_distributed_tensors(trainer: pl.Trainer, owner: str) -> None:
         if num_parts > 1:
             raise misconfigured(
                 f"tensor_parallel_size={num_parts}: {owner} rewrites captured steps, and these "
-                "have distributed tensors; expected tensor_parallel_size=1 for methods that do; use "
+                "have distributed tensors; expected tensor_parallel_size=1 for that; use "
                 "UnitScaleCallback() with method='lossless' at depth='products'."
             )
 
