@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -64,11 +65,9 @@ def joint_snapshot(snapshot: ScaleSnapshot, device: torch.device) -> ScaleSnapsh
     if not is_distributed():
         return snapshot
     if _same_everywhere(snapshot.names, device):
-        return replace(
-            snapshot,
-            forward=_reduced(snapshot.forward, snapshot, device),
-            backward=_reduced(snapshot.backward, snapshot, device),
-        )
+        rows = np.concatenate([snapshot.forward, snapshot.backward])
+        forward, backward = np.split(_reduced(rows, snapshot, device), 2)
+        return replace(snapshot, forward=forward, backward=backward)
     return _merged_by_name(snapshot)
 
 

@@ -15,7 +15,7 @@ from lightning_unitscale.scales.layout import RowLayout
 from lightning_unitscale.scales.reduce import merge_rows
 from lightning_unitscale.scales.statistics import statistics_row
 from lightning_unitscale.tracking.records import ProbedTensor
-from lightning_unitscale.watching.torch_state import is_readable, unseen
+from lightning_unitscale.watching.torch_state import is_readable, local_part, unseen
 
 
 class TensorRow:
@@ -103,7 +103,9 @@ class Measuring:
         # No operation is recorded in inference mode, not even for forward derivatives.
         with unseen(), torch.inference_mode():
             factor = self._factor(tensor.device, log2_unit) if log2_unit else None
-            return statistics_row(stored_elements(tensor), self.layout, factor=factor)
+            part = local_part(tensor)
+            assert part is not None, "it is readable"
+            return statistics_row(stored_elements(part), self.layout, factor=factor)
 
     def _factor(self, device: torch.device, log2_unit: int) -> Tensor:
         key = device, log2_unit
@@ -145,7 +147,9 @@ def operands_of(
     floats = [tensor for tensor in arguments if is_readable(tensor)]
     by_storage: dict[int, list[Tensor]] = {}
     for tensor in floats:
-        by_storage.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor)
+        part = local_part(tensor)
+        assert part is not None, "it is readable"
+        by_storage.setdefault(part.untyped_storage().data_ptr(), []).append(tensor)
     for product in ran:
         if len(ran) == 1 and not any(storage in by_storage for storage in product.storages):
             # Autocast has cast its operands; their order has stayed.

@@ -28,6 +28,7 @@ from lightning_unitscale.watching.rows import Measuring, TensorRow, operands_of,
 from lightning_unitscale.watching.torch_state import (
     has_node,
     is_readable,
+    local_part,
     plain_functions,
     takes_part,
     unseen,
@@ -208,7 +209,8 @@ class WatchedCall:
 
     def _new_rows(self, tensor: Tensor) -> tuple[TensorRow, ...]:
         """Rows of a tensor that no watched function has made."""
-        if not is_readable(tensor):
+        part = local_part(tensor) if is_readable(tensor) else None
+        if part is None:
             return ()
         named = self._start_names.get(id(tensor))
         if named is not None:
@@ -219,7 +221,7 @@ class WatchedCall:
             if takes_part(tensor) and row.is_shown:
                 self.gradients.measure(row, tensor)
             return (row,)
-        base = tensor._base
+        base = part._base
         if base is not None and (base in self._rows_of or id(base) in self._start_names):
             return self._inputs((base,), "")
         if tensor.grad_fn is None:

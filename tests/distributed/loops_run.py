@@ -5,11 +5,15 @@ Run it once per rank. Every rank writes what it computed to ``FOLDER/RUN-RANK.pt
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning.fabric.strategies as fabric_strategies
 import lightning.pytorch.strategies as trainer_strategies
@@ -33,6 +37,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_unitscale import UnitScaleCallback
+from lightning_unitscale.scales.snapshot import ScaleSnapshot
 from tests.distributed.launch import quiet_rank
 from tests.loops import zoo
 from tests.loops.every_loop import LOOPS, NUM_ACCUMULATED
@@ -128,12 +133,14 @@ def train(folder: Path, run: str) -> None:
     seed = 0 if spread == "tensor" else rank
     batches = zoo.batches(name, NUM_STEPS * NUM_ACCUMULATED, seed)
     try:
-        losses, weights = DOORS[door](spread, zoo.new(name), batches, callbacks, folder)
+        with _counting_collectives() as counts:
+            losses, weights = DOORS[door](spread, zoo.new(name), batches, callbacks, folder)
     except MisconfigurationException as error:
         torch.save({"refused": str(error)}, folder / f"{run}-{rank}.pt")
         return
     found: dict[str, Any] = {
         "losses": losses,
+        "collectives": dict(counts),
         "weights": {key.removeprefix("module."): _whole(value) for key, value in weights.items()},
     }
     for callback in callbacks:
@@ -141,8 +148,36 @@ def train(folder: Path, run: str) -> None:
             found["gauge"] = callback.gauge.state()
             found["products"] = (callback.coverage.num_in_units, callback.coverage.num_products)
         else:
-            found["names"] = list(callback.snapshots[-1].names)
+            snapshot = callback.snapshots[-1]
+            found["names"] = list(snapshot.names)
+            found["rms"] = {
+                way: dict(zip(snapshot.names, _log2_rms(snapshot, way), strict=True))
+                for way in ("forward", "backward")
+            }
     torch.save(found, folder / f"{run}-{rank}.pt")
+
+
+@contextlib.contextmanager
+def _counting_collectives() -> Iterator[Counter[str]]:
+    """Counts what Python calls; DDP and distributed tensors have ways of their own."""
+    counts: Counter[str] = Counter()
+
+    def counted(name: str) -> Callable[..., Any]:
+        function = getattr(dist, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            counts[name] += 1
+            return function(*args, **kwargs)
+
+        return call
+
+    names = ("all_reduce", "all_gather_object", "all_gather", "broadcast_object_list")
+    with mock.patch.multiple(dist, **{name: counted(name) for name in names}):
+        yield counts
+
+
+def _log2_rms(snapshot: ScaleSnapshot, way: Any) -> list[Tensor]:
+    return [torch.as_tensor(value) for value in snapshot.log2_rms(way, stored=False)]
 
 
 def _whole(tensor: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -37,8 +38,11 @@ def _cases() -> list[tuple[str, str, str]]:
     methods = [method for method in METHODS if method not in CAPTURED]
     whole = itertools.product(_WHOLE, methods, zoo.ZOO)
     captured = itertools.product(("lightning:fsdp", "lightning:fsdp1"), ["all"], ["Blocks"])
+    monitored = itertools.product(
+        ("attach:ddp", "attach:fsdp", "attach:tensor"), ["monitor"], ["Blocks"]
+    )
     others = itertools.product(_OTHERS, ("plain", "both", "fp8"), ["Blocks"])
-    return [*whole, *captured, *others]
+    return [*whole, *captured, *monitored, *others]
 
 
 _REFUSED = {
@@ -98,5 +102,31 @@ def test_all_products_are_in_units(kind: str, results: Results) -> None:
         assert {"first.linear", "blocks.1.down.linear", "matmul"} <= products
         names = {name.removeprefix("net.") for name in found["names"]}
         assert {"first.linear", "matmul"} <= names
-        # A distributed tensor is shown where it is one in the eyes of this rank: see is_readable.
-        assert ("blocks.0.up.linear" in names) == (not kind.endswith("tensor"))
+        # Those that are distributed, too, and what torch calls a part of them is their own.
+        assert {"blocks.0.up.linear", "blocks.1.silu"} <= names
+        assert not any("FromTorch" in name for name in names)
+
+
+@pytest.mark.parametrize("kind", (*_WHOLE, *_OTHERS))
+def test_statistics_are_of_the_tensors_of_all_ranks(kind: str, results: Results) -> None:
+    first, second = (found["rms"] for found in results(f"{kind}:both:Blocks"))
+    for way in ("forward", "backward"):
+        assert_same_bits(first[way], second[way])
+    if kind in _SAME:
+        (attached, _) = (found["rms"] for found in results(f"{_SAME[kind]}:both:Blocks"))
+        for way in ("forward", "backward"):
+            inner = {name.removeprefix("net."): value for name, value in first[way].items()}
+            shared = [name for name in attached[way] if not name.startswith("input.")]
+            assert_same_bits(
+                [inner[name] for name in shared], [attached[way][name] for name in shared]
+            )
+    if kind == "attach:tensor":
+        assert {"blocks.0.up.weight", "blocks.1.down.bias"} <= set(first["backward"])
+
+
+@pytest.mark.parametrize("kind", ["attach:ddp", "attach:fsdp", "attach:tensor", "lightning:fsdp"])
+def test_ranks_speak_at_sampled_steps_only(kind: str, results: Results) -> None:
+    """Steps 0 and 2 of three: whether the graphs are the same ones, and the sum of all rows."""
+    runs = (results(f"{kind}:{method}:Blocks") for method in ("plain", "monitor"))
+    for plain, found in zip(*runs, strict=True):
+        assert Counter(found["collectives"]) - Counter(plain["collectives"]) == {"all_reduce": 4}
