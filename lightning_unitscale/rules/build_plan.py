@@ -67,7 +67,8 @@ def plan_step(
     raise RuntimeError(
         f"{type(step.owner.module).__name__}.{step.name}: it ran other graphs in each of "
         f"{_MAX_ATTEMPTS} runs on the same batch; expected a step that is captured alike each "
-        "time; keep counters and random Python choices out of it."
+        "time; keep counters, random Python choices, and branches on how large activations are, "
+        "which unit scaling changes, out of it."
     )
 
 

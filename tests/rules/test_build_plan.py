@@ -113,6 +113,22 @@ def test_a_step_that_is_never_the_same_is_refused() -> None:
         plan(Restless(), torch.randn(4, W))
 
 
+def test_a_branch_on_what_scaling_changes_is_refused() -> None:
+    class Branching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(W, W), nn.Linear(W, W)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            if x.abs().max().item() > 0.5:
+                x = x.tanh()
+            return self.last(x).square().mean()
+
+    with pytest.raises(RuntimeError, match="branches on how large activations are"):
+        plan(Branching(), torch.randn(4, W) * 0.001)
+
+
 class FreshClass(nn.Module):
     """Hands its result over in a class that it defines anew in every call, over a graph break."""
 
