@@ -9,7 +9,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import CodeType, FrameType, FunctionType, MethodType
 from typing import Any
@@ -171,10 +172,8 @@ _MAX_DEPTH = 4
 _MAX_ELEMENTS = 64
 
 
-def start_tensors(
-    module: nn.Module, step: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> dict[int, tuple[str, str]]:
-    """Name and module of each tensor that a call of a step starts from, by the tensor's identity.
+class StartNames:
+    """Name and module of each tensor that a call of a step starts from.
 
     Args:
         module: The module; parameters and buffers are called as there.
@@ -182,14 +181,35 @@ def start_tensors(
         args: Its arguments.
         kwargs: Its keyword arguments.
     """
-    names: dict[int, tuple[str, str]] = {}
-    for name, value in _arguments(step, args, kwargs).items():
-        for path, tensor in _tensors(value, name, 0):
-            names.setdefault(id(tensor), (f"input.{path}", ""))
-    for path, held in (*module.named_buffers(), *module.named_parameters()):
-        fqn = own_path(path)
-        names[id(held)] = (fqn, fqn.rpartition(".")[0])
-    return names
+
+    def __init__(
+        self,
+        module: nn.Module,
+        step: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> None:
+        # Weak: a call that is not taken to its end must not keep the module.
+        self._module = weakref.ref(module)
+        self._names: dict[int, tuple[str, str]] = {}
+        for name, value in _arguments(step, args, kwargs).items():
+            for path, tensor in _tensors(value, name, 0):
+                self._names.setdefault(id(tensor), (f"input.{path}", ""))
+        self._add(module.named_buffers())
+        self._add(module.named_parameters())
+
+    def find(self, tensor: Tensor) -> tuple[str, str] | None:
+        """Name and module of a tensor, ``None`` if the call does not start from it."""
+        if id(tensor) not in self._names and tensor.is_leaf and tensor.requires_grad:
+            # FSDP2 puts whole parameters in the place of their parts while their module runs.
+            module = self._module()
+            self._add(() if module is None else module.named_parameters())
+        return self._names.get(id(tensor))
+
+    def _add(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        for path, tensor in tensors:
+            fqn = own_path(path)
+            self._names[id(tensor)] = (fqn, fqn.rpartition(".")[0])
 
 
 def _arguments(

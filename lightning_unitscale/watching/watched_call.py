@@ -23,7 +23,14 @@ from lightning_unitscale.lossless.gauge import Gauge
 from lightning_unitscale.tracking.records import ProbedCall
 from lightning_unitscale.watching.checkpoints import Checkpoints
 from lightning_unitscale.watching.gradients import Gradients
-from lightning_unitscale.watching.names import Caller, Callers, is_alias, is_product, word_of
+from lightning_unitscale.watching.names import (
+    Caller,
+    Callers,
+    StartNames,
+    is_alias,
+    is_product,
+    word_of,
+)
 from lightning_unitscale.watching.rows import Measuring, TensorRow, operands_of, shown_inputs
 from lightning_unitscale.watching.torch_state import (
     has_node,
@@ -43,7 +50,7 @@ class WatchedCall:
 
     Args:
         callers: Tells which module calls.
-        start_names: Name and module of the tensors that the call starts from, by identity.
+        start_names: Name and module of the tensors that the call starts from.
         measuring: Takes the statistics.
         select: Whether a tensor of this name and module is to have a row.
         units: Unit of each tensor at the last sample, by name: the likely one.
@@ -53,7 +60,7 @@ class WatchedCall:
     def __init__(
         self,
         callers: Callers,
-        start_names: Mapping[int, tuple[str, str]],
+        start_names: StartNames,
         measuring: Measuring,
         select: Callable[[str, str], bool],
         units: Mapping[str, int],
@@ -212,7 +219,7 @@ class WatchedCall:
         part = local_part(tensor) if is_readable(tensor) else None
         if part is None:
             return ()
-        named = self._start_names.get(id(tensor))
+        named = self._start_names.find(tensor)
         if named is not None:
             row = self._row(*named, ())
             row.is_given = True
@@ -222,7 +229,7 @@ class WatchedCall:
                 self.gradients.measure(row, tensor)
             return (row,)
         base = part._base
-        if base is not None and (base in self._rows_of or id(base) in self._start_names):
+        if base is not None and (base in self._rows_of or self._start_names.find(base)):
             return self._inputs((base,), "")
         if tensor.grad_fn is None:
             return ()

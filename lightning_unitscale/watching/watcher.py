@@ -18,7 +18,7 @@ from lightning_unitscale.graph.decompose import open_function
 from lightning_unitscale.scales.layout import RowLayout
 from lightning_unitscale.scales.snapshot import ScaleSnapshot
 from lightning_unitscale.tracking.records import take_snapshot
-from lightning_unitscale.watching.names import Callers, answers, start_tensors, word_of
+from lightning_unitscale.watching.names import Callers, StartNames, answers, word_of
 from lightning_unitscale.watching.rows import Measuring
 from lightning_unitscale.watching.torch_state import (
     answering_as_without,
@@ -71,7 +71,7 @@ class StepWatcher:
         """
         self.close()
         callers = Callers(module, StepWatcher.run.__code__, self._ignored)
-        names = start_tensors(module, step, args, kwargs)
+        names = StartNames(module, step, args, kwargs)
         with watching() as products:
             call = WatchedCall(callers, names, self._measuring, self._select, self._units, products)
             self._calls.append(call)
