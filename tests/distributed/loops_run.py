@@ -122,7 +122,16 @@ def _attached(spread: str, module: nn.Module, *arguments: Any) -> Any:
     return LOOPS["plain"](SPREADS[spread](module, mesh), *arguments)
 
 
-DOORS = {"attach": _attached, "fabric": _in_fabric, "lightning": _in_trainer}
+DOORS: dict[str, Callable[..., Any]] = {
+    "attach": _attached,
+    "fabric": _in_fabric,
+    "lightning": _in_trainer,
+    # These wrap the module by themselves.
+    "accelerate": lambda spread, *arguments: LOOPS["accelerate"](*arguments),
+    "hugging_face": lambda spread, *arguments: LOOPS["hugging_face"](
+        *arguments, ddp_backend="gloo"
+    ),
+}
 
 
 def train(folder: Path, run: str) -> None:
@@ -186,6 +195,7 @@ def _whole(tensor: Tensor) -> Tensor:
 
 if __name__ == "__main__":
     quiet_rank()
+    os.environ["RANK"] = os.environ["LOCAL_RANK"]  # Accelerate asks for it
     dist.init_process_group("gloo", rank=int(os.environ["LOCAL_RANK"]))
     for run in sys.argv[2:]:
         train(Path(sys.argv[1]), run)

@@ -6,6 +6,7 @@ import itertools
 import re
 from collections import Counter
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -24,6 +25,8 @@ _WHOLE = ("lightning:fsdp", "fabric:tensor")
 _OTHERS = (
     *("attach:ddp", "attach:fsdp", "attach:fsdp-bf16", "attach:fsdp1", "attach:tensor"),
     *("fabric:ddp", "fabric:fsdp", "fabric:fsdp1", "lightning:tensor", "lightning:fsdp1"),
+    *(["accelerate:ddp"] if find_spec("accelerate") else []),
+    *(["hugging_face:ddp"] if find_spec("transformers") else []),
 )
 # These compute the same; Fabric's loop skips synchronizations, and so adds in another order.
 _SAME = {
