@@ -24,6 +24,8 @@ Limits: TypeAlias = float | Mapping[str, float]
 _DEFAULT_OVERFLOW: Final = {True: 0.0, False: 1e-3}
 # What these put into a tensor is what somebody asked for: the -inf of a mask.
 _FILLING: Final = frozenset({"masked_fill", "where", "full", "full_like", "fill"})
+# The largest numbers of FP32 and BF16, which some masks have in place of an infinity.
+_STAND_INS: Final = (float(np.finfo(np.float32).max), float.fromhex("0x1.fep127"))
 # Torch's names of losses that do not end in "loss".
 _LOSSES: Final = ("cross_entropy", "kl_div", "with_logits")
 _VERBS: Final[dict[Kind, str]] = {
@@ -169,17 +171,23 @@ def format_violations(
 ) -> tuple[ScaleAlert, ...]:
     """All tensors that lose more to a format than is allowed, in the order of computation.
 
+    Values that hold the largest number of their type are a mask, or have one added: none overflows.
+
     Args:
         snapshot: Where to look; its layout counts the formats of the thresholds.
         thresholds: The fractions that are allowed.
         num_merged: As of :func:`judged_by_format`, which says what is looked at.
     """
     judged = judged_by_format(snapshot, num_merged)
+    masks = np.isin(snapshot.column("abs_max", "forward"), _STAND_INS)
     violations: list[ScaleAlert] = []
     for direction in DIRECTIONS:
         fractions = snapshot.fractions(direction, stored=True)
         # The backward pass computes the last tensor's gradient first.
         order = range(len(snapshot)) if direction == "forward" else reversed(range(len(snapshot)))
+        may = dict.fromkeys(FORMAT_KINDS, judged)
+        if direction == "forward":  # the gradients of what a mask is added to are like any others
+            may["overflow"] = judged & ~masks
         limits = [
             (
                 threshold,
@@ -191,7 +199,9 @@ def format_violations(
             )
             for threshold in thresholds
         ]
-        beyond = np.array([judged & (column > threshold.fraction) for threshold, column in limits])
+        beyond = np.array(
+            [may[threshold.kind] & (column > threshold.fraction) for threshold, column in limits]
+        )
         if not beyond.any():
             continue
         inputs = InputScales(snapshot, direction)

@@ -5,6 +5,7 @@ import math
 from dataclasses import replace
 
 import pytest
+import torch
 
 from lightning_unitscale.formats import E4M3FN, E5M2, FP16, get_format
 from lightning_unitscale.scales.alerts import (
@@ -127,6 +128,17 @@ def test_scalars_and_losses_are_in_no_format(name, elements, num_merged):
         len(elements) > 1
     )
     assert found(of([[NAN]], names=(name,))) == (name, "forward")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_mask_of_the_largest_numbers_overflows_nothing(dtype):
+    masked = [1e-9, torch.finfo(dtype).min]
+    assert format_violations(of([masked]), [Threshold(FP16, "overflow", 0.0)]) == ()
+    (small,) = format_violations(of([masked]), [Threshold(FP16, "flushed", 0.1)])
+    assert small.kind == "flushed"
+    # The gradients of what a mask is added to are like any others.
+    (large,) = format_violations(of([masked], [[1e6, 0.0]]), [Threshold(FP16, "overflow", 0.0)])
+    assert large.direction == "backward"
 
 
 def test_what_was_not_measured_violates_nothing():
