@@ -55,14 +55,13 @@ class HFCallback(TrainerCallback):
         args: TrainingArguments,
         state: TrainerState,
         control: TrainerControl,
-        model: nn.Module | None = None,
+        model: Any = None,
         optimizer: Any = None,
         **kwargs: Any,
     ) -> None:
-        assert model is not None, "the Trainer gives it"
         self._detach()  # of a training that an exception has ended
         self.attachment = attach(
-            model,
+            _trained(model, optimizer),
             optimizer,
             self._callbacks,
             log_dir=self._log_dir or _folder(args) / _SCALES,
@@ -118,6 +117,17 @@ def _log(package: Any, values: Mapping[str, Any], step: int) -> None:
     # Of Trackio's run the Trainer's own callback has made an end before others are told of it.
     if package.__name__ != "trackio" or package.context_vars.current_run.get() is not None:
         package.log({**values, "train/global_step": step})
+
+
+def _trained(model: Any, optimizer: Any) -> Any:
+    """The module whose parameters the optimizer has: some packages tell of what holds it."""
+    if isinstance(model, nn.Module):
+        return model
+    params = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    for value in getattr(model, "__dict__", {}).values():
+        if isinstance(value, nn.Module) and not params.isdisjoint(map(id, value.parameters())):
+            return value
+    return model
 
 
 def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:

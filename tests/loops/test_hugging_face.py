@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -65,6 +66,18 @@ def test_a_language_model(tmp_path: Path) -> None:
             assert [snapshot.step for snapshot in callback.snapshots] == [0, 2, 4]
             assert "transformer.h.0.mlp.c_fc.addmm" in callback.snapshots[0].names
             assert list((tmp_path / "scales").glob("events*"))
+
+
+def test_a_model_that_holds_the_module(tmp_path: Path) -> None:
+    module, optimizer = new(0)
+    held = SimpleNamespace(name="held", other=torch.nn.Linear(2, 2), body=module)
+    callback = HFCallback([UnitScaleCallback()], log_dir=tmp_path)
+    arguments = (SimpleNamespace(output_dir=str(tmp_path)), SimpleNamespace(global_step=0), None)
+    callback.on_train_begin(*arguments, model=held, optimizer=optimizer)
+    assert callback.attachment.module is module
+    callback.on_train_end(*arguments)
+    with pytest.raises(TypeError, match=r"no torch\.nn\.Module"):
+        callback.on_train_begin(*arguments, model=SimpleNamespace(), optimizer=optimizer)
 
 
 def test_a_violation_stops_the_training(tmp_path: Path) -> None:
