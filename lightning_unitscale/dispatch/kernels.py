@@ -12,12 +12,13 @@ import functools
 import warnings
 import weakref
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from lightning_unitscale.dispatch import aot_pass, joint_pass
-from lightning_unitscale.dispatch.calls import forget
+from lightning_unitscale.dispatch.calls import Call, forget
 from lightning_unitscale.dispatch.compiled_graphs import OWN_CALLERS, caller
 from lightning_unitscale.dispatch.execute import ProductRule
 from lightning_unitscale.dispatch.fp8 import layer_kernel
@@ -34,7 +35,12 @@ from lightning_unitscale.dispatch.torch_internals import (
     is_by_inductor,
     plain_functions,
 )
-from lightning_unitscale.dispatch.unreached import UNREACHED, run_inside, unreached_kernel
+from lightning_unitscale.dispatch.unreached import (
+    UNREACHED,
+    UnreachedRule,
+    run_inside,
+    unreached_kernel,
+)
 
 _PASSES = (joint_pass.PASS, *aot_pass.PASSES)
 # By the identity of a session: what ends it, here or when nobody has it any more.
@@ -125,8 +131,12 @@ def _overrides(key: str) -> KernelOverrides:
 def _override_products(overrides: KernelOverrides) -> None:
     for rule in RULES:
         overrides.put(rule.operator, functools.partial(_product_kernel, rule))
+    rules = {rule.operator: rule for rule in RULES}
     for unreached in UNREACHED:
-        overrides.put(unreached.operator, functools.partial(unreached_kernel, unreached))
+        made_by = functools.partial(unreached_kernel, unreached)
+        if (rule := rules.get(unreached.writes)) is not None:
+            made_by = functools.partial(_writing_kernel, rule, unreached)
+        overrides.put(unreached.operator, made_by)
     # On a CPU it multiplies by a kernel of the table, with operands that are in FP8 already.
     overrides.put("_scaled_mm", lambda original: functools.partial(run_inside, original))
 
@@ -135,14 +145,44 @@ def _product_kernel(rule: ProductRule, original: Kernel) -> Kernel:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         if LOCAL.is_inside:
             return original(*args, **kwargs)
-        session, node, call = LOCAL.session, current_node(), None
-        if node is not None:
-            session, call = asking_session(node)
-        elif session is None and LOCAL.after_call is not None:
-            session = session_of_loss(rule.operands_in(args))
+        session, node, call = _asking(rule, args)
         if session is None or caller() in OWN_CALLERS:
             return original(*args, **kwargs)
         with plain_functions():
             return session.run(rule, original, args, kwargs, node, call)
+
+    return kernel
+
+
+def _asking(rule: ProductRule, args: Any) -> tuple[ProductSession | None, Any, Call | None]:
+    """Whose product it is, within which autograd node, and what that was made for."""
+    if (node := current_node()) is not None:
+        session, call = asking_session(node)
+        return session, node, call
+    if LOCAL.session is None and LOCAL.after_call is not None:
+        return session_of_loss(rule.operands_in(args)), None, None
+    return LOCAL.session, None, None
+
+
+def _writing_kernel(rule: ProductRule, unreached: UnreachedRule, original: Kernel) -> Kernel:
+    """A kernel that writes a product of a rule's into a tensor of its caller's."""
+    plain = unreached_kernel(unreached, original)
+    writing = functools.partial(run_inside, getattr(torch.ops.aten, rule.operator).out)
+    if not rule.addends:
+        # What multiplies by a factor in passing makes a tensor.
+        rule = replace(rule, with_factor=None)
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        if LOCAL.is_inside:
+            return original(*args, **kwargs)
+        session, node, call = _asking(rule, args)
+        if session is None:
+            return original(*args, **kwargs)
+        if caller() is not None:
+            return plain(*args, **kwargs)
+        written = kwargs.get("out", args[0])
+        with plain_functions():
+            result = session.run(rule, writing, args, {**kwargs, "out": written}, node, call)
+            return written if result is written else run_inside(written.copy_, result)
 
     return kernel

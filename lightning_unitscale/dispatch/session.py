@@ -155,7 +155,9 @@ class ProductSession:
         run = self.sites.loss_run() if is_loss else self.sites.run_of(node)
         if run is None and call is not None and may_belong_to(rule, call):
             call.num_visits += 1
-            product = self.backward_product(rule, operands, call, sources_of(rule, call, operands))
+            addends = [args[position] for position in rule.addends_in(args)]
+            sources = sources_of(rule, call, operands)
+            product = self.backward_product(rule, operands, call, sources, addends)
         else:
             suffix = f"@{node.name()}" if run is None else ""
             word, roles = rule.name_in(args)
@@ -255,7 +257,12 @@ class ProductSession:
         return product, extents
 
     def backward_product(
-        self, rule: ProductRule, operands: Sequence[Tensor], call: Call, sources: Sources
+        self,
+        rule: ProductRule,
+        operands: Sequence[Tensor],
+        call: Call,
+        sources: Sources,
+        addends: Sequence[Tensor] = (),
     ) -> Product:
         """A backward product of a call with what it runs with.
 
@@ -264,6 +271,7 @@ class ProductSession:
             operands: What it reads.
             call: The forward product.
             sources: For each operand which forward operand it is.
+            addends: What it is added to.
         """
         site = call.site
         gamma = site.log2_gamma
@@ -281,7 +289,7 @@ class ProductSession:
         if gamma is None or self.units.is_looking:
             before = call.extents or (None,) * len(call.log2_units)
             measured = tuple(call.gradient_extent if k is None else before[k] for k in sources)
-            extents = self._measure(product, operands, known, measured)
+            extents = self._measure(product, operands, known, measured, addends)
             if None in sources:
                 at = sources.index(None)
                 call.gradient_extent = extents[at]

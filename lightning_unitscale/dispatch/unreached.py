@@ -27,12 +27,15 @@ class UnreachedRule:
         reason: Why its products run as they are.
         flops: Floating-point operations of a call.
         has_backward: Whether its gradients come from a kernel of the same kind, with twice as many.
+        writes: The operator of the table whose products this one writes into a tensor it is given:
+            in a graph that was compiled before, they run as they are.
     """
 
     operator: str
     reason: str
     flops: Callable[[Arguments, Any], int]
     has_backward: bool = False
+    writes: str = ""
 
 
 _IN_PLACE = "it writes into a tensor of its caller's"
@@ -57,14 +60,19 @@ def _encoder_layer_flops(args: Arguments, _: Any) -> int:
 
 
 UNREACHED: tuple[UnreachedRule, ...] = (
-    UnreachedRule("addmm_", _IN_PLACE, contraction(1, 2)),
-    UnreachedRule("baddbmm_", _IN_PLACE, contraction(1, 2)),
-    UnreachedRule("addbmm_", _IN_PLACE, contraction(1, 2)),
-    UnreachedRule("addmv_", _IN_PLACE, contraction(1, 2)),
-    UnreachedRule("mm.out", _IN_PLACE, contraction(0, 1)),
-    UnreachedRule("bmm.out", _IN_PLACE, contraction(0, 1)),
-    UnreachedRule("addmm.out", _IN_PLACE, contraction(1, 2)),
-    UnreachedRule("baddbmm.out", _IN_PLACE, contraction(1, 2)),
+    *(
+        UnreachedRule(f"{writes}{form}", _IN_PLACE, contraction(first, first + 1), writes=writes)
+        for writes, form, first in (
+            ("addmm", "_", 1),
+            ("baddbmm", "_", 1),
+            ("addbmm", "_", 1),
+            ("addmv", "_", 1),
+            ("mm", ".out", 0),
+            ("bmm", ".out", 0),
+            ("addmm", ".out", 1),
+            ("baddbmm", ".out", 1),
+        )
+    ),
     UnreachedRule("_cdist_forward", "a kernel of distances", contraction(0, 0)),
     UnreachedRule("mkldnn_rnn_layer", _RECURRENT, _rnn_flops, has_backward=True),
     UnreachedRule("_cudnn_rnn", _RECURRENT, _cudnn_rnn_flops, has_backward=True),

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from lightning_unitscale import UnitScaleCallback
+from lightning_unitscale import ScaleMonitor, UnitScaleCallback
 from tests.callbacks.modules import Regression
-from tests.callbacks.runs import assert_same_run, run, unit_scale_of
+from tests.callbacks.runs import assert_same_run, both, run, unit_scale_of
 
 
 class Bodies(Regression):
@@ -108,6 +108,71 @@ class Attending(Regression):
 
 def test_a_backward_pass_with_products_of_another_kind() -> None:
     assert_same_run(Attending, lambda: [UnitScaleCallback()])
+
+
+class Written(torch.autograd.Function):
+    """A linear layer that writes its products into tensors of its own, or adds them there."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, empty: Any) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.empty = empty
+        return torch.mm(x, weight.T, out=empty(len(x), len(weight), dtype=x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        of_x, of_weight = (ctx.empty(*one.shape, dtype=one.dtype) for one in (x, weight))
+        torch.bmm(gradient[None], weight[None], out=of_x[None])
+        of_weight.fill_(1e-4)
+        for part, rows in zip(x.chunk(2), gradient.T.chunk(2, dim=1), strict=True):
+            torch.addmm(of_weight, rows, part, beta=0.5, out=of_weight)
+            of_weight.addmm_(rows, part, alpha=0.5)
+        return of_x, of_weight, None
+
+
+class Writing(Regression):
+    def __init__(self, empty: Any) -> None:
+        super().__init__(norm=False)
+        self.empty = empty
+        self.middle = torch.nn.Parameter(torch.randn(5, 8))
+        self.second = torch.nn.Linear(5, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(Written.apply(self.first(x), self.middle, self.empty))
+
+
+# BLAS adds up in another order where a result lies in memory in another way.
+@pytest.mark.parametrize(
+    "empty",
+    [
+        torch.empty,
+        lambda rows, columns, **of: torch.empty(rows + 1, columns + 3, **of)[:rows, :columns],
+        lambda rows, columns, **of: torch.empty(columns, rows, **of).T,
+    ],
+    ids=["row by row", "with gaps", "column by column"],
+)
+@pytest.mark.parametrize("precision", ["32-true", "64-true"])
+def test_products_that_are_written_into_tensors_of_the_caller(empty: Any, precision: Any) -> None:
+    _, callbacks = assert_same_run(lambda: Writing(empty), both, precision=precision)
+    coverage = unit_scale_of(callbacks).coverage
+    assert coverage.num_in_units == coverage.num_products == 11, coverage.table()
+
+
+def test_what_is_written_into_is_not_read() -> None:
+    def empty(rows: int, columns: int, **options: Any) -> Tensor:
+        return torch.full((rows + 1, columns), torch.nan, **options)[:rows]
+
+    monitor = ScaleMonitor(every_n_steps=1)
+    run(lambda: Writing(empty), [monitor])
+    assert monitor.snapshots
+    assert monitor.alerts == ()
+
+
+def test_what_is_written_is_rounded() -> None:
+    rounding = UnitScaleCallback(simulate="fp8")
+    run(lambda: Writing(torch.empty), [rounding])
+    assert rounding.coverage.fraction_of_flops("format") == 1
 
 
 class Masked(Regression):

@@ -81,8 +81,6 @@ def _shared(name: str) -> tuple[nn.Module, Tensor]:
     return Shared(OPERATIONS[name]), torch.randn(4, 6, requires_grad=True)
 
 
-# The series of a matrix_exp is written into a tensor of its own.
-@pytest.mark.filterwarnings("ignore:.*plain. it writes into a tensor of its caller's")
 @pytest.mark.parametrize("depth", ["products", "all"])
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_a_tensor_that_is_read_several_times(name: str, depth: Any) -> None:
