@@ -96,7 +96,9 @@ class WatchedCall:
             word: What it is called.
             caller: Where in the step it is called.
         """
-        arguments = _tensors_in((*args, *kwargs.values()))
+        # What a function writes into is not read, and may never have been written.
+        read = [value for option, value in kwargs.items() if option != "out"]
+        arguments = _tensors_in((*args, *read))
         if caller.again is not None:
             result = function(*args, **kwargs)
             self._note_again(_tensors_in((result,)), word, arguments, caller)

@@ -75,5 +75,5 @@ def test_compiled(make: Callable[[], Any], name: str, inputs: tuple[str, ...]) -
     assert gradient.rms > 0
     # Their parameters are read where nothing is seen, and have rows all the same.
     weights = [one for one in names if one.startswith("first.") and one.endswith("weight")]
-    assert len(weights) == 1
+    assert weights == ["first.weight"]
     assert monitor.snapshots[-1].statistics(weights[0], "backward") is not None
