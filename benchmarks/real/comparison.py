@@ -6,10 +6,8 @@ import statistics
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from .apart import Failure
+from .bits import same_bits
 from .training import Run
 
 
@@ -97,14 +95,3 @@ def _different_logs(plain: Run, ours: Run) -> list[str]:
             if name not in logged or not same_bits(value, logged[name]):
                 return [f"logs from step {step} ({name})"]
     return []
-
-
-def same_bits(first: Tensor, second: Tensor) -> bool:
-    """Equality of shape, type and every bit.
-
-    Not imported from ``tests``: packages that are trained here install a package of that name.
-    """
-    if first.shape != second.shape or first.dtype != second.dtype:
-        return False
-    raw, other = (value.contiguous().reshape(-1).view(torch.uint8) for value in (first, second))
-    return torch.equal(raw, other)

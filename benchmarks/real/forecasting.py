@@ -7,29 +7,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from .hourly import hourly_frame
 from .project import Made, Project, loader
 
 _HISTORY, _HORIZON = 24, 6
-
-
-def _frame(series: int = 8, length: int = 120) -> Any:
-    """A long table with one row for each series and hour."""
-    import pandas as pd
-
-    time = np.arange(length)
-    dice = np.random.default_rng(0)
-    frames = [
-        pd.DataFrame(
-            {
-                "unique_id": str(index),
-                "ds": pd.date_range("2024-01-01", periods=length, freq="h"),
-                "time": time,
-                "y": np.sin(time / (3 + index)) + 0.1 * dice.standard_normal(length) + index,
-            }
-        )
-        for index in range(series)
-    ]
-    return pd.concat(frames, ignore_index=True)
 
 
 def _neuralforecast(name: str, **options: Any) -> Made:
@@ -37,7 +18,7 @@ def _neuralforecast(name: str, **options: Any) -> Made:
     from neuralforecast.losses.pytorch import MAE
     from neuralforecast.tsdataset import TimeSeriesDataset, TimeSeriesLoader
 
-    dataset, *_ = TimeSeriesDataset.from_df(_frame().drop(columns="time"))
+    dataset, *_ = TimeSeriesDataset.from_df(hourly_frame().drop(columns="time"))
     model = getattr(neuralforecast.models, name)(
         h=_HORIZON, input_size=_HISTORY, loss=MAE(), windows_batch_size=32, **options
     )
@@ -62,7 +43,7 @@ def _pytorch_forecasting(name: str, **options: Any) -> Made:
     import pytorch_forecasting as pf
 
     dataset = pf.TimeSeriesDataSet(
-        _frame(),
+        hourly_frame(),
         time_idx="time",
         target="y",
         group_ids=["unique_id"],
@@ -140,7 +121,7 @@ def darts_transformer() -> Made:
         save_checkpoints=False,
         random_state=1,
     )
-    values = _frame()["y"].to_numpy(np.float32).reshape(8, -1)
+    values = hourly_frame()["y"].to_numpy(np.float32).reshape(8, -1)
     series = [TimeSeries.from_values(row) for row in values]
     # What fit() does up to the point at which it calls its Trainer.
     _, options = model._setup_for_fit_from_dataset(series)

@@ -1,0 +1,12 @@
+"""All entry points, by the name that the script takes."""
+
+from __future__ import annotations
+
+from . import diffusion, forecasters, language, tables
+from .entry_point import EntryPoint
+
+_DOMAINS = (forecasters, tables, diffusion, language)
+
+ENTRY_POINTS: dict[str, EntryPoint] = {
+    item.name: item for domain in _DOMAINS for item in domain.ENTRY_POINTS
+}
