@@ -133,10 +133,10 @@ def _override_products(overrides: KernelOverrides) -> None:
         overrides.put(rule.operator, functools.partial(_product_kernel, rule))
     rules = {rule.operator: rule for rule in RULES}
     for unreached in UNREACHED:
-        made_by = functools.partial(unreached_kernel, unreached)
-        if (rule := rules.get(unreached.writes)) is not None:
-            made_by = functools.partial(_writing_kernel, rule, unreached)
-        overrides.put(unreached.operator, made_by)
+        kernel = functools.partial(unreached_kernel, unreached)
+        if unreached.writes:
+            kernel = functools.partial(_writing_kernel, rules[unreached.writes], unreached)
+        overrides.put(unreached.operator, kernel)
     # On a CPU it multiplies by a kernel of the table, with operands that are in FP8 already.
     overrides.put("_scaled_mm", lambda original: functools.partial(run_inside, original))
 
