@@ -178,6 +178,20 @@ MUTATIONS = (
         "dispatch/test_compiled_formats.py -k one_class",
     ),
     Mutation(
+        "what a backward product is added to is not measured",
+        "dispatch/session.py",
+        "self._measure(product, operands, known, measured, addends)",
+        "self._measure(product, operands, known, measured)",
+        "dispatch/test_user_code.py -k range",
+    ),
+    Mutation(
+        "a product that is written into a tensor is written into another",
+        "dispatch/kernels.py",
+        "        rule = replace(rule, with_factor=None)",
+        "        pass",
+        "dispatch/test_user_code.py -k written_into_tensors",
+    ),
+    Mutation(
         "coverage counts plain products as in units",
         "dispatch/coverage.py",
         'if count.kind in ("units", "format"))',

@@ -82,7 +82,8 @@ class FP8Products(Numerics):
             return False
         if site.name not in config.decisions:
             config.decisions[site.name] = self._why_not(site, rule, args, kwargs, reads_weight)
-        return config.decisions[site.name] is None and rule.operator in ("mm", "addmm")
+        is_made = rule.operator in ("mm", "addmm") and "out" not in kwargs
+        return is_made and config.decisions[site.name] is None
 
     def measure(self, product: Product, operands: Sequence[Tensor], *, is_first: bool) -> None:
         """Find out what FP8 would lose of operands in their units; see :meth:`fit`.
@@ -203,7 +204,7 @@ class FP8Products(Numerics):
         kwargs: Mapping[str, Any],
         reads_weight: bool | None,
     ) -> str | None:
-        if rule.operator not in ("mm", "addmm"):
+        if rule.operator not in ("mm", "addmm") or "out" in kwargs:
             return NO_LINEAR
         operands = rule.operands_in(args)
         if reads_weight is None:

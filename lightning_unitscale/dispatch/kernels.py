@@ -180,9 +180,8 @@ def _writing_kernel(rule: ProductRule, unreached: UnreachedRule, original: Kerne
             return original(*args, **kwargs)
         if caller() is not None:
             return plain(*args, **kwargs)
-        written = kwargs.get("out", args[0])
+        options = {**kwargs, "out": kwargs.get("out", args[0])}
         with plain_functions():
-            result = session.run(rule, writing, args, {**kwargs, "out": written}, node, call)
-            return written if result is written else run_inside(written.copy_, result)
+            return session.run(rule, writing, args, options, node, call)
 
     return kernel

@@ -1,4 +1,4 @@
-"""Products that no factor can reach: they run as they are, and are counted for the coverage."""
+"""Products that no factor reaches, here or anywhere: they run as they are, and are counted."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class UnreachedRule:
         reason: Why its products run as they are.
         flops: Floating-point operations of a call.
         has_backward: Whether its gradients come from a kernel of the same kind, with twice as many.
-        writes: The operator of the table whose products this one writes into a tensor it is given:
-            in a graph that was compiled before, they run as they are.
+        writes: The operator of the table whose products this one writes into a tensor that it is
+            given. Factors reach them except in a graph that was compiled before.
     """
 
     operator: str
@@ -38,7 +38,6 @@ class UnreachedRule:
     writes: str = ""
 
 
-_IN_PLACE = "it writes into a tensor of its caller's"
 _RECURRENT = "a recurrent kernel, whose products are inside of it"
 _FUSED = "a fused inference kernel, whose products are inside of it"
 
@@ -59,19 +58,23 @@ def _encoder_layer_flops(args: Arguments, _: Any) -> int:
     return 2 * int(tokens) * sum(int(weight.numel()) for weight in weights)
 
 
+# Operators of the table whose results are written, or added, into a tensor: how that is spelled,
+# and at which argument their operands begin.
+_WRITING = (
+    ("addmm", "_", 1),
+    ("baddbmm", "_", 1),
+    ("addbmm", "_", 1),
+    ("addmv", "_", 1),
+    ("mm", ".out", 0),
+    ("bmm", ".out", 0),
+    ("addmm", ".out", 1),
+    ("baddbmm", ".out", 1),
+)
+
 UNREACHED: tuple[UnreachedRule, ...] = (
     *(
-        UnreachedRule(f"{writes}{form}", _IN_PLACE, contraction(first, first + 1), writes=writes)
-        for writes, form, first in (
-            ("addmm", "_", 1),
-            ("baddbmm", "_", 1),
-            ("addbmm", "_", 1),
-            ("addmv", "_", 1),
-            ("mm", ".out", 0),
-            ("bmm", ".out", 0),
-            ("addmm", ".out", 1),
-            ("baddbmm", ".out", 1),
-        )
+        UnreachedRule(name + form, COMPILED_BEFORE, contraction(at, at + 1), writes=name)
+        for name, form, at in _WRITING
     ),
     UnreachedRule("_cdist_forward", "a kernel of distances", contraction(0, 0)),
     UnreachedRule("mkldnn_rnn_layer", _RECURRENT, _rnn_flops, has_backward=True),

@@ -114,9 +114,9 @@ class Written(torch.autograd.Function):
     """A linear layer that writes its products into tensors of its own, or adds them there."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, empty: Any) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, empty: Any, added: float) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.empty = empty
+        ctx.empty, ctx.added = empty, added
         return torch.mm(x, weight.T, out=empty(len(x), len(weight), dtype=x.dtype))
 
     @staticmethod
@@ -124,11 +124,11 @@ class Written(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         of_x, of_weight = (ctx.empty(*one.shape, dtype=one.dtype) for one in (x, weight))
         torch.bmm(gradient[None], weight[None], out=of_x[None])
-        of_weight.fill_(1e-4)
+        of_weight.fill_(ctx.added)
         for part, rows in zip(x.chunk(2), gradient.T.chunk(2, dim=1), strict=True):
             torch.addmm(of_weight, rows, part, beta=0.5, out=of_weight)
             of_weight.addmm_(rows, part, alpha=0.5)
-        return of_x, of_weight, None
+        return of_x, of_weight, None, None
 
 
 class Writing(Regression):
@@ -139,7 +139,7 @@ class Writing(Regression):
         self.second = torch.nn.Linear(5, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.second(Written.apply(self.first(x), self.middle, self.empty))
+        return self.second(Written.apply(self.first(x), self.middle, self.empty, 1e-4))
 
 
 # BLAS adds up in another order where a result lies in memory in another way.
@@ -159,6 +159,23 @@ def test_products_that_are_written_into_tensors_of_the_caller(empty: Any, precis
     assert coverage.num_in_units == coverage.num_products == 11, coverage.table()
 
 
+class Adding(Writing):
+    """Adds nothing to numbers so small that they vanish in the units of what is added."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = Written.apply(self.first(x) * 2.0**40, self.middle, self.empty, 2.0**-1020)
+        return self.second(h * 2.0**40 * torch.tensor([0.0, 1, 1, 1, 1], dtype=h.dtype))
+
+
+@pytest.mark.filterwarnings("ignore:.*elements that would be below 2")
+def test_what_is_added_to_stays_in_range() -> None:
+    _, callbacks = assert_same_run(
+        lambda: Adding(torch.empty), lambda: [UnitScaleCallback()], precision="64-true", max_steps=2
+    )
+    (reason,) = unit_scale_of(callbacks).coverage.reasons
+    assert "elements that would be below" in reason
+
+
 def test_what_is_written_into_is_not_read() -> None:
     def empty(rows: int, columns: int, **options: Any) -> Tensor:
         return torch.full((rows + 1, columns), torch.nan, **options)[:rows]
@@ -173,6 +190,9 @@ def test_what_is_written_is_rounded() -> None:
     rounding = UnitScaleCallback(simulate="fp8")
     run(lambda: Writing(torch.empty), [rounding])
     assert rounding.coverage.fraction_of_flops("format") == 1
+    real = UnitScaleCallback(precision="fp8")
+    run(lambda: Writing(torch.empty), [real])
+    assert real.coverage.num_products == 11
 
 
 class Masked(Regression):

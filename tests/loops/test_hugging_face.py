@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_unitscale import HFCallback, ScaleMonitor, UnitScaleCallback
 from tests.helpers import assert_same_bits
-from tests.loops.loops import NUM_STEPS
+from tests.loops.loops import NUM_STEPS, new
 from tests.loops.methods import METHODS
 
 pytest.importorskip("accelerate")
