@@ -1,4 +1,4 @@
-"""Products that no factor reaches, here or anywhere: they run as they are, and are counted."""
+"""Products that no factor reaches, or not everywhere: these run as they are, and are counted."""
 
 from __future__ import annotations
 

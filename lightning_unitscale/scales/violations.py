@@ -171,7 +171,8 @@ def format_violations(
 ) -> tuple[ScaleAlert, ...]:
     """All tensors that lose more to a format than is allowed, in the order of computation.
 
-    Values that hold the largest number of their type are a mask, or have one added: none overflows.
+    No overflow is what was filled in: what is filled up has been judged where it was computed, and
+    values that hold the largest number of their type are a mask, or have one added.
 
     Args:
         snapshot: Where to look; its layout counts the formats of the thresholds.
@@ -180,6 +181,7 @@ def format_violations(
     """
     judged = judged_by_format(snapshot, num_merged)
     masks = np.isin(snapshot.column("abs_max", "forward"), _STAND_INS)
+    masks |= np.array([_fills(snapshot, index) for index in range(len(snapshot))], dtype=bool)
     violations: list[ScaleAlert] = []
     for direction in DIRECTIONS:
         fractions = snapshot.fractions(direction, stored=True)

@@ -141,6 +141,13 @@ def test_a_mask_of_the_largest_numbers_overflows_nothing(dtype):
     assert large.direction == "backward"
 
 
+def test_what_was_filled_in_overflows_nothing():
+    limits = [Threshold(FP16, "overflow", 0.0)]
+    filled = of([[1.0, -1e9]], names=("attention.masked_fill",))
+    assert format_violations(filled, limits) == ()
+    assert format_violations(replace(filled, names=("attention.add",)), limits)
+
+
 def test_what_was_not_measured_violates_nothing():
     one = snapshot(0, backward=False)
     limits = parse_thresholds({"FP16": 0.0})
