@@ -72,7 +72,9 @@ def test_a_model_that_holds_the_module(tmp_path: Path) -> None:
     module, optimizer = new(0)
     held = SimpleNamespace(name="held", other=torch.nn.Linear(2, 2), body=module)
     callback = HFCallback([UnitScaleCallback()], log_dir=tmp_path)
-    arguments = (SimpleNamespace(output_dir=str(tmp_path)), SimpleNamespace(global_step=0), None)
+    told = SimpleNamespace(output_dir=str(tmp_path), report_to=[])
+    state = SimpleNamespace(global_step=0, is_world_process_zero=True)
+    arguments = (told, state, None)
     callback.on_train_begin(*arguments, model=held, optimizer=optimizer)
     assert callback.attachment.module is module
     callback.on_train_end(*arguments)
