@@ -103,7 +103,6 @@ class ProductUnits(MeasuredUnits):
         """Take units of what was measured, and new ones where they have drifted."""
         units = self._units
         self._session.end_step()
-        self._read_coverage()
         if not units.is_looking:
             # Products that have not run before.
             units.settle()
@@ -115,6 +114,9 @@ class ProductUnits(MeasuredUnits):
                 units.is_looking = False
             else:
                 self._adopt_first(measurement)
+        if self.is_calibrated or self._running.has_stepped:
+            # Which products run plain is known with their units.
+            self._read_coverage()
 
     def before_evaluation(self, name: str) -> None:
         """A batch of an evaluation begins, in the step of this name."""
