@@ -10,6 +10,7 @@ from lightning_unitscale.profiler.costs import (
 from lightning_unitscale.profiler.graph_profile import GraphProfile
 from lightning_unitscale.profiler.node_costs import ModuleCosts, NodeCosts
 from lightning_unitscale.profiler.record import MemoryTimeline, Peak
+from lightning_unitscale.profiler.sharded import fake_process_group
 
 __all__ = [
     "CostModel",
@@ -23,5 +24,6 @@ __all__ = [
     "Peak",
     "aten_node_costs",
     "default_cost_model",
+    "fake_process_group",
     "profile_graph",
 ]

@@ -13,6 +13,7 @@ from lightning_unitscale.profiler.batch_size import batch_size_of, resized
 from lightning_unitscale.profiler.fake import FakeStep, OptimizerLike
 from lightning_unitscale.profiler.fake_device import calls_of
 from lightning_unitscale.profiler.graph_profile import GraphProfile, make_profile
+from lightning_unitscale.profiler.sharded import is_sharded, num_ranks
 from lightning_unitscale.profiler.trace import GraphTrace, ModulePaths, ModuleTrace
 
 DeviceType = Literal["cpu", "cuda"]
@@ -71,10 +72,14 @@ def profile_graph(
         inputs = (args, kwargs) if batch_size is None else resized((args, kwargs), batch_size)
         step = FakeStep(module, inputs, target, optimizer)
         trace = ModuleTrace(step.recorder, ModulePaths(step.module), calls_of(target))
+        # FSDP gathers the parameters of the module itself in a hook, which only its call runs.
+        hooked = method == "forward" and is_sharded(module)
+        call = step.module if hooked else getattr(step.module, method)
         return make_profile(
-            step.run(trace, getattr(step.module, method), loss, context),
+            step.run(trace, call, loss, context),
             step.module,
             batch_size=batch_size_of(inputs),
+            num_ranks=num_ranks(module),
             profile_at=profile_at,
         )
 

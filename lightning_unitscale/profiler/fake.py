@@ -33,6 +33,7 @@ from lightning_unitscale.profiler.fake_device import (
 )
 from lightning_unitscale.profiler.record import StepRecord
 from lightning_unitscale.profiler.recorder import StorageRecorder
+from lightning_unitscale.profiler.sharded import is_sharded, take_over, watching_sizes
 from lightning_unitscale.profiler.trace import Trace
 
 OptimizerLike = Optimizer | Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -123,10 +124,16 @@ class FakeStep:
         device: torch.device,
         optimizer: OptimizerLike | None,
     ) -> None:
-        self.mode = SimulatedDevice(device)
         self.recorder = StorageRecorder(device)
-        copies = FakeCopies(self.mode)
-        self.module = _fake_copy(module, copies)
+        if is_sharded(module):
+            self.mode = take_over(module, device)
+            copies = FakeCopies(self.mode)
+            copies.fakes.update({id(param): param for param in module.parameters()})
+            self.module = module
+        else:
+            self.mode = SimulatedDevice(device)
+            copies = FakeCopies(self.mode)
+            self.module = _fake_copy(module, copies)
         self.inputs = tree_map(
             lambda value: copies.of(value) if isinstance(value, Tensor) else value, inputs
         )
@@ -156,9 +163,24 @@ class FakeStep:
             RuntimeError: If the step cannot be run without data, naming the node.
         """
         recorder = self.recorder
-        with self.mode, recorder, simulating(recorder.device), _named_errors(recorder):
+        args, kwargs = self.inputs
+        if is_sharded(self.module):
+            # Once before: FSDP makes what it keeps, and distributed tensors find out shapes of
+            # results by operators on whole tensors, which the recorder would see.
+            with self.mode, simulating(recorder.device), context():
+                roots = _roots(forward(*args, **kwargs), loss)
+            with self.mode, simulating(recorder.device):
+                run_backward(roots)
+            del roots
+            self.module.zero_grad(set_to_none=True)
+        with (
+            self.mode,
+            recorder,
+            watching_sizes(recorder.resizing),
+            simulating(recorder.device),
+            _named_errors(recorder),
+        ):
             self._declare(trace)
-            args, kwargs = self.inputs
             with trace.watching():
                 with saving(recorder.keep, lambda kept: kept), hooks_in_transforms(), context():
                     output = forward(*args, **kwargs)
@@ -303,8 +325,9 @@ def make_state(optimizer: Optimizer, device: torch.device) -> None:
     """Let an optimizer of fake parameters make the state that it has from the first step on."""
     for group in optimizer.param_groups:
         # On a GPU torch takes the implementation over lists of tensors, which has other
-        # temporaries; for fake tensors it would not choose it by itself.
-        if device.type == "cuda" and group.get("foreach", True) is None and not group.get("fused"):
+        # temporaries; for fake tensors it would not choose it by itself, nor does it for shards.
+        is_open = group.get("foreach", True) is None and not group.get("fused")
+        if device.type == "cuda" and is_open and not any(map(is_several_tensors, group["params"])):
             group["foreach"] = True
     with FakeScalars():
         for group in optimizer.param_groups:
@@ -326,6 +349,8 @@ def _fake_state(value: Any, device: torch.device) -> Any:
             return leaf
         # Counts of steps stay on the CPU.
         target = device if leaf.dim() else "cpu"
+        if is_several_tensors(leaf):
+            return torch.empty_like(leaf, device=target)
         return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=target)
 
     return tree_map(fake, value)

@@ -27,8 +27,10 @@ from lightning_unitscale.profiler.record import (
     Phase,
     StepRecord,
     memory_timeline,
+    peak_of,
 )
 from lightning_unitscale.profiler.report import format_bytes, format_flops
+from lightning_unitscale.profiler.sharded import local_tensor
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -51,10 +53,14 @@ class GraphProfile:
         input_bytes: Inputs of the step.
         gradient_bytes: Gradients of parameters.
         optimizer_bytes: State of the optimizer between steps.
+        unsharded_bytes: The most bytes at once of parameters that FSDP has gathered, and of the
+            buffers that it gathers them in.
         saved_bytes: What autograd saves for the backward pass, beyond parameters and buffers.
         peak: The moment at which the most bytes are alive.
         timeline: Live bytes over the step.
         phases: Part of the step that each moment of the timeline belongs to.
+        num_ranks: Processes that the module is sharded over. Sizes are those of rank 0, which has
+            the largest shard where they are not equal.
         batch_fit: Live bytes as lines over the batch size, once they have been asked for.
     """
 
@@ -67,10 +73,12 @@ class GraphProfile:
     input_bytes: int
     gradient_bytes: int
     optimizer_bytes: int
+    unsharded_bytes: int
     saved_bytes: int
     peak: Peak
     timeline: MemoryTimeline = field(repr=False)
     phases: tuple[Phase, ...] = field(repr=False)
+    num_ranks: int = 1
     batch_fit: BatchFit | None = field(default=None, repr=False)
     _profile_at: Callable[[int], GraphProfile] | None = field(
         default=None, repr=False, compare=False
@@ -176,6 +184,7 @@ class GraphProfile:
             "optimizer": self.optimizer_bytes,
             "input": self.input_bytes,
             "gradient": self.gradient_bytes,
+            "unsharded": self.unsharded_bytes,
             "activation": self.saved_bytes,
         }
         rows = [
@@ -185,12 +194,16 @@ class GraphProfile:
                 format_bytes(at_peak),
             )
             for kind, at_peak in peak.by_kind.items()
+            if kind != "unsharded" or self.unsharded_bytes
         ]
         where = f" of {peak.node}" if peak.node else ""
         operator = f" ({peak.operator})" if peak.operator else ""
+        device = (
+            self.device if self.num_ranks == 1 else f"each of {self.num_ranks} {self.device} ranks"
+        )
         return "\n".join(
             [
-                f"Peak {format_bytes(peak.num_bytes)} on {self.device} in the {peak.phase} pass"
+                f"Peak {format_bytes(peak.num_bytes)} on {device} in the {peak.phase} pass"
                 f"{where}{operator}, batch size {self.batch_size}",
                 f"Products: {format_flops(self.fwd_flops)}FLOP forward, "
                 f"{format_flops(self.bwd_flops)}FLOP backward; {len(self.nodes)} nodes",
@@ -247,6 +260,7 @@ def make_profile(
     module: nn.Module,
     *,
     batch_size: int | None = None,
+    num_ranks: int = 1,
     profile_at: Callable[[int], GraphProfile] | None = None,
 ) -> GraphProfile:
     """The profile of a recorded step.
@@ -255,6 +269,7 @@ def make_profile(
         record: What was recorded.
         module: The module that ran, for its parts' names and classes.
         batch_size: Of the step.
+        num_ranks: Processes that the module is sharded over.
         profile_at: Profiles the same step at another batch size.
     """
     costs = node_costs(record)
@@ -267,7 +282,10 @@ def make_profile(
     modules = dict(module.named_modules())
     kinds = {path: type(submodule).__name__ for path, submodule in modules.items()}
     parameters = {
-        path: sum(param.numel() * param.element_size() for param in submodule.parameters())
+        path: sum(
+            shard.numel() * shard.element_size()
+            for shard in map(local_tensor, submodule.parameters())
+        )
         for path, submodule in modules.items()
     }
     return GraphProfile(
@@ -280,10 +298,12 @@ def make_profile(
         input_bytes=_bytes_of(record, "input"),
         gradient_bytes=_bytes_of(record, "gradient"),
         optimizer_bytes=_bytes_of(record, "optimizer"),
+        unsharded_bytes=_unsharded_bytes(record),
         saved_bytes=_saved_bytes(record),
         peak=peak,
         timeline=timeline,
         phases=tuple(call.phase for call in record.operators),
+        num_ranks=num_ranks,
         _profile_at=profile_at,
     )
 
@@ -292,6 +312,12 @@ def _saved_bytes(record: StepRecord) -> int:
     """Of all storages that autograd keeps; a loss outside of the graph keeps some as well."""
     saved = {entry.storage: record.storages[entry.storage] for entry in record.saved}
     return sum(life.num_bytes for life in saved.values() if life.kind not in ALWAYS_THERE)
+
+
+def _unsharded_bytes(record: StepRecord) -> int:
+    """Of all that is gathered at a time; each storage is freed when its layer has run."""
+    kinds = [life.kind for life in record.storages]
+    return peak_of(event for event in record.events if kinds[event.storage] == "unsharded")
 
 
 def _bytes_of(record: StepRecord, kind: Kind) -> int:

@@ -14,8 +14,8 @@ from lightning_unitscale.profiler.record import (
     peak_of,
 )
 
-# What is there with or without the backward pass.
-ALWAYS_THERE = ("parameter", "buffer")
+# What is there, or gathered anew, with or without the backward pass.
+ALWAYS_THERE = ("parameter", "buffer", "unsharded")
 
 
 @dataclass(frozen=True)

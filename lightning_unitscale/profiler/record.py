@@ -14,10 +14,14 @@ from lightning_unitscale.profiler.costs import OperatorCosts
 
 Phase = Literal["forward", "backward", "optimizer"]
 
-# What a storage is for. An activation is saved for the backward pass; the rest is temporary.
-Kind = Literal["parameter", "buffer", "input", "gradient", "optimizer", "activation", "temporary"]
+# What a storage is for. What is unsharded are parameters while a layer needs them whole, with the
+# buffers that they are gathered in. An activation is saved for the backward pass; the rest is
+# temporary.
+Kind = Literal[
+    "parameter", "buffer", "input", "gradient", "optimizer", "unsharded", "activation", "temporary"
+]
 KINDS: tuple[Kind, ...] = (
-    "parameter", "buffer", "optimizer", "input", "gradient", "activation", "temporary",
+    "parameter", "buffer", "optimizer", "input", "gradient", "unsharded", "activation", "temporary",
 )  # fmt: skip
 
 OUTSIDE = -1  # instead of the index of a node or of an operator, where there is none
@@ -28,7 +32,8 @@ class StorageLife:
     """One storage, from its allocation to its release.
 
     Attributes:
-        num_bytes: Size of the whole storage, whatever part of it a tensor shows.
+        num_bytes: Size of the whole storage, whatever part of it a tensor shows; the largest that
+            it had.
         kind: What it is for.
         node: Index of the forward node that allocated it, in its forward or its backward.
         born: Index of the operator that allocated it; :data:`OUTSIDE` if it was there before.
@@ -228,9 +233,11 @@ class _Allocator:
         self._sizes: Counter[int] = Counter()
         self._by_kind: Counter[Kind] = Counter()
         self.live_bytes = 0
+        change: Counter[int] = Counter()
         growth: Counter[int] = Counter()
         for event in record.events:
-            growth[event.storage] += max(event.change, 0)
+            change[event.storage] += event.change
+            growth[event.storage] = max(growth[event.storage], change[event.storage])
         for index, storage in enumerate(record.storages):
             if storage.born == OUTSIDE:
                 self.apply(Event(index, storage.num_bytes - growth[index], OUTSIDE))

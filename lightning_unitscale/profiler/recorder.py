@@ -29,9 +29,12 @@ from lightning_unitscale.profiler.record import (
     StepRecord,
     StorageLife,
 )
+from lightning_unitscale.profiler.sharded import is_distributed, local_tensor
 
 # Keys of what is noted on autograd's functions: the forward node that made it, and when it ran.
 _NODE, _TASK = "lightning_unitscale_node", "lightning_unitscale_task"
+# FSDP's operator whose second argument is the buffer that a layer's parameters are gathered in.
+_GATHERING = "fsdp.all_gather_copy_in.default"
 
 
 class StorageRecorder(DispatchMode):
@@ -63,6 +66,7 @@ class StorageRecorder(DispatchMode):
         self.events: list[Event] = []
         self.saved: list[SavedStorage] = []
         self._sizes: list[int] = []
+        self._largest: list[int] = []
         self._births: list[tuple[int, int]] = []
         self._tasks: list[int] = []
         self._sums: list[tuple[int, int, int]] = []
@@ -70,13 +74,19 @@ class StorageRecorder(DispatchMode):
         self._indices: dict[int, int] = {}
         self._watchers: dict[int, weakref.ref[Any]] = {}
         self._task = 0
+        self._sums_anew: Any = None
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if is_distributed(types):
+            # It calls this again with the shards. The engine sums such gradients into new tensors.
+            self._sums_anew = func
+            return NotImplemented
+        sums_anew, self._sums_anew = self._sums_anew is func, None
         kwargs = kwargs or {}
-        if func is torch.ops.prim.device.default:
-            return func(*args)
+        if func is torch.ops.prim.device.default or func.namespace == "profiler":
+            return func(*args, **kwargs)
         if func is torch.ops.aten._local_scalar_dense.default and self.phase == "optimizer":
             return FakeScalars.answer(args[0])
         node = self._current_node()
@@ -90,6 +100,10 @@ class StorageRecorder(DispatchMode):
         num_storages = len(self._sizes)
         for tensor in outputs:
             self._follow(tensor, node)
+        if str(func) == _GATHERING:
+            self.declare(args[1], "unsharded")
+        if sums_anew:
+            return result
         if self.phase == "backward" and func is torch.ops.aten.add.Tensor and outputs:
             self._accumulated_in_place(inputs, len(self._sizes) > num_storages)
         return result
@@ -139,6 +153,7 @@ class StorageRecorder(DispatchMode):
 
         A storage that was not seen before has been there from the beginning.
         """
+        tensor = local_tensor(tensor)
         if not self._counts(tensor):
             return OUTSIDE
         storage = tensor.untyped_storage()
@@ -162,15 +177,31 @@ class StorageRecorder(DispatchMode):
         if index is None:
             self._register(storage, node, len(self.operators) - 1)
             return
-        change = storage.nbytes() - self._sizes[index]
-        if change:  # ``resize_``
-            self._sizes[index] += change
+        self._resize(index, storage.nbytes())  # by ``resize_``
+
+    def resizing(self, storage: Any, num_bytes: int) -> None:
+        """Say that a storage is about to get another size, below the dispatcher.
+
+        So does FSDP allocate and free what it gathers.
+        """
+        index = self._indices.get(storage._cdata)
+        if index is None:
+            index = self._register(storage, OUTSIDE, OUTSIDE)
+        self._kinds[index] = "unsharded"
+        self._resize(index, num_bytes)
+
+    def _resize(self, index: int, num_bytes: int) -> None:
+        change = num_bytes - self._sizes[index]
+        if change:
+            self._sizes[index] = num_bytes
+            self._largest[index] = max(self._largest[index], num_bytes)
             self.events.append(Event(index, change, len(self.operators) - 1))
 
     def _register(self, storage: Any, node: int, born: int) -> int:
         index, key = len(self._sizes), storage._cdata
         size = storage.nbytes()
         self._sizes.append(size)
+        self._largest.append(size)
         self._births.append((node, born))
         self._tasks.append(self._task)
         self._indices[key] = index
@@ -267,7 +298,7 @@ class StorageRecorder(DispatchMode):
                 self._kinds.get(index, "activation" if index in saved else "temporary"),
                 *self._births[index],
             )
-            for index, size in enumerate(self._sizes)
+            for index, size in enumerate(self._largest)
         )
 
 

@@ -107,6 +107,7 @@ _COLORS = {
     "optimizer": "#2166ac",
     "input": "#b9bcc2",
     "gradient": "#d95f0e",
+    "unsharded": "#807dba",
     "activation": "#41ab5d",
     "temporary": "#fdae61",
 }
@@ -172,7 +173,7 @@ def draw(timeline: MemoryTimeline, peak: Peak, phases: Sequence[Phase]) -> Figur
 
 
 T = TypeVar("T")
-_VERSION = 2
+_VERSION = 3
 
 
 def dump(profile: Any) -> str:

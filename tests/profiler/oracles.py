@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_leaves
 
@@ -18,8 +19,9 @@ def sum_of(output: Any) -> Tensor:
 
 
 def storage_bytes(tensors: Iterable[Any]) -> int:
-    """Bytes of the storages behind tensors, each once."""
-    found = [tensor.untyped_storage() for tensor in tensors if isinstance(tensor, Tensor)]
+    """Bytes of the storages behind tensors, each once; of distributed ones this rank's."""
+    plain = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+    found = [tensor.untyped_storage() for tensor in plain if isinstance(tensor, Tensor)]
     return sum({storage._cdata: storage.nbytes() for storage in found}.values())
 
 

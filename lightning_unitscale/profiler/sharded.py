@@ -1,0 +1,209 @@
+"""Modules that FSDP2 or tensor parallelism has sharded over ranks that are not there.
+
+FSDP allocates and frees what it gathers by the size of a storage, below the dispatcher, and on a
+GPU it works on streams, of which there are none without one.
+
+An adapter, checked on torch 2.13 and 2.11: ``FakeStore``, ``AsyncCollectiveTensor``, the method
+``resize_`` of a storage, and that FSDP asks ``torch.cuda`` for its streams and its device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
+
+from lightning_unitscale.patching import nothing, shadowed
+from lightning_unitscale.profiler.fake_device import SimulatedDevice, is_several_tensors
+
+
+@contextlib.contextmanager
+def fake_process_group(world_size: int, *, device: str = "cpu") -> Iterator[None]:
+    """Within this context the process is rank 0 of a group whose other ranks do not exist.
+
+    For :func:`~lightning_unitscale.profiler.profile_graph` of a module that is sharded: make its
+    mesh, shard it and profile it within the context, since collectives return at once and
+    communicate nothing.
+
+    Args:
+        world_size: Ranks of the group.
+        device: Type of the device of each; a GPU need not be there.
+
+    Raises:
+        ValueError: If the process is in a group already, or there would be no rank.
+
+    Examples:
+        >>> import torch
+        >>> from torch import nn
+        >>> from torch.distributed.device_mesh import init_device_mesh
+        >>> from torch.distributed.fsdp import fully_shard
+        >>> from lightning_unitscale.profiler import fake_process_group, profile_graph
+        >>> with torch.device("meta"):
+        ...     model = nn.Linear(64, 64)
+        >>> with fake_process_group(8):
+        ...     model = fully_shard(model, mesh=init_device_mesh("cpu", (8,)))
+        ...     profile = profile_graph(model, torch.ones(2, 64))
+        >>> profile.num_ranks, profile.parameter_bytes, profile.gradient_bytes
+        (8, 2080, 2080)
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        raise ValueError(
+            f"`world_size={world_size}`: this process is in a group of {dist.get_world_size()} "
+            "already; expected none; leave it before, by torch.distributed.destroy_process_group()."
+        )
+    if world_size < 1:
+        raise ValueError(f"`world_size={world_size}`: no rank; expected a positive number.")
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    try:
+        with _streams_of(torch.device(device)):
+            yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _streams_of(device: torch.device) -> Iterator[None]:
+    """Within this context FSDP finds streams of the device; those of the CPU have no queue."""
+    if device.type == "cpu":
+        yield
+        return
+    cpu = torch.cpu
+    with (
+        shadowed(
+            torch.cuda,
+            Stream=cpu.Stream,
+            Event=cpu.Event,
+            stream=cpu.stream,
+            current_stream=cpu.current_stream,
+            current_device=lambda: 0,
+            set_device=nothing,
+        ),
+        _NewOnDevice(device),
+    ):
+        yield
+
+
+class _NewOnDevice(TorchFunctionMode):
+    """Tensors that FSDP makes on the device while it shards are fake: they are empty."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._mode = SimulatedDevice(device)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        device = kwargs.get("device")
+        is_new = device is not None and torch.device(device).type == self._mode.device.type
+        if not is_new or func not in (torch.empty,) or torch._C._get_dispatch_mode(_FAKE):
+            return func(*args, **kwargs)
+        with self._mode:
+            return func(*args, **kwargs)
+
+
+_FAKE = torch._C._TorchDispatchModeKey.FAKE
+
+
+@contextlib.contextmanager
+def watching_sizes(resizing: Callable[[Any, int], None]) -> Iterator[None]:
+    """Within this context a function is told of every storage before Python resizes it."""
+    original = torch.UntypedStorage.resize_
+
+    def resize_(self: torch.UntypedStorage, size: int) -> Any:
+        resizing(self, int(size))
+        return original(self, size)
+
+    with shadowed(torch.UntypedStorage, resize_=resize_):
+        yield
+
+
+@cache
+def _distributed_classes() -> tuple[type, ...]:
+    if not dist.is_available():
+        return ()
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+    from torch.distributed.tensor import DTensor
+
+    return DTensor, AsyncCollectiveTensor
+
+
+def is_distributed(kinds: Any) -> bool:
+    """Whether one of these classes of tensors is that of a shard, or of a result under way."""
+    return any(issubclass(kind, _distributed_classes()) for kind in kinds)
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """What this rank has of a distributed tensor; other tensors as they are."""
+    while isinstance(tensor, _distributed_classes()):
+        names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+        tensor = getattr(tensor, names[0])
+    return tensor
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether some of the parameters are distributed tensors."""
+    return any(isinstance(param, _distributed_classes()) for param in module.parameters())
+
+
+def num_ranks(module: nn.Module) -> int:
+    """Processes that the module is sharded over; 1 if it is whole."""
+    return dist.get_world_size() if is_sharded(module) else 1
+
+
+def take_over(module: nn.Module, device: torch.device) -> SimulatedDevice:
+    """Put fake tensors in the place of a sharded module's, which cannot be copied.
+
+    Args:
+        module: The module, on ``meta``, or taken over before for the same device.
+        device: The device that is simulated.
+
+    Returns:
+        The mode of the fake tensors.
+
+    Raises:
+        ValueError: If it is elsewhere, or the process group is gone.
+    """
+    name = type(module).__name__
+    if not dist.is_initialized():
+        raise ValueError(
+            f"`module={name}`: it is sharded, and its process group is gone; expected one; profile "
+            "it where it was sharded, within fake_process_group(world_size)."
+        )
+    tensors = [local_tensor(tensor) for tensor in (*module.parameters(), *module.buffers())]
+    module.zero_grad(set_to_none=True)
+    if all(isinstance(tensor, FakeTensor) for tensor in tensors):
+        mode = tensors[0].fake_mode  # type: ignore[attr-defined]
+        if isinstance(mode, SimulatedDevice) and mode.device.type == device.type:
+            return mode
+    if any(tensor.device.type != "meta" for tensor in tensors):
+        found = ", ".join(sorted({str(tensor.device) for tensor in tensors}))
+        raise ValueError(
+            f"`module={name}`: it is sharded, so that it cannot be copied, and on {found}; expected "
+            "a module on meta, which the profile may use up; make and shard it within `with "
+            'torch.device("meta"):`, or profile it before it is sharded.'
+        )
+    mode = SimulatedDevice(device)
+    swaps = torch.__future__.get_swap_module_params_on_conversion()
+    # The same objects afterwards: modules share them, and optimizers have them.
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        with mode:
+            for param in module.parameters():
+                if not is_several_tensors(param):  # a layer that is not sharded
+                    fake = torch.empty(param.shape, dtype=param.dtype, device=device)
+                    whole = nn.Parameter(fake, requires_grad=param.requires_grad)
+                    torch.utils.swap_tensors(param, whole)
+            module.to_empty(device=device)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(swaps)
+    return mode

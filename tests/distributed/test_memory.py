@@ -1,0 +1,39 @@
+"""The profile of a sharded module against the allocators of two real processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_unitscale.profiler import fake_process_group, profile_graph
+from tests.distributed.launch import results_of_ranks
+from tests.distributed.memory_run import CASES, NUM_RANKS, batch, sharded
+from tests.profiler.oracles import sum_of
+
+pytestmark = pytest.mark.distributed
+Results = Callable[[str], list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """What every rank measured; two processes run all of the cases."""
+    folder = tmp_path_factory.mktemp("memory")
+    return results_of_ranks("tests.distributed.memory_run", folder, list(CASES), NUM_RANKS)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("case", CASES)
+def test_what_a_rank_has_in_memory(case: str, results: Results) -> None:
+    with fake_process_group(NUM_RANKS):
+        profile = profile_graph(sharded(case), batch(), optimizer=torch.optim.AdamW, loss=sum_of)
+    print(
+        case,
+        profile.peak,
+        [r for r in results(case)],
+        profile.parameter_bytes,
+        profile.gradient_bytes,
+        profile.optimizer_bytes,
+    )
