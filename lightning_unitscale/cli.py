@@ -22,6 +22,7 @@ from lightning_unitscale.callbacks.steps import step_arguments
 from lightning_unitscale.patching import nothing
 from lightning_unitscale.pipeline.explain import explain_step
 from lightning_unitscale.profiler import DeviceType, profile_graph
+from lightning_unitscale.strategies.profiled import ProfiledJob, profiled_job
 from lightning_unitscale.tensorboard.report.command import main as report_command
 
 # What a shell reports for a program that Ctrl-C ended.
@@ -206,8 +207,9 @@ class UnitScaleCLI(LightningCLI):
 class ProfileCLI(UnitScaleCLI):
     """`profile --config run.yaml`: memory and operations of a training step, before it is run.
 
-    Takes the configuration of `fit`; of the trainer only the precision and the kind of accelerator
-    count, and no accelerator need be there. Nothing is trained, logged or saved.
+    Takes the configuration of `fit`; of the trainer the precision, the kind of accelerator, the
+    strategy and the numbers of devices and nodes count, none of which need be there. Nothing is
+    trained, logged or saved.
 
     Args:
         args: The command line as a list, without the program and the subcommand.
@@ -238,15 +240,25 @@ class ProfileCLI(UnitScaleCLI):
         gpus = ("gpu", "cuda") if not torch.cuda.is_available() else ("gpu", "cuda", "auto")
         default: DeviceType = "cuda" if trainer.accelerator in gpus else "cpu"
         self._device: DeviceType = self.config.device or default
-        # The simulated device need not be there, and nothing of a run is wanted.
-        trainer.accelerator, trainer.devices, trainer.num_nodes = "cpu", 1, 1
-        trainer.strategy, trainer.logger, trainer.callbacks = "auto", False, None
+        self._job = job = self._profiled_job()
+        # The simulated devices need not be there, and nothing of a run is wanted.
+        trainer.accelerator, trainer.strategy = "cpu", job.strategy
+        trainer.devices, trainer.num_nodes = job.num_devices, job.num_nodes
+        trainer.logger, trainer.callbacks = False, None
         trainer.enable_checkpointing = False
         if trainer.max_epochs is None:  # only `fit` settles it
             trainer.max_epochs = 1000 if trainer.max_steps == -1 else -1
 
+    def _profiled_job(self) -> ProfiledJob:
+        trainer = self.config.trainer
+        return profiled_job(trainer.strategy, trainer.devices, trainer.num_nodes)
+
     def profile(self) -> None:
         """Profiles the first training batch and prints what it costs."""
+        with self._job.ranks(self.trainer, self.model, self._device):
+            self._profile()
+
+    def _profile(self) -> None:
         model, context = self.model, self.trainer.precision_plugin.forward_context
         batch = self._first_batch()
         # Outside of a loop of the trainer's there is nowhere to log to.
@@ -263,6 +275,8 @@ class ProfileCLI(UnitScaleCLI):
         print(f"{profile.module_table(depth=2)}\n")
         print(profile.table(self.config.sort_by, self.config.limit))
         print(f"\n{profile.totals()}")
+        if remark := self._job.remark(profile):
+            print(remark)
         if (budget := self.config.budget_bytes) is not None:
             print(f"Largest batch within {budget} bytes: {profile.max_batch_size(budget)}")
         if self.config.json is not None:
@@ -273,7 +287,6 @@ class ProfileCLI(UnitScaleCLI):
     def _first_batch(self) -> Any:
         data, model = self.datamodule, self.model
         model.trainer = self.trainer
-        self.trainer.strategy.connect(model)
         if data is not None:
             data.trainer = self.trainer
         for hooks in filter(None, (data, model)):
@@ -281,9 +294,9 @@ class ProfileCLI(UnitScaleCLI):
             hooks.setup("fit")
         # As `fit` does, so that a schedule can ask the trainer how long the run will be.
         self.trainer._data_connector.attach_data(model, datamodule=data)
-        model.configure_model()
+        self._job.configure(self.trainer, model, self._device)
         loader = (model if data is None else data).train_dataloader()
-        return next(iter(loader))
+        return self.trainer.precision_plugin.convert_input(next(iter(loader)))
 
     def _optimizer(self) -> torch.optim.Optimizer | None:
         """The optimizer of the model; its schedule costs nothing."""
@@ -316,8 +329,13 @@ class ExplainPipelineCLI(ProfileCLI):
         parser.add_argument("--device", type=Literal["cpu"], default="cpu", help="Of the costs.")
         parser.add_argument("--ckpt_path", type=str | None, help="As of `fit`; not read.")
 
+    @override
+    def _profiled_job(self) -> ProfiledJob:
+        return ProfiledJob()
+
     def explain(self) -> None:
         """Prints what the stages of the training step would cost."""
+        self.trainer.strategy.connect(self.model)
         batch, *indices = step_arguments(self.model, "training_step", self._first_batch(), 0)
         plan = explain_step(
             self.model,

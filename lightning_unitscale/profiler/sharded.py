@@ -193,17 +193,24 @@ def take_over(module: nn.Module, device: torch.device) -> SimulatedDevice:
             'torch.device("meta"):`, or profile it before it is sharded.'
         )
     mode = SimulatedDevice(device)
+    with mode:
+        for param in module.parameters():
+            if not is_several_tensors(param):  # of a layer that is not sharded
+                fake = torch.empty(param.shape, dtype=param.dtype, device=device)
+                whole = nn.Parameter(fake, requires_grad=param.requires_grad)
+                torch.utils.swap_tensors(param, whole)
+        emptied(module, device)
+    return mode
+
+
+def emptied(module: nn.Module, device: torch.device | str) -> None:
+    """Move a module to a device without its values.
+
+    Its parameters are the same objects afterwards: modules share them, and optimizers have them.
+    """
     swaps = torch.__future__.get_swap_module_params_on_conversion()
-    # The same objects afterwards: modules share them, and optimizers have them.
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
-        with mode:
-            for param in module.parameters():
-                if not is_several_tensors(param):  # a layer that is not sharded
-                    fake = torch.empty(param.shape, dtype=param.dtype, device=device)
-                    whole = nn.Parameter(fake, requires_grad=param.requires_grad)
-                    torch.utils.swap_tensors(param, whole)
-            module.to_empty(device=device)
+        module.to_empty(device=device)
     finally:
         torch.__future__.set_swap_module_params_on_conversion(swaps)
-    return mode
