@@ -14,11 +14,13 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import yaml
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from lightning_unitscale import __version__, cli
 from lightning_unitscale.cli import main, tensorboard_command
 from lightning_unitscale.profiler import GraphProfile
+from lightning_unitscale.profiler.report import format_bytes
 
 ROOT = Path(__file__).parents[1]
 UNIT_SCALED = ROOT / "configs/gpt_unit_scaled.yaml"
@@ -355,6 +357,138 @@ class TestProfile:
         printed = capsys.readouterr().out
         assert " on cuda in the " in printed
         assert "more nodes)" in printed
+
+
+_SHARDED = """
+import lightning.pytorch as pl, torch
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+class Whole(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        layers = [torch.nn.Linear(64, 64, bias=False) for _ in range(4)]
+        self.layers = torch.nn.Sequential(*layers)
+    def training_step(self, batch, batch_idx):
+        loss = self.layers(batch).square().mean()
+        self.log("loss", loss)
+        return loss
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters())
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader(torch.ones(8, 64), batch_size=4)
+class Sharded(Whole):
+    def configure_model(self):
+        data, tensor = self.device_mesh["data_parallel"], self.device_mesh["tensor_parallel"]
+        for index in (0, 2):
+            plan = {f"{index}": ColwiseParallel(), f"{index + 1}": RowwiseParallel()}
+            parallelize_module(self.layers, tensor, plan)
+        fully_shard(self.layers, mesh=data)
+"""
+_SHARDED_CONFIG = """
+trainer:
+  accelerator: ACCELERATOR
+  devices: 8
+  num_nodes: NODES
+  strategy:
+    class_path: lightning.pytorch.strategies.ModelParallelStrategy
+    init_args:
+      data_parallel_size: DATA
+      tensor_parallel_size: 2
+"""
+_BYTES = 4 * 64 * 64 * 4
+
+
+class TestProfileOfSeveralDevices:
+    """`profile` of a configuration for devices that are not there."""
+
+    @pytest.fixture
+    def project(self, tmp_path: Path) -> str:
+        """Name of a module with LightningModules, in the current folder."""
+        name = f"sharded_of_{tmp_path.name}"  # another module for each case
+        Path(f"{name}.py").write_text(_SHARDED)
+        return name
+
+    def _profile(
+        self, model: str, *options: str, accelerator: str = "cpu", data: int = 4, num_nodes: int = 1
+    ) -> None:
+        config = _SHARDED_CONFIG.replace("ACCELERATOR", accelerator).replace("DATA", str(data))
+        Path("run.yaml").write_text(config.replace("NODES", str(num_nodes)))
+        main(["profile", "--config=run.yaml", f"--model={model}", *options])
+
+    @pytest.mark.parametrize(
+        ("accelerator", "device", "num_nodes"), [("cpu", "cpu", 1), ("gpu", "cuda", 8)]
+    )
+    def test_what_each_of_the_ranks_has(
+        self,
+        accelerator: str,
+        device: str,
+        num_nodes: int,
+        project: str,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        ranks, data = 8 * num_nodes, 4 * num_nodes
+        options = ["--json=profile.json", "--budget_bytes=10000000"]
+        self._profile(
+            f"{project}.Sharded", *options, accelerator=accelerator, data=data, num_nodes=num_nodes
+        )
+        printed = capsys.readouterr().out
+        assert f" on each of {ranks} {device} ranks in the " in printed
+        assert re.search(r"^unsharded +\d", printed, re.MULTILINE)
+        assert re.search(r"Largest batch within 10000000 bytes: \d\d+", printed)
+        profile = GraphProfile.load("profile.json")
+        assert profile.parameter_bytes == profile.gradient_bytes == _BYTES // ranks
+        assert profile.batch_size == 4
+        assert not torch.distributed.is_initialized()
+
+    def test_sizes_that_do_not_fit(self, project: str) -> None:
+        with pytest.raises(RuntimeError, match="`data_parallel_size=3` and `tensor_"):
+            self._profile(f"{project}.Sharded", data=3)
+        assert not torch.distributed.is_initialized()
+
+    def test_a_module_that_shards_nothing(self, project: str) -> None:
+        with pytest.raises(MisconfigurationException, match="Whole has no configure_model"):
+            self._profile(f"{project}.Whole")
+
+    def test_how_many_devices_has_to_be_said(self, project: str) -> None:
+        with pytest.raises(MisconfigurationException, match="how many there will be"):
+            self._profile(f"{project}.Sharded", "--trainer.devices=auto")
+
+    def test_replicas_have_buckets(self, project: str, capsys: pytest.CaptureFixture[str]) -> None:
+        options = ["--trainer.strategy=ddp", "--trainer.accelerator=cpu", "--json=profile.json"]
+        main(["profile", f"--model={project}.Whole", "--trainer.devices=4", *options])
+        peak = GraphProfile.load("profile.json").peak_bytes
+        assert (
+            "DDP: the whole model is on each of 4 devices; with its buckets of gradients, "
+            f"{format_bytes(_BYTES)}, the peak is {format_bytes(peak + _BYTES)}"
+        ) in capsys.readouterr().out
+
+    @pytest.mark.parametrize(
+        ("strategy", "instead"),
+        [
+            ("fsdp", "take ModelParallelStrategy"),
+            ("deepspeed_stage_3", "take ModelParallelStrategy"),
+            ("lightning_unitscale.PipelineStrategy", "take explain-pipeline"),
+        ],
+    )
+    def test_others_are_refused(self, strategy: str, instead: str, project: str) -> None:
+        with pytest.raises(MisconfigurationException, match=instead):
+            main(
+                ["profile", f"--model={project}.Whole", f"--trainer.strategy={strategy}",
+                 "--trainer.devices=2"]
+            )  # fmt: skip
+
+    def test_one_device_is_one_device(
+        self, project: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        main(["profile", f"--model={project}.Whole", "--trainer.accelerator=cpu"])
+        printed = capsys.readouterr().out
+        assert " on cpu in the " in printed
+        assert "DDP" not in printed
+
+    def test_parameters_have_the_type_of_the_precision(self, project: str) -> None:
+        options = ["--trainer.precision=bf16-true", "--json=profile.json"]
+        main(["profile", f"--model={project}.Whole", "--trainer.accelerator=cpu", *options])
+        assert GraphProfile.load("profile.json").parameter_bytes == _BYTES // 2
 
 
 class TestExplainPipeline:

@@ -77,6 +77,7 @@ TORCH_ADAPTERS = (
     "pipeline/engine.py",
     "pipeline/modes.py",
     "profiler/fake_device.py",
+    "profiler/sharded.py",
     "remat/partitioner.py",
     "remat/split_graph.py",
     "strategies/ownership.py",

@@ -13,7 +13,7 @@ from lightning_unitscale.profiler.batch_size import batch_size_of, resized
 from lightning_unitscale.profiler.fake import FakeStep, OptimizerLike
 from lightning_unitscale.profiler.fake_device import calls_of
 from lightning_unitscale.profiler.graph_profile import GraphProfile, make_profile
-from lightning_unitscale.profiler.sharded import is_sharded, num_ranks
+from lightning_unitscale.profiler.sharded import is_sharded, local_tensor, num_ranks
 from lightning_unitscale.profiler.trace import GraphTrace, ModulePaths, ModuleTrace
 
 DeviceType = Literal["cpu", "cuda"]
@@ -36,7 +36,9 @@ def profile_graph(
     The module's own code runs on fake tensors that claim to be on ``device``, which need not exist,
     forward, backward and through the optimizer; what autograd keeps and when reference counts let
     go of it is recorded storage by storage. The module may be on any device, on ``meta`` too, and
-    is not changed.
+    is not changed. One that FSDP2 or tensor parallelism has sharded cannot be copied: it must be on
+    ``meta``, within :func:`fake_process_group`, and is left with fake parameters. Its profile is
+    that of rank 0.
 
     What is differentiated is ``loss(output)`` if it is given, else the output's ``loss`` (attribute
     or key), else every result that needs a gradient. The output is alive until the backward pass is
@@ -54,8 +56,9 @@ def profile_graph(
         **kwargs: Keyword arguments of the method.
 
     Raises:
-        ValueError: If ``device`` is none that is known, or parameters are on several devices.
-        TypeError: If a tensor is not one dense storage (sharded, quantized, sparse).
+        ValueError: If ``device`` is none that is known, parameters are on several devices, or those
+            of a sharded module are not on ``meta``.
+        TypeError: If a tensor is not one dense storage (quantized, sparse).
         RuntimeError: If the step cannot be run without data, naming the node.
 
     Examples:
@@ -83,6 +86,8 @@ def profile_graph(
             profile_at=profile_at,
         )
 
+    if is_sharded(module):
+        profile_at(None)  # FSDP makes in the first step what it keeps, as in no later one
     return profile_at(None)
 
 
@@ -175,7 +180,7 @@ def _check_parameters(module: nn.Module) -> None:
                 f"`module={type(module).__name__}`: its parameter {name} has no shape yet; "
                 "expected initialized parameters; call the module once on an example before."
             )
-        devices[str(param.device)] = name
+        devices[str(local_tensor(param).device)] = name
     if len(devices) > 1:
         listed = ", ".join(f"{name} on {device}" for device, name in devices.items())
         raise ValueError(

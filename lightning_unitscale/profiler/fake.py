@@ -33,7 +33,7 @@ from lightning_unitscale.profiler.fake_device import (
 )
 from lightning_unitscale.profiler.record import StepRecord
 from lightning_unitscale.profiler.recorder import StorageRecorder
-from lightning_unitscale.profiler.sharded import is_sharded, take_over, watching_sizes
+from lightning_unitscale.profiler.sharded import is_sharded, take_over, watching_shards
 from lightning_unitscale.profiler.trace import Trace
 
 OptimizerLike = Optimizer | Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -80,7 +80,7 @@ class FakeCopies:
         if tensor.layout != torch.strided or is_several_tensors(tensor):
             raise TypeError(
                 f"tensor={type(tensor).__name__} of layout {tensor.layout}: its memory is not one "
-                "plain storage; expected dense tensors; profile the module before it is sharded, "
+                "plain storage; expected dense tensors; profile the module before it is "
                 "quantized or made sparse."
             )
         storage = tensor.untyped_storage()
@@ -163,24 +163,15 @@ class FakeStep:
             RuntimeError: If the step cannot be run without data, naming the node.
         """
         recorder = self.recorder
-        args, kwargs = self.inputs
-        if is_sharded(self.module):
-            # Once before: FSDP makes what it keeps, and distributed tensors find out shapes of
-            # results by operators on whole tensors, which the recorder would see.
-            with self.mode, simulating(recorder.device), context():
-                roots = _roots(forward(*args, **kwargs), loss)
-            with self.mode, simulating(recorder.device):
-                run_backward(roots)
-            del roots
-            self.module.zero_grad(set_to_none=True)
         with (
             self.mode,
             recorder,
-            watching_sizes(recorder.resizing),
+            watching_shards(recorder.resizing, recorder.paused),
             simulating(recorder.device),
             _named_errors(recorder),
         ):
             self._declare(trace)
+            args, kwargs = self.inputs
             with trace.watching():
                 with saving(recorder.keep, lambda kept: kept), hooks_in_transforms(), context():
                     output = forward(*args, **kwargs)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -75,6 +76,7 @@ class StorageRecorder(DispatchMode):
         self._watchers: dict[int, weakref.ref[Any]] = {}
         self._task = 0
         self._sums_anew: Any = None
+        self._is_paused = False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -85,6 +87,8 @@ class StorageRecorder(DispatchMode):
             return NotImplemented
         sums_anew, self._sums_anew = self._sums_anew is func, None
         kwargs = kwargs or {}
+        if self._is_paused:
+            return func(*args, **kwargs)
         if func is torch.ops.prim.device.default or func.namespace == "profiler":
             return func(*args, **kwargs)
         if func is torch.ops.aten._local_scalar_dense.default and self.phase == "optimizer":
@@ -107,6 +111,15 @@ class StorageRecorder(DispatchMode):
         if self.phase == "backward" and func is torch.ops.aten.add.Tensor and outputs:
             self._accumulated_in_place(inputs, len(self._sizes) > num_storages)
         return result
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Within this context nothing is noted."""
+        before, self._is_paused = self._is_paused, True
+        try:
+            yield
+        finally:
+            self._is_paused = before
 
     # -- nodes
 

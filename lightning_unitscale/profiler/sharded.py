@@ -3,8 +3,9 @@
 FSDP allocates and frees what it gathers by the size of a storage, below the dispatcher, and on a
 GPU it works on streams, of which there are none without one.
 
-An adapter, checked on torch 2.13 and 2.11: ``FakeStore``, ``AsyncCollectiveTensor``, the method
-``resize_`` of a storage, and that FSDP asks ``torch.cuda`` for its streams and its device.
+An adapter, checked on torch 2.13 and 2.11: ``FakeStore``, ``AsyncCollectiveTensor``,
+``ShardingPropagator``, ``is_rng_supported_mesh`` and ``_rng_tracker``, the method ``resize_`` of a
+storage, and that FSDP asks ``torch.cuda`` for its streams and its device.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def fake_process_group(world_size: int, *, device: str = "cpu") -> Iterator[None
         raise ValueError(f"`world_size={world_size}`: no rank; expected a positive number.")
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     try:
-        with _streams_of(torch.device(device)):
+        with _streams_of(torch.device(device)), _without_random_states():
             yield
     finally:
         dist.destroy_process_group()
@@ -92,6 +93,18 @@ def _streams_of(device: torch.device) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def _without_random_states() -> Iterator[None]:
+    """Within this context distributed tensors draw as others do: a rank has no state to share."""
+    from torch.distributed.tensor import _dispatch, _random
+
+    def supported(mesh: Any) -> bool:
+        return False
+
+    with shadowed(_random, _rng_tracker=None), shadowed(_dispatch, is_rng_supported_mesh=supported):
+        yield
+
+
 class _NewOnDevice(TorchFunctionMode):
     """Tensors that FSDP makes on the device while it shards are fake: they are empty."""
 
@@ -105,25 +118,48 @@ class _NewOnDevice(TorchFunctionMode):
         kwargs = kwargs or {}
         device = kwargs.get("device")
         is_new = device is not None and torch.device(device).type == self._mode.device.type
-        if not is_new or func not in (torch.empty,) or torch._C._get_dispatch_mode(_FAKE):
+        if func is not torch.empty or not is_new or is_faking():
             return func(*args, **kwargs)
         with self._mode:
             return func(*args, **kwargs)
 
 
-_FAKE = torch._C._TorchDispatchModeKey.FAKE
+def is_faking() -> bool:
+    """Whether new tensors are fake."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
 @contextlib.contextmanager
-def watching_sizes(resizing: Callable[[Any, int], None]) -> Iterator[None]:
-    """Within this context a function is told of every storage before Python resizes it."""
+def watching_shards(
+    resizing: Callable[[Any, int], None],
+    unseen: Callable[[], contextlib.AbstractContextManager[None]],
+) -> Iterator[None]:
+    """Within this context a recorder learns what sharded modules do beside operators.
+
+    Args:
+        resizing: Called with every storage, and its new size, before Python resizes it.
+        unseen: Entered where distributed tensors run an operator on whole tensors, only to find
+            out the shape of its result.
+    """
     original = torch.UntypedStorage.resize_
 
     def resize_(self: torch.UntypedStorage, size: int) -> Any:
         resizing(self, int(size))
         return original(self, size)
 
-    with shadowed(torch.UntypedStorage, resize_=resize_):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(shadowed(torch.UntypedStorage, resize_=resize_))
+        if dist.is_available():
+            from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+            name = "_propagate_tensor_meta_non_cached"
+            propagate = getattr(ShardingPropagator, name)
+
+            def propagate_unseen(self: Any, op_schema: Any) -> Any:
+                with unseen():
+                    return propagate(self, op_schema)
+
+            stack.enter_context(shadowed(ShardingPropagator, **{name: propagate_unseen}))
         yield
 
 
@@ -179,18 +215,17 @@ def take_over(module: nn.Module, device: torch.device) -> SimulatedDevice:
             f"`module={name}`: it is sharded, and its process group is gone; expected one; profile "
             "it where it was sharded, within fake_process_group(world_size)."
         )
-    tensors = [local_tensor(tensor) for tensor in (*module.parameters(), *module.buffers())]
     module.zero_grad(set_to_none=True)
-    if all(isinstance(tensor, FakeTensor) for tensor in tensors):
-        mode = tensors[0].fake_mode  # type: ignore[attr-defined]
-        if isinstance(mode, SimulatedDevice) and mode.device.type == device.type:
-            return mode
-    if any(tensor.device.type != "meta" for tensor in tensors):
-        found = ", ".join(sorted({str(tensor.device) for tensor in tensors}))
+    tensors = [local_tensor(tensor) for tensor in (*module.parameters(), *module.buffers())]
+    modes = [tensor.fake_mode for tensor in tensors if isinstance(tensor, FakeTensor)]
+    if modes and isinstance(modes[0], SimulatedDevice) and modes[0].device.type == device.type:
+        return modes[0]
+    found = {str(tensor.device) for tensor in tensors} - {"meta"}
+    if found:
         raise ValueError(
-            f"`module={name}`: it is sharded, so that it cannot be copied, and on {found}; expected "
-            "a module on meta, which the profile may use up; make and shard it within `with "
-            'torch.device("meta"):`, or profile it before it is sharded.'
+            f"`module={name}`: it is sharded, so that it cannot be copied, and on "
+            f"{', '.join(sorted(found))}; expected a module on meta, which the profile may use up; "
+            'make and shard it within `with torch.device("meta"):`.'
         )
     mode = SimulatedDevice(device)
     with mode:

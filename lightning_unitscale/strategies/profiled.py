@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.strategies import (
     DDPStrategy,
@@ -18,9 +19,8 @@ from lightning.pytorch.strategies import (
     SingleDeviceStrategy,
     Strategy,
     StrategyRegistry,
-    XLAStrategy,
 )
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.strategies.xla import XLAStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_unitscale.profiler import GraphProfile, fake_process_group
@@ -169,7 +169,7 @@ def profiled_job(strategy: Any, devices: Any, num_nodes: int) -> ProfiledJob:
 
 
 def _class_of(strategy: Any) -> tuple[type[Strategy], Mapping[str, Any]]:
-    """The class that a configuration names, and its arguments; of "auto" that of several devices."""
+    """The class that a configuration names, and its arguments; for "auto" the one of several."""
     if strategy == "auto":
         return DDPStrategy, {}
     if isinstance(strategy, str):

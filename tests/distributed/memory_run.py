@@ -41,8 +41,8 @@ class Block(nn.Module):
 
     def __init__(self, again: bool) -> None:
         super().__init__()
-        self.up = nn.Linear(33, 130)
-        self.down = nn.Linear(130, 33)
+        self.up = nn.Linear(33, 136)
+        self.down = nn.Linear(136, 33)
         self.again = again
 
     def forward(self, x: Tensor) -> Tensor:

@@ -15,6 +15,9 @@ from tests.profiler.oracles import sum_of
 
 pytestmark = pytest.mark.distributed
 Results = Callable[[str], list[dict[str, Any]]]
+# Of 16-bit products oneDNN's memory is known roughly. What Gloo's threads have sent they let go of
+# when they come to it: an activation or two of the tensor-parallel layers.
+TOLERANCES = {"mixed": 0.03, "tensor": 0.05}
 
 
 @pytest.fixture(scope="module")
@@ -29,11 +32,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
 def test_what_a_rank_has_in_memory(case: str, results: Results) -> None:
     with fake_process_group(NUM_RANKS):
         profile = profile_graph(sharded(case), batch(), optimizer=torch.optim.AdamW, loss=sum_of)
-    print(
-        case,
-        profile.peak,
-        [r for r in results(case)],
-        profile.parameter_bytes,
-        profile.gradient_bytes,
-        profile.optimizer_bytes,
-    )
+    first, second = results(case)
+    parts = profile.parameter_bytes, profile.gradient_bytes, profile.optimizer_bytes
+    assert parts == (first["parameters"], first["gradients"], first["optimizer"])
+    assert profile.peak_bytes == pytest.approx(first["peak"], rel=TOLERANCES.get(case, 0))
+    assert second["optimizer"] <= first["optimizer"]  # of the odd sizes it has the smaller half
