@@ -223,7 +223,8 @@ class ProfileCLI(UnitScaleCLI):
         parser.add_argument(
             "--device",
             type=Literal["cpu", "cuda"] | None,
-            help="Whose kernels to simulate; by default that of the trainer's accelerator.",
+            help="Whose kernels to simulate; by default that of the trainer's accelerator. Neither "
+            "it nor the trainer's devices need be there.",
         )
         parser.add_argument("--sort_by", default="saved_bytes", help="Column to sort nodes by.")
         parser.add_argument("--limit", type=int, default=20, help="How many nodes to show.")

@@ -367,7 +367,7 @@ class Whole(pl.LightningModule):
     def __init__(self):
         super().__init__()
         layers = [torch.nn.Linear(64, 64, bias=False) for _ in range(4)]
-        self.layers = torch.nn.Sequential(*layers)
+        self.layers = torch.nn.Sequential(*layers, torch.nn.ReLU())
     def training_step(self, batch, batch_idx):
         loss = self.layers(batch).square().mean()
         self.log("loss", loss)
@@ -467,7 +467,7 @@ class TestProfileOfSeveralDevices:
         [
             ("fsdp", "take ModelParallelStrategy"),
             ("deepspeed_stage_3", "take ModelParallelStrategy"),
-            ("lightning_unitscale.PipelineStrategy", "take explain-pipeline"),
+            ("pipeline", "take explain-pipeline"),
         ],
     )
     def test_others_are_refused(self, strategy: str, instead: str, project: str) -> None:

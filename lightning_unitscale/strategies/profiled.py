@@ -179,7 +179,8 @@ def _class_of(strategy: Any) -> tuple[type[Strategy], Mapping[str, Any]]:
                 f"{', '.join(sorted(StrategyRegistry))}, or a class; correct it."
             )
         registered = StrategyRegistry[strategy]
-        return registered["strategy"], registered["init_params"]
+        kind, options = registered["strategy"], registered["init_params"]
+        return kind if isinstance(kind, type) else type(kind(**options)), options
     module, _, name = strategy["class_path"].rpartition(".")
     given = [strategy.get(part) or {} for part in ("init_args", "dict_kwargs")]
     options = {name: value for part in given for name, value in dict(part).items()}
