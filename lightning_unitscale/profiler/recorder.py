@@ -85,10 +85,11 @@ class StorageRecorder(DispatchMode):
             # It calls this again with the shards. The engine sums such gradients into new tensors.
             self._sums_anew = func
             return NotImplemented
-        sums_anew, self._sums_anew = self._sums_anew is func, None
         kwargs = kwargs or {}
         if self._is_paused:
             return func(*args, **kwargs)
+        if sums_anew := self._sums_anew is func:
+            self._sums_anew = None
         if func is torch.ops.prim.device.default or func.namespace == "profiler":
             return func(*args, **kwargs)
         if func is torch.ops.aten._local_scalar_dense.default and self.phase == "optimizer":
@@ -106,9 +107,8 @@ class StorageRecorder(DispatchMode):
             self._follow(tensor, node)
         if str(func) == _GATHERING:
             self.declare(args[1], "unsharded")
-        if sums_anew:
-            return result
-        if self.phase == "backward" and func is torch.ops.aten.add.Tensor and outputs:
+        is_sum = self.phase == "backward" and func is torch.ops.aten.add.Tensor and not sums_anew
+        if is_sum and outputs:
             self._accumulated_in_place(inputs, len(self._sizes) > num_storages)
         return result
 

@@ -11,6 +11,7 @@ storage, and that FSDP asks ``torch.cuda`` for its streams and its device.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
@@ -149,7 +150,7 @@ def watching_shards(
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(shadowed(torch.UntypedStorage, resize_=resize_))
-        if dist.is_available():
+        if _distributed_classes():
             from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
             name = "_propagate_tensor_meta_non_cached"
@@ -163,10 +164,13 @@ def watching_shards(
         yield
 
 
-@cache
 def _distributed_classes() -> tuple[type, ...]:
-    if not dist.is_available():
-        return ()
+    # Who has such a tensor has imported its class, which takes a while.
+    return _imported_classes() if "torch.distributed.tensor" in sys.modules else ()
+
+
+@cache
+def _imported_classes() -> tuple[type, ...]:
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
     from torch.distributed.tensor import DTensor
 
