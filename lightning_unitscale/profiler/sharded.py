@@ -4,8 +4,9 @@ FSDP allocates and frees what it gathers by the size of a storage, below the dis
 GPU it works on streams, of which there are none without one.
 
 An adapter, checked on torch 2.13 and 2.11: ``FakeStore``, ``AsyncCollectiveTensor``,
-``ShardingPropagator``, ``is_rng_supported_mesh`` and ``_rng_tracker``, the method ``resize_`` of a
-storage, and that FSDP asks ``torch.cuda`` for its streams and its device.
+``ShardingPropagator``, ``is_rng_supported_mesh`` and ``_rng_tracker``, the state of an FSDP
+module, the method ``resize_`` of a storage, and that FSDP asks ``torch.cuda`` for its streams and
+its device.
 """
 
 from __future__ import annotations
@@ -211,7 +212,8 @@ def take_over(module: nn.Module, device: torch.device) -> SimulatedDevice:
         The mode of the fake tensors.
 
     Raises:
-        ValueError: If it is elsewhere, or the process group is gone.
+        ValueError: If it is elsewhere, FSDP keeps its shards on the CPU, or the process group is
+            gone.
     """
     name = type(module).__name__
     if not dist.is_initialized():
@@ -231,6 +233,11 @@ def take_over(module: nn.Module, device: torch.device) -> SimulatedDevice:
             f"{', '.join(sorted(found))}; expected a module on meta, which the profile may use up; "
             'make and shard it within `with torch.device("meta"):`.'
         )
+    if device.type != "cpu" and any(map(_is_offloaded, module.modules())):
+        raise ValueError(
+            f"`module={name}`: FSDP keeps its shards on the CPU, which is not simulated; expected "
+            "fully_shard without CPUOffloadPolicy; shard it without for the profile."
+        )
     mode = SimulatedDevice(device)
     with mode:
         for param in module.parameters():
@@ -240,6 +247,18 @@ def take_over(module: nn.Module, device: torch.device) -> SimulatedDevice:
                 torch.utils.swap_tensors(param, whole)
         emptied(module, device)
     return mode
+
+
+def _is_offloaded(module: nn.Module) -> bool:
+    """Whether FSDP keeps the parameters of this very module on the CPU."""
+    from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+
+    if not isinstance(module, FSDPModule):
+        return False
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    policies = (getattr(group, "offload_policy", None) for group in groups)
+    return any(isinstance(policy, CPUOffloadPolicy) for policy in policies)
 
 
 def emptied(module: nn.Module, device: torch.device | str) -> None:

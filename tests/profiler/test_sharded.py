@@ -7,7 +7,7 @@ import torch
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -144,6 +144,15 @@ class TestErrors:
             with pytest.raises(ValueError, match="on cpu; expected a module on meta"):
                 profile_graph(module, torch.ones(2, 4))
             assert type(module.weight.to_local()) is torch.Tensor
+
+    def test_shards_on_the_cpu(self) -> None:
+        with torch.device("meta"):
+            module = nn.Linear(4, 4)
+        with fake_process_group(2, device="cuda"):
+            mesh = init_device_mesh("cuda", (2,))
+            fully_shard(module, mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
+            with pytest.raises(ValueError, match="FSDP keeps its shards on the CPU"):
+                profile_graph(module, torch.ones(2, 4), device="cuda")
 
     def test_a_module_whose_group_is_gone(self) -> None:
         with fake_process_group(2):
