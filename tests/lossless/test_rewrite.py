@@ -3,6 +3,7 @@
 import copy
 import random
 import warnings
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -194,7 +195,10 @@ def test_empty_scalar_integer_and_complex_tensors(depth: str) -> None:
     inputs = (x(5, 4), index, z)
     expected = run(module, *inputs)
     scaled = lossless_unit_scale(module, *inputs, depth=depth)
-    assert_same_bits(run(scaled, *inputs), expected)
+    counts = depth == "products"
+    with pytest.warns(UserWarning, match="complex numbers") if counts else nullcontext():
+        found = run(scaled, *inputs)
+    assert_same_bits(found, expected)
 
 
 def test_a_module_without_a_loss_learns_its_gradient_units_in_its_first_backward() -> None:
