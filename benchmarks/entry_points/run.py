@@ -102,7 +102,8 @@ def run(entry_point: EntryPoint, variant: str) -> Run:
         if isinstance(callback, ScaleMonitor):
             result.sampled = [snapshot.step for snapshot in callback.snapshots]
             result.watched = result.modules & set(callback.snapshots[-1].modules)
-    result.warnings = {f"{w.category.__name__}: {w.message}".splitlines()[0] for w in caught}
+    said = {f"{w.category.__name__}: {w.message}".splitlines()[0] for w in caught}
+    result.warnings = {line.replace(folder, "FOLDER") for line in said}
     return result
 
 
