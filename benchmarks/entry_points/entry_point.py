@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from real.distributions import versions_of
 from torch import nn
 
 
@@ -51,10 +51,11 @@ class EntryPoint:
 
     def missing(self) -> list[str]:
         """The distributions that are not installed."""
-        return [name for name in (*self.requires, self.loop) if _version(name) is None]
+        return [name for name, version in self.versions().items() if version is None]
 
     def versions(self) -> dict[str, str | None]:
-        return {name: _version(name) for name in (*self.requires, self.loop)}
+        """The version of each, ``None`` for those that are not installed."""
+        return versions_of((*self.requires, self.loop))
 
     def load(self) -> None:
         """Import what the training imports."""
@@ -65,10 +66,3 @@ class EntryPoint:
 def given(callbacks: list[Any]) -> dict[str, list[Any]]:
     """The keyword argument ``callbacks``, left out where there are none, as users do."""
     return {"callbacks": callbacks} if callbacks else {}
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return None

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from real.hourly import hourly_frame
+from real.hourly import hourly_dataset, hourly_frame
 
 from .entry_point import EntryPoint, Trained, given
 
@@ -85,17 +85,7 @@ def pytorch_forecasting_tft(callbacks: list[Any], folder: Path) -> Trained:
     import lightning.pytorch as pl
     import pytorch_forecasting as pf
 
-    training = pf.TimeSeriesDataSet(
-        hourly_frame(),
-        time_idx="time",
-        target="y",
-        group_ids=["unique_id"],
-        max_encoder_length=_HISTORY,
-        max_prediction_length=_HORIZON,
-        static_categoricals=["unique_id"],
-        time_varying_known_reals=["time"],
-        time_varying_unknown_reals=["y"],
-    )
+    training = hourly_dataset(_HISTORY, _HORIZON)
     validation = pf.TimeSeriesDataSet.from_dataset(training, hourly_frame(), predict=True)
     model = pf.TemporalFusionTransformer.from_dataset(
         training, hidden_size=16, attention_head_size=2, dropout=0.1, hidden_continuous_size=8,

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .hourly import hourly_frame
+from .hourly import hourly_dataset, hourly_frame
 from .project import Made, Project, loader
 
 _HISTORY, _HORIZON = 24, 6
@@ -42,17 +42,7 @@ def lstm() -> Made:
 def _pytorch_forecasting(name: str, **options: Any) -> Made:
     import pytorch_forecasting as pf
 
-    dataset = pf.TimeSeriesDataSet(
-        hourly_frame(),
-        time_idx="time",
-        target="y",
-        group_ids=["unique_id"],
-        max_encoder_length=_HISTORY,
-        max_prediction_length=_HORIZON,
-        static_categoricals=["unique_id"],
-        time_varying_known_reals=["time"],
-        time_varying_unknown_reals=["y"],
-    )
+    dataset = hourly_dataset(_HISTORY, _HORIZON)
     model = getattr(pf, name).from_dataset(dataset, log_interval=-1, **options)
     batches = iter(dataset.to_dataloader(train=True, batch_size=16, num_workers=0))
     return model, loader(lambda: next(batches))

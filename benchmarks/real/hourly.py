@@ -25,3 +25,20 @@ def hourly_frame(series: int = 8, length: int = 120) -> Any:
         for index in range(series)
     ]
     return pd.concat(frames, ignore_index=True)
+
+
+def hourly_dataset(history: int, horizon: int) -> Any:
+    """They as pytorch-forecasting takes them: ``history`` hours to forecast ``horizon`` from."""
+    import pytorch_forecasting as pf
+
+    return pf.TimeSeriesDataSet(
+        hourly_frame(),
+        time_idx="time",
+        target="y",
+        group_ids=["unique_id"],
+        max_encoder_length=history,
+        max_prediction_length=horizon,
+        static_categoricals=["unique_id"],
+        time_varying_known_reals=["time"],
+        time_varying_unknown_reals=["y"],
+    )

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
+
+from .distributions import versions_of
 
 Made = tuple[pl.LightningModule, Iterable[Any]]
 
@@ -33,17 +34,11 @@ class Project:
 
     def missing(self) -> list[str]:
         """The distributions that are not installed."""
-        return [name for name in self.requires if _version(name) is None]
+        return [name for name, version in self.versions().items() if version is None]
 
     def versions(self) -> dict[str, str | None]:
-        return {name: _version(name) for name in self.requires}
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return None
+        """The version of each, ``None`` for those that are not installed."""
+        return versions_of(self.requires)
 
 
 class Batches(Dataset[Any]):

@@ -21,7 +21,7 @@ from lightning_unitscale.dispatch.calls import CALLS, Call, Sources, record
 from lightning_unitscale.dispatch.compiled_graphs import mark_caller
 from lightning_unitscale.dispatch.execute import Product, ProductRule
 from lightning_unitscale.dispatch.owners import running_session
-from lightning_unitscale.dispatch.session import LOCAL, ProductSession
+from lightning_unitscale.dispatch.session import ProductSession, run_inside
 from lightning_unitscale.dispatch.tensors import forget_copy
 from lightning_unitscale.dispatch.torch_internals import (
     Kernel,
@@ -206,16 +206,16 @@ class RoundedGraph:
         kwargs: dict[str, Any],
     ) -> Any:
         if run == _NOBODY:
-            return _plain(product, args, kwargs)
+            return run_inside(product.operator, *args, **kwargs)
         first = index if product.forward is None else product.forward
         number, operands = -(run + first), product.rule.operands_in(args)
         recorded = CALLS.get(number)
         session = (self._session if recorded is None else recorded[0])()
         if session is None or not session.is_open:
-            return _plain(product, args, kwargs)
+            return run_inside(product.operator, *args, **kwargs)
         if product.forward is not None:
             if recorded is None:
-                return _plain(product, args, kwargs)
+                return run_inside(product.operator, *args, **kwargs)
             run_as = session.backward_product(product.rule, operands, recorded[1], product.sources)
         elif recorded is not None:
             run_as = _again(product.rule, recorded[1])
@@ -230,14 +230,6 @@ class RoundedGraph:
         if product.input is not None:
             is_weight = is_weight or self._are_parameters[product.input]
         return session.execute(run_as, product.operator, args, kwargs, is_weight)
-
-
-def _plain(product: RoundedProduct, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    LOCAL.is_inside, before = True, LOCAL.is_inside
-    try:
-        return product.operator(*args, **kwargs)
-    finally:
-        LOCAL.is_inside = before
 
 
 def _moved(path: str, root: str, new_root: str) -> str:

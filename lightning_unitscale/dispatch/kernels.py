@@ -25,7 +25,7 @@ from lightning_unitscale.dispatch.fp8 import layer_kernel
 from lightning_unitscale.dispatch.optimizers import suspend_in_optimizers
 from lightning_unitscale.dispatch.owners import OPEN, asking_session, session_of_loss
 from lightning_unitscale.dispatch.products import RULES
-from lightning_unitscale.dispatch.session import LOCAL, ProductSession
+from lightning_unitscale.dispatch.session import LOCAL, ProductSession, run_inside
 from lightning_unitscale.dispatch.torch_internals import (
     Kernel,
     KernelOverrides,
@@ -38,7 +38,6 @@ from lightning_unitscale.dispatch.torch_internals import (
 from lightning_unitscale.dispatch.unreached import (
     UNREACHED,
     UnreachedRule,
-    run_inside,
     unreached_kernel,
 )
 

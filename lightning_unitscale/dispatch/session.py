@@ -59,6 +59,15 @@ class _Local(threading.local):
 LOCAL = _Local()
 
 
+def run_inside(function: Kernel, *args: Any, **kwargs: Any) -> Any:
+    """Call what runs kernels of its own, which are nobody's products."""
+    previous, LOCAL.is_inside = LOCAL.is_inside, True
+    try:
+        return function(*args, **kwargs)
+    finally:
+        LOCAL.is_inside = previous
+
+
 class ProductSession:
     """The products of one module's steps, with their units.
 
@@ -213,11 +222,7 @@ class ProductSession:
         operands: Sequence[Tensor],
     ) -> Any:
         """Run a product that is none of floating-point numbers; complex ones are counted."""
-        LOCAL.is_inside = True
-        try:
-            result = original(*args, **kwargs)
-        finally:
-            LOCAL.is_inside = False
+        result = run_inside(original, *args, **kwargs)
         if self.counter is not None and any(operand.is_complex() for operand in operands):
             # Counted with its backward products, which do not say whose they are.
             num_gradients = sum(operand.requires_grad for operand in operands)

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_unitscale.dispatch.compiled_graphs import COMPILED_BEFORE, OWN_CALLERS, caller
 from lightning_unitscale.dispatch.execute import Arguments
 from lightning_unitscale.dispatch.products import contraction
-from lightning_unitscale.dispatch.session import LOCAL
+from lightning_unitscale.dispatch.session import LOCAL, run_inside
 from lightning_unitscale.dispatch.torch_internals import Kernel
 
 
@@ -82,15 +82,6 @@ UNREACHED: tuple[UnreachedRule, ...] = (
     UnreachedRule("_transformer_encoder_layer_fwd", _FUSED, _encoder_layer_flops),
     UnreachedRule("_native_multi_head_attention", _FUSED, _encoder_layer_flops),
 )
-
-
-def run_inside(function: Kernel, *args: Any, **kwargs: Any) -> Any:
-    """Call what runs kernels of its own, which are nobody's products."""
-    previous, LOCAL.is_inside = LOCAL.is_inside, True
-    try:
-        return function(*args, **kwargs)
-    finally:
-        LOCAL.is_inside = previous
 
 
 def unreached_kernel(rule: UnreachedRule, original: Kernel) -> Kernel:

@@ -158,7 +158,5 @@ def train(
 
 
 if __name__ == "__main__":
-    for name in ("LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK"):
-        os.environ.pop(name, None)
     torch.set_num_threads(1)
     train(sys.argv[2], Path(sys.argv[1]), is_killed=True)
