@@ -118,10 +118,17 @@ class CapturedUnits(GraphUnits):
             # Stages are cut from one rewritten graph, whether their units are looked at or not.
             self._fp8.takes_units_in = pipeline_of(trainer) is None or self._schedule.is_empty
         if self._rules is not None:
-            refuse_sharded_parameters(trainer, f"method={self._method!r}")
+            refuse_sharded_parameters(
+                trainer,
+                f"method={self._method!r}",
+                "sets whole parameters to RMS 1",
+                "DDP, PipelineStrategy, or method='lossless'",
+            )
             self._rules.attach(trainer, module, is_new=is_new)
         if self._holding is not None:
             self._holding.attach(trainer, is_new=is_new)
+        remat = self._remat
+        partitioner = None if remat is None else step_partitioner(trainer, module, remat)
         self._owner = type(owner).__name__
         steps = attach_steps(trainer, module, owner)
         self.attach(trainer, steps, is_new=is_new and not is_first)
@@ -130,8 +137,8 @@ class CapturedUnits(GraphUnits):
                 steps.add_pass(graph_pass)
         if self._compile:
             steps.use_executor("inductor")
-        if self._remat is not None:
-            steps.partition_by(step_partitioner(trainer, module, self._remat))
+        if partitioner is not None:
+            steps.partition_by(partitioner)
 
     def start_fit(self, trainer: pl.Trainer) -> None:
         """Give the Trainer's settings their meaning for gradients in units."""

@@ -144,21 +144,22 @@ def refuse_distributed_tensors(trainer: pl.Trainer, owner: str) -> None:
             )
 
 
-def refuse_sharded_parameters(trainer: pl.Trainer, option: str) -> None:
+def refuse_sharded_parameters(trainer: pl.Trainer, option: str, why: str, instead: str) -> None:
     """Refuse what needs parameters as wholes where a rank has a part of each.
 
     Args:
         trainer: The Trainer.
         option: What needs them.
+        why: What it does with them.
+        instead: What to use.
 
     Raises:
         MisconfigurationException: If the strategy shards parameters.
     """
     if is_lightning(trainer.strategy, "ModelParallelStrategy", "FSDPStrategy"):
         raise misconfigured(
-            f"{option}: it sets whole parameters to RMS 1, and with "
-            f"{type(trainer.strategy).__name__} a rank has a part of each; expected a strategy "
-            "that does not shard them; use DDP, PipelineStrategy, or method='lossless'."
+            f"{option}: it {why}, and with {type(trainer.strategy).__name__} a rank has a part of "
+            f"each; expected a strategy that does not shard them; use {instead}."
         )
 
 

@@ -9,6 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_unitscale.arguments import check_flag
+from lightning_unitscale.callbacks.distributed import refuse_sharded_parameters
 from lightning_unitscale.callbacks.explanation import Explanation
 from lightning_unitscale.callbacks.packages import is_lightning, rank_zero_info, rank_zero_warn
 from lightning_unitscale.callbacks.steps import StepsCallback, attach_steps
@@ -44,8 +45,8 @@ class RematCallback(StepsCallback):
     Raises:
         ValueError: If the budget is malformed; at the first batch, if it is below the floor, which
             the message names.
-        MisconfigurationException: At ``setup``, if the module is compiled already or the callback
-            is given twice.
+        MisconfigurationException: At ``setup``, if the module is compiled already, the callback is
+            given twice, or the strategy shards parameters (FSDP).
 
     Examples:
         >>> from lightning.pytorch import Trainer
@@ -97,8 +98,8 @@ class RematCallback(StepsCallback):
             return  # without gradients nothing is kept
         self.measured_peak_bytes = None
         self._gradients_seen = 0
-        self._steps = attach_steps(trainer, pl_module, self)
         self._partitioner = step_partitioner(trainer, pl_module, self.budget)
+        self._steps = attach_steps(trainer, pl_module, self)
         self._steps.partition_by(self._partitioner)
         if self.compile:
             self._steps.use_executor("inductor")
@@ -228,7 +229,17 @@ def step_partitioner(
         trainer: The Trainer, referred to weakly.
         module: Its module.
         budget: As of :class:`RematCallback`.
+
+    Raises:
+        MisconfigurationException: If the Trainer's strategy shards parameters.
     """
+    refuse_sharded_parameters(
+        trainer,
+        f"budget={budget!r}",
+        "plans a step that is captured whole, on whole parameters",
+        "DDP or PipelineStrategy, or checkpoint the blocks yourself: `lightning-unitscale profile` "
+        "predicts what a rank takes then",
+    )
     weak_trainer = weakref.ref(trainer)
 
     def around() -> tuple[int, int]:

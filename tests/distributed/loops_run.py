@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     FullyShardedDataParallel,
@@ -36,7 +37,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_unitscale import UnitScaleCallback
+from lightning_unitscale import RematCallback, UnitScaleCallback
 from lightning_unitscale.scales.snapshot import ScaleSnapshot
 from tests.distributed.launch import quiet_rank
 from tests.loops import zoo
@@ -56,6 +57,13 @@ def _fsdp(module: nn.Module, mesh: Any, dtype: torch.dtype | None = None) -> nn.
     for part in (*zoo.feeds(module), module):
         fully_shard(part, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
     return module
+
+
+def _checkpointed(module: nn.Module, mesh: Any) -> nn.Module:
+    for name, part in list(module.named_modules()):
+        if isinstance(part, zoo.Feed):
+            module.set_submodule(name, checkpoint_wrapper(part))
+    return _fsdp(module, mesh)
 
 
 def _fsdp1(module: nn.Module, mesh: Any) -> nn.Module:
@@ -89,6 +97,7 @@ _SIZES = {
 SPREADS = {
     "ddp": _ddp,
     "fsdp": _fsdp,
+    "fsdp-checkpointed": _checkpointed,
     "fsdp-bf16": partial(_fsdp, dtype=torch.bfloat16),
     "fsdp1": _fsdp1,
     "tensor": _tensor,
@@ -138,7 +147,7 @@ def train(folder: Path, run: str) -> None:
     """Train and write down what came out."""
     door, spread, method, name = run.split(":")
     rank = int(os.environ["LOCAL_RANK"])
-    callbacks = METHODS[method]()
+    callbacks = [RematCallback(0.8)] if method == "remat" else METHODS[method]()
     seed = 0 if spread == "tensor" else rank
     batches = zoo.batches(name, NUM_STEPS * NUM_ACCUMULATED, seed)
     try:
