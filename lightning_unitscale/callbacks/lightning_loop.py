@@ -11,6 +11,7 @@ import torch
 from typing_extensions import override
 
 from lightning_unitscale.callbacks.distributed import num_microbatches, num_replicas
+from lightning_unitscale.callbacks.packages import is_lightning
 from lightning_unitscale.callbacks.steps import existing_steps
 from lightning_unitscale.loops.loop import Loop, StepCaller
 from lightning_unitscale.patching import shadowed
@@ -31,6 +32,12 @@ class LightningLoop(Loop):
         self.module: pl.LightningModule = module
         self.steps = tuple(existing_steps(module))
         self.training_step = "training_step"
+        # What a training batch calls first.
+        self._called = "training_step"
+        if module._compiled_call_impl is not None and is_lightning(trainer.strategy, "DDPStrategy"):
+            # DDP calls the module, and with it what its ``compile()`` has made of all the step.
+            self._called = "_compiled_call_impl"
+            self.steps = (*self.steps, self._called)
         self._trainer = trainer
         self._global_step_before = trainer.global_step
 
@@ -84,15 +91,17 @@ class LightningLoop(Loop):
 
     @override
     def running_steps_by(self, call: StepCaller) -> AbstractContextManager[None]:
-        step = self.module.training_step
+        step = getattr(self.module, self._called)
 
         @functools.wraps(step)
         def training_step(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return step(*args, **kwargs)
             return call(step, args, kwargs)
 
         # Lightning reads parameters one wrapping down, where the step may be wrapped already.
         training_step.__wrapped__ = getattr(step, "__wrapped__", step)
-        return shadowed(self.module, training_step=training_step)
+        return shadowed(self.module, **{self._called: training_step})
 
     @override
     def stop(self) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_unitscale.capture.steps import EVALUATION_STEPS
+from lightning_unitscale.capture.steps import EVALUATION_STEPS, LIGHTNING_STEPS
 from lightning_unitscale.dispatch.formats import Numerics
 from lightning_unitscale.dispatch.kernels import close_session, open_session, rounding_compiled
 from lightning_unitscale.dispatch.session import LOCAL, ProductSession
@@ -113,7 +113,7 @@ class AttachedSession:
 
     def is_training(self, name: str) -> bool:
         """Whether a call of a method is one of training."""
-        return self._module.training if name == "forward" else name not in EVALUATION_STEPS
+        return name not in EVALUATION_STEPS if name in LIGHTNING_STEPS else self._module.training
 
     def before_call(self) -> None:
         """A step is about to begin."""

@@ -14,7 +14,8 @@ from lightning_unitscale.loops.loop import LoopCallback
 
 def unwrapped(module: nn.Module) -> nn.Module:
     """The module that replicas of a module call."""
-    while isinstance(module, DistributedDataParallel):
+    # One that is compiled in place has all of its call compiled, what it calls included.
+    while isinstance(module, DistributedDataParallel) and module._compiled_call_impl is None:
         module = module.module
     return module
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -27,6 +28,7 @@ from lightning_unitscale.lossless.calibrate import find_loss
 from lightning_unitscale.patching import copied_method, reduced_method, shadowed
 
 _EVALUATION = "evaluation"
+_IDLE_STEPS = 3
 
 
 def attach(
@@ -85,7 +87,6 @@ class Attachment(Loop):
     """
 
     training_step = "forward"
-    steps = ("forward",)
     has_loss_outside = True
 
     def __init__(
@@ -109,6 +110,7 @@ class Attachment(Loop):
                 f"module={type(module).__name__}: callbacks are attached to it already; expected "
                 "all of them in one call; pass them together, or detach() the others first."
             )
+        self.steps = (_called(self.module),)
         self.should_stop = False
         self._optimizers = None if optimizer is None else torch_optimizers(optimizer)
         self._callbacks: list[LoopCallback] = []
@@ -120,6 +122,8 @@ class Attachment(Loop):
         self._has_stepped = False
         # Whether the module has been called in training since the last step.
         self._is_in_batch = False
+        # Optimizer steps before the first call: a step or two may make the optimizer's state.
+        self._num_idle_steps = 0
         # The optimizer whose step is under way and ends a training step.
         self._stepping: Optimizer | None = None
         self._call: StepCaller | None = None
@@ -280,6 +284,10 @@ class Attachment(Loop):
             self._stepping = optimizer
             for callback in self._callbacks:
                 callback.end_backward()
+        elif not self._step_index and self._num_idle_steps < _IDLE_STEPS:
+            self._num_idle_steps += self._ends_with(optimizer)
+            if self._num_idle_steps == _IDLE_STEPS:
+                self._warn_of_no_call()
 
     def after_step(self, optimizer: Optimizer) -> None:
         """An optimizer has stepped."""
@@ -299,6 +307,16 @@ class Attachment(Loop):
             id(param) in own for group in optimizer.param_groups for param in group["params"]
         )
 
+    def _warn_of_no_call(self) -> None:
+        name = type(self.module).__name__
+        warnings.warn(
+            f"module={name}: an optimizer has stepped {_IDLE_STEPS} times, and no call of the "
+            "module was seen, so that callbacks have done nothing. Expected calls of the module "
+            "that was given; if it was compiled or wrapped afterwards, attach what is called; if "
+            "the loop calls another method of it than forward, call the module instead.",
+            stacklevel=5,
+        )
+
     def _finish(self) -> None:
         if self._is_attached:
             for callback in self._callbacks:
@@ -314,7 +332,7 @@ class Attachment(Loop):
 
 
 class _Forward:
-    """Stands in for the ``forward`` of an attached module."""
+    """Stands in for the ``forward`` of an attached module, or for its compiled call."""
 
     def __init__(self, attachment: Attachment, method: Any) -> None:
         # First: it takes over the attributes of what it wraps, which may stand in as well.
@@ -341,10 +359,16 @@ def _own(method: Any) -> Any:
     return method
 
 
+def _called(module: nn.Module) -> str:
+    """Name of the attribute that a call of a module runs: another one after ``compile()``."""
+    return "forward" if module._compiled_call_impl is None else "_compiled_call_impl"
+
+
 def _stepping_aside(attachment: Attachment) -> AbstractContextManager[None]:
     """Within this context calls of the module go through the attachment."""
-    module = attachment.module
-    return shadowed(module, forward=_Forward(attachment, module.forward))
+    (name,) = attachment.steps
+    method = _Forward(attachment, getattr(attachment.module, name))
+    return shadowed(attachment.module, **{name: method})
 
 
 def _on_optimizers(attachment: Attachment) -> ExitStack:
@@ -369,5 +393,5 @@ def _on_optimizers(attachment: Attachment) -> ExitStack:
 
 def attachment_of(module: nn.Module) -> Attachment | None:
     """What callbacks work in that are attached to a module."""
-    forward = vars(module).get("forward")
+    forward = vars(module).get(_called(module))
     return forward.attachment if isinstance(forward, _Forward) else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Iterable, Mapping
 from importlib import import_module
 from pathlib import Path
@@ -10,7 +11,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import (
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 from typing_extensions import override
 
 from lightning_unitscale.loops.attach import Attachment, attach
@@ -122,11 +129,23 @@ def _log(package: Any, values: Mapping[str, Any], step: int) -> None:
 def _trained(model: Any, optimizer: Any) -> Any:
     """The module whose parameters the optimizer has: some packages tell of what holds it."""
     if isinstance(model, nn.Module):
-        return model
+        return _compiled(model)
     params = {id(param) for group in optimizer.param_groups for param in group["params"]}
     for value in getattr(model, "__dict__", {}).values():
         if isinstance(value, nn.Module) and not params.isdisjoint(map(id, value.parameters())):
             return value
+    return model
+
+
+def _compiled(model: nn.Module) -> nn.Module:
+    """What the Trainer has compiled of a model, and calls in its place; callbacks get the model."""
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        trainer = frame.f_locals.get("self")
+        if isinstance(trainer, Trainer):
+            wrapped: nn.Module = trainer.model_wrapped
+            return wrapped if hasattr(wrapped, "_orig_mod") else model
     return model
 
 

@@ -57,6 +57,13 @@ class Synchronized(Regression):
         return loss
 
 
+def _compiled() -> Regression:
+    """DDP calls the module, whose steps then are parts of what is compiled."""
+    module = Regression(adamw)
+    module.compile(backend="aot_eager")
+    return module
+
+
 HOWS = {
     **ARRANGEMENTS,
     "held": lambda: [
@@ -71,6 +78,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "unused": {"module": Unused, "strategy": {"find_unused_parameters": True}},
     "static": {"module": Regression, "strategy": {"static_graph": True}},
     "drifting": {"module": Drifting, "max_steps": 10},
+    "compiled": {"module": _compiled},
     "synchronized": {"module": Synchronized, "strategy": {"gradient_as_bucket_view": True}},
     "manual": {"module": Adversarial, "strategy": {"find_unused_parameters": True}, "clip": None},
 }

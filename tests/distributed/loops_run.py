@@ -159,7 +159,7 @@ def train(folder: Path, run: str) -> None:
     found: dict[str, Any] = {
         "losses": losses,
         "collectives": dict(counts),
-        "weights": {key.removeprefix("module."): _whole(value) for key, value in weights.items()},
+        "weights": {key.removeprefix("module."): whole(value) for key, value in weights.items()},
     }
     for callback in callbacks:
         if isinstance(callback, UnitScaleCallback):
@@ -198,7 +198,7 @@ def _log2_rms(snapshot: ScaleSnapshot, way: Any) -> list[Tensor]:
     return [torch.as_tensor(value) for value in snapshot.log2_rms(way, stored=False)]
 
 
-def _whole(tensor: Tensor) -> Tensor:
+def whole(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 

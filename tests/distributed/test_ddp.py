@@ -65,6 +65,9 @@ def test_the_same_with_and_without(
     if how != "monitor":
         assert len(ours[0]["gauge"]) >= 4
     first = ours[0]["snapshots"][0]
+    if kind == "compiled":
+        assert "compiled" in first["names"]
+        return
     accumulated = KINDS[kind].get("accumulate_grad_batches", 1)
     place = first["names"].index("first.linear")
     assert first["numel"][place] == NUM_RANKS * accumulated * 4 * 8

@@ -6,15 +6,17 @@ import copy
 import gc
 import pickle
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import (
     _global_optimizer_post_hooks,
     _global_optimizer_pre_hooks,
@@ -228,17 +230,61 @@ def test_gradients_are_shown_without_the_loss_scale() -> None:
     assert rms[0] == pytest.approx(rms[1], abs=1e-4)
 
 
-def test_a_compiled_module() -> None:
+def _in_place(model: nn.Module) -> nn.Module:
+    model.compile(backend="aot_eager")
+    return model
+
+
+def _replica(model: nn.Module) -> nn.Module:
+    # Dynamo warns of the broadcast, which it does not follow.
+    return DistributedDataParallel(model, broadcast_buffers=False)
+
+
+@pytest.fixture
+def _group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("_group")
+@pytest.mark.filterwarnings("ignore:`broadcast_buffers` is deprecated:FutureWarning")
+@pytest.mark.parametrize(
+    "compiled",
+    [
+        lambda model: torch.compile(model, backend="aot_eager"),
+        _in_place,
+        lambda model: torch.compile(_replica(model), backend="aot_eager"),
+        lambda model: _in_place(_replica(model)),
+        lambda model: _replica(_in_place(model)),
+    ],
+    ids=["compiled", "in place", "replica compiled", "replica in place", "replica of it"],
+)
+def test_a_compiled_module(compiled: Callable[[nn.Module], nn.Module]) -> None:
     results = []
-    for how in ("without", "units"):
+    for how in ("without", "both"):
         model, optimizer = new()
-        compiled = torch.compile(model, backend="aot_eager")
-        callbacks = [UnitScaleCallback()] if how == "units" else []
-        with attach(compiled, optimizer, callbacks):
-            results.append((train(compiled, optimizer, batches(3), parts=1), model.state_dict()))
+        called = compiled(model)
+        before = dict(vars(model))
+        callbacks = METHODS["both"]() if how == "both" else []
+        with attach(called, optimizer, callbacks):
+            results.append((train(called, optimizer, batches(3), parts=1), model.state_dict()))
+        assert vars(model).keys() == before.keys()
     assert_same_bits(*results)
+    units, monitor = callbacks
     # What a compiler that is not Inductor makes of the products is reached in eager.
-    assert callbacks[0].coverage.counts
+    assert units.coverage.num_in_units == units.coverage.num_products == 5
+    assert [snapshot.step for snapshot in monitor.snapshots] == [0, 2]
+
+
+def test_what_is_called_is_not_what_is_attached() -> None:
+    model, optimizer = new()
+    with attach(model, optimizer, METHODS["both"]()):
+        compiled = torch.compile(model, backend="aot_eager")
+        with pytest.warns(
+            UserWarning, match=r"module=Net: an optimizer has stepped 3 times.*attach"
+        ):
+            train(compiled, optimizer, batches(3), parts=1)
 
 
 BAD = {

@@ -17,14 +17,19 @@ from tests.loops.loops import NUM_STEPS, batches, new
 from tests.loops.methods import METHODS
 
 
-def train(callbacks: list[Any], folder: Path, precision: Any) -> list[Tensor]:
+def train(
+    callbacks: list[Any], folder: Path, precision: Any, is_compiled: bool = False
+) -> list[Tensor]:
     """Two models in turn, each with its optimizer, the first with accumulated gradients."""
     loggers = [TensorBoardLogger(folder, "board"), CSVLogger(folder, "csv")]
     fabric = Fabric(
         accelerator="cpu", devices=1, precision=precision, callbacks=callbacks, loggers=loggers
     )
     fabric.launch()
-    (one, first), (two, second) = (fabric.setup(*new(seed)) for seed in (1, 2))
+    models = [new(seed) for seed in (1, 2)]
+    if is_compiled:
+        models[0][0].compile(backend="aot_eager")
+    (one, first), (two, second) = (fabric.setup(*each) for each in models)
     seen = []
     for x, y in batches():
         for part, target, is_last in zip(x.chunk(2), y.chunk(2), (False, True), strict=True):
@@ -40,11 +45,13 @@ def train(callbacks: list[Any], folder: Path, precision: Any) -> list[Tensor]:
     return [*seen, *one.state_dict().values(), *two.state_dict().values()]
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_two_models(precision: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("precision", "is_compiled"), [("32-true", False), ("32-true", True), ("bf16-mixed", False)]
+)
+def test_two_models(precision: str, is_compiled: bool, tmp_path: Path) -> None:
     callbacks = METHODS["both"]()
-    found = train(callbacks, tmp_path / "with", precision)
-    assert_same_bits(found, train([], tmp_path / "without", precision))
+    found = train(callbacks, tmp_path / "with", precision, is_compiled)
+    assert_same_bits(found, train([], tmp_path / "without", precision, is_compiled))
     first = callbacks[0].attachments
     assert [attachment.step_index for attachment in first] == [NUM_STEPS] * 2
     for attachment in first:

@@ -19,7 +19,9 @@ pytest.importorskip("accelerate")
 transformers = pytest.importorskip("transformers")
 
 
-def train(callbacks: list[Any], folder: Path) -> tuple[list[Any], dict[str, Tensor]]:
+def train(
+    callbacks: list[Any], folder: Path, **options: Any
+) -> tuple[list[Any], dict[str, Tensor]]:
     torch.manual_seed(0)
     config = transformers.GPT2Config(
         n_layer=1, n_head=2, n_embd=16, vocab_size=32, n_positions=16, use_cache=False
@@ -41,6 +43,7 @@ def train(callbacks: list[Any], folder: Path) -> tuple[list[Any], dict[str, Tens
             use_cpu=True,
             report_to=[],
             disable_tqdm=True,
+            **options,
         ),
         train_dataset=data,
         eval_dataset=data[:8],
@@ -55,16 +58,23 @@ def train(callbacks: list[Any], folder: Path) -> tuple[list[Any], dict[str, Tens
 
 
 @pytest.mark.filterwarnings("ignore:.*:FutureWarning", "ignore:.*:DeprecationWarning")
-def test_a_language_model(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"torch_compile": True, "torch_compile_backend": "aot_eager"}],
+    ids=["eager", "compiled"],
+)
+def test_a_language_model(options: dict[str, Any], tmp_path: Path) -> None:
     callbacks = METHODS["both"]()
-    plain = train([], tmp_path / "plain")
-    assert_same_bits(train([HFCallback(callbacks)], tmp_path), plain)
+    plain = train([], tmp_path / "plain", **options)
+    assert_same_bits(train([HFCallback(callbacks)], tmp_path, **options), plain)
     for callback in callbacks:
         if isinstance(callback, UnitScaleCallback):
             assert callback.coverage.line().startswith("42 of 42 products in units (100 %")
         else:
             assert [snapshot.step for snapshot in callback.snapshots] == [0, 2, 4]
-            assert "transformer.h.0.mlp.c_fc.addmm" in callback.snapshots[0].names
+            # Of compiled code what goes in and out is seen.
+            name = "compiled" if options else "transformer.h.0.mlp.c_fc.addmm"
+            assert name in callback.snapshots[0].names
             assert list((tmp_path / "scales").glob("events*"))
 
 
