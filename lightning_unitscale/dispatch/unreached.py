@@ -39,6 +39,7 @@ class UnreachedRule:
 
 
 _RECURRENT = "a recurrent kernel, whose products are inside of it"
+_WIDENED = "a product whose result has a type of its own"
 _FUSED = "a fused inference kernel, whose products are inside of it"
 
 
@@ -71,10 +72,18 @@ _WRITING = (
     ("baddbmm", ".out", 1),
 )
 
+# Operators of CUDA whose result has another type than their operands, and where these begin.
+_WIDENING = (("mm", 0), ("bmm", 0), ("addmm", 1), ("baddbmm", 1))
+
 UNREACHED: tuple[UnreachedRule, ...] = (
     *(
         UnreachedRule(name + form, COMPILED_BEFORE, contraction(at, at + 1), writes=name)
         for name, form, at in _WRITING
+    ),
+    *(
+        UnreachedRule(f"{name}.{form}", _WIDENED, contraction(at, at + 1))
+        for name, at in _WIDENING
+        for form in ("dtype", "dtype_out")
     ),
     UnreachedRule("_cdist_forward", "a kernel of distances", contraction(0, 0)),
     UnreachedRule("mkldnn_rnn_layer", _RECURRENT, _rnn_flops, has_backward=True),

@@ -137,6 +137,31 @@ def test_complex_products_are_told(options: dict[str, Any]) -> None:
     assert "plain: complex numbers. What runs plain is in mix" in warning
 
 
+class Widened(Regression):
+    """Computes what it adds without gradients, by an operator that torch has for CUDA only."""
+
+    def __init__(self) -> None:
+        super().__init__(norm=False, dropout=0.0)
+        self.scores = nn.Linear(6, 6).bfloat16().requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        added = torch.mm(x.bfloat16(), self.scores.weight, out_dtype=torch.float32)
+        return super().forward(x + added)
+
+
+def test_products_with_a_type_of_their_own_are_told() -> None:
+    def widened(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+        return torch.bmm(a[None].to(dtype), b[None].to(dtype))[0]
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("mm.dtype", widened, "CPU")
+    try:
+        with pytest.warns(UserWarning, match="plain: a product whose result has a type of its own"):
+            assert_same_run(Widened, lambda: [UnitScaleCallback()])
+    finally:
+        library._destroy()
+
+
 def test_no_matrix_product_at_all() -> None:
     class Elementwise(Regression):
         def forward(self, x: Tensor) -> Tensor:
