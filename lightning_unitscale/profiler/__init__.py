@@ -10,9 +10,11 @@ from lightning_unitscale.profiler.costs import (
 from lightning_unitscale.profiler.graph_profile import GraphProfile
 from lightning_unitscale.profiler.node_costs import ModuleCosts, NodeCosts
 from lightning_unitscale.profiler.record import MemoryTimeline, Peak
+from lightning_unitscale.profiler.reserved import AllocatorPeak
 from lightning_unitscale.profiler.sharded import fake_process_group
 
 __all__ = [
+    "AllocatorPeak",
     "CostModel",
     "DeviceType",
     "GraphProfile",

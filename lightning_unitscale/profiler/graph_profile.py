@@ -30,6 +30,7 @@ from lightning_unitscale.profiler.record import (
     peak_of,
 )
 from lightning_unitscale.profiler.report import format_bytes, format_flops
+from lightning_unitscale.profiler.reserved import AllocatorPeak, allocator_peak
 from lightning_unitscale.profiler.sharded import local_tensor
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ class GraphProfile:
         phases: Part of the step that each moment of the timeline belongs to.
         num_ranks: Processes that the module is sharded over. Sizes are those of rank 0, which has
             the largest shard where they are not equal.
+        allocator: What the caching allocator of a GPU takes for the step; ``None`` for a CPU.
         batch_fit: Live bytes as lines over the batch size, once they have been asked for.
     """
 
@@ -79,6 +81,7 @@ class GraphProfile:
     timeline: MemoryTimeline = field(repr=False)
     phases: tuple[Phase, ...] = field(repr=False)
     num_ranks: int = 1
+    allocator: AllocatorPeak | None = None
     batch_fit: BatchFit | None = field(default=None, repr=False)
     _profile_at: Callable[[int], GraphProfile] | None = field(
         default=None, repr=False, compare=False
@@ -201,10 +204,18 @@ class GraphProfile:
         device = (
             self.device if self.num_ranks == 1 else f"each of {self.num_ranks} {self.device} ranks"
         )
+        taken = []
+        if self.allocator is not None:
+            reserved, allocated = self.allocator.reserved_bytes, self.allocator.allocated_bytes
+            taken = [
+                f"The caching allocator reserves {format_bytes(reserved)} for it, "
+                f"{format_bytes(allocated)} in blocks, with cuBLAS's workspace"
+            ]
         return "\n".join(
             [
                 f"Peak {format_bytes(peak.num_bytes)} on {device} in the {peak.phase} pass"
                 f"{where}{operator}, batch size {self.batch_size}",
+                *taken,
                 f"Products: {format_flops(self.fwd_flops)}FLOP forward, "
                 f"{format_flops(self.bwd_flops)}FLOP backward; {len(self.nodes)} nodes",
                 "",
@@ -304,6 +315,7 @@ def make_profile(
         timeline=timeline,
         phases=tuple(call.phase for call in record.operators),
         num_ranks=num_ranks,
+        allocator=allocator_peak(record) if record.device == "cuda" else None,
         _profile_at=profile_at,
     )
 

@@ -224,6 +224,20 @@ def memory_timeline(record: StepRecord) -> MemoryTimeline:
     )
 
 
+def sizes_before(record: StepRecord) -> dict[int, int]:
+    """Bytes of the storages that were there before the step, by their index."""
+    now: Counter[int] = Counter()
+    growth: Counter[int] = Counter()
+    for event in record.events:
+        now[event.storage] += event.change
+        growth[event.storage] = max(growth[event.storage], now[event.storage])
+    return {
+        index: storage.num_bytes - growth[index]
+        for index, storage in enumerate(record.storages)
+        if storage.born == OUTSIDE
+    }
+
+
 class _Allocator:
     """Bytes alive by kind, as events are applied."""
 
@@ -233,14 +247,8 @@ class _Allocator:
         self._sizes: Counter[int] = Counter()
         self._by_kind: Counter[Kind] = Counter()
         self.live_bytes = 0
-        change: Counter[int] = Counter()
-        growth: Counter[int] = Counter()
-        for event in record.events:
-            change[event.storage] += event.change
-            growth[event.storage] = max(growth[event.storage], change[event.storage])
-        for index, storage in enumerate(record.storages):
-            if storage.born == OUTSIDE:
-                self.apply(Event(index, storage.num_bytes - growth[index], OUTSIDE))
+        for index, size in sizes_before(record).items():
+            self.apply(Event(index, size, OUTSIDE))
 
     def apply(self, event: Event) -> None:
         """Allocate, release or resize."""
