@@ -24,7 +24,7 @@ from lightning_unitscale.dispatch.compiled_sites import (
     rule_of,
     value_of,
 )
-from lightning_unitscale.dispatch.execute import ProductRule
+from lightning_unitscale.dispatch.products import ProductRule
 from lightning_unitscale.dispatch.session import LOCAL, ProductSession
 from lightning_unitscale.dispatch.torch_internals import GraphPass, compile_id, fake_mode_of
 from lightning_unitscale.dispatch.units import FORWARD, Site

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from lightning_unitscale.capture.steps import EVALUATION_STEPS, LIGHTNING_STEPS
+from lightning_unitscale.dispatch.compiled_formats import rounding_compiled
 from lightning_unitscale.dispatch.formats import Numerics
-from lightning_unitscale.dispatch.kernels import close_session, open_session, rounding_compiled
+from lightning_unitscale.dispatch.kernels import close_session, open_session
 from lightning_unitscale.dispatch.session import LOCAL, ProductSession
 from lightning_unitscale.dispatch.torch_internals import current_node
 from lightning_unitscale.dispatch.units import Units

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_unitscale.dispatch.execute import Product, ProductRule
-from lightning_unitscale.dispatch.products import is_turned
+from lightning_unitscale.dispatch.execute import Product
+from lightning_unitscale.dispatch.products import ProductRule, is_turned
 from lightning_unitscale.dispatch.tensors import Extent
 from lightning_unitscale.dispatch.torch_internals import last_sequence_number, saves_elsewhere
 from lightning_unitscale.dispatch.units import Site

@@ -8,8 +8,12 @@ run of the forward graph that it belongs to: its units, its step, its random num
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import warnings
+import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,13 +23,17 @@ from torch.utils import _pytree as pytree
 
 from lightning_unitscale.dispatch.calls import CALLS, Call, Sources, record
 from lightning_unitscale.dispatch.compiled_graphs import mark_caller
-from lightning_unitscale.dispatch.execute import Product, ProductRule
-from lightning_unitscale.dispatch.owners import running_session
+from lightning_unitscale.dispatch.execute import Product
+from lightning_unitscale.dispatch.owners import INSTALLED, running_session
+from lightning_unitscale.dispatch.products import RULES, ProductRule
 from lightning_unitscale.dispatch.session import ProductSession, run_inside
 from lightning_unitscale.dispatch.tensors import forget_copy
 from lightning_unitscale.dispatch.torch_internals import (
     Kernel,
+    compiled_parts,
     current_node,
+    forget_compiled,
+    is_by_inductor,
     last_sequence_number,
     plain_functions,
     sequence_number,
@@ -246,6 +254,39 @@ def _again(rule: ProductRule, call: Call) -> Product:
     return Product(
         rule, site, FORWARD, call.log2_units, call.is_gradient, site.operand_names, call.step
     )
+
+
+# Sessions that round, and have met parts that the user has compiled.
+_met: weakref.WeakSet[ProductSession] = weakref.WeakSet()
+
+
+def rounding_compiled(session: ProductSession) -> AbstractContextManager[Any]:
+    """A context for a step in which what the user has compiled is rounded, if anything is.
+
+    It is compiled again in the first step: what was compiled before rounds nothing, and Inductor
+    takes small products to pieces. What another backend compiles runs uncompiled.
+
+    Args:
+        session: Whose step it is.
+    """
+    module = session.sites.module
+    parts = [] if module is None or not session.numerics else compiled_parts(module)
+    if not parts:
+        return contextlib.nullcontext()
+    is_first = session not in _met
+    _met.add(session)
+    if all(map(is_by_inductor, parts)):
+        if is_first:
+            INSTALLED.callback(forget_compiled([rule.operator for rule in RULES]))
+        return contextlib.nullcontext()
+    if is_first:
+        warnings.warn(
+            f"{type(module).__name__} has parts that were compiled by another backend than "
+            "Inductor, whose products cannot be rounded, so they run uncompiled; expected "
+            "torch.compile(backend='inductor'), its default, or none.",
+            stacklevel=4,
+        )
+    return torch.compiler.set_stance("force_eager")
 
 
 GRAPHS: list[RoundedGraph] = []

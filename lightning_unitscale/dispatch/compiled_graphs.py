@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from lightning_unitscale.dispatch.calls import Sources
 from lightning_unitscale.dispatch.coverage import CoverageCounter, Kind
-from lightning_unitscale.dispatch.execute import ProductRule, combined
+from lightning_unitscale.dispatch.execute import combined
+from lightning_unitscale.dispatch.products import ProductRule
 from lightning_unitscale.dispatch.session import LOCAL, ProductSession
 from lightning_unitscale.dispatch.sites import frames
 from lightning_unitscale.dispatch.tensors import Extent, smallest_and_rms

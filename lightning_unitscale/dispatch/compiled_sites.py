@@ -11,8 +11,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, fx
 
-from lightning_unitscale.dispatch.execute import ProductRule, are_real
-from lightning_unitscale.dispatch.products import RULES
+from lightning_unitscale.dispatch.execute import are_real
+from lightning_unitscale.dispatch.products import RULES, ProductRule
 from lightning_unitscale.dispatch.session import ProductSession
 from lightning_unitscale.dispatch.units import Site
 

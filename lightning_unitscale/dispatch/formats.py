@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_unitscale.dispatch.execute import Product, ProductRule, run_scaled
+from lightning_unitscale.dispatch.execute import Product, run_scaled
+from lightning_unitscale.dispatch.products import ProductRule
 from lightning_unitscale.dispatch.torch_internals import Kernel
 from lightning_unitscale.dispatch.units import Site
 from lightning_unitscale.lossless.fp8_range import Unrepresentable

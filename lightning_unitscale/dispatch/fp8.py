@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_unitscale.dispatch.execute import Product, ProductRule
+from lightning_unitscale.dispatch.execute import Product
 from lightning_unitscale.dispatch.formats import Numerics, SimulatedProducts, grid_factor
-from lightning_unitscale.dispatch.products import RULES
+from lightning_unitscale.dispatch.products import RULES, ProductRule
 from lightning_unitscale.dispatch.session import LOCAL, ProductSession
 from lightning_unitscale.dispatch.sites import frames
 from lightning_unitscale.dispatch.torch_internals import (

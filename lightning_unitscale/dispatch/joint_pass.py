@@ -32,9 +32,9 @@ from lightning_unitscale.dispatch.compiled_sites import (
     rule_of,
     value_of,
 )
-from lightning_unitscale.dispatch.execute import ProductRule
 from lightning_unitscale.dispatch.fp8 import is_weight
 from lightning_unitscale.dispatch.owners import running_session
+from lightning_unitscale.dispatch.products import ProductRule
 from lightning_unitscale.dispatch.session import ProductSession
 from lightning_unitscale.dispatch.torch_internals import (
     GraphPass,

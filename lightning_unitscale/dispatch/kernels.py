@@ -7,11 +7,8 @@ more meanwhile.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import warnings
 import weakref
-from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -20,19 +17,15 @@ import torch
 from lightning_unitscale.dispatch import aot_pass, joint_pass
 from lightning_unitscale.dispatch.calls import Call, forget
 from lightning_unitscale.dispatch.compiled_graphs import OWN_CALLERS, caller
-from lightning_unitscale.dispatch.execute import ProductRule
 from lightning_unitscale.dispatch.fp8 import layer_kernel
 from lightning_unitscale.dispatch.optimizers import suspend_in_optimizers
-from lightning_unitscale.dispatch.owners import OPEN, asking_session, session_of_loss
-from lightning_unitscale.dispatch.products import RULES
+from lightning_unitscale.dispatch.owners import INSTALLED, OPEN, asking_session, session_of_loss
+from lightning_unitscale.dispatch.products import RULES, ProductRule
 from lightning_unitscale.dispatch.session import LOCAL, ProductSession, run_inside
 from lightning_unitscale.dispatch.torch_internals import (
     Kernel,
     KernelOverrides,
-    compiled_parts,
     current_node,
-    forget_compiled,
-    is_by_inductor,
     plain_functions,
 )
 from lightning_unitscale.dispatch.unreached import (
@@ -44,11 +37,8 @@ from lightning_unitscale.dispatch.unreached import (
 _PASSES = (joint_pass.PASS, *aot_pass.PASSES)
 # By the identity of a session: what ends it, here or when nobody has it any more.
 _sessions: dict[int, weakref.finalize[..., ProductSession]] = {}
-# What is put into torch for them, and the dispatch keys whose kernels are overridden.
-_installed = ExitStack()
+# The dispatch keys whose kernels are overridden.
 _keys: set[str] = set()
-# Sessions that round, and have met parts that the user has compiled.
-_met: weakref.WeakSet[ProductSession] = weakref.WeakSet()
 
 
 def open_session(session: ProductSession) -> None:
@@ -57,7 +47,7 @@ def open_session(session: ProductSession) -> None:
         for graph_pass in _PASSES:
             graph_pass.install()
         for removable in (*_PASSES, *suspend_in_optimizers()):
-            _installed.callback(removable.remove)
+            INSTALLED.callback(removable.remove)
     if id(session) not in _sessions:
         _sessions[id(session)] = weakref.finalize(session, _end, id(session), session.ref)
         _sessions[id(session)].atexit = False
@@ -68,35 +58,6 @@ def open_session(session: ProductSession) -> None:
         if session.numerics and (key := f"Autograd{device}") not in _keys:
             # What is kept for the backward pass is chosen above autograd.
             _overrides(key).put("linear", functools.partial(layer_kernel, asking_session))
-
-
-def rounding_compiled(session: ProductSession) -> AbstractContextManager[Any]:
-    """A context for a step in which what the user has compiled is rounded, if anything is.
-
-    It is compiled again in the first step: what was compiled before rounds nothing, and Inductor
-    takes small products to pieces. What another backend compiles runs uncompiled.
-
-    Args:
-        session: Whose step it is.
-    """
-    module = session.sites.module
-    parts = [] if module is None or not session.numerics else compiled_parts(module)
-    if not parts:
-        return contextlib.nullcontext()
-    is_first = session not in _met
-    _met.add(session)
-    if all(map(is_by_inductor, parts)):
-        if is_first:
-            _installed.callback(forget_compiled([rule.operator for rule in RULES]))
-        return contextlib.nullcontext()
-    if is_first:
-        warnings.warn(
-            f"{type(module).__name__} has parts that were compiled by another backend than "
-            "Inductor, whose products cannot be rounded, so they run uncompiled; expected "
-            "torch.compile(backend='inductor'), its default, or none.",
-            stacklevel=4,
-        )
-    return torch.compiler.set_stance("force_eager")
 
 
 def close_session(session: ProductSession) -> None:
@@ -111,7 +72,7 @@ def _end(key: int, session: weakref.ref[ProductSession]) -> None:
     OPEN.pop(key, None)
     forget(session)
     if not _sessions:
-        _installed.close()
+        INSTALLED.close()
         _keys.clear()
 
 
@@ -122,7 +83,7 @@ def num_overridden() -> int:
 
 def _overrides(key: str) -> KernelOverrides:
     overrides = KernelOverrides(key)
-    _installed.callback(overrides.remove)
+    INSTALLED.callback(overrides.remove)
     _keys.add(key)
     return overrides
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from lightning_unitscale.dispatch.torch_internals import current_node, sequence_
 
 # Sessions that are open, by identity.
 OPEN: dict[int, weakref.ref[ProductSession]] = {}
+# What is put into torch for them; closed with the last.
+INSTALLED = ExitStack()
 
 
 def asking_session(node: Any) -> tuple[ProductSession | None, Call | None]:

@@ -18,14 +18,66 @@ An addend (the bias of ``addmm``) is divided by the units of the product that it
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from lightning_unitscale.dispatch.execute import Arguments, Coefficients, ProductRule, Word
+Arguments = Sequence[Any]
+# For one result, the power to which each operand's unit enters it; ``None``: none of them does.
+Coefficients = tuple[int, ...] | None
+# What a person calls a call, and the roles of its operands.
+Word = Callable[[Arguments], tuple[str, tuple[str, ...]]]
+
+
+@dataclass(frozen=True)
+class ProductRule:
+    """How one aten operator multiplies.
+
+    Attributes:
+        operator: Its name in ``torch.ops.aten``.
+        operands: Positions of the arguments in which it is linear.
+        results: The coefficients of each result.
+        word: What a person calls the operation, and the roles of its operands, from the arguments.
+        addends: Positions of arguments that are added to the first result.
+        follows: Arguments that are stored in the units of an operand: position and which operand.
+        temperature: Coefficients of the ``scale`` argument of an attention.
+        gradient: Which operand is an arriving gradient, for an operator that is always a backward
+            one.
+        with_factor: The function of torch that multiplies the product by a number, ``alpha``, and
+            adds it to its first argument; the operator itself, if it has that argument.
+        backward_order: The operands of a product of two in the order in which autograd computes
+            their gradients: that of the names that its derivatives are written with.
+        flops: Floating-point operations of a call.
+    """
+
+    operator: str
+    operands: tuple[int, ...]
+    results: tuple[Coefficients, ...]
+    word: Word
+    flops: Callable[[Arguments, Any], int]
+    addends: tuple[int, ...] = ()
+    follows: tuple[tuple[int, int], ...] = ()
+    temperature: tuple[int, ...] | None = None
+    gradient: int | None = None
+    with_factor: Callable[..., Tensor] | None = None
+    backward_order: tuple[int, ...] = (0, 1)
+
+    def name_in(self, args: Arguments) -> tuple[str, tuple[str, ...]]:
+        """What a person calls a call of it, and the roles of all of its operands."""
+        word, roles = self.word(args)
+        return word, roles if self.gradient is None else ("gradient", *roles)
+
+    def operands_in(self, args: Arguments) -> list[Any]:
+        """The operands among the arguments of a call."""
+        return [args[position] for position in self.operands]
+
+    def addends_in(self, args: Arguments) -> list[int]:
+        """Positions of the addends that a call has."""
+        return [at for at in self.addends if at < len(args) and args[at] is not None]
 
 
 def _word(word: str, *roles: str) -> Word:

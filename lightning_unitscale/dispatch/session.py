@@ -29,8 +29,9 @@ from lightning_unitscale.dispatch.calls import (
     sources_of,
 )
 from lightning_unitscale.dispatch.coverage import CoverageCounter, Kind
-from lightning_unitscale.dispatch.execute import Product, ProductRule, are_real, run_in_units
+from lightning_unitscale.dispatch.execute import Product, are_real, run_in_units
 from lightning_unitscale.dispatch.formats import Numerics
+from lightning_unitscale.dispatch.products import ProductRule
 from lightning_unitscale.dispatch.sites import Sites
 from lightning_unitscale.dispatch.tensors import Extent, forget_copy
 from lightning_unitscale.dispatch.torch_internals import Kernel

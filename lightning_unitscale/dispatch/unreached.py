@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from lightning_unitscale.dispatch.compiled_graphs import COMPILED_BEFORE, OWN_CALLERS, caller
-from lightning_unitscale.dispatch.execute import Arguments
-from lightning_unitscale.dispatch.products import contraction
+from lightning_unitscale.dispatch.products import Arguments, contraction
 from lightning_unitscale.dispatch.session import LOCAL, run_inside
 from lightning_unitscale.dispatch.torch_internals import Kernel
 
