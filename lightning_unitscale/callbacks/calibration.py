@@ -19,6 +19,7 @@ from lightning_unitscale.callbacks.distributed import (
     rehearsing,
 )
 from lightning_unitscale.callbacks.half_precision import ParameterHolding
+from lightning_unitscale.callbacks.lightning_loop import LightningLoop
 from lightning_unitscale.callbacks.rules import RuleScaling
 from lightning_unitscale.callbacks.steps import (
     loss_scale,
@@ -40,7 +41,6 @@ from lightning_unitscale.functional.change_units import (
     forget_recorded_backward,
     takes_true_derivatives,
 )
-from lightning_unitscale.loops.loop import Loop
 from lightning_unitscale.lossless.calibrate import Calibrator, Measured, runs_in_fp16
 from lightning_unitscale.lossless.drift import Drift
 from lightning_unitscale.lossless.fp8_range import Unrepresentable
@@ -80,6 +80,7 @@ class GraphUnits(MeasuredUnits):
         self._rules = rules
         self._holding = holding
         self._is_rounded = is_rounded
+        self._loop: LightningLoop | None = None
         self._steps: ModuleSteps | None = None
         self._live: Calibrator | None = None
         self._num_breaks = 0
@@ -89,54 +90,53 @@ class GraphUnits(MeasuredUnits):
     def gauge(self) -> Gauge:
         return self._rewrite.gauge
 
-    def attach(self, trainer: pl.Trainer, steps: ModuleSteps, *, is_new: bool) -> None:
+    def attach(self, loop: LightningLoop, steps: ModuleSteps, *, is_other: bool) -> None:
         """Keep the gauge of these steps.
 
         Args:
-            trainer: The Trainer.
+            loop: The Trainer's loops.
             steps: The captured steps of its module.
-            is_new: Whether it is another module than before, whose gauge is forgotten.
+            is_other: Whether it is another module than before, whose gauge is forgotten.
         """
-        self._steps = steps
-        if self._is_rounded and searches_rate(trainer):
+        self._loop, self._steps = loop, steps
+        if self._is_rounded and searches_rate(loop.trainer):
             steps.steps["training_step"].before_call = self._before_search
         forget_recorded_backward()
-        if is_new:
+        if is_other:
             self._rewrite.set_gauge(Gauge())
             self.is_calibrated = False
             if self._fp8 is not None:
                 self._fp8.forget()
 
-    def before_batch(self, loop: Loop, trainer: pl.Trainer, batch: Any, batch_idx: int) -> None:
-        """A training batch begins.
+    @property
+    def _trainer(self) -> pl.Trainer:
+        assert self._loop is not None
+        return self._loop.trainer
 
-        Args:
-            loop: The Trainer's loops.
-            trainer: The Trainer.
-            batch: The batch.
-            batch_idx: Its index.
-        """
-        assert self._steps is not None
-        is_look = self._begin(loop)
-        with self._starting(trainer, "training_step", batch, batch_idx):
+    @override
+    def before_batch(self, batch: Any, batch_idx: int) -> None:
+        assert self._steps is not None and self._loop is not None
+        is_look = self._begin(self._loop)
+        with self._starting("training_step", batch, batch_idx):
             if self._holding is not None:
-                self._holding.follow(trainer)
+                self._holding.follow(self._trainer)
             is_held_first = self._holding is not None and self._holding.is_unknown
             self._num_breaks = len(self._steps.graph_breaks)
             if not self.is_calibrated or is_held_first:
-                self._calibrate(trainer, batch, batch_idx)
+                self._calibrate(self._trainer, batch, batch_idx)
         self._steps.observe("UnitScaleCallback", is_look)
 
-    def after_batch(self, loop: Loop, trainer: pl.Trainer) -> None:
-        """Take units of what was measured, and new ones where they have drifted."""
+    @override
+    def after_batch(self) -> None:
+        assert self._loop is not None
         if self._holding is not None and self._steps is not None:
             self._holding.check_graph_breaks(self._steps.graph_breaks[self._num_breaks :])
         if self._live is not None:
-            self._adopt_live(trainer, self._live)
-        if not loop.has_stepped:
+            self._adopt_live(self._live)
+        if not self._loop.has_stepped:
             return  # the accumulated batches share one gauge
         drift = self._rewrite.drift.take()
-        if drift is None and pipeline_of(trainer) is not None:
+        if drift is None and pipeline_of(self._trainer) is not None:
             drift = Drift()  # stages without a product join in with the others
         is_look = self._schedule.looks_at(self._step_index)
         if drift is not None and is_look:
@@ -165,22 +165,20 @@ class GraphUnits(MeasuredUnits):
         if self._holding is not None and self._schedule.looks_at(self._step_index):
             self._holding.before_step(optimizer)
 
-    def before_evaluation(self, trainer: pl.Trainer, name: str, batch: Any, *indices: int) -> None:
-        """A batch of an evaluation begins, in the step of this name.
-
-        Args:
-            trainer: The Trainer.
-            name: Such as ``"validation_step"``.
-            batch: The batch.
-            *indices: Of the batch, and of its loader.
-        """
-        with self._starting(trainer, name, batch, *indices):
+    @override
+    def before_evaluation(self, name: str, batch: Any, *indices: int) -> None:
+        with self._starting(name, batch, *indices):
             # Alone, an evaluation measures forward units; within a fit, training has done so.
-            if not (self.is_calibrated or trainer.state.fn == "fit" or any(indices)):
-                self._calibrate_forward(trainer, name, batch, *indices)
+            if not (self.is_calibrated or self._is_fitting or any(indices)):
+                self._calibrate_forward(name, batch, *indices)
 
-    def _calibrate_forward(self, trainer: pl.Trainer, name: str, batch: Any, *indices: int) -> None:
+    @property
+    def _is_fitting(self) -> bool:
+        return self._loop is not None and self._loop.is_fitting
+
+    def _calibrate_forward(self, name: str, batch: Any, *indices: int) -> None:
         assert self._steps is not None
+        trainer = self._trainer
         if not self._needs_units_at_once(trainer, name):
             self._measure_live(name)
             return
@@ -196,9 +194,9 @@ class GraphUnits(MeasuredUnits):
                 backward=False,
             )
 
-    def after_evaluation(self, trainer: pl.Trainer) -> None:
-        """Take the units that a batch of an evaluation has shown."""
-        if self._live is not None and trainer.state.fn != "fit":
+    @override
+    def after_evaluation(self, batch_idx: int) -> None:
+        if self._live is not None and not self._is_fitting:
             self._rewrite.update_gauge(*self._joint_results(self._live))
             self._stop_live()
 
@@ -209,7 +207,7 @@ class GraphUnits(MeasuredUnits):
         if self._steps is not None:
             for step in self._steps.steps.values():
                 step.before_call = None
-        self._steps = None
+        self._steps = self._loop = None
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -233,11 +231,10 @@ class GraphUnits(MeasuredUnits):
                 self._leave_out(self._fp8, unrepresentable_from_state(state))
 
     @contextlib.contextmanager
-    def _starting(
-        self, trainer: pl.Trainer, name: str, batch: Any, *indices: int
-    ) -> Iterator[None]:
+    def _starting(self, name: str, batch: Any, *indices: int) -> Iterator[None]:
         """Where a batch begins: what the rules plan comes first."""
         assert self._steps is not None
+        trainer = self._trainer
         step, module = self._steps.steps[name], trainer.lightning_module
         with starting_batch(module, step, *indices):
             if self._rules is not None:
@@ -313,14 +310,14 @@ class GraphUnits(MeasuredUnits):
             self._rules.gradients.watch()
         self._steps.steps[name].interpreter = self._live
 
-    def _adopt_live(self, trainer: pl.Trainer, calibrator: Calibrator) -> None:
+    def _adopt_live(self, calibrator: Calibrator) -> None:
         forward, backward = self._joint_results(calibrator)
         if not backward:
             calibrator.clear()
             return
         self._take_gauge(forward, backward, "the first batch", {})
         if self._rules is not None:
-            self._rules.measured(trainer, *joint_rms(self._rules.gradients.watched()))
+            self._rules.measured(self._trainer, *joint_rms(self._rules.gradients.watched()))
         self._stop_live()
         self.is_calibrated = True
 

@@ -12,6 +12,7 @@ from lightning_unitscale.callbacks.calibration import GraphUnits
 from lightning_unitscale.callbacks.distributed import pipeline_of, refuse_sharded_parameters
 from lightning_unitscale.callbacks.explanation import Explanation, units_table
 from lightning_unitscale.callbacks.half_precision import holding_of, holds_parameters
+from lightning_unitscale.callbacks.lightning_loop import LightningLoop
 from lightning_unitscale.callbacks.options import Lossless, Rules
 from lightning_unitscale.callbacks.remat import step_partitioner
 from lightning_unitscale.callbacks.rules import RuleScaling
@@ -98,22 +99,19 @@ class CapturedUnits(GraphUnits):
 
     def capture(
         self,
-        trainer: pl.Trainer,
-        module: pl.LightningModule,
+        loop: LightningLoop,
         owner: pl.Callback,
         *,
-        is_new: bool,
-        is_first: bool,
+        is_other: bool,
     ) -> None:
         """Let the steps of a module run as graphs that are rewritten.
 
         Args:
-            trainer: The Trainer.
-            module: Its module.
+            loop: The Trainer's loops.
             owner: The callback.
-            is_new: Whether it is another module than before.
-            is_first: Whether there was none before.
+            is_other: Whether it is another module than before, of which all is forgotten.
         """
+        trainer, module = loop.trainer, loop.module
         if self._fp8 is not None:
             # Stages are cut from one rewritten graph, whether their units are looked at or not.
             self._fp8.takes_units_in = pipeline_of(trainer) is None or self._schedule.is_empty
@@ -124,14 +122,14 @@ class CapturedUnits(GraphUnits):
                 "sets whole parameters to RMS 1",
                 "DDP, PipelineStrategy, or method='lossless'",
             )
-            self._rules.attach(trainer, module, is_new=is_new)
+            self._rules.attach(trainer, module, is_other=is_other)
         if self._holding is not None:
-            self._holding.attach(trainer, is_new=is_new)
+            self._holding.attach(trainer, is_other=is_other)
         remat = self._remat
         partitioner = None if remat is None else step_partitioner(trainer, module, remat)
         self._owner = type(owner).__name__
         steps = attach_steps(trainer, module, owner)
-        self.attach(trainer, steps, is_new=is_new and not is_first)
+        self.attach(loop, steps, is_other=is_other)
         for graph_pass in self._passes():
             if graph_pass not in steps.passes:
                 steps.add_pass(graph_pass)
@@ -140,8 +138,9 @@ class CapturedUnits(GraphUnits):
         if partitioner is not None:
             steps.partition_by(partitioner)
 
-    def start_fit(self, trainer: pl.Trainer) -> None:
+    def start_fit(self) -> None:
         """Give the Trainer's settings their meaning for gradients in units."""
+        trainer = self._trainer
         if self._rules is not None:
             self._rules.start_fit(trainer)
         elif self._rewrite.depth == "all":

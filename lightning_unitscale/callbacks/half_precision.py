@@ -78,8 +78,12 @@ class ParameterHolding:
         """Whether parameters are to be held in units that were not measured yet."""
         return self.is_wanted and self._held is None
 
-    def attach(self, trainer: pl.Trainer, *, is_new: bool) -> None:
+    def attach(self, trainer: pl.Trainer, *, is_other: bool) -> None:
         """Decide for a Trainer; before anything is captured.
+
+        Args:
+            trainer: The Trainer.
+            is_other: Whether it has another module than before, whose units are forgotten.
 
         Raises:
             MisconfigurationException: If holding was asked for and the Trainer does not go with it.
@@ -87,7 +91,7 @@ class ParameterHolding:
         is_half = is_lightning(trainer.precision_plugin, "HalfPrecision")
         self.is_wanted = holds_parameters(self._choice, trainer)
         self._rewrite.holds_parameters = self.is_wanted
-        if is_new:
+        if is_other:
             self._last_units = {}
         if self.is_wanted:
             _check(trainer)

@@ -38,56 +38,56 @@ class LightningLoop(Loop):
             # DDP calls the module, and with it what its ``compile()`` has made of all the step.
             self._called = "_compiled_call_impl"
             self.steps = (*self.steps, self._called)
-        self._trainer = trainer
+        self.trainer = trainer
         self._global_step_before = trainer.global_step
 
+    @override
     def begin_batch(self) -> None:
-        """A training batch begins."""
-        self._global_step_before = self._trainer.global_step
+        self._global_step_before = self.trainer.global_step
 
     @property
     @override
     def step_index(self) -> int:
         # The axis of Lightning's own callbacks, so that charts line up with the loss.
-        return self._trainer.fit_loop.epoch_loop._batches_that_stepped
+        return self.trainer.fit_loop.epoch_loop._batches_that_stepped
 
     @property
     @override
     def has_stepped(self) -> bool:
         # Under manual optimization Lightning knows of no accumulation, and counts only the steps of
         # optimizers in its own wrapping: every batch is one.
-        has_counted = self._trainer.global_step != self._global_step_before
+        has_counted = self.trainer.global_step != self._global_step_before
         return not self.module.automatic_optimization or has_counted
 
     @property
     @override
     def is_fitting(self) -> bool:
-        return self._trainer.state.fn == "fit"
+        return self.trainer.state.fn == "fit"
 
     @property
     @override
     def device(self) -> torch.device:
-        return self._trainer.strategy.root_device
+        return self.trainer.strategy.root_device
 
     @property
     @override
     def scaler(self) -> Any:
-        return getattr(self._trainer.precision_plugin, "scaler", None)
+        return getattr(self.trainer.precision_plugin, "scaler", None)
 
     @property
     @override
     def num_parts(self) -> int:
-        return num_microbatches(self._trainer) * num_replicas(self._trainer)
+        return num_microbatches(self.trainer) * num_replicas(self.trainer)
 
     @property
     @override
     def is_global_zero(self) -> bool:
-        return self._trainer.is_global_zero
+        return self.trainer.is_global_zero
 
     @property
     @override
     def loggers(self) -> Sequence[Any]:
-        return self._trainer.loggers
+        return self.trainer.loggers
 
     @override
     def running_steps_by(self, call: StepCaller) -> AbstractContextManager[None]:
@@ -105,4 +105,4 @@ class LightningLoop(Loop):
 
     @override
     def stop(self) -> None:
-        self._trainer.should_stop = True
+        self.trainer.should_stop = True

@@ -61,14 +61,14 @@ class ProductUnits(MeasuredUnits):
         """What became of the products of a training step, or of an evaluation on its own."""
         return self._counted.main
 
-    def attach(self, loop: Loop, *, is_new: bool) -> None:
+    def attach(self, loop: Loop, *, is_other: bool) -> None:
         """Let the steps of a loop's module run in units.
 
         Args:
             loop: The loop.
-            is_new: Whether it is another module than before, of which all is forgotten.
+            is_other: Whether it is another module than before, of which all is forgotten.
         """
-        if is_new:
+        if is_other:
             self.detach()
             self._units, self.is_calibrated, self._counted = Units(), False, CountedSteps()
             if self._fp8 is not None:
@@ -91,16 +91,16 @@ class ProductUnits(MeasuredUnits):
             self._attached = None
         self._loop = None
 
-    def before_batch(self) -> None:
-        """A training batch begins, or the batches of one optimizer step."""
+    @override
+    def before_batch(self, batch: Any, batch_idx: int) -> None:
         loop = self._running
         # The first step shows everything, what a validation before it has shown included, so that
         # all ranks agree on it.
         self._units.is_looking = self._begin(loop) or not self.is_calibrated
         self._enter(loop.training_step, is_training=True, counts=self._units.is_looking)
 
+    @override
     def after_batch(self) -> None:
-        """Take units of what was measured, and new ones where they have drifted."""
         units = self._units
         self._session.end_step()
         if not units.is_looking:
@@ -118,14 +118,14 @@ class ProductUnits(MeasuredUnits):
             # Which products run plain is known with their units.
             self._read_coverage()
 
-    def before_evaluation(self, name: str) -> None:
-        """A batch of an evaluation begins, in the step of this name."""
+    @override
+    def before_evaluation(self, name: str, batch: Any, *indices: int) -> None:
         self._interrupted = self._step_name, self._session.counter
         self._session.counter = None
         self._enter(name, is_training=False, counts=name not in self._counted)
 
+    @override
     def after_evaluation(self, batch_idx: int) -> None:
-        """Take the units that a batch of an evaluation has shown."""
         # What accumulated batches of training have shown is taken with the last of them.
         measurement = None if self._units.is_looking else self._units.take()
         measurement = measurement or Measurement()

@@ -67,19 +67,19 @@ class RuleScaling:
         """What has been decided so far."""
         return self.rules.plan
 
-    def attach(self, trainer: pl.Trainer, module: pl.LightningModule, *, is_new: bool) -> None:
+    def attach(self, trainer: pl.Trainer, module: pl.LightningModule, *, is_other: bool) -> None:
         """Take over the module's own plan, if it has been scaled before.
 
         Args:
             trainer: The Trainer.
             module: Its module.
-            is_new: Whether it is another module than before.
+            is_other: Whether it is another module than before.
 
         Raises:
             MisconfigurationException: If the Trainer is going to look for a learning rate.
         """
         refuse_rate_search(trainer)
-        if is_new:
+        if is_other or not self.plan.steps():
             self.rules.set_plan(vars(module).get(PLAN_ATTRIBUTE, RulePlan()))
             self.gradients.clear()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor
 from typing_extensions import override
@@ -139,7 +139,6 @@ class ScaleMonitor(StepsCallback):
             None if histograms == "exact" else RowLayout.sample_size,
         )
         self.snapshots: list[ScaleSnapshot] = []
-        self._loop: Loop | None = None
         self._steps: MonitoredSteps | None = None
         self._writers: dict[int, Writer] = {}
         self._sampled_step = -1
@@ -259,14 +258,6 @@ class ScaleMonitor(StepsCallback):
         self._steps = self._loop = None
 
     @override
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        assert isinstance(self._loop, LightningLoop)
-        self._loop.begin_batch()
-        self.begin_batch()
-
-    @override
     def on_before_backward(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor
     ) -> None:
@@ -275,17 +266,6 @@ class ScaleMonitor(StepsCallback):
     @override
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.end_backward()
-
-    @override
-    def on_train_batch_end(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-    ) -> None:
-        self.end_batch()
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -26,7 +26,7 @@ from lightning_unitscale.capture.growing_lists import functions_of, names_in
 from lightning_unitscale.capture.steps import LIGHTNING_STEPS, ModuleSteps, steps_of
 from lightning_unitscale.dynamo.capture import is_compiled
 from lightning_unitscale.loops.attach import Attachment
-from lightning_unitscale.loops.loop import LoopCallback, scale_of
+from lightning_unitscale.loops.loop import Loop, LoopCallback, scale_of
 from lightning_unitscale.patching import nothing, shadowed
 from lightning_unitscale.rules.weights import zero_gradients
 
@@ -270,7 +270,7 @@ def _batch_start(name: str) -> Callable[..., None]:
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        self._before_evaluation(trainer, name, batch, batch_idx, dataloader_idx)
+        self._before_evaluation(name, batch, batch_idx, dataloader_idx)
 
     return hook
 
@@ -284,11 +284,11 @@ def _batch_end(
     batch_idx: int,
     dataloader_idx: int = 0,
 ) -> None:
-    self._after_evaluation(trainer, batch_idx)
+    self.end_evaluation(batch_idx)
 
 
 class StepsCallback(Callback, LoopCallback):
-    """What the callbacks share: hooks around evaluation batches and at the end of a run.
+    """What the callbacks share: hooks around batches and at the end of a run.
 
     Attributes:
         attachments: In Lightning Fabric: what it works in, one for each module that was set up.
@@ -296,6 +296,7 @@ class StepsCallback(Callback, LoopCallback):
 
     attachments: tuple[Attachment, ...] = ()
 
+    _loop: Loop | None = None
     _arguments: Mapping[str, Any] = {}
 
     def _remember(self, arguments: Mapping[str, Any]) -> None:
@@ -344,13 +345,28 @@ class StepsCallback(Callback, LoopCallback):
         """
         return False
 
-    def _before_evaluation(self, trainer: pl.Trainer, name: str, batch: Any, *indices: int) -> None:
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        assert self._loop is not None
+        self._loop.begin_batch()
+        self.begin_batch()
+
+    @override
+    def on_train_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        self.end_batch()
+
+    def _before_evaluation(self, name: str, batch: Any, *indices: int) -> None:
         """Called before a batch of the step of this name, with its index and the loader's."""
         self.begin_evaluation(name)
-
-    def _after_evaluation(self, trainer: pl.Trainer, batch_idx: int) -> None:
-        """Called after a batch."""
-        self.end_evaluation(batch_idx)
 
     on_validation_batch_start = _batch_start("validation_step")
     on_test_batch_start = _batch_start("test_step")

@@ -173,7 +173,6 @@ class UnitScaleCallback(StepsCallback):
         # Whether what the user has named was there in the first training step.
         self._is_checked = False
         self._module: Callable[[], nn.Module | None] | None = None
-        self._loop: Loop | None = None
 
     @property
     def gauge(self) -> Gauge:
@@ -222,11 +221,9 @@ class UnitScaleCallback(StepsCallback):
         )
         loop = LightningLoop(trainer, pl_module)
         if self._runs_captured:
-            self._loop = loop
-            is_first, is_new = self._take(pl_module)
-            self._graphs.capture(trainer, pl_module, self, is_new=is_new, is_first=is_first)
+            self._graphs.capture(loop, self, is_other=self._take(loop))
         else:
-            self._attach_products(loop)
+            self._products.attach(loop, is_other=self._take(loop))
 
     @override
     def start(self, loop: Loop) -> None:
@@ -234,43 +231,42 @@ class UnitScaleCallback(StepsCallback):
             check_fp8_device(loop.device)
         self._graphs.check_not_wanted()
         self._runs_captured = False
-        self._attach_products(loop)
+        self._products.attach(loop, is_other=self._take(loop))
 
-    def _attach_products(self, loop: Loop) -> None:
-        self._loop = loop
-        is_first, is_new = self._take(loop.module)
-        self._products.attach(loop, is_new=is_new and not is_first)
-
-    def _take(self, module: nn.Module) -> tuple[bool, bool]:
-        """Note whose units are measured; returns whether it is the first, and another one."""
-        is_first = self._module is None
-        is_new = self._module is None or self._module() is not module
-        self._module = weakref.ref(module)
-        return is_first, is_new
+    def _take(self, loop: Loop) -> bool:
+        """Note whose units are measured; returns whether those of another module were, before."""
+        is_other = self._module is not None and self._module() is not loop.module
+        self._loop, self._module = loop, weakref.ref(loop.module)
+        return is_other
 
     @override
     def begin_batch(self) -> None:
+        self._begin_batch(None, 0)
+
+    def _begin_batch(self, batch: Any, batch_idx: int) -> None:
         assert self._loop is not None
         if (grid := self._moving_grid()) is not None:
             grid.follow(self._loop.step_index)
-        if not self._runs_captured:
-            self._products.before_batch()
+        self._units.before_batch(batch, batch_idx)
 
     @override
     def end_batch(self) -> None:
-        if not self._runs_captured:
-            self._products.after_batch()
+        self._units.after_batch()
         if not self._is_checked:
             self._warn_of_unmatched()
             self._is_checked = True
 
     @override
     def begin_evaluation(self, name: str) -> None:
-        self._products.before_evaluation(name)
+        self._units.before_evaluation(name, None)
+
+    @override
+    def _before_evaluation(self, name: str, batch: Any, *indices: int) -> None:
+        self._units.before_evaluation(name, batch, *indices)
 
     @override
     def end_evaluation(self, batch_idx: int = 0) -> None:
-        self._products.after_evaluation(batch_idx)
+        self._units.after_evaluation(batch_idx)
 
     @override
     def leave(self) -> None:
@@ -281,31 +277,16 @@ class UnitScaleCallback(StepsCallback):
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._graphs.start_fit(trainer)
+        if self._runs_captured:
+            self._graphs.start_fit()
 
     @override
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        assert isinstance(self._loop, LightningLoop)
-        self._loop.begin_batch()
-        self.begin_batch()
-        if self._runs_captured:
-            self._graphs.before_batch(self._loop, trainer, batch, batch_idx)
-
-    @override
-    def on_train_batch_end(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-    ) -> None:
         assert self._loop is not None
-        if self._runs_captured:
-            self._graphs.after_batch(self._loop, trainer)
-        self.end_batch()
+        self._loop.begin_batch()
+        self._begin_batch(batch, batch_idx)
 
     @override
     def on_before_optimizer_step(
@@ -367,17 +348,3 @@ class UnitScaleCallback(StepsCallback):
         unmatched = [] if self._rules is None else self._rules.rules.unmatched()
         for text in (*unmatched, *unmatched_layers(self.precision, self._fp8)):
             rank_zero_warn(f"UnitScaleCallback: {text}")
-
-    @override
-    def _before_evaluation(self, trainer: pl.Trainer, name: str, batch: Any, *indices: int) -> None:
-        if self._runs_captured:
-            self._graphs.before_evaluation(trainer, name, batch, *indices)
-        else:
-            self.begin_evaluation(name)
-
-    @override
-    def _after_evaluation(self, trainer: pl.Trainer, batch_idx: int) -> None:
-        if self._runs_captured:
-            self._graphs.after_evaluation(trainer)
-        else:
-            self.end_evaluation(batch_idx)

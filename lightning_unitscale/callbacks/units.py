@@ -83,6 +83,33 @@ class MeasuredUnits(abc.ABC):
         """The units in force; empty before the first batch."""
 
     @abc.abstractmethod
+    def before_batch(self, batch: Any, batch_idx: int) -> None:
+        """A training batch begins, or the batches of one optimizer step.
+
+        Args:
+            batch: The batch; ``None`` in loops that do not tell.
+            batch_idx: Its index.
+        """
+
+    @abc.abstractmethod
+    def after_batch(self) -> None:
+        """Take units of what was measured, and new ones where they have drifted."""
+
+    @abc.abstractmethod
+    def before_evaluation(self, name: str, batch: Any, *indices: int) -> None:
+        """A batch of an evaluation begins.
+
+        Args:
+            name: Of the step, such as ``"validation_step"``.
+            batch: The batch; ``None`` in loops that do not tell.
+            *indices: Of the batch, and of its loader.
+        """
+
+    @abc.abstractmethod
+    def after_evaluation(self, batch_idx: int) -> None:
+        """Take the units that a batch of an evaluation has shown."""
+
+    @abc.abstractmethod
     def detach(self) -> None:
         """Stop measuring; the units stay. May be called more than once."""
 

@@ -29,6 +29,9 @@ class Loop(abc.ABC):
     training_step: str
     has_loss_outside: bool = False
 
+    def begin_batch(self) -> None:  # noqa: B027
+        """A training batch begins."""
+
     @property
     @abc.abstractmethod
     def step_index(self) -> int:
