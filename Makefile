@@ -18,7 +18,7 @@ INSTALLED_DEMO := $(VENV)/.installed-demo
 INSTALLED_ALL := $(VENV)/.installed-all
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 
-.PHONY: help demo demo-baseline demo-pipeline test test-fast browser mutations lint format types docs tensorboard bench clean
+.PHONY: help demo demo-baseline demo-pipeline test test-fast test-gpu bench-gpu browser mutations lint format types docs tensorboard bench clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' Makefile
@@ -44,6 +44,12 @@ test: $(INSTALLED_ALL) ## every test; those of a browser need `make browser` bef
 
 test-fast: $(INSTALLED_ALL) ## a case of every test that is quick
 	$(PYTEST) -m "not slow and not distributed and not browser" --cases 1 $(PYTEST_ARGS)
+
+test-gpu: $(INSTALLED_ALL) ## what only a GPU can show, on the one that is there
+	$(BIN)/python -m pytest -m gpu --device cuda tests $(PYTEST_ARGS)
+
+bench-gpu: $(INSTALLED_ALL) ## what everything takes on the GPU that is there: a table, and a JSON
+	$(BIN)/python benchmarks/gpu.py
 
 browser: $(INSTALLED_ALL) ## fetch by npm what the tests of the dashboard drive Chromium with
 	$(BIN)/python -m tests.browser.browser

@@ -102,7 +102,7 @@ def medians(modules: dict[str, nn.Module], x: Tensor, gradient: Tensor) -> dict[
             elapsed = timed(module)
             if index >= WARMUP:
                 samples[name].append(elapsed)
-    return {name: statistics.median(one) for name, one in samples.items()}
+    return {name: statistics.median(taken) for name, taken in samples.items()}
 
 
 def saved_bytes(modules: dict[str, nn.Module], x: Tensor) -> dict[str, int]:

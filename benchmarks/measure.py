@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
+from importlib.util import find_spec
 from operator import truediv
 from pathlib import Path
 
@@ -63,9 +64,15 @@ def machine() -> dict[str, str]:
     device = f"{os.cpu_count()}-core {platform.machine()} CPU"
     if torch.cuda.is_available():
         device = torch.cuda.get_device_name()
-    versions = {name: version(name) for name in ("torch", "lightning", "unit-scaling")}
+    # A machine with a GPU may have torch and little else.
+    names = [name for name in ("torch", "lightning", "unit-scaling") if find_spec(_module(name))]
+    versions = {name: version(name) for name in names}
     threads = str(torch.get_num_threads())
     return {"device": device, "threads": threads, "python": platform.python_version(), **versions}
+
+
+def _module(package: str) -> str:
+    return package.replace("-", "_")
 
 
 def report(

@@ -31,8 +31,10 @@ _LONG = ("slow", "distributed")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Adds ``--cases``."""
+    """Adds ``--cases`` and ``--device``."""
     parser.addoption("--cases", type=int, help="run at most so many cases of a parametrized test")
+    help = "where tests/gpu runs: CUDA if there is any by default, else the CPU, as a rehearsal"
+    parser.addoption("--device", choices=("cpu", "cuda"), help=help)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -44,7 +44,8 @@ def weighted_sum(output: Any) -> Tensor:
         if tensor.is_complex():
             tensor = torch.view_as_real(tensor)
         if tensor.is_floating_point():
-            weights = torch.linspace(-1.0, 2.0, tensor.numel()).reshape(tensor.shape)
+            weights = torch.linspace(-1.0, 2.0, tensor.numel(), device=tensor.device)
+            weights = weights.reshape(tensor.shape)
             total = (
                 total + (tensor.to(torch.promote_types(tensor.dtype, torch.float)) * weights).sum()
             )

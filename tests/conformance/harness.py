@@ -88,7 +88,7 @@ def plain(case: Case, method: str = "plain") -> Record:
     return train(case, method)
 
 
-def train(case: Case, method: str) -> Record:
+def train(case: Case, method: str, device: str = "cpu") -> Record:
     """Three calls forward and backward, and a step of SGD after each."""
     with warnings.catch_warnings():
         # Warnings are not what is compared here, and torch has some for many of the modules.
@@ -100,7 +100,7 @@ def train(case: Case, method: str) -> Record:
         np.random.seed(6)
         torch.manual_seed(6)
         if method in CALLBACKS:
-            return _fit(case, module, batches, CALLBACKS[method]())
+            return _fit(case, module, batches, CALLBACKS[method](), device)
         return _loop(case, TRANSFORMS[method](module, *batches[0]), batches)
 
 
@@ -140,11 +140,13 @@ class _Recorder(pl.Callback):
         self.record.add(batch_idx, pl_module.module, batch, outputs["loss"], outputs["outputs"])
 
 
-def _fit(case: Case, module: nn.Module, batches: Any, callbacks: list[pl.Callback]) -> Record:
+def _fit(
+    case: Case, module: nn.Module, batches: Any, callbacks: list[pl.Callback], device: str
+) -> Record:
     recorder = _Recorder()
     trainer = pl.Trainer(
         barebones=True,
-        accelerator="cpu",
+        accelerator=device,
         devices=1,
         max_epochs=1,
         callbacks=[*callbacks, recorder],

@@ -1,0 +1,69 @@
+"""A GPT to train: as large as a GPU wants it, or small enough for a rehearsal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor
+
+from examples.gpt import GPT
+from tests.callbacks.runs import QUIET, MemoryLogger, loader
+
+CONTEXT = 32
+
+
+class Model(GPT):
+    """The demo's GPT without evaluation."""
+
+    validation_step = pl.LightningModule.validation_step
+    test_step = pl.LightningModule.test_step
+
+
+def text(generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Random bytes, and the next ones."""
+    tokens = torch.randint(256, (CONTEXT + 1,), generator=generator)
+    return tokens[:-1], tokens[1:]
+
+
+def device_name(config: pytest.Config) -> str:
+    """``"cuda"`` or ``"cpu"``: what ``--device`` says, or what there is."""
+    name = config.getoption("--device") or ("cuda" if torch.cuda.is_available() else "cpu")
+    if name == "cuda" and not torch.cuda.is_available():
+        pytest.exit("--device=cuda: torch finds no CUDA device; leave it out to rehearse.", 2)
+    return str(name)
+
+
+def train(
+    device: torch.device,
+    callbacks: Sequence[pl.Callback] = (),
+    *,
+    steps: int = 4,
+    compile_mode: str | None = None,
+    **options: Any,
+) -> tuple[Model, list[float]]:
+    """A seeded training of a few steps.
+
+    Args:
+        device: Where.
+        callbacks: Of the Trainer.
+        steps: How many.
+        compile_mode: Of ``torch.compile``, of the module; ``None`` for none.
+        **options: Of the Trainer.
+
+    Returns:
+        The module, and the loss of every step.
+    """
+    pl.seed_everything(5, verbose=False)
+    width = 256 if device.type == "cuda" else 64
+    module: Any = Model(width=width, depth=2, num_heads=2, context=CONTEXT, decay_steps=steps)
+    if compile_mode is not None:
+        module.compile(mode=compile_mode)
+    logger = MemoryLogger()
+    options = {**QUIET, "accelerator": device.type, "logger": logger, **options}
+    trainer = pl.Trainer(callbacks=list(callbacks), max_steps=steps, **options)
+    trainer.fit(module, loader(4 * steps, 4, text))
+    return module, [row["train_loss"] for _, row in logger.of_the_user if "train_loss" in row]

@@ -1,0 +1,69 @@
+"""A step that does not measure never makes the host wait for the device."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+
+import lightning_unitscale
+from lightning_unitscale import ScaleMonitor, UnitScaleCallback
+from tests.gpu.models import train
+
+_PACKAGE = str(Path(lightning_unitscale.__file__).parent)
+_SAMPLED_EVERY = 4
+
+
+class _Waits(pl.Callback):
+    """Where the package waited in each step, as CUDA itself tells."""
+
+    def __init__(self) -> None:
+        self.lines: list[list[str]] = []
+        self._recorder: Any = None
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self._recorder = warnings.catch_warnings(record=True)
+        caught = self._recorder.__enter__()
+        warnings.simplefilter("always")
+        self._caught = caught
+        if torch.cuda.is_available():
+            torch.cuda.set_sync_debug_mode("warn")
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.set_sync_debug_mode("default")
+        self._recorder.__exit__(None, None, None)
+        self.lines.append(
+            [
+                f"{warning.filename}:{warning.lineno}"
+                for warning in self._caught
+                if "synchronizing CUDA" in str(warning.message)
+                and warning.filename.startswith(_PACKAGE)
+            ]
+        )
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: UnitScaleCallback(),
+        lambda: UnitScaleCallback(precision="fp8"),
+        lambda: UnitScaleCallback(depth="all"),
+        lambda: UnitScaleCallback("u-mup"),
+    ],
+    ids=["units", "fp8", "all", "u-mup"],
+)
+def test_steps_between_samples(make: Callable[[], pl.Callback], device: torch.device) -> None:
+    waits = _Waits()
+    monitor = ScaleMonitor(every_n_steps=_SAMPLED_EVERY, on_violation=None)
+    train(device, [waits, make(), monitor], steps=8)
+    for step, lines in enumerate(waits.lines):
+        if step % _SAMPLED_EVERY:
+            assert lines == []
+        elif device.type == "cuda":
+            assert lines  # the first one measures units, and each of these takes a sample

@@ -1,0 +1,19 @@
+"""Two GPUs under NCCL have one set of units, and the bits of the run without."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lightning_unitscale import ScaleMonitor, UnitScaleCallback
+from tests.gpu.models import train
+from tests.helpers import assert_same_bits
+
+
+def test_ddp(device: torch.device) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("there is one GPU at most; tests/distributed has two processes on a CPU")
+    options = {"devices": 2, "strategy": "ddp_spawn"}
+    plain, _ = train(device, **options)
+    module, _ = train(device, [UnitScaleCallback(), ScaleMonitor(every_n_steps=2)], **options)
+    assert_same_bits(module.state_dict(), plain.state_dict())

@@ -1,0 +1,85 @@
+"""On an accelerator, too, a training with the callbacks has the bits of the one without."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import lightning.pytorch as pl
+import pytest
+import torch
+
+from lightning_unitscale import RematCallback, ScaleMonitor, UnitScaleCallback
+from tests.conformance.cases import Case
+from tests.conformance.harness import differences
+from tests.conformance.harness import train as train_case
+from tests.conformance.test_conformance import CASES, INEXACT
+from tests.gpu.models import device_name, train
+from tests.helpers import assert_same_bits
+
+_ARRANGEMENTS: dict[str, Callable[[], list[pl.Callback]]] = {
+    "products": lambda: [UnitScaleCallback()],
+    "both": lambda: [UnitScaleCallback(), ScaleMonitor(every_n_steps=2)],
+    "all": lambda: [UnitScaleCallback(depth="all")],
+}
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """All odd modules on a GPU; in a rehearsal the first of each theme: elsewhere all are run."""
+    if "case" in metafunc.fixturenames:
+        first = {case.name.partition("-")[0]: case for case in reversed(CASES)}
+        cases = CASES if device_name(metafunc.config) == "cuda" else list(first.values())
+        metafunc.parametrize("case", cases, ids=lambda case: case.name)
+
+
+@pytest.mark.parametrize("method", ["lossless", "both"])
+def test_odd_modules(case: Case, method: str, device: torch.device) -> None:
+    if case.name in INEXACT:
+        pytest.skip(INEXACT[case.name])
+    try:
+        plain, again = (train_case(case, "plain", device.type) for _ in range(2))
+    except (RuntimeError, NotImplementedError, TypeError) as error:
+        pytest.skip(f"plainly, it does not run there: {error}")
+    if differences(again, plain):
+        pytest.skip("plainly, it has other bits in another run")
+    assert differences(train_case(case, method, device.type), plain) == []
+
+
+@pytest.mark.parametrize("arrangement", _ARRANGEMENTS)
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+def test_a_gpt(arrangement: str, precision: str, device: torch.device) -> None:
+    plain, losses = train(device, precision=precision)
+    callbacks = _ARRANGEMENTS[arrangement]()
+    module, own_losses = train(device, callbacks, precision=precision)
+    assert own_losses == losses
+    assert_same_bits(module.state_dict(), plain.state_dict())
+    assert len(callbacks[0].gauge) > 10
+
+
+def test_half_precision_without_a_loss_scaler(device: torch.device) -> None:
+    _, losses = train(device, [UnitScaleCallback(depth="all")], precision="16-true", steps=8)
+    _, expected = train(device, steps=8)
+    assert losses == pytest.approx(expected, rel=0.02)
+
+
+def test_a_memory_budget(device: torch.device) -> None:
+    plain, _ = train(device, [RematCallback(1.0)])
+    callback = RematCallback(0.8)
+    module, _ = train(device, [callback])
+    assert_same_bits(module.state_dict(), plain.state_dict())
+    # What the allocator itself says of the step, where the device has such a one.
+    assert callback.measured_peak_bytes == pytest.approx(callback.predicted_peak_bytes, rel=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_a_module_that_the_user_compiles(
+    mode: str, device: torch.device, request: pytest.FixtureRequest
+) -> None:
+    if device.type == "cpu":
+        request.getfixturevalue("torch_kernels")
+    plain, losses = train(device, compile_mode=mode, steps=6)
+    callback = UnitScaleCallback(recalibrate=3)
+    module, own_losses = train(device, [callback], compile_mode=mode, steps=6)
+    assert own_losses == losses
+    assert_same_bits(module.state_dict(), plain.state_dict())
+    assert callback.coverage.fraction_of_flops("units") > 0.9
