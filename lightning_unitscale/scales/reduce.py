@@ -126,6 +126,8 @@ def shift_rows(rows: Tensor, exponents: Tensor, layout: RowLayout) -> Tensor:
     Returns:
         The same shape. Exponents that leave the counted range are added to the end bins.
     """
+    if not exponents.any():
+        return rows
     shifted = rows.clone()
     powers = torch.exp2(exponents.to(rows.dtype))
     for column in ("sum", "abs_sum", "abs_max", "abs_min"):
