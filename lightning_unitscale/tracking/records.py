@@ -160,7 +160,6 @@ def take_snapshot(
         modules=tuple(tensors[index].module for index in kept),
         log2_sigma=sigmas[kept].numpy(),
         log2_gamma=gammas[kept].numpy(),
-        counted_as_stored=True,
         inputs=tuple(tensors[index].inputs for index in kept),
         operands=tuple(tensors[index].is_operand for index in kept),
         products=tuple(tensors[index].is_product for index in kept),

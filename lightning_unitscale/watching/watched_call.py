@@ -21,8 +21,6 @@ from lightning_unitscale.graph.nodes import ATTENTION, ATTENTION_ROLES
 from lightning_unitscale.graph.recorder import CallRecord
 from lightning_unitscale.lossless.gauge import Gauge
 from lightning_unitscale.tracking.records import ProbedCall
-from lightning_unitscale.watching.checkpoints import Checkpoints
-from lightning_unitscale.watching.gradients import Gradients
 from lightning_unitscale.watching.names import (
     Caller,
     Callers,
@@ -31,7 +29,14 @@ from lightning_unitscale.watching.names import (
     is_product,
     word_of,
 )
-from lightning_unitscale.watching.rows import Measuring, TensorRow, operands_of, shown_inputs
+from lightning_unitscale.watching.rows import (
+    Checkpoints,
+    Gradients,
+    Measuring,
+    TensorRow,
+    operands_of,
+    shown_inputs,
+)
 from lightning_unitscale.watching.torch_state import (
     has_node,
     is_readable,
