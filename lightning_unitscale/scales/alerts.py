@@ -36,9 +36,7 @@ class TensorScale:
     def __str__(self) -> str:
         if not math.isfinite(self.log2_rms):
             return f"{self.tensor} ({'zero' if self.log2_rms < 0 else 'no finite element'})"
-        # Adding zero takes the sign off a zero.
-        rms, amax = (round(value, 1) + 0.0 for value in (self.log2_rms, self.log2_amax))
-        return f"{self.tensor} (RMS 2^{rms:.1f}, max 2^{amax:.1f})"
+        return f"{self.tensor} (RMS 2^{self.log2_rms:z.1f}, max 2^{self.log2_amax:z.1f})"
 
 
 @dataclass(frozen=True)

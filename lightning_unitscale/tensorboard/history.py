@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
+from tensorboard.backend.event_processing.event_accumulator import TENSORS, EventAccumulator
 from tensorboard.util import tensor_util
 
 from lightning_unitscale.formats import NumberFormat
@@ -21,6 +21,7 @@ from lightning_unitscale.scales.alerts import ScaleAlert, alerts_from_json
 from lightning_unitscale.scales.layout import DIRECTIONS, FORMAT_KINDS, Direction, RowLayout
 from lightning_unitscale.tensorboard.schema import (
     ALERTS_TAG,
+    PLUGIN_NAME,
     ExponentCounts,
     Quantity,
     Series,
@@ -290,24 +291,21 @@ def read_run(directory: str | Path) -> RunScales:
             f"directory={str(folder)!r}: no such folder; expected the folder of a run, such as "
             "logs/gpt/version_0; correct the path"
         )
-    # Their names begin with the time at which they were opened.
-    files = sorted(path for path in folder.glob(EVENT_FILES) if path.is_file())
-    if not files:
+    if not any(path.is_file() for path in folder.glob(EVENT_FILES)):
         raise FileNotFoundError(f"directory={str(folder)!r}: no event files here; {_hint(folder)}")
-    contents: dict[str, bytes] = {}
-    points: dict[str, list[tuple[int, npt.NDArray[Any]]]] = {}
-    for path in files:
-        # The legacy loader leaves summaries as they were written: scalars need no conversion here.
-        for event in LegacyEventFileLoader(str(path)).Load():
-            for value in event.summary.value:
-                is_ours = value.tag == ALERTS_TAG or Series.parse(value.tag) is not None
-                if not value.HasField("tensor") or not is_ours:
-                    continue
-                if value.metadata.plugin_data.content:
-                    contents.setdefault(value.tag, value.metadata.plugin_data.content)
-                array = np.asarray(tensor_util.make_ndarray(value.tensor))
-                points.setdefault(value.tag, []).append((event.step, array))
-    run = RunScales({tag: contents.get(tag, b"") for tag in points}, points.__getitem__)
+    events = EventAccumulator(str(folder), {TENSORS: 0}, purge_orphaned_data=False).Reload()
+    try:
+        tags = events.PluginTagToContent(PLUGIN_NAME)
+    except KeyError:
+        tags = {}
+
+    def read(tag: str) -> Points:
+        return [
+            (event.step, tensor_util.make_ndarray(event.tensor_proto))
+            for event in events.Tensors(tag)
+        ]
+
+    run = RunScales(tags, read)
     if not run.directions:
         raise ValueError(
             f"directory={str(folder)!r}: its event files have no scales; expected a run whose "

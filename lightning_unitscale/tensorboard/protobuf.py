@@ -142,13 +142,8 @@ def _scale_text(true: float, stored: float) -> str:
         return "not measured"
     if math.isinf(stored):
         return "all zero"
-    text = f"RMS 2^{_rounded(true)}"
-    return text if true == stored else f"{text}, stored 2^{_rounded(stored)}"
-
-
-def _rounded(value: float) -> str:
-    # Adding zero takes the sign off a zero.
-    return f"{round(value, 2) + 0.0:.2f}"
+    text = f"RMS 2^{true:z.2f}"
+    return text if true == stored else f"{text}, stored 2^{stored:z.2f}"
 
 
 def _band(value: float) -> str:

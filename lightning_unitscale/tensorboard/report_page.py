@@ -91,8 +91,7 @@ def _arc(source: int, target: int) -> str:
 def _box(x: float, y: float, value: float) -> str:
     if math.isnan(value):
         return ""
-    # Adding zero takes the sign off a zero.
-    text = "zero" if math.isinf(value) else f"{round(value, 1) + 0.0:.1f}"
+    text = "zero" if math.isinf(value) else f"{value:z.1f}"
     text = text.replace("-", "\N{MINUS SIGN}")
     red, green, blue = _WARM if value > 0 else _COLD
     strength = 0.0 if math.isinf(value) else min(abs(value) / _FULL_COLOUR, 1.0)

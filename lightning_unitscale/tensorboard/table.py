@@ -189,8 +189,7 @@ def _code(name: str, tablefmt: str) -> str:
 def _number(value: float) -> str:
     if math.isnan(value):
         return "-"
-    # A zero that is added takes the sign from a minus zero.
-    return "zero" if math.isinf(value) else f"{round(value, 1) + 0.0:.1f}"
+    return "zero" if math.isinf(value) else f"{value:z.1f}"
 
 
 def _percent(fraction: float) -> str:

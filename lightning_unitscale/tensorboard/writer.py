@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, Literal, Protocol, TypeAlias, get_args
+from typing import Any, Final, Literal, TypeAlias, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -102,19 +102,6 @@ class Thinning:
         return left_out
 
 
-class SummaryWriter(Protocol):
-    """What is used of a ``torch.utils.tensorboard.SummaryWriter``."""
-
-    def _get_file_writer(self) -> Any:
-        """The open event file; underscored, but what every ``add_*`` method goes through."""
-
-    def add_text(self, tag: str, text_string: str, global_step: int | None = None) -> None:
-        """Write Markdown."""
-
-    def add_custom_scalars(self, layout: dict[str, Any]) -> None:
-        """Write a layout of charts."""
-
-
 class ScaleWriter:
     """Writes the snapshots of one run.
 
@@ -123,8 +110,9 @@ class ScaleWriter:
     the run, everything is written.
 
     Args:
-        experiment: The summary writer of the run (``TensorBoardLogger.experiment``); the stand-in
-            that Lightning gives to other ranks than the first writes nothing.
+        experiment: The ``SummaryWriter`` of the run (``TensorBoardLogger.experiment``); the
+            stand-in that Lightning gives to other ranks than the first writes nothing. Its
+            ``_get_file_writer`` is underscored, but what every ``add_*`` method goes through.
         tabs: Of which tensors to write scalars and histograms for TensorBoard's own dashboards.
 
     Examples:
@@ -132,7 +120,7 @@ class ScaleWriter:
         >>> writer.write(snapshot)  # doctest: +SKIP
     """
 
-    def __init__(self, experiment: SummaryWriter, *, tabs: TensorBoardTabs = "operands") -> None:
+    def __init__(self, experiment: Any, *, tabs: TensorBoardTabs = "operands") -> None:
         self._experiment = experiment
         self._tabs = tabs
         self._sets: dict[TensorSet, TensorSet] = {}
