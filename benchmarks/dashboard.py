@@ -62,7 +62,6 @@ def synthetic_run(folder: Path, *, num_tensors: int, num_steps: int) -> float:
                 LAYOUT,
                 log2_sigma=units[0],
                 log2_gamma=units[1],
-                counted_as_stored=True,
             )
             start = time.perf_counter()
             writer.write(snapshot)

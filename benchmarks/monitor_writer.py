@@ -45,7 +45,7 @@ def snapshots(num_tensors: int, num_steps: int) -> Iterator[ScaleSnapshot]:
     for _ in range(_DIFFERENT):
         noise = generator.normal(0, 0.5, (2, num_tensors))
         forward, backward = scaled_rows(row, base + noise[0]), scaled_rows(row, noise[1] - 8)
-        different.append(ScaleSnapshot(0, names, forward, backward, LAYOUT, counted_as_stored=True))
+        different.append(ScaleSnapshot(0, names, forward, backward, LAYOUT))
     for step in range(num_steps):
         yield dataclasses.replace(different[step % _DIFFERENT], step=step)
 

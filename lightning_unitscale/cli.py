@@ -23,7 +23,7 @@ from lightning_unitscale.patching import nothing
 from lightning_unitscale.pipeline.explain import explain_step
 from lightning_unitscale.profiler import DeviceType, profile_graph
 from lightning_unitscale.strategies.profiled import ProfiledJob, profiled_job
-from lightning_unitscale.tensorboard.report.command import main as report_command
+from lightning_unitscale.tensorboard.report import main as report_command
 
 # What a shell reports for a program that Ctrl-C ended.
 _EXIT_INTERRUPTED = 130

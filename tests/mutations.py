@@ -285,10 +285,10 @@ MUTATIONS = (
         "scales/test_statistics.py",
     ),
     Mutation(
-        "of all ranks' extremes the first rank's are taken",
+        "of all ranks' extremes one becomes the other",
         "scales/reduce.py",
-        "by_rank[..., 0].amax(0)",
-        "by_rank[0, :, 0]",
+        "torch.stack([largest, -smallest], dim=1)",
+        "torch.stack([largest, smallest], dim=1)",
         "scales/test_snapshot.py",
     ),
     Mutation(
@@ -301,8 +301,8 @@ MUTATIONS = (
     Mutation(
         "a thinned history drops the last step",
         "tensorboard/history.py",
-        "np.linspace(number - 1, 0, min(number, most))",
-        "np.linspace(max(number - 2, 0), 0, min(number, most))",
+        "np.linspace(number - 1, 0, most)",
+        "np.linspace(max(number - 2, 0), 0, most)",
         "tensorboard/test_plugin.py -k last_step",
     ),
     Mutation(
@@ -327,10 +327,10 @@ MUTATIONS = (
         "scales/test_summary.py",
     ),
     Mutation(
-        "loggers are told how much of the true values a format would lose",
+        "loggers are told the scales of true values",
         "scales/summary.py",
-        "fractions = snapshot.fractions(direction, stored=True)",
-        "fractions = snapshot.fractions(direction)",
+        "log2_rms = snapshot.log2_rms(direction, stored=True)",
+        "log2_rms = snapshot.log2_rms(direction)",
         "scales/test_summary.py",
     ),
     Mutation(

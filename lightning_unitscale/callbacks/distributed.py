@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_unitscale.callbacks.packages import is_lightning, misconfigured
-from lightning_unitscale.loops.ranks import world_size
+from lightning_unitscale.loops.loop import world_size
 from lightning_unitscale.lossless.calibrate import combined_rms
-from lightning_unitscale.scales.reduce import pack_rows, unpack_rows
+from lightning_unitscale.scales.reduce import joined_rows, split_rows
 from lightning_unitscale.scales.snapshot import ScaleSnapshot
 from lightning_unitscale.scales.tensor_statistics import FloatArray
 
@@ -97,9 +97,10 @@ def _same_everywhere(names: tuple[str, ...], device: torch.device) -> bool:
 
 def _reduced(rows: FloatArray, snapshot: ScaleSnapshot, device: torch.device) -> FloatArray:
     table: Tensor = torch.as_tensor(rows).to(device)
-    packed = pack_rows(table, snapshot.layout, dist.get_rank(), dist.get_world_size())
-    dist.all_reduce(packed)
-    joint: FloatArray = unpack_rows(packed, snapshot.layout, dist.get_world_size()).cpu().numpy()
+    sums, extremes = split_rows(table, snapshot.layout)
+    dist.all_reduce(sums)
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
+    joint: FloatArray = joined_rows(sums, extremes, snapshot.layout).cpu().numpy()
     return joint
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, cast
 
-from lightning_unitscale.loops.ranks import rank
+from lightning_unitscale.loops.loop import rank
 from lightning_unitscale.patching import when_imported
 
 # Those that have a Trainer: one is a copy of the other.

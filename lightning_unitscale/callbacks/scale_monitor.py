@@ -18,8 +18,7 @@ from lightning_unitscale.callbacks.packages import rank_zero_warn
 from lightning_unitscale.callbacks.steps import StepsCallback, captures_steps, check_module
 from lightning_unitscale.formats import NumberFormat, get_format
 from lightning_unitscale.graph.name_patterns import NamePatterns
-from lightning_unitscale.loops.log_writers import Writer
-from lightning_unitscale.loops.loggers import writer_for
+from lightning_unitscale.loops.loggers import Writer, writer_for
 from lightning_unitscale.loops.loop import Loop
 from lightning_unitscale.scales.alerts import ScaleAlert
 from lightning_unitscale.scales.export import write_csv, write_json_lines

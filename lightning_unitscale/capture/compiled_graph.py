@@ -11,7 +11,6 @@ from torch import fx
 
 from lightning_unitscale.capture.settings import StepSettings
 from lightning_unitscale.dynamo import capture
-from lightning_unitscale.dynamo.backend import REWRITE
 from lightning_unitscale.dynamo.capture import CapturedGraph, Executor
 from lightning_unitscale.dynamo.graphs import copy_graph_module
 from lightning_unitscale.graph.aliasing import find_effects
@@ -218,8 +217,6 @@ class CompiledGraph:
         inputs = graph.example_inputs(self._example_inputs)
         partition_fn = step.owner.partition_fn
         options = {} if partition_fn is None else {"partition_fn": partition_fn}
-        if REWRITE in graph.notes:
-            options["lowering_rewrite"] = graph.notes[REWRITE]
         run = capture.execute_with(self.executor, graph.graph_module, inputs, **options)
         return Variant(graph, run)
 

@@ -5,18 +5,16 @@ which a traced joint graph gets whatever decompositions it is asked for. They ad
 order than the kernels of a plain step, so that losses and gradients would differ by an ulp.
 
 Private names used here were checked on torch 2.13 and 2.11: ``_BoxedCodeGen``; Inductor's
-``custom_partitioner_fn``, its documented hook ``post_grad_custom_post_pass`` with the class that it
-takes, and the switches of the two caches of compiled graphs; ``OpOverload.py_kernels``,
-``OpOverload._dispatch_cache`` and ``OpOverload._schema``, ``torch._C.DispatchKey``,
-``TorchDispatchMode``, and ``upsample_compute_output_size`` and ``suggest_memory_format`` of torch's
-decompositions.
+``custom_partitioner_fn`` and the switches of the two caches of compiled graphs;
+``OpOverload.py_kernels``, ``OpOverload._dispatch_cache`` and ``OpOverload._schema``,
+``torch._C.DispatchKey``, ``TorchDispatchMode``, and ``upsample_compute_output_size`` and
+``suggest_memory_format`` of torch's decompositions.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -65,40 +63,6 @@ def run_boxed(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[.
 
     run._boxed_call = True  # type: ignore[attr-defined]
     return run
-
-
-REWRITE = "lowering.rewrite"  # note of a pass: what is to rewrite the graphs
-
-
-def inductor_options(rewrite: Callable[[fx.Graph], None]) -> dict[str, Any]:
-    """Settings of Inductor with which ``rewrite`` sees each graph, after the user's own pass.
-
-    Args:
-        rewrite: A function at the top of a file, whose text stands for it in Inductor's caches.
-    """
-    # Imported here: Inductor takes a second to load and most runs never need it.
-    from torch._inductor import config
-    from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
-
-    set_by_user: Any = config.post_grad_custom_post_pass
-    several = isinstance(set_by_user, (list, tuple))
-    others = tuple(set_by_user) if several else (set_by_user,) if set_by_user else ()
-
-    class Rewrite(CustomGraphPass):
-        def __call__(self, graph: fx.Graph) -> None:
-            for graph_pass in others:
-                graph_pass(graph)
-            rewrite(graph)
-
-        def uuid(self) -> Any | None:
-            ids = [
-                graph_pass.uuid() if isinstance(graph_pass, CustomGraphPass) else None
-                for graph_pass in others
-            ]
-            own = get_hash_for_files((inspect.getfile(rewrite),))
-            return None if None in ids else (own, *ids)
-
-    return {"post_grad_custom_post_pass": Rewrite()}
 
 
 aten = torch.ops.aten

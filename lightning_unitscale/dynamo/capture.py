@@ -23,7 +23,6 @@ from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
 from torch._guards import CompileContext
 
 from lightning_unitscale.dynamo.backend import (
-    inductor_options,
     partitioned_by,
     plain_kernels,
     run_boxed,
@@ -242,7 +241,6 @@ def execute_with(
     graph_module: fx.GraphModule,
     inputs: Sequence[Any],
     partition_fn: Any = None,
-    lowering_rewrite: Callable[[fx.Graph], None] | None = None,
 ) -> Callable[..., Any]:
     """Turn a rewritten graph into something that runs.
 
@@ -253,7 +251,6 @@ def execute_with(
         inputs: Example inputs in placeholder order.
         partition_fn: Splits AOTAutograd's joint graph into forward and backward graph; torch's own
             does if it is left out. Inductor takes a ``CustomPartitionerFn``.
-        lowering_rewrite: Rewrites the graphs that Inductor compiles; see ``inductor_options``.
     """
     if executor == "eager":
         _restore_checkpointing(graph_module)
@@ -273,9 +270,8 @@ def execute_with(
     # Imported here: Inductor takes a second to load and most runs never need it.
     from torch._inductor.compile_fx import compile_fx
 
-    patches = None if lowering_rewrite is None else inductor_options(lowering_rewrite)
     with partitioned_by(partition_fn):
-        run = compile_fx(graph_module, list(inputs), config_patches=patches)
+        run = compile_fx(graph_module, list(inputs))
         return cast(Callable[..., Any], run)
 
 

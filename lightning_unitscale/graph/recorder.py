@@ -168,15 +168,6 @@ class CallRecorder:
             slot = self._graph.graph.call_function(operator.getitem, (self._unbound, row))
         return slot if region is None else region.thread(slot, self._example)
 
-    def no_row(self, region: Region, after: fx.Node) -> fx.Node:
-        """A row of zeros, for what is recorded by other rows."""
-        with region.graph.inserting_after(after):
-            return region.graph.call_function(
-                torch.zeros,
-                (self._shape[1],),
-                {"dtype": self._dtype, "device": self._graph.device},
-            )
-
     def finish(self, rows: Sequence[fx.Node]) -> None:
         """Make the forward rows, in their order, an output of the graph."""
         graph = self._graph.graph

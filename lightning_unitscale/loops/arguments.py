@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-
-from lightning_unitscale.loops.loop import LoopCallback
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
@@ -39,19 +36,3 @@ def torch_optimizers(optimizer: Any) -> list[Optimizer]:
             )
         found.append(getattr(inner, "optimizer", inner))
     return found
-
-
-def checked_callbacks(callbacks: LoopCallback | Iterable[LoopCallback]) -> tuple[LoopCallback, ...]:
-    """One callback or several, as a tuple.
-
-    Raises:
-        TypeError: If one of them is made for a Trainer only, or is none.
-    """
-    given = (callbacks,) if isinstance(callbacks, LoopCallback) else tuple(callbacks)
-    for callback in given:
-        if not isinstance(callback, LoopCallback):
-            raise TypeError(
-                f"callbacks={callback!r}: it works in a Lightning Trainer only; expected "
-                "UnitScaleCallback() or ScaleMonitor(); leave it out."
-            )
-    return given

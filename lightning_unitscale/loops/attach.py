@@ -20,10 +20,9 @@ from torch.optim.optimizer import (
 )
 from typing_extensions import override
 
-from lightning_unitscale.loops.arguments import checked_callbacks, torch_optimizers, unwrapped
+from lightning_unitscale.loops.arguments import torch_optimizers, unwrapped
 from lightning_unitscale.loops.loggers import checked_loggers
-from lightning_unitscale.loops.loop import Loop, LoopCallback, StepCaller
-from lightning_unitscale.loops.ranks import rank, world_size
+from lightning_unitscale.loops.loop import Loop, LoopCallback, StepCaller, rank, world_size
 from lightning_unitscale.lossless.calibrate import find_loss
 from lightning_unitscale.patching import copied_method, reduced_method, shadowed
 
@@ -88,6 +87,10 @@ class Attachment(Loop):
 
     training_step = "forward"
     has_loss_outside = True
+    is_fitting = True
+    step_index = 0
+    has_stepped = False
+    should_stop = False
 
     def __init__(
         self,
@@ -111,15 +114,12 @@ class Attachment(Loop):
                 "all of them in one call; pass them together, or detach() the others first."
             )
         self.steps = (_called(self.module),)
-        self.should_stop = False
         self._optimizers = None if optimizer is None else torch_optimizers(optimizer)
         self._callbacks: list[LoopCallback] = []
         self._scaler = scaler
         self._log_dir = log_dir
         self._loggers = checked_loggers(loggers)
         self._writer: Any = None
-        self._step_index = 0
-        self._has_stepped = False
         # Whether the module has been called in training since the last step.
         self._is_in_batch = False
         # Optimizer steps before the first call: a step or two may make the optimizer's state.
@@ -134,24 +134,10 @@ class Attachment(Loop):
             undo.callback(self._close)
             self._attached.callback(_on_optimizers(self).close)
             self._forward.enter_context(_stepping_aside(self))
-            for callback in checked_callbacks(callbacks):
+            given = (callbacks,) if isinstance(callbacks, LoopCallback) else callbacks
+            for callback in given:
                 self.add(callback)
             undo.pop_all()
-
-    @property
-    @override
-    def step_index(self) -> int:
-        return self._step_index
-
-    @property
-    @override
-    def has_stepped(self) -> bool:
-        return self._has_stepped
-
-    @property
-    @override
-    def is_fitting(self) -> bool:
-        return True
 
     @property
     @override
@@ -212,18 +198,23 @@ class Attachment(Loop):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        try:
-            if kind is None:
-                self._finish()
-        finally:
+        if kind is None:
+            self.detach()
+        else:
             self._close()
 
     def add(self, callback: LoopCallback) -> None:
         """Let one more callback work on the module, from the next training step on.
 
         Raises:
+            TypeError: If it is made for a Trainer only, or is no callback.
             ValueError: If there is one of its class, or it needs more than such a loop can give.
         """
+        if not isinstance(callback, LoopCallback):
+            raise TypeError(
+                f"callbacks={callback!r}: it works in a Lightning Trainer only; expected "
+                "UnitScaleCallback() or ScaleMonitor(); leave it out."
+            )
         name = type(callback).__name__
         if any(type(other) is type(callback) for other in self._callbacks):
             raise ValueError(
@@ -241,18 +232,20 @@ class Attachment(Loop):
     def detach(self) -> None:
         """Leave module and torch as they were; may be called more than once."""
         try:
-            self._finish()
+            if self._is_attached:
+                for callback in self._callbacks:
+                    callback.finish()
         finally:
             self._close()
 
     def state_dict(self) -> dict[str, Any]:
         """What to go on from after a restart: the step, and the state of each callback."""
         states = {type(callback).__name__: callback.state_dict() for callback in self._callbacks}
-        return {"step": self._step_index, "callbacks": states}
+        return {"step": self.step_index, "callbacks": states}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from :meth:`state_dict`."""
-        self._step_index = state_dict["step"]
+        self.step_index = state_dict["step"]
         for callback in self._callbacks:
             if state := state_dict["callbacks"].get(type(callback).__name__):
                 callback.load_state_dict(state)
@@ -268,7 +261,7 @@ class Attachment(Loop):
                 for callback in self._callbacks:
                     callback.end_evaluation()
         if not self._is_in_batch:
-            self._is_in_batch, self._has_stepped = True, False
+            self._is_in_batch, self.has_stepped = True, False
             for callback in self._callbacks:
                 callback.begin_batch()
         call = self._call
@@ -284,7 +277,7 @@ class Attachment(Loop):
             self._stepping = optimizer
             for callback in self._callbacks:
                 callback.end_backward()
-        elif not self._step_index and self._num_idle_steps < _IDLE_STEPS:
+        elif not self.step_index and self._num_idle_steps < _IDLE_STEPS:
             self._num_idle_steps += self._ends_with(optimizer)
             if self._num_idle_steps == _IDLE_STEPS:
                 self._warn_of_no_call()
@@ -294,8 +287,8 @@ class Attachment(Loop):
         if self._stepping is not optimizer:
             return
         self._stepping = None
-        self._is_in_batch, self._has_stepped = False, True
-        self._step_index += 1
+        self._is_in_batch, self.has_stepped = False, True
+        self.step_index += 1
         for callback in self._callbacks:
             callback.end_batch()
 
@@ -316,11 +309,6 @@ class Attachment(Loop):
             "the loop calls another method of it than forward, call the module instead.",
             stacklevel=5,
         )
-
-    def _finish(self) -> None:
-        if self._is_attached:
-            for callback in self._callbacks:
-                callback.finish()
 
     def _close(self) -> None:
         self._is_attached = False

@@ -21,8 +21,7 @@ from transformers import (
 from typing_extensions import override
 
 from lightning_unitscale.loops.attach import Attachment, attach
-from lightning_unitscale.loops.log_writers import NumberWriter, WandbWriter
-from lightning_unitscale.loops.loggers import mlflow_run
+from lightning_unitscale.loops.loggers import NumberWriter, WandbWriter, mlflow_run
 from lightning_unitscale.loops.loop import LoopCallback
 
 # In the folder of a checkpoint.

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 # Calls a step of a module with these arguments and keyword arguments.
@@ -148,3 +149,13 @@ class LoopCallback:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from :meth:`state_dict`."""
+
+
+def world_size() -> int:
+    """How many processes train together, 1 without a process group."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def rank() -> int:
+    """The number of this one, 0 without a process group."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0

@@ -11,14 +11,12 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Literal
 
 AlertKind = Literal["loss", "nonfinite", "overflow", "subnormal", "flushed", "trend"]
 # Of a tensor made from many others the first ones say enough.
 _MOST_INPUTS = 6
 _ORDINAL = re.compile(r"(@\d+)?$|_\d+(@\d+)?$")
-# As JavaScript's Number() and Python's float() read them.
-_INFINITE: Final = {math.inf: "Infinity", -math.inf: "-Infinity"}
 
 
 @dataclass(frozen=True)
@@ -38,9 +36,7 @@ class TensorScale:
     def __str__(self) -> str:
         if not math.isfinite(self.log2_rms):
             return f"{self.tensor} ({'zero' if self.log2_rms < 0 else 'no finite element'})"
-        # Adding zero takes the sign off a zero.
-        rms, amax = (round(value, 1) + 0.0 for value in (self.log2_rms, self.log2_amax))
-        return f"{self.tensor} (RMS 2^{rms:.1f}, max 2^{amax:.1f})"
+        return f"{self.tensor} (RMS 2^{self.log2_rms:z.1f}, max 2^{self.log2_amax:z.1f})"
 
 
 @dataclass(frozen=True)
@@ -98,8 +94,8 @@ def op_of(tensor: str, module: str) -> str:
 
 
 def alerts_to_json(alerts: Iterable[ScaleAlert]) -> str:
-    """The alerts as a JSON list of objects; NaN becomes ``null``, and infinities are texts."""
-    return json.dumps([_plain(dataclasses.asdict(alert)) for alert in alerts], allow_nan=False)
+    """The alerts as a list of objects, with NaN and infinities as Python's ``json`` has them."""
+    return json.dumps([dataclasses.asdict(alert) for alert in alerts])
 
 
 def alerts_from_json(text: str | bytes) -> tuple[ScaleAlert, ...]:
@@ -111,8 +107,8 @@ def alerts_from_json(text: str | bytes) -> tuple[ScaleAlert, ...]:
     alerts = []
     for fields in json.loads(text):
         try:
-            inputs = tuple(TensorScale(**_numbers(scale)) for scale in fields.pop("inputs"))
-            alerts.append(ScaleAlert(**_numbers(fields), inputs=inputs))
+            inputs = tuple(TensorScale(**scale) for scale in fields.pop("inputs"))
+            alerts.append(ScaleAlert(**fields, inputs=inputs))
         except (AttributeError, KeyError, TypeError) as error:
             raise ValueError(
                 f"text={str(text)[:60]!r}: not a list of alerts; expected what alerts_to_json "
@@ -128,23 +124,3 @@ def alerts_text(alerts: Sequence[ScaleAlert], most: int | None = None) -> str:
     if len(shown) < len(alerts):
         lines.append(f"and {len(alerts) - len(shown)} more")
     return "\n".join(lines)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if not isinstance(value, float) or math.isfinite(value):
-        return value
-    return None if math.isnan(value) else _INFINITE[value]
-
-
-def _numbers(fields: dict[str, Any]) -> dict[str, Any]:
-    """With the floats that JSON has no numbers for; texts are those of the text fields."""
-    spelled = {text: value for value, text in _INFINITE.items()}
-    numbers = {key: math.nan if value is None else value for key, value in fields.items()}
-    return {
-        key: spelled.get(value, value) if isinstance(value, str) else value
-        for key, value in numbers.items()
-    }

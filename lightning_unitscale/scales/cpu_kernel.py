@@ -145,11 +145,11 @@ def compile_kernel(target: Sequence[str], compiler: Sequence[str] = ("cc",)) -> 
 
 
 def register(library: ctypes.CDLL, namespace: str) -> bool:
-    """Let torch's operators of a namespace, on the CPU, call those of a library.
+    """Let torch's operator of a namespace, on the CPU, call that of a library.
 
     Args:
         library: The compiled C file.
-        namespace: Where ``statistics_row`` and ``statistics_rows`` are defined.
+        namespace: Where ``statistics_row`` is defined.
 
     Returns:
         Whether torch has all that it takes.

@@ -44,7 +44,7 @@ def snapshot_rows(snapshot: ScaleSnapshot) -> Iterator[dict[str, Any]]:
         operands = snapshot.read_by_products(direction).tolist()
         units = snapshot.log2_units(direction).tolist()
         stored = snapshot.log2_rms(direction, stored=True).tolist()
-        fractions = snapshot.fractions(direction, stored=True).tolist()
+        fractions = snapshot.fractions(direction).tolist()
         for index, name in enumerate(snapshot.names):
             statistics = snapshot.statistics(index, direction)
             if statistics is None:

@@ -64,54 +64,38 @@ def merge_rows(first: Tensor, second: Tensor, layout: RowLayout) -> Tensor:
     return torch.where(filled[0] & filled[1], both, torch.where(filled[1], second, first))
 
 
-def pack_rows(rows: Tensor, layout: RowLayout, rank: int, world_size: int) -> Tensor:
-    """Rows of one rank as a vector such that adding the ranks' vectors loses nothing.
-
-    One all-reduce with the operation sum then serves sums and extremes alike: every rank writes its
-    extremes to places of its own, where the others hold zeros.
+def split_rows(rows: Tensor, layout: RowLayout) -> tuple[Tensor, Tensor]:
+    """The columns of one rank's rows that ranks add up, and those of which the largest counts.
 
     Args:
         rows: Shape ``(num_tensors, layout.num_columns)``.
         layout: The columns.
-        rank: This rank, from 0.
-        world_size: Number of ranks.
 
     Returns:
-        Shape ``(num_tensors * (layout.num_columns + 1 + 2 * world_size),)``.
+        Sums, with one column more for who has a row at all, and the extremes, two columns.
     """
     there = ~rows[:, :1].isnan()
     filled = torch.where(rows[:, :1] > 0, rows, empty_rows(1, layout, rows.device).to(rows.dtype))
-    extremes = filled[:, _extremes(layout)]
-    own = torch.zeros(world_size, *extremes.shape, dtype=rows.dtype, device=rows.device)
-    own[rank] = extremes
-    sums = filled.clone()
-    sums[:, _extremes(layout)] = 0.0
-    return torch.cat([there.to(rows.dtype).flatten(), sums.flatten(), own.flatten()])
+    largest, smallest = filled[:, layout.index("abs_max")], filled[:, layout.index("abs_min")]
+    extremes = torch.stack([largest, -smallest], dim=1)
+    return torch.cat([filled, there.to(rows.dtype)], dim=1), extremes
 
 
-def unpack_rows(packed: Tensor, layout: RowLayout, world_size: int) -> Tensor:
-    """Rows of all ranks together, from the sum of their ``pack_rows``.
+def joined_rows(sums: Tensor, extremes: Tensor, layout: RowLayout) -> Tensor:
+    """Rows of all ranks together, from the sum and the maximum of their ``split_rows``.
 
     Args:
-        packed: The vector after the all-reduce.
+        sums: All ranks' sums, added up.
+        extremes: The largest of all ranks' extremes.
         layout: The columns.
-        world_size: Number of ranks.
 
     Returns:
         Shape ``(num_tensors, layout.num_columns)``; a row that no rank had is NaN.
     """
-    num_tensors = packed.numel() // (layout.num_columns + 1 + 2 * world_size)
-    sizes = [num_tensors, num_tensors * layout.num_columns, 2 * num_tensors * world_size]
-    there, sums, extremes = torch.split(packed, sizes)
-    rows = sums.reshape(num_tensors, layout.num_columns).clone()
-    by_rank = extremes.reshape(world_size, num_tensors, 2)
-    rows[:, layout.index("abs_max")] = by_rank[..., 0].amax(0)
-    rows[:, layout.index("abs_min")] = by_rank[..., 1].amin(0)
-    return torch.where(there[:, None] > 0, rows, math.nan)
-
-
-def _extremes(layout: RowLayout) -> list[int]:
-    return [layout.index("abs_max"), layout.index("abs_min")]
+    rows = sums[:, :-1].clone()
+    rows[:, layout.index("abs_max")] = extremes[:, 0]
+    rows[:, layout.index("abs_min")] = -extremes[:, 1]
+    return torch.where(sums[:, -1:] > 0, rows, math.nan)
 
 
 def shift_rows(rows: Tensor, exponents: Tensor, layout: RowLayout) -> Tensor:
@@ -126,6 +110,8 @@ def shift_rows(rows: Tensor, exponents: Tensor, layout: RowLayout) -> Tensor:
     Returns:
         The same shape. Exponents that leave the counted range are added to the end bins.
     """
+    if not exponents.any():
+        return rows
     shifted = rows.clone()
     powers = torch.exp2(exponents.to(rows.dtype))
     for column in ("sum", "abs_sum", "abs_max", "abs_min"):

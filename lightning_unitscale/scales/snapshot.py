@@ -21,8 +21,9 @@ class ScaleSnapshot:
     """The statistics of all tensors of one step, in graph order.
 
     Tensors may be held in units of their own (a gauge): what is stored is the value that the model
-    means divided by ``2**log2_sigma``, for a gradient by ``2**log2_gamma``. Rows are always of the
-    value as the model means it.
+    means divided by ``2**log2_sigma``, for a gradient by ``2**log2_gamma``. Rows are of the value
+    that the model means, but for their format counts, which are of what is stored
+    (``statistics_row`` with a factor).
 
     Attributes:
         step: The optimizer step at which it was taken.
@@ -33,8 +34,6 @@ class ScaleSnapshot:
         modules: Path of the module that makes each tensor; by default the name up to its last dot.
         log2_sigma: Units of the stored values, shape ``(len(names),)``, integers; 0 by default.
         log2_gamma: Units of the stored gradients.
-        counted_as_stored: Whether the format counts of the rows are those of the stored tensors
-            (``statistics_row`` with a factor) and not of the meant ones.
         inputs: For each tensor the names of those it was computed from; none by default.
         operands: For each tensor whether a matrix product reads it; none by default.
         products: For each tensor whether a matrix product makes it, so that the products of the
@@ -52,7 +51,6 @@ class ScaleSnapshot:
     modules: tuple[str, ...] = ()
     log2_sigma: npt.NDArray[Any] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     log2_gamma: npt.NDArray[Any] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
-    counted_as_stored: bool = False
     inputs: tuple[tuple[str, ...], ...] = ()
     operands: tuple[bool, ...] = ()
     products: tuple[bool, ...] = ()
@@ -64,35 +62,23 @@ class ScaleSnapshot:
             raise ValueError(
                 f"names: {twice!r} is given twice; expected distinct names; add an ordinal"
             )
-        if not self.modules and number:
-            object.__setattr__(self, "modules", tuple(n.rpartition(".")[0] for n in self.names))
-        if not self.inputs and number:
-            object.__setattr__(self, "inputs", ((),) * number)
-        for attribute in ("operands", "products"):
-            if not getattr(self, attribute):
-                object.__setattr__(self, attribute, (False,) * number)
-        for attribute in ("log2_sigma", "log2_gamma"):
-            units = np.asarray(getattr(self, attribute))
-            units = np.zeros(number, dtype=np.int64) if units.size == 0 else units
-            object.__setattr__(self, attribute, units.astype(np.int64))
-        expected = {
-            "forward": (number, self.layout.num_columns),
-            "backward": (number, self.layout.num_columns),
-            "modules": (number,),
-            "inputs": (number,),
-            "operands": (number,),
-            "products": (number,),
-            "log2_sigma": (number,),
-            "log2_gamma": (number,),
+        defaults = {
+            "modules": tuple(name.rpartition(".")[0] for name in self.names),
+            "inputs": ((),) * number,
+            "operands": (False,) * number,
+            "products": (False,) * number,
+            "log2_sigma": np.zeros(number, dtype=np.int64),
+            "log2_gamma": np.zeros(number, dtype=np.int64),
         }
-        for attribute, shape in expected.items():
+        for attribute, default in defaults.items():
+            if not len(getattr(self, attribute)):
+                object.__setattr__(self, attribute, default)
+        for attribute in ("forward", "backward", *defaults):
             value = getattr(self, attribute)
-            actual = (len(value),) if isinstance(value, tuple) else np.shape(value)
-            if actual != shape:
+            if len(value) != number:
                 raise ValueError(
-                    f"{attribute} of shape {actual}: does not fit {number} names and "
-                    f"{self.layout.num_columns} columns; expected {shape}; use the same tensors "
-                    "and layout throughout"
+                    f"{attribute} of length {len(value)}: does not fit {number} names; expected "
+                    "one entry per tensor; use the same tensors throughout"
                 )
 
     def __len__(self) -> int:
@@ -135,7 +121,7 @@ class ScaleSnapshot:
             row,
             self.layout,
             log2_factor=-unit if stored else 0,
-            log2_factor_of_counts=-unit if self.counted_as_stored else 0,
+            log2_factor_of_counts=-unit,
         )
 
     def log2_units(self, direction: Direction) -> npt.NDArray[np.int64]:
@@ -169,32 +155,27 @@ class ScaleSnapshot:
             result: FloatArray = 0.5 * np.log2(mean)
         return result - self.log2_units(direction) if stored else result
 
-    def fractions(self, direction: Direction = "forward", *, stored: bool = False) -> FloatArray:
-        """Out-of-range fractions for the layout's formats, as ``TensorStatistics.fraction``.
+    def log2_amax(self, direction: Direction) -> FloatArray:
+        """``log2`` of the largest finite magnitude of the stored tensors, shape ``(len(self),)``.
+
+        ``-inf`` for a tensor of zeros, NaN where there was nothing to measure.
+        """
+        with np.errstate(divide="ignore"):
+            amax: FloatArray = np.log2(self.column("abs_max", direction))
+        return amax - self.log2_units(direction)
+
+    def fractions(self, direction: Direction = "forward") -> FloatArray:
+        """Shares of the stored elements that are out of the range of the layout's formats.
 
         Returns:
             Shape ``(len(self), len(layout.formats), 3)``, the last dimension in the order overflow,
-            subnormal, flushed; NaN where there was nothing to measure, and where the scale is
-            another than the counted one and there are no exponent counts.
+            subnormal, flushed; NaN where there was nothing to measure.
         """
-        units = self.log2_units(direction)
         shape = (len(self), len(self.layout.formats), len(FORMAT_KINDS))
-        first = len(MOMENT_COLUMNS)
-        numel = self.column("numel", direction)[:, None]
-        fractions = np.full((len(self), shape[1] * shape[2]), np.nan)
-        counts = self.rows(direction)[:, first : first + fractions.shape[1]]
+        counts = self.rows(direction)[:, len(MOMENT_COLUMNS) : self.layout.num_head].reshape(shape)
+        numel = self.column("numel", direction)[:, None, None]
+        fractions = np.full(shape, np.nan)
         np.divide(counts, numel, out=fractions, where=numel > 0)
-        fractions = fractions.reshape(shape)
-        if stored == self.counted_as_stored:
-            return fractions
-        for position in np.flatnonzero(units):
-            statistics = self.statistics(int(position), direction, stored=stored)
-            fractions[position] = np.nan
-            if statistics is None or not self.layout.histogram:
-                continue
-            for column, item in enumerate(self.layout.formats):
-                for kind_column, kind in enumerate(FORMAT_KINDS):
-                    fractions[position, column, kind_column] = statistics.fraction(item, kind)
         return fractions
 
     def exponent_counts(self, direction: Direction = "forward") -> FloatArray | None:
@@ -232,7 +213,6 @@ class ScaleSnapshot:
             ValueError: If the two hold other tensors, columns or units.
         """
         same = self.names == other.names and self.layout == other.layout
-        same = same and self.counted_as_stored == other.counted_as_stored
         same = same and np.array_equal(self.log2_sigma, other.log2_sigma)
         if not (same and np.array_equal(self.log2_gamma, other.log2_gamma)):
             raise ValueError(

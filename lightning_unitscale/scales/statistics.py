@@ -194,16 +194,12 @@ _LIBRARY = torch.library.Library(cpu_kernel.NAMESPACE, "FRAGMENT")
 # A list of no or one factor stands for an optional one: torch's C interface hands over an optional
 # value as memory that its reader has to free, which only C++ can in all of its versions.
 ROW_SCHEMA = "(Tensor tensor, Tensor[] factor, str layout) -> Tensor"
-# For each tensor which of the factors it is counted with; -1 for none.
-ROWS_SCHEMA = "(Tensor[] tensors, Tensor[] factors, int[] factor_of, str layout) -> Tensor"
-for _name, _schema in (("statistics_row", ROW_SCHEMA), ("statistics_rows", ROWS_SCHEMA)):
-    # Any strides will do: without the tag Inductor writes a tensor twice that it would have fused,
-    # once for this operator and once for everybody else.
-    _LIBRARY.define(f"{_name}{_schema}", tags=(torch.Tag.flexible_layout,))
-    # What the kernel does not take comes back here.
-    _LIBRARY.define(f"{_name}_of_any{_schema}")
+# Any strides will do: without the tag Inductor writes a tensor twice that it would have fused, once
+# for this operator and once for everybody else.
+_LIBRARY.define(f"statistics_row{ROW_SCHEMA}", tags=(torch.Tag.flexible_layout,))
+# What the kernel does not take comes back here.
+_LIBRARY.define(f"statistics_row_of_any{ROW_SCHEMA}")
 ROW_OPERATOR = torch.ops.lightning_unitscale.statistics_row.default
-ROWS_OPERATOR = torch.ops.lightning_unitscale.statistics_rows.default
 
 
 # Not for the CPU alone: the kernel is registered there when it is compiled, and goes first.
@@ -225,29 +221,8 @@ def _row_of_any(tensor: Tensor, factor: Sequence[Tensor], key: str) -> Tensor:
     return _row_without_kernel(tensor, factor, key)
 
 
-@torch.library.impl(_LIBRARY, "statistics_rows", "CompositeExplicitAutograd")
-@torch.library.impl(_LIBRARY, "statistics_rows_of_any", "CompositeExplicitAutograd")
-def _rows(
-    tensors: Sequence[Tensor], factors: Sequence[Tensor], factor_of: Sequence[int], key: str
-) -> Tensor:
-    return torch.stack(
-        [
-            ROW_OPERATOR(tensor, factors[index : index + 1] if index >= 0 else [], key)
-            for tensor, index in zip(tensors, factor_of, strict=True)
-        ]
-    )
-
-
 def _row_without_kernel(tensor: Tensor, factor: Sequence[Tensor], key: str) -> Tensor:
     return functional_row(tensor, RowLayout.from_key(key), factor=factor[0] if factor else None)
-
-
-@torch.library.register_fake("lightning_unitscale::statistics_rows", lib=_LIBRARY)
-def _fake_rows(
-    tensors: Sequence[Tensor], factors: Sequence[Tensor], factor_of: Sequence[int], key: str
-) -> Tensor:
-    shape = (len(tensors), RowLayout.from_key(key).num_columns)
-    return tensors[0].new_empty(shape, dtype=torch.float64)
 
 
 @torch.library.register_fake("lightning_unitscale::statistics_row", lib=_LIBRARY)

@@ -63,7 +63,7 @@ def summarize(snapshot: ScaleSnapshot, num_merged: int = 1) -> ScaleSummary:
             for name, quantile in _QUANTILES.items():
                 value = float(np.quantile(known, quantile))
                 summary.numbers[f"scales/log2_rms/{name}_{direction}"] = value
-        fractions = snapshot.fractions(direction, stored=True)
+        fractions = snapshot.fractions(direction)
         for column, item in enumerate(snapshot.layout.formats):
             for word, kind, is_large in _LOSSES:
                 shares = fractions[:, column, FORMAT_KINDS.index(kind)]

@@ -33,11 +33,10 @@ import numpy.typing as npt
 
 from lightning_unitscale.formats import NumberFormat
 from lightning_unitscale.scales.alerts import ScaleAlert
-from lightning_unitscale.scales.input_scales import InputScales, log2_amax
 from lightning_unitscale.scales.layout import DIRECTIONS, Direction
 from lightning_unitscale.scales.snapshot import ScaleSnapshot
 from lightning_unitscale.scales.tensor_statistics import FloatArray
-from lightning_unitscale.scales.violations import judged_by_format
+from lightning_unitscale.scales.violations import AlertMaker, judged_by_format
 
 NUM_SAMPLES: Final = 8
 _STANDARD_ERRORS: Final = 3.0
@@ -86,7 +85,7 @@ class AmaxTrends:
                 history.clear()
         self._steps.append(snapshot.step)
         for direction in DIRECTIONS:
-            self._values[direction].append(log2_amax(snapshot, direction))
+            self._values[direction].append(snapshot.log2_amax(direction))
             self._units[direction].append(snapshot.log2_units(direction))
         if len(self._steps) < NUM_SAMPLES:
             return ()
@@ -115,7 +114,7 @@ class AmaxTrends:
             rising &= np.diff(values, axis=0).max(axis=0) < _LARGEST_JUMP * rise
             rising &= late >= _LEAST_CONTINUATION * slopes
         alerts = []
-        inputs = InputScales(snapshot, direction)
+        maker = AlertMaker(snapshot, direction)
         for index in np.flatnonzero(rising & judged):
             left, item = self._next_limit(values[-1, index], ends[index], rates[index])
             if item is None or left > horizon:
@@ -126,7 +125,7 @@ class AmaxTrends:
                 f"{1 / rates[index]:.3g} steps: it leaves {item.name} in about {left} steps"
             )
             alerts.append(
-                inputs.alert(
+                maker.alert(
                     int(index),
                     "trend",
                     text,

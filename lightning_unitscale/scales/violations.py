@@ -5,6 +5,7 @@ A violation is about the stored tensor, since formats are; without unit scaling 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
@@ -13,8 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_unitscale.formats import NumberFormat, get_format
-from lightning_unitscale.scales.alerts import ScaleAlert, op_of
-from lightning_unitscale.scales.input_scales import InputScales
+from lightning_unitscale.scales.alerts import AlertKind, ScaleAlert, TensorScale, op_of
 from lightning_unitscale.scales.layout import DIRECTIONS, FORMAT_KINDS, Direction, Kind
 from lightning_unitscale.scales.snapshot import ScaleSnapshot
 from lightning_unitscale.scales.tensor_statistics import FloatArray
@@ -101,6 +101,76 @@ def parse_thresholds(thresholds: Mapping[str | NumberFormat, Limits]) -> tuple[T
     return tuple(parsed)
 
 
+class AlertMaker:
+    """Makes alerts about tensors, with the scales of what these were computed from, as stored.
+
+    Args:
+        snapshot: The tensors.
+        direction: A gradient is computed from the gradients of what its tensor is an input of.
+    """
+
+    def __init__(self, snapshot: ScaleSnapshot, direction: Direction) -> None:
+        self._snapshot = snapshot
+        self._direction = direction
+
+    def alert(
+        self,
+        index: int,
+        kind: AlertKind,
+        text: str,
+        *,
+        value: float,
+        threshold: float,
+        format: str = "",
+    ) -> ScaleAlert:
+        """An alert about the tensor at a position in ``snapshot.names``.
+
+        Args:
+            index: The position.
+            kind: What is wrong.
+            text: The same as the end of a sentence about the tensor.
+            value: What was measured, see ``ScaleAlert``.
+            threshold: What is allowed, in the same terms.
+            format: Name of the number format, if it is about one.
+        """
+        snapshot = self._snapshot
+        return ScaleAlert(
+            kind=kind,
+            step=snapshot.step,
+            tensor=snapshot.names[index],
+            module=snapshot.modules[index],
+            direction=self._direction,
+            text=text,
+            format=format,
+            value=value,
+            threshold=threshold,
+            inputs=tuple(
+                self._scales[name] for name in self._inputs[index] if name in self._scales
+            ),
+        )
+
+    @functools.cached_property
+    def _inputs(self) -> Sequence[Sequence[str]]:
+        snapshot = self._snapshot
+        if self._direction == "forward":
+            return snapshot.inputs
+        users: dict[str, list[str]] = {name: [] for name in snapshot.names}
+        for user, inputs in zip(snapshot.names, snapshot.inputs, strict=True):
+            for name in inputs:
+                users.get(name, []).append(user)
+        return tuple(users.values())
+
+    @functools.cached_property
+    def _scales(self) -> dict[str, TensorScale]:
+        snapshot, direction = self._snapshot, self._direction
+        rms = snapshot.log2_rms(direction, stored=True).tolist()
+        amax = snapshot.log2_amax(direction).tolist()
+        return {
+            name: TensorScale(name, *scales)
+            for name, *scales in zip(snapshot.names, rms, amax, strict=True)
+        }
+
+
 def first_nonfinite(
     snapshot: ScaleSnapshot,
     *,
@@ -184,7 +254,7 @@ def format_violations(
     masks |= np.array([_fills(snapshot, index) for index in range(len(snapshot))], dtype=bool)
     violations: list[ScaleAlert] = []
     for direction in DIRECTIONS:
-        fractions = snapshot.fractions(direction, stored=True)
+        fractions = snapshot.fractions(direction)
         # The backward pass computes the last tensor's gradient first.
         order = range(len(snapshot)) if direction == "forward" else reversed(range(len(snapshot)))
         may = dict.fromkeys(FORMAT_KINDS, judged)
@@ -206,7 +276,7 @@ def format_violations(
         )
         if not beyond.any():
             continue
-        inputs = InputScales(snapshot, direction)
+        maker = AlertMaker(snapshot, direction)
         for index in order:
             for row in np.flatnonzero(beyond[:, index]):
                 threshold, column = limits[int(row)]
@@ -214,7 +284,7 @@ def format_violations(
                 item, allowed = threshold.format.name, threshold.fraction
                 text = f"{percent(value)} of the elements {_VERBS[threshold.kind]} {item}"
                 violations.append(
-                    inputs.alert(
+                    maker.alert(
                         index,
                         threshold.kind,
                         f"{text} (allowed: {percent(allowed)})",
@@ -253,8 +323,8 @@ def _nonfinite_alert(
     others = values + gradients - 1
     if others:
         text += f" ({others} more {'tensors' if others > 1 else 'tensor'} or gradients after it)"
-    inputs = InputScales(snapshot, direction)
-    return inputs.alert(index, "nonfinite", text, value=float(nans + infs), threshold=0.0)
+    maker = AlertMaker(snapshot, direction)
+    return maker.alert(index, "nonfinite", text, value=float(nans + infs), threshold=0.0)
 
 
 def _fills(snapshot: ScaleSnapshot, index: int) -> bool:

@@ -7,20 +7,21 @@ both read through it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
+from tensorboard.backend.event_processing.event_accumulator import TENSORS, EventAccumulator
 from tensorboard.util import tensor_util
 
 from lightning_unitscale.formats import NumberFormat
 from lightning_unitscale.scales.alerts import ScaleAlert, alerts_from_json
-from lightning_unitscale.scales.layout import DIRECTIONS, FORMAT_KINDS, Direction
+from lightning_unitscale.scales.layout import DIRECTIONS, FORMAT_KINDS, Direction, RowLayout
 from lightning_unitscale.tensorboard.schema import (
     ALERTS_TAG,
+    PLUGIN_NAME,
     ExponentCounts,
     Quantity,
     Series,
@@ -63,17 +64,6 @@ class ScaleHistory:
         """log2 RMS of the stored or of the true values, shape ``(T, N)``."""
         return self.log2_rms if stored else self.log2_rms + self.log2_unit
 
-    def thinned(self, number: int) -> ScaleHistory:
-        """A copy with at most ``number`` steps, the last among them."""
-        kept = kept_steps(len(self.steps), number)
-        return replace(
-            self,
-            steps=self.steps[kept],
-            log2_rms=self.log2_rms[kept],
-            log2_unit=self.log2_unit[kept],
-            nonfinite=self.nonfinite[kept],
-        )
-
 
 @dataclass(frozen=True, eq=False)
 class FractionHistory:
@@ -89,13 +79,7 @@ class FractionHistory:
     steps: npt.NDArray[np.int64]
     fractions: npt.NDArray[np.float16]
 
-    def thinned(self, number: int) -> FractionHistory:
-        """A copy with at most ``number`` steps, the last among them."""
-        kept = kept_steps(len(self.steps), number)
-        return replace(self, steps=self.steps[kept], fractions=self.fractions[kept])
 
-
-@dataclass(frozen=True, eq=False)
 class RunScales:
     """The scales of one run, read when they are asked for.
 
@@ -105,137 +89,157 @@ class RunScales:
     Args:
         tags: The plugin's tags of the run and their metadata content.
         read: Returns the points of a tag.
+
+    Attributes:
+        directions: The directions that were measured.
+        names: The tensors of all sets, in graph order.
+        modules: Path of the module that makes each.
+        formats: The formats that were counted.
+        inputs: What every tensor is computed from; empty for event files that do not say.
     """
 
-    tags: Mapping[str, bytes]
-    read: Callable[[str], Points]
-    _sets: dict[Direction, dict[str, TensorSet]] = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        sets: dict[Direction, dict[str, TensorSet]] = {direction: {} for direction in DIRECTIONS}
-        for tag, content in self.tags.items():
+    def __init__(self, tags: Mapping[str, bytes], read: Callable[[str], Points]) -> None:
+        self._tags = tags
+        self._read = read
+        self._sets: dict[str, TensorSet] = {}
+        measured: set[Direction] = set()
+        for tag, content in tags.items():
             series = Series.parse(tag)
             if series is None or series.quantity != "log2_rms":
                 continue
             if (observed := TensorSet.from_content(content)) is not None:
-                sets[series.direction][series.subject] = observed
-        object.__setattr__(self, "_sets", sets)
+                self._sets[series.subject] = observed
+                measured.add(series.direction)
+        sets = self._sets.values()
+        modules: dict[str, str] = {}
+        self.inputs: dict[str, tuple[str, ...]] = {}
+        for observed in sets:
+            modules.update(zip(observed.names, observed.modules, strict=True))
+            self.inputs.update(zip(observed.names, observed.inputs, strict=False))
+        self.directions = tuple(direction for direction in DIRECTIONS if direction in measured)
+        self.names = merge_orders(observed.names for observed in sets)
+        self.modules = tuple(modules[name] for name in self.names)
+        self.formats = tuple(dict.fromkeys(item for own in sets for item in own.formats))
 
-    @property
-    def directions(self) -> tuple[Direction, ...]:
-        """The directions that were measured."""
-        return tuple(direction for direction in DIRECTIONS if self._sets[direction])
-
-    def names(self, direction: Direction) -> tuple[str, ...]:
-        """The tensors of all sets, in graph order."""
-        return merge_orders(observed.names for observed in self._sets[direction].values())
-
-    def inputs(self) -> dict[str, tuple[str, ...]]:
-        """What every tensor is computed from; empty for event files that do not say."""
-        inputs: dict[str, tuple[str, ...]] = {}
-        for sets in self._sets.values():
-            for observed in sets.values():
-                inputs.update(zip(observed.names, observed.inputs, strict=False))
-        return inputs
-
-    def history(self, direction: Direction) -> ScaleHistory:
-        """log2 RMS and units of all tensors and steps."""
-        names = self.names(direction)
-        sets = self._sets[direction].values()
-        modules = {
-            name: module
-            for observed in sets
-            for name, module in zip(observed.names, observed.modules, strict=True)
-        }
+    def history(self, direction: Direction, most: int | None = None) -> ScaleHistory:
+        """log2 RMS and units of all tensors over the steps, or over at most so many of them."""
         single = np.dtype(np.float32)
-        steps, log2_rms = self._joined(direction, "log2_rms", names, (), single)
-        unit_steps, units = self._joined(direction, "log2_unit", names, (), single)
+        steps, log2_rms = self._joined(direction, "log2_rms", (), single)
+        unit_steps, units = self._joined(direction, "log2_unit", (), single)
         # A reader that is still busy may have more of the one than of the other.
-        both, ours, theirs = np.intersect1d(steps, unit_steps, return_indices=True)
-        in_order = tuple(modules[name] for name in names)
-        inputs = self.inputs()
+        found = np.intersect1d(steps, unit_steps, return_indices=True)
+        both, ours, theirs = (column[kept_steps(len(column), most)] for column in found)
         # A file may say nothing of inputs; then nothing is known to have none.
-        is_known = any(inputs.values())
-        sources = tuple(is_known and inputs.get(name) == () for name in names)
-        nonfinite = np.zeros((len(both), len(names)), single)
-        bad_steps, bad = self._joined(direction, "nonfinite", names, (), single)
+        is_known = any(self.inputs.values())
+        nonfinite = np.zeros((len(both), len(self.names)), single)
+        bad_steps, bad = self._joined(direction, "nonfinite", (), single)
         _, rows, bad_rows = np.intersect1d(both, bad_steps, return_indices=True)
         nonfinite[rows] = np.nan_to_num(bad[bad_rows])
+        sets = self._sets.values()
         read = frozenset[str]().union(*(item.read_by_products(direction) for item in sets))
         return ScaleHistory(
-            names=names,
-            modules=in_order,
-            sources=sources,
-            operands=tuple(name in read for name in names),
+            names=self.names,
+            modules=self.modules,
+            sources=tuple(is_known and self.inputs.get(name) == () for name in self.names),
+            operands=tuple(name in read for name in self.names),
             steps=both,
             log2_rms=log2_rms[ours],
             log2_unit=units[theirs],
             nonfinite=nonfinite,
         )
 
-    def fractions(self, direction: Direction) -> FractionHistory:
-        """Out-of-range fractions of all tensors and steps."""
-        formats = tuple(
-            dict.fromkeys(
-                item for observed in self._sets[direction].values() for item in observed.formats
-            )
-        )
-        tail = (len(formats), len(FORMAT_KINDS))
-        names = self.names(direction)
-        steps, fractions = self._joined(
-            direction, "fractions", names, tail, np.dtype(np.float16), formats
-        )
-        return FractionHistory(formats, steps, fractions)
+    def fractions(self, direction: Direction, most: int | None = None) -> FractionHistory:
+        """Out-of-range fractions of all tensors over the steps, or over at most so many of them."""
+        tail = (len(self.formats), len(FORMAT_KINDS))
+        steps, fractions = self._joined(direction, "fractions", tail, np.dtype(np.float16))
+        kept = kept_steps(len(steps), most)
+        return FractionHistory(self.formats, steps[kept], fractions[kept])
 
     def exponents(self, direction: Direction, name: str) -> dict[int, ExponentCounts]:
         """Exponent counts of one tensor by step, of its true values."""
         tag = Series(direction, "exponents", name).tag
-        if tag not in self.tags:
+        if tag not in self._tags:
             return {}
-        points = sorted(dict(self.read(tag)).items())
+        points = sorted(dict(self._read(tag)).items())
         return {step: ExponentCounts.from_vector(vector) for step, vector in points}
 
     def alerts(self) -> tuple[ScaleAlert, ...]:
         """Everything that was found wrong, in the order of the steps."""
-        if ALERTS_TAG not in self.tags:
+        if ALERTS_TAG not in self._tags:
             return ()
-        points = sorted(self.read(ALERTS_TAG), key=lambda point: point[0])
+        points = sorted(self._read(ALERTS_TAG), key=lambda point: point[0])
         return tuple(alert for _, text in points for alert in alerts_from_json(text.item()))
 
     def _joined(
-        self,
-        direction: Direction,
-        quantity: Quantity,
-        names: tuple[str, ...],
-        tail: tuple[int, ...],
-        dtype: np.dtype[Any],
-        formats: tuple[NumberFormat, ...] = (),
+        self, direction: Direction, quantity: Quantity, tail: tuple[int, ...], dtype: np.dtype[Any]
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[Any]]:
-        """Steps ``(T,)`` and the vectors of all sets as one array ``(T, N, *tail)``."""
-        position = {name: index for index, name in enumerate(names)}
+        """Steps ``(T,)`` and the vectors of all sets as one array ``(T, N, *tail)``.
+
+        Args:
+            direction: Of values or of gradients.
+            quantity: What the vectors hold.
+            tail: For fractions the numbers of formats and of kinds, for others nothing.
+            dtype: Type of the array.
+        """
         rows: dict[int, tuple[TensorSet, npt.NDArray[Any]]] = {}
-        for key, observed in self._sets[direction].items():
+        for key, observed in self._sets.items():
             tag = Series(direction, quantity, key).tag
-            if tag in self.tags:
+            if tag in self._tags:
                 # Of a step that was written twice (a resumed run) the later one is true.
-                rows.update((step, (observed, vector)) for step, vector in self.read(tag))
+                rows.update((step, (observed, vector)) for step, vector in self._read(tag))
         steps = sorted(rows)
-        joined = np.full((len(steps), len(names), *tail), np.nan, dtype)
+        joined = np.full((len(steps), len(self.names), *tail), np.nan, dtype)
+        position = {name: index for index, name in enumerate(self.names)}
         for index, step in enumerate(steps):
             observed, vector = rows[step]
-            if observed.names == names and (not formats or observed.formats == formats):
-                joined[index] = vector
-                continue
-            columns: Any = np.array([position[name] for name in observed.names])
-            if formats:
-                columns = np.ix_(columns, [formats.index(item) for item in observed.formats])
+            columns: Any = [position[name] for name in observed.names]
+            if tail:
+                columns = np.ix_(columns, [self.formats.index(item) for item in observed.formats])
             joined[index][columns] = vector
         return np.array(steps, dtype=np.int64), joined
 
 
-def kept_steps(number: int, most: int) -> npt.NDArray[np.int64]:
+class LastStep:
+    """What the event file has of the last step, as a table wants it.
+
+    Args:
+        run: The run.
+    """
+
+    def __init__(self, run: RunScales) -> None:
+        self._histories = {direction: run.history(direction) for direction in DIRECTIONS}
+        self._fractions = {direction: run.fractions(direction) for direction in DIRECTIONS}
+        self.step = max(int(self._histories[direction].steps[-1]) for direction in run.directions)
+        self.names, self.modules = run.names, run.modules
+        self.layout = RowLayout(run.formats, histogram=False)
+
+    def log2_rms(self, direction: Direction, *, stored: bool) -> npt.NDArray[Any]:
+        """log2 RMS, shape ``(tensors,)``."""
+        return _last(self._histories[direction].values(stored=stored))
+
+    def nonfinite(self, direction: Direction) -> npt.NDArray[Any]:
+        """Number of NaN and infinite elements, shape ``(tensors,)``."""
+        return _last(self._histories[direction].nonfinite)
+
+    def read_by_products(self, direction: Direction) -> npt.NDArray[np.bool_]:
+        """Which tensors matrix products read, and which gradients; shape ``(tensors,)``."""
+        return np.array(self._histories[direction].operands, dtype=bool)
+
+    def fractions(self, direction: Direction) -> npt.NDArray[Any]:
+        """Overflow, subnormal and flushed of the stored values, ``(tensors, formats, 3)``."""
+        return _last(self._fractions[direction].fractions)
+
+
+def _last(steps: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """The last of several steps; NaN where there is none."""
+    last: npt.NDArray[Any] = steps[-1] if len(steps) else np.full(steps.shape[1:], np.nan)
+    return last
+
+
+def kept_steps(number: int, most: int | None) -> npt.NDArray[np.int64]:
     """Positions of at most ``most`` of ``number`` steps, evenly spread, the last among them."""
-    return np.unique(np.linspace(number - 1, 0, min(number, most)).round().astype(np.int64))
+    most = number if most is None else min(number, most)
+    return np.unique(np.linspace(number - 1, 0, most).round().astype(np.int64))
 
 
 def merge_orders(orders: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
@@ -287,24 +291,21 @@ def read_run(directory: str | Path) -> RunScales:
             f"directory={str(folder)!r}: no such folder; expected the folder of a run, such as "
             "logs/gpt/version_0; correct the path"
         )
-    # Their names begin with the time at which they were opened.
-    files = sorted(path for path in folder.glob(EVENT_FILES) if path.is_file())
-    if not files:
+    if not any(path.is_file() for path in folder.glob(EVENT_FILES)):
         raise FileNotFoundError(f"directory={str(folder)!r}: no event files here; {_hint(folder)}")
-    contents: dict[str, bytes] = {}
-    points: dict[str, list[tuple[int, npt.NDArray[Any]]]] = {}
-    for path in files:
-        # The legacy loader leaves summaries as they were written: scalars need no conversion here.
-        for event in LegacyEventFileLoader(str(path)).Load():
-            for value in event.summary.value:
-                is_ours = value.tag == ALERTS_TAG or Series.parse(value.tag) is not None
-                if not value.HasField("tensor") or not is_ours:
-                    continue
-                if value.metadata.plugin_data.content:
-                    contents.setdefault(value.tag, value.metadata.plugin_data.content)
-                array = np.asarray(tensor_util.make_ndarray(value.tensor))
-                points.setdefault(value.tag, []).append((event.step, array))
-    run = RunScales({tag: contents.get(tag, b"") for tag in points}, points.__getitem__)
+    events = EventAccumulator(str(folder), {TENSORS: 0}, purge_orphaned_data=False).Reload()
+    try:
+        tags = events.PluginTagToContent(PLUGIN_NAME)
+    except KeyError:
+        tags = {}
+
+    def read(tag: str) -> Points:
+        return [
+            (event.step, tensor_util.make_ndarray(event.tensor_proto))
+            for event in events.Tensors(tag)
+        ]
+
+    run = RunScales(tags, read)
     if not run.directions:
         raise ValueError(
             f"directory={str(folder)!r}: its event files have no scales; expected a run whose "

@@ -47,25 +47,9 @@ _MIME_TYPES: Final = {
     ".css": "text/css",
 }
 ENTRY: Final = "index.js"
-STATIC_FILES: Final = (
-    ENTRY,
-    "address.js",
-    "alerts.js",
-    "app.js",
-    "cells.js",
-    "controls.js",
-    "detail.js",
-    "dom.js",
-    "heatmap.js",
-    "histogram.js",
-    "labels.js",
-    "legend.js",
-    "model.js",
-    "palette.js",
-    "source.js",
-    "style.css",
-    "theme.js",
-    "trend.js",
+# Nothing else is served.
+STATIC_FILES: Final = tuple(
+    sorted(path.name for path in _STATIC.iterdir() if path.suffix in _MIME_TYPES)
 )
 
 
@@ -127,12 +111,12 @@ class ScalesPlugin(base_plugin.TBPlugin):
 
     def _exponents(self, request: Request) -> Response:
         run, direction = self._run(request), _direction(request)
-        name, _ = _tensor(request, run, direction)
+        name = run.names[_tensor(request, run)]
         return _frame(request, responses.exponents_frame(run.exponents(direction, name)))
 
     def _fractions(self, request: Request) -> Response:
         run, direction = self._run(request), _direction(request)
-        _, index = _tensor(request, run, direction)
+        index = _tensor(request, run)
         history = self._fraction_history(request, run, direction)
         return _frame(request, responses.fractions_frame(history, index))
 
@@ -213,15 +197,14 @@ def _direction(request: Request) -> Direction:
     )
 
 
-def _tensor(request: Request, run: RunScales, direction: Direction) -> tuple[str, int]:
-    """Name and position of the tensor that a request is about."""
+def _tensor(request: Request, run: RunScales) -> int:
+    """Position of the tensor that a request is about."""
     name = request.args.get("tensor", "")
-    names = run.names(direction)
-    if name not in names:
+    if name not in run.names:
         raise errors.NotFoundError(
             f"tensor={name!r}: not in the run; expected one that /scales lists"
         )
-    return name, names.index(name)
+    return run.names.index(name)
 
 
 def _frame(request: Request, data: bytes) -> Response:

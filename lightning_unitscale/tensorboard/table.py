@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 from tabulate import tabulate
 
-from lightning_unitscale.scales.layout import DIRECTIONS, Direction, RowLayout
-from lightning_unitscale.tensorboard.history import block_of
+from lightning_unitscale.scales.layout import DIRECTIONS, Direction
+from lightning_unitscale.tensorboard.history import LastStep, block_of
+
+if TYPE_CHECKING:
+    from lightning_unitscale.scales.snapshot import ScaleSnapshot
 
 Array = npt.NDArray[np.floating[Any]]
+# The scales of one step, and what an event file has of one.
+Scales: TypeAlias = "ScaleSnapshot | LastStep"
 _TITLE = (
     "Scales at step {step}: log2 of the RMS of values (forward) and gradients (backward), their "
     "true values\nand the stored ones; percentage of the stored elements that a format overflows "
@@ -28,38 +33,6 @@ _MORE = (
     "ScaleMonitor.table(full=True)"
 )
 _READ: Final[dict[Direction, str]] = {"forward": "operands", "backward": "gradients"}
-
-
-class Scales(Protocol):
-    """The scales of one step: a ``ScaleSnapshot``, or what an event file has of one."""
-
-    @property
-    def step(self) -> int:
-        """The step."""
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The tensors."""
-
-    @property
-    def modules(self) -> tuple[str, ...]:
-        """The module that makes each."""
-
-    @property
-    def layout(self) -> RowLayout:
-        """Says which formats there are fractions of."""
-
-    def log2_rms(self, direction: Direction, *, stored: bool) -> Array:
-        """log2 RMS, shape ``(tensors,)``."""
-
-    def nonfinite(self, direction: Direction) -> Array:
-        """Number of NaN and infinite elements, which have no part in the RMS; ``(tensors,)``."""
-
-    def read_by_products(self, direction: Direction) -> npt.NDArray[np.bool_]:
-        """Which tensors matrix products read, and which gradients; ``(tensors,)``."""
-
-    def fractions(self, direction: Direction, *, stored: bool) -> Array:
-        """Overflow, subnormal and flushed, shape ``(tensors, formats, 3)``."""
 
 
 def scale_summary(snapshot: Scales) -> str:
@@ -204,7 +177,7 @@ def out_of_range(snapshot: Scales, direction: Direction) -> Array:
     Returns:
         Shape ``(tensors, len(layout.formats))``; NaN where nothing was measured.
     """
-    shares: Array = snapshot.fractions(direction, stored=True)[..., [0, 2]].sum(axis=-1)
+    shares: Array = snapshot.fractions(direction)[..., [0, 2]].sum(axis=-1)
     return shares
 
 
@@ -216,8 +189,7 @@ def _code(name: str, tablefmt: str) -> str:
 def _number(value: float) -> str:
     if math.isnan(value):
         return "-"
-    # A zero that is added takes the sign from a minus zero.
-    return "zero" if math.isinf(value) else f"{round(value, 1) + 0.0:.1f}"
+    return "zero" if math.isinf(value) else f"{value:z.1f}"
 
 
 def _percent(fraction: float) -> str:

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Sequence
-from typing import Any, Final, Literal, Protocol, TypeAlias, get_args
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, Literal, TypeAlias, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -26,9 +26,9 @@ from lightning_unitscale.scales.alerts import ScaleAlert, alerts_text, alerts_to
 from lightning_unitscale.scales.layout import DIRECTIONS, Direction
 from lightning_unitscale.scales.snapshot import ScaleSnapshot
 from lightning_unitscale.scales.summary import ScaleSummary
-from lightning_unitscale.tensorboard.annotated_graph import annotated_graph
 from lightning_unitscale.tensorboard.history import block_of
 from lightning_unitscale.tensorboard.protobuf import (
+    annotated_graph,
     exponent_histogram,
     plugin_metadata,
     tensor_proto,
@@ -53,31 +53,53 @@ TensorBoardTabs: TypeAlias = Literal["scales", "operands", "all"]
 TABS: Final[tuple[TensorBoardTabs, ...]] = get_args(TensorBoardTabs)
 
 Array = npt.NDArray[np.floating[Any]]
-Part: TypeAlias = Literal["vectors", "fractions", "scalars", "exponents", "histograms"]
 # After how many of each the writer begins to leave out: every second, after twice as many three of
 # four, and so on. TensorBoard itself keeps 2,000 points of the Scales dashboard, 1,000 scalars and
 # 50 histograms; what is larger is thinned earlier, and the file stays in bounds.
-_BEFORE_THINNING: Final[dict[Part, int]] = {
+_BEFORE_THINNING: Final = {
     "vectors": 2000,
     "fractions": 500,
     "scalars": 250,
     "exponents": 64,
     "histograms": 16,
 }
-_OF_EXPONENTS: Final[tuple[Part, ...]] = ("exponents", "histograms")
+_OF_EXPONENTS: Final = ("exponents", "histograms")
 
 
-class SummaryWriter(Protocol):
-    """What is used of a ``torch.utils.tensorboard.SummaryWriter``."""
+class Thinning:
+    """Which parts of the samples of a run are written: in long runs at fewer and fewer of them.
 
-    def _get_file_writer(self) -> Any:
-        """The open event file; underscored, but what every ``add_*`` method goes through."""
+    Args:
+        before: Of each part after how many every second is left out; after twice as many three of
+            four, and so on.
 
-    def add_text(self, tag: str, text_string: str, global_step: int | None = None) -> None:
-        """Write Markdown."""
+    Attributes:
+        last_step: Step of the last sample.
+    """
 
-    def add_custom_scalars(self, layout: dict[str, Any]) -> None:
-        """Write a layout of charts."""
+    def __init__(self, before: Mapping[str, int]) -> None:
+        self.last_step: int | None = None
+        self._before = before
+        self._number = 0
+        self._left_out: set[str] = set()
+
+    def due(self, step: int, *, complete: bool) -> set[str]:
+        """What is written of the next sample, which is of this step."""
+        parts = {
+            part
+            for part, most in self._before.items()
+            if complete or self._number % (1 << (self._number // most).bit_length()) == 0
+        }
+        self._number += 1
+        self.last_step, self._left_out = step, self._before.keys() - parts
+        return parts
+
+    def left_out(self, step: int) -> set[str]:
+        """What was not written of a step, if it is the last one, to be written now."""
+        if step != self.last_step:
+            return set()
+        left_out, self._left_out = self._left_out, set()
+        return left_out
 
 
 class ScaleWriter:
@@ -88,8 +110,9 @@ class ScaleWriter:
     the run, everything is written.
 
     Args:
-        experiment: The summary writer of the run (``TensorBoardLogger.experiment``); the stand-in
-            that Lightning gives to other ranks than the first writes nothing.
+        experiment: The ``SummaryWriter`` of the run (``TensorBoardLogger.experiment``); the
+            stand-in that Lightning gives to other ranks than the first writes nothing. Its
+            ``_get_file_writer`` is underscored, but what every ``add_*`` method goes through.
         tabs: Of which tensors to write scalars and histograms for TensorBoard's own dashboards.
 
     Examples:
@@ -97,16 +120,13 @@ class ScaleWriter:
         >>> writer.write(snapshot)  # doctest: +SKIP
     """
 
-    def __init__(self, experiment: SummaryWriter, *, tabs: TensorBoardTabs = "operands") -> None:
+    def __init__(self, experiment: Any, *, tabs: TensorBoardTabs = "operands") -> None:
         self._experiment = experiment
         self._tabs = tabs
-        self._sets: set[str] = set()
+        self._sets: dict[TensorSet, TensorSet] = {}
         self._described: set[str] = set()
         self._file_writer: Any = None
-        self._observed: TensorSet | None = None
-        self._last_step: int | None = None
-        self._num_written = 0
-        self._missing: set[Part] = set()
+        self._thinning = Thinning(_BEFORE_THINNING)
 
     def write(
         self,
@@ -126,14 +146,9 @@ class ScaleWriter:
             complete: Leave nothing out, however long the run is already.
         """
         file_writer = self._experiment._get_file_writer()
-        if file_writer is None or not len(snapshot) or snapshot.step == self._last_step:
+        if file_writer is None or not len(snapshot) or snapshot.step == self._thinning.last_step:
             return
-        number, self._num_written = self._num_written, self._num_written + 1
-        parts = {
-            part for part in get_args(Part) if complete or is_kept(number, _BEFORE_THINNING[part])
-        }
-        self._last_step = snapshot.step
-        self._missing = set(get_args(Part)) - parts
+        parts = self._thinning.due(snapshot.step, complete=complete)
         self._write(file_writer, snapshot, parts)
         if summary is not None and self._tabs != "scales" and "vectors" in parts:
             event = Event()
@@ -148,9 +163,7 @@ class ScaleWriter:
         file_writer = self._experiment._get_file_writer()
         if file_writer is None:
             return
-        if snapshot.step == self._last_step and self._missing:
-            missing, self._missing = self._missing, set()
-            self._write(file_writer, snapshot, missing)
+        self._write(file_writer, snapshot, self._thinning.left_out(snapshot.step))
         self.write_table(snapshot)
         if len(snapshot):
             graph = annotated_graph(snapshot).SerializeToString()
@@ -178,7 +191,7 @@ class ScaleWriter:
         )
         file_writer.add_event(event, step=step)
 
-    def _write(self, file_writer: Any, snapshot: ScaleSnapshot, parts: set[Part]) -> None:
+    def _write(self, file_writer: Any, snapshot: ScaleSnapshot, parts: set[str]) -> None:
         if not parts:
             return
         if file_writer is not self._file_writer:
@@ -186,14 +199,12 @@ class ScaleWriter:
             self._file_writer = file_writer
             self._described.clear()
             use_fast_checksums(file_writer)
-        observed = self._observed
-        if observed is None or not _is_of(observed, snapshot):
-            observed = _tensor_set(snapshot)
-            self._observed = observed
-        if observed.key not in self._sets:
-            self._sets.add(observed.key)
+        observed = _tensor_set(snapshot)
+        if observed not in self._sets:
+            self._sets[observed] = observed
             if layout := custom_scalars_layout(snapshot, self._tabs):
                 self._experiment.add_custom_scalars(layout)
+        observed = self._sets[observed]  # the first one, which has its key already
         event = Event()
         for direction in DIRECTIONS:
             # There is no backward pass in validation.
@@ -207,13 +218,13 @@ class ScaleWriter:
         snapshot: ScaleSnapshot,
         direction: Direction,
         observed: TensorSet,
-        parts: set[Part],
+        parts: set[str],
     ) -> None:
         log2_rms = snapshot.log2_rms(direction, stored=True)
         if "vectors" in parts:
             self._add_vectors(summary, snapshot, direction, log2_rms, observed)
         if "fractions" in parts:
-            fractions = snapshot.fractions(direction, stored=True).astype(np.float16)
+            fractions = snapshot.fractions(direction).astype(np.float16)
             self._add_tensor(summary, Series(direction, "fractions", observed.key).tag, fractions)
         shown = _shown(snapshot, direction, self._tabs)
         tags = stock_tags(snapshot, direction)
@@ -279,17 +290,6 @@ def _tensor_set(snapshot: ScaleSnapshot) -> TensorSet:
     )
 
 
-def _is_of(observed: TensorSet, snapshot: ScaleSnapshot) -> bool:
-    return (
-        observed.names == snapshot.names
-        and observed.modules == snapshot.modules
-        and observed.formats == snapshot.layout.formats
-        and observed.inputs == snapshot.inputs
-        and observed.operands == snapshot.operands
-        and observed.products == snapshot.products
-    )
-
-
 def stock_tags(snapshot: ScaleSnapshot, direction: Direction) -> list[str]:
     """How the tags of each tensor begin in TensorBoard's own dashboards.
 
@@ -337,14 +337,3 @@ def custom_scalars_layout(
             chart = ["Multiline", [rf"^{start}[^/]+{ending}/log2_rms$"]]
             layout.setdefault(block or "(top level)", {})[f"{direction}: log2 RMS"] = chart
     return layout
-
-
-def is_kept(number: int, before_thinning: int) -> bool:
-    """Whether something of a series is written, when ever fewer are.
-
-    Args:
-        number: How many there were before it.
-        before_thinning: After how many every second is left out; after twice as many three of four.
-    """
-    stride = 1 << (number // before_thinning).bit_length()
-    return number % stride == 0

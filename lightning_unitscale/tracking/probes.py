@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from lightning_unitscale.dynamo.backend import REWRITE
 from lightning_unitscale.dynamo.capture import GraphInput
 from lightning_unitscale.graph.aliasing import aliased_by_mutation, returned_alone
 from lightning_unitscale.graph.nodes import (
@@ -32,7 +31,6 @@ from lightning_unitscale.lossless.units import GAUGE, HELD, FactorNodes, Held
 from lightning_unitscale.scales.layout import RowLayout
 from lightning_unitscale.scales.snapshot import ScaleSnapshot
 from lightning_unitscale.scales.statistics import statistics_row
-from lightning_unitscale.tracking.fuse_rows import find_shared_rows, group_rows
 from lightning_unitscale.tracking.records import CutGraph, ProbedCall, ProbedTensor, take_snapshot
 
 Select = Callable[[fx.Node], bool]
@@ -129,22 +127,15 @@ class ScaleProbes(GraphPass):
         differentiable = [
             requires_grad(node) and node not in mutated and not _is_gathered(node) for node in nodes
         ]
-        shared = find_shared_rows(
-            nodes, [tensor.held for tensor in tensors], differentiable, mutated
-        )
         insert_probes(
             graph,
             places,
             selected,
             self.layout,
-            lambda record: self._calls.append(
-                ProbedCall(tensors, record, gauge_in_force(), shared)
-            ),
-            needs_slot=lambda index: differentiable[index] and index not in shared.twins,
+            lambda record: self._calls.append(ProbedCall(tensors, record, gauge_in_force())),
+            needs_slot=differentiable.__getitem__,
             factors_of=_CountFactors(graph, tensors, gauge_in_force).of,
-            left_out=shared.parts,
         )
-        graph.notes[REWRITE] = group_rows
         return (f"{len(nodes)} tensors probed, {sum(differentiable)} of them in both directions",)
 
     def clear(self) -> None:
@@ -200,7 +191,6 @@ def insert_probes(
     needs_slot: Callable[[int], bool],
     is_forced: Callable[[fx.Node], bool] = lambda _: True,
     factors_of: FactorsOf = lambda index, region: (None, None),
-    left_out: Collection[int] = (),
 ) -> None:
     """Probe tensors of a graph, a row each; gradients where there is a slot for their rows.
 
@@ -215,7 +205,6 @@ def insert_probes(
             left as it is when it has none.
         factors_of: Nodes of the powers of two, forward and backward, at which formats of the tensor
             at a position are counted in a region.
-        left_out: Positions whose rows are zeros, since they follow from others.
     """
 
     # A node's arguments cannot hold a layout, so functions close over it.
@@ -236,9 +225,6 @@ def insert_probes(
     recorder = CallRecorder(graph, len(selected), layout.num_columns, on_record)
     rows: list[fx.Node] = []
     for index, (region, node) in enumerate(selected):
-        if index in left_out:
-            rows.append(recorder.no_row(region, node))
-            continue
         nodes = region.graph
         slot = recorder.slot(index, region) if needs_slot(index) else None
         forward, backward = factors_of(index, region)

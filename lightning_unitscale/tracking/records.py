@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -19,8 +17,6 @@ from lightning_unitscale.scales.layout import RowLayout
 from lightning_unitscale.scales.reduce import absent_rows, merge_rows, shift_rows
 from lightning_unitscale.scales.snapshot import ScaleSnapshot
 from lightning_unitscale.scales.statistics import statistics_row
-from lightning_unitscale.scales.tensor_statistics import FloatArray
-from lightning_unitscale.tracking.fuse_rows import SharedRows
 
 
 @dataclass(frozen=True)
@@ -44,7 +40,7 @@ class ProbedTensor:
     is_product: bool = False
 
 
-@dataclass
+@dataclass(frozen=True)
 class ProbedCall:
     """The record of one call of a graph.
 
@@ -52,17 +48,11 @@ class ProbedCall:
         tensors: The tensors of the rows.
         record: The rows.
         gauge: The gauge of the call.
-        shared: Rows that were left out, since they follow from others.
     """
 
     tensors: tuple[ProbedTensor, ...]
     record: CallRecord
     gauge: Gauge
-    shared: SharedRows | None = None
-
-    def exponents(self, which: Literal["sigma", "gamma"]) -> list[int]:
-        """Units of the tensors, forward or backward, under the gauge of the call."""
-        return [getattr(tensor.held, which).exponent(self.gauge) for tensor in self.tensors]
 
 
 class CutGraph:
@@ -140,64 +130,37 @@ def take_snapshot(
     device = calls[0].record.forward.device
     rows = [call.record.forward.to(device) for call in calls]
     rows += [call.record.backward.to(device) for call in calls]
-    if device.type == "cpu" and len(calls) == 1:
-        both = rows
-    else:
-        both = list(torch.cat(rows).cpu().chunk(2))
-    forward, backward = (part.detach().double().numpy() for part in both)
-    first = 0
-    for call in calls:
-        own = slice(first, first := first + len(call.tensors))
-        if call.shared is not None:
-            call.shared.fill(forward[own], backward[own], layout)
+    forward, backward = torch.cat(rows).detach().cpu().double().chunk(2)
     # A slot that no gradient reached holds zeros, and a real row has elements.
-    backward[~(backward[:, 0] > 0)] = np.nan
-    sigmas, gammas = (
-        np.array([unit for call in calls for unit in call.exponents(which)])
-        for which in ("sigma", "gamma")
-    )
+    backward = torch.where(backward[:, :1] > 0, backward, math.nan)
     tensors = [tensor for call in calls for tensor in call.tensors]
-    in_graph = np.array([tensor.held.in_graph for tensor in tensors])
-    forward = _shifted(forward, sigmas * in_graph, layout)
+    gauges = [call.gauge for call in calls for _ in call.tensors]
+    sigmas = torch.tensor([t.held.sigma.exponent(g) for t, g in zip(tensors, gauges, strict=True)])
+    gammas = torch.tensor([t.held.gamma.exponent(g) for t, g in zip(tensors, gauges, strict=True)])
+    in_graph = torch.tensor([tensor.held.in_graph for tensor in tensors])
+    forward = shift_rows(forward, sigmas * in_graph, layout)
     # A loss scaler moves by factors of two, so taking it off again is a shift as well.
-    backward = _shifted(backward, gammas * in_graph - round(math.log2(grad_scale)), layout)
-    names = [tensor.name for tensor in tensors]
-    first_index = {name: index for index, name in reversed(list(enumerate(names)))}
-    kept = sorted(first_index.values())
-    if len(kept) < len(names):
-        forward, backward = (_merged(rows, names, kept, layout) for rows in (forward, backward))
+    backward = shift_rows(backward, gammas * in_graph - round(math.log2(grad_scale)), layout)
+    positions: dict[str, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        positions.setdefault(tensor.name, []).append(index)
+    kept = [indices[0] for indices in positions.values()]
+    if len(kept) < len(tensors):
+        merge = functools.partial(merge_rows, layout=layout)
+        forward, backward = (
+            torch.stack([functools.reduce(merge, rows[indices]) for indices in positions.values()])
+            for rows in (forward, backward)
+        )
     return ScaleSnapshot(
         step=step,
-        names=tuple(names[index] for index in kept),
-        forward=forward,
-        backward=backward,
+        names=tuple(positions),
+        forward=forward.numpy(),
+        backward=backward.numpy(),
         layout=layout,
         modules=tuple(tensors[index].module for index in kept),
-        log2_sigma=sigmas[kept],
-        log2_gamma=gammas[kept],
-        counted_as_stored=True,
+        log2_sigma=sigmas[kept].numpy(),
+        log2_gamma=gammas[kept].numpy(),
         inputs=tuple(tensors[index].inputs for index in kept),
         operands=tuple(tensors[index].is_operand for index in kept),
         products=tuple(tensors[index].is_product for index in kept),
     )
-
-
-def _shifted(rows: FloatArray, exponents: npt.NDArray[np.int64], layout: RowLayout) -> FloatArray:
-    if not exponents.any():
-        return rows
-    shifted = shift_rows(torch.from_numpy(rows), torch.from_numpy(exponents), layout)
-    result: FloatArray = shifted.numpy()
-    return result
-
-
-def _merged(
-    rows: FloatArray, names: Sequence[str], kept: Sequence[int], layout: RowLayout
-) -> FloatArray:
-    """One row a name, where each name first was."""
-    merged = {names[index]: torch.from_numpy(rows[index]) for index in kept}
-    first = set(kept)
-    for index, name in enumerate(names):
-        if index not in first:
-            merged[name] = merge_rows(merged[name], torch.from_numpy(rows[index]), layout)
-    result: FloatArray = torch.stack(list(merged.values())).numpy()
-    return result

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointFunction
 
-from lightning_unitscale.graph.matmuls import PRODUCT_WORDS
 from lightning_unitscale.graph.name_patterns import own_path
 from lightning_unitscale.graph.nodes import WHOLE_VIEWS
 from lightning_unitscale.profiler.trace import function_name
@@ -128,7 +127,8 @@ _CASTS = frozenset(
     {"to", "type", "type_as", "float", "double", "half", "bfloat16", "cpu", "cuda", "data",
      "requires_grad", "deepcopy", "H", "mH", "pin_memory", "as_subclass", "copy"}
 )  # fmt: skip
-_ALIASES = WHOLE_VIEWS | _CASTS
+# Their result is a view or a cast of the argument, and shares its row.
+ALIASES = WHOLE_VIEWS | _CASTS
 # Called often; none returns a tensor of the step.
 _ANSWERS = frozenset(
     {"size", "dim", "item", "len", "bool", "numel", "stride", "is_floating_point", "is_complex",
@@ -155,16 +155,6 @@ def answers(function: Any, word: str) -> bool:
         return word not in _TENSOR_ATTRIBUTES
     # ``x.float()`` makes one, ``float(x)`` does not.
     return word in _ANSWERS or name in {"__float__", "__int__"}
-
-
-def is_alias(word: str) -> bool:
-    """Whether the result is a view or a cast of the argument, and shares its row."""
-    return word in _ALIASES
-
-
-def is_product(word: str) -> bool:
-    """Whether the function is a matrix product."""
-    return word in PRODUCT_WORDS
 
 
 # How deep a batch is searched for tensors, and how many elements of a list.

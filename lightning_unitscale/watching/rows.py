@@ -1,33 +1,39 @@
-"""The rows of a watched step, and the units of the operands in them."""
+"""The rows of a watched step: values, gradients, what checkpoints compute twice, and units."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.nn.parameter import is_lazy
+from torch.utils.hooks import RemovableHandle
 
 from lightning_unitscale.dispatch.calls import RanProduct
 from lightning_unitscale.graph.recorder import stored_elements
 from lightning_unitscale.lossless.gauge import Factor
 from lightning_unitscale.lossless.units import Held
+from lightning_unitscale.patching import nothing
 from lightning_unitscale.scales.layout import RowLayout
 from lightning_unitscale.scales.reduce import merge_rows
 from lightning_unitscale.scales.statistics import statistics_row
 from lightning_unitscale.tracking.records import ProbedTensor
+from lightning_unitscale.watching.names import Caller
 from lightning_unitscale.watching.torch_state import is_readable, local_part, unseen
 
 
+@dataclass(eq=False)
 class TensorRow:
     """A tensor of the step.
 
-    Args:
-        name: Its name.
+    Attributes:
+        name: Its name; an attention that reads it may have a better one than it was made with.
         module: Path of the module that makes it.
         inputs: The tensors that it is computed from.
-
-    Attributes:
-        made_as: The name that it was made with; an attention that reads it may have a better one.
         is_shown: Whether it has a row; otherwise it is only on the way to others.
         is_given: Whether the step starts from it: a parameter, a buffer or a part of the batch.
         is_operand: Whether a matrix product reads it.
@@ -40,24 +46,27 @@ class TensorRow:
         log2_gamma: Unit of the gradient.
         log2_counted: The unit in which format counts of the value were taken.
         has_unit: Whether a product of this step has told the unit of the value.
+        made_as: The name that it was made with.
     """
 
-    def __init__(self, name: str, module: str, inputs: Sequence[TensorRow] = ()) -> None:
-        self.name = self.made_as = name
-        self.module = module
-        self.inputs = tuple(inputs)
-        self.is_shown = False
-        self.is_given = False
-        self.is_operand = False
-        self.is_product = False
-        self.is_constant = False
-        self.is_hooked = False
-        self.forward: Tensor | None = None
-        self.backward: list[Tensor] = []
-        self.log2_sigma = 0
-        self.log2_gamma = 0
-        self.log2_counted = 0
-        self.has_unit = False
+    name: str
+    module: str
+    inputs: tuple[TensorRow, ...] = ()
+    is_shown: bool = False
+    is_given: bool = False
+    is_operand: bool = False
+    is_product: bool = False
+    is_constant: bool = False
+    is_hooked: bool = False
+    forward: Tensor | None = None
+    backward: list[Tensor] = field(default_factory=list)
+    log2_sigma: int = 0
+    log2_gamma: int = 0
+    log2_counted: int = 0
+    has_unit: bool = False
+
+    def __post_init__(self) -> None:
+        self.made_as = self.name
 
     def described(self, inputs: Iterable[TensorRow]) -> ProbedTensor:
         """What a snapshot says of it beside the numbers."""
@@ -113,6 +122,118 @@ class Measuring:
             # Not torch.tensor, whose copy to the device would wait for it.
             self._factors[key] = torch.full((), 2.0**-log2_unit, device=device)
         return self._factors[key]
+
+
+class Gradients:
+    """Measures gradients when they are complete, before the backward pass goes on.
+
+    On the node and not on the tensor, which is the user's: in whatever order hooks are hung on the
+    tensor itself, the node's come after them.
+
+    Args:
+        measuring: Takes the statistics.
+    """
+
+    def __init__(self, measuring: Measuring) -> None:
+        self._measuring = measuring
+        self._hooks: list[RemovableHandle] = []
+        # A parameter does not keep its node alive, only the graphs that have read it do.
+        self._leaf_nodes: dict[int, Any] = {}
+
+    def begin(self, module: nn.Module) -> None:
+        """Make the autograd nodes of the parameters, as a step would when it reads them.
+
+        Within the step an additional node would shift the numbers of all later ones, by which the
+        products of a backward pass are told apart.
+        """
+        for parameter in module.parameters():
+            if parameter.requires_grad and not is_lazy(parameter) and is_readable(parameter):
+                self._leaf_node(parameter)
+
+    def measure(
+        self, row: TensorRow, tensor: Tensor, before: Callable[[], object] = nothing
+    ) -> None:
+        """Measure the gradient of a tensor into its row.
+
+        Args:
+            row: The row.
+            tensor: The tensor.
+            before: Called when the gradient is there. What it holds lives as long as the step.
+        """
+        row.is_hooked = True
+        node, index = tensor.grad_fn, tensor.output_nr
+        if node is None:
+            node = self._leaf_node(tensor)
+
+        def see(gradients: Sequence[Tensor | None]) -> None:
+            gradient = gradients[index]
+            # A backward pass that is itself differentiated is a part of the step's forward pass.
+            if gradient is None or torch.is_grad_enabled():
+                return
+            if not (is_readable(gradient) or gradient.is_sparse):
+                return
+            before()
+            self._measuring.gradient(row, gradient)
+
+        self._hooks.append(node.register_prehook(see))
+
+    def close(self) -> None:
+        """Stop measuring gradients."""
+        for handle in self._hooks:
+            handle.remove()
+        self._hooks.clear()
+        self._leaf_nodes.clear()
+
+    def _leaf_node(self, leaf: Tensor) -> Any:
+        if id(leaf) not in self._leaf_nodes:
+            # A helper may read a parameter in inference mode before the model does.
+            with unseen(), torch.inference_mode(False):
+                edge: Any = get_gradient_edge(leaf)
+            self._leaf_nodes[id(leaf)] = edge.node
+        return self._leaf_nodes[id(leaf)]
+
+
+class Checkpoints:
+    """The rows of results that reentrant checkpoints compute without gradients, and then with them.
+
+    Of each checkpoint in the order in which its recomputation comes by them.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[int, list[tuple[TensorRow, str]]] = defaultdict(list)
+        self._num_again: Counter[int] = Counter()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was computed within a checkpoint."""
+        return not self._kept
+
+    def keep(self, caller: Caller, row: TensorRow, word: str) -> None:
+        """Keep the row of a result for the checkpoints around the call that has made it.
+
+        Args:
+            caller: Where it was made.
+            row: Its row.
+            word: What its function is called.
+        """
+        for checkpoint in caller.checkpoints:
+            self._kept[checkpoint].append((row, word))
+
+    def next_row(self, caller: Caller, word: str) -> TensorRow | None:
+        """The row of a result that is computed again; ``None`` for one that was not there before.
+
+        Args:
+            caller: Where it is made.
+            word: What its function is called.
+        """
+        assert caller.again is not None
+        kept, number = self._kept.get(caller.again, ()), self._num_again[caller.again]
+        if number >= len(kept) or kept[number][1] != word:
+            return None
+        self._num_again[caller.again] += 1
+        row, _ = kept[number]
+        self.keep(caller, row, word)
+        return row
 
 
 def shown_inputs(rows: Iterable[TensorRow]) -> dict[TensorRow, dict[TensorRow, None]]:

@@ -103,16 +103,6 @@ def is_transformed() -> bool:
 
 
 @contextlib.contextmanager
-def without(mode: TorchFunctionMode) -> Iterator[None]:
-    """Within this context a mode is taken off this thread's stack."""
-    above = _pop_through(mode)
-    try:
-        yield
-    finally:
-        _push(above)
-
-
-@contextlib.contextmanager
 def answering_as_without(mode: TorchFunctionMode) -> Iterator[None]:
     """Within this context ``has_torch_function`` answers as if a mode were not there.
 

@@ -15,23 +15,27 @@ from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_unitscale.dispatch.calls import RanProduct
-from lightning_unitscale.graph.matmuls import operands_of_call
+from lightning_unitscale.graph.matmuls import PRODUCT_WORDS, operands_of_call
 from lightning_unitscale.graph.name_patterns import own_path
 from lightning_unitscale.graph.nodes import ATTENTION, ATTENTION_ROLES
 from lightning_unitscale.graph.recorder import CallRecord
 from lightning_unitscale.lossless.gauge import Gauge
 from lightning_unitscale.tracking.records import ProbedCall
-from lightning_unitscale.watching.checkpoints import Checkpoints
-from lightning_unitscale.watching.gradients import Gradients
 from lightning_unitscale.watching.names import (
+    ALIASES,
     Caller,
     Callers,
     StartNames,
-    is_alias,
-    is_product,
     word_of,
 )
-from lightning_unitscale.watching.rows import Measuring, TensorRow, operands_of, shown_inputs
+from lightning_unitscale.watching.rows import (
+    Checkpoints,
+    Gradients,
+    Measuring,
+    TensorRow,
+    operands_of,
+    shown_inputs,
+)
 from lightning_unitscale.watching.torch_state import (
     has_node,
     is_readable,
@@ -105,7 +109,7 @@ class WatchedCall:
             return result
         with plain_functions():
             inputs = self._inputs(arguments, word)
-            if is_product(word):
+            if word in PRODUCT_WORDS:
                 self._mark_operands(operands_of_call(function, args, kwargs), word)
             versions = {id(tensor): version_of(tensor) for tensor in arguments}
         num_products = len(self._products)
@@ -208,13 +212,18 @@ class WatchedCall:
             elif len(rows) == 1 and not rows[0].is_hooked and takes_part(tensor):
                 rows = self._rows_of[tensor] = self._with_gradient(rows[0], tensor)
             inputs.update(dict.fromkeys(rows))
-            if is_product(word) and len(rows) == 1 and not rows[0].is_shown and is_readable(tensor):
-                # Masks and tables of constants count where a product reads them.
-                self._show(rows[0], tensor)
+            if word in PRODUCT_WORDS and len(rows) == 1 and not rows[0].is_shown:
+                # Masks and tables of constants count where a product reads them. The gradient of
+                # what a checkpoint returns is measured when that is made again.
+                self._show(rows[0], tensor, with_gradient=False)
         return tuple(inputs)
 
     def _rows(self, tensor: Tensor) -> Any:
         return self._rows_of.get(tensor, () if tensor.is_sparse else None)
+
+    def _only_row(self, tensor: Tensor) -> TensorRow | None:
+        rows: Sequence[TensorRow] = self._rows(tensor) or ()
+        return rows[0] if len(rows) == 1 else None
 
     def _new_rows(self, tensor: Tensor) -> tuple[TensorRow, ...]:
         """Rows of a tensor that no watched function has made."""
@@ -227,8 +236,6 @@ class WatchedCall:
             row.is_given = True
             self._given.append(row)
             self._show(row, tensor)
-            if takes_part(tensor) and row.is_shown:
-                self.gradients.measure(row, tensor)
             return (row,)
         base = part._base
         if base is not None and (base in self._rows_of or self._start_names.find(base)):
@@ -242,8 +249,6 @@ class WatchedCall:
         """Rows of a tensor that has come to take part in the backward pass since it was noted."""
         if not has_node(tensor):
             self._show(row, tensor)
-            if row.is_shown:
-                self.gradients.measure(row, tensor)
         elif row.is_constant:
             # An autograd function has returned what it has computed without gradients.
             row = self._unseen_row(tensor, row.module, (row,))
@@ -258,8 +263,6 @@ class WatchedCall:
         row = self._row(self._unique(_named(path, word)), path, inputs)
         self._made.append(row)
         self._show(row, tensor)
-        if row.is_shown:
-            self.gradients.measure(row, tensor)
         return row
 
     def _note(
@@ -272,20 +275,18 @@ class WatchedCall:
         ran: Sequence[RanProduct],
     ) -> None:
         """Make the row of a result."""
-        if is_alias(word) or not is_readable(tensor):
+        if word in ALIASES or not is_readable(tensor):
             self._rows_of[tensor] = inputs
             return
         row = self._row(name, caller.path, inputs)
         self._made.append(row)
         self._rows_of[tensor] = (row,)
-        row.is_product = is_product(word) or bool(ran)
+        row.is_product = word in PRODUCT_WORDS or bool(ran)
         if ran:
             row.log2_gamma = ran[-1].log2_gamma
         self.checkpoints.keep(caller, row, word)
         if takes_part(tensor):
             self._show(row, tensor)
-            if row.is_shown:
-                self.gradients.measure(row, tensor)
         elif not caller.checkpoints:
             row.is_constant = True
         elif self._select(row.name, row.module):
@@ -296,7 +297,7 @@ class WatchedCall:
         self, results: Sequence[Tensor], word: str, arguments: Sequence[Tensor], caller: Caller
     ) -> None:
         """Give the recomputed results of a checkpoint the rows of the first computation."""
-        if is_alias(word):
+        if word in ALIASES:
             return
         with plain_functions():
             unchanged = {
@@ -315,18 +316,20 @@ class WatchedCall:
         row.log2_sigma = self._units.get(name, 0)
         return row
 
-    def _show(self, row: TensorRow, tensor: Tensor) -> None:
+    def _show(self, row: TensorRow, tensor: Tensor, *, with_gradient: bool = True) -> None:
+        """Measure a tensor, and its gradient if one can arrive, unless it is left out."""
         if self._select(row.name, row.module) and is_readable(tensor):
             row.is_shown = True
             if row.forward is None:
                 self._measuring.value(row, tensor)
+            if with_gradient and takes_part(tensor) and not row.is_hooked:
+                self.gradients.measure(row, tensor)
 
     def _set_unit(self, tensor: Tensor, unit: int) -> None:
         """Note the unit in which a product has just read a tensor; the first product counts."""
-        rows: Sequence[TensorRow] = self._rows(tensor) or ()
-        if len(rows) != 1:
+        row = self._only_row(tensor)
+        if row is None:
             return
-        row = rows[0]
         row.is_operand = True
         if row.has_unit:
             return
@@ -340,17 +343,14 @@ class WatchedCall:
         """Note that a product reads tensors; an attention has names for its own."""
         roles = ATTENTION_ROLES if word == ATTENTION else ("",) * len(operands)
         for tensor, role in zip(operands, roles, strict=False):
-            rows: Sequence[TensorRow] = self._rows(tensor) or ()
-            if len(rows) != 1:
+            row = self._only_row(tensor)
+            if row is None:
                 continue
-            (row,) = rows
             row.is_operand = True
             if role and row.name.removeprefix(f"{row.module}.").startswith("getitem"):
                 row.name = self._unique(_named(row.module, role))
                 row.is_shown = row.is_shown and self._select(row.name, row.module)
                 self._show(row, tensor)
-                if row.is_shown and not row.is_hooked and takes_part(tensor):
-                    self.gradients.measure(row, tensor)
 
     def _unique(self, base: str) -> str:
         name = base

@@ -76,7 +76,7 @@ class StepWatcher:
             call = WatchedCall(callers, names, self._measuring, self._select, self._units, products)
             self._calls.append(call)
             call.gradients.begin(module)
-            with _watch(call, callers):
+            with _watch(call):
                 result = step(*args, **kwargs)
             call.finish(module, result)
         return result
@@ -88,7 +88,7 @@ class StepWatcher:
         if call is None or call.checkpoints.is_empty:
             yield
             return
-        with _watch(call, call.callers):
+        with _watch(call):
             yield
 
     @property
@@ -129,10 +129,9 @@ class StepWatcher:
 class _WatchMode(TorchFunctionMode):
     """Hands the torch functions that a step calls to a watched call of it."""
 
-    def __init__(self, call: WatchedCall, callers: Callers) -> None:
+    def __init__(self, call: WatchedCall) -> None:
         super().__init__()
         self._call = call
-        self._callers = callers
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -145,14 +144,14 @@ class _WatchMode(TorchFunctionMode):
         if opened is not None and not has_torch_function((*args, *kwargs.values())):
             with self:
                 return opened(*args, **kwargs)
-        caller = self._callers.find(sys._getframe(1))
+        caller = self._call.callers.find(sys._getframe(1))
         if caller is None:
             return func(*args, **kwargs)
         return self._call.run(func, args, kwargs, word, caller)
 
 
 @contextlib.contextmanager
-def _watch(call: WatchedCall, callers: Callers) -> Iterator[None]:
-    mode = _WatchMode(call, callers)
+def _watch(call: WatchedCall) -> Iterator[None]:
+    mode = _WatchMode(call)
     with outside_of_compiled_code(mode, call.see_compiled), answering_as_without(mode), mode:
         yield

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from lightning_unitscale.scales.tensor_statistics import fraction_from_counts
-from lightning_unitscale.tensorboard.report import write_report
-from lightning_unitscale.tensorboard.report.figure import BAD, STOPS, ZERO
+from lightning_unitscale.tensorboard.report import BAD, STOPS, ZERO, write_report
 from tests.browser.conftest import STEPS
 from tests.tensorboard.runs import NAMES, snapshot, unit_scaled, with_nan, write
 from tests.tensorboard.test_plugin import STATIC

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_unitscale import HFCallback, ScaleMonitor, attach
-from lightning_unitscale.loops.log_writers import TableSteps
+from lightning_unitscale.tensorboard.writer import Thinning
 from tests.loops.loops import batches, new
 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
@@ -375,7 +375,8 @@ def test_an_unknown_logger() -> None:
 
 
 def test_tables_become_rare_and_the_last_one_is_there() -> None:
-    steps = TableSteps()
-    taken = [step for step in range(64) if steps.takes(step, complete=step == 33)]
+    steps = Thinning({"table": 8})
+    taken = [step for step in range(64) if steps.due(step, complete=step == 33)]
     assert taken == [*range(8), 8, 10, 12, 14, 16, 20, 24, 28, 32, 33, 40, 48, 56]
-    assert steps.lacks(63) and not steps.lacks(56)
+    assert not steps.left_out(62) and steps.left_out(63) == {"table"}
+    assert not steps.left_out(63)

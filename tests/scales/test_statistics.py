@@ -363,15 +363,16 @@ WITHOUT_A_COMPILER = """
 import torch
 from lightning_unitscale.scales import cpu_kernel
 from lightning_unitscale.scales.layout import RowLayout
-from lightning_unitscale.scales.statistics import ROWS_OPERATOR, functional_row, statistics_row
+from lightning_unitscale.scales.statistics import functional_row, statistics_row
 
 layout, tensor, factor = RowLayout(), torch.randn(50), torch.tensor(0.5)
 found = statistics_row(tensor, layout)
 assert not cpu_kernel.is_available()
 torch.testing.assert_close(found, functional_row(tensor, layout))
-rows = ROWS_OPERATOR([tensor, tensor.half()], [factor], [0, -1], layout.key)
-torch.testing.assert_close(rows[0], functional_row(tensor, layout, factor=factor))
-torch.testing.assert_close(rows[1], functional_row(tensor.half(), layout))
+found = statistics_row(tensor, layout, factor=factor)
+torch.testing.assert_close(found, functional_row(tensor, layout, factor=factor))
+half = tensor.half()
+torch.testing.assert_close(statistics_row(half, layout), functional_row(half, layout))
 """
 
 

@@ -1,5 +1,6 @@
 """Small runs with known scales, written by the writer, for the plugin, the report and the page."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -8,10 +9,11 @@ import numpy as np
 import torch
 from torch.utils.tensorboard import SummaryWriter
 
-from lightning_unitscale.scales.layout import RowLayout
+from lightning_unitscale.scales.layout import DIRECTIONS, FORMAT_KINDS, RowLayout
 from lightning_unitscale.scales.reduce import absent_rows
 from lightning_unitscale.scales.snapshot import ScaleSnapshot
 from lightning_unitscale.scales.statistics import statistics_row
+from lightning_unitscale.scales.tensor_statistics import TensorStatistics
 from lightning_unitscale.tensorboard.writer import ScaleWriter
 
 LAYOUT = RowLayout()
@@ -53,19 +55,25 @@ def with_nan(snapshot: ScaleSnapshot, *tensors: int) -> ScaleSnapshot:
 
 def unit_scaled(meant: ScaleSnapshot) -> ScaleSnapshot:
     """The same tensors, stored in units near their own scales."""
-
-    def units(direction):
+    rows, units = {}, {}
+    for direction in DIRECTIONS:
         values = meant.log2_rms(direction)
-        return np.where(np.isfinite(values), np.round(values), 0).astype(int)
-
+        units[direction] = np.where(np.isfinite(values), np.round(values), 0).astype(int)
+        rows[direction] = meant.rows(direction).copy()
+        for row, unit in zip(rows[direction], units[direction].tolist(), strict=True):
+            if unit:  # formats count what is stored, here told from the exponents
+                stored = TensorStatistics(row.copy(), LAYOUT, log2_factor=-unit)
+                for item, kind in itertools.product(LAYOUT.formats, FORMAT_KINDS):
+                    share = stored.fraction(item, kind)
+                    row[LAYOUT.index(f"{item.name}.{kind}")] = share * stored.numel
     return ScaleSnapshot(
         meant.step,
         meant.names,
-        meant.forward,
-        meant.backward,
+        rows["forward"],
+        rows["backward"],
         LAYOUT,
-        log2_sigma=units("forward"),
-        log2_gamma=units("backward"),
+        log2_sigma=units["forward"],
+        log2_gamma=units["backward"],
     )
 
 

@@ -12,11 +12,9 @@ from torch.utils.tensorboard import SummaryWriter
 
 from lightning_unitscale.cli import main
 from lightning_unitscale.scales.violations import format_violations, parse_thresholds
-from lightning_unitscale.tensorboard.history import read_run
-from lightning_unitscale.tensorboard.report import write_report
-from lightning_unitscale.tensorboard.report.command import LastStep
-from lightning_unitscale.tensorboard.report.figure import FLAG
-from lightning_unitscale.tensorboard.report.page import STATIC, bundle
+from lightning_unitscale.tensorboard.history import LastStep, read_run
+from lightning_unitscale.tensorboard.report import FLAG, write_report
+from lightning_unitscale.tensorboard.report_page import STATIC, bundle
 from lightning_unitscale.tensorboard.table import scale_table
 from lightning_unitscale.tensorboard.writer import ScaleWriter
 from tests.tensorboard.runs import NAMES, snapshot, unit_scaled, write

@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 
 from lightning_unitscale.cli import main
-from lightning_unitscale.tensorboard.history import read_run
-from lightning_unitscale.tensorboard.report.command import LastStep
+from lightning_unitscale.tensorboard.history import LastStep, read_run
 from lightning_unitscale.tensorboard.table import scale_summary, scale_table
 from tests.tensorboard.runs import NAMES, snapshot, unit_scaled, with_nan, write
 

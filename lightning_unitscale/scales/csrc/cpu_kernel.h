@@ -23,12 +23,6 @@ typedef struct {
     int32_t type;
 } Rows;
 
-/* A thread's work at a time. */
-typedef struct {
-    int32_t tensor;
-    int64_t place;
-} Chunk;
-
 /* FP16 in FP32, by integers: a processor that was told to take subnormals for zero would do so. The
  * exponents are 112 apart, those of infinities and NaN 224; subnormals are normal in FP32. */
 static float float_of_fp16(uint16_t half) {
@@ -185,41 +179,18 @@ static void set_cuts(Cuts *cuts, const uint32_t *given, int32_t num_given) {
     }
 }
 
-/* tensors: not empty. cuts: one per tensor, each made of num_given codes. sample_size: 0 for no
- * exponent counts. rows: one row per tensor, as RowLayout lists its columns, num_columns apart.
- * Returns 0, or 1 when there is no memory. */
-static int32_t statistics_rows(const Rows *tensors, const Cuts *cuts, int32_t num_tensors,
-                               int32_t num_given, int64_t sample_size, int32_t num_threads,
-                               double *rows, int64_t num_columns) {
-    int64_t num_chunks = 0, most = 0;
-    for (int32_t k = 0; k < num_tensors; k++) {
-        const int64_t own = (tensors[k].numel + CHUNK - 1) / CHUNK;
-        num_chunks += own;
-        most = own > most ? own : most;
-    }
-    Chunk *chunks = malloc((size_t)num_chunks * sizeof(Chunk));
+/* tensor: not empty. cuts: made of num_given codes. sample_size: 0 for no exponent counts. row: as
+ * RowLayout lists its columns. Returns 0, or 1 when there is no memory. */
+static int32_t statistics_row(const Rows *tensor, const Cuts *cuts, int32_t num_given,
+                              int64_t sample_size, int32_t num_threads, double *row) {
+    const int64_t num_chunks = (tensor->numel + CHUNK - 1) / CHUNK;
     Partial *partials = calloc((size_t)num_chunks, sizeof(Partial));
-    if (chunks == NULL || partials == NULL) {
-        free(chunks);
-        free(partials);
-        return 1;
-    }
-    /* Parts of one tensor lie between each other: the first chunks of all of them come first. */
-    int64_t listed = 0;
-    for (int64_t chunk = 0; chunk < most; chunk++)
-        for (int32_t k = 0; k < num_tensors; k++)
-            if (chunk * CHUNK < tensors[k].numel) chunks[listed++] = (Chunk){k, chunk};
+    if (partials == NULL) return 1;
 #pragma omp parallel for num_threads(num_threads) if (num_threads > 1)
     for (int64_t i = 0; i < num_chunks; i++)
-        add_chunk(&partials[i], &tensors[chunks[i].tensor], chunks[i].place,
-                  &cuts[chunks[i].tensor], sample_size);
-    /* The first ones are those of the tensors in their order. */
-    for (int64_t i = num_tensors; i < num_chunks; i++)
-        merge(&partials[chunks[i].tensor], &partials[i], &cuts[chunks[i].tensor]);
-    for (int32_t k = 0; k < num_tensors; k++)
-        write_row(rows + k * num_columns, &partials[k], tensors[k].numel, &cuts[k],
-                  num_given, sample_size);
-    free(chunks);
+        add_chunk(&partials[i], tensor, i, cuts, sample_size);
+    for (int64_t i = 1; i < num_chunks; i++) merge(&partials[0], &partials[i], cuts);
+    write_row(row, &partials[0], tensor->numel, cuts, num_given, sample_size);
     free(partials);
     return 0;
 }

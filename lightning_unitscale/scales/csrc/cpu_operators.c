@@ -1,4 +1,4 @@
-/* The operators statistics_row and statistics_rows on the CPU, without Python in between.
+/* The operator statistics_row on the CPU, without Python in between.
  *
  * torch is talked to through its stable C interface (torch/csrc/stable/c/shim.h, from torch 2.10
  * on), whose functions cpu_kernel.py finds in the loaded library: no header of torch is needed, and
@@ -143,57 +143,26 @@ static int32_t set_scaled_cuts(Cuts *cuts, const Layout *layout, void *factor) {
     return 1;
 }
 
-/* Elements of a list; the list stays as it is. Returns NULL when something went wrong. */
-static Value *elements(Value list, size_t *number) {
-    if (torch.list_size(pointer(list), number)) return NULL;
-    Value *found = malloc((*number + 1) * sizeof(Value));
-    for (size_t k = 0; found != NULL && k < *number; k++) {
-        if (torch.list_get_item(pointer(list), k, &found[k])) {
-            free(found);
-            return NULL;
-        }
-    }
-    return found;
-}
-
-/* Makes the rows of tensors, one after the other; shape: of the result. factor_of: for each tensor
- * which of the factors it is counted with, or -1. Returns NULL for what the kernel does not take. */
-static void *make_rows(const Value *tensors, size_t number, const Value *factors,
-                       const Value *factor_of, const Layout *layout, int64_t dim,
-                       const int64_t *shape) {
-    static const int64_t steps_of_one[] = {1};
-    const int64_t steps[] = {layout->num_columns, 1};
-    Rows *rows = malloc(number * sizeof(Rows));
-    Cuts *cuts = malloc(number * sizeof(Cuts));
+/* Makes the row of a tensor, whose formats are counted times a factor if there is one. Returns NULL
+ * for what the kernel does not take. */
+static void *make_row(void *tensor, void *factor, const Layout *layout) {
+    const int64_t step = 1;
+    Rows rows;
+    Cuts cuts = layout->cuts;
     void *result = NULL, *data;
     uint32_t num_threads;
-    int32_t failed = rows == NULL || cuts == NULL || torch.get_num_threads(&num_threads);
-    for (size_t k = 0; k < number && !failed; k++) {
-        const int64_t place = (int64_t)factor_of[k];
-        failed = !describe(&rows[k], pointer(tensors[k]));
-        if (failed) break;
-        if (place < 0) cuts[k] = layout->cuts;
-        else failed = !set_scaled_cuts(&cuts[k], layout, pointer(factors[place]));
+    if (torch.get_num_threads(&num_threads) || !describe(&rows, tensor)) return NULL;
+    if (factor != NULL && !set_scaled_cuts(&cuts, layout, factor)) return NULL;
+    if (torch.empty_strided(1, &layout->num_columns, &step, torch.dtype_float64(),
+                            torch.device_type_cpu(), 0, &result))
+        return NULL;
+    if (torch.get_data_ptr(result, &data) ||
+        statistics_row(&rows, &cuts, layout->num_cuts, layout->sample_size, (int32_t)num_threads,
+                       data)) {
+        torch.delete_tensor(result);
+        return NULL;
     }
-    if (!failed && !torch.empty_strided(dim, shape, dim == 1 ? steps_of_one : steps,
-                                        torch.dtype_float64(), torch.device_type_cpu(), 0,
-                                        &result)) {
-        failed = torch.get_data_ptr(result, &data) ||
-                 statistics_rows(rows, cuts, (int32_t)number, layout->num_cuts,
-                                 layout->sample_size, (int32_t)num_threads, data,
-                                 layout->num_columns);
-        if (failed) {
-            torch.delete_tensor(result);
-            result = NULL;
-        }
-    }
-    free(rows);
-    free(cuts);
     return result;
-}
-
-static void delete_tensors(const Value *tensors, size_t number) {
-    for (size_t k = 0; k < number; k++) torch.delete_tensor(pointer(tensors[k]));
 }
 
 /* An error cannot be raised from here: torch has printed it, and an empty result fails elsewhere. */
@@ -211,58 +180,28 @@ static void statistics_row_operator(Value *stack, uint64_t num_arguments, uint64
     (void)num_arguments, (void)num_results;
     const Layout *layout = layout_of(stack[2]);
     size_t num_factors;
-    Value *factors = elements(stack[1], &num_factors);
+    Value factor = 0;
     void *result = NULL;
-    if (layout != NULL && factors != NULL) {
-        const Value factor_of[] = {(Value)(num_factors ? 0 : -1)};
-        result = make_rows(stack, 1, factors, factor_of, layout, 1, &layout->num_columns);
-    }
+    if (layout != NULL && !torch.list_size(pointer(stack[1]), &num_factors) &&
+        (num_factors == 0 || !torch.list_get_item(pointer(stack[1]), 0, &factor)))
+        result = make_row(pointer(stack[0]), pointer(factor), layout);
+    if (factor) torch.delete_tensor(pointer(factor));
     if (result == NULL) {
         hand_on("lightning_unitscale::statistics_row_of_any", stack);
     } else {
         torch.delete_tensor(pointer(stack[0]));
-        delete_tensors(factors, num_factors);
         torch.delete_list(pointer(stack[1]));
         torch.delete_string(pointer(stack[2]));
         stack[0] = (Value)(uintptr_t)result;
     }
-    free(factors);
 }
 
-/* (Tensor[] tensors, Tensor[] factors, int[] factor_of, str layout) -> Tensor */
-static void statistics_rows_operator(Value *stack, uint64_t num_arguments, uint64_t num_results) {
-    (void)num_arguments, (void)num_results;
-    const Layout *layout = layout_of(stack[3]);
-    size_t number = 0, num_factors = 0, num_places = 0;
-    Value *tensors = elements(stack[0], &number), *factors = elements(stack[1], &num_factors);
-    Value *factor_of = elements(stack[2], &num_places);
-    void *result = NULL;
-    if (layout != NULL && tensors != NULL && factors != NULL && factor_of != NULL &&
-        number == num_places && number > 0) {
-        const int64_t shape[] = {(int64_t)number, layout->num_columns};
-        result = make_rows(tensors, number, factors, factor_of, layout, 2, shape);
-    }
-    if (result == NULL) {
-        hand_on("lightning_unitscale::statistics_rows_of_any", stack);
-    } else {
-        delete_tensors(tensors, number);
-        delete_tensors(factors, num_factors);
-        for (int32_t k = 0; k < 3; k++) torch.delete_list(pointer(stack[k]));
-        torch.delete_string(pointer(stack[3]));
-        stack[0] = (Value)(uintptr_t)result;
-    }
-    free(tensors);
-    free(factors);
-    free(factor_of);
-}
-
-/* Lets torch call the operators of this file. functions: as in Torch. Returns whether it could. */
+/* Lets torch call the operator of this file. functions: as in Torch. Returns whether it could. */
 int unitscale_register(const Torch *functions, const char *name_space) {
     static void *library;
     torch = *functions;
     return !torch.library_init(name_space, "CPU", __FILE__, __LINE__, &library) &&
-           !torch.library_impl(library, "statistics_row", statistics_row_operator, ABI_VERSION) &&
-           !torch.library_impl(library, "statistics_rows", statistics_rows_operator, ABI_VERSION);
+           !torch.library_impl(library, "statistics_row", statistics_row_operator, ABI_VERSION);
 }
 
 /* Makes a layout known. edges: of RowLayout, and codes of its fp32_cuts. Returns whether there was

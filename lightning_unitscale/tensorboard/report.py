@@ -1,12 +1,18 @@
-"""The scales of a run as a picture: heat maps forward and backward, of true and stored values.
+"""`lightning-unitscale report RUN_DIR`: picture, page and table from the event files of runs.
 
-Without unit scaling these are the same, and a run has one map per direction.
+The picture has heat maps forward and backward, of true and stored values. Without unit scaling
+these are the same, and a run has one map per direction.
 """
 
 from __future__ import annotations
 
+import argparse
 import math
+import os
+import re
+import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -14,12 +20,23 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from lightning_unitscale.scales.alerts import ScaleAlert
-from lightning_unitscale.tensorboard.history import RunScales, ScaleHistory, block_of
+from lightning_unitscale.scales.alerts import ScaleAlert, alerts_text
+from lightning_unitscale.tensorboard.history import (
+    LastStep,
+    RunScales,
+    ScaleHistory,
+    block_of,
+    read_run,
+)
+from lightning_unitscale.tensorboard.report_page import report_page
+from lightning_unitscale.tensorboard.table import scale_table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+_SHOWN_ALERTS = 200
+_PAGE = "scales.html"
+_PICTURE = re.compile(r"scales(_\d+)?\.png")
 # As in the dashboard's palette.js.
 STOPS: Final = ("#08306b", "#2166ac", "#6baed6", "#f4f4f2", "#fdae61", "#d95f0e", "#7f2704")
 ZERO: Final = "#b9bcc2"
@@ -29,6 +46,116 @@ _MISSING: Final = "#ffffff"
 FLAG: Final = "#b3261e"
 _LARGEST_NAMED: Final = 60
 _MOST_TICKS: Final = 7
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was written.
+
+    Attributes:
+        page: The HTML file.
+        pictures: A PNG per run; none where matplotlib is not installed.
+        tables: The scales of the last step of every run and its alerts, by its name.
+        no_pictures: Why there are none; empty otherwise.
+    """
+
+    page: Path
+    pictures: tuple[Path, ...]
+    tables: dict[str, str]
+    no_pictures: str = ""
+
+
+def write_report(
+    run_directories: Sequence[str | Path], output: str | Path, *, full: bool = False
+) -> Report:
+    """Write a report of one run, or of several to compare.
+
+    Args:
+        run_directories: Folders with event files, one per run.
+        output: The folder to write to; it is made when it is not there.
+        full: Whether the tables are of all tensors, as on the page, and not of blocks.
+
+    Raises:
+        FileNotFoundError: If a folder is not there or has no event files.
+        ValueError: If a run has no scales.
+    """
+    runs = {name: read_run(path) for name, path in _names(run_directories).items()}
+    folder = Path(output)
+    folder.mkdir(parents=True, exist_ok=True)
+    _remove_pictures(folder)
+    last_steps = {name: LastStep(run) for name, run in runs.items()}
+    pictures, no_pictures = [], ""
+    for number, (name, run) in enumerate(runs.items(), start=1):
+        path = folder / ("scales.png" if len(runs) == 1 else f"scales_{number}.png")
+        try:
+            write_figure(run, path, name)
+        except ModuleNotFoundError as error:
+            no_pictures = str(error)
+            break
+        pictures.append(path)
+    page = folder / _PAGE
+    full_tables = {name: scale_table(step) for name, step in last_steps.items()}
+    text = report_page(runs, full_tables, title=f"Scales: {', '.join(runs)}")
+    page.write_text(text, encoding="utf-8")
+    tables = {
+        name: _with_alerts(scale_table(last_steps[name], full=full), run.alerts())
+        for name, run in runs.items()
+    }
+    return Report(page, tuple(pictures), tables, no_pictures)
+
+
+def main(args: Sequence[str]) -> None:
+    """Run the command.
+
+    Raises:
+        SystemExit: If the report cannot be made; the message says why.
+    """
+    parser = argparse.ArgumentParser(
+        prog="lightning-unitscale report",
+        description="Writes the scales of runs, which a ScaleMonitor logged to TensorBoard, as "
+        "pictures and as one HTML file that needs no server, and prints the last step's table.",
+    )
+    parser.add_argument(
+        "run_directory", nargs="+", metavar="RUN_DIR", help="folder of a run, with its event files"
+    )
+    parser.add_argument(
+        "--output", default="scale_report", metavar="DIR", help="folder to write to (%(default)s)"
+    )
+    parser.add_argument("--full", action="store_true", help="print the scales of all tensors")
+    options = parser.parse_args(args)
+    try:
+        report = write_report(options.run_directory, options.output, full=options.full)
+    except (OSError, ValueError) as error:
+        sys.exit(f"lightning-unitscale report: {error}")
+    for name, table in report.tables.items():
+        print(f"{name}\n{table}\n" if len(report.tables) > 1 else f"{table}\n")
+    print("\n".join(f"Written: {path}" for path in (*report.pictures, report.page)))
+    if report.no_pictures:
+        print(f"No picture: {report.no_pictures}", file=sys.stderr)
+
+
+def _with_alerts(table: str, alerts: Sequence[ScaleAlert]) -> str:
+    if not alerts:
+        return table
+    number = "1 alert" if len(alerts) == 1 else f"{len(alerts)} alerts"
+    return f"{table}\n\n{number}:\n{alerts_text(alerts, _SHOWN_ALERTS)}"
+
+
+def _remove_pictures(folder: Path) -> None:
+    """Those of an earlier report, which had another number of runs."""
+    if (folder / _PAGE).is_file():
+        for path in folder.glob("scales*.png"):
+            if _PICTURE.fullmatch(path.name):
+                path.unlink()
+
+
+def _names(directories: Sequence[str | Path]) -> dict[str, Path]:
+    """Runs by what tells their folders apart, as TensorBoard on the folder above names them."""
+    paths = list(dict.fromkeys(Path(os.path.abspath(folder)) for folder in directories))
+    if len(paths) == 1:
+        return {"/".join(paths[0].parts[-2:]).lstrip("/"): paths[0]}
+    common = os.path.commonpath(paths)
+    return {os.path.relpath(path, common): path for path in paths}
 
 
 def write_figure(run: RunScales, path: Path, title: str) -> None:

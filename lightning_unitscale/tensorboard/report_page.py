@@ -16,10 +16,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-import numpy as np
-
 from lightning_unitscale.tensorboard import responses
-from lightning_unitscale.tensorboard.history import RunScales, kept_steps, merge_orders
+from lightning_unitscale.tensorboard.history import RunScales, kept_steps
 from lightning_unitscale.tensorboard.table import Array
 
 _ROW: Final = 18
@@ -93,8 +91,7 @@ def _arc(source: int, target: int) -> str:
 def _box(x: float, y: float, value: float) -> str:
     if math.isnan(value):
         return ""
-    # Adding zero takes the sign off a zero.
-    text = "zero" if math.isinf(value) else f"{round(value, 1) + 0.0:.1f}"
+    text = "zero" if math.isinf(value) else f"{value:z.1f}"
     text = text.replace("-", "\N{MINUS SIGN}")
     red, green, blue = _WARM if value > 0 else _COLD
     strength = 0.0 if math.isinf(value) else min(abs(value) / _FULL_COLOUR, 1.0)
@@ -201,13 +198,8 @@ def _table_section(name: str, table: str, run: RunScales) -> str:
 def _graph_section(name: str, run: RunScales) -> str:
     """The last step as a graph, folded."""
     histories = {direction: run.history(direction) for direction in run.directions}
-    names = merge_orders(history.names for history in histories.values())
-    inputs = run.inputs()
-    columns: dict[str, Array] = {}
-    for direction, history in histories.items():
-        last = dict(zip(history.names, history.log2_rms[-1].tolist(), strict=True))
-        columns[direction] = np.array([last.get(tensor, np.nan) for tensor in names])
-    picture = graph_svg(names, [inputs.get(tensor, ()) for tensor in names], columns)
+    columns: dict[str, Array] = {way: history.log2_rms[-1] for way, history in histories.items()}
+    picture = graph_svg(run.names, [run.inputs.get(name, ()) for name in run.names], columns)
     step = max(int(history.steps[-1]) for history in histories.values())
     title = f"{name}: the graph of step {step}, with log2 RMS of the stored tensors"
     return f"<details><summary>{html.escape(title)}</summary>\n{picture}\n</details>"
@@ -246,10 +238,10 @@ def _answers(runs: Mapping[str, RunScales]) -> Iterator[tuple[str, bytes]]:
         yield _key("alerts", name), responses.alerts_json(run.alerts())
         last_steps = {}
         for direction in run.directions:
-            history = run.history(direction).thinned(_MOST_STEPS)
+            history = run.history(direction, _MOST_STEPS)
             last_steps[direction] = int(history.steps[-1])
             yield _key("scales", name, direction), responses.scales_frame(history)
-            fractions = run.fractions(direction).thinned(_MOST_STEPS)
+            fractions = run.fractions(direction, _MOST_STEPS)
             for column, tensor in enumerate(history.names):
                 counts = run.exponents(direction, tensor)
                 steps = list(counts)
