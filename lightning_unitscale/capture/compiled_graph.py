@@ -5,59 +5,30 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
-from lightning_unitscale.capture.settings import StepSettings
 from lightning_unitscale.dynamo import capture
 from lightning_unitscale.dynamo.backend import REWRITE
 from lightning_unitscale.dynamo.capture import CapturedGraph, Executor
 from lightning_unitscale.dynamo.graphs import copy_graph_module
 from lightning_unitscale.graph.aliasing import find_effects
 from lightning_unitscale.graph.decompose import expand_composites
-from lightning_unitscale.graph.nodes import Names
 from lightning_unitscale.graph.passes import Phase, Run, StepGraph, run_passes
 from lightning_unitscale.graph.regions import PRODUCTS, Places
+
+if TYPE_CHECKING:
+    from lightning_unitscale.capture.captured_step import CapturedStep
 
 # Runs a graph in its place, on the inputs of a call.
 Interpreter = Callable[["CompiledGraph", tuple[Any, ...]], Any]
 
 
-class StepState:
-    """What the graphs of one step know of it.
-
-    Args:
-        owner: The settings of the module's steps.
-        name: The method.
-
-    Attributes:
-        names: Names of the tensors: a step's own, so that a validation before the training does not
-            change them.
-        graphs: What was captured.
-        interpreter: Runs the graphs in their place, if there is one.
-        is_rehearsing: Whether nothing that the step does is to remain.
-        num_graph_calls: Calls of graphs in the last call of the step.
-    """
-
-    def __init__(self, owner: StepSettings, name: str) -> None:
-        self.owner = owner
-        self.name = name
-        self.interpreter: Interpreter | None = None
-        self.is_rehearsing = False
-        self.forget()
-
-    def forget(self) -> None:
-        """Forget what was captured."""
-        self.names = Names()
-        self.graphs: list[CompiledGraph] = []
-        self.num_graph_calls = 0
-
-
 class GraphBackend:
     """What Dynamo calls with each graph; it must not keep the module alive by itself."""
 
-    def __init__(self, step: weakref.ref[StepState], executor: Executor) -> None:
+    def __init__(self, step: weakref.ref[CapturedStep], executor: Executor) -> None:
         self.step = step
         self.executor = executor
 
@@ -79,7 +50,7 @@ class _GraphOfEachModule:
     the parameters as inputs; but the scales of the tensors are each layer's own.
     """
 
-    def __init__(self, step: StepState, captured: CapturedGraph, executor: Executor) -> None:
+    def __init__(self, step: CapturedStep, captured: CapturedGraph, executor: Executor) -> None:
         self._step = weakref.ref(step)
         self._captured = captured
         self._executor = executor
@@ -112,7 +83,7 @@ class _GraphOfEachModule:
             self._by_roots[roots] = self._new_graph(step, captured)
         return self._by_roots[roots]
 
-    def _new_graph(self, step: StepState, captured: CapturedGraph) -> CompiledGraph:
+    def _new_graph(self, step: CapturedStep, captured: CapturedGraph) -> CompiledGraph:
         graph = CompiledGraph(step, captured, self._executor)
         step.graphs.append(graph)
         return graph
@@ -127,7 +98,7 @@ class CompiledGraph:
         num_rewrites: How often what was rewritten has been forgotten.
     """
 
-    def __init__(self, step: StepState, captured: CapturedGraph, executor: Executor) -> None:
+    def __init__(self, step: CapturedStep, captured: CapturedGraph, executor: Executor) -> None:
         self._step = weakref.ref(step)
         self.executor = executor
         self.index = len(step.graphs)
@@ -196,13 +167,15 @@ class CompiledGraph:
         assert step is not None
         return self._rewrite(step, observed=False, out_of_place=True)
 
-    def _copied(self, step: StepState, observed: bool) -> StepGraph:
+    def _copied(self, step: CapturedStep, observed: bool) -> StepGraph:
         base = copy_graph_module(self.base)
         graph = StepGraph(base, observed=observed, step=step.name)
         graph.notes[PRODUCTS] = Places(graph).operands_and_products()
         return graph
 
-    def _rewrite(self, step: StepState, observed: bool, *, out_of_place: bool = False) -> StepGraph:
+    def _rewrite(
+        self, step: CapturedStep, observed: bool, *, out_of_place: bool = False
+    ) -> StepGraph:
         graph = self._copied(step, observed)
         step.owner.records += run_passes(
             graph,
@@ -213,7 +186,7 @@ class CompiledGraph:
         )
         return graph
 
-    def _build(self, step: StepState, observed: bool) -> Variant:
+    def _build(self, step: CapturedStep, observed: bool) -> Variant:
         graph = self._rewrite(step, observed)
         inputs = graph.example_inputs(self._example_inputs)
         partition_fn = step.owner.partition_fn

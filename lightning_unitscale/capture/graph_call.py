@@ -10,14 +10,17 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from lightning_unitscale.capture.compiled_graph import CompiledGraph, Interpreter, StepState
+from lightning_unitscale.capture.compiled_graph import CompiledGraph, Interpreter
 from lightning_unitscale.capture.rollback import restorers_of
 from lightning_unitscale.graph.aliasing import memory_roots, written_arguments
+
+if TYPE_CHECKING:
+    from lightning_unitscale.capture.captured_step import CapturedStep
 
 
 class NotOneGraphError(Exception):
@@ -48,7 +51,7 @@ class GraphCall:
         inputs: What the call gives it: parameters and buffers as well.
     """
 
-    step: StepState
+    step: CapturedStep
     graph: CompiledGraph
     inputs: tuple[Any, ...]
 

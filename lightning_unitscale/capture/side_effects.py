@@ -149,8 +149,9 @@ class UntracedCalls:
         self._calls: dict[tuple[int, str], _Untraced] = {}
 
     @contextlib.contextmanager
-    def replaced(self) -> Iterator[None]:
+    def replaced(self, *, is_rehearsing: bool = False) -> Iterator[None]:
         """Within this context the methods run untraced; the real ones are back afterwards."""
+        self.is_rehearsing = is_rehearsing
         with contextlib.ExitStack() as stack:
             for target, name, *rehearsed in self._find():
                 call = self._calls.setdefault((id(target), name), _Untraced(target, self))
