@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lightning_unitscale.capture.compiled_graph import CompiledGraph, GraphBackend, Interpreter
-from lightning_unitscale.capture.graph_call import (
+from lightning_unitscale.capture.compiled_graph import (
+    CompiledGraph,
+    GraphBackend,
     GraphCall,
     GraphReached,
+    Interpreter,
     NotOneGraphError,
     stop_at_graph,
 )
@@ -43,9 +45,7 @@ if TYPE_CHECKING:
 _MANY_CAPTURES = 16
 # Blocks within which autograd does not save tensors as usual.
 _SAVING = ("saved_tensors_hooks", "save_on_cpu")
-_DEPLOYED = (
-    "a plain module; take what lightning_unitscale.transforms.deploy(module, *example_args) returns"
-)
+_DEPLOYED = "a plain module; take transforms.deploy(module, *example_args)"
 _NO_REASON = "no tensor operation in it, or a loop breaks the graph and Dynamo passes over it all"
 
 

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_unitscale.capture.captured_step import CapturedStep
-from lightning_unitscale.capture.compiled_graph import Interpreter
-from lightning_unitscale.capture.graph_call import NotOneGraphError
+from lightning_unitscale.capture.compiled_graph import Interpreter, NotOneGraphError
 from lightning_unitscale.capture.rollback import detached_copy, find_once_only, restoring
 from lightning_unitscale.graph.nodes import tensors_in
 from lightning_unitscale.lossless.calibrate import (
