@@ -243,9 +243,9 @@ MUTATIONS = (
     ),
     Mutation(
         "a tensor is written out of place although a view of it is read later",
-        "graph/functionalize.py",
-        "return owns_result(node) and not any(looks_into(user, node) for user in earlier)",
-        "return owns_result(node)",
+        "graph/aliasing.py",
+        "return is_fresh and not any(_looks_into(user, node) for user in earlier)",
+        "return is_fresh",
         "graph/test_functionalize.py",
     ),
     Mutation(

@@ -8,18 +8,19 @@ import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lightning_unitscale.capture.compiled_graph import GraphBackend, Interpreter, StepState
-from lightning_unitscale.capture.graph_call import (
+from lightning_unitscale.capture.compiled_graph import (
+    CompiledGraph,
+    GraphBackend,
     GraphCall,
     GraphReached,
+    Interpreter,
     NotOneGraphError,
     stop_at_graph,
 )
-from lightning_unitscale.capture.settings import StepSettings, not_to_be_pickled
 from lightning_unitscale.capture.side_effects import Postponed, UntracedCalls, plain_forward
 from lightning_unitscale.dynamo import capture
 from lightning_unitscale.dynamo.breaks import (
@@ -35,27 +36,46 @@ from lightning_unitscale.dynamo.breaks import (
 from lightning_unitscale.dynamo.capture import Executor
 from lightning_unitscale.dynamo.patches import kept_whole, opened_layers
 from lightning_unitscale.functional.scale import is_transforming
+from lightning_unitscale.graph.nodes import Names
+
+if TYPE_CHECKING:
+    from lightning_unitscale.capture.steps import ModuleSteps
 
 # Calls that captured something, after which somebody should know.
 _MANY_CAPTURES = 16
 # Blocks within which autograd does not save tensors as usual.
 _SAVING = ("saved_tensors_hooks", "save_on_cpu")
+_DEPLOYED = "a plain module; take transforms.deploy(module, *example_args)"
 _NO_REASON = "no tensor operation in it, or a loop breaks the graph and Dynamo passes over it all"
 
-# Called with the step and the arguments of the call that is about to be made.
-BeforeCall = Callable[["CapturedStep", tuple[Any, ...], dict[str, Any]], None]
 
+class CapturedStep:
+    """Stands in for one method of a module: the same call, run as rewritten graphs.
 
-class CapturedStep(StepState):
-    """Stands in for one method of a module: the same call, run as rewritten graphs."""
+    Args:
+        owner: The captured steps of the module.
+        name: The method.
 
-    def __init__(self, owner: StepSettings, name: str) -> None:
-        super().__init__(owner, name)
+    Attributes:
+        names: Names of the tensors: a step's own, so that a validation before the training does not
+            change them.
+        graphs: What was captured.
+        interpreter: Runs the graphs in their place, if there is one.
+        is_rehearsing: Whether nothing that the step does is to remain.
+        num_graph_calls: Calls of graphs in the last call of the step.
+        before_call: Called with the step and the arguments of a call that is about to be made.
+        before_rehearsal: Called with the arguments of a rehearsal that is about to begin.
+    """
+
+    def __init__(self, owner: ModuleSteps, name: str) -> None:
+        self.owner = owner
+        self.name = name
         self.__wrapped__ = owner.original(name)
         self.__name__ = name
         self.__doc__ = self.__wrapped__.__doc__
-        self.before_call: BeforeCall | None = None
-        # Called with the arguments of a rehearsal that is about to begin.
+        self.interpreter: Interpreter | None = None
+        self.is_rehearsing = False
+        self.before_call: Callable[..., None] | None = None
         self.before_rehearsal: Callable[..., None] | None = None
         self.reset()
 
@@ -67,15 +87,19 @@ class CapturedStep(StepState):
 
     def reset(self) -> None:
         """Forget what was captured."""
-        self.forget()
+        self.names = Names()
+        self.graphs: list[CompiledGraph] = []
         self.graph_breaks: list[str] = []
+        self.num_graph_calls = 0
         self._num_captures = 0
         self._warned = False
         self._running: Executor = "eager"
         self._callables: dict[Executor, Callable[..., Any]] = {}
         self._backends: dict[Executor, GraphBackend] = {}
-        self._postponed: Postponed | None = None
-        self._untraced: UntracedCalls | None = None
+        self._postponed = Postponed(self.owner.module, self.__wrapped__, self.owner.defer)
+        self._untraced = UntracedCalls(
+            self.owner.find_untraced, lambda function: self._traced(self._running, function)
+        )
         self._flags: list[bool] = []
         # Class of an input for which the call runs as it is.
         self._refused: str | None = None
@@ -98,8 +122,7 @@ class CapturedStep(StepState):
         result = self._run(executor, args, kwargs)
         for graph_pass in passes:
             graph_pass.after_step(self.owner.module, result)
-        if self._postponed is not None:
-            self._postponed.replay()
+        self._postponed.replay()
         return result
 
     def rehearse(self, interpreter: Interpreter, *args: Any, **kwargs: Any) -> Any:
@@ -110,17 +133,23 @@ class CapturedStep(StepState):
             *args: Arguments of the call.
             **kwargs: Its keyword arguments.
         """
+        with self._rehearsing(interpreter, args, kwargs):
+            return self._run("eager", args, kwargs)
+
+    @contextlib.contextmanager
+    def _rehearsing(
+        self, interpreter: Interpreter, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Iterator[None]:
         previous, self.interpreter = self.interpreter, interpreter
         self.is_rehearsing = True
         try:
             if self.before_rehearsal is not None:
                 self.before_rehearsal(*args, **kwargs)
-            return self._run("eager", args, kwargs)
+            yield
         finally:
             self.interpreter = previous
             self.is_rehearsing = False
-            if self._postponed is not None:
-                self._postponed.discard()
+            self._postponed.discard()
 
     def graph_call(self, *args: Any, **kwargs: Any) -> GraphCall:
         """The graph that a call would run, with its inputs; nothing of the step has run then.
@@ -137,21 +166,18 @@ class CapturedStep(StepState):
         if self.graph_breaks:
             raise NotOneGraphError(joined_reasons(self.graph_breaks))
         num_breaks = num_graph_breaks()
-        previous, self.interpreter = self.interpreter, stop_at_graph
-        self.is_rehearsing = True
         try:
-            if self.before_rehearsal is not None:
-                self.before_rehearsal(*args, **kwargs)
-            with self._capturing("eager", passes_over=False):
+            with (
+                self._rehearsing(stop_at_graph, args, kwargs),
+                self._capturing("eager", passes_over=False),
+                capture.no_graph_breaks(),
+            ):
                 if not_followed((args, kwargs)) is not None:
                     raise NotOneGraphError("Dynamo does not follow the class of its inputs")
-                with capture.no_graph_breaks():
-                    self._compiled("eager")(*args, **kwargs)
+                self._compiled("eager")(*args, **kwargs)
         except GraphReached as reached:
             # A break that the user asks for is no error.
-            if breaks := graph_breaks_since(num_breaks):
-                self.graph_breaks += breaks
-                self.owner.graph_breaks += breaks
+            if breaks := self._note_breaks_since(num_breaks):
                 raise NotOneGraphError(joined_reasons(breaks)) from None
             return GraphCall(self, reached.graph, reached.inputs)
         except NotOneGraphError:
@@ -161,11 +187,6 @@ class CapturedStep(StepState):
             if is_of_dynamo(inner):
                 raise NotOneGraphError(reason_of(inner)) from None
             raise inner from None
-        finally:
-            self.interpreter = previous
-            self.is_rehearsing = False
-            if self._postponed is not None:
-                self._postponed.discard()
         raise NotOneGraphError(_NO_REASON)
 
     def replay(self, interpreter: Interpreter, *args: Any, **kwargs: Any) -> Any:
@@ -181,8 +202,7 @@ class CapturedStep(StepState):
             result = self._run("eager", args, kwargs)
         finally:
             self.interpreter = previous
-        if self._postponed is not None:
-            self._postponed.replay()
+        self._postponed.replay()
         return result
 
     def invalidate(self) -> None:
@@ -201,7 +221,7 @@ class CapturedStep(StepState):
         return owner.steps[self.name]
 
     def __reduce__(self) -> Any:
-        raise not_to_be_pickled(self.owner.module, self.name)
+        raise self.owner.not_to_be_pickled(self.name)
 
     def _run(self, executor: Executor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if torch.compiler.is_compiling():
@@ -215,7 +235,10 @@ class CapturedStep(StepState):
             with self._capturing(executor, passes_over=passes_over):
                 self._refused = not_followed((args, kwargs))
                 if self._refused is not None:
-                    self._refuse_under_rules()
+                    self._refuse_under_rules(
+                        f"Dynamo does not follow a {self._refused}: it would be another model",
+                        "plain tensors; hand it image.as_subclass(torch.Tensor)",
+                    )
                     result = self.__wrapped__(*args, **kwargs)
                 else:
                     result = self._compiled(executor)(*args, **kwargs)
@@ -226,13 +249,10 @@ class CapturedStep(StepState):
             if inner is error:
                 raise
             raise inner from None
-        assert self._postponed is not None
         if not self.num_graph_calls and is_watched():
             # Dynamo passes over a step under such a mode, and ever after, if it is not told.
             capture.forget(self.__wrapped__)
-        breaks = graph_breaks_since(num_breaks)
-        self.graph_breaks += breaks
-        self.owner.graph_breaks += breaks
+        breaks = self._note_breaks_since(num_breaks)
         if result is not None or not self._postponed.is_empty:
             # Otherwise the step has skipped this batch.
             self._warn_if_nothing_ran()
@@ -242,19 +262,17 @@ class CapturedStep(StepState):
             self._warn_of_captures()
         return result
 
+    def _note_breaks_since(self, count: int) -> list[str]:
+        breaks = graph_breaks_since(count)
+        self.graph_breaks += breaks
+        self.owner.graph_breaks += breaks
+        return breaks
+
     @contextlib.contextmanager
     def _capturing(self, executor: Executor, *, passes_over: bool) -> Iterator[None]:
         """Within this context a call of the step is captured, or finds what was captured."""
         if capture.MISSES_THAWING:
             self._forget_if_thawed()
-        if self._postponed is None:
-            self._postponed = Postponed(self.owner.module, self.__wrapped__, self.owner.defer)
-            self._untraced = UntracedCalls(
-                self.owner.find_untraced,
-                lambda function: self._traced(self._running, function),
-            )
-        assert self._untraced is not None
-        self._untraced.is_rehearsing = self.is_rehearsing
         self.num_graph_calls = 0
         self._running = executor
         begin_step = getattr(self.owner.partition_fn, "begin_step", None)
@@ -266,14 +284,13 @@ class CapturedStep(StepState):
             opened_layers(self.owner.changes_numbers(self.name)),
             plain_forward(self.owner.module),
             self._postponed.recording(),
-            self._untraced.replaced(),
+            self._untraced.replaced(is_rehearsing=self.is_rehearsing),
         ):
             yield
 
     def _after_error(self, error: Exception) -> BaseException:
         """Forget what was captured, and say which error it was that Dynamo may have wrapped."""
-        if self._postponed is not None:
-            self._postponed.discard()
+        self._postponed.discard()
         # Dynamo never looks again at a frame in which an error was raised; the next call may.
         capture.forget(self.__wrapped__)
         self.reset()
@@ -292,11 +309,7 @@ class CapturedStep(StepState):
         if not self.owner.changes_function:
             return self.__wrapped__(*args, **kwargs)
         if torch.compiler.is_exporting():
-            raise RuntimeError(
-                f"{self._title} is unit-scaled by rules and "
-                "cannot be exported as it is; expected a plain module; export what "
-                "lightning_unitscale.transforms.deploy(module, *example_args) returns."
-            )
+            self._refuse_under_rules("cannot be exported as it is", _DEPLOYED)
         return torch.compiler.disable(self._run)(executor, args, kwargs)
 
     def _run_transformed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -304,13 +317,9 @@ class CapturedStep(StepState):
 
         Dynamo would do the same, and never look at the function again, with or without them.
         """
-        if self.owner.changes_function:
-            raise RuntimeError(
-                f"{self._title} is unit-scaled by rules and cannot run within a torch.func "
-                "transform, which nothing is captured in, so it would be another model; expected a "
-                "call outside of one; transform what lightning_unitscale.transforms.deploy(module, "
-                "*example_args) returns."
-            )
+        self._refuse_under_rules(
+            "cannot run within a torch.func transform, where it would be another model", _DEPLOYED
+        )
         self._warn_once(
             f"{self._title}: called within a torch.func transform, which no graph is captured "
             "in, so this call runs as it is, neither rewritten nor observed. Expected calls "
@@ -359,12 +368,11 @@ class CapturedStep(StepState):
             "traceable operation; keep printing, .item() and third-party calls out of the step."
         )
 
-    def _refuse_under_rules(self) -> None:
+    def _refuse_under_rules(self, why: str, expected: str) -> None:
+        """Raise an error if what would run in place of the graphs is another model."""
         if self.owner.changes_function:
             raise RuntimeError(
-                f"{self._title} is unit-scaled by rules and called with a {self._refused}, whose "
-                "operations Dynamo does not follow, so that it would be another model; expected "
-                "plain tensors; hand it image.as_subclass(torch.Tensor)."
+                f"{self._title} is unit-scaled by rules and {why}; expected {expected}."
             )
 
     def _warn_of_saving(self, graph_breaks: Sequence[str]) -> None:

@@ -1,62 +1,43 @@
-"""What Dynamo's captured graphs become: one compiled graph per module, with its variants."""
+"""What Dynamo's captured graphs become: one compiled graph per module, with its variants.
+
+Dynamo lets a frame's side effects follow the frame's graph. Whoever stops a step where its graph is
+called has the graph and its inputs, a :class:`GraphCall`, and nothing that the step does beside the
+graph was done: it can be measured on them as often as needed, and nothing of the user's Python has
+to be undone.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from torch import fx
+import torch
+from torch import Tensor, fx
 
-from lightning_unitscale.capture.settings import StepSettings
+from lightning_unitscale.capture.rollback import restorers_of
 from lightning_unitscale.dynamo import capture
 from lightning_unitscale.dynamo.capture import CapturedGraph, Executor
 from lightning_unitscale.dynamo.graphs import copy_graph_module
-from lightning_unitscale.graph.aliasing import find_effects
+from lightning_unitscale.graph.aliasing import find_effects, memory_roots, written_arguments
 from lightning_unitscale.graph.decompose import expand_composites
-from lightning_unitscale.graph.nodes import Names
 from lightning_unitscale.graph.passes import Phase, Run, StepGraph, run_passes
 from lightning_unitscale.graph.regions import PRODUCTS, Places
+
+if TYPE_CHECKING:
+    from lightning_unitscale.capture.captured_step import CapturedStep
 
 # Runs a graph in its place, on the inputs of a call.
 Interpreter = Callable[["CompiledGraph", tuple[Any, ...]], Any]
 
 
-class StepState:
-    """What the graphs of one step know of it.
-
-    Args:
-        owner: The settings of the module's steps.
-        name: The method.
-
-    Attributes:
-        names: Names of the tensors: a step's own, so that a validation before the training does not
-            change them.
-        graphs: What was captured.
-        interpreter: Runs the graphs in their place, if there is one.
-        is_rehearsing: Whether nothing that the step does is to remain.
-        num_graph_calls: Calls of graphs in the last call of the step.
-    """
-
-    def __init__(self, owner: StepSettings, name: str) -> None:
-        self.owner = owner
-        self.name = name
-        self.interpreter: Interpreter | None = None
-        self.is_rehearsing = False
-        self.forget()
-
-    def forget(self) -> None:
-        """Forget what was captured."""
-        self.names = Names()
-        self.graphs: list[CompiledGraph] = []
-        self.num_graph_calls = 0
-
-
 class GraphBackend:
     """What Dynamo calls with each graph; it must not keep the module alive by itself."""
 
-    def __init__(self, step: weakref.ref[StepState], executor: Executor) -> None:
+    def __init__(self, step: weakref.ref[CapturedStep], executor: Executor) -> None:
         self.step = step
         self.executor = executor
 
@@ -78,7 +59,7 @@ class _GraphOfEachModule:
     the parameters as inputs; but the scales of the tensors are each layer's own.
     """
 
-    def __init__(self, step: StepState, captured: CapturedGraph, executor: Executor) -> None:
+    def __init__(self, step: CapturedStep, captured: CapturedGraph, executor: Executor) -> None:
         self._step = weakref.ref(step)
         self._captured = captured
         self._executor = executor
@@ -111,7 +92,7 @@ class _GraphOfEachModule:
             self._by_roots[roots] = self._new_graph(step, captured)
         return self._by_roots[roots]
 
-    def _new_graph(self, step: StepState, captured: CapturedGraph) -> CompiledGraph:
+    def _new_graph(self, step: CapturedStep, captured: CapturedGraph) -> CompiledGraph:
         graph = CompiledGraph(step, captured, self._executor)
         step.graphs.append(graph)
         return graph
@@ -126,7 +107,7 @@ class CompiledGraph:
         num_rewrites: How often what was rewritten has been forgotten.
     """
 
-    def __init__(self, step: StepState, captured: CapturedGraph, executor: Executor) -> None:
+    def __init__(self, step: CapturedStep, captured: CapturedGraph, executor: Executor) -> None:
         self._step = weakref.ref(step)
         self.executor = executor
         self.index = len(step.graphs)
@@ -195,13 +176,15 @@ class CompiledGraph:
         assert step is not None
         return self._rewrite(step, observed=False, out_of_place=True)
 
-    def _copied(self, step: StepState, observed: bool) -> StepGraph:
+    def _copied(self, step: CapturedStep, observed: bool) -> StepGraph:
         base = copy_graph_module(self.base)
         graph = StepGraph(base, observed=observed, step=step.name)
         graph.notes[PRODUCTS] = Places(graph).operands_and_products()
         return graph
 
-    def _rewrite(self, step: StepState, observed: bool, *, out_of_place: bool = False) -> StepGraph:
+    def _rewrite(
+        self, step: CapturedStep, observed: bool, *, out_of_place: bool = False
+    ) -> StepGraph:
         graph = self._copied(step, observed)
         step.owner.records += run_passes(
             graph,
@@ -212,7 +195,7 @@ class CompiledGraph:
         )
         return graph
 
-    def _build(self, step: StepState, observed: bool) -> Variant:
+    def _build(self, step: CapturedStep, observed: bool) -> Variant:
         graph = self._rewrite(step, observed)
         inputs = graph.example_inputs(self._example_inputs)
         partition_fn = step.owner.partition_fn
@@ -248,3 +231,92 @@ class Variant:
         for sink, value in zip(self._sinks, outputs[count:], strict=True):
             sink(value)
         return tuple(outputs[:count])
+
+
+class NotOneGraphError(Exception):
+    """A call of a step is not one graph; says why."""
+
+
+class GraphReached(BaseException):
+    """Raised in place of a graph's run; no ``except Exception`` of a user's sees it."""
+
+    def __init__(self, graph: CompiledGraph, inputs: tuple[Any, ...]) -> None:
+        super().__init__()
+        self.graph = graph
+        self.inputs = inputs
+
+
+def stop_at_graph(graph: CompiledGraph, inputs: tuple[Any, ...]) -> Any:
+    """The interpreter that runs no graph, but raises."""
+    raise GraphReached(graph, inputs)
+
+
+@dataclass(frozen=True)
+class GraphCall:
+    """The one graph that a call of a step runs.
+
+    Attributes:
+        step: The step.
+        graph: The graph.
+        inputs: What the call gives it: parameters and buffers as well.
+    """
+
+    step: CapturedStep
+    graph: CompiledGraph
+    inputs: tuple[Any, ...]
+
+    @property
+    def differentiable(self) -> list[int]:
+        """Positions among the graph's outputs of tensors with a gradient, each tensor once."""
+        nodes: Any = self.graph.base.graph.output_node().args[0]
+        positions: dict[Any, int] = {}
+        for position, node in enumerate(nodes):
+            example = getattr(node, "meta", {}).get("example_value")
+            if isinstance(example, Tensor) and example.requires_grad:
+                positions.setdefault(node, position)
+        return list(positions.values())
+
+    @contextlib.contextmanager
+    def rehearsing(self) -> Iterator[tuple[Callable[[Interpreter], Any], tuple[Any, ...]]]:
+        """Within this context the graph may run; afterwards nothing of that has happened.
+
+        Covered: torch's random states, and the memory of inputs that the graph writes into.
+
+        Yields:
+            What runs the graph with an interpreter, and the inputs, with which a backward pass
+            ends.
+        """
+        inputs = tuple(_leaf(value) for value in self.inputs)
+        restorers = [restore for value in self._written(inputs) for restore in restorers_of(value)]
+        devices = {value.device for value in inputs if isinstance(value, Tensor)}
+        was_rehearsing, self.step.is_rehearsing = self.step.is_rehearsing, True
+        with (
+            torch.random.fork_rng([device for device in devices if device.type == "cuda"]),
+            torch.set_grad_enabled(torch.is_grad_enabled()),
+        ):
+            try:
+                yield lambda interpreter: interpreter(self.graph, inputs), inputs
+            finally:
+                self.step.is_rehearsing = was_rehearsing
+                for restore in restorers:
+                    restore()
+
+    def _written(self, inputs: Sequence[Any]) -> Iterator[Any]:
+        """The inputs that the graph may write into: parameters only if an operation says so.
+
+        Kernels of normalisation layers write into running statistics, and their schemas are silent.
+        """
+        graph = self.graph.base.graph
+        roots = memory_roots(graph)
+        mutated = {roots[target] for node in graph.nodes for target in written_arguments(node)}
+        placeholders = graph.find_nodes(op="placeholder")
+        for node, origin, value in zip(placeholders, self.graph.inputs, inputs, strict=True):
+            if origin.kind != "parameter" or roots[node] in mutated:
+                yield value
+
+
+def _leaf(value: Any) -> Any:
+    """The same tensor without what has computed it, through which no backward pass may go."""
+    if not isinstance(value, Tensor) or value.is_leaf:
+        return value
+    return value.detach().requires_grad_()

@@ -7,6 +7,7 @@ import inspect
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
+from itertools import pairwise
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -106,21 +107,14 @@ def _methods(module: nn.Module, own: Collection[str]) -> dict[str, list[Function
 
 def _mentions(code: CodeType) -> Iterator[tuple[str, bool]]:
     """Attributes that a piece of code names, and whether only to append to them."""
-    instructions = [
-        instruction
-        for instruction in dis.get_instructions(code)
-        if instruction.opname not in _PASSED_OVER
-    ]
-    for index, instruction in enumerate(instructions):
+    instructions = [each for each in dis.get_instructions(code) if each.opname not in _PASSED_OVER]
+    # The last returns.
+    for instruction, after in pairwise(instructions):
         if instruction.opname.endswith(("_ATTR", "LOAD_METHOD")):
-            after = instructions[index + 1] if index + 1 < len(instructions) else None
-            yield (
-                str(instruction.argval),
-                instruction.opname == "LOAD_ATTR"
-                and after is not None
-                and after.opname in ("LOAD_ATTR", "LOAD_METHOD")
-                and after.argval in _GROWS,
+            is_appended = instruction.opname == "LOAD_ATTR" and (
+                after.opname in ("LOAD_ATTR", "LOAD_METHOD") and after.argval in _GROWS
             )
+            yield str(instruction.argval), is_appended
     # For ``getattr`` and the like.
     yield from ((constant, False) for constant in code.co_consts if isinstance(constant, str))
 

@@ -6,11 +6,11 @@ import contextlib
 import copy
 import functools
 import io
-import operator
 import queue
 import random
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -39,43 +39,65 @@ def restoring(module: nn.Module, *, parameters: bool = True) -> Iterator[None]:
         parameters: Whether to put back the numbers of parameters, which takes a copy of them, and
             gradients, which the step begins without. A step that runs no graph changes none.
     """
-    tensors = (*module.parameters(), *module.buffers())
-    accelerators = [
-        device for device in {tensor.device for tensor in tensors} if device.type == "cuda"
-    ]
-    changing = list(module.parameters()) if parameters else []
-    gradients = [(parameter, parameter.grad) for parameter in changing]
-    numbers = [(param, _Parameter(param)) for param in changing if _has_numbers(param)]
-    attributes = [(vars(owner), _own_attributes(owner)) for owner in module.modules()]
-    kinds = [(owner, type(owner)) for owner in module.modules()]
-    lazy = [_Lazy(tensor) for tensor in tensors if is_lazy(tensor)]
-    contents = [restore for _, value in held_values(module) for restore in restorers_of(value)]
-    python_state, numpy_state = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=accelerators):
-        try:
+    devices = {tensor.device for tensor in (*module.parameters(), *module.buffers())}
+    with contextlib.ExitStack() as undo:
+        undo.enter_context(
+            torch.random.fork_rng([device for device in devices if device.type == "cuda"])
+        )
+        for restore in _restorers(module, parameters=parameters):
+            undo.callback(restore)
+        if parameters:
             # A backward pass in the step would add to a gradient in place.
-            for parameter, _ in gradients:
+            for parameter in module.parameters():
                 parameter.grad = None
-            yield
-        finally:
-            random.setstate(python_state)
-            np.random.set_state(numpy_state)
-            for current, saved in attributes:
-                for name in [name for name in current if name not in _REGISTERED]:
-                    del current[name]
-                current.update(saved)
-            for restore in contents:
-                restore()
-            for owner, kind in kinds:
-                # What its first call gives shapes changes its class.
-                if type(owner) is not kind:
-                    owner.__class__ = kind
-            for waiting in lazy:
-                waiting.restore()
-            for parameter, kept in numbers:
-                kept.restore(parameter)
-            for parameter, gradient in gradients:
-                parameter.grad = gradient
+        yield
+
+
+def _restorers(module: nn.Module, *, parameters: bool) -> Iterator[Callable[[], object]]:
+    yield functools.partial(random.setstate, random.getstate())
+    yield functools.partial(np.random.set_state, np.random.get_state())
+    for owner in module.modules():
+        yield functools.partial(_restore_module, owner, type(owner), _own_attributes(owner))
+    for _, value in held_values(module):
+        yield from restorers_of(value)
+    for tensor in (*module.parameters(), *module.buffers()):
+        if is_lazy(tensor):
+            yield functools.partial(_restore_lazy, tensor, type(tensor), tensor.data)
+    if not parameters:
+        return
+    for parameter in module.parameters():
+        yield functools.partial(setattr, parameter, "grad", parameter.grad)
+        # Not of what its first call gives a shape.
+        if not is_lazy(parameter) and parameter.device.type != "meta":
+            # On the host: on an accelerator a second copy may not fit.
+            numbers = parameter.detach().to("cpu", copy=True)
+            yield functools.partial(_restore_parameter, parameter, parameter.data, numbers)
+
+
+def _restore_module(module: nn.Module, kind: type, saved: dict[str, Any]) -> None:
+    attributes = vars(module)
+    for name in _own_attributes(module):
+        del attributes[name]
+    attributes.update(saved)
+    # The first call of a lazy module changes its class.
+    if type(module) is not kind:
+        module.__class__ = kind
+
+
+def _restore_lazy(tensor: Tensor, kind: type, data: Tensor) -> None:
+    """Let it wait for the first call again, which then draws the same numbers."""
+    if type(tensor) is not kind:
+        tensor.data = data
+        tensor.__class__ = kind
+
+
+def _restore_parameter(parameter: nn.Parameter, data: Tensor, saved: Tensor) -> None:
+    # A step may give it other storage; whoever shares the old one still has that.
+    if parameter.data_ptr() != data.data_ptr():
+        parameter.data = data
+    numbers = saved.to(parameter.device)
+    if not torch.equal(parameter.detach(), numbers):
+        parameter.data.copy_(numbers)
 
 
 def held_values(module: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -122,54 +144,16 @@ def _own_attributes(module: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in vars(module).items() if name not in _REGISTERED}
 
 
-def _has_numbers(parameter: nn.Parameter) -> bool:
-    """Whether there is something to put back: not in one that its first call gives a shape."""
-    return not is_lazy(parameter) and parameter.device.type != "meta"
-
-
-class _Parameter:
-    """The numbers of one parameter, on the host: on an accelerator a second copy may not fit."""
-
-    def __init__(self, parameter: nn.Parameter) -> None:
-        # A step may give it other storage; whoever shares the old one still has that.
-        self._data = parameter.data
-        self._numbers = parameter.detach().to("cpu", copy=True)
-
-    def restore(self, parameter: nn.Parameter) -> None:
-        """Put them back, if there are others now."""
-        if parameter.data_ptr() != self._data.data_ptr():
-            parameter.data = self._data
-        numbers = self._numbers.to(parameter.device)
-        if not torch.equal(parameter.detach(), numbers):
-            parameter.data.copy_(numbers)
-
-
-class _Lazy:
-    """A parameter or buffer that the first call of its module gives a shape and numbers."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
-        self._kind = type(tensor)
-        self._data = tensor.data
-
-    def restore(self) -> None:
-        """Let it wait for the first call again, which then draws the same numbers."""
-        if type(self._tensor) is not self._kind:
-            self._tensor.data = self._data
-            self._tensor.__class__ = self._kind
-
-
 def restorers_of(value: Any) -> Iterator[Callable[[], object]]:
     """What puts the contents of an object back, which others may hold as well.
 
     Nothing, for an object of a kind that is not covered.
     """
-    if isinstance(value, torch.Generator):
-        yield functools.partial(value.set_state, value.get_state())
+    if isinstance(value, (torch.Generator, np.random.RandomState)):
+        state: Any = value.get_state()
+        yield functools.partial(value.set_state, state)
     elif isinstance(value, random.Random):
         yield functools.partial(value.setstate, value.getstate())
-    elif isinstance(value, np.random.RandomState):
-        yield functools.partial(value.set_state, value.get_state())
     elif isinstance(value, np.random.Generator):
         generator = value.bit_generator
         yield functools.partial(setattr, generator, "state", generator.state)
@@ -181,12 +165,9 @@ def restorers_of(value: Any) -> Iterator[Callable[[], object]]:
     elif isinstance(value, np.ndarray):
         if value.flags.writeable:
             yield functools.partial(np.copyto, value, value.copy())
-    elif isinstance(value, (list, deque)):
-        yield functools.partial(_restore_sequence, value, list(value))
-    elif isinstance(value, set):
-        yield functools.partial(_restore_set, value, set(value))
-    elif isinstance(value, dict):
-        yield functools.partial(_restore_dict, value, dict(value))
+    elif isinstance(value, (list, deque, set, dict)):
+        kind = dict if isinstance(value, dict) else set if isinstance(value, set) else list
+        yield functools.partial(_restore_container, value, kind(value))
 
 
 def _restore_tensor(tensor: Tensor, saved: Tensor) -> None:
@@ -195,29 +176,15 @@ def _restore_tensor(tensor: Tensor, saved: Tensor) -> None:
             tensor.data.copy_(saved)
 
 
-# Containers that have not changed are not touched: other threads may be reading them.
+def _restore_container(container: Any, saved: Any) -> None:
+    # What has not changed is not touched: other threads may be reading it.
+    if _identities(container) != _identities(saved):
+        container.clear()
+        (container.extend if isinstance(saved, list) else container.update)(saved)
 
 
-def _restore_sequence(sequence: Any, saved: list[Any]) -> None:
-    if not _are_same(sequence, saved):
-        sequence.clear()
-        sequence.extend(saved)
-
-
-def _restore_set(elements: set[Any], saved: set[Any]) -> None:
-    if elements != saved:
-        elements.clear()
-        elements.update(saved)
-
-
-def _restore_dict(table: dict[Any, Any], saved: dict[Any, Any]) -> None:
-    if not (_are_same(table, saved) and _are_same(table.values(), saved.values())):
-        table.clear()
-        table.update(saved)
-
-
-def _are_same(current: Collection[Any], saved: Collection[Any]) -> bool:
-    return len(current) == len(saved) and all(map(operator.is_, current, saved))
+def _identities(container: Any) -> list[int]:
+    return list(map(id, chain(*container.items()) if isinstance(container, dict) else container))
 
 
 def detached_copy(value: Any) -> Any:

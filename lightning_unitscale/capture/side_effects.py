@@ -40,21 +40,20 @@ class Postponed:
     def __init__(self, module: nn.Module, step: Callable[..., Any], names: Sequence[str]) -> None:
         self._module = module
         self._step = step
-        self._calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
-        self._appended: list[tuple[str, Any]] = []
+        self._calls: list[_Call] = []
         # Kept, since Dynamo guards on them.
         self._methods = {
-            name: _CallRecorder(name, self._calls)
+            name: _Recorder(name, self._calls).record
             for name in names
             if callable(getattr(module, name, None))
         }
-        self._lists: dict[str, _ListRecorder] = {}
+        self._lists: dict[str, _Recorder] = {}
         self._names_of_lists: frozenset[str] = frozenset()
 
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to be done."""
-        return not (self._calls or self._appended)
+        return not self._calls
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
@@ -64,32 +63,36 @@ class Postponed:
         if names != self._names_of_lists:
             self._names_of_lists = names
             self._lists = {
-                name: self._lists.get(name) or _ListRecorder(name, self._appended)
+                name: self._lists.get(name) or _Recorder(name, self._calls)
                 for name in sorted(only_appended_to(self._module, self._step, names))
             }
-        methods = {name: recorder.record for name, recorder in self._methods.items()}
-        with shadowed(self._module, **methods, **self._lists):
+        with shadowed(self._module, **self._methods, **self._lists):
             yield
 
     def replay(self) -> None:
-        """Append what was appended, and make the recorded calls, in their order."""
-        appended, calls = list(self._appended), list(self._calls)
+        """Make the recorded calls, and append what was appended, in their order."""
+        calls = list(self._calls)
         self.discard()
-        for name, value in appended:
-            getattr(self._module, name).append(value)
         for name, args, kwargs in calls:
-            getattr(self._module, name)(*args, **kwargs)
+            target = getattr(self._module, name)
+            (target.append if isinstance(target, list) else target)(*args, **kwargs)
 
     def discard(self) -> None:
         """Forget it: the step was a rehearsal, or failed."""
-        self._appended.clear()
         self._calls.clear()
 
 
-class _CallRecorder:
-    """One object per method: Dynamo traces a plain append, and guards on nothing that changes."""
+# Name of a method, or of a list that its argument is appended to.
+_Call = tuple[str, tuple[Any, ...], dict[str, Any]]
 
-    def __init__(self, name: str, calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]]) -> None:
+
+class _Recorder:
+    """In place of a method, or of a list that is empty before every step.
+
+    Dynamo traces a plain append, and guards on nothing that changes.
+    """
+
+    def __init__(self, name: str, calls: list[_Call]) -> None:
         self.name = name
         self.calls = calls
 
@@ -97,20 +100,12 @@ class _CallRecorder:
         copied = tuple(_as_it_is(value) for value in args)
         self.calls.append((self.name, copied, {k: _as_it_is(value) for k, value in kwargs.items()}))
 
-
-class _ListRecorder:
-    """In place of a list: Dynamo traces a plain append to one that is empty before every step."""
-
-    def __init__(self, name: str, appended: list[tuple[str, Any]]) -> None:
-        self.name = name
-        self.appended = appended
-
     def append(self, value: Any) -> None:
-        self.appended.append((self.name, value))
+        self.calls.append((self.name, (value,), {}))
 
     def extend(self, values: Iterable[Any]) -> None:
         for value in values:
-            self.appended.append((self.name, value))
+            self.calls.append((self.name, (value,), {}))
 
 
 def _as_it_is(value: Any) -> Any:
@@ -149,8 +144,9 @@ class UntracedCalls:
         self._calls: dict[tuple[int, str], _Untraced] = {}
 
     @contextlib.contextmanager
-    def replaced(self) -> Iterator[None]:
+    def replaced(self, *, is_rehearsing: bool = False) -> Iterator[None]:
         """Within this context the methods run untraced; the real ones are back afterwards."""
+        self.is_rehearsing = is_rehearsing
         with contextlib.ExitStack() as stack:
             for target, name, *rehearsed in self._find():
                 call = self._calls.setdefault((id(target), name), _Untraced(target, self))

@@ -15,9 +15,14 @@ from tabulate import tabulate
 from torch import nn
 
 from lightning_unitscale.capture.captured_step import CapturedStep
-from lightning_unitscale.capture.settings import ATTRIBUTE, StepSettings, not_to_be_pickled
 from lightning_unitscale.capture.side_effects import Calls
-from lightning_unitscale.graph.passes import GraphPass, PassRecord
+from lightning_unitscale.dynamo.capture import Executor
+from lightning_unitscale.graph.passes import GraphPass, PassRecord, Phase
+
+# Where a module has its captured steps.
+ATTRIBUTE = "_captured_steps"
+EVALUATION_STEPS = ("validation_step", "test_step", "predict_step")
+LIGHTNING_STEPS = ("training_step", *EVALUATION_STEPS)
 
 
 def passes_table(records: Sequence[PassRecord]) -> str:
@@ -47,16 +52,12 @@ def breaks_list(graph_breaks: Sequence[str]) -> str:
     return f"{len(breaks)} graph breaks:\n{lines}\n  (TORCH_LOGS=graph_breaks says more of each)"
 
 
-EVALUATION_STEPS = ("validation_step", "test_step", "predict_step")
-LIGHTNING_STEPS = ("training_step", *EVALUATION_STEPS)
-
-
 def steps_of(module: nn.Module) -> ModuleSteps | None:
     """The captured steps of a module, or ``None`` when nothing was attached to it."""
     return module.__dict__.get(ATTRIBUTE)
 
 
-class ModuleSteps(StepSettings):
+class ModuleSteps:
     """The captured steps of one module with the passes that all of them share.
 
     Args:
@@ -65,6 +66,12 @@ class ModuleSteps(StepSettings):
         defer: Methods of the module whose calls are made after the step (``log``, ``log_dict``).
         untraced: Says which methods of which objects are no part of the model, though the step
             calls them (``optimizer.step``).
+
+    Attributes:
+        steps: The captured steps by name.
+        passes: Passes over every graph, in the order they were given.
+        records: What the passes did, graph by graph.
+        graph_breaks: Reasons of the graph breaks met while capturing.
     """
 
     def __init__(
@@ -75,11 +82,21 @@ class ModuleSteps(StepSettings):
         defer: Sequence[str] = (),
         untraced: Callable[[nn.Module], Calls] | None = None,
     ) -> None:
-        super().__init__(module, step_names, defer=defer, untraced=untraced)
-        self.steps: dict[str, CapturedStep] = {
-            name: CapturedStep(self, name) for name in step_names
-        }
+        self.module = module
+        self.defer = tuple(defer)
+        self.untraced = untraced
+        self.executor: Executor = "eager"
+        self.partition_fn: Any = None
+        self.passes: list[GraphPass] = []
+        self.records: list[PassRecord] = []
+        self.graph_breaks: list[str] = []
         self._owners: list[str] = []
+        self._observers: set[str] = set()
+        self._always_observed = False
+        self._shadowed = {
+            name: module.__dict__[name] for name in step_names if name in module.__dict__
+        }
+        self.steps = {name: CapturedStep(self, name) for name in step_names}
 
     @property
     def owners(self) -> tuple[str, ...]:
@@ -115,6 +132,91 @@ class ModuleSteps(StepSettings):
                     attributes[name] = self._shadowed[name]
         self.reset()
 
+    @property
+    def changes_function(self) -> bool:
+        """Whether a pass makes the steps compute something else than the user's own code."""
+        return any(graph_pass.phase is Phase.REPARAMETRIZE for graph_pass in self.passes)
+
+    def changes_numbers(self, step: str) -> bool:
+        """Whether a step is to give other numbers than the user's own code, on purpose.
+
+        Changes of units are lossless and probes only look; rules and formats change results.
+        """
+        rounds = (graph_pass.phase.rounds for graph_pass in self.passes if graph_pass.runs_in(step))
+        return self.changes_function or any(rounds)
+
+    def add_pass(self, graph_pass: GraphPass) -> None:
+        """Add a pass; every graph is recaptured before its next run."""
+        self.passes.append(graph_pass)
+        self.reset()
+
+    def use_executor(self, executor: Executor) -> None:
+        """Run the graphs by another executor from now on."""
+        if executor != self.executor:
+            self.executor = executor
+            self.reset()
+
+    def partition_by(self, partition_fn: Any) -> None:
+        """Split forward and backward graphs by ``partition_fn`` from now on, or as torch does.
+
+        The eager executor, which leaves that to autograd, gives way to ``"aot_eager"``.
+        """
+        self.partition_fn = partition_fn
+        if partition_fn is not None and self.executor == "eager":
+            self.executor = "aot_eager"
+        elif partition_fn is None and self.executor == "aot_eager":
+            self.executor = "eager"
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget every captured graph."""
+        self.records.clear()
+        self.graph_breaks.clear()
+        for step in self.steps.values():
+            step.reset()
+
+    def observe(self, owner: str, wanted: bool, *, always: bool = False) -> None:
+        """Say whether ``owner`` wants the next steps to run the variant that carries probes.
+
+        Args:
+            owner: Name of the callback or transform.
+            wanted: Whether it wants the next step to.
+            always: Whether every step shall; the plain variant is then never compiled.
+        """
+        self._always_observed |= always
+        if wanted or always:
+            self._observers.add(owner)
+        else:
+            self._observers.discard(owner)
+
+    def variants(self) -> tuple[bool, ...]:
+        """Which variants a compiled graph needs: plain, observed, or both."""
+        if self._always_observed:
+            return (True,)
+        return (False, True) if any(graph_pass.observes for graph_pass in self.passes) else (False,)
+
+    @property
+    def observed(self) -> bool:
+        """Whether anybody wants the next step to carry probes."""
+        return bool(self._observers)
+
+    def find_untraced(self) -> Calls:
+        """Methods of objects that the next step shall call outside of Dynamo."""
+        return () if self.untraced is None else self.untraced(self.module)
+
+    def original(self, name: str) -> Callable[..., Any]:
+        """The user's own method, unwrapped."""
+        if name in self._shadowed:
+            shadowed: Callable[..., Any] = self._shadowed[name]
+            return shadowed
+        method: Callable[..., Any] = getattr(type(self.module), name).__get__(self.module)
+        return method
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether these are the steps that the module has now."""
+        return self.module.__dict__.get(ATTRIBUTE) is self
+
     def explain(self) -> str:
         """A table of every pass over every graph, and the graph breaks with their reasons."""
         parts = [passes_table(self.records), breaks_list(self.graph_breaks)]
@@ -125,16 +227,10 @@ class ModuleSteps(StepSettings):
         """A copy for the copied module: the same passes, nothing captured yet."""
         new = object.__new__(type(self))
         memo[id(self)] = new
-        new.module = copy.deepcopy(self.module, memo)
-        new.defer = self.defer
-        new.untraced = self.untraced
-        new.executor = self.executor
-        new.partition_fn = copy.deepcopy(self.partition_fn, memo)
-        new.passes = copy.deepcopy(self.passes, memo)
-        new.records, new.graph_breaks = [], []
+        vars(new).update(vars(self), records=[], graph_breaks=[], _owners=list(self._owners))
         new._observers = set(self._observers)
-        new._always_observed = self._always_observed
-        new._shadowed = copy.deepcopy(self._shadowed, memo)
+        for name in ("module", "partition_fn", "passes", "_shadowed"):
+            setattr(new, name, copy.deepcopy(getattr(self, name), memo))
         new.steps = {name: CapturedStep(new, name) for name in self.steps}
         for name, step in self.steps.items():
             memo[id(step)] = new.steps[name]
@@ -144,8 +240,15 @@ class ModuleSteps(StepSettings):
             if not isinstance(step.before_call, (types.FunctionType, types.MethodType)):
                 new.steps[name].interpreter = copy.deepcopy(step.interpreter, memo)
                 new.steps[name].before_call = copy.deepcopy(step.before_call, memo)
-        new._owners = list(self._owners)
         return new
 
     def __reduce__(self) -> Any:
-        raise not_to_be_pickled(self.module, next(iter(self.steps)))
+        raise self.not_to_be_pickled(next(iter(self.steps)))
+
+    def not_to_be_pickled(self, step: str) -> TypeError:
+        """The error of whoever pickles the module, or a step of it."""
+        return TypeError(
+            f"{type(self.module).__name__}.{step} is captured and cannot be pickled; expected a "
+            "module without captured steps; save its state_dict() instead, or pickle the module "
+            "before the callbacks or transforms are attached."
+        )

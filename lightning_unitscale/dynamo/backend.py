@@ -4,27 +4,26 @@ Interpolation and some losses have Python decompositions registered for autograd
 which a traced joint graph gets whatever decompositions it is asked for. They add up in another
 order than the kernels of a plain step, so that losses and gradients would differ by an ulp.
 
-Private names used here were checked on torch 2.13 and 2.11: ``_BoxedCodeGen``; Inductor's
-``custom_partitioner_fn`` and the switches of the two caches of compiled graphs;
-``OpOverload.py_kernels``, ``OpOverload._dispatch_cache`` and ``OpOverload._schema``,
-``torch._C.DispatchKey``, ``TorchDispatchMode``, and ``upsample_compute_output_size`` and
-``suggest_memory_format`` of torch's decompositions.
+Private names used here were checked on torch 2.13 and 2.11: Inductor's ``custom_partitioner_fn``
+and the switches of the two caches of compiled graphs; ``OpOverload.py_kernels``,
+``OpOverload._dispatch_cache`` and ``OpOverload._schema``, ``torch._C.DispatchKey``,
+``TorchDispatchMode``, and ``upsample_compute_output_size`` and ``suggest_memory_format`` of torch's
+decompositions.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 from torch._C import DispatchKey
 from torch._decomp.decompositions import upsample_compute_output_size
 from torch._ops import OpOverload
 from torch._prims_common import suggest_memory_format
-from torch.fx.graph import _BoxedCodeGen
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -48,21 +47,6 @@ def partitioned_by(partition_fn: Any) -> Iterator[None]:
         ),
     ):
         yield
-
-
-def run_boxed(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-    """A compiler for AOTAutograd that runs a graph op by op."""
-    # AOTAutograd hands its inputs over in a list. Code that empties the list frees each of them
-    # when nothing reads it any more; otherwise all saved tensors live to the end of the backward.
-    graph_module.graph.set_codegen(_BoxedCodeGen())
-    graph_module.recompile()
-    forward = graph_module.forward
-
-    def run(arguments: list[Any]) -> Any:
-        return forward(arguments)
-
-    run._boxed_call = True  # type: ignore[attr-defined]
-    return run
 
 
 aten = torch.ops.aten

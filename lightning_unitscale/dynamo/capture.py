@@ -2,7 +2,7 @@
 
 Everything above works on :class:`CapturedGraph` and on callables. Private names used here were
 checked on torch 2.13 and 2.11: ``node.meta["grapharg"]``, ``node._dynamo_source``,
-``CompileContext.current_compile_id``, ``compile_fx``.
+``CompileContext.current_compile_id``, ``boxed_nop``, ``compile_fx``.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from torch import Tensor, fx, nn
 from torch._C._dynamo.eval_frame import reset_code
 from torch._dynamo import convert_frame
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.backends.debugging import boxed_nop
 from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
 from torch._guards import CompileContext
 
 from lightning_unitscale.dynamo.backend import (
     partitioned_by,
     plain_kernels,
-    run_boxed,
 )
 from lightning_unitscale.dynamo.breaks import without_dynamos_texts
-from lightning_unitscale.dynamo.eager_algorithms import plain_answers
 from lightning_unitscale.dynamo.graphs import copy_graph_module, is_checkpoint
 from lightning_unitscale.dynamo.patches import (
     absent_packages,
     drop_inference_mode,
     passed_over,
+    plain_answers,
     plain_numbers,
     plain_optimizers,
 )
@@ -260,8 +260,9 @@ def execute_with(
     drop_inference_mode(graph_module)
     if executor == "aot_eager":
         options = {} if partition_fn is None else {"partition_fn": partition_fn}
+        # Boxed, each saved tensor is freed when nothing reads it any more.
         backend = aot_autograd(
-            fw_compiler=run_boxed, keep_inference_input_mutations=True, **options
+            fw_compiler=boxed_nop, keep_inference_input_mutations=True, **options
         )
         # An error in the middle of it would leave gradients off.
         with plain_kernels(), torch.set_grad_enabled(torch.is_grad_enabled()):

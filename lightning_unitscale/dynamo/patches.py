@@ -15,6 +15,12 @@
   any of the function has run. The function can run as it is then, too, and what it calls is
   captured as after a graph break. An error of the user's (shapes that do not fit) is then raised
   where and as it is without Dynamo.
+* Other algorithms (:func:`plain_answers`). Some code asks whether it is being compiled and then
+  computes the same thing in another way: by a parallel scan instead of a loop, by an explicit mask
+  instead of a flag, without a check. So only torch itself and this package are told that they are,
+  and code that otherwise runs into something on which Dynamo fails, which is what it asked for.
+  Torch 2.11 says of whatever it traces that it is exported; from 2.12 on, and here, only an export
+  is.
 * Optimizers (:func:`plain_optimizers`). When traced code reads ``param_groups`` (the learning rate,
   to log it or to set it), Dynamo prepares for tracing the optimizer's step as well: each group is
   given ``capturable=True``. On a GPU the update then takes another algorithm, with other last bits;
@@ -35,7 +41,8 @@ Private names used here were checked on torch 2.13 and 2.11: ``VariableBuilder``
 ``NumpyVariable``, which an array is; ``RandomVariable``, and ``RandomClassVariable``, which makes
 one; ``ConvertFrame``, which is called once per function to capture, ``ConvertFrameReturn``, whose
 default is to leave the function alone, ``GraphCompileReason``, and the two errors; the sets behind
-``torch.compiler.allow_in_graph``, which itself cannot be taken back;
+``torch.compiler.allow_in_graph``, which itself cannot be taken back; ``tracing_state_functions``,
+``tx`` in the handler that answers whether anything is compiled, and ``_is_exporting_flag``;
 ``OptimizerVariable._set_capturable``; ``SkipFunctionVariable.call_function``, which runs what is
 not traced, and ``raise_observed_exception``; ``_enter_inference_mode`` and
 ``_exit_inference_mode``, which Dynamo puts into its graphs.
@@ -47,11 +54,15 @@ import contextlib
 import functools
 import importlib.metadata
 import linecache
+import os
+import re
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from traceback import FrameSummary
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -61,6 +72,7 @@ from torch._dynamo import convert_frame, symbolic_convert
 from torch._dynamo.exc import (
     InternalTorchDynamoError,
     TorchRuntimeError,
+    Unsupported,
     raise_observed_exception,
     unimplemented,
 )
@@ -69,6 +81,7 @@ from torch._dynamo.trace_rules import _allowed_callable_ids, is_forbidden, looku
 from torch._dynamo.types import ConvertFrameReturn
 from torch._dynamo.utils import graph_break_reasons
 from torch._dynamo.variables import SkipFunctionVariable, TorchInGraphFunctionVariable
+from torch._dynamo.variables import torch as torch_variables
 from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.misc import NumpyVariable, RandomClassVariable, RandomVariable
 from torch._dynamo.variables.optimizer import OptimizerVariable
@@ -179,6 +192,104 @@ def _report(code: Any, error: Exception, warned: set[tuple[str, int]], *, warn: 
         "on_train_batch_start.",
         stacklevel=2,
     )
+
+
+# All the names of the question; torch's old ones are functions that ask it by the first.
+_QUESTION = "is_compiling"
+_IS_COMPILING = frozenset({_QUESTION, "is_dynamo_compiling"})
+# torch's code (its checkpointing) knows what it needs to be told, and so does ours.
+_KNOWING = (f"{torch.__path__[0]}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}")
+_RESUMED = re.compile(r"^torch_dynamo_resume_in_(.*)_at_\d+$")
+
+_Traced = TypeVar("_Traced")
+_FAILURES = (InternalTorchDynamoError, TorchRuntimeError)
+
+# The innermost functions that asked, as (file, function): it is often done through a helper or two.
+_Asker = tuple[tuple[str, str], ...]
+# Who was told no since the function that is being captured was begun, and who is told yes.
+_told_no: list[_Asker] = []
+_told_yes: set[_Asker] = set()
+
+
+@contextlib.contextmanager
+def plain_answers() -> Iterator[None]:
+    """Within this context Dynamo tells the code of users and libraries that nobody compiles."""
+    usual = torch_variables.tracing_state_functions
+    convert = convert_frame.ConvertFrame.__call__
+
+    @functools.wraps(convert)
+    def convert_or_tell(*args: Any, **kwargs: Any) -> Any:
+        return _tell_until_traced(lambda: convert(*args, **kwargs), _FAILURES)
+
+    with (
+        # Dynamo looks this function up whenever traced code asks.
+        shadowed(torch_variables, tracing_state_functions=lambda: _Answers(usual())),
+        shadowed(convert_frame.ConvertFrame, __call__=convert_or_tell),
+    ):
+        yield
+
+
+def trace_one_graph(trace: Callable[[], _Traced]) -> _Traced:
+    """The result of ``trace``, which captures a function as one graph under ``plain_answers``.
+
+    Where a step would break its graph, one graph fails: then too the last asker is told yes, but
+    only here, so that the capture of a step does not depend on what was exported before it.
+    """
+    before = set(_told_yes)
+    try:
+        return _tell_until_traced(trace, (*_FAILURES, Unsupported))
+    finally:
+        _told_yes.intersection_update(before)
+
+
+def _tell_until_traced(
+    trace: Callable[[], _Traced], failures: tuple[type[Exception], ...]
+) -> _Traced:
+    """Trace, and after each failure tell the last asker yes and trace again."""
+    told: list[_Asker] = []
+    while True:
+        _told_no.clear()
+        try:
+            return trace()
+        except failures:
+            if not _told_no:
+                _told_yes.difference_update(told)
+                raise
+            # Nothing of the function has run by now.
+            told.append(_told_no[-1])
+            _told_yes.add(_told_no[-1])
+
+
+class _Answers(dict[Any, Any]):
+    """What Dynamo tells traced code about the state of tracing."""
+
+    def __getitem__(self, function: Any) -> Any:
+        if function is torch.compiler.is_exporting:
+            return torch.compiler._is_exporting_flag
+        answer = super().__getitem__(function)
+        if getattr(function, "__name__", "") not in _IS_COMPILING:
+            return answer
+        asker = _asker(sys._getframe(1))
+        if asker in _told_yes or asker[0][0].startswith(_KNOWING):
+            return answer
+        _told_no.append(asker)
+        return False
+
+
+def _asker(frame: Any) -> _Asker:
+    """Those who ask among the functions that Dynamo is inlining, innermost first.
+
+    Args:
+        frame: That of Dynamo's handler.
+    """
+    translator = frame.f_locals.get("tx")
+    callers: list[tuple[str, str]] = []
+    while translator is not None and len(callers) < 3:
+        code = translator.f_code
+        if code.co_name != _QUESTION:
+            callers.append((str(code.co_filename), _RESUMED.sub(r"\1", code.co_name)))
+        translator = getattr(translator, "parent", None)
+    return tuple(callers) or (("", ""),)
 
 
 @contextlib.contextmanager

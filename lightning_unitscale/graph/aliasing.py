@@ -3,13 +3,20 @@
 What one operation does is found by running it without numbers, on stand-ins for its arguments. No
 name of an operation says it: ``.data``, ``einsum("ij->ji")`` and ``.float()`` may all hand on the
 memory of what they read, and ``numpy()[:] *= 2`` writes into it.
+
+A probe or a gauge gives a tensor a new identity. An in-place operation on the old one would then be
+lost or refused by autograd, so it is made out of place first (:func:`make_out_of_place`), where
+nobody can tell the difference: for a tensor that the graph itself made, that owns its memory, and
+that no view looks into.
 """
 
 from __future__ import annotations
 
 import contextlib
+import inspect
+import operator
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,11 +26,26 @@ from torch.utils._pytree import tree_map_only
 
 from lightning_unitscale.dynamo.backend import Writes
 from lightning_unitscale.dynamo.graphs import fake_mode_of, is_checkpoint, is_higher_order
-from lightning_unitscale.graph.nodes import Path, argument_at, argument_paths, call, tensors_in
+from lightning_unitscale.graph.nodes import (
+    Path,
+    argument_at,
+    argument_paths,
+    call,
+    example_tensor,
+    tensor_name,
+    tensors_in,
+)
 
 _OWN_PACKAGE = __name__.partition(".")[0]
 # Key of ``node.meta``: the effects of a node, and the operation that has them.
 _EFFECTS = "effects"
+# Key of ``node.meta`` of an operation that was made out of place: its op and target before.
+WRITTEN_AS = "written_as"
+
+# Their forms out of place compute something else: ``Tensor.bernoulli`` reads its probabilities from
+# the very values that ``bernoulli_`` overwrites, and in place the gradients of ELU and its kin are
+# computed from the result, which has other last bits than from the input.
+_NO_COUNTERPART = {"bernoulli", "elu", "celu", "selu"}
 
 
 @dataclass(frozen=True)
@@ -55,16 +77,6 @@ def viewed_argument(node: fx.Node) -> fx.Node | None:
     return viewed[0] if len(viewed) == 1 else None
 
 
-def looks_into(node: fx.Node, argument: fx.Node) -> bool:
-    """Whether the node's result looks into the memory of an argument."""
-    return argument in _arguments(node, _effects(node).views)
-
-
-def owns_result(node: fx.Node) -> bool:
-    """Whether the node is an operation whose result looks into no argument's memory."""
-    return node.op in {"call_function", "call_method"} and not _effects(node).views
-
-
 def same_tensor(node: fx.Node) -> fx.Node | None:
     """The argument that the operation hands back as it is, not even as a view: ``x.float()``.
 
@@ -76,15 +88,6 @@ def same_tensor(node: fx.Node) -> fx.Node | None:
         return None
     argument: fx.Node = argument_at(node, effects.same)
     return argument
-
-
-def returned_argument(node: fx.Node) -> fx.Node | None:
-    """The one tensor that the node writes into and hands back, such as that of ``y.add_(x)``."""
-    effects = _effects(node)
-    written = _arguments(node, effects.writes)
-    if effects.same is None or written != (argument_at(node, effects.same),):
-        return None
-    return written[0]
 
 
 def memory_roots(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
@@ -154,9 +157,126 @@ def find_effects(graph: fx.Graph) -> None:
         _effects(node)
 
 
-def set_out_of_place(node: fx.Node) -> None:
-    """Say of a node that was rewritten that it makes a new tensor and writes into none."""
-    node.meta[_EFFECTS] = (node.op, node.target, _NOTHING)
+def make_out_of_place(graph: fx.Graph) -> tuple[str, ...]:
+    """Rewrite in place every in-place operation that can be; returns what was changed and left."""
+    order = {node: index for index, node in enumerate(graph.nodes)}
+    changed, kept = 0, []
+    find_effects(graph)
+    for node in list(graph.nodes):
+        if not written_arguments(node):
+            continue
+        target = _returned_argument(node)
+        replacement = _functional(node)
+        if (
+            target is None
+            or replacement is None
+            or not _owns_memory(
+                target, [user for user in target.users if order[user] < order[node]]
+            )
+            or not _same_result(graph, node, target, replacement)
+        ):
+            kept.append(tensor_name(node))
+            continue
+        function, args, kwargs = replacement
+        node.meta[WRITTEN_AS] = (node.op, node.target)
+        node.op = "call_function" if callable(function) else "call_method"
+        node.target = function
+        node.args, node.kwargs = args, kwargs
+        node.meta[_EFFECTS] = (node.op, node.target, _NOTHING)
+        # The old tensor and the result were one object: later readers must see the new value.
+        for user in list(target.users):
+            if order[user] > order[node]:
+                user.replace_input_with(target, node)
+        changed += 1
+    lines = [f"{changed} in-place operations made out of place"] if changed else []
+    if kept:
+        lines.append(f"{len(kept)} in-place operations kept: {', '.join(kept[:4])}")
+    return tuple(lines)
+
+
+def _returned_argument(node: fx.Node) -> fx.Node | None:
+    """The one tensor that the node writes into and hands back, such as that of ``y.add_(x)``."""
+    effects = _effects(node)
+    written = _arguments(node, effects.writes)
+    if effects.same is None or written != (argument_at(node, effects.same),):
+        return None
+    return written[0]
+
+
+def _owns_memory(node: fx.Node, earlier: Sequence[fx.Node]) -> bool:
+    """Whether the graph made this tensor, fresh, and none of its earlier readers looks into it."""
+    is_fresh = node.op in {"call_function", "call_method"} and not _effects(node).views
+    return is_fresh and not any(_looks_into(user, node) for user in earlier)
+
+
+def _looks_into(node: fx.Node, argument: fx.Node) -> bool:
+    return argument in _arguments(node, _effects(node).views)
+
+
+def _functional(node: fx.Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]] | None:
+    """The function or method that computes the same out of place, with its arguments.
+
+    Its name follows from torch's and Python's own conventions; whether it does compute the same,
+    :func:`_same_result` finds out.
+    """
+    name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
+    if getattr(operator, name, None) is node.target and name.startswith("i"):
+        function = getattr(operator, name[1:], None) or getattr(operator, f"{name[1:]}_", None)
+        return None if function is None else (function, node.args, dict(node.kwargs))
+    if name.rstrip("_") in _NO_COUNTERPART:
+        return None
+    position = _inplace_flag(node)
+    if position is not None:
+        args = tuple(False if i == position else arg for i, arg in enumerate(node.args))
+        kwargs = {key: value for key, value in node.kwargs.items() if key != "inplace"}
+        return node.target, args, kwargs
+    if not name.endswith("_") or name.endswith("__"):
+        return None
+    if node.op == "call_method" and hasattr(Tensor, name[:-1]):
+        return name[:-1], node.args, dict(node.kwargs)
+    if node.op == "call_function" and hasattr(torch, name[:-1]):
+        return getattr(torch, name[:-1]), node.args, dict(node.kwargs)
+    return None
+
+
+def _same_result(
+    graph: fx.Graph, node: fx.Node, target: fx.Node, replacement: tuple[Any, tuple[Any, ...], Any]
+) -> bool:
+    """Whether the out-of-place form makes a new tensor of the same type, shape and layout.
+
+    An in-place operation keeps the type of its target where the other one promotes.
+    """
+    before, after = example_tensor(target), example_tensor(node)
+    if before is None or after is None:
+        return False
+    function, args, kwargs = replacement
+    values = fx.map_arg(args, lambda arg: arg.meta.get("example_value"))
+    options = fx.map_arg(kwargs, lambda arg: arg.meta.get("example_value"))
+    try:
+        with fake_mode_of(graph), torch.no_grad():
+            result = call(function, values, options)
+    except Exception:
+        return False
+    return (
+        isinstance(result, Tensor)
+        and result.dtype == before.dtype
+        and result.shape == before.shape
+        and result.stride() == before.stride()
+        and result.untyped_storage() is not before.untyped_storage()
+    )
+
+
+def _inplace_flag(node: fx.Node) -> int | None:
+    """Position of the parameter ``inplace`` of the function that is called, if it is set."""
+    try:
+        names = list(inspect.signature(node.target).parameters)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return None  # a method, or one of C's
+    if "inplace" not in names:
+        return None
+    position = names.index("inplace")
+    value = node.args[position] if len(node.args) > position else node.kwargs.get("inplace")
+    return position if value is True else None
 
 
 def _effects(node: fx.Node) -> Effects:

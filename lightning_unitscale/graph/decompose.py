@@ -5,11 +5,9 @@ scaled dot-product attention where torch itself runs it as two products and a so
 replaced by the operations torch would run, in the same order, so every bit stays the same. An
 attention that torch runs as one fused kernel stays one node.
 
-A file of its own for the names it takes from torch (checked on torch 2.13 and 2.11):
-``_fused_sdp_choice``, and ``_sdpa_kernel``, which Dynamo leaves of ``sdpa_kernel``.
-
-A file of its own for the names it takes from torch's symbolic shapes (checked on torch 2.13 and
-2.11): ``SymInt.node.expr``, ``sympy_interp``, ``PythonReferenceAnalysis``.
+Private names used here were checked on torch 2.13 and 2.11: ``_fused_sdp_choice``;
+``_sdpa_kernel``, which Dynamo leaves of ``sdpa_kernel``; of symbolic shapes ``SymInt.node.expr``,
+``sympy_interp``, ``PythonReferenceAnalysis``.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ import inspect
 import math
 import operator
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -43,39 +41,6 @@ from lightning_unitscale.graph.nodes import (
     tensor_name,
     tensors_in,
 )
-
-
-def chosen_kernels(graph: fx.Graph) -> dict[fx.Node, list[SDPBackend]]:
-    """For each node within ``sdpa_kernel`` the kernels that it leaves to choose from."""
-    chosen: dict[fx.Node, list[SDPBackend]] = {}
-    now: list[SDPBackend] | None = None
-    for node in graph.nodes:
-        if node.target is _sdpa_kernel:
-            # Each is the node of a function of its name.
-            now = [getattr(SDPBackend, str(argument.args[0])) for argument in node.all_input_nodes]
-        elif now is not None:
-            chosen[node] = now
-    return chosen
-
-
-def attention_is_composite(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-    *,
-    kernels: Sequence[SDPBackend] | None = None,
-) -> bool:
-    """Whether torch runs this attention as two products and a softmax, not as one kernel."""
-    with nullcontext() if kernels is None else sdpa_kernel(list(kernels)):
-        choice = torch._fused_sdp_choice(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
-    return int(choice) == 0
 
 
 class UnknownSize(Exception):
@@ -133,7 +98,7 @@ def expand_composites(graph_module: fx.GraphModule) -> None:
         op="call_function", target=F.multi_head_attention_forward
     ):
         _expand(graph_module, node, open_function(F.multi_head_attention_forward), sizes)
-    autocast, kernels = autocast_dtypes(graph_module.graph), chosen_kernels(graph_module.graph)
+    autocast, kernels = autocast_dtypes(graph_module.graph), _chosen_kernels(graph_module.graph)
     for node in graph_module.graph.find_nodes(
         op="call_function", target=F.scaled_dot_product_attention
     ):
@@ -191,10 +156,23 @@ def _reduces_in_16_bits() -> bool:
     return bool(torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed())
 
 
+def _chosen_kernels(graph: fx.Graph) -> dict[fx.Node, list[SDPBackend]]:
+    """For each node within ``sdpa_kernel`` the kernels that it leaves to choose from."""
+    chosen: dict[fx.Node, list[SDPBackend]] = {}
+    now: list[SDPBackend] | None = None
+    for node in graph.nodes:
+        if node.target is _sdpa_kernel:
+            # Each is the node of a function of its name.
+            now = [getattr(SDPBackend, str(argument.args[0])) for argument in node.all_input_nodes]
+        elif now is not None:
+            chosen[node] = now
+    return chosen
+
+
 def _runs_as_products(
-    node: fx.Node, autocast_dtype: torch.dtype | None, kernels: Sequence[Any] | None
+    node: fx.Node, autocast_dtype: torch.dtype | None, kernels: list[SDPBackend] | None
 ) -> bool:
-    """Ask torch which implementation it takes for tensors of these shapes, types and devices."""
+    """Whether torch runs an attention of these shapes and types as two products and a softmax."""
     bound = inspect.signature(_attention_as_products(None)).bind(*node.args, **node.kwargs)
     bound.apply_defaults()
     given = bound.arguments
@@ -205,11 +183,11 @@ def _runs_as_products(
     if any(example is None or example.is_nested for example in examples):
         return False
     mask = example_tensor(given["attn_mask"])
-    with torch.enable_grad():
+    with torch.enable_grad(), nullcontext() if kernels is None else sdpa_kernel(kernels):
         query, key, value = (_real_like(example, autocast_dtype) for example in examples)
-        given["query"], given["key"], given["value"] = query, key, value
         given["attn_mask"] = None if mask is None else _real_like(mask, autocast_dtype)
-        return attention_is_composite(**given, kernels=kernels)
+        given.update(query=query, key=key, value=value)
+        return int(torch._fused_sdp_choice(**given)) == 0
 
 
 def _real_like(fake: Tensor | None, autocast_dtype: torch.dtype | None) -> Tensor:

@@ -16,9 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from lightning_unitscale.graph.decompose import attention_product
-from lightning_unitscale.graph.nodes import TRANSFORMED, is_float_tensor
-
-Path = tuple[int | str, ...]
+from lightning_unitscale.graph.nodes import TRANSFORMED, Path, is_float_tensor
 
 
 @dataclass(frozen=True)
@@ -58,83 +56,48 @@ class Product:
     addends: tuple[Operand, ...]
 
 
-def _rule(parameters: str, operands: str, addends: str = "") -> ProductRule:
-    return ProductRule(tuple(parameters.split()), tuple(operands.split()), tuple(addends.split()))
-
-
-_LINEAR = _rule("input weight bias", "input weight", "bias")
-_MATMUL = _rule("input other", "input other")
-_MM = _rule("input mat2", "input mat2")
-_MV = _rule("input vec", "input vec")
-_DOT = _rule("input tensor", "input tensor")
-_ADDMM = _rule("input mat1 mat2", "mat1 mat2", "input")
-_BADDBMM = _rule("input batch1 batch2", "batch1 batch2", "input")
-_ADDMV = _rule("input mat vec", "mat vec", "input")
-_CONVOLUTION = _rule("input weight bias", "input weight", "bias")
-_BILINEAR = _rule("input1 input2 weight bias", "input1 input2 weight", "bias")
-_GROUPED = _rule("mat_a mat_b", "mat_a mat_b", "bias")
-_EINSUM = _rule("equation operands", "operands")
-_LIST = _rule("tensors", "tensors")
+# Products by the names that torch has for them, as functions, methods and operators: parameters,
+# operands and addends.
+_BY_NAME = (
+    ("linear convolution conv_tbc", "input weight bias", "input weight", "bias"),
+    ("conv1d conv2d conv3d", "input weight bias", "input weight", "bias"),
+    ("conv_transpose1d conv_transpose2d", "input weight bias", "input weight", "bias"),
+    ("conv_transpose3d", "input weight bias", "input weight", "bias"),
+    ("bilinear", "input1 input2 weight bias", "input1 input2 weight", "bias"),
+    ("matmul __matmul__ __rmatmul__ inner", "input other", "input other", ""),
+    ("mm bmm", "input mat2", "input mat2", ""),
+    ("mv", "input vec", "input vec", ""),
+    ("dot", "input tensor", "input tensor", ""),
+    ("addmm", "input mat1 mat2", "mat1 mat2", "input"),
+    ("baddbmm addbmm", "input batch1 batch2", "batch1 batch2", "input"),
+    ("addmv", "input mat vec", "mat vec", "input"),
+    ("grouped_mm _grouped_mm", "mat_a mat_b", "mat_a mat_b", "bias"),
+    ("tensordot", "a b", "a b", ""),
+    ("einsum", "equation operands", "operands", ""),
+    ("chain_matmul", "operands", "operands", ""),
+    ("multi_dot", "tensors", "tensors", ""),
+)
 _ATTENTION = ProductRule(
     ("query", "key", "value", "attn_mask", "dropout_p", "is_causal"),
     ("query", "key", "value"),
     fused_attention=True,
 )
 
-_FUNCTIONS: dict[Any, ProductRule] = {
-    F.linear: _LINEAR,
-    F.bilinear: _BILINEAR,
-    torch.bilinear: _BILINEAR,
-    F.scaled_dot_product_attention: _ATTENTION,
-    attention_product: _MATMUL,
-    operator.matmul: _MATMUL,
-    torch.matmul: _MATMUL,
-    torch.linalg.matmul: _MATMUL,
-    torch.mm: _MM,
-    torch.bmm: _MM,
-    torch.mv: _MV,
-    torch.dot: _DOT,
-    torch.inner: _MATMUL,
-    torch.tensordot: _rule("a b", "a b"),
-    torch.addmm: _ADDMM,
-    torch.baddbmm: _BADDBMM,
-    torch.addbmm: _BADDBMM,
-    torch.addmv: _ADDMV,
-    torch.einsum: _EINSUM,
-    torch.chain_matmul: _rule("operands", "operands"),
-    torch.linalg.multi_dot: _LIST,
-    torch.ops.aten.linear.default: _LINEAR,
-    torch.ops.aten.matmul.default: _MATMUL,
-    torch.ops.aten.mm.default: _MM,
-    torch.ops.aten.bmm.default: _MM,
-    torch.ops.aten.addmm.default: _ADDMM,
-    torch.ops.aten.baddbmm.default: _BADDBMM,
-    torch.ops.aten.convolution.default: _CONVOLUTION,
-}
-for _name in ("conv1d", "conv2d", "conv3d"):
-    for _scope in (F, torch):
-        _FUNCTIONS[getattr(_scope, _name)] = _CONVOLUTION
-        _FUNCTIONS[getattr(_scope, _name.replace("conv", "conv_transpose"))] = _CONVOLUTION
-_FUNCTIONS[torch.convolution] = _CONVOLUTION
-_FUNCTIONS[torch.conv_tbc] = _CONVOLUTION
-for _scope, _name in ((F, "grouped_mm"), (torch, "_grouped_mm")):
-    if hasattr(_scope, _name):
-        _FUNCTIONS[getattr(_scope, _name)] = _GROUPED
-
-_METHODS: dict[str, ProductRule] = {
-    "matmul": _MATMUL,
-    "__matmul__": _MATMUL,
-    "__rmatmul__": _MATMUL,
-    "mm": _MM,
-    "bmm": _MM,
-    "mv": _MV,
-    "dot": _DOT,
-    "inner": _MATMUL,
-    "addmm": _ADDMM,
-    "baddbmm": _BADDBMM,
-    "addbmm": _BADDBMM,
-    "addmv": _ADDMV,
-}
+_METHODS: dict[str, ProductRule] = {}
+_FUNCTIONS: dict[Any, ProductRule] = {F.scaled_dot_product_attention: _ATTENTION}
+for _names, _parameters, _operands, _addends in _BY_NAME:
+    _rule = ProductRule(
+        tuple(_parameters.split()), tuple(_operands.split()), tuple(_addends.split())
+    )
+    for _name in _names.split():
+        for _scope in (torch, F, torch.linalg, operator):
+            if hasattr(_scope, _name):
+                _FUNCTIONS[getattr(_scope, _name)] = _rule
+        if hasattr(Tensor, _name):
+            _METHODS[_name] = _rule
+        if hasattr(getattr(torch.ops.aten, _name, None), "default"):
+            _FUNCTIONS[getattr(torch.ops.aten, _name).default] = _rule
+_FUNCTIONS[attention_product] = _FUNCTIONS[torch.matmul]
 
 # What products are called in the names of their results.
 PRODUCT_WORDS = frozenset(
@@ -144,7 +107,7 @@ PRODUCT_WORDS = frozenset(
 # Operators of other libraries, known by name because those libraries may not be there.
 _CUSTOM_OPERATORS: dict[str, ProductRule] = {
     # What transformers 5 runs a mixture of experts with where torch has no grouped product.
-    "transformers.grouped_mm_fallback": _rule("input weight", "input weight"),
+    "transformers.grouped_mm_fallback": ProductRule(("input", "weight"), ("input", "weight")),
 }
 
 # Products that write into a tensor of the user's, or whose operands no factor can reach.

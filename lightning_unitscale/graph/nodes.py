@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -318,47 +319,32 @@ def is_same_graph(first: fx.GraphModule, second: fx.GraphModule) -> bool:
         return False
     pairs = dict(zip(second.graph.nodes, first.graph.nodes, strict=True))
     return all(
-        _is_same_node(node, other)
+        _described(node) == _described(other)
         and fx.map_arg((other.args, other.kwargs), pairs.__getitem__) == (node.args, node.kwargs)
         and (node.op != "get_attr" or _has_same_value(first, second, str(node.target), other))
         for other, node in pairs.items()
     )
 
 
-def _is_same_node(first: fx.Node, second: fx.Node) -> bool:
-    if first.op != second.op:
-        return False
-    if first.op not in {"placeholder", "get_attr"} and first.target != second.target:
-        return False
-    if first.op != "output" and tensor_name(first) != tensor_name(second):
-        return False
-    inputs = [node.meta.get(INPUT) for node in (first, second)]
-    origins = [
-        None if graph_input is None else (graph_input.kind, graph_input.fqn)
-        for graph_input in inputs
-    ]
-    return origins[0] == origins[1] and _form(first) == _form(second)
-
-
-def _form(node: fx.Node) -> Any:
-    """What else of a tensor a decision may depend on."""
-    tensor = example_tensor(node)
-    # As text: a size may be a symbol, which compares by being asked for its value.
-    return tensor if tensor is None else (str(tensor.shape), tensor.dtype, tensor.requires_grad)
+def _described(node: fx.Node) -> tuple[Any, ...]:
+    """What a decision on a node may depend on, beside its arguments."""
+    origin, tensor = node.meta.get(INPUT), example_tensor(node)
+    return (
+        node.op,
+        None if node.op in {"placeholder", "get_attr"} else node.target,
+        None if node.op == "output" else tensor_name(node),
+        None if origin is None else (origin.kind, origin.fqn),
+        # As text: a size may be a symbol, which compares by being asked for its value.
+        tensor if tensor is None else (str(tensor.shape), tensor.dtype, tensor.requires_grad),
+    )
 
 
 def _has_same_value(
     first: fx.GraphModule, second: fx.GraphModule, target: str, other: fx.Node
 ) -> bool:
-    values = _attribute(first, target), _attribute(second, str(other.target))
+    values = (attrgetter(target)(first), attrgetter(str(other.target))(second))
     if all(isinstance(value, fx.GraphModule) for value in values):
         return is_same_graph(*values)
     if all(isinstance(value, Tensor) for value in values):
         return torch.equal(*values)
     return bool(values[0] is values[1])
-
-
-def _attribute(module: Any, path: str) -> Any:
-    for name in path.split("."):
-        module = getattr(module, name)
-    return module

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from lightning_unitscale.dynamo.graphs import add_placeholder, fake_like, is_checkpoint
-from lightning_unitscale.graph.functionalize import make_out_of_place
+from lightning_unitscale.graph.aliasing import make_out_of_place
 from lightning_unitscale.graph.nodes import INTERNAL, device_of
 
 # Runs a graph: the user's outputs for the user's inputs.

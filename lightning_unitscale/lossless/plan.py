@@ -47,6 +47,7 @@ from lightning_unitscale.graph.grad_order import repeated_reads
 from lightning_unitscale.graph.matmuls import Operand, Product, product_of
 from lightning_unitscale.graph.nodes import (
     TRANSFORMED,
+    Path,
     argument_paths,
     example_tensor,
     float_arguments,
@@ -57,7 +58,7 @@ from lightning_unitscale.graph.nodes import (
 )
 from lightning_unitscale.graph.passes import Region
 from lightning_unitscale.lossless.gauge import ONE, Factor, Gauge, Key, gamma, sigma
-from lightning_unitscale.lossless.units import Edit, NodePlan, Path, Units, held_parameters
+from lightning_unitscale.lossless.units import Edit, NodePlan, Units, held_parameters
 
 # Positively homogeneous in their first argument, which is the only one that matters. So are views;
 # some of these are views of one layout or type, and copies of another.
@@ -173,7 +174,7 @@ def _mask_edit(product: Product, backward: Factor, units: Units) -> list[Edit]:
     if not isinstance(mask, fx.Node) or not is_float_tensor(mask):
         return []
     backward = backward / units.gamma(mask) if requires_grad(mask) else ONE
-    path: tuple[int | str, ...] = ("attn_mask",) if in_kwargs else (3,)
+    path: Path = ("attn_mask",) if in_kwargs else (3,)
     return [Edit(path, mask, f"{tensor_name(node)}:attn_mask", units.sigma(mask), backward)]
 
 

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_unitscale.capture.captured_step import CapturedStep
-from lightning_unitscale.capture.compiled_graph import Interpreter
-from lightning_unitscale.capture.graph_call import NotOneGraphError
+from lightning_unitscale.capture.compiled_graph import Interpreter, NotOneGraphError
 from lightning_unitscale.capture.rollback import detached_copy, find_once_only, restoring
 from lightning_unitscale.graph.nodes import tensors_in
 from lightning_unitscale.lossless.calibrate import (
@@ -117,7 +116,7 @@ def rehearsed(
     """What a step returns with ``interpreter`` running its graphs; undone at the end of the block.
 
     A step that is one graph is not called: the graph runs on the inputs of the call. Where it is
-    several, or its loss cannot be told from the graph, the user's code runs on copies.
+    several, the user's code runs on copies.
 
     Args:
         step: The captured step.
@@ -139,18 +138,22 @@ def rehearsed(
         wide_args, wide_kwargs = widened((args, dict(kwargs)))
         try:
             call = step.graph_call(*wide_args, **wide_kwargs)
-            reason = "several of its results have gradients"
         except NotOneGraphError as error:
-            call, reason = None, str(error)
-        if call is not None and (not wants_output or len(call.differentiable) == 1):
+            reason = str(error)
+        else:
             with call.rehearsing() as (run, inputs):
                 outputs = run(interpreter)
-                yield (outputs[call.differentiable[0]] if wants_output else None), inputs
+                if not wants_output or len(call.differentiable) == 1:
+                    yield (outputs[call.differentiable[0]] if wants_output else None), inputs
+                    return
+                # Which of several is the loss, what follows the graph tells.
+                copied_args, copied_kwargs = detached_copy((wide_args, wide_kwargs))
+                yield step.rehearse(lambda *_: outputs, *copied_args, **copied_kwargs), inputs
             return
     if (once_only := find_once_only(module)) is not None:
         warnings.warn(
             f"{type(module).__name__}.{step.name}: its first call runs twice, once to measure, "
-            f"since it is not one graph whose loss is known ({reason}), and what it reads from "
+            f"since it is not one graph ({reason}), and what it reads from "
             f"{once_only} cannot be put back; expected a step that takes its data from the batch; "
             "let train_dataloader return all loaders.",
             stacklevel=2,

@@ -24,6 +24,7 @@ from lightning_unitscale.graph.nodes import (
     MODULE,
     NAME,
     TRANSFORMED,
+    Path,
     argument_at,
     is_float_tensor,
     map_arguments,
@@ -34,7 +35,6 @@ from lightning_unitscale.graph.passes import Region
 from lightning_unitscale.graph.regions import meant_name
 from lightning_unitscale.lossless.gauge import ONE, Factor, Key, OfParameter, gamma, sigma
 
-Path = tuple[int | str, ...]
 FactorNode = Callable[[Region, Factor], fx.Node]
 
 

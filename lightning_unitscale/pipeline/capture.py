@@ -22,14 +22,12 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_unflatten
 
 from lightning_unitscale.capture.captured_step import CapturedStep
-from lightning_unitscale.capture.compiled_graph import CompiledGraph
+from lightning_unitscale.capture.compiled_graph import CompiledGraph, GraphCall
 from lightning_unitscale.capture.export import export_forward
-from lightning_unitscale.capture.graph_call import GraphCall
 from lightning_unitscale.capture.rollback import restoring
 from lightning_unitscale.dynamo.capture import GraphInput, is_compiled
 from lightning_unitscale.dynamo.graphs import copy_graph_module, fake_mode_of
-from lightning_unitscale.graph.aliasing import memory_roots, written_arguments
-from lightning_unitscale.graph.functionalize import make_out_of_place
+from lightning_unitscale.graph.aliasing import make_out_of_place, memory_roots, written_arguments
 from lightning_unitscale.graph.nodes import MODULE, NAME, example_tensor, tensor_name
 from lightning_unitscale.graph.passes import StepGraph
 from lightning_unitscale.patching import shadowed

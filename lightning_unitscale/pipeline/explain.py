@@ -10,7 +10,7 @@ from typing import Any
 from tabulate import tabulate
 from torch import nn
 
-from lightning_unitscale.capture.graph_call import NotOneGraphError
+from lightning_unitscale.capture.compiled_graph import NotOneGraphError
 from lightning_unitscale.capture.steps import ModuleSteps
 from lightning_unitscale.graph.nodes import ELSEWHERE, MODULE
 from lightning_unitscale.pipeline.api import build_pipe, cut_by, has_marks, pipeline

@@ -20,9 +20,8 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 from typing_extensions import override
 
-from lightning_unitscale.capture import graph_call
-from lightning_unitscale.capture.compiled_graph import CompiledGraph
-from lightning_unitscale.capture.graph_call import GraphCall
+from lightning_unitscale.capture import compiled_graph
+from lightning_unitscale.capture.compiled_graph import CompiledGraph, GraphCall
 from lightning_unitscale.capture.steps import ModuleSteps, steps_of
 from lightning_unitscale.pipeline.api import build_pipe, cut_by, has_marks
 from lightning_unitscale.pipeline.capture import RewrittenGraph, program_of_step
@@ -177,7 +176,7 @@ class PipelinedMethod:
         for args, kwargs in arguments:
             try:
                 calls.append(step.graph_call(*args, **kwargs))
-            except graph_call.NotOneGraphError as error:
+            except compiled_graph.NotOneGraphError as error:
                 raise self._not_one_graph(str(error)) from None
             if calls[-1].graph is not calls[0].graph:
                 raise self._not_one_graph("it is another one for the next microbatch")

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torchmetrics import Metric, MetricCollection
 
-from lightning_unitscale.capture.graph_call import GraphCall
+from lightning_unitscale.capture.compiled_graph import GraphCall
 from lightning_unitscale.graph.nodes import tensors_in
 from lightning_unitscale.patching import shadowed
 from lightning_unitscale.pipeline.capture import static_shapes

@@ -22,8 +22,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn  # type: ignore
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_unitscale.capture.compiled_graph import CompiledGraph
-from lightning_unitscale.capture.graph_call import GraphCall
+from lightning_unitscale.capture.compiled_graph import CompiledGraph, GraphCall
 from lightning_unitscale.capture.steps import ModuleSteps, steps_of
 from lightning_unitscale.pipeline.capture import example_outputs, loss_position, static_shapes
 from lightning_unitscale.pipeline.program import split_evenly

@@ -12,8 +12,7 @@ from torch import Tensor, fx
 from torch.utils.hooks import RemovableHandle
 
 from lightning_unitscale.dynamo.capture import GraphInput
-from lightning_unitscale.graph.aliasing import aliased_by_mutation, same_tensor
-from lightning_unitscale.graph.functionalize import WRITTEN_AS
+from lightning_unitscale.graph.aliasing import WRITTEN_AS, aliased_by_mutation, same_tensor
 from lightning_unitscale.graph.nodes import INPUT, INTERNAL, NAME, requires_grad
 from lightning_unitscale.graph.passes import Region
 from lightning_unitscale.graph.recorder import CallRecord, stored_elements

@@ -12,12 +12,12 @@ from torch import Tensor, fx
 
 from lightning_unitscale.graph.aliasing import (
     aliased_by_mutation,
+    make_out_of_place,
     memory_roots,
     returned_alone,
     same_tensor,
     written_arguments,
 )
-from lightning_unitscale.graph.functionalize import make_out_of_place
 from tests.helpers import assert_same_bits, captured, run
 
 

@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from lightning_unitscale.graph.aliasing import written_arguments
-from lightning_unitscale.graph.functionalize import make_out_of_place
+from lightning_unitscale.graph.aliasing import make_out_of_place, written_arguments
 from tests.helpers import assert_same_bits, captured, run
 
 

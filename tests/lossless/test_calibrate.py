@@ -105,6 +105,27 @@ def test_a_rehearsal_that_raises_leaves_the_module_usable() -> None:
     assert_same_bits(scaled(torch.ones(5, 4)), module(torch.ones(5, 4)))
 
 
+def test_which_of_several_results_is_the_loss_is_told_without_a_second_call() -> None:
+    class Several(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 3)
+            self.rows = iter([1])  # a second call would warn of it
+
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            logits = self.linear(x)
+            return {"logits": logits, "other": logits.square().mean(), "loss": logits.sum()}
+
+    _, step = captured_forward(Several(), "test")
+    rewrite = LosslessUnitScale()
+    x = torch.randn(5, 4)
+    measured = calibrate(step, rewrite, (x,), {})
+    assert measured is not None
+    assert measured["linear.bias"] == pytest.approx(5)
+    assert measured["linear.weight"] == pytest.approx(float(x.sum(0).square().mean().sqrt()))
+    assert rewrite.gauge["linear.linear"].log2_gamma == 0
+
+
 def test_calibrate_seeds_the_backward_pass_and_touches_no_gradient() -> None:
     class Loss(nn.Module):
         def __init__(self) -> None:

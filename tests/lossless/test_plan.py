@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from lightning_unitscale.capture.steps import steps_of
-from lightning_unitscale.graph.functionalize import make_out_of_place
+from lightning_unitscale.graph.aliasing import make_out_of_place
 from lightning_unitscale.graph.nodes import tensor_name
 from lightning_unitscale.lossless.plan import StoredUnits
 from lightning_unitscale.transforms import Gauge, GaugePair, lossless_unit_scale

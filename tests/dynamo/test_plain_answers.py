@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import lightning_unitscale
 from lightning_unitscale.capture.export import export_forward
-from lightning_unitscale.dynamo import eager_algorithms as plain_algorithm
+from lightning_unitscale.dynamo import patches
 from lightning_unitscale.transforms import lossless_unit_scale, track_scales
 from tests.helpers import assert_same_bits, run
 
@@ -124,10 +124,10 @@ class KeepsInAContextVariable(nn.Module):
 def test_one_graph_tells_the_truth_only_to_code_that_dynamo_would_fail_on() -> None:
     module = KeepsInAContextVariable()
     x = torch.randn(2, 3)
-    told = set(plain_algorithm._told_yes)
+    told = set(patches._told_yes)
     exported = export_forward(module, (x,), {}, plain=True)
     assert torch.equal(exported(x), module(x))
-    assert told == plain_algorithm._told_yes
+    assert told == patches._told_yes
 
 
 def test_one_graph_that_cannot_be_captured_says_why() -> None:
@@ -137,10 +137,10 @@ def test_one_graph_that_cannot_be_captured_says_why() -> None:
             torch._dynamo.graph_break()
             return total
 
-    told = set(plain_algorithm._told_yes)
+    told = set(patches._told_yes)
     with pytest.raises(RuntimeError, match="module=Breaks: its forward cannot be captured"):
         export_forward(Breaks(_by_a_helper), (torch.randn(2, 3),), {}, plain=True)
-    assert told == plain_algorithm._told_yes
+    assert told == patches._told_yes
 
 
 class Marks(nn.Module):
