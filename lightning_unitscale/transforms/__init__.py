@@ -13,8 +13,8 @@ from lightning_unitscale.tracking.prune import (
 )
 from lightning_unitscale.tracking.scales_graph import Metrics, ScalesGraph
 from lightning_unitscale.tracking.tracker import track_scales
-from lightning_unitscale.transforms.compile import compile
 from lightning_unitscale.transforms.product_transforms import (
+    compile,
     fp8_linears,
     lossless_unit_scale,
     simulate_format,
