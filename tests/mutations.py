@@ -423,14 +423,14 @@ MUTATIONS = (
     ),
     Mutation(
         "the factor of a learning rate is dropped",
-        "optim/scaled_step.py",
+        "optim/learning_rates.py",
         'settings["lr"] = group["lr"] * factors.lr',
         'settings["lr"] = group["lr"]',
         "optim/test_scaled_step.py",
     ),
     Mutation(
         "a decay that is independent of the rate follows its schedule",
-        "optim/scaled_step.py",
+        "optim/learning_rates.py",
         "            decay /= peak_rate\n",
         "            pass\n",
         "optim/test_scaled_step_training.py -k independent_decay",

@@ -37,7 +37,7 @@ from lightning_unitscale.callbacks.units import (
 )
 from lightning_unitscale.capture.captured_step import CapturedStep
 from lightning_unitscale.capture.steps import ModuleSteps
-from lightning_unitscale.functional.change_units import (
+from lightning_unitscale.functional.scale import (
     forget_recorded_backward,
     takes_true_derivatives,
 )

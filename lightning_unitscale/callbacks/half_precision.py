@@ -30,7 +30,7 @@ from lightning_unitscale.lossless.gauge import (
 from lightning_unitscale.lossless.rewrite import LosslessUnitScale
 from lightning_unitscale.lossless.scaled_parameters import HeldParameters
 from lightning_unitscale.optim.clipping import clipping_with
-from lightning_unitscale.optim.optimizer_units import check_optimizer
+from lightning_unitscale.optim.optimizers import check_optimizer
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

@@ -13,8 +13,13 @@ from torch.optim import Optimizer
 from lightning_unitscale.callbacks.distributed import num_gradient_elements
 from lightning_unitscale.callbacks.packages import is_lightning, misconfigured, rank_zero_info
 from lightning_unitscale.callbacks.steps import all_callbacks
-from lightning_unitscale.optim.learning_rates import Method, ParameterInfo, check_group
-from lightning_unitscale.optim.scaled_step import ScaledStep, scale_learning_rates
+from lightning_unitscale.optim.learning_rates import (
+    Method,
+    ParameterInfo,
+    ScaledStep,
+    check_group,
+    scale_learning_rates,
+)
 from lightning_unitscale.patching import shadowed
 
 if TYPE_CHECKING:

@@ -13,5 +13,4 @@ from lightning_unitscale.functional.conv import *  # noqa: F403
 from lightning_unitscale.functional.linear import *  # noqa: F403
 from lightning_unitscale.functional.loss import *  # noqa: F403
 from lightning_unitscale.functional.matmul import *  # noqa: F403
-from lightning_unitscale.functional.norm import *  # noqa: F403
 from lightning_unitscale.functional.scale import *  # noqa: F403

@@ -1,8 +1,8 @@
-"""Activations: their scale rules and their unit-scaled forms.
+"""Activations and normalizations: their scale rules and their unit-scaled forms.
 
-Factors are derived by quadrature: the RMS becomes 1, which is what a number format sees. The
-published ones (Unit Scaling, arXiv 2303.11257, table of ops) are fits to a standard deviation of 1,
-which leaves out the mean. With them the RMS would be:
+Factors of activations are derived by quadrature: the RMS becomes 1, which is what a number format
+sees. The published ones (Unit Scaling, arXiv 2303.11257, table of ops) are fits to a standard
+deviation of 1, which leaves out the mean. With them the RMS would be:
 
 |  | mult 0.25 | mult 1 | mult 4 |
 |---|---|---|---|
@@ -27,59 +27,61 @@ from lightning_unitscale.functional.moments import elementwise_moments
 from lightning_unitscale.functional.rules import (
     Factors,
     ScaleRule,
+    elementwise_factors,
     numel_of,
-    register_rule,
+    product,
+    shape_of,
     torch_rule,
     unit_factor,
 )
 
 __all__ = [
-    "celu", "elu", "erf", "gelu", "glu", "hardshrink", "hardsigmoid", "hardswish", "hardtanh",
-    "leaky_relu", "logsigmoid", "mish", "prelu", "relu", "relu6", "rrelu", "selu", "sigmoid",
-    "silu", "silu_glu", "softplus", "softshrink", "softsign", "tanh", "tanhshrink", "threshold",
+    "batch_norm", "celu", "elu", "erf", "gelu", "glu", "group_norm", "hardshrink", "hardsigmoid",
+    "hardswish", "hardtanh", "instance_norm", "layer_norm", "leaky_relu", "local_response_norm",
+    "logsigmoid", "mish", "prelu", "relu", "relu6", "rms_norm", "rrelu", "selu", "sigmoid", "silu",
+    "silu_glu", "softplus", "softshrink", "softsign", "tanh", "tanhshrink", "threshold",
 ]  # fmt: skip
 
-_REFERENCE = "output (E f(x)^2)^-1/2, gradient (E f'(x)^2)^-1/2 for normal x, by quadrature"
 
-# Name, function, and the parameters after `input` that change what it computes. Not exp, cos or
-# square: they are steps of something larger (a softmax, a rotary embedding, a norm), which a factor
-# in its midst would change.
-_ELEMENTWISE: tuple[tuple[str, Callable[..., Tensor], tuple[str, ...]], ...] = (
-    ("relu", F.relu, ()),
-    ("relu6", F.relu6, ()),
-    ("leaky_relu", F.leaky_relu, ("negative_slope",)),
-    ("elu", F.elu, ("alpha",)),
-    ("selu", F.selu, ()),
-    ("celu", F.celu, ("alpha",)),
-    ("gelu", F.gelu, ("approximate",)),
-    ("silu", F.silu, ()),
-    ("mish", F.mish, ()),
-    ("hardswish", F.hardswish, ()),
-    ("hardsigmoid", F.hardsigmoid, ()),
-    ("hardtanh", F.hardtanh, ("min_val", "max_val")),
-    ("softplus", F.softplus, ("beta", "threshold")),
-    ("softsign", F.softsign, ()),
-    ("tanh", torch.tanh, ()),
-    ("sigmoid", torch.sigmoid, ()),
-    ("logsigmoid", F.logsigmoid, ()),
-    ("softshrink", F.softshrink, ("lambd",)),
-    ("hardshrink", F.hardshrink, ("lambd",)),
-    ("tanhshrink", F.tanhshrink, ()),
-    ("threshold", F.threshold, ("threshold", "value")),
-    ("erf", torch.erf, ()),
-)
-# Other names of the same functions.
-_ALIASES = {"sigmoid": ("expit",)}
+# Arguments that change nothing of what an elementwise function computes.
+_NO_OPTIONS = {"input", "mult", "inplace", "out"}
 
 
-def _elementwise(function: Callable[..., Tensor], options: tuple[str, ...]) -> Any:
+def _elementwise(
+    function: Callable[..., Tensor], parameters: str | None = None, **names: str
+) -> Callable[..., Tensor]:
     def factors(arguments: Mapping[str, Any]) -> Factors:
-        values = tuple([(name, arguments[name]) for name in options if name in arguments])
-        mult = arguments.get("mult", 1.0)
-        output, gradient = elementwise_moments(function, mult, values)
-        return Factors(unit_factor(output), {"input": unit_factor(mult**2 * gradient)})
+        options = {key: arguments[key] for key in arguments if key not in _NO_OPTIONS}
+        return elementwise_factors(function, arguments.get("mult", 1.0), **options)
 
-    return factors
+    reference = "output (E f(x)^2)^-1/2, gradient (E f'(x)^2)^-1/2 for normal x, by quadrature"
+    return scaled_op(function, factors, "activation", reference, parameters, **names)
+
+
+# Not exp, cos or square: they are steps of something larger (a softmax, a rotary embedding, a
+# norm), which a factor in its midst would change.
+relu = _elementwise(F.relu)
+relu6 = _elementwise(F.relu6)
+leaky_relu = _elementwise(F.leaky_relu)
+elu = _elementwise(F.elu)
+gelu = _elementwise(F.gelu, "input, approximate='none'")
+selu = _elementwise(F.selu)
+silu = _elementwise(F.silu)
+celu = _elementwise(F.celu)
+mish = _elementwise(F.mish)
+hardswish = _elementwise(F.hardswish)
+hardsigmoid = _elementwise(F.hardsigmoid)
+hardtanh = _elementwise(F.hardtanh)
+softplus = _elementwise(F.softplus, "input, beta=1.0, threshold=20.0")
+softsign = _elementwise(F.softsign)
+tanh = _elementwise(torch.tanh, "input")
+sigmoid = _elementwise(torch.sigmoid, "input", aliases="expit")
+logsigmoid = _elementwise(F.logsigmoid, "input", name="logsigmoid")
+erf = _elementwise(torch.erf, "input")
+softshrink = _elementwise(F.softshrink, "input, lambd=0.5")
+hardshrink = _elementwise(F.hardshrink, "input, lambd=0.5")
+tanhshrink = _elementwise(F.tanhshrink)
+threshold = _elementwise(F.threshold, name="threshold")
 
 
 def _leaky(slope_mean_square: float, mult: float) -> Factors:
@@ -93,6 +95,10 @@ def _rrelu(arguments: Mapping[str, Any]) -> Factors:
     middle = (lower + upper) / 2
     spread = (upper - lower) ** 2 / 12 if arguments.get("training") else 0.0
     return _leaky(middle**2 + spread, arguments.get("mult", 1.0))
+
+
+# What nn.PReLU starts from; a rule does not see the values of the weight.
+_PRELU_START = 0.25
 
 
 def _prelu(arguments: Mapping[str, Any]) -> Factors:
@@ -111,63 +117,21 @@ def _glu(arguments: Mapping[str, Any]) -> Factors:
     return Factors(unit_factor(mult**2 * gate), {"input": unit_factor(mult**2 * gradient)})
 
 
-# What nn.PReLU starts from; a rule does not see the values of the weight.
-_PRELU_START = 0.25
-
-for _name, _function, _options in _ELEMENTWISE:
-    register_rule(
-        ScaleRule(
-            _name,
-            ("input", *_options, "inplace"),
-            _elementwise(_function, _options),
-            "activation",
-            _REFERENCE,
-        ),
-        _function,
-        names=(_name, *_ALIASES.get(_name, ())),
-    )
-torch_rule(
-    "rrelu",
-    "input lower upper training inplace",
+rrelu = scaled_op(
+    F.rrelu,
     _rrelu,
     "activation",
     "(1 + E slope^2) / 2 on both sides; the slope is uniform, or its mean outside of training",
 )
-torch_rule(
-    "prelu",
-    "input weight",
+prelu = scaled_op(
+    F.prelu,
     _prelu,
     "activation",
     "as leaky_relu with the slope 0.25 that nn.PReLU starts from",
+    "input, weight",
     weights="weight",
 )
-torch_rule("glu", "input dim", _glu, "activation", "E x^2 sigmoid(y)^2, by quadrature")
-
-relu = scaled_op(F.relu)
-relu6 = scaled_op(F.relu6)
-leaky_relu = scaled_op(F.leaky_relu)
-elu = scaled_op(F.elu)
-gelu = scaled_op(F.gelu, "input, approximate='none'")
-selu = scaled_op(F.selu)
-silu = scaled_op(F.silu)
-celu = scaled_op(F.celu)
-mish = scaled_op(F.mish)
-hardswish = scaled_op(F.hardswish)
-hardsigmoid = scaled_op(F.hardsigmoid)
-hardtanh = scaled_op(F.hardtanh)
-softplus = scaled_op(F.softplus, "input, beta=1.0, threshold=20.0")
-softsign = scaled_op(F.softsign)
-tanh = scaled_op(torch.tanh, "input")
-sigmoid = scaled_op(torch.sigmoid, "input")
-logsigmoid = scaled_op(F.logsigmoid, "input")
-erf = scaled_op(torch.erf, "input")
-softshrink = scaled_op(F.softshrink, "input, lambd=0.5")
-hardshrink = scaled_op(F.hardshrink, "input, lambd=0.5")
-tanhshrink = scaled_op(F.tanhshrink)
-threshold = scaled_op(F.threshold)
-rrelu = scaled_op(F.rrelu)
-prelu = scaled_op(F.prelu, "input, weight")
-glu = scaled_op(F.glu)
+glu = scaled_op(F.glu, _glu, "activation", "E x^2 sigmoid(y)^2, by quadrature")
 
 
 def silu_glu(
@@ -218,4 +182,75 @@ _SILU_GLU = ScaleRule(
     _silu_glu_factors,
     "activation",
     "E x^2 silu(mult y)^2 for independent normal x and y, by quadrature",
+)
+
+
+def _normalization(
+    arguments: Mapping[str, Any], num_weights: float, weights: tuple[str, ...] = ("weight", "bias")
+) -> Factors:
+    uses = numel_of(arguments["input"]) / max(num_weights, 1)
+    # The output does not depend on the scale of the input: no `mult` anywhere.
+    return Factors(1.0, {"input": 1.0, **dict.fromkeys(weights, unit_factor(uses))})
+
+
+def _layer_norm(arguments: Mapping[str, Any]) -> Factors:
+    return _normalization(arguments, product(arguments["normalized_shape"]))
+
+
+def _rms_norm(arguments: Mapping[str, Any]) -> Factors:
+    return _normalization(arguments, product(arguments["normalized_shape"]), ("weight",))
+
+
+def _over_channels(arguments: Mapping[str, Any]) -> Factors:
+    return _normalization(arguments, shape_of(arguments["input"])[1])
+
+
+def _local_response_norm(arguments: Mapping[str, Any]) -> Factors:
+    mult = arguments.get("mult", 1.0)
+    alpha, beta = arguments.get("alpha", 1e-4), arguments.get("beta", 0.75)
+    divisor = (arguments.get("k", 1.0) + alpha * mult**2) ** beta
+    factor = unit_factor((mult / divisor) ** 2)
+    return Factors(factor, {"input": factor})
+
+
+_REFERENCE = (
+    "Unit Scaling (arXiv 2303.11257), table of ops, layer_norm: gradients of weight and bias get "
+    "(numel(weight) / numel(input))^0.5"
+)
+_BATCH_NORM = f"{_REFERENCE}; one weight per channel, running statistics like the batch's"
+
+
+layer_norm = scaled_op(
+    F.layer_norm, _layer_norm, "normalization", _REFERENCE, weights="weight bias"
+)
+rms_norm = scaled_op(F.rms_norm, _rms_norm, "normalization", _REFERENCE, weights="weight")
+group_norm = scaled_op(
+    F.group_norm,
+    _over_channels,
+    "normalization",
+    f"{_REFERENCE}; one weight per channel",
+    weights="weight bias",
+)
+batch_norm, instance_norm = (
+    scaled_op(
+        function, _over_channels, "normalization", _BATCH_NORM, weights="weight bias", aliases=None
+    )
+    for function in (F.batch_norm, F.instance_norm)
+)
+# The functions of torch and of torch.nn.functional have their parameters in different orders.
+for _function, _flag in ((torch.batch_norm, "training"), (torch.instance_norm, "use_input_stats")):
+    torch_rule(
+        _function.__name__,
+        f"input weight bias running_mean running_var {_flag} momentum eps cudnn_enabled",
+        _over_channels,
+        "normalization",
+        _BATCH_NORM,
+        _function,
+        weights="weight bias",
+    )
+local_response_norm = scaled_op(
+    F.local_response_norm,
+    _local_response_norm,
+    "other",
+    "divides by (k + alpha * mean square)^beta",
 )

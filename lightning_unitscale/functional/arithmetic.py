@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +26,6 @@ from lightning_unitscale.functional.rules import (
     broadcast,
     numel_of,
     product,
-    register_rule,
     shape_of,
     torch_rule,
     unit_factor,
@@ -43,41 +43,38 @@ _REFERENCE = "Unit Scaling (arXiv 2303.11257), table of ops"
 _SELU_FLOOR = -1.7580993408473766
 
 
-def _uses(numel: float, value: Any) -> float:
-    return numel / max(numel_of(value), 1)
+def _uses(arguments: Mapping[str, Any]) -> tuple[float, float]:
+    """How many elements of the output each element of both operands goes into."""
+    input, other = arguments["input"], arguments["other"]
+    numel = product(broadcast(shape_of(input), shape_of(other)))
+    return numel / max(numel_of(input), 1), numel / max(numel_of(other), 1)
 
 
 def _add(arguments: Mapping[str, Any]) -> Factors:
-    input, other = arguments["input"], arguments["other"]
     alpha, mult = float(arguments.get("alpha", 1)), arguments.get("mult", 1.0)
-    numel = product(broadcast(shape_of(input), shape_of(other)))
+    of_input, of_other = _uses(arguments)
     # One number for all does not change the spread of the rest.
-    if numel_of(other) == 1:
+    if numel_of(arguments["other"]) == 1:
         square = mult**2
-    elif numel_of(input) == 1:
+    elif numel_of(arguments["input"]) == 1:
         square = alpha**2
     else:
         square = mult**2 + alpha**2
-    return Factors(
-        unit_factor(square),
-        {
-            "input": unit_factor(mult**2 * _uses(numel, input)),
-            "other": unit_factor(alpha**2 * _uses(numel, other)),
-        },
-    )
+    gradients = {
+        "input": unit_factor(mult**2 * of_input),
+        "other": unit_factor(alpha**2 * of_other),
+    }
+    return Factors(unit_factor(square), gradients)
 
 
 def _mul(arguments: Mapping[str, Any]) -> Factors:
-    input, other = arguments["input"], arguments["other"]
     mult = arguments.get("mult", 1.0)
-    numel = product(broadcast(shape_of(input), shape_of(other)))
-    return Factors(
-        unit_factor(mult**2),
-        {
-            "input": unit_factor(mult**2 * _uses(numel, input)),
-            "other": unit_factor(mult**2 * _uses(numel, other)),
-        },
-    )
+    of_input, of_other = _uses(arguments)
+    gradients = {
+        "input": unit_factor(mult**2 * of_input),
+        "other": unit_factor(mult**2 * of_other),
+    }
+    return Factors(unit_factor(mult**2), gradients)
 
 
 def _reduced(arguments: Mapping[str, Any]) -> float:
@@ -125,10 +122,6 @@ def _alpha_dropout(arguments: Mapping[str, Any]) -> Factors:
     return Factors(unit_factor(output), {"input": unit_factor(mult**2 * square * kept)})
 
 
-_DROPOUT_PARAMETERS = "input p training inplace"
-_DROPOUT = _REFERENCE + ", dropout: what is kept is divided by (1 - p)^0.5 in place of 1 - p"
-_MOVES = "moves numbers, and changes none"
-
 _ADD = torch_rule(
     "add",
     "input other",
@@ -137,59 +130,51 @@ _ADD = torch_rule(
     _REFERENCE + ", add; alpha weighs the second",
     aliases="iadd __add__ __radd__ __iadd__",
 )
-torch_rule(
-    "sub",
-    "input other",
+sub = scaled_op(
+    torch.sub,
     _add,
     "sum",
     "as add: a sign changes no scale",
+    "input, other",
     aliases="isub subtract __sub__ __isub__",
 )
-torch_rule(
-    "mul",
-    "input other",
+mul = scaled_op(
+    torch.mul,
     _mul,
     "linear",
     "a product of two independent tensors at RMS 1 is at RMS 1; sums over what is broadcast",
+    "input, other",
     aliases="imul multiply __mul__ __rmul__ __imul__",
 )
-torch_rule(
-    "sum",
-    "input dim keepdim dtype",
-    _sum,
-    "linear",
-    "a sum of n independent numbers has variance n",
+_REDUCED = "input, dim=None, keepdim=False, dtype=None"
+sum = scaled_op(
+    torch.sum, _sum, "linear", "a sum of n independent numbers has variance n", _REDUCED
 )
-torch_rule(
-    "mean", "input dim keepdim dtype", _mean, "linear", "a mean of n numbers has variance 1 / n"
+mean = scaled_op(torch.mean, _mean, "linear", "a mean of n numbers has variance 1 / n", _REDUCED)
+_MOVES = "moves numbers, and changes none"
+_joined = partial(
+    scaled_op, factors=_join, kind="linear", reference=_MOVES, parameters="tensors, dim=0"
 )
-# torch.concat by itself, since operator.concat joins lists.
-_CAT = torch_rule("cat", "tensors dim", _join, "linear", _MOVES, aliases="concatenate")
-register_rule(_CAT, torch.concat)
-torch_rule("stack", "tensors dim", _join, "linear", _MOVES, aliases="hstack vstack dstack")
-for _name in ("dropout", "dropout1d", "dropout2d", "dropout3d", "feature_dropout"):
-    torch_rule(_name, _DROPOUT_PARAMETERS, _dropout, "linear", _DROPOUT)
-for _name in ("alpha_dropout", "feature_alpha_dropout"):
-    torch_rule(
-        _name,
-        _DROPOUT_PARAMETERS,
-        _alpha_dropout,
-        "activation",
-        "keeps mean 0 and variance 1 by its own design; the gradient passes where kept",
-    )
+cat = _joined(torch.cat, aliases="concatenate")
+# By itself, since operator.concat joins lists.
+torch_rule("cat", "tensors dim", _join, "linear", _MOVES, torch.concat)
+stack = _joined(torch.stack, aliases="hstack vstack dstack")
 
-sub = scaled_op(torch.sub, "input, other")
-mul = scaled_op(torch.mul, "input, other")
-sum = scaled_op(torch.sum, "input, dim=None, keepdim=False, dtype=None")
-mean = scaled_op(torch.mean, "input, dim=None, keepdim=False, dtype=None")
-cat = scaled_op(torch.cat, "tensors, dim=0")
-stack = scaled_op(torch.stack, "tensors, dim=0")
-dropout = scaled_op(F.dropout)
-dropout1d = scaled_op(F.dropout1d)
-dropout2d = scaled_op(F.dropout2d)
-dropout3d = scaled_op(F.dropout3d)
-alpha_dropout = scaled_op(F.alpha_dropout)
-feature_alpha_dropout = scaled_op(F.feature_alpha_dropout)
+_DROPOUT = f"{_REFERENCE}, dropout: what is kept is divided by (1 - p)^0.5 in place of 1 - p"
+torch_rule("feature_dropout", "input p training inplace", _dropout, "linear", _DROPOUT)
+_dropped = partial(scaled_op, factors=_dropout, kind="linear", reference=_DROPOUT)
+dropout = _dropped(F.dropout)
+dropout1d = _dropped(F.dropout1d)
+dropout2d = _dropped(F.dropout2d)
+dropout3d = _dropped(F.dropout3d)
+_dropped_alpha = partial(
+    scaled_op,
+    factors=_alpha_dropout,
+    kind="activation",
+    reference="keeps mean 0 and variance 1 by its own design; the gradient passes where kept",
+)
+alpha_dropout = _dropped_alpha(F.alpha_dropout)
+feature_alpha_dropout = _dropped_alpha(F.feature_alpha_dropout)
 
 
 def add(

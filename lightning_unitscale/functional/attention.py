@@ -29,7 +29,6 @@ from torch import Tensor
 
 from lightning_unitscale.functional.call import positive, scaled_call, scaled_op
 from lightning_unitscale.functional.moments import (
-    SoftmaxMoments,
     causal_softmax_moments,
     softmax_moments,
 )
@@ -78,7 +77,10 @@ def _attention(arguments: Mapping[str, Any]) -> Factors:
     scale = arguments.get("scale")
     scale = width**-0.5 if scale is None else scale
     std = mult * scale * width**0.5
-    moments = _moments(num_queries, num_keys, std, bool(arguments.get("is_causal")))
+    if arguments.get("is_causal"):
+        moments = causal_softmax_moments(num_queries, num_keys, std)
+    else:
+        moments = softmax_moments(num_keys, std)
     kept = 1 - arguments.get("dropout_p", 0.0)
     # Sums over the queries of all heads and samples that share a key.
     sharing = num_queries * product(query[:-2]) / max(num_keys * product(key[:-2]), 1)
@@ -94,29 +96,17 @@ def _attention(arguments: Mapping[str, Any]) -> Factors:
     )
 
 
-def _moments(num_queries: int, num_keys: int, std: float, is_causal: bool) -> SoftmaxMoments:
-    if is_causal:
-        return causal_softmax_moments(num_queries, num_keys, std)
-    return softmax_moments(num_keys, std)
-
-
-torch_rule(
-    "softmax",
-    "input dim _stacklevel dtype",
+softmax = scaled_op(
+    F.softmax,
     _softmax,
     "activation",
     "exact moments of a softmax of normal logits: about n times the probabilities",
 )
-torch_rule(
-    "softmin",
-    "input dim _stacklevel dtype",
-    _softmax,
-    "activation",
-    "a softmax of the negative, which is as normal",
+softmin = scaled_op(
+    F.softmin, _softmax, "activation", "a softmax of the negative, which is as normal"
 )
-torch_rule(
-    "log_softmax",
-    "input dim _stacklevel dtype",
+log_softmax = scaled_op(
+    F.log_softmax,
     _log_softmax,
     "normalization",
     "left as it is: it is half of a loss, whose value stays the plain one; its gradient "
@@ -130,10 +120,6 @@ _ATTENTION = torch_rule(
     "exact moments of a softmax of normal logits; a mask counts only as is_causal, since a rule "
     "sees no values",
 )
-
-softmax = scaled_op(F.softmax)
-softmin = scaled_op(F.softmin)
-log_softmax = scaled_op(F.log_softmax)
 
 
 def scaled_dot_product_attention(

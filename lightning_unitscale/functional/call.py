@@ -1,5 +1,8 @@
 """Call an operation with the factors of its rule: every unit-scaled operation is such a call.
 
+``scaled_op`` makes an operation of its rule alone. Others have a function of their own, with a
+docstring, around ``scaled_call`` or ``scaled_loss``.
+
 Factors of gradients are placed where tensors enter, that of the output where it leaves. A loss has
 its factor on the gradient that enters it, before anything divides by the number of elements: in 16
 bits the plain gradient of a mean over many tokens would already be 0.
@@ -18,9 +21,10 @@ from torch import Tensor
 
 from lightning_unitscale.functional.rules import (
     Factors,
+    Kind,
     ScaleRule,
     apply_constraint,
-    rule_of_function,
+    register_rule,
 )
 from lightning_unitscale.functional.scale import Factor, scale, scale_bwd, scale_fwd
 
@@ -61,17 +65,13 @@ def scaled_call(
     """
     mult = positive(f"{rule.name}: mult", mult)
     _check_power(rule, scale_power)
-    kwargs = dict(kwargs or {})
-    arguments = rule.bind(tuple(args), kwargs)
-    factors = _factors(rule, function, arguments, mult, args, kwargs)
-    tensors = _differentiable(rule, arguments, factors)
-    output, gradients = _constrained(rule, factors, tensors, constraint, scale_power)
-    scaled = {name: _enter(tensors[name], gradients[name]) for name in tensors}
+    arguments, factors, tensors = _prepared(rule, function, args, kwargs or {}, mult)
+    output, gradients = _constrained(rule, factors, constraint, scale_power)
+    scaled = {name: _enter(tensor, gradients[name]) for name, tensor in tensors.items()}
     if mult != 1.0:
         first = _first_input(rule, tensors)
         scaled[first] = scale(tensors[first], mult, mult * gradients[first])
-    args, kwargs = _rebuilt(rule, args, kwargs, scaled)
-    result = function(*args, **kwargs)
+    result = _called(rule, function, len(args), arguments, scaled)
     if isinstance(result, tuple):
         return (_leave(result[0], output), *result[1:])
     return _leave(result, output)
@@ -107,10 +107,7 @@ def scaled_loss(
         ValueError: If ``mult`` is not a positive number.
     """
     mult = positive(f"{rule.name}: mult", mult)
-    kwargs = dict(kwargs or {})
-    arguments = rule.bind(tuple(args), kwargs)
-    factors = _factors(rule, function, arguments, mult, args, kwargs)
-    tensors = _differentiable(rule, arguments, factors)
+    arguments, factors, tensors = _prepared(rule, function, args, kwargs or {}, mult)
     first = _first_input(rule, tensors)
     main = factors.gradients[first]
     dtype = tensors[first].dtype
@@ -124,42 +121,66 @@ def scaled_loss(
     for name, value in arguments.items():  # weights and targets of the same type
         if name not in scaled and isinstance(value, Tensor) and value.dtype in _SIXTEEN_BITS:
             scaled[name] = value.float()
-    args, kwargs = _rebuilt(rule, args, kwargs, scaled)
-    loss = scale_bwd(function(*args, **kwargs), main * correction)
+    loss = scale_bwd(_called(rule, function, len(args), arguments, scaled), main * correction)
     if dtype in _SIXTEEN_BITS and not torch.is_autocast_enabled(tensors[first].device.type):
         return loss.to(dtype)
     return loss
 
 
-def rule_for(function: Callable[..., Any]) -> ScaleRule:
-    """The rule of a function.
-
-    Raises:
-        ValueError: If it has none.
-    """
-    rule = rule_of_function(function)
-    if rule is None:
-        raise ValueError(
-            f"function={function!r}: it has no rule; expected a function that register_rule knows. "
-            "For an elementwise one, elementwise_factors finds its factors."
-        )
-    return rule
-
-
-def _factors(
+def _prepared(
     rule: ScaleRule,
     function: Callable[..., Any],
-    arguments: Mapping[str, Any],
-    mult: float,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-) -> Factors:
+    mult: float,
+) -> tuple[dict[str, Any], Factors, dict[str, Tensor]]:
+    """Arguments by name; the factors; and, by the same names, the tensors that get one."""
+    arguments = rule.bind(tuple(args), kwargs)
     try:
-        return rule.factors({**arguments, "mult": mult})
+        factors = rule.factors({**arguments, "mult": mult})
     except (IndexError, KeyError, TypeError, ValueError):
         # Shapes that do not fit: torch says so in the words that its users know.
         function(*args, **kwargs)
         raise
+    tensors: dict[str, Tensor] = {}
+    gradients: dict[str, float] = {}
+    for parameter, value in arguments.items():
+        items = list(enumerate(value)) if isinstance(value, (list, tuple)) else [(None, value)]
+        for index, item in items:
+            factor = factors.gradient(parameter, index)
+            if factor is None or not isinstance(item, Tensor):
+                continue
+            if not item.is_floating_point():
+                if tensors or parameter in rule.weights:
+                    continue
+                raise TypeError(
+                    f"{rule.name}: {parameter} is a tensor of type {item.dtype}; expected a real "
+                    "floating-point one. Convert it first, or use the function of torch."
+                )
+            name = parameter if index is None else f"{parameter}.{index}"
+            tensors[name], gradients[name] = item, factor
+    return arguments, Factors(factors.output, gradients), tensors
+
+
+def _called(
+    rule: ScaleRule,
+    function: Callable[..., Any],
+    num_positional: int,
+    arguments: Mapping[str, Any],
+    scaled: Mapping[str, Tensor],
+) -> Any:
+    """Call a function, with the scaled tensors in their places."""
+    kwargs = {name: _replaced(name, value, scaled) for name, value in arguments.items()}
+    args = [kwargs.pop(name) for name in rule.parameters[:num_positional]]
+    if rule.is_variadic and num_positional >= len(rule.parameters):
+        args[-1:] = args[-1]
+    return function(*args, **kwargs)
+
+
+def _replaced(name: str, value: Any, scaled: Mapping[str, Tensor]) -> Any:
+    if isinstance(value, (list, tuple)):
+        return type(value)([scaled.get(f"{name}.{i}", item) for i, item in enumerate(value)])
+    return scaled.get(name, value)
 
 
 def _enter(tensor: Tensor, factor: float) -> Tensor:
@@ -170,31 +191,13 @@ def _leave(tensor: Tensor, factor: float) -> Tensor:
     return tensor if factor == 1.0 else scale_fwd(tensor, factor)
 
 
-def _differentiable(
-    rule: ScaleRule, arguments: Mapping[str, Any], factors: Factors
-) -> dict[str, Tensor]:
-    """Floating-point tensors among the arguments that get a factor, by name (``operands.0``)."""
-    tensors: dict[str, Tensor] = {}
-    for name, value in arguments.items():
-        items = list(enumerate(value)) if isinstance(value, (list, tuple)) else [(None, value)]
-        for index, item in items:
-            factor = factors.gradient(name, index)
-            if factor is None or not isinstance(item, Tensor):
-                continue
-            if not item.is_floating_point():
-                if tensors or name in rule.weights:
-                    continue
-                raise TypeError(
-                    f"{rule.name}: {name} is a tensor of type {item.dtype}; expected a real "
-                    "floating-point one. Convert it first, or use the function of torch."
-                )
-            tensors[name if index is None else f"{name}.{index}"] = item
-    return tensors
+def _is_weight(rule: ScaleRule, name: str) -> bool:
+    return name.partition(".")[0] in rule.weights
 
 
 def _first_input(rule: ScaleRule, tensors: Mapping[str, Tensor]) -> str:
     for name in tensors:
-        if name.partition(".")[0] not in rule.weights:
+        if not _is_weight(rule, name):
             return name
     raise TypeError(
         f"{rule.name}: no floating-point tensor to multiply by mult is among its inputs."
@@ -202,55 +205,23 @@ def _first_input(rule: ScaleRule, tensors: Mapping[str, Tensor]) -> str:
 
 
 def _constrained(
-    rule: ScaleRule,
-    factors: Factors,
-    tensors: Mapping[str, Tensor],
-    constraint: str | None,
-    scale_power: ScalePower,
+    rule: ScaleRule, factors: Factors, constraint: str | None, scale_power: ScalePower
 ) -> tuple[float, dict[str, float]]:
-    weights = [name for name in tensors if name.partition(".")[0] in rule.weights]
-    inputs = [name for name in tensors if name not in weights]
-    natural = {name: _gradient(factors, name) for name in tensors}
-    # A factor is the -1/2 power of a number of terms.
-    output = _power(factors.output, scale_power[0])
-    of_inputs = [_power(natural[name], scale_power[1]) for name in inputs]
-    output, *of_inputs = apply_constraint(constraint, output, *of_inputs)
-    gradients = dict(zip(inputs, of_inputs, strict=True))
-    for name in weights:
-        gradients[name] = _power(natural[name], scale_power[2])
-    return output, gradients
-
-
-def _gradient(factors: Factors, name: str) -> float:
-    exact = factors.gradients.get(name)
-    return factors.gradients[name.partition(".")[0]] if exact is None else exact
+    gradients = {
+        name: _power(factor, scale_power[2 if _is_weight(rule, name) else 1])
+        for name, factor in factors.gradients.items()
+    }
+    inputs = [name for name in gradients if not _is_weight(rule, name)]
+    output, *of_inputs = apply_constraint(
+        constraint, _power(factors.output, scale_power[0]), *[gradients[name] for name in inputs]
+    )
+    return output, {**gradients, **dict(zip(inputs, of_inputs, strict=True))}
 
 
 def _power(factor: float, power: float) -> float:
+    """A factor is the -1/2 power of a number of terms."""
     result: float = factor if power == 0.5 else factor ** (2 * power)
     return result
-
-
-def _rebuilt(
-    rule: ScaleRule, args: Sequence[Any], kwargs: Mapping[str, Any], scaled: Mapping[str, Tensor]
-) -> tuple[list[Any], dict[str, Any]]:
-    """The call with the scaled tensors in their places."""
-    new_args = []
-    last = len(rule.parameters) - 1
-    is_list = len(args) == last + 1 and isinstance(args[last], (list, tuple))
-    for position, value in enumerate(args):
-        name = rule.parameters[min(position, last)]
-        if rule.is_variadic and position >= last and not is_list:
-            new_args.append(scaled.get(f"{name}.{position - last}", value))
-        else:
-            new_args.append(_replaced(name, value, scaled))
-    return new_args, {name: _replaced(name, value, scaled) for name, value in kwargs.items()}
-
-
-def _replaced(name: str, value: Any, scaled: Mapping[str, Tensor]) -> Any:
-    if isinstance(value, (list, tuple)):
-        return type(value)([scaled.get(f"{name}.{i}", item) for i, item in enumerate(value)])
-    return scaled.get(name, value)
 
 
 def positive(name: str, factor: float) -> float:
@@ -284,45 +255,69 @@ _OPTIONS: dict[str, tuple[Any, str]] = {
 }
 
 
-def _options_of(rule: ScaleRule) -> tuple[str, ...]:
-    options = []
-    if rule.kind not in ("loss", "normalization"):
-        options.append("constraint")
-    if rule.kind in ("loss", "activation"):
-        options.append("mult")
-    if rule.kind == "linear" and {"weight", "bias"} <= set(rule.weights):
-        options.append("scale_power")
-    return tuple(options)
+def scaled_op(
+    function: Callable[..., Any],
+    factors: Callable[[Mapping[str, Any]], Factors],
+    kind: Kind,
+    reference: str,
+    parameters: str | None = None,
+    *,
+    name: str | None = None,
+    weights: str = "",
+    aliases: str | None = "",
+) -> Callable[..., Any]:
+    """Register the rule of a function of torch, and make the function's unit-scaled form.
 
-
-def scaled_op(function: Callable[..., Any], parameters: str | None = None) -> Callable[..., Any]:
-    """Make the unit-scaled form of a function of torch that has a rule, from the rule alone.
-
-    It takes the arguments of torch's function, and by name ``constraint`` (but for norms and
+    The form takes the arguments of torch's function, and by name ``constraint`` (but for norms and
     losses), ``mult`` (activations and losses) and ``scale_power`` (layers with a weight).
 
     Args:
         function: The function.
-        parameters: Its parameters, such as ``"input, beta=1, threshold=20"``, where Python cannot
-            tell.
+        factors: As in :class:`~lightning_unitscale.functional.rules.ScaleRule`.
+        kind: As there.
+        reference: As there.
+        parameters: Parameters of the function, such as ``"input, beta=1, threshold=20"``, where
+            Python cannot tell.
+        name: Name of the operation, where it is not that of the function.
+        weights: As in :class:`~lightning_unitscale.functional.rules.ScaleRule`, separated by
+            blanks.
+        aliases: Further names by which torch knows the operation, separated by blanks; ``None`` if
+            what torch has by the function's name elsewhere takes other arguments.
 
     Returns:
         A function of the same name and parameters with those of unit scaling after them.
     """
-    rule = rule_for(function)
-    options = _options_of(rule)
-    signature = _signature(function, parameters, options)
-    required = tuple(
-        name
-        for name, parameter in signature.parameters.items()
+    of_torch = _parameters(function, parameters)
+    rule = ScaleRule(
+        name or function.__name__,
+        tuple(parameter.name for parameter in of_torch),
+        factors,
+        kind,
+        reference,
+        tuple(weights.split()),
+        of_torch[-1].kind is inspect.Parameter.VAR_POSITIONAL,
+    )
+    names = () if aliases is None else (rule.name, *aliases.split())
+    register_rule(rule, function, names=names)
+    options = [option for option in _OPTIONS if _has_option(rule, option)]
+    required = [
+        parameter.name
+        for parameter in of_torch
         if parameter.default is parameter.empty and parameter.kind is not parameter.VAR_POSITIONAL
+    ]
+    signature = inspect.Signature(
+        of_torch
+        + [
+            inspect.Parameter(option, inspect.Parameter.KEYWORD_ONLY, default=_OPTIONS[option][0])
+            for option in options
+        ]
     )
     # In place, the factor could not be told from the tensor that others see.
     in_place = rule.parameters.index("inplace") if "inplace" in rule.parameters else None
     call = scaled_loss if rule.kind == "loss" else scaled_call
 
     def op(*args: Any, **kwargs: Any) -> Any:
-        own = {name: kwargs.pop(name) for name in options if name in kwargs}
+        own = {option: kwargs.pop(option) for option in options if option in kwargs}
         kwargs.pop("inplace", None)
         args = args[:in_place]
         missing = [name for name in required[len(args) :] if name not in kwargs]
@@ -331,27 +326,27 @@ def scaled_op(function: Callable[..., Any], parameters: str | None = None) -> Ca
         return call(rule, function, args, kwargs, **own)
 
     op.__name__ = op.__qualname__ = rule.name
-    op.__doc__ = _docstring(rule, options, in_place is not None)
+    op.__doc__ = _docstring(rule, options)
     op.__signature__ = signature  # type: ignore[attr-defined]
     return op
 
 
-def _signature(
-    function: Callable[..., Any], parameters: str | None, options: tuple[str, ...]
-) -> inspect.Signature:
-    if parameters is None:
-        of_torch = [
-            parameter.replace(annotation=parameter.empty)
-            for name, parameter in inspect.signature(function).parameters.items()
-            if name != "out"
-        ]
-    else:
-        of_torch = [_parameter(text.strip()) for text in parameters.split(",")]
-    named = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=_OPTIONS[name][0])
-        for name in options
+def _has_option(rule: ScaleRule, option: str) -> bool:
+    if option == "constraint":
+        return rule.kind not in ("loss", "normalization")
+    if option == "mult":
+        return rule.kind in ("loss", "activation")
+    return rule.kind == "linear" and {"weight", "bias"} <= set(rule.weights)
+
+
+def _parameters(function: Callable[..., Any], text: str | None) -> list[inspect.Parameter]:
+    if text is not None:
+        return [_parameter(part.strip()) for part in text.split(",")]
+    return [
+        parameter.replace(annotation=parameter.empty)
+        for name, parameter in inspect.signature(function).parameters.items()
+        if name != "out"
     ]
-    return inspect.Signature([*of_torch, *named])
 
 
 def _parameter(text: str) -> inspect.Parameter:
@@ -362,22 +357,18 @@ def _parameter(text: str) -> inspect.Parameter:
     return inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=value)
 
 
-def _docstring(rule: ScaleRule, options: tuple[str, ...], is_in_place: bool) -> str:
+def _docstring(rule: ScaleRule, options: Sequence[str]) -> str:
     if rule.kind == "loss":
         what = "Its value is the plain loss; the gradients of its arguments are at RMS 1."
     else:
         what = "Its output and the gradients of its arguments are at RMS 1 for inputs at RMS 1."
     lines = [f"Unit-scaled form of torch's ``{rule.name}``.", "", what]
-    if is_in_place:
+    if "inplace" in rule.parameters:
         lines.append("``inplace`` is accepted and has no effect: the result is a new tensor.")
     if options:
         lines += ["", "Args, besides those of torch:"]
         lines += [f"    {name}: {_OPTIONS[name][1]}" for name in options]
-    lines += [
-        "",
-        "Raises:",
-        "    TypeError: If the first tensor is not a floating-point one.",
-    ]
+    lines += ["", "Raises:", "    TypeError: If the first tensor is not a floating-point one."]
     if options:
         lines.append(f"    ValueError: If one of {', '.join(options)} is not usable.")
     return "\n".join([*lines, "", "References:", f"    {rule.reference}.", ""])

@@ -13,21 +13,19 @@ References:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from lightning_unitscale.functional.call import (
-    scaled_op,
-)
+from lightning_unitscale.functional.call import scaled_op
 from lightning_unitscale.functional.moments import elementwise_moments, largest_of_normals
 from lightning_unitscale.functional.rules import (
     Factors,
     Kind,
     product,
     shape_of,
-    torch_rule,
     tuple_of,
     unit_factor,
 )
@@ -118,36 +116,32 @@ def convolved_size(
     return tuple(sizes)
 
 
-for _dims in (1, 2, 3):
-    torch_rule(
-        f"conv{_dims}d",
-        "input weight bias stride padding dilation groups",
-        _convolution,
-        "linear",
-        "Unit Scaling (arXiv 2303.11257), table of ops, conv1d; fan_in = in_channels / groups * "
-        "prod(kernel), and out_channels * prod(kernel) / (stride * groups) terms in the gradient "
-        "of the input",
-        weights="weight bias",
-    )
-    torch_rule(
-        f"conv_transpose{_dims}d",
-        "input weight bias stride padding output_padding groups dilation",
-        _transposed,
-        "linear",
-        "the rule of conv1d with the output and the gradient of the input exchanged",
-        weights="weight bias",
-    )
-
-_CONVOLUTION = "input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1"
-_TRANSPOSED = (
-    "input, weight, bias=None, stride=1, padding=0, output_padding=0, groups=1, dilation=1"
+_convolved = partial(
+    scaled_op,
+    factors=_convolution,
+    kind="linear",
+    reference="Unit Scaling (arXiv 2303.11257), table of ops, conv1d; fan_in = in_channels / "
+    "groups * prod(kernel), and out_channels * prod(kernel) / (stride * groups) terms in the "
+    "gradient of the input",
+    parameters="input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1",
+    weights="weight bias",
 )
-conv1d = scaled_op(F.conv1d, _CONVOLUTION)
-conv2d = scaled_op(F.conv2d, _CONVOLUTION)
-conv3d = scaled_op(F.conv3d, _CONVOLUTION)
-conv_transpose1d = scaled_op(F.conv_transpose1d, _TRANSPOSED)
-conv_transpose2d = scaled_op(F.conv_transpose2d, _TRANSPOSED)
-conv_transpose3d = scaled_op(F.conv_transpose3d, _TRANSPOSED)
+conv1d = _convolved(F.conv1d)
+conv2d = _convolved(F.conv2d)
+conv3d = _convolved(F.conv3d)
+
+_convolved_back = partial(
+    scaled_op,
+    factors=_transposed,
+    kind="linear",
+    reference="the rule of conv1d with the output and the gradient of the input exchanged",
+    parameters="input, weight, bias=None, stride=1, padding=0, output_padding=0, groups=1, "
+    "dilation=1",
+    weights="weight bias",
+)
+conv_transpose1d = _convolved_back(F.conv_transpose1d)
+conv_transpose2d = _convolved_back(F.conv_transpose2d)
+conv_transpose3d = _convolved_back(F.conv_transpose3d)
 
 
 Windows = tuple[float, float]
@@ -224,46 +218,36 @@ _POWER = _Reduction(
 
 
 def _pool(
-    name: str,
-    dims: int,
-    parameters: str,
+    function: Callable[..., Any],
     windows: Callable[[Mapping[str, Any], int], Windows],
     reduction: _Reduction,
-) -> None:
+    parameters: str | None = None,
+) -> Callable[..., Any]:
+    dims = int(function.__name__[-2])  # of avg_pool2d 2
+
     def factors(arguments: Mapping[str, Any]) -> Factors:
         return reduction.factors(*windows(arguments, dims), arguments)
 
-    torch_rule(name, parameters, factors, reduction.kind, reduction.reference)
+    return scaled_op(function, factors, reduction.kind, reduction.reference, parameters)
 
-
-_WINDOW = "input kernel_size stride padding"
-for _dims in (1, 2, 3):
-    for _name, _parameters, _windows, _reduction in (
-        ("avg_pool", f"{_WINDOW} ceil_mode count_include_pad divisor_override", _sliding, _AVERAGE),
-        ("max_pool", f"{_WINDOW} dilation ceil_mode return_indices", _sliding, _MAXIMUM),
-        ("lp_pool", "input norm_type kernel_size stride ceil_mode", _sliding, _POWER),
-        ("adaptive_avg_pool", "input output_size", _adaptive, _AVERAGE),
-        ("adaptive_max_pool", "input output_size return_indices", _adaptive, _MAXIMUM),
-    ):
-        _pool(f"{_name}{_dims}d", _dims, _parameters, _windows, _reduction)
 
 _AVG = "input, kernel_size, stride=None, padding=0, ceil_mode=False, count_include_pad=True"
 _MAX = (
     "input, kernel_size, stride=None, padding=0, dilation=1, ceil_mode=False, return_indices=False"
 )
 _ADAPTIVE_MAX = "input, output_size, return_indices=False"
-avg_pool1d = scaled_op(F.avg_pool1d, _AVG)
-avg_pool2d = scaled_op(F.avg_pool2d, f"{_AVG}, divisor_override=None")
-avg_pool3d = scaled_op(F.avg_pool3d, f"{_AVG}, divisor_override=None")
-max_pool1d = scaled_op(F.max_pool1d, _MAX)
-max_pool2d = scaled_op(F.max_pool2d, _MAX)
-max_pool3d = scaled_op(F.max_pool3d, _MAX)
-lp_pool1d = scaled_op(F.lp_pool1d)
-lp_pool2d = scaled_op(F.lp_pool2d)
-lp_pool3d = scaled_op(F.lp_pool3d)
-adaptive_avg_pool1d = scaled_op(F.adaptive_avg_pool1d, "input, output_size")
-adaptive_avg_pool2d = scaled_op(F.adaptive_avg_pool2d)
-adaptive_avg_pool3d = scaled_op(F.adaptive_avg_pool3d)
-adaptive_max_pool1d = scaled_op(F.adaptive_max_pool1d, _ADAPTIVE_MAX)
-adaptive_max_pool2d = scaled_op(F.adaptive_max_pool2d, _ADAPTIVE_MAX)
-adaptive_max_pool3d = scaled_op(F.adaptive_max_pool3d, _ADAPTIVE_MAX)
+avg_pool1d = _pool(F.avg_pool1d, _sliding, _AVERAGE, _AVG)
+avg_pool2d = _pool(F.avg_pool2d, _sliding, _AVERAGE, f"{_AVG}, divisor_override=None")
+avg_pool3d = _pool(F.avg_pool3d, _sliding, _AVERAGE, f"{_AVG}, divisor_override=None")
+max_pool1d = _pool(F.max_pool1d, _sliding, _MAXIMUM, _MAX)
+max_pool2d = _pool(F.max_pool2d, _sliding, _MAXIMUM, _MAX)
+max_pool3d = _pool(F.max_pool3d, _sliding, _MAXIMUM, _MAX)
+lp_pool1d = _pool(F.lp_pool1d, _sliding, _POWER)
+lp_pool2d = _pool(F.lp_pool2d, _sliding, _POWER)
+lp_pool3d = _pool(F.lp_pool3d, _sliding, _POWER)
+adaptive_avg_pool1d = _pool(F.adaptive_avg_pool1d, _adaptive, _AVERAGE, "input, output_size")
+adaptive_avg_pool2d = _pool(F.adaptive_avg_pool2d, _adaptive, _AVERAGE)
+adaptive_avg_pool3d = _pool(F.adaptive_avg_pool3d, _adaptive, _AVERAGE)
+adaptive_max_pool1d = _pool(F.adaptive_max_pool1d, _adaptive, _MAXIMUM, _ADAPTIVE_MAX)
+adaptive_max_pool2d = _pool(F.adaptive_max_pool2d, _adaptive, _MAXIMUM, _ADAPTIVE_MAX)
+adaptive_max_pool3d = _pool(F.adaptive_max_pool3d, _adaptive, _MAXIMUM, _ADAPTIVE_MAX)

@@ -95,12 +95,12 @@ def _embedding_bag(arguments: Mapping[str, Any]) -> Factors:
 _LINEAR = torch_rule(
     "linear", "input weight bias", _linear, "linear", _REFERENCE, weights="weight bias"
 )
-torch_rule(
-    "bilinear",
-    "input1 input2 weight bias",
+bilinear = scaled_op(
+    F.bilinear,
     _bilinear,
     "linear",
     "a sum of in1 * in2 independent products of unit variance, and so for its gradients",
+    "input1, input2, weight, bias=None",
     weights="weight bias",
 )
 # torch.embedding has the two tensors the other way round, but F.embedding is what a graph holds.
@@ -113,19 +113,14 @@ _EMBEDDING = torch_rule(
     F.embedding,
     weights="weight",
 )
-torch_rule(
-    "embedding_bag",
-    "input weight offsets max_norm norm_type scale_grad_by_freq mode sparse per_sample_weights "
-    "include_last_offset padding_idx",
+embedding_bag = scaled_op(
+    F.embedding_bag,
     _embedding_bag,
     "linear",
     "an embedding, and a sum, mean or maximum over bags of equal size",
-    F.embedding_bag,
     weights="weight",
+    aliases=None,
 )
-
-bilinear = scaled_op(F.bilinear, "input1, input2, weight, bias=None")
-embedding_bag = scaled_op(F.embedding_bag)
 
 
 def linear(

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,6 @@ from lightning_unitscale.functional.call import scaled_loss, scaled_op
 from lightning_unitscale.functional.moments import elementwise_moments, softmax_moments
 from lightning_unitscale.functional.rules import (
     Factors,
-    ScaleRule,
     numel_of,
     shape_of,
     specialized,
@@ -172,82 +172,53 @@ def _gaussian_nll(arguments: Mapping[str, Any]) -> Factors:
     )
 
 
-def _loss(
-    name: str,
-    parameters: str,
-    factors: Callable[[Mapping[str, Any]], Factors],
-    reference: str,
-) -> ScaleRule:
-    return torch_rule(name, parameters, factors, "loss", reference, getattr(F, name))
-
-
-_OLD = "size_average reduce reduction"
-_CROSS_ENTROPY = _loss(
+_CROSS_ENTROPY = torch_rule(
     "cross_entropy",
     "input target weight size_average ignore_index reduce reduction label_smoothing",
     _cross_entropy,
+    "loss",
     "Unit Scaling (arXiv 2303.11257), table of ops; targets that are probabilities count as "
     "sharp, weights and ignored tokens as ordinary ones, since a rule sees no values",
+    F.cross_entropy,
 )
-_loss(
-    "nll_loss",
-    "input target weight size_average ignore_index reduce reduction",
-    _nll,
-    "one element in num_classes has a gradient",
-)
-_loss(
-    "binary_cross_entropy",
-    f"input target weight {_OLD}",
-    _bce,
-    "the derivative 2 at a probability of 1/2",
-)
-_loss(
-    "binary_cross_entropy_with_logits",
-    f"input target weight {_OLD} pos_weight",
-    _bce_with_logits,
-    "E (sigmoid(x) - y)^2 for normal logits and fair targets, by quadrature",
-)
-_loss(
-    "kl_div",
-    f"input target {_OLD} log_target",
-    _kl_div,
-    "E target^2 for a target that is a softmax of unit logits",
-)
-_loss("l1_loss", f"input target {_OLD} weight", _of_difference(_l1), "its derivative is a sign")
-_loss(
-    "smooth_l1_loss",
-    f"input target {_OLD} beta",
-    _of_difference(_smooth_l1),
-    "E of a normal difference, clipped at beta, over beta, squared, by quadrature",
-)
-_loss(
-    "huber_loss",
-    "input target reduction delta weight",
-    _of_difference(_huber),
-    "E of a normal difference, clipped at delta, squared, by quadrature",
-)
-_MSE_LOSS = _loss(
+_MSE_LOSS = torch_rule(
     "mse_loss",
-    f"input target {_OLD} weight",
+    "input target size_average reduce reduction weight",
     _of_difference(_mse),
+    "loss",
     "Unit Scaling (arXiv 2303.11257), table of ops, mse_loss: 8^-1/2 per element",
+    F.mse_loss,
 )
-_loss(
-    "gaussian_nll_loss",
-    "input target var full eps reduction",
+
+_loss = partial(scaled_op, kind="loss", aliases=None)
+nll_loss = _loss(F.nll_loss, _nll, reference="one element in num_classes has a gradient")
+binary_cross_entropy = _loss(
+    F.binary_cross_entropy, _bce, reference="the derivative 2 at a probability of 1/2"
+)
+binary_cross_entropy_with_logits = _loss(
+    F.binary_cross_entropy_with_logits,
+    _bce_with_logits,
+    reference="E (sigmoid(x) - y)^2 for normal logits and fair targets, by quadrature",
+)
+kl_div = _loss(
+    F.kl_div, _kl_div, reference="E target^2 for a target that is a softmax of unit logits"
+)
+l1_loss = _loss(F.l1_loss, _of_difference(_l1), reference="its derivative is a sign")
+smooth_l1_loss = _loss(
+    F.smooth_l1_loss,
+    _of_difference(_smooth_l1),
+    reference="E of a normal difference, clipped at beta, over beta, squared, by quadrature",
+)
+huber_loss = _loss(
+    F.huber_loss,
+    _of_difference(_huber),
+    reference="E of a normal difference, clipped at delta, squared, by quadrature",
+)
+gaussian_nll_loss = _loss(
+    F.gaussian_nll_loss,
     _gaussian_nll,
-    "moments of (input - target) and of (1 - (input - target)^2)/2 at a variance of 1",
+    reference="moments of (input - target) and of (1 - (input - target)^2)/2 at a variance of 1",
 )
-
-
-nll_loss = scaled_op(F.nll_loss)
-binary_cross_entropy = scaled_op(F.binary_cross_entropy)
-binary_cross_entropy_with_logits = scaled_op(F.binary_cross_entropy_with_logits)
-kl_div = scaled_op(F.kl_div)
-l1_loss = scaled_op(F.l1_loss)
-smooth_l1_loss = scaled_op(F.smooth_l1_loss)
-huber_loss = scaled_op(F.huber_loss)
-gaussian_nll_loss = scaled_op(F.gaussian_nll_loss)
 
 
 def cross_entropy(

@@ -11,6 +11,7 @@ References:
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -199,52 +200,33 @@ def _chain(arguments: Mapping[str, Any]) -> Factors:
     )
 
 
-_ADDED = _REFERENCE + "; a whole tensor that is added counts as one more term, a bias as none"
-
-torch_rule(
-    "matmul",
-    "input other",
+_product = partial(scaled_op, kind="linear", reference=_REFERENCE)
+matmul = _product(
+    torch.matmul,
     _matmul_of("input", "other"),
-    "linear",
-    _REFERENCE,
+    parameters="input, other",
     aliases="__matmul__ imatmul",
 )
-for _name, _right, _factors, _aliases in (
-    ("mm", "mat2", _matmul_of("input", "mat2"), ""),
-    ("bmm", "mat2", _matmul_of("input", "mat2"), ""),
-    ("mv", "vec", _matmul_of("input", "vec"), ""),
-    ("dot", "tensor", _matmul_of("input", "tensor"), "vdot"),
-    ("inner", "other", _inner, ""),
-    ("outer", "vec2", _outer, "ger"),
-):
-    torch_rule(_name, f"input {_right}", _factors, "linear", _REFERENCE, aliases=_aliases)
-torch_rule("tensordot", "a b dims", _tensordot, "linear", _REFERENCE, torch.tensordot)
-for _name, _operands, _factors in (
-    ("addmm", "mat1 mat2", _added_product_of("mat1", "mat2")),
-    ("addmv", "mat vec", _added_product_of("mat", "vec")),
-    ("baddbmm", "batch1 batch2", _added_product_of("batch1", "batch2")),
-    ("addbmm", "batch1 batch2", _addbmm),
-):
-    torch_rule(_name, f"input {_operands}", _factors, "linear", _ADDED, weights="input")
-torch_rule(
-    "einsum", "equation operands", _einsum, "linear", _REFERENCE, torch.einsum, is_variadic=True
-)
-torch_rule(
-    "chain_matmul", "matrices", _chain, "linear", _REFERENCE, torch.chain_matmul, is_variadic=True
-)
-torch_rule("multi_dot", "tensors", _chain, "linear", _REFERENCE, torch.linalg.multi_dot)
+mm = _product(torch.mm, _matmul_of("input", "mat2"), parameters="input, mat2")
+bmm = _product(torch.bmm, _matmul_of("input", "mat2"), parameters="input, mat2")
+mv = _product(torch.mv, _matmul_of("input", "vec"), parameters="input, vec")
+dot = _product(torch.dot, _matmul_of("input", "tensor"), parameters="input, tensor", aliases="vdot")
+inner = _product(torch.inner, _inner, parameters="input, other")
+outer = _product(torch.outer, _outer, parameters="input, vec2", aliases="ger")
+tensordot = _product(torch.tensordot, _tensordot)
+einsum = _product(torch.einsum, _einsum, parameters="equation, *operands")
+multi_dot = _product(torch.linalg.multi_dot, _chain, parameters="tensors", name="multi_dot")
+torch_rule("chain_matmul", "matrices", _chain, "linear", _REFERENCE, is_variadic=True)
 
-matmul = scaled_op(torch.matmul, "input, other")
-mm = scaled_op(torch.mm, "input, mat2")
-bmm = scaled_op(torch.bmm, "input, mat2")
-mv = scaled_op(torch.mv, "input, vec")
-dot = scaled_op(torch.dot, "input, tensor")
-inner = scaled_op(torch.inner, "input, other")
-outer = scaled_op(torch.outer, "input, vec2")
-tensordot = scaled_op(torch.tensordot)
-addmm = scaled_op(torch.addmm, "input, mat1, mat2")
-addmv = scaled_op(torch.addmv, "input, mat, vec")
-baddbmm = scaled_op(torch.baddbmm, "input, batch1, batch2")
-addbmm = scaled_op(torch.addbmm, "input, batch1, batch2")
-einsum = scaled_op(torch.einsum, "equation, *operands")
-multi_dot = scaled_op(torch.linalg.multi_dot, "tensors")
+_added = partial(
+    scaled_op,
+    kind="linear",
+    reference=f"{_REFERENCE}; a whole tensor that is added counts as one more term, a bias as none",
+    weights="input",
+)
+addmm = _added(torch.addmm, _added_product_of("mat1", "mat2"), parameters="input, mat1, mat2")
+addmv = _added(torch.addmv, _added_product_of("mat", "vec"), parameters="input, mat, vec")
+baddbmm = _added(
+    torch.baddbmm, _added_product_of("batch1", "batch2"), parameters="input, batch1, batch2"
+)
+addbmm = _added(torch.addbmm, _addbmm, parameters="input, batch1, batch2")

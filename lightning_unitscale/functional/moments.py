@@ -26,10 +26,9 @@ from __future__ import annotations
 
 import functools
 import math
-import threading
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -61,14 +60,24 @@ def expectation(function: Callable[[Array], Array]) -> float:
     return float((weights * function(nodes)).sum())
 
 
-@torch.compiler.assume_constant_result
+Numbers = TypeVar("Numbers")
+
+
+def _constant(function: Callable[..., Numbers]) -> Callable[..., Numbers]:
+    """A function of numbers that is cached, and whose result is a constant to a compiler."""
+    cached = functools.lru_cache(maxsize=4096)(function)
+
+    @torch.compiler.assume_constant_result
+    @functools.wraps(function)
+    def call(*args: float) -> Numbers:
+        return cached(*args)
+
+    return call
+
+
+@_constant
 def largest_of_normals(count: int) -> float:
     """Mean square of the largest of ``count`` independent normal numbers."""
-    return _largest_of_normals(count)
-
-
-@functools.lru_cache(maxsize=4096)
-def _largest_of_normals(count: int) -> float:
     return expectation(lambda x: count * x**2 * ndtr(x) ** (count - 1))
 
 
@@ -86,23 +95,11 @@ def elementwise_moments(
     Returns:
         ``(E f(mult x)^2, E f'(mult x)^2)``.
     """
-    return _cached_moments(function, float(mult), options)
-
-
-def _cached_moments(
-    function: Callable[..., Tensor], mult: float, options: tuple[tuple[str, Any], ...]
-) -> tuple[float, float]:
-    if _is_hashable((function, options)):
-        return _moments(function, mult, options)
-    return _moments.__wrapped__(function, mult, options)
-
-
-def _is_hashable(value: object) -> bool:
     try:
-        hash(value)
+        hash((function, options))
     except TypeError:
-        return False
-    return True
+        return _moments.__wrapped__(function, float(mult), options)
+    return _moments(function, float(mult), options)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -126,7 +123,10 @@ def _moments(
             float((weights * derivative**2).sum()),
         )
 
-    moments: tuple[float, float] = _in_a_fresh_thread(evaluate)
+    # In a thread of its own: the only public way out of the caller's fake tensors, autocast, vmap,
+    # no_grad and compiler at once, all of which are states of a thread.
+    with ThreadPoolExecutor(1) as thread:
+        moments = thread.submit(evaluate).result()
     for what, square in zip(("value", "derivative"), moments, strict=True):
         if not math.isfinite(square):
             raise ValueError(
@@ -136,34 +136,11 @@ def _moments(
     return moments
 
 
-def _in_a_fresh_thread(evaluate: Callable[[], Any]) -> Any:
-    """Run without the caller's fake tensors, autocast, vmap, no_grad or compiler.
-
-    All of these are states of a thread, and the only public way out of all of them is another one.
-    """
-    results: list[Any] = []
-    errors: list[BaseException] = []
-
-    def work() -> None:
-        try:
-            results.append(evaluate())
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
-    return results[0]
-
-
 # Beyond this standard deviation one logit wins, and the moments do not change any more.
 _MAX_STD = 30.0
 
 
-@dataclass(frozen=True)
-class SoftmaxMoments:
+class SoftmaxMoments(NamedTuple):
     """Expectations of sums over the n probabilities p of one softmax.
 
     Attributes:
@@ -178,8 +155,7 @@ class SoftmaxMoments:
 
 def softmax_moments(n: int, std: float) -> SoftmaxMoments:
     """Moments of a softmax over ``n`` normal logits of standard deviation ``std``."""
-    output, gradient = _of_constants(int(n), float(std))
-    return SoftmaxMoments(output, gradient)
+    return SoftmaxMoments(*_logit_moments(int(n), float(std)))
 
 
 def causal_softmax_moments(num_queries: int, num_keys: int, std: float) -> SoftmaxMoments:
@@ -190,21 +166,10 @@ def causal_softmax_moments(num_queries: int, num_keys: int, std: float) -> Softm
         num_keys: Length of a row.
         std: Standard deviation of the logits.
     """
-    output, gradient = _causal_of_constants(int(num_queries), int(num_keys), float(std))
-    return SoftmaxMoments(output, gradient)
+    return SoftmaxMoments(*_causal_moments(int(num_queries), int(num_keys), float(std)))
 
 
-@torch.compiler.assume_constant_result
-def _of_constants(n: int, std: float) -> tuple[float, float]:
-    return _logit_moments(n, std)
-
-
-@torch.compiler.assume_constant_result
-def _causal_of_constants(num_queries: int, num_keys: int, std: float) -> tuple[float, float]:
-    return _causal_moments(num_queries, num_keys, std)
-
-
-@functools.lru_cache(maxsize=4096)
+@_constant
 def _causal_moments(num_queries: int, num_keys: int, std: float) -> tuple[float, float]:
     longest = min(num_queries, num_keys)
     # The moments are smooth in log n: a few lengths are enough for all of them.
@@ -221,7 +186,7 @@ def _causal_moments(num_queries: int, num_keys: int, std: float) -> tuple[float,
     return means[0], means[1]
 
 
-@functools.lru_cache(maxsize=4096)
+@_constant
 def _logit_moments(n: int, std: float) -> tuple[float, float]:
     if n <= 1:
         return 1.0, 0.0

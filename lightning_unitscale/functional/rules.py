@@ -304,22 +304,10 @@ def tuple_of(value: int | Iterable[int] | None, length: int, default: int) -> tu
     return numbers * length if len(numbers) == 1 else numbers
 
 
-def _gmean(factors: tuple[float, ...]) -> float:
-    return math.exp(sum([math.log(factor) for factor in factors]) / len(factors))
-
-
-def _hmean(factors: tuple[float, ...]) -> float:
-    return len(factors) / sum([1 / factor for factor in factors])
-
-
-def _amean(factors: tuple[float, ...]) -> float:
-    return sum(factors) / len(factors)
-
-
 _MEANS: dict[str, Callable[[tuple[float, ...]], float]] = {
-    "gmean": _gmean,
-    "hmean": _hmean,
-    "amean": _amean,
+    "gmean": lambda factors: math.exp(sum([math.log(factor) for factor in factors]) / len(factors)),
+    "hmean": lambda factors: len(factors) / sum([1 / factor for factor in factors]),
+    "amean": lambda factors: sum(factors) / len(factors),
 }
 # Position among (output, *gradients), and the number of gradients that gives it a meaning.
 _POSITIONS: dict[str, tuple[int, int | None]] = {

@@ -122,9 +122,7 @@ def scale(input: Tensor, forward_factor: Factor, backward_factor: Factor) -> Ten
     References:
         Blake, Orr, Luschi, "Unit Scaling" (arXiv 2303.11257), section 4, scaled ops.
     """
-    function = _TransformableScale if is_transforming() else _Scale
-    result: Tensor = function.apply(input, forward_factor, backward_factor)
-    return result
+    return _scaled(input, forward_factor, backward_factor)
 
 
 def scale_fwd(input: Tensor, factor: Factor) -> Tensor:
@@ -134,9 +132,13 @@ def scale_fwd(input: Tensor, factor: Factor) -> Tensor:
 
 @torch.compiler.allow_in_graph
 def scale_bwd(input: Tensor, factor: Factor) -> Tensor:
-    """Multiply the gradient by ``factor``; the forward value passes as it is."""
-    function = _TransformableScaleGradient if is_transforming() else _ScaleGradient
-    result: Tensor = function.apply(input, factor)
+    """Multiply the gradient by ``factor``; the result is a view of ``input``."""
+    return _scaled(input, None, factor)
+
+
+def _scaled(input: Tensor, forward_factor: Factor | None, backward_factor: Factor) -> Tensor:
+    function = _TransformableScale if is_transforming() else _Scale
+    result: Tensor = function.apply(input, forward_factor, backward_factor)
     return result
 
 
@@ -216,35 +218,36 @@ def _alignment(tensor: Tensor) -> int:
     )
 
 
-# Each twice: torch calls a function that it can transform at three times the cost.
+def _times(tensor: Tensor, factor: Factor | None) -> Tensor:
+    return whole_view(tensor) if factor is None else multiply(tensor, factor)
+
+
 class _Scale(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, input: Tensor, forward_factor: Factor, backward_factor: Factor) -> Tensor:
+    def forward(
+        ctx: Any, input: Tensor, forward_factor: Factor | None, backward_factor: Factor
+    ) -> Tensor:
         _keep_factor(ctx, backward_factor)
-        return multiply(input, forward_factor)
+        return _times(input, forward_factor)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor | None) -> tuple[Tensor | None, None, None]:
-        return _scaled(grad_output, _kept_factor(ctx)), None, None
+        if grad_output is None:
+            return None, None, None
+        factor = ctx.saved_tensors[0] if ctx.number is None else ctx.number
+        # A gradient may be a tensor of an outer ``vmap``, in whose memory multiply must not look.
+        is_plain = not is_transforming()
+        gradient = multiply(grad_output, factor) if is_plain else scale(grad_output, factor, factor)
+        return gradient, None, None
 
 
-class _ScaleGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, input: Tensor, factor: Factor) -> Tensor:
-        _keep_factor(ctx, factor)
-        return whole_view(input)
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor | None) -> tuple[Tensor | None, None]:
-        return _scaled(grad_output, _kept_factor(ctx)), None
-
-
+# Besides the one above, since torch calls a function that it can transform at three times the cost.
 class _TransformableScale(_Scale):
     @staticmethod
     def forward(  # type: ignore[override]
-        input: Tensor, forward_factor: Factor, backward_factor: Factor
+        input: Tensor, forward_factor: Factor | None, backward_factor: Factor
     ) -> Tensor:
-        return multiply(input, forward_factor)
+        return _times(input, forward_factor)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -252,60 +255,94 @@ class _TransformableScale(_Scale):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Tensor, int]:
-        return scale(*_with_batch_first(info.batch_size, in_dims, inputs)), 0
-
-
-class _TransformableScaleGradient(_ScaleGradient):
-    @staticmethod
-    def forward(input: Tensor, factor: Factor) -> Tensor:  # type: ignore[override]
-        return whole_view(input)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _keep_factor(ctx, inputs[1])
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Tensor, int]:
-        return scale_bwd(*_with_batch_first(info.batch_size, in_dims, inputs)), 0
-
-
-def _scaled(gradient: Tensor | None, factor: Factor) -> Tensor | None:
-    """``gradient * factor`` as a differentiable operation; no gradient remains none.
-
-    A gradient may be a tensor of an outer ``vmap``, in whose memory ``multiply`` must not look.
-    """
-    if gradient is None:
-        return None
-    return scale(gradient, factor, factor) if is_transforming() else multiply(gradient, factor)
-
-
-def _with_batch_first(
-    batch_size: int, in_dims: tuple[int | None, ...], inputs: tuple[Any, ...]
-) -> tuple[Any, ...]:
-    """A tensor and its factors with the dimension that ``vmap`` hides in front of all others."""
-    (tensor, *factors), (dim, *factor_dims) = inputs, in_dims
-    tensor = tensor.expand(batch_size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
-    ones = [1] * (tensor.dim() - 1)
-    return tensor, *(
-        factor if factor_dim is None else factor.reshape(batch_size, *ones)
-        for factor, factor_dim in zip(factors, factor_dims, strict=True)
-    )
+        """Run with the dimension that ``vmap`` hides in front of all others."""
+        (tensor, *factors), (dim, *factor_dims) = inputs, in_dims
+        size = info.batch_size
+        tensor = tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+        ones = [1] * (tensor.dim() - 1)
+        factors = [
+            factor if factor_dim is None else factor.reshape(size, *ones)
+            for factor, factor_dim in zip(factors, factor_dims, strict=True)
+        ]
+        return _scaled(tensor, *factors), 0
 
 
 def _keep_factor(ctx: Any, factor: Factor) -> None:
     """Tensors must be saved as such, or aot_autograd bakes their value into the backward graph."""
     # Where no gradient arrives, zeros in its place would have optimizers move what they leave.
     ctx.set_materialize_grads(False)
+    ctx.number = None if isinstance(factor, Tensor) else factor
     if isinstance(factor, Tensor):
         ctx.save_for_backward(factor)
-        ctx.number = None
-    else:
-        ctx.number = factor
 
 
-def _kept_factor(ctx: Any) -> Factor:
-    if ctx.number is not None:
-        number: float = ctx.number
-        return number
-    factor: Tensor = ctx.saved_tensors[0]
-    return factor
+# A change of units that the rest of a graph takes back, exact for derivatives of every order.
+#
+# Along every path from a loss to a tensor the factors ``b`` on the gradient have the same product
+# as the factors ``f`` on the value, so the first derivative is the plain one though ``b != f``. The
+# second is not: what depends on the scaled value ``x' = f x`` through a derivative sends back a
+# gradient in true units of ``x'``, and it would get ``b`` as well. With ``b = f`` everywhere all is
+# a composition of functions and their own derivatives. So from the first backward pass on that is
+# itself recorded (``create_graph=True``), and in whatever passes follow it, gradients are
+# multiplied by ``f``: the first derivative has the same bits again, without units of its own.
+_has_recorded_backward = False
+
+
+def takes_true_derivatives() -> bool:
+    """Whether gradients are multiplied by the factors of their values from now on."""
+    return _has_recorded_backward
+
+
+def forget_recorded_backward() -> None:
+    """Go back to units of their own for gradients: no graph of an earlier step is left."""
+    global _has_recorded_backward
+    _has_recorded_backward = False
+
+
+@torch.compiler.allow_in_graph
+def change_units(input: Tensor, forward_factor: Tensor, backward_factor: Tensor) -> Tensor:
+    """Return ``input * forward_factor``, whose gradient is multiplied by ``backward_factor``.
+
+    Args:
+        input: Floating-point tensor of any shape.
+        forward_factor: A power of two, 0-d.
+        backward_factor: A power of two, 0-d; it gives way to ``forward_factor`` as said above.
+
+    Returns:
+        A tensor of the shape and type of ``input``. It never shares memory with ``input``.
+    """
+    return _in_units(input, forward_factor, backward_factor)
+
+
+@torch.compiler.allow_in_graph
+def change_gradient_units(input: Tensor, backward_factor: Tensor) -> Tensor:
+    """``change_units`` with the forward factor 1; the result is a view of ``input``."""
+    return _in_units(input, None, backward_factor)
+
+
+def _in_units(input: Tensor, forward_factor: Tensor | None, backward_factor: Tensor) -> Tensor:
+    if is_transforming():
+        return _scaled(input, forward_factor, backward_factor)
+    result: Tensor = _ChangeOfUnits.apply(input, forward_factor, backward_factor)
+    return result
+
+
+class _ChangeOfUnits(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, input: Tensor, forward_factor: Tensor | None, backward_factor: Tensor
+    ) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(forward_factor, backward_factor)
+        return _times(input, forward_factor)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor | None) -> tuple[Tensor | None, None, None]:
+        global _has_recorded_backward
+        if grad_output is None:
+            return None, None, None
+        # Autograd turns gradients on within a backward pass if that is to be recorded.
+        _has_recorded_backward |= torch.is_grad_enabled()
+        forward_factor, backward_factor = ctx.saved_tensors
+        factor = forward_factor if _has_recorded_backward else backward_factor
+        return grad_output if factor is None else multiply(grad_output, factor), None, None

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, fx
 
-from lightning_unitscale.functional.change_units import takes_true_derivatives
+from lightning_unitscale.functional.scale import takes_true_derivatives
 from lightning_unitscale.graph.nodes import INTERNAL
 from lightning_unitscale.graph.passes import StepGraph
 from lightning_unitscale.graph.recorder import TAP, CallRecord, CallRecorder, tap_gradient

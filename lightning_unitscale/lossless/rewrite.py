@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 from torch import fx, nn
 
 from lightning_unitscale.arguments import check_choice
-from lightning_unitscale.functional.change_units import takes_true_derivatives
+from lightning_unitscale.functional.scale import takes_true_derivatives
 from lightning_unitscale.graph.matmuls import product_of, unreachable_products
 from lightning_unitscale.graph.nodes import (
     ELSEWHERE,

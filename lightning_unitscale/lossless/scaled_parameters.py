@@ -2,7 +2,7 @@
 
 Where weights and gradients have 16 bits, a gradient of 1e-8 is zero before the optimizer sees it,
 and its square long before that. In units near their RMS they lose nothing. The optimizer is told by
-its settings (see ``optim.optimizer_units``), and ``state_dict`` of the module and of the optimizers
+its settings (see ``optim.optimizers``), and ``state_dict`` of the module and of the optimizers
 give and take true units.
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_unitscale.lossless.gauge import GaugePair
-from lightning_unitscale.optim.optimizer_units import (
+from lightning_unitscale.optim.optimizers import (
     HeldStep,
     Units,
     check_optimizer,

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from lightning_unitscale.dynamo.graphs import fake_mode_of
-from lightning_unitscale.functional.change_units import change_gradient_units, change_units
+from lightning_unitscale.functional.scale import change_gradient_units, change_units
 from lightning_unitscale.graph.aliasing import aliased_by_mutation
 from lightning_unitscale.graph.grad_order import first_to_last
 from lightning_unitscale.graph.nodes import (

@@ -1,4 +1,4 @@
-"""Learning rates and weight decay after scale rules: by which factor, for which optimizer.
+"""Learning rates and weight decay per parameter after scale rules, and the steps that take them.
 
 Write the stored weight as ``V = W / sigma``, its gradient as ``G = c * g`` with ``g`` the gradient
 that ``W`` had in the plain model (``c`` is the product of all factors on the way back, which nobody
@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -28,7 +28,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_unitscale.arguments import check_choice
 from lightning_unitscale.optim.optimizers import ALGORITHMS, Family, is_decay_decoupled, known_class
+from lightning_unitscale.optim.split_step import Group, SplitStep
 
 
 class Role(enum.Enum):
@@ -98,19 +100,6 @@ class RateFactors:
     floor: float = 1.0
 
 
-def check_method(method: str) -> None:
-    """Refuse an unknown way to scale learning rates.
-
-    Raises:
-        ValueError: If ``method`` is not one of ``METHODS``.
-    """
-    if method not in METHODS:
-        raise ValueError(
-            f"lr_scaling={method!r}: unknown method; expected one of {', '.join(METHODS)}; pass "
-            "'match' to keep each parameter's relative updates."
-        )
-
-
 def family_of(optimizer: Optimizer) -> Family:
     """The family of an optimizer, by its class.
 
@@ -141,8 +130,7 @@ def check_group(optimizer: Optimizer, group: Mapping[str, Any], method: Method) 
             setting is in units of the gradient under ``"match"`` (decay that is added to the
             gradient of a scale-invariant optimizer, Adagrad's initial accumulator).
     """
-    family = family_of(optimizer)
-    name = type(optimizer).__name__
+    family, name = family_of(optimizer), type(optimizer).__name__
     if family is Family.ORTHOGONAL and method == "u-mup":
         # A step of Muon has spectral norm 1 (times its own factor of the shape), not entries of
         # size 1: with the rule of Adam its share of a weight would shrink as 1/fan_in.
@@ -215,22 +203,14 @@ def rate_factors(
 
 
 # The size by whose root u-muP divides the rate of each role.
-_SIZES = {
-    Role.EMBEDDING: "model_width",
-    Role.INPUT: "fan_out",
-    Role.HIDDEN: "fan_in",
-    Role.NORM: "fan_out",
-    Role.BIAS: "fan_out",
-}
+_SIZES = {Role.EMBEDDING: "model_width", Role.HIDDEN: "fan_in"}
+_SIZES |= dict.fromkeys((Role.INPUT, Role.NORM, Role.BIAS), "fan_out")
 
 
 def u_mup_rate(info: ParameterInfo) -> float:
     """The factor of u-muP on a learning rate near 1; of SGD, it is the one for a free readout.
 
     The gradient factor of the readout is not tied to its output factor here.
-
-    Args:
-        info: Role, sizes and depth of the parameter.
 
     Returns:
         ``width ** -0.5`` for weights of the embedding (width: of the residual stream), an input
@@ -255,15 +235,12 @@ def u_mup_rate(info: ParameterInfo) -> float:
 def rate_notes(
     optimizer: Optimizer, infos: Mapping[Tensor, ParameterInfo], method: Method
 ) -> list[str]:
-    """Notes for the user on the rates of an optimizer, to be shown once.
+    """Sentences for the user on the rates of an optimizer; none if all is as expected.
 
     Args:
         optimizer: One whose groups passed ``check_group``.
         infos: Role and scale of each parameter.
         method: ``"match"`` or ``"u-mup"``.
-
-    Returns:
-        Sentences; empty if everything is as expected.
     """
     name = type(optimizer).__name__
     parameters = [param for group in optimizer.param_groups for param in group["params"]]
@@ -317,3 +294,106 @@ def _positive(info: ParameterInfo, name: str) -> float:
             "expected a positive finite number; give it its measured one, or the role 'other'."
         )
     return value
+
+
+def scale_learning_rates(
+    optimizer: Optimizer, infos: Mapping[Tensor, ParameterInfo], method: Method
+) -> ScaledStep:
+    """Let an optimizer step with each parameter's own learning rate and weight decay.
+
+    ``optimizer.param_groups`` stays as the user and the schedulers made it, at all times: what
+    they, the closure, the learning-rate monitor and checkpoints see is unchanged. Attaching again
+    replaces what was attached before. A parameter that is not in ``infos`` keeps its rate. Copies
+    of the optimizer (``deepcopy``, pickle) are plain ones.
+
+    Args:
+        optimizer: A torch optimizer itself, not a wrapper of it.
+        infos: Role and scale of each parameter.
+        method: ``"match"`` keeps each parameter's relative updates; ``"u-mup"`` takes the rates of
+            u-muP.
+
+    Returns:
+        A handle, whose ``remove()`` ends it.
+
+    Raises:
+        ValueError: If the optimizer's rates cannot follow (see ``check_group``), or a scale in
+            ``infos`` is not positive.
+    """
+    advice = "pass 'match' to keep each parameter's relative updates"
+    check_choice("lr_scaling", method, METHODS, "unknown method", advice)
+    step = ScaledStep(optimizer, infos, method)
+    step.attach(optimizer)
+    return step
+
+
+class ScaledStep(SplitStep[RateFactors]):
+    """An optimizer's steps with each parameter's own rate; see :func:`scale_learning_rates`.
+
+    Attributes:
+        notes: Notes for the user, to be shown once.
+    """
+
+    neutral = RateFactors()
+    advice = "pass lr_scaling=None and choose the rates yourself"
+
+    def __init__(
+        self, optimizer: Optimizer, infos: Mapping[Tensor, ParameterInfo], method: Method
+    ) -> None:
+        super().__init__(optimizer)
+        self._method: Method = method
+        self._infos = infos
+        # By identity, since a tensor's own hash is slow; infos keeps the parameters alive.
+        self._factors: dict[bool, dict[int, RateFactors]] = {}
+        self._peak_rates: list[float] = []
+        for group in optimizer.param_groups:
+            self._adopt(group)
+        self.notes = rate_notes(optimizer, infos, method) if self._factors else []
+
+    def factors(self, group: Group, index: int) -> Sequence[RateFactors]:
+        """Factors on the rate and the decay of each parameter; a new group is checked first."""
+        if index == len(self._peak_rates):
+            self._adopt(group)
+        factors = self._factors.get(is_decay_decoupled(self._stand_in, group), {})
+        return [factors.get(id(param), self.neutral) for param in group["params"]]
+
+    def settings(self, group: Group, index: int, factors: RateFactors) -> dict[str, Any]:
+        """Rate, decay and, of Adafactor, the smallest RMS of a parameter."""
+        settings: dict[str, Any] = {"lr_scale": factors.lr}
+        if factors.lr != 1:
+            settings["lr"] = group["lr"] * factors.lr
+        if "weight_decay" in group:
+            decay = factors.weight_decay
+            peak_rate = _peak_rate(group) or self._peak_rates[index]
+            if factors.is_decay_independent and peak_rate > 0:
+                # A rate that peaks at 0 never decays anything, whatever the decay.
+                decay /= peak_rate
+            settings["weight_decay"] = group["weight_decay"] * decay
+        if factors.floor != 1 and isinstance(group.get("eps"), (tuple, list)):
+            smallest_square, floor = group["eps"]
+            settings["eps"] = (smallest_square, floor * factors.floor)
+        return settings
+
+    def _adopt(self, group: Group) -> None:
+        """Check a group that is new, and note the rate that its decay is relative to."""
+        rate = group.get("lr")
+        # Reading a tensor waits for the device, which a step must not do.
+        self._peak_rates.append(_peak_rate(group, read_tensors=True) or float(rate or 0.0))
+        if not any(param in self._infos for param in group["params"]):
+            return
+        family = check_group(self._stand_in, group, self._method)
+        if self._factors:
+            return
+        for is_decoupled in (False, True):
+            self._factors[is_decoupled] = {
+                id(param): rate_factors(info, self._method, family, is_decoupled=is_decoupled)
+                for param, info in self._infos.items()
+            }
+
+
+def _peak_rate(group: Group, *, read_tensors: bool = False) -> float | None:
+    """The rate that a scheduler started from or goes up to, if it left word of it."""
+    for name in ("max_lr", "initial_lr"):  # OneCycleLR's; that of all other schedulers
+        rate = group.get(name)
+        if rate is not None and (read_tensors or not isinstance(rate, Tensor)):
+            return float(rate)
+    return None

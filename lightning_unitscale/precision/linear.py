@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import fx
 
-from lightning_unitscale.functional.change_units import change_gradient_units, change_units
 from lightning_unitscale.functional.low_precision import Scaling, fp8_linear
+from lightning_unitscale.functional.scale import change_gradient_units, change_units
 from lightning_unitscale.graph.matmuls import Operand, Product
 from lightning_unitscale.graph.nodes import (
     INPUT,

@@ -14,8 +14,8 @@ from lightning_unitscale.tracking.scales_graph import (
     prune_selected_nodes,
 )
 from lightning_unitscale.tracking.tracker import track_scales
-from lightning_unitscale.transforms.compile import compile
 from lightning_unitscale.transforms.product_transforms import (
+    compile,
     fp8_linears,
     lossless_unit_scale,
     simulate_format,

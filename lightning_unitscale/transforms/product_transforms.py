@@ -1,4 +1,4 @@
-"""Transforms of a plain module's products: lossless unit scaling, and formats.
+"""Transforms of a plain module's products: lossless unit scaling, and formats; and ``compile``.
 
 Where all that is wanted are units and formats of products, these run at the dispatcher, whatever
 Python code is around them. Everything else needs graphs: ``forward`` is captured then, with all
@@ -15,6 +15,7 @@ from torch import nn
 from lightning_unitscale.capture.attach import (
     Explain,
     capture,
+    captured_forward,
     products_of,
     reject_compiled,
 )
@@ -208,6 +209,27 @@ def fp8_linears(
     """
     graph_pass = FP8Linears(scaling, exclude=exclude, gradient_format=gradient_format, grid=grid)
     return _transformed(module, "fp8_linears", graph_pass)
+
+
+def compile(module: nn.Module) -> nn.Module:
+    """A copy of ``module`` whose captured graphs are compiled by Inductor.
+
+    ``torch.compile`` on a transformed module would capture the plain module again. This compiles
+    what the transforms made of it, whichever of them come before or after.
+
+    Args:
+        module: A module, transformed or not, that Dynamo can capture; it is left as it is.
+
+    Returns:
+        A new module with parameters of its own and ``explain()``. It is compiled when it is first
+        called, and again for inputs of another kind, as by ``torch.compile``.
+
+    Raises:
+        ValueError: If ``module`` was compiled by the user.
+    """
+    new, step = captured_forward(module, "compile")
+    step.owner.use_executor("inductor")
+    return new
 
 
 def _transformed(module: nn.Module, owner: str, *passes: GraphPass) -> nn.Module:

@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lightning_unitscale.functional as U
-from lightning_unitscale.functional.call import scaled_op
 from lightning_unitscale.functional.rules import registered_rules
 from tests.functional.rule_cases import CASES, ELEMENTWISE, Case
 from tests.functional.test_rules import RULES, leaves
@@ -305,7 +304,6 @@ def test_shapes_that_do_not_fit_are_torchs_own_error(
             "scale_grad_by_freq=True: it has no",
         ),
         (lambda x: U.residual_add(x, x, tau=-1.0), ValueError, "tau=-1.0: it is no weight"),
-        (lambda x: scaled_op(torch.exp), ValueError, "function=.*exp.*: it has no rule"),
     ],
 )
 def test_errors_say_what_is_wrong(

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from lightning_unitscale.functional import scale, scale_bwd, scale_fwd
-from lightning_unitscale.functional.change_units import change_gradient_units, change_units
 from lightning_unitscale.functional.low_precision import round_gradient
-from lightning_unitscale.functional.scale import multiply
+from lightning_unitscale.functional.scale import change_gradient_units, change_units, multiply
 
 
 def _gradient(function, input: Tensor, grad_output: Tensor) -> tuple[Tensor, Tensor]:

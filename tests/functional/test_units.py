@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_unitscale.functional.change_units import (
+from lightning_unitscale.functional.scale import (
     change_gradient_units,
     change_units,
     forget_recorded_backward,

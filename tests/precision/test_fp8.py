@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_unitscale.capture.attach import captured_forward, products_of
 from lightning_unitscale.capture.steps import steps_of
-from lightning_unitscale.functional.change_units import change_gradient_units, change_units
 from lightning_unitscale.functional.low_precision import fp8_linear
+from lightning_unitscale.functional.scale import change_gradient_units, change_units
 from lightning_unitscale.lossless.fp8_range import Unrepresentable
 from lightning_unitscale.precision import fp8
 from lightning_unitscale.precision.fp8 import FP8Linears
