@@ -40,16 +40,14 @@ def only_appended_to(
     """
     if not names or not getattr(module, "automatic_optimization", True):
         return set()
-    appended: set[str] = set()
-    others: set[str] = set()
-    for function in _reachable(module, step):
-        for code in codes_of(function.__code__):
-            if any(
-                name in names for name in (*code.co_names, *code.co_consts) if type(name) is str
-            ):
-                for name, is_appended in _mentions(code):
-                    (appended if is_appended else others).add(name)
-    return appended.intersection(names) - others
+    mentions = {
+        mention
+        for function in _reachable(module, step)
+        for code in codes_of(function.__code__)
+        if any(name in names for name in (*code.co_names, *code.co_consts) if type(name) is str)
+        for mention in _mentions(code)
+    }
+    return {name for name in names if (name, True) in mentions and (name, False) not in mentions}
 
 
 def lists_of(module: nn.Module) -> Iterator[str]:
@@ -88,7 +86,10 @@ def _reachable(module: nn.Module, step: Callable[..., Any]) -> Iterator[Function
 def _may_look(value: Any, own: Collection[str]) -> bool:
     """Whether a class or a function is the user's."""
     root = root_of(value)
-    return root not in _FRAMEWORKS and (root in own or not is_installed(root))
+    file = getattr(sys.modules.get(root), "__file__", None)
+    # What was typed into a notebook has none.
+    is_installed = file is not None and is_installed_file(file)
+    return root not in _FRAMEWORKS and (root in own or not is_installed)
 
 
 def _methods(module: nn.Module, own: Collection[str]) -> dict[str, list[FunctionType]]:
@@ -162,13 +163,6 @@ def codes_of(code: CodeType) -> Iterator[CodeType]:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from codes_of(constant)
-
-
-def is_installed(root: str) -> bool:
-    """Whether a package is Python's own or an installed one, and not the user's."""
-    file = getattr(sys.modules.get(root), "__file__", None)
-    # Without a file: built in, or what was typed into a notebook.
-    return root == "builtins" if file is None else is_installed_file(file)
 
 
 def root_of(value: Any) -> str:
