@@ -27,11 +27,7 @@ _COLUMNS: Final = ("tensor", "module", "direction", "operand", "log2_rms", "log2
 
 
 class NumberWriter:
-    """Writes to a logger of which is known that it takes numbers.
-
-    Args:
-        log: Of the logger.
-    """
+    """Writes to a logger of which is known that it takes numbers, by its ``log``."""
 
     def __init__(self, log: Log) -> None:
         self._log = log

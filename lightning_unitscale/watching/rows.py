@@ -86,11 +86,7 @@ class TensorRow:
 
 
 class Measuring:
-    """Computes statistics while a step runs, unseen by its modes and its autograd graph.
-
-    Args:
-        layout: Columns of a row.
-    """
+    """Computes statistics while a step runs, unseen by its modes and its autograd graph."""
 
     def __init__(self, layout: RowLayout) -> None:
         self.layout = layout
@@ -120,9 +116,6 @@ class Gradients:
 
     On the node and not on the tensor, which is the user's: in whatever order hooks are hung on the
     tensor itself, the node's come after them.
-
-    Args:
-        measuring: Takes the statistics.
     """
 
     def __init__(self, measuring: Measuring) -> None:

@@ -136,11 +136,7 @@ class WatchedCall:
         return result
 
     def see_compiled(self, frame: FrameType) -> None:
-        """Note the results of a function that the user has compiled; nothing inside of it is seen.
-
-        Args:
-            frame: Of Dynamo's wrapper, which has returned.
-        """
+        """Note what a function of the user has returned that Dynamo has compiled: its frame."""
         caller = self.callers.find(frame)
         scope = frame.f_locals
         if caller is None or caller.again is not None:
