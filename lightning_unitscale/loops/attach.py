@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-import functools
 import warnings
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import MethodType, TracebackType
+from types import TracebackType
 from typing import Any, Self
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 from typing_extensions import override
 
-from lightning_unitscale.loops.arguments import torch_optimizers, unwrapped
+from lightning_unitscale.loops.hooks import (
+    attachment_of,
+    called,
+    on_optimizers,
+    through,
+    torch_optimizers,
+    unwrapped,
+)
 from lightning_unitscale.loops.loggers import checked_loggers
 from lightning_unitscale.loops.loop import Loop, LoopCallback, StepCaller, rank, world_size
 from lightning_unitscale.lossless.calibrate import find_loss
-from lightning_unitscale.patching import copied_method, reduced_method, shadowed
 
 _EVALUATION = "evaluation"
 _IDLE_STEPS = 3
@@ -113,7 +113,7 @@ class Attachment(Loop):
                 f"module={type(module).__name__}: callbacks are attached to it already; expected "
                 "all of them in one call; pass them together, or detach() the others first."
             )
-        self.steps = (_called(self.module),)
+        self.steps = (called(self.module),)
         self._optimizers = None if optimizer is None else torch_optimizers(optimizer)
         self._callbacks: list[LoopCallback] = []
         self._scaler = scaler
@@ -132,8 +132,8 @@ class Attachment(Loop):
         self._is_attached = True
         with ExitStack() as undo:
             undo.callback(self._close)
-            self._attached.callback(_on_optimizers(self).close)
-            self._forward.enter_context(_stepping_aside(self))
+            self._attached.callback(on_optimizers(self).close)
+            self._forward.enter_context(through(self))
             given = (callbacks,) if isinstance(callbacks, LoopCallback) else callbacks
             for callback in given:
                 self.add(callback)
@@ -227,7 +227,7 @@ class Attachment(Loop):
             self._attached.callback(callback.leave)
             self._callbacks.append(callback)
         finally:
-            self._forward.enter_context(_stepping_aside(self))
+            self._forward.enter_context(through(self))
 
     def detach(self) -> None:
         """Leave module and torch as they were; may be called more than once."""
@@ -319,67 +319,22 @@ class Attachment(Loop):
             self._writer = None
 
 
-class _Forward:
-    """Stands in for the ``forward`` of an attached module, or for its compiled call."""
+def attach_in_fabric(callback: LoopCallback, fabric: Any, module: Any) -> Attachment:
+    """Let a callback of Fabric's work on a module that has just been set up.
 
-    def __init__(self, attachment: Attachment, method: Any) -> None:
-        # First: it takes over the attributes of what it wraps, which may stand in as well.
-        functools.update_wrapper(self, method)
-        self.attachment = attachment
-        self._method = method
+    Args:
+        callback: The callback.
+        fabric: The Fabric.
+        module: Fabric's wrapper of the module.
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return self._method(*args, **kwargs)
-        return self.attachment.run(self._method, args, kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return copied_method(_own(self._method), memo)
-
-    def __reduce__(self) -> Any:
-        return reduced_method(_own(self._method))
-
-
-def _own(method: Any) -> Any:
-    """The module's own method, under what callbacks have put over it."""
-    while not isinstance(method, MethodType) and hasattr(method, "__wrapped__"):
-        method = method.__wrapped__
-    return method
-
-
-def _called(module: nn.Module) -> str:
-    """Name of the attribute that a call of a module runs: another one after ``compile()``."""
-    return "forward" if module._compiled_call_impl is None else "_compiled_call_impl"
-
-
-def _stepping_aside(attachment: Attachment) -> AbstractContextManager[None]:
-    """Within this context calls of the module go through the attachment."""
-    (name,) = attachment.steps
-    method = _Forward(attachment, getattr(attachment.module, name))
-    return shadowed(attachment.module, **{name: method})
-
-
-def _on_optimizers(attachment: Attachment) -> ExitStack:
-    """Tell an attachment of the steps of all optimizers, until what is returned is closed."""
-    known = weakref.ref(attachment)
-
-    def before(optimizer: Optimizer, *_: Any) -> None:
-        if (attachment := known()) is not None:
-            attachment.before_step(optimizer)
-
-    def after(optimizer: Optimizer, *_: Any) -> None:
-        if (attachment := known()) is not None:
-            attachment.after_step(optimizer)
-
-    handles = ExitStack()
-    handles.callback(register_optimizer_step_pre_hook(before).remove)
-    handles.callback(register_optimizer_step_post_hook(after).remove)
-    # A module that is gone has nobody left to detach it.
-    weakref.finalize(attachment, handles.close).atexit = False
-    return handles
-
-
-def attachment_of(module: nn.Module) -> Attachment | None:
-    """What callbacks work in that are attached to a module."""
-    forward = vars(module).get(_called(module))
-    return forward.attachment if isinstance(forward, _Forward) else None
+    Returns:
+        The module's attachment, which its other callbacks share.
+    """
+    # Checked with Fabric 2.6: what runs, under the wrapper that sets autocast.
+    inner = unwrapped(module._forward_module)
+    attachment = attachment_of(inner)
+    if attachment is None:
+        scaler = getattr(fabric.strategy.precision, "scaler", None)
+        attachment = Attachment(inner, None, (), loggers=fabric.loggers, scaler=scaler)
+    attachment.add(callback)
+    return attachment

@@ -27,18 +27,12 @@ _COLUMNS: Final = ("tensor", "module", "direction", "operand", "log2_rms", "log2
 
 
 class NumberWriter:
-    """Writes to a logger of which is known that it takes numbers.
-
-    Args:
-        log: Of the logger.
-    """
+    """Writes to a logger of which is known that it takes numbers, by its ``log``."""
 
     def __init__(self, log: Log) -> None:
         self._log = log
 
-    def write(
-        self, snapshot: ScaleSnapshot, summary: ScaleSummary, *, complete: bool = False
-    ) -> None:
+    def write(self, snapshot: ScaleSnapshot, summary: ScaleSummary, *, complete: bool) -> None:
         """Write a snapshot at its step.
 
         Args:
@@ -63,9 +57,7 @@ class TextWriter(NumberWriter):
     """Writes to a logger that takes texts as well, such as a CSV file."""
 
     @override
-    def write(
-        self, snapshot: ScaleSnapshot, summary: ScaleSummary, *, complete: bool = False
-    ) -> None:
+    def write(self, snapshot: ScaleSnapshot, summary: ScaleSummary, *, complete: bool) -> None:
         self._log({**summary.numbers, **summary.tensors}, snapshot.step)
 
     @override
@@ -87,9 +79,7 @@ class WandbWriter(TextWriter):
         self._thinning = Thinning(_TABLES)
 
     @override
-    def write(
-        self, snapshot: ScaleSnapshot, summary: ScaleSummary, *, complete: bool = False
-    ) -> None:
+    def write(self, snapshot: ScaleSnapshot, summary: ScaleSummary, *, complete: bool) -> None:
         # In one call: each makes a row of the run's history.
         values: dict[str, Any] = {**summary.numbers, **summary.tensors}
         for direction in DIRECTIONS:
@@ -130,10 +120,8 @@ class MlflowWriter(NumberWriter):
         self._alerts: list[str] = []
 
     @override
-    def write(
-        self, snapshot: ScaleSnapshot, summary: ScaleSummary, *, complete: bool = False
-    ) -> None:
-        super().write(snapshot, summary)
+    def write(self, snapshot: ScaleSnapshot, summary: ScaleSummary, *, complete: bool) -> None:
+        super().write(snapshot, summary, complete=complete)
         run_tag = import_module("mlflow.entities").RunTag
         tags = [run_tag(*pair) for pair in summary.tensors.items()]
         self._client.log_batch(self._run_id, tags=tags)

@@ -75,11 +75,7 @@ class Loop(abc.ABC):
 
     @abc.abstractmethod
     def running_steps_by(self, call: StepCaller) -> AbstractContextManager[None]:
-        """Within this context training steps are run by ``call``.
-
-        Args:
-            call: Gets the step, its arguments and its keyword arguments.
-        """
+        """Within this context training steps are run by ``call``."""
 
     @abc.abstractmethod
     def stop(self) -> None:
@@ -106,9 +102,6 @@ class LoopCallback:
 
     def start(self, loop: Loop) -> None:
         """A loop begins, or goes on.
-
-        Args:
-            loop: The loop.
 
         Raises:
             ValueError: If what the callback was asked for cannot be had in this loop.

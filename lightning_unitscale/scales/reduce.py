@@ -15,11 +15,7 @@ from lightning_unitscale.scales.layout import RowLayout
 
 
 def row_dtype(device: torch.device | str) -> torch.dtype:
-    """Type of a row: float64, in which counts and sums are exact, or float32 where there is none.
-
-    Args:
-        device: Where the tensor lives.
-    """
+    """Type of a row: float64, where counts and sums are exact, or float32 where there is none."""
     return torch.float32 if torch.device(device).type == "mps" else torch.float64
 
 

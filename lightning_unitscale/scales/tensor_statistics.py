@@ -60,21 +60,24 @@ def fraction_from_counts(
             f"last dimension to be {NUM_EXPONENTS}; pass counts from a statistics row"
         )
     resolved = get_format(format)
-    if kind == "flushed":
-        weights = _share_below(resolved.flush_threshold, shift)
-    elif kind == "subnormal":
-        weights = _share_below(resolved.subnormal_threshold, shift)
-        weights -= _share_below(resolved.flush_threshold, shift)
-    elif kind == "overflow":
-        weights = 1.0 - _share_below(resolved.overflow_threshold, shift)
-    else:
-        raise ValueError(
-            f"kind={kind!r}: unknown; expected one of {', '.join(FORMAT_KINDS)}; correct it"
-        )
+    _check_kind(kind)
+    low, high = {
+        "overflow": (resolved.overflow_threshold, math.inf),
+        "subnormal": (resolved.flush_threshold, resolved.subnormal_threshold),
+        "flushed": (0.0, resolved.flush_threshold),
+    }[kind]
+    weights = _share_below(high, shift) - _share_below(low, shift)
     number = np.asarray(sampled, dtype=np.float64)
     result = np.full(np.broadcast_shapes(counts.shape[:-1], number.shape), np.nan)
     np.divide(counts @ weights, number, out=result, where=number > 0)
     return result
+
+
+def _check_kind(kind: Kind) -> None:
+    if kind not in FORMAT_KINDS:
+        raise ValueError(
+            f"kind={kind!r}: unknown; expected one of {', '.join(FORMAT_KINDS)}; correct it"
+        )
 
 
 def _share_below(threshold: float, shift: int) -> FloatArray:
@@ -207,10 +210,7 @@ class TensorStatistics:
                 none were taken.
         """
         resolved = get_format(format)
-        if kind not in FORMAT_KINDS:
-            raise ValueError(
-                f"kind={kind!r}: unknown; expected one of {', '.join(FORMAT_KINDS)}; correct it"
-            )
+        _check_kind(kind)
         counted = resolved in self.layout.formats
         if counted and self.log2_factor == self.log2_factor_of_counts:
             return self._value(f"{resolved.name}.{kind}") / self.numel if self.numel else math.nan

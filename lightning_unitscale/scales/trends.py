@@ -57,14 +57,7 @@ class AmaxTrends:
     def __init__(self, formats: Sequence[NumberFormat], horizon: int) -> None:
         self._formats = tuple(formats)
         self._horizon = horizon
-        self._names: tuple[str, ...] = ()
-        self._steps: deque[int] = deque(maxlen=NUM_SAMPLES)
-        self._values: dict[Direction, deque[FloatArray]] = {
-            direction: deque(maxlen=NUM_SAMPLES) for direction in DIRECTIONS
-        }
-        self._units: dict[Direction, deque[npt.NDArray[Any]]] = {
-            direction: deque(maxlen=NUM_SAMPLES) for direction in DIRECTIONS
-        }
+        self._samples: deque[ScaleSnapshot] = deque(maxlen=NUM_SAMPLES)
 
     def add(self, snapshot: ScaleSnapshot, num_merged: int = 1) -> tuple[ScaleAlert, ...]:
         """Take in a snapshot.
@@ -76,18 +69,12 @@ class AmaxTrends:
         Returns:
             The tensors that are on their way out of a format.
         """
-        later = not self._steps or snapshot.step > self._steps[-1]
-        if snapshot.names != self._names or not later:
+        last = self._samples[-1] if self._samples else snapshot
+        if snapshot.names != last.names or snapshot.step <= last.step:
             # Other tensors, or a second fit: what was before says nothing.
-            self._names = snapshot.names
-            self._steps.clear()
-            for history in (*self._values.values(), *self._units.values()):
-                history.clear()
-        self._steps.append(snapshot.step)
-        for direction in DIRECTIONS:
-            self._values[direction].append(snapshot.log2_amax(direction))
-            self._units[direction].append(snapshot.log2_units(direction))
-        if len(self._steps) < NUM_SAMPLES:
+            self._samples.clear()
+        self._samples.append(snapshot)
+        if len(self._samples) < NUM_SAMPLES:
             return ()
         judged = judged_by_format(snapshot, num_merged)
         return tuple(
@@ -99,15 +86,15 @@ class AmaxTrends:
     def _leaving(
         self, snapshot: ScaleSnapshot, direction: Direction, judged: npt.NDArray[Any]
     ) -> list[ScaleAlert]:
-        steps = np.array(self._steps, dtype=np.float64)
-        values = np.stack(self._values[direction])
+        steps = np.array([sample.step for sample in self._samples], dtype=np.float64)
+        values = np.stack([sample.log2_amax(direction) for sample in self._samples])
         slopes, ends, errors = fitted_lines(steps, values)
         late, _, _ = fitted_lines(steps[NUM_SAMPLES // 2 :], values[NUM_SAMPLES // 2 :])
         rates = np.minimum(slopes, late)
         span = steps[-1] - steps[0]
         horizon = min(float(self._horizon), _LONGEST_FORECAST * span)
         rise = slopes * span
-        units = np.stack(self._units[direction])
+        units = np.stack([sample.log2_units(direction) for sample in self._samples])
         judged = judged & (units == units[-1]).all(axis=0)
         with np.errstate(invalid="ignore"):
             rising = (slopes >= _STANDARD_ERRORS * errors) & (rise >= _LEAST_RISE)

@@ -200,11 +200,7 @@ class RunScales:
 
 
 class LastStep:
-    """What the event file has of the last step, as a table wants it.
-
-    Args:
-        run: The run.
-    """
+    """What the event files of a run have of its last step, as a table wants it."""
 
     def __init__(self, run: RunScales) -> None:
         self._histories = {direction: run.history(direction) for direction in DIRECTIONS}

@@ -64,7 +64,7 @@ def plugin_metadata(description: bytes) -> SummaryMetadata:
     return SummaryMetadata(data_class=DATA_CLASS_TENSOR, plugin_data=plugin_data)
 
 
-def exponent_histogram(exponents: ExponentCounts) -> HistogramProto | None:
+def histogram_proto(exponents: ExponentCounts) -> HistogramProto | None:
     """Counts over log2 of the stored magnitude, a bucket per binade; ``None`` if all are zero."""
     (present,) = np.nonzero(exponents.counts > 0)
     if not present.size:
@@ -154,11 +154,7 @@ def _band(value: float) -> str:
 
 
 class FastRecordWriter(RecordWriter):
-    """TensorBoard's writer of records, with checksums by ``google-crc32c``: the same bytes.
-
-    Args:
-        writer: The open file.
-    """
+    """TensorBoard's writer of records, with checksums by ``google-crc32c``: the same bytes."""
 
     def __init__(self, writer: Any) -> None:
         super().__init__(writer)

@@ -111,7 +111,8 @@ def scale_table(snapshot: Scales, tablefmt: str = "simple", *, full: bool = True
             columns.append(
                 [_number(value) + mark for value, mark in zip(values, marks, strict=True)]
             )
-    lost = [out_of_range(snapshot, direction) for direction in DIRECTIONS]
+    # Of all the kinds, those that overflow and those that become zero.
+    lost = [snapshot.fractions(direction)[..., [0, 2]].sum(axis=-1) for direction in DIRECTIONS]
     for index, item in enumerate(snapshot.layout.formats):
         headers.append(f"{item.name} out %")
         pairs = zip(*(shares[:, index].tolist() for shares in lost), strict=True)
@@ -169,16 +170,6 @@ def _range(values: Array) -> str:
         return "-"
     low, high = _number(float(finite.min())), _number(float(finite.max()))
     return low if low == high else f"{low} to {high}"
-
-
-def out_of_range(snapshot: Scales, direction: Direction) -> Array:
-    """Share of the stored elements that each format would overflow or flush to zero.
-
-    Returns:
-        Shape ``(tensors, len(layout.formats))``; NaN where nothing was measured.
-    """
-    shares: Array = snapshot.fractions(direction)[..., [0, 2]].sum(axis=-1)
-    return shares
 
 
 def _code(name: str, tablefmt: str) -> str:

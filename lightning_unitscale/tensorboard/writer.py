@@ -29,7 +29,7 @@ from lightning_unitscale.scales.summary import ScaleSummary
 from lightning_unitscale.tensorboard.history import block_of
 from lightning_unitscale.tensorboard.protobuf import (
     annotated_graph,
-    exponent_histogram,
+    histogram_proto,
     plugin_metadata,
     tensor_proto,
     text_proto,
@@ -245,7 +245,7 @@ class ScaleWriter:
                 self._add_tensor(summary, tag, exponents[row].to_vector())
         if "histograms" in parts:
             for row in np.flatnonzero(shown):
-                if (histogram := exponent_histogram(exponents[row])) is not None:
+                if (histogram := histogram_proto(exponents[row])) is not None:
                     summary.value.add(tag=f"{tags[row]}/exponents", histo=histogram)
 
     def _add_vectors(
@@ -320,10 +320,6 @@ def custom_scalars_layout(
 
     A chart names its tensors by a pattern: TensorBoard shows a chart that two runs have in common
     once, if it is the same in both.
-
-    Args:
-        snapshot: The tensors.
-        tabs: Which of them have scalars.
 
     Returns:
         Block -> direction -> a multi-line chart of the tensors' scalars.

@@ -192,10 +192,7 @@ class _Keep:
 
 
 def assemble(calls: Sequence[TrackedCall]) -> ScalesGraph:
-    """The graphs of consecutive calls as one, an edge wherever a graph reads what another made.
-
-    Args:
-        calls: The calls of one step, in the order in which they ran.
+    """The graphs of a step's calls as one, an edge wherever a graph reads what another made.
 
     Returns:
         A graph whose output are the tensors that no later graph has read; an empty graph for no

@@ -1,8 +1,7 @@
-"""The rows of a watched step: values, gradients, what checkpoints compute twice, and units."""
+"""The rows of a watched step: their values and gradients, and the units of operands."""
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,7 +21,6 @@ from lightning_unitscale.scales.layout import RowLayout
 from lightning_unitscale.scales.reduce import merge_rows
 from lightning_unitscale.scales.statistics import statistics_row
 from lightning_unitscale.tracking.records import ProbedTensor
-from lightning_unitscale.watching.names import Caller
 from lightning_unitscale.watching.torch_state import is_readable, local_part, unseen
 
 
@@ -88,15 +86,10 @@ class TensorRow:
 
 
 class Measuring:
-    """Computes statistics while a step runs, unseen by its modes and its autograd graph.
-
-    Args:
-        layout: Columns of a row.
-    """
+    """Computes statistics while a step runs, unseen by its modes and its autograd graph."""
 
     def __init__(self, layout: RowLayout) -> None:
         self.layout = layout
-        self._factors: dict[tuple[torch.device, int], Tensor] = {}
 
     def value(self, row: TensorRow, tensor: Tensor) -> None:
         """Take the statistics of a value, its formats counted in the row's unit."""
@@ -111,17 +104,11 @@ class Measuring:
         """A row of statistics, with formats counted of the tensor over ``2**log2_unit``."""
         # No operation is recorded in inference mode, not even for forward derivatives.
         with unseen(), torch.inference_mode():
-            factor = self._factor(tensor.device, log2_unit) if log2_unit else None
             part = local_part(tensor)
             assert part is not None, "it is readable"
-            return statistics_row(stored_elements(part), self.layout, factor=factor)
-
-    def _factor(self, device: torch.device, log2_unit: int) -> Tensor:
-        key = device, log2_unit
-        if key not in self._factors:
             # Not torch.tensor, whose copy to the device would wait for it.
-            self._factors[key] = torch.full((), 2.0**-log2_unit, device=device)
-        return self._factors[key]
+            factor = torch.full((), 2.0**-log2_unit, device=part.device) if log2_unit else None
+            return statistics_row(stored_elements(part), self.layout, factor=factor)
 
 
 class Gradients:
@@ -129,9 +116,6 @@ class Gradients:
 
     On the node and not on the tensor, which is the user's: in whatever order hooks are hung on the
     tensor itself, the node's come after them.
-
-    Args:
-        measuring: Takes the statistics.
     """
 
     def __init__(self, measuring: Measuring) -> None:
@@ -191,49 +175,6 @@ class Gradients:
                 edge: Any = get_gradient_edge(leaf)
             self._leaf_nodes[id(leaf)] = edge.node
         return self._leaf_nodes[id(leaf)]
-
-
-class Checkpoints:
-    """The rows of results that reentrant checkpoints compute without gradients, and then with them.
-
-    Of each checkpoint in the order in which its recomputation comes by them.
-    """
-
-    def __init__(self) -> None:
-        self._kept: dict[int, list[tuple[TensorRow, str]]] = defaultdict(list)
-        self._num_again: Counter[int] = Counter()
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether nothing was computed within a checkpoint."""
-        return not self._kept
-
-    def keep(self, caller: Caller, row: TensorRow, word: str) -> None:
-        """Keep the row of a result for the checkpoints around the call that has made it.
-
-        Args:
-            caller: Where it was made.
-            row: Its row.
-            word: What its function is called.
-        """
-        for checkpoint in caller.checkpoints:
-            self._kept[checkpoint].append((row, word))
-
-    def next_row(self, caller: Caller, word: str) -> TensorRow | None:
-        """The row of a result that is computed again; ``None`` for one that was not there before.
-
-        Args:
-            caller: Where it is made.
-            word: What its function is called.
-        """
-        assert caller.again is not None
-        kept, number = self._kept.get(caller.again, ()), self._num_again[caller.again]
-        if number >= len(kept) or kept[number][1] != word:
-            return None
-        self._num_again[caller.again] += 1
-        row, _ = kept[number]
-        self.keep(caller, row, word)
-        return row
 
 
 def shown_inputs(rows: Iterable[TensorRow]) -> dict[TensorRow, dict[TensorRow, None]]:

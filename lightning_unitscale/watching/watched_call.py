@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections import Counter
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import FrameType
 from typing import Any
@@ -29,7 +29,6 @@ from lightning_unitscale.watching.names import (
     word_of,
 )
 from lightning_unitscale.watching.rows import (
-    Checkpoints,
     Gradients,
     Measuring,
     TensorRow,
@@ -71,7 +70,9 @@ class WatchedCall:
         products: Sequence[RanProduct],
     ) -> None:
         self.callers = callers
-        self.checkpoints = Checkpoints()
+        # Of each reentrant checkpoint the rows that it has computed without gradients, in the order
+        # in which it computes them again.
+        self.checkpoints: dict[int | None, deque[tuple[TensorRow, str]]] = defaultdict(deque)
         self.gradients = Gradients(measuring)
         self._start_names = start_names
         self._measuring = measuring
@@ -135,11 +136,7 @@ class WatchedCall:
         return result
 
     def see_compiled(self, frame: FrameType) -> None:
-        """Note the results of a function that the user has compiled; nothing inside of it is seen.
-
-        Args:
-            frame: Of Dynamo's wrapper, which has returned.
-        """
+        """Note what a function of the user has returned that Dynamo has compiled: its frame."""
         caller = self.callers.find(frame)
         scope = frame.f_locals
         if caller is None or caller.again is not None:
@@ -284,7 +281,7 @@ class WatchedCall:
         row.is_product = word in PRODUCT_WORDS or bool(ran)
         if ran:
             row.log2_gamma = ran[-1].log2_gamma
-        self.checkpoints.keep(caller, row, word)
+        self._keep(caller, row, word)
         if takes_part(tensor):
             self._show(row, tensor)
         elif not caller.checkpoints:
@@ -306,10 +303,18 @@ class WatchedCall:
             for tensor in results:
                 if id(tensor) in unchanged or not is_readable(tensor):
                     continue
-                row = self.checkpoints.next_row(caller, word)
-                if row is not None and takes_part(tensor) and row.forward is not None:
+                rows = self.checkpoints.get(caller.again)
+                if not rows or rows[0][1] != word:
+                    continue  # it was not there before
+                row, _ = rows.popleft()
+                self._keep(caller, row, word)
+                if takes_part(tensor) and row.forward is not None:
                     row.is_shown = True
                     self.gradients.measure(row, tensor)
+
+    def _keep(self, caller: Caller, row: TensorRow, word: str) -> None:
+        for checkpoint in caller.checkpoints:
+            self.checkpoints[checkpoint].append((row, word))
 
     def _row(self, name: str, module: str, inputs: tuple[TensorRow, ...]) -> TensorRow:
         row = TensorRow(name, module, inputs)

@@ -85,7 +85,7 @@ class StepWatcher:
     def during_backward(self) -> Iterator[None]:
         """Within this context the recomputation of checkpoints is watched."""
         call = self._calls[-1] if self._calls else None
-        if call is None or call.checkpoints.is_empty:
+        if call is None or not call.checkpoints:
             yield
             return
         with _watch(call):

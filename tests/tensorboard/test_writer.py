@@ -16,7 +16,7 @@ from lightning_unitscale.scales.layout import RowLayout
 from lightning_unitscale.scales.reduce import absent_rows
 from lightning_unitscale.scales.snapshot import ScaleSnapshot
 from lightning_unitscale.scales.statistics import statistics_row
-from lightning_unitscale.tensorboard.protobuf import exponent_histogram
+from lightning_unitscale.tensorboard.protobuf import histogram_proto
 from lightning_unitscale.tensorboard.schema import ExponentCounts, Series, TensorSet
 from lightning_unitscale.tensorboard.writer import ScaleWriter, custom_scalars_layout
 
@@ -168,8 +168,8 @@ def test_stock_histograms_are_binned_already(experiment):
 def test_moments_of_a_histogram():
     counts = np.zeros(279)
     counts[[150, 151]] = 3, 1
-    assert exponent_histogram(ExponentCounts(0 * counts, 0)) is None
-    histogram = exponent_histogram(ExponentCounts(counts, 4))
+    assert histogram_proto(ExponentCounts(0 * counts, 0)) is None
+    histogram = histogram_proto(ExponentCounts(counts, 4))
     assert histogram is not None
     assert (histogram.num, histogram.sum) == (4, 3 * 0.5 + 1.5)
     assert histogram.sum_squares == 3 * 0.25 + 2.25

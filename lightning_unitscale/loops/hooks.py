@@ -1,0 +1,118 @@
+"""How an attachment hears of a module's calls and of optimizers' steps."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from contextlib import AbstractContextManager, ExitStack
+from types import MethodType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from lightning_unitscale.patching import copied_method, reduced_method, shadowed
+
+if TYPE_CHECKING:
+    from lightning_unitscale.loops.attach import Attachment
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The module that replicas of a module call."""
+    # One that is compiled in place has all of its call compiled, what it calls included.
+    while isinstance(module, DistributedDataParallel) and module._compiled_call_impl is None:
+        module = module.module
+    return module
+
+
+def torch_optimizers(optimizer: Any) -> list[Optimizer]:
+    """The torch optimizers of one or several, which other packages may have wrapped.
+
+    Raises:
+        TypeError: If one of them is none.
+    """
+    given = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
+    found = []
+    for item in given:
+        inner = item
+        while not isinstance(inner, Optimizer) and hasattr(inner, "optimizer"):
+            inner = inner.optimizer
+        if not isinstance(inner, Optimizer):
+            raise TypeError(
+                f"optimizer={item!r}: no torch.optim.Optimizer; expected one, or several in a "
+                "list; leave it out for every optimizer with parameters of the module."
+            )
+        found.append(getattr(inner, "optimizer", inner))
+    return found
+
+
+class _Forward:
+    """Stands in for the ``forward`` of an attached module, or for its compiled call."""
+
+    def __init__(self, attachment: Attachment, method: Any) -> None:
+        # First: it takes over the attributes of what it wraps, which may stand in as well.
+        functools.update_wrapper(self, method)
+        self.attachment = attachment
+        self._method = method
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return self._method(*args, **kwargs)
+        return self.attachment.run(self._method, args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copied_method(_own(self._method), memo)
+
+    def __reduce__(self) -> Any:
+        return reduced_method(_own(self._method))
+
+
+def _own(method: Any) -> Any:
+    """The module's own method, under what callbacks have put over it."""
+    while not isinstance(method, MethodType) and hasattr(method, "__wrapped__"):
+        method = method.__wrapped__
+    return method
+
+
+def called(module: nn.Module) -> str:
+    """Name of the attribute that a call of a module runs: another one after ``compile()``."""
+    return "forward" if module._compiled_call_impl is None else "_compiled_call_impl"
+
+
+def through(attachment: Attachment) -> AbstractContextManager[None]:
+    """Within this context calls of the module go through the attachment."""
+    (name,) = attachment.steps
+    method = _Forward(attachment, getattr(attachment.module, name))
+    return shadowed(attachment.module, **{name: method})
+
+
+def on_optimizers(attachment: Attachment) -> ExitStack:
+    """Tell an attachment of the steps of all optimizers, until what is returned is closed."""
+    known = weakref.ref(attachment)
+
+    def before(optimizer: Optimizer, *_: Any) -> None:
+        if (attachment := known()) is not None:
+            attachment.before_step(optimizer)
+
+    def after(optimizer: Optimizer, *_: Any) -> None:
+        if (attachment := known()) is not None:
+            attachment.after_step(optimizer)
+
+    handles = ExitStack()
+    handles.callback(register_optimizer_step_pre_hook(before).remove)
+    handles.callback(register_optimizer_step_post_hook(after).remove)
+    # A module that is gone has nobody left to detach it.
+    weakref.finalize(attachment, handles.close).atexit = False
+    return handles
+
+
+def attachment_of(module: nn.Module) -> Attachment | None:
+    """What callbacks work in that are attached to a module."""
+    forward = vars(module).get(called(module))
+    return forward.attachment if isinstance(forward, _Forward) else None
