@@ -29,11 +29,11 @@ from benchmarks.demo_step import DemoLoss, demo_batch
 from benchmarks.measure import RESULTS, machine
 from lightning_unitscale.capture.rollback import restoring
 from lightning_unitscale.capture.steps import ModuleSteps
+from lightning_unitscale.rules.build_plan import Recorder
 from lightning_unitscale.rules.decide import Decider
 from lightning_unitscale.rules.plan import RuleOptions, RulePlan, key
 from lightning_unitscale.rules.rewrite import RuleRewrite
 from lightning_unitscale.rules.roles import find_structure, plan_parameters
-from lightning_unitscale.rules.trace import Recorder
 
 DEPTHS = (8, 16, 32, 64, 128, 256, 512)
 PLOT = Path(__file__).parent.parent / "docs" / "images" / "rule_transform_cost.png"
@@ -67,7 +67,7 @@ def ours(depth: int) -> dict[str, float]:
         for node in flow.nodes:
             decider.before(node)
         decisions = {key("forward", name): decision for name, decision in decider.decisions.items()}
-        rules.set_plan(RulePlan(decisions, parameters))
+        rules.plan = RulePlan(decisions, parameters)
         return len(flow.nodes), len(structure.residuals)
 
     start = time.perf_counter()

@@ -395,9 +395,9 @@ MUTATIONS = (
         "a product is scaled by its rows, not by its inner dimension",
         "functional/matmul.py",
         """        inner = shape_of(a)[-1]
-        return _contraction(""",
+        space = inner""",
         """        inner = shape_of(a)[0]
-        return _contraction(""",
+        space = inner""",
         "functional/test_rules.py",
     ),
     Mutation(

@@ -24,7 +24,6 @@ from lightning_unitscale.precision.fp8 import check_gradient_format
 from lightning_unitscale.precision.simulate import format_pair
 from lightning_unitscale.quantize import Rounding, check_rounding, checked_format
 from lightning_unitscale.rules.plan import RuleOptions
-from lightning_unitscale.rules.transform import check_options
 
 _RULES = ("unit-scaling", "u-mup")
 
@@ -86,7 +85,7 @@ class Rules:
     def __post_init__(self) -> None:
         advice = "pass Rules('u-mup'), or method='lossless' for no rules"
         check_choice("method", self.method, _RULES, "no method with rules", advice)
-        check_options(self.options())
+        self.options()  # which checks them
 
     def options(self, **others: Any) -> RuleOptions:
         """The multipliers as options of the rules, with ``residual`` and ``on_unknown``."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor, nn
@@ -20,11 +21,10 @@ from lightning_unitscale.rules.build_plan import plan_step
 from lightning_unitscale.rules.deploy import PLAN_ATTRIBUTE
 from lightning_unitscale.rules.plan import RuleOptions, RulePlan
 from lightning_unitscale.rules.rewrite import RuleRewrite
-from lightning_unitscale.rules.transform import Replace, check_options
+from lightning_unitscale.rules.transform import Replace
 from lightning_unitscale.rules.weights import (
     ParameterGradients,
     already_at_unit_scale,
-    keeping_parameters,
     set_to_unit_scale,
 )
 
@@ -52,7 +52,6 @@ class RuleScaling:
         lr_scaling: Method | None,
         init_weights: bool,
     ) -> None:
-        check_options(options)
         self.options = options
         self.init_weights = init_weights
         self.rules = RuleRewrite(options, replace)
@@ -80,7 +79,7 @@ class RuleScaling:
         """
         refuse_rate_search(trainer)
         if is_other or not self.plan.steps():
-            self.rules.set_plan(vars(module).get(PLAN_ATTRIBUTE, RulePlan()))
+            self.rules.plan = vars(module).get(PLAN_ATTRIBUTE, RulePlan())
             self.gradients.clear()
 
     def start_fit(self, trainer: pl.Trainer) -> None:
@@ -124,7 +123,7 @@ class RuleScaling:
             # What an evaluation has decided before is of no use for training: it saw no gradient.
             earlier = RulePlan() if train else self.plan
             shapes = rehearsing(trainer) if train else nullcontext()
-            with step_context(trainer, step.name), keeping_parameters(module), shapes:
+            with step_context(trainer, step.name), shapes:
                 planned = plan_step(
                     step,
                     arguments,
@@ -140,7 +139,7 @@ class RuleScaling:
                 plan = self._with_weights(module, plan)
             elif not is_trained and self._stays_plain(module, step.name, plan):
                 return
-            self.rules.set_plan(plan)
+            self.rules.plan = plan
             step.invalidate()
             vars(module)[PLAN_ATTRIBUTE] = self.plan
         if train:
@@ -177,7 +176,7 @@ class RuleScaling:
 
     def load_state_dict(self, state: Mapping[str, Any], module: nn.Module | None) -> None:
         """Go on from :meth:`state_dict`; the weights are those of the checkpoint."""
-        self.rules.set_plan(RulePlan.from_state(state["plan"]))
+        self.rules.plan = RulePlan.from_state(state["plan"])
         self.gradients.log2_factors = dict(state["log2_gradients"])
         self.gradients.num_accumulated = state["num_accumulated"]
         if module is not None:
@@ -201,7 +200,7 @@ class RuleScaling:
                     "expected the checkpoint that they come from; pass ckpt_path to the Trainer."
                 )
             return plan
-        return plan.with_parameters(set_to_unit_scale(module, plan.parameters))
+        return replace(plan, parameters=set_to_unit_scale(module, plan.parameters))
 
     def _stays_plain(self, module: pl.LightningModule, step: str, plan: RulePlan) -> bool:
         """Whether a module that is evaluated without having been trained by rules is as written."""

@@ -30,9 +30,9 @@ from lightning_unitscale.functional.rules import (
     elementwise_factors,
     numel_of,
     product,
+    register_rule,
     shape_of,
-    torch_rule,
-    unit_factor,
+    unit_factors,
 )
 
 __all__ = [
@@ -84,17 +84,17 @@ tanhshrink = _elementwise(F.tanhshrink)
 threshold = _elementwise(F.threshold, name="threshold")
 
 
-def _leaky(slope_mean_square: float, mult: float) -> Factors:
-    """Factors of max(x, 0) + a min(x, 0) for a slope a of this mean square."""
-    half = mult**2 * (1 + slope_mean_square) / 2
-    return Factors(unit_factor(half), {"input": unit_factor(half)})
+def _leaky(slope_mean_square: float, mult: float) -> float:
+    """Mean square of max(x, 0) + a min(x, 0), and of its gradient, for a slope a of this one."""
+    return mult**2 * (1 + slope_mean_square) / 2
 
 
 def _rrelu(arguments: Mapping[str, Any]) -> Factors:
     lower, upper = arguments.get("lower", 1 / 8), arguments.get("upper", 1 / 3)
     middle = (lower + upper) / 2
     spread = (upper - lower) ** 2 / 12 if arguments.get("training") else 0.0
-    return _leaky(middle**2 + spread, arguments.get("mult", 1.0))
+    square = _leaky(middle**2 + spread, arguments.get("mult", 1.0))
+    return unit_factors(square, input=square)
 
 
 # What nn.PReLU starts from; a rule does not see the values of the weight.
@@ -103,10 +103,9 @@ _PRELU_START = 0.25
 
 def _prelu(arguments: Mapping[str, Any]) -> Factors:
     mult = arguments.get("mult", 1.0)
-    factors = _leaky(_PRELU_START**2, mult)
     uses = numel_of(arguments["input"]) / max(numel_of(arguments["weight"]), 1)
-    gradients = {**factors.gradients, "weight": unit_factor(mult**2 * uses / 2)}
-    return Factors(factors.output, gradients)
+    square = _leaky(_PRELU_START**2, mult)
+    return unit_factors(square, input=square, weight=mult**2 * uses / 2)
 
 
 def _glu(arguments: Mapping[str, Any]) -> Factors:
@@ -114,7 +113,7 @@ def _glu(arguments: Mapping[str, Any]) -> Factors:
     gate, slope = elementwise_moments(torch.sigmoid, mult)
     # Half of the gradient is that of the values, half that of the gates.
     gradient = (gate + mult**2 * slope) / 2
-    return Factors(unit_factor(mult**2 * gate), {"input": unit_factor(mult**2 * gradient)})
+    return unit_factors(mult**2 * gate, input=mult**2 * gradient)
 
 
 rrelu = scaled_op(
@@ -172,8 +171,7 @@ def _gated(gate: Tensor, input: Tensor) -> Tensor:
 def _silu_glu_factors(arguments: Mapping[str, Any]) -> Factors:
     mult = arguments.get("mult", 1.0)
     output, slope = elementwise_moments(F.silu, mult)
-    factor = unit_factor(output)
-    return Factors(factor, {"gate": unit_factor(mult**2 * slope), "input": factor})
+    return unit_factors(output, gate=mult**2 * slope, input=output)
 
 
 _SILU_GLU = ScaleRule(
@@ -190,7 +188,7 @@ def _normalization(
 ) -> Factors:
     uses = numel_of(arguments["input"]) / max(num_weights, 1)
     # The output does not depend on the scale of the input: no `mult` anywhere.
-    return Factors(1.0, {"input": 1.0, **dict.fromkeys(weights, unit_factor(uses))})
+    return unit_factors(1.0, input=1.0, **dict.fromkeys(weights, uses))
 
 
 def _layer_norm(arguments: Mapping[str, Any]) -> Factors:
@@ -209,8 +207,8 @@ def _local_response_norm(arguments: Mapping[str, Any]) -> Factors:
     mult = arguments.get("mult", 1.0)
     alpha, beta = arguments.get("alpha", 1e-4), arguments.get("beta", 0.75)
     divisor = (arguments.get("k", 1.0) + alpha * mult**2) ** beta
-    factor = unit_factor((mult / divisor) ** 2)
-    return Factors(factor, {"input": factor})
+    square = (mult / divisor) ** 2
+    return unit_factors(square, input=square)
 
 
 _REFERENCE = (
@@ -238,15 +236,18 @@ batch_norm, instance_norm = (
     for function in (F.batch_norm, F.instance_norm)
 )
 # The functions of torch and of torch.nn.functional have their parameters in different orders.
+_WEIGHTS_FIRST = ("input", "weight", "bias", "running_mean", "running_var")
 for _function, _flag in ((torch.batch_norm, "training"), (torch.instance_norm, "use_input_stats")):
-    torch_rule(
-        _function.__name__,
-        f"input weight bias running_mean running_var {_flag} momentum eps cudnn_enabled",
-        _over_channels,
-        "normalization",
-        _BATCH_NORM,
+    register_rule(
+        ScaleRule(
+            _function.__name__,
+            (*_WEIGHTS_FIRST, _flag, "momentum", "eps", "cudnn_enabled"),
+            _over_channels,
+            "normalization",
+            _BATCH_NORM,
+            ("weight", "bias"),
+        ),
         _function,
-        weights="weight bias",
     )
 local_response_norm = scaled_op(
     F.local_response_norm,

@@ -23,12 +23,13 @@ from torch import Tensor
 from lightning_unitscale.functional.call import scaled_call, scaled_op
 from lightning_unitscale.functional.rules import (
     Factors,
+    ScaleRule,
     broadcast,
     numel_of,
     product,
+    register_rule,
     shape_of,
-    torch_rule,
-    unit_factor,
+    unit_factors,
 )
 from lightning_unitscale.functional.scale import scale_bwd, scale_fwd
 
@@ -60,21 +61,13 @@ def _add(arguments: Mapping[str, Any]) -> Factors:
         square = alpha**2
     else:
         square = mult**2 + alpha**2
-    gradients = {
-        "input": unit_factor(mult**2 * of_input),
-        "other": unit_factor(alpha**2 * of_other),
-    }
-    return Factors(unit_factor(square), gradients)
+    return unit_factors(square, input=mult**2 * of_input, other=alpha**2 * of_other)
 
 
 def _mul(arguments: Mapping[str, Any]) -> Factors:
     mult = arguments.get("mult", 1.0)
     of_input, of_other = _uses(arguments)
-    gradients = {
-        "input": unit_factor(mult**2 * of_input),
-        "other": unit_factor(mult**2 * of_other),
-    }
-    return Factors(unit_factor(mult**2), gradients)
+    return unit_factors(mult**2, input=mult**2 * of_input, other=mult**2 * of_other)
 
 
 def _reduced(arguments: Mapping[str, Any]) -> float:
@@ -89,17 +82,18 @@ def _reduced(arguments: Mapping[str, Any]) -> float:
 
 def _sum(arguments: Mapping[str, Any]) -> Factors:
     mult = arguments.get("mult", 1.0)
-    return Factors(unit_factor(mult**2 * _reduced(arguments)), {"input": unit_factor(mult**2)})
+    return unit_factors(mult**2 * _reduced(arguments), input=mult**2)
 
 
 def _mean(arguments: Mapping[str, Any]) -> Factors:
     mult, count = arguments.get("mult", 1.0), max(_reduced(arguments), 1)
-    return Factors(unit_factor(mult**2 / count), {"input": unit_factor((mult / count) ** 2)})
+    return unit_factors(mult**2 / count, input=(mult / count) ** 2)
 
 
 def _join(arguments: Mapping[str, Any]) -> Factors:
-    factor = unit_factor(arguments.get("mult", 1.0) ** 2)
-    return Factors(factor, {"tensors": factor})
+    square = arguments.get("mult", 1.0) ** 2
+    names = [f"tensors.{index}" for index in range(len(arguments["tensors"]))]
+    return unit_factors(square, **dict.fromkeys(names, square))
 
 
 def _kept(arguments: Mapping[str, Any], default: bool) -> float:
@@ -109,8 +103,8 @@ def _kept(arguments: Mapping[str, Any], default: bool) -> float:
 
 def _dropout(arguments: Mapping[str, Any]) -> Factors:
     kept, mult = _kept(arguments, default=True), arguments.get("mult", 1.0)
-    factor = unit_factor(mult**2 / kept) if kept > 0 else 1.0
-    return Factors(factor, {"input": factor})
+    square = mult**2 / kept if kept > 0 else 1.0
+    return unit_factors(square, input=square)
 
 
 def _alpha_dropout(arguments: Mapping[str, Any]) -> Factors:
@@ -119,16 +113,14 @@ def _alpha_dropout(arguments: Mapping[str, Any]) -> Factors:
     # a (x or the floor) + b, with a and b such that mean 0 and variance 1 stay so.
     square = 1 / (kept * (1 + dropped * _SELU_FLOOR**2)) if kept > 0 else 0.0
     output = 1 + square * kept * (mult**2 - 1)
-    return Factors(unit_factor(output), {"input": unit_factor(mult**2 * square * kept)})
+    return unit_factors(output, input=mult**2 * square * kept)
 
 
-_ADD = torch_rule(
-    "add",
-    "input other",
-    _add,
-    "sum",
-    _REFERENCE + ", add; alpha weighs the second",
-    aliases="iadd __add__ __radd__ __iadd__",
+_ADD = register_rule(
+    ScaleRule(
+        "add", ("input", "other"), _add, "sum", f"{_REFERENCE}, add; alpha weighs the second"
+    ),
+    names=("add", "iadd", "__add__", "__radd__", "__iadd__"),
 )
 sub = scaled_op(
     torch.sub,
@@ -157,11 +149,16 @@ _joined = partial(
 )
 cat = _joined(torch.cat, aliases="concatenate")
 # By itself, since operator.concat joins lists.
-torch_rule("cat", "tensors dim", _join, "linear", _MOVES, torch.concat)
+register_rule(ScaleRule("cat", ("tensors", "dim"), _join, "linear", _MOVES), torch.concat)
 stack = _joined(torch.stack, aliases="hstack vstack dstack")
 
 _DROPOUT = f"{_REFERENCE}, dropout: what is kept is divided by (1 - p)^0.5 in place of 1 - p"
-torch_rule("feature_dropout", "input p training inplace", _dropout, "linear", _DROPOUT)
+register_rule(
+    ScaleRule(
+        "feature_dropout", ("input", "p", "training", "inplace"), _dropout, "linear", _DROPOUT
+    ),
+    names=("feature_dropout",),
+)
 _dropped = partial(scaled_op, factors=_dropout, kind="linear", reference=_DROPOUT)
 dropout = _dropped(F.dropout)
 dropout1d = _dropped(F.dropout1d)

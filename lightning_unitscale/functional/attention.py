@@ -22,6 +22,7 @@ softmax's factors the RMS would be:
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch.nn.functional as F
@@ -34,13 +35,13 @@ from lightning_unitscale.functional.moments import (
 )
 from lightning_unitscale.functional.rules import (
     Factors,
+    ScaleRule,
     product,
+    register_rule,
     shape_of,
     specialized,
-    torch_rule,
-    unit_factor,
+    unit_factors,
 )
-from lightning_unitscale.functional.scale import scale_bwd, scale_fwd
 
 __all__ = ["log_softmax", "scaled_dot_product_attention", "softmax", "softmin"]
 
@@ -48,17 +49,14 @@ __all__ = ["log_softmax", "scaled_dot_product_attention", "softmax", "softmin"]
 def _softmax(arguments: Mapping[str, Any]) -> Factors:
     n, mult = _num_logits(arguments), arguments.get("mult", 1.0)
     moments = softmax_moments(n, mult)
-    return Factors(
-        unit_factor(moments.output / max(n, 1)),
-        {"input": unit_factor(mult**2 * moments.gradient / max(n, 1))},
-    )
+    return unit_factors(moments.output / max(n, 1), input=mult**2 * moments.gradient / max(n, 1))
 
 
 def _log_softmax(arguments: Mapping[str, Any]) -> Factors:
     n, mult = _num_logits(arguments), arguments.get("mult", 1.0)
     # The mean square of g - p sum(g).
     square = 1 - 2 / max(n, 1) + softmax_moments(n, mult).output
-    return Factors(1.0, {"input": unit_factor(mult**2 * square)})
+    return unit_factors(1.0, input=mult**2 * square)
 
 
 def _num_logits(arguments: Mapping[str, Any]) -> int:
@@ -86,14 +84,7 @@ def _attention(arguments: Mapping[str, Any]) -> Factors:
     sharing = num_queries * product(query[:-2]) / max(num_keys * product(key[:-2]), 1)
     logits = moments.gradient * value[-1] * scale**2 * mult**2 / kept if kept > 0 else 0.0
     output = moments.output / kept if kept > 0 else 0.0
-    return Factors(
-        unit_factor(output),
-        {
-            "query": unit_factor(logits),
-            "key": unit_factor(logits * sharing),
-            "value": unit_factor(output * sharing),
-        },
-    )
+    return unit_factors(output, query=logits, key=logits * sharing, value=output * sharing)
 
 
 softmax = scaled_op(
@@ -112,13 +103,16 @@ log_softmax = scaled_op(
     "left as it is: it is half of a loss, whose value stays the plain one; its gradient "
     "g - p sum(g) has the mean square 1 - 2 / n + sum p^2",
 )
-_ATTENTION = torch_rule(
-    "scaled_dot_product_attention",
-    "query key value attn_mask dropout_p is_causal scale enable_gqa",
-    _attention,
-    "other",
-    "exact moments of a softmax of normal logits; a mask counts only as is_causal, since a rule "
-    "sees no values",
+_ATTENTION = register_rule(
+    ScaleRule(
+        "scaled_dot_product_attention",
+        ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa"),
+        _attention,
+        "other",
+        "exact moments of a softmax of normal logits; a mask counts only as is_causal, since a "
+        "rule sees no values",
+    ),
+    F.scaled_dot_product_attention,
 )
 
 
@@ -171,21 +165,13 @@ def scaled_dot_product_attention(
     mult = positive("scaled_dot_product_attention: mult", mult)
     if scale is None:
         scale = 1 / specialized(query.shape[-1])
+    rule = _ATTENTION
     if output_scale is not None:
         factor = positive("scaled_dot_product_attention: output_scale", output_scale)
-        output = F.scaled_dot_product_attention(
-            scale_bwd(query, factor),
-            scale_bwd(key, factor),
-            scale_bwd(value, factor),
-            attn_mask,
-            dropout_p,
-            is_causal,
-            scale=mult * scale,
-            enable_gqa=enable_gqa,
-        )
-        return scale_fwd(output, factor)
+        same = Factors(factor, dict.fromkeys(("query", "key", "value"), factor))
+        rule = replace(rule, factors=lambda _: same)
     result: Tensor = scaled_call(
-        _ATTENTION,
+        rule,
         F.scaled_dot_product_attention,
         (query, key, value, attn_mask, dropout_p, is_causal),
         {"scale": mult * scale, "enable_gqa": enable_gqa},

@@ -147,7 +147,8 @@ def _prepared(
     for parameter, value in arguments.items():
         items = list(enumerate(value)) if isinstance(value, (list, tuple)) else [(None, value)]
         for index, item in items:
-            factor = factors.gradient(parameter, index)
+            name = parameter if index is None else f"{parameter}.{index}"
+            factor = factors.gradients.get(name)
             if factor is None or not isinstance(item, Tensor):
                 continue
             if not item.is_floating_point():
@@ -157,7 +158,6 @@ def _prepared(
                     f"{rule.name}: {parameter} is a tensor of type {item.dtype}; expected a real "
                     "floating-point one. Convert it first, or use the function of torch."
                 )
-            name = parameter if index is None else f"{parameter}.{index}"
             tensors[name], gradients[name] = item, factor
     return arguments, Factors(factors.output, gradients), tensors
 

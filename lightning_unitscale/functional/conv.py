@@ -27,7 +27,7 @@ from lightning_unitscale.functional.rules import (
     product,
     shape_of,
     tuple_of,
-    unit_factor,
+    unit_factors,
 )
 
 __all__ = [
@@ -48,13 +48,11 @@ def _convolution(arguments: Mapping[str, Any]) -> Factors:
     positions = product(convolved_size(input[-dims:], kernel, arguments))
     positions *= product(input[: -dims - 1])
     fan_in = channels * product(kernel)
-    return Factors(
-        unit_factor(mult**2 * fan_in),
-        {
-            "input": unit_factor(mult**2 * fan_out * product(kernel) / (product(stride) * groups)),
-            "weight": unit_factor(mult**2 * positions),
-            "bias": unit_factor(positions),
-        },
+    return unit_factors(
+        mult**2 * fan_in,
+        input=mult**2 * fan_out * product(kernel) / (product(stride) * groups),
+        weight=mult**2 * positions,
+        bias=positions,
     )
 
 
@@ -77,13 +75,11 @@ def _transposed(arguments: Mapping[str, Any]) -> Factors:
             )
         ]
     )
-    return Factors(
-        unit_factor(mult**2 * fan_in * product(kernel) / (product(stride) * groups)),
-        {
-            "input": unit_factor(mult**2 * channels * product(kernel)),
-            "weight": unit_factor(mult**2 * batch * product(input[-dims:])),
-            "bias": unit_factor(batch * out),
-        },
+    return unit_factors(
+        mult**2 * fan_in * product(kernel) / (product(stride) * groups),
+        input=mult**2 * channels * product(kernel),
+        weight=mult**2 * batch * product(input[-dims:]),
+        bias=batch * out,
     )
 
 
@@ -170,16 +166,14 @@ def _adaptive(arguments: Mapping[str, Any], dims: int) -> Windows:
 def _average(inputs: float, windows: float, arguments: Mapping[str, Any]) -> Factors:
     mult = arguments.get("mult", 1.0)
     divisor = arguments.get("divisor_override") or inputs
-    return Factors(
-        unit_factor(mult**2 * inputs / divisor**2),
-        {"input": unit_factor(mult**2 * windows * inputs / divisor**2)},
-    )
+    square = mult**2 * inputs / divisor**2
+    return unit_factors(square, input=square * windows)
 
 
 def _maximum(inputs: float, windows: float, arguments: Mapping[str, Any]) -> Factors:
     mult = arguments.get("mult", 1.0)
     largest = largest_of_normals(max(round(inputs), 1))
-    return Factors(unit_factor(mult**2 * largest), {"input": unit_factor(mult**2 * windows)})
+    return unit_factors(mult**2 * largest, input=mult**2 * windows)
 
 
 def _power(inputs: float, windows: float, arguments: Mapping[str, Any]) -> Factors:
@@ -191,9 +185,7 @@ def _power(inputs: float, windows: float, arguments: Mapping[str, Any]) -> Facto
         _, slope = elementwise_moments(_absolute_power, 1.0, (("exponent", p),))
         norm = (inputs * moment) ** (1 / p)
         output, gradient = norm**2, inputs * slope / p**2 * norm ** (2 - 2 * p)
-    return Factors(
-        unit_factor(mult**2 * output), {"input": unit_factor(mult**2 * windows * gradient)}
-    )
+    return unit_factors(mult**2 * output, input=mult**2 * windows * gradient)
 
 
 def _absolute_power(input: torch.Tensor, exponent: float) -> torch.Tensor:

@@ -6,6 +6,7 @@ References:
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,10 +22,11 @@ from lightning_unitscale.functional.call import (
 from lightning_unitscale.functional.moments import largest_of_normals
 from lightning_unitscale.functional.rules import (
     Factors,
+    ScaleRule,
     numel_of,
+    register_rule,
     shape_of,
-    torch_rule,
-    unit_factor,
+    unit_factors,
 )
 
 __all__ = ["bilinear", "embedding", "embedding_bag", "linear", "linear_readout"]
@@ -37,35 +39,26 @@ def _linear(arguments: Mapping[str, Any]) -> Factors:
     fan_in, fan_out = weight[-1], weight[0] if len(weight) > 1 else 1
     mult = arguments.get("mult", 1.0)
     rows = numel_of(arguments["input"]) / max(fan_in, 1)
-    return Factors(
-        unit_factor(mult**2 * fan_in),
-        {
-            "input": unit_factor(mult**2 * fan_out),
-            "weight": unit_factor(mult**2 * rows),
-            "bias": unit_factor(rows),
-        },
-    )
+    return unit_factors(mult**2 * fan_in, input=mult**2 * fan_out, weight=mult**2 * rows, bias=rows)
 
 
 def _bilinear(arguments: Mapping[str, Any]) -> Factors:
     fan_out, left, right = shape_of(arguments["weight"])
     mult = arguments.get("mult", 1.0)
     rows = numel_of(arguments["input1"]) / max(left, 1)
-    return Factors(
-        unit_factor(mult**2 * left * right),
-        {
-            "input1": unit_factor(mult**2 * fan_out * right),
-            "input2": unit_factor(mult**2 * fan_out * left),
-            "weight": unit_factor(mult**2 * rows),
-            "bias": unit_factor(rows),
-        },
+    return unit_factors(
+        mult**2 * left * right,
+        input1=mult**2 * fan_out * right,
+        input2=mult**2 * fan_out * left,
+        weight=mult**2 * rows,
+        bias=rows,
     )
 
 
 def _embedding(arguments: Mapping[str, Any]) -> Factors:
     lookups = numel_of(arguments["input"])
     num_embeddings = shape_of(arguments["weight"])[0]
-    return Factors(1.0, {"weight": unit_factor(lookups / num_embeddings)})
+    return unit_factors(1.0, weight=lookups / num_embeddings)
 
 
 def _embedding_bag(arguments: Mapping[str, Any]) -> Factors:
@@ -81,19 +74,18 @@ def _embedding_bag(arguments: Mapping[str, Any]) -> Factors:
     mode = arguments.get("mode", "mean")
     if mode == "max":
         largest = largest_of_normals(max(round(size), 1))
-        return Factors(unit_factor(largest), {"weight": unit_factor(bags / num_embeddings)})
+        return unit_factors(largest, weight=bags / num_embeddings)
     share = 1 / size if mode == "mean" and size else 1.0
-    return Factors(
-        unit_factor(size * share**2),
-        {
-            "weight": unit_factor(share**2 * lookups / num_embeddings),
-            "per_sample_weights": unit_factor(width),
-        },
+    return unit_factors(
+        size * share**2, weight=share**2 * lookups / num_embeddings, per_sample_weights=width
     )
 
 
-_LINEAR = torch_rule(
-    "linear", "input weight bias", _linear, "linear", _REFERENCE, weights="weight bias"
+_LINEAR = register_rule(
+    ScaleRule(
+        "linear", ("input", "weight", "bias"), _linear, "linear", _REFERENCE, ("weight", "bias")
+    ),
+    F.linear,
 )
 bilinear = scaled_op(
     F.bilinear,
@@ -104,14 +96,16 @@ bilinear = scaled_op(
     weights="weight bias",
 )
 # torch.embedding has the two tensors the other way round, but F.embedding is what a graph holds.
-_EMBEDDING = torch_rule(
-    "embedding",
-    "input weight padding_idx max_norm norm_type scale_grad_by_freq sparse",
-    _embedding,
-    "linear",
-    _REFERENCE + "; a row of the weight is looked up lookups / num_embeddings times",
+_EMBEDDING = register_rule(
+    ScaleRule(
+        "embedding",
+        tuple(inspect.signature(F.embedding).parameters),
+        _embedding,
+        "linear",
+        f"{_REFERENCE}; a row of the weight is looked up lookups / num_embeddings times",
+        ("weight",),
+    ),
     F.embedding,
-    weights="weight",
 )
 embedding_bag = scaled_op(
     F.embedding_bag,

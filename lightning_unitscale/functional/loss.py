@@ -12,6 +12,7 @@ References:
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -25,10 +26,11 @@ from lightning_unitscale.functional.call import scaled_loss, scaled_op
 from lightning_unitscale.functional.moments import elementwise_moments, softmax_moments
 from lightning_unitscale.functional.rules import (
     Factors,
+    ScaleRule,
     numel_of,
+    register_rule,
     shape_of,
     specialized,
-    torch_rule,
     unit_factor,
 )
 
@@ -49,68 +51,63 @@ def reduction_of(arguments: Mapping[str, Any]) -> str:
     return "sum" if size_average is False else "mean"
 
 
-def _count(arguments: Mapping[str, Any], rows: float | None = None) -> float:
-    """The number that the gradient of each element was divided by.
+def _factors(
+    arguments: Mapping[str, Any], rows: float | None = None, **mean_squares: float
+) -> Factors:
+    """Factors of a loss, from the mean squares of what each element adds to the gradients.
 
     Args:
         arguments: Of the call.
         rows: The number that a mean divides by; that of the elements by default.
+        **mean_squares: By the argument's name, for a reduction that only sums up.
     """
     reduction = reduction_of(arguments)
+    count = 1.0
     if reduction == "batchmean":
-        return shape_of(arguments["input"])[0]
-    if reduction == "mean":
-        return numel_of(arguments["input"]) if rows is None else rows
-    return 1.0
+        count = shape_of(arguments["input"])[0]
+    elif reduction == "mean":
+        count = numel_of(arguments["input"]) if rows is None else rows
+    mean_squares["input"] *= arguments.get("mult", 1.0) ** 2
+    gradients = {name: max(count, 1) * unit_factor(square) for name, square in mean_squares.items()}
+    return Factors(1.0, gradients)
 
 
-def _per_element(mean_square: float, count: float, mult: float = 1.0) -> float:
-    return max(count, 1) * unit_factor(mult**2 * mean_square)
-
-
-def _num_classes(arguments: Mapping[str, Any]) -> int:
-    """Size of the dimension of ``input`` that holds the classes."""
+def _classes_and_rows(arguments: Mapping[str, Any]) -> tuple[int, float]:
+    """Size of the dimension of ``input`` that holds the classes, and the number of choices."""
     shape = shape_of(arguments["input"])
-    return shape[1] if len(shape) > 1 else shape[0]
+    classes = shape[1] if len(shape) > 1 else shape[0]
+    return classes, numel_of(arguments["input"]) / max(classes, 1)
 
 
 def _cross_entropy(arguments: Mapping[str, Any]) -> Factors:
-    classes = _num_classes(arguments)
-    rows = numel_of(arguments["input"]) / max(classes, 1)
+    classes, rows = _classes_and_rows(arguments)
     # Uniform probabilities 1/V against one target: (V - 1)/V^2 per logit. Smoothing moves the
     # target towards the uniform one.
     sharpness = 1 - arguments.get("label_smoothing", 0.0)
-    square = sharpness**2 * (classes - 1) / max(classes, 1) ** 2
-    factor = _per_element(square, _count(arguments, rows), arguments.get("mult", 1.0))
-    return Factors(1.0, {"input": factor})
+    return _factors(arguments, rows, input=sharpness**2 * (classes - 1) / max(classes, 1) ** 2)
 
 
 def _nll(arguments: Mapping[str, Any]) -> Factors:
-    classes = _num_classes(arguments)
-    rows = numel_of(arguments["input"]) / max(classes, 1)
-    count = _count(arguments, rows)
-    return Factors(1.0, {"input": _per_element(1 / classes, count, arguments.get("mult", 1.0))})
+    classes, rows = _classes_and_rows(arguments)
+    return _factors(arguments, rows, input=1 / classes)
 
 
 def _bce_with_logits(arguments: Mapping[str, Any]) -> Factors:
-    mult = arguments.get("mult", 1.0)
     # E (sigmoid(x) - y)^2 for a fair target: E sigmoid(x)^2.
-    square, _ = elementwise_moments(torch.sigmoid, mult)
-    return Factors(1.0, {"input": _per_element(square, _count(arguments), mult)})
+    square, _ = elementwise_moments(torch.sigmoid, arguments.get("mult", 1.0))
+    return _factors(arguments, input=square)
 
 
 def _bce(arguments: Mapping[str, Any]) -> Factors:
     # (p - y) / (p (1 - p)) at p = 1/2, where an untrained classifier is.
-    return Factors(1.0, {"input": _per_element(4.0, _count(arguments), arguments.get("mult", 1.0))})
+    return _factors(arguments, input=4.0)
 
 
 def _kl_div(arguments: Mapping[str, Any]) -> Factors:
     shape = shape_of(arguments["input"])
     classes = specialized(shape[-1]) if shape else 1
     # The gradient is minus the target, taken as a softmax of unit logits.
-    square = softmax_moments(classes, 1.0).output / max(classes, 1)
-    count = _count(arguments)
-    return Factors(1.0, {"input": _per_element(square, count, arguments.get("mult", 1.0))})
+    return _factors(arguments, input=softmax_moments(classes, 1.0).output / max(classes, 1))
 
 
 def _of_difference(
@@ -123,22 +120,11 @@ def _of_difference(
     """
 
     def factors(arguments: Mapping[str, Any]) -> Factors:
-        mult = arguments.get("mult", 1.0)
-        square = mean_square(math.sqrt(mult**2 + 1), arguments)
-        count = _count(arguments)
-        return Factors(
-            1.0, {"input": _per_element(square, count, mult), "target": _per_element(square, count)}
-        )
+        rms = math.sqrt(arguments.get("mult", 1.0) ** 2 + 1)
+        square = mean_square(rms, arguments)
+        return _factors(arguments, input=square, target=square)
 
     return factors
-
-
-def _mse(rms: float, arguments: Mapping[str, Any]) -> float:
-    return 4 * rms**2
-
-
-def _l1(rms: float, arguments: Mapping[str, Any]) -> float:
-    return 1.0
 
 
 def _huber(rms: float, arguments: Mapping[str, Any]) -> float:
@@ -157,36 +143,31 @@ def _clipped(rms: float, limit: float) -> float:
 
 
 def _gaussian_nll(arguments: Mapping[str, Any]) -> Factors:
-    mult = arguments.get("mult", 1.0)
-    count = _count(arguments)
     # The difference d is normal with variance q, and the variance given is 1: the derivatives are
     # d, of mean square q, and (1 - d^2)/2, of mean square (1 - 2q + 3q^2)/4.
-    q = mult**2 + 1
-    return Factors(
-        1.0,
-        {
-            "input": _per_element(q, count, mult),
-            "target": _per_element(q, count),
-            "var": _per_element((1 - 2 * q + 3 * q**2) / 4, count),
-        },
-    )
+    q = arguments.get("mult", 1.0) ** 2 + 1
+    return _factors(arguments, input=q, target=q, var=(1 - 2 * q + 3 * q**2) / 4)
 
 
-_CROSS_ENTROPY = torch_rule(
-    "cross_entropy",
-    "input target weight size_average ignore_index reduce reduction label_smoothing",
-    _cross_entropy,
-    "loss",
-    "Unit Scaling (arXiv 2303.11257), table of ops; targets that are probabilities count as "
-    "sharp, weights and ignored tokens as ordinary ones, since a rule sees no values",
+_CROSS_ENTROPY = register_rule(
+    ScaleRule(
+        "cross_entropy",
+        tuple(inspect.signature(F.cross_entropy).parameters),
+        _cross_entropy,
+        "loss",
+        "Unit Scaling (arXiv 2303.11257), table of ops; targets that are probabilities count as "
+        "sharp, weights and ignored tokens as ordinary ones, since a rule sees no values",
+    ),
     F.cross_entropy,
 )
-_MSE_LOSS = torch_rule(
-    "mse_loss",
-    "input target size_average reduce reduction weight",
-    _of_difference(_mse),
-    "loss",
-    "Unit Scaling (arXiv 2303.11257), table of ops, mse_loss: 8^-1/2 per element",
+_MSE_LOSS = register_rule(
+    ScaleRule(
+        "mse_loss",
+        tuple(inspect.signature(F.mse_loss).parameters),
+        _of_difference(lambda rms, _: 4 * rms**2),
+        "loss",
+        "Unit Scaling (arXiv 2303.11257), table of ops, mse_loss: 8^-1/2 per element",
+    ),
     F.mse_loss,
 )
 
@@ -203,7 +184,7 @@ binary_cross_entropy_with_logits = _loss(
 kl_div = _loss(
     F.kl_div, _kl_div, reference="E target^2 for a target that is a softmax of unit logits"
 )
-l1_loss = _loss(F.l1_loss, _of_difference(_l1), reference="its derivative is a sign")
+l1_loss = _loss(F.l1_loss, _of_difference(lambda *_: 1.0), reference="its derivative is a sign")
 smooth_l1_loss = _loss(
     F.smooth_l1_loss,
     _of_difference(_smooth_l1),

@@ -19,12 +19,13 @@ import torch
 from lightning_unitscale.functional.call import scaled_op
 from lightning_unitscale.functional.rules import (
     Factors,
+    ScaleRule,
     broadcast,
     numel_of,
     product,
+    register_rule,
     shape_of,
-    torch_rule,
-    unit_factor,
+    unit_factors,
 )
 
 __all__ = [
@@ -47,23 +48,19 @@ def _contraction(
         mult: As in every rule. Every gradient holds it once: the others have it as a factor, and
             the first operand's is that of the operand divided by it.
     """
-    gradients = {
-        name: unit_factor(mult**2 * index_space / max(numel_of(operand), 1))
+    squares = {
+        name: mult**2 * index_space / max(numel_of(operand), 1)
         for name, operand in operands.items()
     }
-    return Factors(unit_factor(mult**2 * terms), gradients)
+    return unit_factors(mult**2 * terms, **squares)
 
 
 def _matmul_of(left: str, right: str) -> Any:
     def factors(arguments: Mapping[str, Any]) -> Factors:
         a, b = arguments[left], arguments[right]
         inner = shape_of(a)[-1]
-        return _contraction(
-            inner,
-            inner * _matmul_numel(shape_of(a), shape_of(b)),
-            {left: a, right: b},
-            arguments.get("mult", 1.0),
-        )
+        space = inner * _matmul_numel(shape_of(a), shape_of(b))
+        return _contraction(inner, space, {left: a, right: b}, arguments.get("mult", 1.0))
 
     return factors
 
@@ -89,14 +86,12 @@ def _added_product_of(left: str, right: str) -> Any:
         # A bias is 0 at the start, and small beside the product later; a whole tensor is not.
         is_bias = numel_of(addend) != out or len(b_shape) < 2
         square = alpha**2 * terms + (0.0 if is_bias else (beta * mult) ** 2)
-        return Factors(
-            unit_factor(square),
-            {
-                "input": unit_factor((beta * mult) ** 2 * out / max(numel_of(addend), 1)),
-                left: unit_factor(alpha**2 * index_space / max(numel_of(a), 1)),
-                right: unit_factor(alpha**2 * index_space / max(numel_of(b), 1)),
-            },
-        )
+        squares = {
+            "input": (beta * mult) ** 2 * out / max(numel_of(addend), 1),
+            left: alpha**2 * index_space / max(numel_of(a), 1),
+            right: alpha**2 * index_space / max(numel_of(b), 1),
+        }
+        return unit_factors(square, **squares)
 
     return factors
 
@@ -144,11 +139,11 @@ def _einsum(arguments: Mapping[str, Any]) -> Factors:
     mult = arguments.get("mult", 1.0)
     space = product(sizes.values())
     numel = product([sizes[label] for label in set(output)])
-    gradients = {}
-    for index, labels in enumerate(inputs):
+    squares = {}
+    for name, labels in zip(names, inputs, strict=False):  # a last sublist is the output
         own = product([sizes[label] for label in set(labels)])
-        gradients[names[index]] = unit_factor(mult**2 * space / max(own, 1))
-    return Factors(unit_factor(mult**2 * space / max(numel, 1)), gradients)
+        squares[name] = mult**2 * space / max(own, 1)
+    return unit_factors(mult**2 * space / max(numel, 1), **squares)
 
 
 def _from_sublists(items: list[Any]) -> tuple[str, list[Any]]:
@@ -189,15 +184,9 @@ def _chain(arguments: Mapping[str, Any]) -> Factors:
     first = shapes[0] if len(shapes[0]) > 1 else (1, *shapes[0])
     last = shapes[-1] if len(shapes[-1]) > 1 else (*shapes[-1], 1)
     sizes = [first[0], *[shape[0] for shape in shapes[1:]], last[-1]]
+    operands = {f"{name}.{index}": matrix for index, matrix in enumerate(matrices)}
     mult = arguments.get("mult", 1.0)
-    space = product(sizes)
-    return Factors(
-        unit_factor(mult**2 * product(sizes[1:-1])),
-        {
-            f"{name}.{index}": unit_factor(mult**2 * space / max(numel_of(matrix), 1))
-            for index, matrix in enumerate(matrices)
-        },
-    )
+    return _contraction(product(sizes[1:-1]), product(sizes), operands, mult)
 
 
 _product = partial(scaled_op, kind="linear", reference=_REFERENCE)
@@ -216,7 +205,10 @@ outer = _product(torch.outer, _outer, parameters="input, vec2", aliases="ger")
 tensordot = _product(torch.tensordot, _tensordot)
 einsum = _product(torch.einsum, _einsum, parameters="equation, *operands")
 multi_dot = _product(torch.linalg.multi_dot, _chain, parameters="tensors", name="multi_dot")
-torch_rule("chain_matmul", "matrices", _chain, "linear", _REFERENCE, is_variadic=True)
+register_rule(
+    ScaleRule("chain_matmul", ("matrices",), _chain, "linear", _REFERENCE, is_variadic=True),
+    torch.chain_matmul,
+)
 
 _added = partial(
     scaled_op,

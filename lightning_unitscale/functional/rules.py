@@ -35,23 +35,11 @@ class Factors:
         output: Factor on the output, for inputs at RMS 1.
         gradients: For each tensor argument the factor on its gradient, as the operation itself
             computes it from a gradient at RMS 1 of its own (unscaled) output. Arguments that are
-            absent get no gradient. A list of tensors has one factor for all, or where they differ
-            (the operands of an ``einsum``) one for each, under ``operands.0``, ``operands.1``, ...
+            absent get no gradient. Tensors in a list are ``operands.0``, ``operands.1``, ...
     """
 
     output: float
     gradients: Mapping[str, float] = field(default_factory=dict)
-
-    def gradient(self, name: str, index: int | None = None) -> float | None:
-        """Factor on the gradient of an argument, or ``None`` where it gets none.
-
-        Args:
-            name: The parameter.
-            index: Position in the list where the parameter is a list of tensors.
-        """
-        if index is not None and f"{name}.{index}" in self.gradients:
-            return self.gradients[f"{name}.{index}"]
-        return self.gradients.get(name)
 
 
 @dataclass(frozen=True)
@@ -110,6 +98,13 @@ def unit_factor(mean_square: float) -> float:
     return factor
 
 
+def unit_factors(output: float, **gradients: float) -> Factors:
+    """The factors that bring an output, and gradients by name, of these mean squares to RMS 1."""
+    return Factors(
+        unit_factor(output), {name: unit_factor(square) for name, square in gradients.items()}
+    )
+
+
 _BY_FUNCTION: dict[Any, ScaleRule] = {}
 _BY_METHOD: dict[str, ScaleRule] = {}
 _NAMESPACES = (F, torch, torch.special, torch.linalg, operator)
@@ -141,47 +136,6 @@ def register_rule(
             if hasattr(torch.Tensor, form):
                 _BY_METHOD[form] = rule
     return rule
-
-
-def torch_rule(
-    name: str,
-    parameters: str,
-    factors: Callable[[Mapping[str, Any]], Factors],
-    kind: Kind,
-    reference: str,
-    *functions: Callable[..., Any],
-    weights: str = "",
-    aliases: str = "",
-    is_variadic: bool = False,
-) -> ScaleRule:
-    """Register the rule of an operation of torch; lists of names are separated by blanks.
-
-    Args:
-        name: As in :class:`ScaleRule`.
-        parameters: As there.
-        factors: As there.
-        kind: As there.
-        reference: As there.
-        *functions: The functions that are meant. Without any, it is all that torch knows by
-            ``name`` (see :func:`register_rule`).
-        weights: As in :class:`ScaleRule`.
-        aliases: Further names by which torch knows the operation.
-        is_variadic: As in :class:`ScaleRule`.
-
-    Returns:
-        The rule.
-    """
-    rule = ScaleRule(
-        name,
-        tuple(parameters.split()),
-        factors,
-        kind,
-        reference,
-        tuple(weights.split()),
-        is_variadic,
-    )
-    names = tuple(aliases.split()) if functions else (name, *aliases.split())
-    return register_rule(rule, *functions, names=names)
 
 
 def rule_of_function(function: object) -> ScaleRule | None:

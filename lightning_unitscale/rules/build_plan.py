@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,16 +15,21 @@ from lightning_unitscale.capture.captured_step import CapturedStep
 from lightning_unitscale.capture.compiled_graph import CompiledGraph
 from lightning_unitscale.capture.rollback import detached_copy
 from lightning_unitscale.graph.matmuls import product_of
-from lightning_unitscale.graph.nodes import changed_arguments, tensor_name, value_at
+from lightning_unitscale.graph.nodes import (
+    changed_arguments,
+    is_float_tensor,
+    op_name,
+    tensor_name,
+    value_at,
+)
 from lightning_unitscale.graph.recorder import GraphInterpreter
 from lightning_unitscale.lossless.calibrate import root_mean_square
 from lightning_unitscale.lossless.rehearsal import rehearsed
 from lightning_unitscale.rules.decide import Decider
-from lightning_unitscale.rules.operations import parameter_path
+from lightning_unitscale.rules.flow import DIVIDED, TIMES, Flow, is_operation, parameter_path
 from lightning_unitscale.rules.plan import Decision, ParameterPlan, RuleOptions, RulePlan, key
 from lightning_unitscale.rules.roles import Structure, find_structure, plan_parameters
-from lightning_unitscale.rules.trace import Flow, Recorder
-from lightning_unitscale.rules.weights import Prepare, prepared_like
+from lightning_unitscale.rules.weights import prepared_like
 
 # The first run of a step may change what the next one runs.
 _MAX_ATTEMPTS = 3
@@ -101,23 +106,15 @@ def _plan_once(
     flow = recorder.result()
     structure = _structure_of(flow, prior)
     parameters = {**plan_parameters(structure, init_weights=init_weights), **prior.parameters}
-    fresh = {fqn: plan for fqn, plan in parameters.items() if fqn not in prior.parameters}
-    scaled_run = _ScaledRun(flow, prepared_like(fresh))
-    decider = Decider(
-        structure,
-        parameters,
-        options,
-        scaled_run.measure,
-        prior=prior,
-    )
-    scaled_run.decider = decider
+    scaled_run = _ScaledRun(structure, parameters, options, prior)
+    decisions = scaled_run.decider.decisions
     with grad(), rehearsed(step, scaled_run, args, kwargs):
         pass
     if scaled_run.saw_new_graph:
         return None
-    decisions = {key(step.name, name): decision for name, decision in decider.decisions.items()}
-    plans = _with_output_scales(structure, parameters, decider.decisions)
-    return RulePlan(decisions, plans, _unseen(step, plans))
+    plans = _with_output_scales(structure, parameters, decisions)
+    by_key = {key(step.name, name): decision for name, decision in decisions.items()}
+    return RulePlan(by_key, plans, _unseen(step, plans))
 
 
 def plan_graph(
@@ -139,7 +136,6 @@ def plan_graph(
     """
     flow = Flow()
     flow.add_graph(graph_module, {})
-    flow.finish([])
     structure = _structure_of(flow, prior)
     unknown = plan_parameters(structure, init_weights=False)
     decider = Decider(
@@ -185,14 +181,11 @@ def _with_output_scales(
 
 
 def _structure_of(flow: Flow, prior: RulePlan) -> Structure:
-    """The structure of a flow, if it agrees with what is decided already."""
+    """The structure of a flow, if it agrees with what is decided already.
+
+    A parameter that is at unit scale already must not be read by what no rule rewrites.
+    """
     structure = find_structure(flow)
-    _check_prior_parameters(structure, prior)
-    return structure
-
-
-def _check_prior_parameters(structure: Structure, prior: RulePlan) -> None:
-    """A parameter that is at unit scale already must not be read by what no rule rewrites."""
     for fqn, uses in structure.uses.items():
         plan = prior.parameters.get(fqn)
         other = [use.node for use in uses if use.kind == "other"]
@@ -202,25 +195,88 @@ def _check_prior_parameters(structure: Structure, prior: RulePlan) -> None:
                 "one reads it, which no rule rewrites; expected every step to use it alike; "
                 "register a rule for that operation, or name its function in replace=."
             )
+    return structure
+
+
+class Recorder:
+    """Runs the graphs of a step as they are, and records which reads what another one made."""
+
+    def __init__(self) -> None:
+        self.flow = Flow()
+        self._made: dict[int, tuple[Tensor, fx.Node]] = {}
+        self._read: set[fx.Node] = set()
+
+    def __call__(self, graph: Any, inputs: tuple[Any, ...]) -> Any:
+        """Run one graph; the interpreter that ``CapturedStep`` expects."""
+
+        def run_with(captured: fx.GraphModule) -> Any:
+            graph_module = self.flow.first_capture(captured)
+
+            def run(*values: Any) -> Any:
+                outputs = GraphInterpreter(graph_module, self._visit).run(*values)
+                self._record(graph_module, values, outputs)
+                return outputs
+
+            return run
+
+        return graph.interpret(run_with, inputs)
+
+    def result(self) -> Flow:
+        """The flow of everything that ran."""
+        outputs = [node for _, node in self._made.values() if node not in self._read]
+        self.flow.outputs = [self.flow.resolve(node) for node in outputs]
+        return self.flow
+
+    def _visit(self, interpreter: GraphInterpreter, node: fx.Node) -> Any:
+        """Note the sizes of factors."""
+        if is_operation(node) and op_name(node) in TIMES | DIVIDED:
+            for factor in node.all_input_nodes:
+                value = interpreter.env[factor]
+                if not getattr(value, "requires_grad", False):
+                    self.flow.note_size(factor, value)
+        return interpreter.evaluate(node)
+
+    def _record(
+        self, graph_module: fx.GraphModule, inputs: Sequence[Any], outputs: Sequence[Any]
+    ) -> None:
+        links = {
+            position: self._made[id(value)][1]
+            for position, value in enumerate(inputs)
+            if id(value) in self._made
+        }
+        self._read.update(links.values())
+        if not self.flow.has_graph(graph_module.graph):
+            self.flow.add_graph(graph_module, links)
+        returned: Any = graph_module.graph.output_node().args[0]
+        for node, value in zip(returned, outputs, strict=False):
+            # The tensor is kept: its identity says something only as long as it lives.
+            if isinstance(value, Tensor) and isinstance(node, fx.Node) and is_float_tensor(node):
+                self._made[id(value)] = (value, node)
 
 
 class _ScaledRun:
     """Runs the graphs of a step with every factor in place as soon as it is decided.
 
-    Args:
-        flow: The step as recorded.
-        prepare: Gives a parameter the value that it will have.
-
     Attributes:
+        decider: Takes the decisions.
         saw_new_graph: Whether a graph ran that was not recorded: the first run of a step may change
             what the next one runs (a setting that is filled in, a cache).
     """
 
-    def __init__(self, flow: Flow, prepare: Prepare) -> None:
-        self.flow = flow
-        self.prepare = prepare
+    def __init__(
+        self,
+        structure: Structure,
+        parameters: Mapping[str, ParameterPlan],
+        options: RuleOptions,
+        prior: RulePlan,
+    ) -> None:
+        self.flow = structure.flow
+        self.decider = Decider(structure, parameters, options, self.measure, prior=prior)
         self.saw_new_graph = False
-        self.decider: Decider | None = None
+        # What was planned before has its values already.
+        self._prepare = prepared_like(
+            {fqn: plan for fqn, plan in parameters.items() if fqn not in prior.parameters}
+        )
         self._values: dict[fx.Node, Tensor] = {}
         self._measured: dict[fx.Node, float | None] = {}
 
@@ -249,9 +305,11 @@ class _ScaledRun:
         return None
 
     def _visit(self, interpreter: GraphInterpreter, node: fx.Node) -> Any:
-        assert self.decider is not None
         if node.op == "placeholder":
-            return self._keep(node, self._prepared(node, interpreter.evaluate(node)))
+            value, fqn = interpreter.evaluate(node), parameter_path(node)
+            if fqn is not None and isinstance(value, Tensor):
+                value = self._prepare(fqn, value)
+            return self._keep(node, value)
         decision = self.decider.before(node)
         if decision is None:
             return self._keep(node, interpreter.evaluate(node))
@@ -267,12 +325,6 @@ class _ScaledRun:
             result = result * decision.output
             self._measured.pop(node, None)
         return self._keep(node, result)
-
-    def _prepared(self, node: fx.Node, value: Any) -> Any:
-        fqn = parameter_path(node)
-        if fqn is None or not isinstance(value, Tensor):
-            return value
-        return self.prepare(fqn, value)
 
     def _keep(self, node: fx.Node, value: Any) -> Any:
         """Remember a node's tensor, to measure it if somebody asks."""

@@ -18,14 +18,13 @@ from torch import fx
 
 from lightning_unitscale.graph.matmuls import Product, product_of
 from lightning_unitscale.graph.nodes import (
-    MODULE,
     Path,
     example_tensor,
     float_arguments,
     op_name,
     tensor_name,
 )
-from lightning_unitscale.rules.operations import (
+from lightning_unitscale.rules.flow import (
     EMBEDDINGS,
     RULE_ERRORS,
     added_tensors,
@@ -85,18 +84,12 @@ class Decider:
             residual_mult=options.residual_mult,
             residual_attn_ratio=options.residual_attn_ratio,
         )
+        self.decisions: dict[str, Decision] = {}
         self.scales = Scales(
-            structure.flow,
-            parameters,
-            measure,
-            options.on_unknown,
-            self._fail_if_unknown,
-            self._note_derived,
-            self._note_calibrated,
+            structure.flow, parameters, measure, options.on_unknown, self.decisions
         )
         self.prior = prior or RulePlan()
         self._steps = sorted(self.prior.steps())
-        self.decisions: dict[str, Decision] = {}
 
     def before(self, node: fx.Node) -> Decision | None:
         """Factors on the arguments of a node that is about to run."""
@@ -107,18 +100,17 @@ class Decider:
     def after(self, node: fx.Node, decision: Decision) -> Decision:
         """The decision with the factor on the result, once that is there to be measured."""
         product = product_of(node)
-        if product is None or weight_of(self.flow, product) is not None:
-            return decision
-        if node in self.structure.readouts:
-            return decision
-        if self._from_prior(node, decision) is not None:
-            return decision
-        if logit_factor(self.flow, node) is not None or "alpha" in dict(decision.kwargs):
+        if (
+            product is None
+            or weight_of(self.flow, product) is not None
+            or node in self.structure.readouts
+            or self._from_prior(node, decision) is not None
+            or logit_factor(self.flow, node) is not None
+            or "alpha" in dict(decision.kwargs)
+        ):
             return decision
         measured = self.scales.measured(node)
-        if measured is None or measured == 0.0:
-            return decision
-        if 1 / TRUSTED < measured * decision.output < TRUSTED:
+        if not measured or 1 / TRUSTED < measured * decision.output < TRUSTED:
             return decision
         changed = replace(
             decision,
@@ -148,10 +140,18 @@ class Decider:
             return self._unruled_product(node, arguments, f"its rule does not apply: {error}")
         rule = rule_of(node)
         reference = rule.reference if rule is not None else ""
-        if is_attention(node):
-            return self._attention(node, product, arguments, output)
         if output is None:
             return self._unruled_product(node, arguments, "no rule")
+        if is_attention(node):
+            self.scales.set(node, 1.0)
+            return _decision(
+                node,
+                "rule",
+                f"{ATTENTION}: logits (m / d) q.k; {reference}",
+                output=output,
+                arguments=arguments,
+                kwargs=(("scale", self.options.attention_mult / _width(product)),),
+            )
         logits = logit_factor(self.flow, node)
         if node in self.structure.readouts:
             output, reference = output**2, f"readout: 1/fan_in ({reference})"
@@ -162,9 +162,7 @@ class Decider:
             alpha, natural = 1.0, 1 / output
             if self._adds_data(product):
                 alpha = abs(float(node.kwargs.get("alpha", 1.0))) or 1.0  # type: ignore[arg-type]
-                query = example_tensor(product.operands[0].node)
-                assert query is not None
-                natural = alpha * math.sqrt(int(query.shape[-1]))
+                natural = alpha * math.sqrt(_width(product))
             output = self.options.attention_mult * alpha / (natural**2 * logits)
             reference = f"{ATTENTION} logits: m/d (u-muP, arXiv 2407.17465, section 4.1)"
             self.scales.set(node, natural * output)
@@ -178,31 +176,10 @@ class Decider:
             return _decision(node, "rule", reference, arguments=arguments, kwargs=kwargs)
         return _decision(node, "rule", reference, output=output, arguments=arguments)
 
-    def _attention(
-        self,
-        node: fx.Node,
-        product: Product,
-        arguments: tuple[Argument, ...],
-        output: float | None,
-    ) -> Decision:
-        query = example_tensor(product.operands[0].node)
-        assert query is not None
-        temperature = self.options.attention_mult / int(query.shape[-1])
-        self.scales.set(node, 1.0)
-        rule = rule_of(node)
-        return _decision(
-            node,
-            "rule" if output is not None else "kept",
-            f"{ATTENTION}: logits (m / d) q.k; " + (rule.reference if rule is not None else ""),
-            output=output if output is not None else 1.0,
-            arguments=arguments,
-            kwargs=(("scale", temperature),),
-        )
-
     def _unruled_product(
         self, node: fx.Node, arguments: tuple[Argument, ...], reason: str
     ) -> Decision:
-        self._fail_if_unknown(node, reason)
+        self.scales.require(node, reason)
         if self.options.on_unknown == "keep":
             return _decision(node, "kept", reason, arguments=arguments)
         self.scales.set(node, 1.0)
@@ -285,35 +262,6 @@ class Decider:
             return 1.0
         return self.options.activation_mult
 
-    def _fail_if_unknown(self, node: fx.Node, reason: str) -> None:
-        if self.options.on_unknown != "error" or node.op == "placeholder":
-            return
-        where = node.meta.get(MODULE) or "the step"
-        raise RuntimeError(
-            f"on_unknown='error': {tensor_name(node)} in {where} ({op_name(node)}): {reason}; "
-            "expected an operation with a scale rule; register one with "
-            "functional.rules.register_rule, name a function for it in replace=, or pass "
-            "on_unknown='calibrate' to measure it."
-        )
-
-    def _note_derived(self, node: fx.Node, rms: float) -> None:
-        name = tensor_name(node)
-        if name in self.decisions and not self.decisions[name].changes:
-            reason = f"RMS {rms:.3g} of a hand-written activation, by quadrature"
-            self.decisions[name] = replace(self.decisions[name], origin="derived", reason=reason)
-
-    def _note_calibrated(self, node: fx.Node, measured: float, predicted: float | None) -> None:
-        name = tensor_name(node)
-        if name in self.decisions and not self.decisions[name].changes:
-            why = self.decisions[name].reason
-            if predicted is not None:
-                why = f"where {predicted:.3g} was expected ({why})"
-            self.decisions[name] = replace(
-                self.decisions[name],
-                origin="calibrated",
-                reason=f"measured RMS {measured:.3g}; {why}",
-            )
-
     def _keep(self, node: fx.Node, decision: Decision) -> Decision:
         decision = self._from_prior(node, decision) or decision
         self.decisions[tensor_name(node)] = decision
@@ -325,6 +273,13 @@ class Decider:
             if prior is not None:
                 return prior
         return None
+
+
+def _width(product: Product) -> int:
+    """Size of the vectors that a product of queries and keys sums over."""
+    query = example_tensor(product.operands[0].node)
+    assert query is not None
+    return int(query.shape[-1])
 
 
 def _matters(rms: float) -> bool:

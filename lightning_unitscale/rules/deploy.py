@@ -14,7 +14,7 @@ from lightning_unitscale.capture.steps import ModuleSteps, steps_of
 from lightning_unitscale.graph.nodes import NAME, tensor_name
 from lightning_unitscale.graph.passes import StepGraph
 from lightning_unitscale.lossless.units import FACTOR
-from lightning_unitscale.rules.operations import handed_on
+from lightning_unitscale.rules.flow import handed_on
 from lightning_unitscale.rules.plan import RulePlan, key
 from lightning_unitscale.rules.rewrite import RuleRewrite
 
@@ -23,15 +23,6 @@ from lightning_unitscale.rules.rewrite import RuleRewrite
 PLAN_ATTRIBUTE = "_unit_scale_plan"
 _RTOL = 1e-5
 _LINEAR_MAPS = (torch.nn.functional.linear, torch.conv1d, torch.conv2d, torch.conv3d)
-
-
-def factors_left(graph_module: fx.GraphModule) -> tuple[str, ...]:
-    """The factors of the rules that are operations of the graph, readable."""
-    return tuple(
-        f"{tensor_name(node)} * {node.meta[FACTOR]:.4g}"
-        for node in graph_module.graph.nodes
-        if FACTOR in node.meta
-    )
 
 
 def fold_factors(graph_module: fx.GraphModule) -> None:
@@ -132,7 +123,11 @@ def deploy(
     graph_module.graph.lint()
     graph_module.recompile()
     graph_module.train(module.training)
-    vars(graph_module)["unfolded"] = factors_left(graph_module)
+    vars(graph_module)["unfolded"] = tuple(
+        f"{tensor_name(node)} * {node.meta[FACTOR]:.4g}"
+        for node in graph_module.graph.nodes
+        if FACTOR in node.meta
+    )
     if expected is not None:
         outputs = _outputs(graph_module, example_args, example_kwargs)
         _require_equal(type(module).__name__, expected, outputs)
@@ -157,7 +152,7 @@ def _rules_of(module: nn.Module) -> RuleRewrite:
         # Other steps' decisions on forward's operations, which have the same names there.
         name = key("forward", name.partition(":")[2].partition("~")[0])
         for_forward = for_forward.updated(RulePlan({name: decision}))
-    rules.set_plan(for_forward)
+    rules.plan = for_forward
     return rules
 
 

@@ -16,17 +16,17 @@ from lightning_unitscale.graph.nodes import (
     is_float_tensor,
     op_name,
 )
-from lightning_unitscale.rules.operations import (
+from lightning_unitscale.rules.flow import (
     ADDS,
     DIVIDED,
     TIMES,
+    Flow,
     handed_on,
     is_attention,
     is_operation,
     is_softmax,
     may_be_float,
 )
-from lightning_unitscale.rules.trace import Flow
 
 # Steps that are followed: scaling, a bias, a mask, a soft cap, casts and views.
 _MAX_STEPS = 24

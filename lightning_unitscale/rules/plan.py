@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
+from lightning_unitscale.arguments import check_choice
 from lightning_unitscale.optim.learning_rates import ParameterInfo, Role
 
+Action = Literal["scaled", "zeroed", "left"]
+OnUnknown = Literal["calibrate", "keep", "error"]
 Origin = Literal["rule", "derived", "calibrated", "residual", "kept", "loss"]
 
 
@@ -68,7 +72,7 @@ class ParameterPlan:
     """
 
     info: ParameterInfo
-    action: Literal["scaled", "zeroed", "left"]
+    action: Action
     reason: str
 
 
@@ -151,11 +155,7 @@ class RulePlan(Mapping[str, Decision]):
         return {
             "decisions": {name: asdict(decision) for name, decision in self.decisions.items()},
             "parameters": {
-                fqn: {
-                    "action": plan.action,
-                    "reason": plan.reason,
-                    "info": {**asdict(plan.info), "role": plan.info.role.value},
-                }
+                fqn: {**asdict(plan), "info": {**asdict(plan.info), "role": plan.info.role.value}}
                 for fqn, plan in self.parameters.items()
             },
             "unseen": dict(self.unseen),
@@ -167,16 +167,16 @@ class RulePlan(Mapping[str, Decision]):
         decisions = {
             name: Decision(
                 **{
-                    **fields,
-                    "reads": tuple(fields["reads"]),
+                    **saved,
+                    "reads": tuple(saved["reads"]),
                     "arguments": tuple(
                         Argument(tuple(argument["path"]), argument["factor"])
-                        for argument in fields["arguments"]
+                        for argument in saved["arguments"]
                     ),
-                    "kwargs": tuple((name, value) for name, value in fields["kwargs"]),
+                    "kwargs": tuple(map(tuple, saved["kwargs"])),
                 }
             )
-            for name, fields in state["decisions"].items()
+            for name, saved in state["decisions"].items()
         }
         parameters = {
             fqn: ParameterPlan(
@@ -187,10 +187,6 @@ class RulePlan(Mapping[str, Decision]):
             for fqn, plan in state["parameters"].items()
         }
         return cls(decisions, parameters, dict(state.get("unseen", {})))
-
-    def with_parameters(self, parameters: Mapping[str, ParameterPlan]) -> RulePlan:
-        """The plan with other plans for its parameters."""
-        return replace(self, parameters=dict(parameters))
 
 
 @dataclass(frozen=True)
@@ -206,12 +202,42 @@ class RuleOptions:
         attention_mult: Factor on attention's logits.
         activation_mult: Factor on the input of activations after a weight.
         loss_mult: Factor on the logits of a cross-entropy.
+
+    Raises:
+        ValueError: If one is out of its range.
     """
 
     residual: tuple[float, float] | None = None
-    on_unknown: Literal["calibrate", "keep", "error"] = "calibrate"
+    on_unknown: OnUnknown = "calibrate"
     residual_mult: float = 1.0
     residual_attn_ratio: float = 1.0
     attention_mult: float = 1.0
     activation_mult: float = 1.0
     loss_mult: float = 1.0
+
+    def __post_init__(self) -> None:
+        advice = "pass on_unknown='calibrate' to measure what no rule knows"
+        choices = ("calibrate", "keep", "error")
+        check_choice("on_unknown", self.on_unknown, choices, "unknown choice", advice)
+        for option in fields(self):
+            value = getattr(self, option.name)
+            if option.name.endswith(("_mult", "_ratio")) and not _is_factor(value):
+                raise ValueError(
+                    f"{option.name}={value!r}: no such factor; expected a positive number; pass "
+                    f"{option.name}=1.0."
+                )
+        residual = self.residual
+        if residual is not None and not (
+            isinstance(residual, (tuple, list))
+            and len(residual) == 2
+            and all(map(_is_factor, residual))
+        ):
+            raise ValueError(
+                f"residual={residual!r}: no such weights; expected two positive numbers, for "
+                "branches with attention and for the others; pass for example residual=(0.1, 0.7)."
+            )
+
+
+def _is_factor(value: object) -> bool:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_number and 0 < value < math.inf  # type: ignore[operator]

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Literal
+from dataclasses import replace
 
 import torch.nn.functional as F
 from torch import fx
 
-from lightning_unitscale.graph.nodes import float_arguments, op_name
-from lightning_unitscale.rules.operations import (
+from lightning_unitscale.graph.nodes import MODULE, float_arguments, op_name, tensor_name
+from lightning_unitscale.rules.flow import (
     ADDS,
     RULE_ERRORS,
     SUBTRACTS,
     TIMES,
+    Flow,
     added_tensors,
     handed_on,
     is_softmax,
@@ -25,18 +26,10 @@ from lightning_unitscale.rules.operations import (
     writes,
 )
 from lightning_unitscale.rules.patterns import derived_rms, times_number
-from lightning_unitscale.rules.plan import ParameterPlan
-from lightning_unitscale.rules.trace import Flow
+from lightning_unitscale.rules.plan import Decision, OnUnknown, Origin, ParameterPlan
 
 # The RMS of a tensor as it flows, or None where nobody looks.
 Measure = Callable[[fx.Node], float | None]
-# Why there is no prediction, and which node is to blame.
-Unknown = Callable[[fx.Node, str], None]
-# Told when an RMS was derived by quadrature.
-Derived = Callable[[fx.Node, float], None]
-# Told when a measured RMS takes the place of a predicted one, or of none.
-Calibrated = Callable[[fx.Node, float, float | None], None]
-
 # A measured RMS replaces a predicted one that is off by more.
 TRUSTED = 1.5
 # Logits that are masked out are no scale.
@@ -51,10 +44,9 @@ class Scales:
         flow: The step.
         parameters: The plan of each parameter.
         measure: RMS of a node's tensor under the decisions taken so far.
-        on_unknown: Whether to measure.
-        fail: Called where a scale is needed and unknown, and nothing is measured.
-        derived: Called where a hand-written activation was recognized.
-        calibrated: Called where a measurement is used.
+        on_unknown: Whether to measure, or to raise.
+        decisions: Those taken so far, by tensor name: they are told when the scale of their result
+            turns out to be another one, or none that a rule knows.
     """
 
     def __init__(
@@ -62,18 +54,14 @@ class Scales:
         flow: Flow,
         parameters: Mapping[str, ParameterPlan],
         measure: Measure,
-        on_unknown: Literal["calibrate", "keep", "error"],
-        fail: Unknown,
-        derived: Derived,
-        calibrated: Calibrated,
+        on_unknown: OnUnknown,
+        decisions: dict[str, Decision],
     ) -> None:
         self.flow = flow
         self.parameters = parameters
         self._measure = measure
         self._on_unknown = on_unknown
-        self._fail = fail
-        self._note_derived = derived
-        self._calibrated = calibrated
+        self._decisions = decisions
         self._rms: dict[fx.Node, float] = {}
         # Tensors whose scale is the model's own (a learned scale per channel): not ours to undo.
         self._chosen: set[fx.Node] = set()
@@ -93,13 +81,31 @@ class Scales:
         if not measured:  # not looked at, or zero everywhere
             if predicted is None:
                 root = self.flow.root(node)
-                self._fail(root, self._reasons.get(root, "no rule"))
+                self.require(root, self._reasons.get(root, "no rule"))
             return predicted if predicted is not None else 1.0
         if predicted and 1 / TRUSTED < measured / predicted < TRUSTED:
             return predicted
         self._rms[self.flow.resolve(node)] = measured
-        self._calibrated(self.flow.root(node), measured, predicted)
+        reason = f"measured RMS {measured:.3g}; "
+        reason += "{}" if predicted is None else f"where {predicted:.3g} was expected ({{}})"
+        self._note(self.flow.root(node), "calibrated", reason)
         return measured
+
+    def require(self, node: fx.Node, reason: str) -> None:
+        """Refuse an operation whose scale is needed and unknown, if that is asked for.
+
+        Raises:
+            RuntimeError: With the operation and the reason.
+        """
+        if self._on_unknown != "error" or node.op == "placeholder":
+            return
+        where = node.meta.get(MODULE) or "the step"
+        raise RuntimeError(
+            f"on_unknown='error': {tensor_name(node)} in {where} ({op_name(node)}): {reason}; "
+            "expected an operation with a scale rule; register one with "
+            "functional.rules.register_rule, name a function for it in replace=, or pass "
+            "on_unknown='calibrate' to measure it."
+        )
 
     def measured(self, node: fx.Node) -> float | None:
         """RMS of the tensor itself, if measuring is asked for."""
@@ -151,8 +157,16 @@ class Scales:
         if rms is None:
             return predicted
         self._rms[root] = rms
-        self._note_derived(root, rms)
+        self._note(root, "derived", f"RMS {rms:.3g} of a hand-written activation, by quadrature")
         return self.predicted(node)
+
+    def _note(self, node: fx.Node, origin: Origin, reason: str) -> None:
+        """Give a decision that changes nothing another reason, with the old one in its braces."""
+        name = tensor_name(node)
+        decision = self._decisions.get(name)
+        if decision is not None and not decision.changes:
+            reason = reason.replace("{}", decision.reason)
+            self._decisions[name] = replace(decision, origin=origin, reason=reason)
 
     def _is_chosen(self, node: fx.Node) -> bool:
         return self.flow.resolve(node) in self._chosen or self.flow.root(node) in self._chosen

@@ -11,9 +11,10 @@ from torch import fx
 
 from lightning_unitscale.graph.matmuls import product_of
 from lightning_unitscale.graph.nodes import Path, op_name
-from lightning_unitscale.rules.operations import (
+from lightning_unitscale.rules.flow import (
     SUBTRACTS,
     TIMES,
+    Flow,
     added_tensors,
     handed_on,
     is_attention,
@@ -22,7 +23,6 @@ from lightning_unitscale.rules.operations import (
     rule_of,
 )
 from lightning_unitscale.rules.patterns import is_logits, logit_factor, times_number
-from lightning_unitscale.rules.trace import Flow
 
 # How many adds on from one skip are still looked at as branches side by side.
 _MAX_PARALLEL = 8
@@ -62,7 +62,7 @@ def find_residuals(flow: Flow) -> dict[fx.Node, Residual]:
     and memory in proportion to the number of nodes.
     """
     residuals: dict[fx.Node, Residual] = {}
-    predecessors: dict[fx.Node, fx.Node | None] = {}
+    lengths: Counter[int] = Counter()  # of streams
     for node in flow.nodes:
         operands = added_tensors(node)
         if operands is None or not flow.is_learned(node):
@@ -78,10 +78,15 @@ def find_residuals(flow: Flow) -> dict[fx.Node, Residual]:
         for skip, branch in ((first, second), (second, first)):
             residual = _as_residual(flow, node, skip, branch, residuals)
             if residual is not None:
-                residuals[node] = residual
-                predecessors[node] = _previous(flow, skip[1], residuals)
+                previous = _previous(flow, skip[1], residuals)
+                stream = len(lengths) if previous is None else residuals[previous].stream
+                residuals[node] = replace(residual, stream=stream, index=lengths[stream])
+                lengths[stream] += 1
                 break
-    return _with_streams(residuals, predecessors)
+    return {
+        add: replace(residual, length=lengths[residual.stream])
+        for add, residual in residuals.items()
+    }
 
 
 def _is_interpolation(
@@ -207,26 +212,3 @@ def _previous(flow: Flow, skip: fx.Node, residuals: dict[fx.Node, Residual]) -> 
             return None
         node = _stem(flow, source)
     return node
-
-
-def _with_streams(
-    residuals: dict[fx.Node, Residual], predecessors: dict[fx.Node, fx.Node | None]
-) -> dict[fx.Node, Residual]:
-    streams: dict[fx.Node, int] = {}
-    count = 0
-    for add in residuals:
-        previous = predecessors[add]
-        if previous is None:
-            streams[add], count = count, count + 1
-        else:
-            streams[add] = streams[previous]
-    lengths = Counter(streams.values())
-    positions: Counter[int] = Counter()
-    result = {}
-    for add, residual in residuals.items():
-        stream = streams[add]
-        result[add] = replace(
-            residual, stream=stream, index=positions[stream], length=lengths[stream]
-        )
-        positions[stream] += 1
-    return result

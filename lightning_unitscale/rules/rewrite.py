@@ -29,7 +29,7 @@ from lightning_unitscale.graph.passes import GraphPass, Phase, Region, StepGraph
 from lightning_unitscale.lossless.units import FACTOR
 from lightning_unitscale.rules.build_plan import plan_graph
 from lightning_unitscale.rules.decide import ATTENTION
-from lightning_unitscale.rules.operations import (
+from lightning_unitscale.rules.flow import (
     added_tensors,
     is_operation,
     parameter_path,
@@ -48,21 +48,25 @@ def coverage_report(plan: RulePlan) -> str:
     """
     if not plan.decisions:
         return "The rules have seen no step yet."
-    rows = []
-    counts: Counter[str] = Counter()
-    for name, decision in plan.items():
-        if decision.reason == HANDS_ON:
-            counts["handed on"] += 1
-            continue
-        counts[decision.origin] += 1
-        arguments = ", ".join(
-            f"{'.'.join(map(str, argument.path))}: {argument.factor:.3g}"
-            for argument in decision.arguments
+    kinds = Counter("handed on" if d.reason == HANDS_ON else d.origin for d in plan.values())
+    operations = [
+        (
+            name,
+            decision.op,
+            decision.origin,
+            f"{decision.output:.3g}" if decision.output != 1.0 else "",
+            ", ".join(f"{'.'.join(map(str, a.path))}: {a.factor:.3g}" for a in decision.arguments),
+            ", ".join(f"{key}={value:.3g}" for key, value in decision.kwargs),
+            decision.reason,
         )
-        keywords = ", ".join(f"{key}={value:.3g}" for key, value in decision.kwargs)
-        output = f"{decision.output:.3g}" if decision.output != 1.0 else ""
-        row = (name, decision.op, decision.origin, output, arguments, keywords, decision.reason)
-        rows.append(row)
+        for name, decision in plan.items()
+        if decision.reason != HANDS_ON
+    ]
+    # The reason of a residual add may begin alike: with the kind of its branch.
+    num_attentions = sum(
+        decision.reason.startswith(ATTENTION) and decision.origin != "residual"
+        for decision in plan.values()
+    )
     parameters = [
         (
             fqn,
@@ -76,29 +80,22 @@ def coverage_report(plan: RulePlan) -> str:
         for fqn, param in plan.parameters.items()
     ]
     parameters += [(fqn, "left", "", "", "", "", reason) for fqn, reason in plan.unseen.items()]
-    actions = Counter(param.action for param in plan.parameters.values())
-    actions.update(["left"] * len(plan.unseen))
-    num_attentions = sum(
-        decision.reason.startswith(ATTENTION) and decision.origin != "residual"
-        for decision in plan.values()
-    )
+    actions = Counter(row[1] for row in parameters)
+    headers = ("operation", "op", "how", "output", "arguments", "set", "why")
+    of_parameters = ("parameter", "action", "role", "fan", "branches", "RMS before", "why")
     return "\n\n".join(
         [
-            "Operations: " + ", ".join(f"{count} {name}" for name, count in counts.items()) + ".",
-            tabulate(
-                rows,
-                headers=("operation", "op", "how", "output", "arguments", "set", "why"),
-                disable_numparse=True,
-            ),
+            f"Operations: {_counted(kinds)}.",
+            tabulate(operations, headers, disable_numparse=True),
             f"Attention: {num_attentions} found, on whose logits attention_mult acts.",
-            "Parameters: " + ", ".join(f"{count} {name}" for name, count in actions.items()) + ".",
-            tabulate(
-                parameters,
-                headers=("parameter", "action", "role", "fan", "branches", "RMS before", "why"),
-                disable_numparse=True,
-            ),
+            f"Parameters: {_counted(actions)}.",
+            tabulate(parameters, of_parameters, disable_numparse=True),
         ]
     )
+
+
+def _counted(counts: Mapping[Any, int]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in counts.items())
 
 
 class RuleRewrite(GraphPass):
@@ -125,15 +122,10 @@ class RuleRewrite(GraphPass):
         self._called: dict[str, None] = {}
         self._replaced: set[str] = set()
 
-    def set_plan(self, plan: RulePlan) -> None:
-        """Set the plan; graphs that were rewritten before must be rewritten again."""
-        self.plan = plan
-
     def unmatched(self) -> list[str]:
         """What to warn of: the functions of ``replace`` that no step has called so far."""
         texts = []
-        for function in self.replace:
-            name = _name_of(function)
+        for name in map(_name_of, self.replace):
             if name not in self._replaced:
                 meant = nearest(name, self._called)
                 expected = "" if meant is None else f", such as {meant}"
@@ -147,26 +139,19 @@ class RuleRewrite(GraphPass):
         """Rewrite one graph."""
         counts: Counter[str] = Counter()
         for region in graph.regions():
-            if self.replace:
-                self._called.update(dict.fromkeys(_called_in(region.graph)))
-            replaced = replace_functions(region.graph, self.replace)
-            counts["replaced"] += len(replaced)
-            self._replaced.update(replaced)
+            counts["replaced"] += self._replace_functions(region.graph)
         if self._is_new(graph):
             counts["branch taken later"] += 1
             self.plan = plan_graph(graph.graph_module, graph.step, self.options, self.plan)
         for region in graph.regions():
             mutated = aliased_by_mutation(region.graph)
             scaled: dict[tuple[fx.Node, float], fx.Node] = {}
-            reads = {node: reads_of(node) for node in region.graph.nodes}
-            for node in list(region.graph.nodes):
-                # In a branch that is taken later another operation may have the name.
-                identity = op_name(node), reads[node]
-                decision = self.plan.find(graph.step, tensor_name(node), identity)
-                if decision is None or not decision.changes:
-                    continue
-                counts[decision.origin] += 1
-                _apply(region, node, decision, mutated, scaled)
+            # Before anything is renamed.
+            decided = [(node, self._decision(graph, node)) for node in region.graph.nodes]
+            for node, decision in decided:
+                if decision is not None and decision.changes:
+                    counts[decision.origin] += 1
+                    _apply(region, node, decision, mutated, scaled)
         if not counts.total():
             return ("nothing to scale",)
         origins = ", ".join(f"{count} by {name}" for name, count in counts.items() if count)
@@ -176,16 +161,36 @@ class RuleRewrite(GraphPass):
         """Every operation and parameter, with its factors and their reasons."""
         return coverage_report(self.plan)
 
+    def _replace_functions(self, graph: fx.Graph) -> int:
+        """Replace the user's functions by others; returns the number of calls."""
+        count = 0
+        for node in graph.nodes if self.replace else ():
+            if node.op != "call_function":
+                continue
+            name = _name_of(node.target)
+            self._called[name] = None
+            # Functions are compared by identity: a target need not be hashable.
+            new = next((new for old, new in self.replace.items() if node.target is old), None)
+            if new is not None:
+                node.target = new
+                self._replaced.add(name)
+                count += 1
+        return count
+
     def _is_new(self, graph: StepGraph) -> bool:
         """Whether a step that was decided on has operations that count and are not decided on."""
         if graph.step not in self.plan.steps():
             return False
         return any(
-            self.plan.find(graph.step, tensor_name(node), (op_name(node), reads_of(node))) is None
+            self._decision(graph, node) is None
             for region in graph.regions()
             for node in region.graph.nodes
             if is_operation(node) and is_float_tensor(node) and _counts(node)
         )
+
+    def _decision(self, graph: StepGraph, node: fx.Node) -> Decision | None:
+        # In a branch that is taken later another operation may have the name.
+        return self.plan.find(graph.step, tensor_name(node), (op_name(node), reads_of(node)))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RuleRewrite:
         new = copy.copy(self)
@@ -195,11 +200,8 @@ class RuleRewrite(GraphPass):
 
 def _counts(node: fx.Node) -> bool:
     """Whether a factor may belong to the node: to a product, to an add, or for a parameter."""
-    return product_of(node) is not None or added_tensors(node) is not None or _reads_parameter(node)
-
-
-def _reads_parameter(node: fx.Node) -> bool:
-    return any(parameter_path(source) is not None for source in node.all_input_nodes)
+    reads_parameter = any(parameter_path(source) is not None for source in node.all_input_nodes)
+    return product_of(node) is not None or added_tensors(node) is not None or reads_parameter
 
 
 def checked_replace(
@@ -222,25 +224,6 @@ def checked_replace(
             "pass for example replace={my_gelu: torch.nn.functional.gelu}."
         )
     return dict(replace)
-
-
-def replace_functions(
-    graph: fx.Graph, replace: Mapping[Callable[..., Any], Callable[..., Any]]
-) -> list[str]:
-    """Replace a user's functions by others; returns the name of the function of each call."""
-    replaced = []
-    for node in graph.nodes:
-        # Functions are compared by identity: a target need not be hashable.
-        new = next((new for old, new in replace.items() if node.target is old), None)
-        if node.op == "call_function" and new is not None:
-            replaced.append(_name_of(node.target))
-            node.target = new
-    return replaced
-
-
-def _called_in(graph: fx.Graph) -> list[str]:
-    """Names of the functions that a graph calls."""
-    return [_name_of(node.target) for node in graph.nodes if node.op == "call_function"]
 
 
 def _name_of(function: Any) -> str:

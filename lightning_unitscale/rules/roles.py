@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from torch import fx
@@ -18,9 +18,10 @@ from lightning_unitscale.graph.nodes import (
     tensor_name,
 )
 from lightning_unitscale.optim.learning_rates import ParameterInfo, Role
-from lightning_unitscale.rules.operations import (
+from lightning_unitscale.rules.flow import (
     EMBEDDINGS,
     TIMES,
+    Flow,
     added_tensors,
     handed_on,
     is_attention,
@@ -30,15 +31,16 @@ from lightning_unitscale.rules.operations import (
     rule_of,
 )
 from lightning_unitscale.rules.patterns import logit_factor
-from lightning_unitscale.rules.plan import ParameterPlan
+from lightning_unitscale.rules.plan import Action, ParameterPlan
 from lightning_unitscale.rules.residuals import Residual, find_residuals
-from lightning_unitscale.rules.trace import Flow
 
 UseKind = Literal["weight", "embedding", "sum", "bias", "norm", "scale", "other"]
 # Which role decides for a weight that has several ("A tied weight" in docs/explanation/rules.md): a
 # hidden layer diverges at a rate beyond its own. A readout stops learning at one below its own as
 # it gets wider; an embedding can take it.
 _ORDER = (Role.HIDDEN, Role.READOUT, Role.EMBEDDING, Role.INPUT, Role.NORM, Role.BIAS)
+_ROLES = {"embedding": Role.EMBEDDING, "sum": Role.EMBEDDING, "bias": Role.BIAS}
+_ROLES |= {"norm": Role.NORM, "scale": Role.NORM, "other": Role.OTHER}
 # Operations that the reason for leaving a parameter alone has the names of.
 _MAX_NAMED = 3
 _JOINS = frozenset({"cat", "concat", "stack", "concatenate"})
@@ -75,20 +77,17 @@ class Structure:
     residuals: Mapping[fx.Node, Residual]
     plain_adds: frozenset[fx.Node]
     readouts: frozenset[fx.Node]
-    uses: Mapping[str, tuple[Use, ...]]
+    uses: dict[str, tuple[Use, ...]] = field(default_factory=dict)
 
 
 def find_structure(flow: Flow) -> Structure:
     """Roles of everything in a step, in one pass forward and one backward."""
     residuals = find_residuals(flow)
-    losses = frozenset(_losses(flow))
-    plain_adds = frozenset(_plain_adds(flow, residuals))
-    uses = {
-        fqn: tuple(_uses(flow, node, residuals, plain_adds))
-        for fqn, node in flow.parameters().items()
-    }
-    readouts = frozenset(_readouts(flow, residuals, losses))
-    return Structure(flow, residuals, plain_adds, readouts, uses)
+    plain_adds, readouts = _plain_adds(flow, residuals), _readouts(flow, residuals)
+    structure = Structure(flow, residuals, frozenset(plain_adds), frozenset(readouts))
+    for fqn, node in flow.parameters.items():
+        structure.uses[fqn] = tuple(_uses(structure, node))
+    return structure
 
 
 def plan_parameters(structure: Structure, *, init_weights: bool) -> dict[str, ParameterPlan]:
@@ -99,24 +98,29 @@ def plan_parameters(structure: Structure, *, init_weights: bool) -> dict[str, Pa
     depths = _depths(structure.residuals)
     plans = {}
     for fqn, uses in structure.uses.items():
-        info = _info(structure, fqn, uses, depths)
-        kinds = {use.kind for use in uses}
-        if not uses or "other" in kinds:
-            others = [tensor_name(use.node) for use in uses if use.kind == "other"]
-            names = ", ".join(others[:_MAX_NAMED])
-            if len(others) > _MAX_NAMED:
-                names += f" and {len(others) - _MAX_NAMED} more"
-            reason = f"read by {names}, which no rule rewrites" if names else "not read"
-            plans[fqn] = ParameterPlan(info, "left", reason)
-        elif not init_weights:
-            plans[fqn] = ParameterPlan(info, "left", "init_weights=False")
-        elif kinds == {"bias"}:
-            plans[fqn] = ParameterPlan(info, "zeroed", "a bias")
-        elif kinds <= {"weight", "embedding", "sum"}:
-            plans[fqn] = ParameterPlan(info, "scaled", "every use of it is rewritten")
-        else:
-            plans[fqn] = ParameterPlan(info, "left", f"used as {' and '.join(sorted(kinds))}")
+        action, reason = _action(uses, init_weights)
+        plans[fqn] = ParameterPlan(_info(structure, fqn, uses, depths), action, reason)
     return plans
+
+
+def _action(uses: Sequence[Use], init_weights: bool) -> tuple[Action, str]:
+    """What is done with a parameter, and why."""
+    kinds = {use.kind for use in uses}
+    if not uses:
+        return "left", "not read"
+    if "other" in kinds:
+        others = [tensor_name(use.node) for use in uses if use.kind == "other"]
+        names = ", ".join(others[:_MAX_NAMED])
+        if len(others) > _MAX_NAMED:
+            names += f" and {len(others) - _MAX_NAMED} more"
+        return "left", f"read by {names}, which no rule rewrites"
+    if not init_weights:
+        return "left", "init_weights=False"
+    if kinds == {"bias"}:
+        return "zeroed", "a bias"
+    if kinds <= {"weight", "embedding", "sum"}:
+        return "scaled", "every use of it is rewritten"
+    return "left", f"used as {' and '.join(sorted(kinds))}"
 
 
 def is_bias_add(flow: Flow, node: fx.Node) -> bool:
@@ -198,12 +202,8 @@ def _plain_adds(flow: Flow, residuals: Mapping[fx.Node, Residual]) -> Iterator[f
                     yield node
 
 
-def _uses(
-    flow: Flow,
-    parameter: fx.Node,
-    residuals: Mapping[fx.Node, Residual],
-    plain_adds: frozenset[fx.Node],
-) -> Iterator[Use]:
+def _uses(structure: Structure, parameter: fx.Node) -> Iterator[Use]:
+    flow = structure.flow
     pending = [parameter]
     seen = {parameter}
     while pending:
@@ -217,16 +217,11 @@ def _uses(
                 continue
             for path, argument in float_arguments(reader):
                 if flow.resolve(argument) is node:
-                    yield Use(_use(flow, reader, path, residuals, plain_adds), reader, path)
+                    yield Use(_use(structure, reader, path), reader, path)
 
 
-def _use(
-    flow: Flow,
-    reader: fx.Node,
-    path: Path,
-    residuals: Mapping[fx.Node, Residual],
-    plain_adds: frozenset[fx.Node],
-) -> UseKind:
+def _use(structure: Structure, reader: fx.Node, path: Path) -> UseKind:
+    flow = structure.flow
     product = product_of(reader)
     if product is not None:
         if multiplies_gradients(flow, product):
@@ -246,7 +241,8 @@ def _use(
         return "scale"
     if is_bias_add(flow, reader):
         return "bias"
-    if reader in plain_adds or reader in residuals or op_name(reader) in _JOINS:
+    is_add = reader in structure.plain_adds or reader in structure.residuals
+    if is_add or op_name(reader) in _JOINS:
         return "sum"
     return "other"
 
@@ -261,9 +257,8 @@ def _is_data(flow: Flow, product: Product, path: Path) -> bool:
     )
 
 
-def _readouts(
-    flow: Flow, residuals: Mapping[fx.Node, Residual], losses: frozenset[fx.Node]
-) -> Iterator[fx.Node]:
+def _readouts(flow: Flow, residuals: Mapping[fx.Node, Residual]) -> Iterator[fx.Node]:
+    losses = set(_losses(flow))
     in_branch: set[fx.Node] = set().union(*(residual.nodes for residual in residuals.values()))
     to_loss: set[fx.Node] = set()
     to_product: set[fx.Node] = set()
@@ -297,7 +292,7 @@ def _info(
     structure: Structure, fqn: str, uses: Sequence[Use], depths: Mapping[fx.Node, int]
 ) -> ParameterInfo:
     flow = structure.flow
-    node = flow.node_of_parameter(fqn)
+    node = flow.parameters[fqn]
     tensor = example_tensor(node)
     assert tensor is not None
     roles = [_role(structure, use) for use in uses]
@@ -337,11 +332,4 @@ def _role(structure: Structure, use: Use) -> Role:
         others = [operand for operand in product.operands if operand.path != use.path]
         is_input = not any(structure.flow.is_learned(operand.node) for operand in others)
         return Role.INPUT if is_input else Role.HIDDEN
-    return {
-        "embedding": Role.EMBEDDING,
-        "sum": Role.EMBEDDING,
-        "bias": Role.BIAS,
-        "norm": Role.NORM,
-        "scale": Role.NORM,
-        "other": Role.OTHER,
-    }[use.kind]
+    return _ROLES[use.kind]

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import copy
-import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_unitscale.arguments import check_choice
 from lightning_unitscale.capture.attach import captured_forward
 from lightning_unitscale.capture.captured_step import CapturedStep
 from lightning_unitscale.capture.steps import steps_of
@@ -19,7 +18,7 @@ from lightning_unitscale.graph.nodes import tensors_in
 from lightning_unitscale.lossless.rehearsal import calibrate
 from lightning_unitscale.lossless.rewrite import LosslessUnitScale
 from lightning_unitscale.rules.build_plan import plan_step
-from lightning_unitscale.rules.plan import RuleOptions
+from lightning_unitscale.rules.plan import OnUnknown, RuleOptions
 from lightning_unitscale.rules.rewrite import RuleRewrite
 from lightning_unitscale.rules.weights import (
     ParameterGradients,
@@ -36,7 +35,7 @@ def unit_scale(
     *,
     residual: tuple[float, float] | None = None,
     init_weights: bool = True,
-    on_unknown: Literal["calibrate", "keep", "error"] = "calibrate",
+    on_unknown: OnUnknown = "calibrate",
     residual_mult: float = 1.0,
     residual_attn_ratio: float = 1.0,
     attention_mult: float = 1.0,
@@ -89,47 +88,13 @@ def unit_scale(
         activation_mult=activation_mult,
         loss_mult=loss_mult,
     )
-    check_options(options)
     _reject_scaled(module)
     rules = RuleRewrite(options, replace)
     gradients = ParameterGradients()
     lossless = LosslessUnitScale("products", measures_drift=False)
     new, step = captured_forward(module, "unit_scale", rules, gradients, lossless)
-    step.before_call = _FirstCall(rules, gradients, lossless, options, init_weights)
+    step.before_call = _FirstCall(rules, gradients, lossless, init_weights)
     return new
-
-
-def check_options(options: RuleOptions) -> None:
-    """Refuse options that are out of their ranges.
-
-    Raises:
-        ValueError: Naming the argument, its value and what was expected.
-    """
-    choices = ("calibrate", "keep", "error")
-    advice = "pass on_unknown='calibrate' to measure what no rule knows"
-    check_choice("on_unknown", options.on_unknown, choices, "unknown choice", advice)
-    for name in (
-        "residual_mult",
-        "residual_attn_ratio",
-        "attention_mult",
-        "activation_mult",
-        "loss_mult",
-    ):
-        value = getattr(options, name)
-        if not _is_factor(value):
-            raise ValueError(
-                f"{name}={value!r}: no such factor; expected a positive number; pass {name}=1.0."
-            )
-    residual = options.residual
-    if residual is not None and not (
-        isinstance(residual, (tuple, list))
-        and len(residual) == 2
-        and all(map(_is_factor, residual))
-    ):
-        raise ValueError(
-            f"residual={residual!r}: no such weights; expected two positive numbers, for branches "
-            "with attention and for the others; pass for example residual=(0.1, 0.7)."
-        )
 
 
 def _reject_scaled(module: nn.Module) -> None:
@@ -141,11 +106,7 @@ def _reject_scaled(module: nn.Module) -> None:
         )
 
 
-def _is_factor(value: object) -> bool:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return is_number and 0 < value < math.inf  # type: ignore[operator]
-
-
+@dataclass(eq=False)
 class _FirstCall:
     """Decides everything on the arguments of the first call.
 
@@ -154,20 +115,11 @@ class _FirstCall:
     closure, so that a copied module decides for itself.
     """
 
-    def __init__(
-        self,
-        rules: RuleRewrite,
-        gradients: ParameterGradients,
-        lossless: LosslessUnitScale,
-        options: RuleOptions,
-        init_weights: bool,
-    ) -> None:
-        self.rules = rules
-        self.gradients = gradients
-        self.lossless = lossless
-        self.options = options
-        self.init_weights = init_weights
-        self.is_planned = False
+    rules: RuleRewrite
+    gradients: ParameterGradients
+    lossless: LosslessUnitScale
+    init_weights: bool
+    is_planned: bool = False
 
     def __call__(
         self, step: CapturedStep, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -175,14 +127,8 @@ class _FirstCall:
         """Called before each call of the step."""
         module = step.owner.module
         if not self.is_planned:
-            plan = plan_step(
-                step,
-                args,
-                kwargs,
-                self.options,
-                self.rules.plan,
-                init_weights=self.init_weights,
-            )
+            options, prior = self.rules.options, self.rules.plan
+            plan = plan_step(step, args, kwargs, options, prior, init_weights=self.init_weights)
             if self.init_weights and already_at_unit_scale(module, plan.parameters):
                 warnings.warn(
                     f"unit_scale: the weights of {type(module).__name__} have RMS near 1 already, "
@@ -191,8 +137,8 @@ class _FirstCall:
                     stacklevel=4,
                 )
             else:
-                plan = plan.with_parameters(set_to_unit_scale(module, plan.parameters))
-            self.rules.set_plan(plan)
+                plan = replace(plan, parameters=set_to_unit_scale(module, plan.parameters))
+            self.rules.plan = plan
             step.invalidate()
             self.is_planned = True
         measured = calibrate(step, self.lossless, args, kwargs, seeds=_random_seeds)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -32,11 +30,8 @@ _ROUNDING = 2.0**-18
 
 _STEPS_PER_OCTAVE = 32
 
-# Reads the stored value of a parameter as it will be.
-Prepare = Callable[[str, Tensor], Tensor]
 
-
-def prepared_like(plans: Mapping[str, ParameterPlan]) -> Prepare:
+def prepared_like(plans: Mapping[str, ParameterPlan]) -> Callable[[str, Tensor], Tensor]:
     """Values of parameters as their plans say, without changing the parameters."""
     sigmas: dict[str, float] = {}
 
@@ -111,23 +106,6 @@ def already_at_unit_scale(module: nn.Module, plans: Mapping[str, ParameterPlan])
             rms = parameter_rms(parameters[fqn].detach())
             votes.append(rms > (2 / info.fan_in) ** 0.25)
     return bool(votes) and sum(votes) > len(votes) / 2
-
-
-@contextlib.contextmanager
-def keeping_parameters(module: nn.Module) -> Iterator[None]:
-    """Undo, on leaving, what a rehearsal has written into parameters.
-
-    A step under manual optimization may do so itself: clip the weights of a critic, for example.
-    """
-    params = (param for param in module.parameters() if not is_lazy(param))
-    before = [(param, param._version, param.detach().clone()) for param in params]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for param, version, value in before:
-                if param._version != version:
-                    param.copy_(value)
 
 
 class ParameterGradients(GraphPass):

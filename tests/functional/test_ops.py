@@ -35,22 +35,17 @@ def results(
     args, kwargs = case.call()
     arguments = RULES[case.name].bind(tuple(args), kwargs)
     # Running statistics take no gradient.
-    tensors = [leaf for leaf in leaves(arguments) if "running" not in leaf[0]]
-    for _, _, tensor in tensors:
+    tensors = {name: tensor for name, tensor in leaves(arguments) if "running" not in name}
+    for tensor in tensors.values():
         tensor.data = tensor.data.to(dtype)
         tensor.requires_grad_()
     output = function(*args, **kwargs, **options)
     output = output[0] if isinstance(output, tuple) else output
     gradients = torch.autograd.grad(
-        output, [tensor for _, _, tensor in tensors], torch.randn_like(output), allow_unused=True
+        output, list(tensors.values()), torch.randn_like(output), allow_unused=True
     )
-    places = [name if index is None else f"{name}.{index}" for name, index, _ in tensors]
-    found = {p: g for p, g in zip(places, gradients, strict=True) if g is not None}
+    found = {p: g for p, g in zip(tensors, gradients, strict=True) if g is not None}
     return output.detach(), found, arguments
-
-
-def factor_of(gradients: Any, place: str) -> float:
-    return gradients[place] if place in gradients else gradients[place.partition(".")[0]]
 
 
 @pytest.mark.parametrize("case", _BY_RULE, ids=str)
@@ -67,10 +62,9 @@ def test_is_the_plain_operation_times_constants(case: Case, constraint: str | No
     torch.testing.assert_close(output, value, rtol=1e-5, atol=1e-6)
     assert gradients.keys() == plain_gradients.keys()
     for place, plain in plain_gradients.items():
-        try:
-            factor = factor_of(factors.gradients, place)
-        except KeyError:
-            factor = factors.gradients["input"] if rule.kind == "loss" else 1.0
+        # The factor of a loss's input acts on all of its gradients.
+        other = factors.gradients["input"] if rule.kind == "loss" else 1.0
+        factor = factors.gradients.get(place, other)
         # A normalization has no constraint to choose: its gradient is the true one.
         is_constrained = constraint is not None or rule.kind == "normalization"
         is_weight = place.partition(".")[0] in rule.weights

@@ -14,11 +14,12 @@ from torch.utils._pytree import tree_leaves
 from benchmarks.executed_products import PRODUCT_OPERANDS
 from lightning_unitscale.capture.attach import captured_forward
 from lightning_unitscale.capture.steps import ModuleSteps, steps_of
+from lightning_unitscale.rules.build_plan import Recorder
+from lightning_unitscale.rules.flow import Flow
 from lightning_unitscale.rules.plan import Decision, ParameterPlan, RulePlan
 from lightning_unitscale.rules.residuals import Residual, find_residuals
 from lightning_unitscale.rules.rewrite import RuleRewrite
 from lightning_unitscale.rules.roles import Structure, find_structure
-from lightning_unitscale.rules.trace import Flow, Recorder
 from lightning_unitscale.rules.weights import ParameterGradients
 from tests.helpers import OperandMeter, run, same_bits
 

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+from lightning_unitscale.rules.flow import Flow
 from lightning_unitscale.rules.patterns import logit_factor, times_number
-from lightning_unitscale.rules.trace import Flow
 from lightning_unitscale.rules.transform import unit_scale
 from tests.helpers import captured
 from tests.rules.models import Of

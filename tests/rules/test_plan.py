@@ -80,13 +80,6 @@ def test_what_is_decided_stays() -> None:
     assert key("forward", "a") in PLAN
 
 
-def test_other_parameters_in_a_plan_leave_the_plan_alone() -> None:
-    empty = PLAN.with_parameters({})
-    assert empty.parameters == {}
-    assert empty.decisions == PLAN.decisions
-    assert set(PLAN.parameters) == {"w"}
-
-
 @pytest.mark.parametrize(
     ("changed", "expected"),
     [

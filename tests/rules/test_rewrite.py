@@ -254,7 +254,7 @@ def test_a_new_plan_is_used_from_the_next_call_on() -> None:
     scaled(X)
     alone = rules_alone(scaled)
     with_factors = alone(X)
-    pass_of(alone, RuleRewrite).set_plan(RulePlan())
+    pass_of(alone, RuleRewrite).plan = RulePlan()
     steps_of(alone).steps["forward"].invalidate()
     plain = alone(X)
     assert not torch.equal(plain, with_factors)
@@ -270,7 +270,7 @@ def test_a_decision_for_another_operation_is_not_used() -> None:
     wrong = {**plan, "forward:tanh": plan["forward:parts.0.linear"]}
     assert wrong["forward:tanh"].output == 0.25
     alone = rules_alone(scaled)
-    pass_of(alone, RuleRewrite).set_plan(RulePlan(wrong, plan.parameters))
+    pass_of(alone, RuleRewrite).plan = RulePlan(wrong, plan.parameters)
     steps_of(alone).steps["forward"].invalidate()
     torch.testing.assert_close(alone(X), rules_alone(scaled)(X), rtol=0, atol=0)
 
@@ -356,7 +356,7 @@ def test_an_add_is_all_that_is_new_in_a_later_branch() -> None:
 def test_a_copy_of_the_pass_has_a_plan_of_its_own() -> None:
     rewrite = RuleRewrite()
     copied = copy.deepcopy(rewrite)
-    copied.set_plan(RulePlan({"forward:a": None}))  # type: ignore[dict-item]
+    copied.plan = RulePlan({"forward:a": None})  # type: ignore[dict-item]
     assert len(rewrite.plan) == 0
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lightning_unitscale.graph.matmuls import product_of
 from lightning_unitscale.graph.nodes import op_name, tensor_name
 from lightning_unitscale.optim.learning_rates import ParameterInfo, Role, u_mup_rate
-from lightning_unitscale.rules.operations import output_factor
+from lightning_unitscale.rules.flow import output_factor
 from lightning_unitscale.rules.plan import ParameterPlan
 from lightning_unitscale.rules.roles import plan_parameters
 from lightning_unitscale.rules.transform import unit_scale

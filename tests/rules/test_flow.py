@@ -7,14 +7,14 @@ from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_unitscale.graph.nodes import op_name
-from lightning_unitscale.rules.operations import (
+from lightning_unitscale.rules.flow import (
+    Flow,
     float_arguments,
     handed_on,
     is_attention,
     is_softmax,
     numel,
 )
-from lightning_unitscale.rules.trace import Flow
 from tests.helpers import captured
 from tests.rules.models import Of
 from tests.rules.oracle import flow_of
@@ -67,8 +67,8 @@ def test_one_parameter_is_one_tensor_in_all_graphs() -> None:
         return m[0](h) @ m[0].weight
 
     flow = flow_of(Of(function, linear), torch.randn(2, 4))
-    assert set(flow.parameters()) == {"parts.0.weight", "parts.0.bias"}
-    weight = flow.node_of_parameter("parts.0.weight")
+    assert set(flow.parameters) == {"parts.0.weight", "parts.0.bias"}
+    weight = flow.parameters["parts.0.weight"]
     assert flow.readers(weight) == [*_named(flow, "linear"), *_named(flow, "matmul")]
     assert flow.parameter(weight) == "parts.0.weight"
 

@@ -1,0 +1,366 @@
+"""The operations of a captured step: kind and scale rule of each, and who reads whom."""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from lightning_unitscale.dynamo.graphs import is_checkpoint
+from lightning_unitscale.functional.rules import (
+    ScaleRule,
+    numel_of,
+    rule_of_function,
+    rule_of_method,
+)
+from lightning_unitscale.graph.nodes import (
+    INPUT,
+    WHOLE_VIEWS,
+    Path,
+    example_tensor,
+    float_arguments,
+    is_float_tensor,
+    is_same_graph,
+    op_name,
+    tensor_name,
+)
+from lightning_unitscale.lossless.calibrate import root_mean_square
+
+# What a captured graph calls by another name than people do.
+_ALIASES = {"attention_product": torch.matmul, "safe_softmax": torch.softmax}
+
+
+def rule_of(node: fx.Node) -> ScaleRule | None:
+    """The scale rule of an operation, in whichever form it is called."""
+    if node.op == "call_method":
+        return rule_of_method(str(node.target))
+    if node.op != "call_function":
+        return None
+    alias = _ALIASES.get(op_name(node))
+    return rule_of_function(node.target if alias is None else alias)
+
+
+_FILLED = {"zeros": 0.0, "new_zeros": 0.0, "zeros_like": 0.0, "zero": 0.0}
+_FILLED |= {"ones": 1.0, "new_ones": 1.0, "ones_like": 1.0}
+# Standard normal numbers, and numbers between 0 and 1.
+_NOISE = {"randn": 1.0, "randn_like": 1.0, "rand": 3**-0.5, "rand_like": 3**-0.5}
+_LARGEST_CONSTANT = 1e3
+_FULL = frozenset({"full", "new_full", "full_like"})
+
+
+def writes(node: fx.Node) -> bool:
+    """Whether an operation may write into one of its arguments, which then is no constant."""
+    target = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
+    name = str(target)
+    is_in_place = name.endswith("_") and not name.endswith("__")
+    return is_in_place or name in {"setitem", "__setitem__"} or node.kwargs.get("out") is not None
+
+
+def takes_form_only(node: fx.Node) -> bool:
+    """Whether nothing of a tensor that the operation reads is in its result but type and shape."""
+    name = op_name(node)
+    return name.startswith("new_") or name.endswith("_like")
+
+
+def made_rms(node: fx.Node) -> float | None:
+    """RMS of a tensor that no other tensor's values are in; ``None`` for any other."""
+    name = op_name(node)
+    if name in _FULL:
+        value = node.kwargs.get("fill_value", node.args[-1] if len(node.args) > 1 else None)
+        # What is larger is a mask, no scale.
+        is_scale = isinstance(value, (int, float)) and abs(value) < _LARGEST_CONSTANT
+        return abs(float(value)) if is_scale else None  # type: ignore[arg-type]
+    return {**_FILLED, **_NOISE}.get(name)
+
+
+# Operations that hand on the elements of one tensor, or some of them, or several times over. None
+# changes what a factor on the tensor means.
+_HANDED_ON = (WHOLE_VIEWS - {"detach"}) | frozenset(
+    {"expand", "expand_as", "broadcast_to", "repeat", "repeat_interleave", "tile", "getitem",
+     "chunk", "split", "tensor_split", "unsafe_chunk", "unsafe_split", "split_with_sizes", "unbind",
+     "narrow", "select", "index_select", "to", "type_as", "type", "float", "half", "bfloat16",
+     "double", "roll", "flip", "unfold", "cuda", "cpu", "identity", "dropout", "dropout1d",
+     "dropout2d", "dropout3d", "alpha_dropout", "feature_dropout", "feature_alpha_dropout",
+     "native_dropout", "positive", "rot90", "hsplit", "vsplit", "gather", "take_along_dim",
+     "pixel_shuffle", "pixel_unshuffle", "diagonal"}
+)  # fmt: skip
+
+EMBEDDINGS = frozenset({"embedding", "embedding_bag"})
+TIMES = frozenset({"mul", "rmul", "imul", "multiply"})
+DIVIDED = frozenset({"truediv", "div", "itruediv", "divide", "true_divide"})
+ADDS = frozenset({"add", "radd", "iadd"})
+SUBTRACTS = frozenset({"sub", "isub", "subtract"})
+
+
+def is_operation(node: fx.Node) -> bool:
+    """Whether the node computes something."""
+    return node.op in {"call_function", "call_method"}
+
+
+def handed_on(node: fx.Node) -> fx.Node | None:
+    """The tensor that the node only rearranges, selects from, drops from or casts."""
+    if not is_operation(node):
+        return None
+    name = str(node.args[1]) if op_name(node) == "getattr" else op_name(node)
+    if name in ADDS and len(node.args) == 2 and not node.kwargs and 0 in node.args:
+        # Python's sum starts from 0.
+        return next((value for value in node.args if is_float_tensor(value)), None)  # type: ignore[return-value]
+    if name not in _HANDED_ON:
+        return None
+    first = node.args[0] if node.args else node.kwargs.get("input")
+    return first if isinstance(first, fx.Node) else None
+
+
+def is_softmax(node: fx.Node) -> bool:
+    """Whether the node is a softmax in any form."""
+    return is_operation(node) and op_name(node) in {"softmax", "safe_softmax"}
+
+
+def is_attention(node: fx.Node) -> bool:
+    """Whether the node is a fused attention."""
+    return is_operation(node) and node.target is torch.nn.functional.scaled_dot_product_attention
+
+
+def added_tensors(node: fx.Node) -> tuple[tuple[Path, fx.Node], tuple[Path, fx.Node]] | None:
+    """The two float tensors that a node adds up as they are, with their paths."""
+    if not is_operation(node) or op_name(node) not in ADDS:
+        return None
+    if node.kwargs.get("alpha", 1) != 1 or len(node.args) > 2 or not is_float_tensor(node):
+        return None
+    count = len(node.args) + len({"input", "other"} & node.kwargs.keys())
+    operands = [
+        (path, node) for path, node in float_arguments(node) if path[0] in {0, 1, "input", "other"}
+    ]
+    return (operands[0], operands[1]) if len(operands) == count == 2 else None
+
+
+def reads_of(node: fx.Node) -> tuple[str, ...]:
+    """Names of the tensors behind the float arguments of a node, in its own graph.
+
+    They tell apart operations that have the same name in two branches of a step. Inputs of the
+    graph have none: steps call them differently.
+    """
+    return tuple(_source_name(source) for _, source in float_arguments(node))
+
+
+def _source_name(node: fx.Node) -> str:
+    while (source := handed_on(node)) is not None:
+        node = source
+    if node.op != "placeholder":
+        return tensor_name(node)
+    return parameter_path(node) or ""
+
+
+def parameter_path(node: fx.Node) -> str | None:
+    """Path in the module of the parameter that a placeholder is, if it is one."""
+    graph_input = node.meta.get(INPUT)
+    is_parameter = graph_input is not None and graph_input.kind == "parameter"
+    return graph_input.fqn if is_parameter else None  # type: ignore[union-attr]
+
+
+def may_be_float(node: fx.Node) -> bool:
+    """Whether a node makes a float tensor, or something that may hold one (a tuple)."""
+    return is_float_tensor(node) or example_tensor(node) is None
+
+
+def numel(node: fx.Node) -> int:
+    """Number of elements of a node's example, 0 for what is no tensor."""
+    tensor = example_tensor(node)
+    return 0 if tensor is None else int(numel_of(tensor))
+
+
+def output_factor(node: fx.Node, *, mult: float = 1.0) -> float | None:
+    """The rule's factor on the result of an operation; ``None`` for one that has no rule.
+
+    Args:
+        node: The operation, whose arguments are at RMS 1.
+        mult: RMS of the first argument, where it is another.
+
+    Raises:
+        TypeError: As other errors in ``RULE_ERRORS``, where the rule does not know the arguments'
+            form.
+    """
+    rule = rule_of(node)
+    if rule is None:
+        return None
+    args, kwargs = fx.map_arg(
+        (node.args, dict(node.kwargs)), lambda arg: arg.meta.get("example_value")
+    )
+    arguments = rule.bind(tuple(args), kwargs)
+    if mult != 1.0:
+        arguments["mult"] = mult
+    return rule.factors(arguments).output
+
+
+# What a rule raises on arguments of a form that it does not know.
+RULE_ERRORS = (TypeError, ValueError, KeyError, IndexError, AttributeError)
+
+
+@dataclass
+class Flow:
+    """Every operation of a step in the order in which they run, and who reads whom.
+
+    A placeholder that another graph of the step, or the graph around a checkpoint, has made is that
+    other node: readers and sources go across.
+
+    Attributes:
+        nodes: Operations and inputs, in the order of execution.
+        outputs: Float tensors that leave the step.
+        parameters: The node of every parameter, by its path in the module.
+    """
+
+    nodes: list[fx.Node] = field(default_factory=list)
+    outputs: list[fx.Node] = field(default_factory=list)
+    parameters: dict[str, fx.Node] = field(default_factory=dict)
+    _same: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    _order: dict[fx.Node, int] = field(default_factory=dict)
+    _readers: dict[fx.Node, list[fx.Node]] = field(default_factory=lambda: defaultdict(list))
+    _graphs: dict[fx.Graph, fx.GraphModule] = field(default_factory=dict)
+    _learned: set[fx.Node] = field(default_factory=set)
+    _gradients: set[fx.Node] = field(default_factory=set)
+    _of_data: set[fx.Node] = field(default_factory=set)
+    _sizes: dict[fx.Node, Tensor] = field(default_factory=dict)
+
+    def resolve(self, node: fx.Node) -> fx.Node:
+        """The node that made a tensor, in whichever graph."""
+        while node in self._same:
+            node = self._same[node]
+        return node
+
+    def order(self, node: fx.Node) -> int:
+        """Position of a node in the order of execution."""
+        return self._order[self.resolve(node)]
+
+    def sources(self, node: fx.Node) -> list[fx.Node]:
+        """The nodes that made a node's arguments."""
+        return [self.resolve(source) for source in node.all_input_nodes]
+
+    def readers(self, node: fx.Node) -> list[fx.Node]:
+        """The operations that read a node's result, in any graph."""
+        return self._readers[self.resolve(node)]
+
+    def parameter(self, node: fx.Node) -> str | None:
+        """Path in the module of the parameter that the node is, if it is one."""
+        return parameter_path(self.resolve(node))
+
+    def is_learned(self, node: fx.Node) -> bool:
+        """Whether a tensor depends on a parameter; it need not require a gradient for that."""
+        return self.resolve(node) in self._learned
+
+    def is_of_gradients(self, node: fx.Node) -> bool:
+        """Whether a tensor was made of gradients that a step has read off its parameters."""
+        return self.resolve(node) in self._gradients
+
+    def is_weight(self, node: fx.Node) -> bool:
+        """Whether a tensor is a parameter, or was made of parameters alone (a normalized one)."""
+        return self.is_learned(node) and self.resolve(node) not in self._of_data
+
+    def note_size(self, node: fx.Node, value: object) -> None:
+        """Remember the size of what another tensor is multiplied or divided by."""
+        if isinstance(value, Tensor) and not value.is_complex() and value.numel() > 0:
+            share = torch.count_nonzero(value).clamp(min=1) / value.numel()
+            real = value if value.is_floating_point() else value.float()
+            self._sizes[self.resolve(node)] = root_mean_square(real) / share.sqrt()
+
+    def size(self, node: fx.Node) -> float | None:
+        """RMS of the entries that are not zero of a tensor that is not learned; 1 for a mask.
+
+        ``None`` for any other tensor, and where no run has seen its values.
+        """
+        node = self.resolve(node)
+        if node in self._learned or node not in self._sizes:
+            return None
+        return float(self._sizes[node])
+
+    def root(self, node: fx.Node) -> fx.Node:
+        """Where a tensor comes from, seen through what only hands it on."""
+        node = self.resolve(node)
+        while (source := handed_on(node)) is not None:
+            node = self.resolve(source)
+        return node
+
+    def parameter_of(self, node: fx.Node) -> str | None:
+        """Path of the parameter whose elements the tensor has."""
+        return self.parameter(self.root(node))
+
+    def has_graph(self, graph: fx.Graph) -> bool:
+        """Whether a graph has been added."""
+        return graph in self._graphs
+
+    def first_capture(self, graph_module: fx.GraphModule) -> fx.GraphModule:
+        """The graph that has been added and is the same, captured another time; or itself."""
+        if self.has_graph(graph_module.graph):
+            return graph_module
+        same = (other for other in self._graphs.values() if is_same_graph(other, graph_module))
+        return next(same, graph_module)
+
+    def add_graph(self, graph_module: fx.GraphModule, links: Mapping[int, fx.Node]) -> None:
+        """Append a graph.
+
+        Args:
+            graph_module: The graph.
+            links: Positions of placeholders that nodes of earlier graphs made.
+        """
+        self._graphs[graph_module.graph] = graph_module
+        for position, node in enumerate(graph_module.graph.find_nodes(op="placeholder")):
+            if position in links:
+                self._same[node] = links[position]
+        self._add_nodes(graph_module)
+
+    def _add_nodes(self, graph_module: fx.GraphModule) -> None:
+        for node in graph_module.graph.nodes:
+            if node.op == "output" or node in self._same:
+                continue
+            fqn = parameter_path(node)
+            if fqn in self.parameters:
+                self._same[node] = self.parameters[fqn]
+                continue
+            if is_checkpoint(node):
+                self._add_checkpoint(graph_module, node)
+                continue
+            self._order[node] = len(self.nodes)
+            self.nodes.append(node)
+            if fqn is not None:
+                self.parameters[fqn] = node
+                self._learned.add(node)
+            elif node.op == "placeholder":
+                graph_input = node.meta.get(INPUT)
+                kind = "input" if graph_input is None else graph_input.kind
+                if kind == "gradient":
+                    self._gradients.add(node)
+                if kind not in {"parameter", "buffer"}:
+                    self._of_data.add(node)
+            if is_operation(node):
+                sources = dict.fromkeys(self.sources(node))
+                for source in sources:
+                    self._readers[source].append(node)
+                for source in () if takes_form_only(node) else sources:
+                    for marked in (self._gradients, self._of_data):
+                        if source in marked:
+                            marked.add(node)
+                    if source in self._learned and may_be_float(node):
+                        self._learned.add(node)
+
+    def _add_checkpoint(self, graph_module: fx.GraphModule, call: fx.Node) -> None:
+        body_node, *arguments = call.args
+        assert isinstance(body_node, fx.Node)
+        body = getattr(graph_module, str(body_node.target))
+        placeholders = body.graph.find_nodes(op="placeholder")
+        for inner, outer in zip(placeholders, arguments, strict=False):
+            if isinstance(outer, fx.Node):
+                self._same[inner] = outer
+        self._add_nodes(body)
+        returned: Any = body.graph.output_node().args[0]
+        if isinstance(returned, fx.Node):
+            self._same[call] = returned
+            return
+        for reader in call.users:
+            if reader.target is operator.getitem and isinstance(reader.args[1], int):
+                item = returned[reader.args[1]]
+                if isinstance(item, fx.Node):
+                    self._same[reader] = item
