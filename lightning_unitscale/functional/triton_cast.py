@@ -2,7 +2,7 @@
 
 Both results are in rows, as ``torch._scaled_mm`` wants its operands on Hopper. Of an element of e
 bytes ``e + 1`` are moved, or ``e + 2`` with the transpose: 4 for BF16, where torch operations move
-41 for the cast (to FP32, times the factor, clamped, tested for infinity, chosen, cast) and 2 more
+61 for the cast (to FP32, times the factor, clamped, tested for infinity, chosen, cast) and 2 more
 for the copy. Each element is rounded by itself, so results are the same from run to run; and by
 arithmetic on codes, so that GPUs without FP8 and the interpreter have the bits too.
 
@@ -75,43 +75,24 @@ def constants_of(dtype: torch.dtype) -> dict[str, Any]:
 
 @triton.jit
 def cast_tiles(
-    matrix: tl.tensor,
-    factor: tl.tensor,
-    number: tl.tensor,
-    rows: tl.tensor,
-    turned: tl.tensor,
-    num_rows: tl.tensor,
-    num_columns: tl.tensor,
-    tiles: tl.tensor,
-    row_stride: tl.tensor,
-    column_stride: tl.tensor,
-    rows_pitch: tl.tensor,
-    turned_pitch: tl.tensor,
-    LARGEST: tl.constexpr,
-    MANTISSA_BITS: tl.constexpr,
-    MIN_EXPONENT: tl.constexpr,
-    TILE: tl.constexpr,
+    matrix: tl.tensor,  # FP32, BF16 or FP16
+    factor: tl.tensor,  # 0-d, or ``None``
+    number: tl.tensor,  # the factor, where that is ``None``
+    rows: tl.tensor,  # bytes of shape ``(num_rows, rows_pitch)``, or ``None``
+    turned: tl.tensor,  # bytes of shape ``(num_columns, turned_pitch)``, or ``None``
+    num_rows: tl.tensor,  # of the matrix
+    num_columns: tl.tensor,  # of the matrix
+    tiles: tl.tensor,  # number of tiles side by side
+    row_stride: tl.tensor,  # of the matrix, in elements
+    column_stride: tl.tensor,  # of the matrix, in elements
+    rows_pitch: tl.tensor,  # number of columns of ``rows``
+    turned_pitch: tl.tensor,  # number of columns of ``turned``
+    LARGEST: tl.constexpr,  # largest number of the format
+    MANTISSA_BITS: tl.constexpr,  # of the format
+    MIN_EXPONENT: tl.constexpr,  # of its normal numbers
+    TILE: tl.constexpr,  # rows, and columns, of a tile
 ) -> None:
-    """Cast one tile of a matrix.
-
-    Args:
-        matrix: FP32, BF16 or FP16.
-        factor: 0-d, or ``None``.
-        number: The factor, where that is ``None``.
-        rows: Bytes of shape ``(num_rows, rows_pitch)``, or ``None``.
-        turned: Bytes of shape ``(num_columns, turned_pitch)``, or ``None``.
-        num_rows: Of the matrix.
-        num_columns: Of the matrix.
-        tiles: Number of tiles side by side.
-        row_stride: Of the matrix, in elements.
-        column_stride: Of the matrix, in elements.
-        rows_pitch: Number of columns of ``rows``.
-        turned_pitch: Number of columns of ``turned``.
-        LARGEST: Largest number of the format.
-        MANTISSA_BITS: Of the format.
-        MIN_EXPONENT: Of its normal numbers.
-        TILE: Rows, and columns, of a tile.
-    """
+    """Cast one tile of a matrix."""
     program = tl.program_id(0)
     row = (program // tiles).to(tl.int64) * TILE + tl.arange(0, TILE)
     column = (program % tiles).to(tl.int64) * TILE + tl.arange(0, TILE)

@@ -5,7 +5,7 @@ writes a row of its own; a second kernel adds up the rows. Results are the same 
 shares follow from the number of elements alone, and every sum has one order; nothing is atomic but
 the counting of exponents, in integers. Everything is exact but the three sums, whose additions are
 in FP64 (squares too; those of FP32 and narrower are exact there): each one has a relative error of
-2**-53, and of N elements of e bytes one goes through at most ``96 + N e / 2**21`` of them.
+2**-53, and of N elements of e bytes one goes through at most ``96 + N e / 2**19`` of them.
 
 Bytes moved: ``N e``, and for each program a row of 8 bytes a column, written and read. There is one
 program for every 16 KiB, and at most 512; without exponents a row has 18 columns (three formats),
@@ -155,70 +155,44 @@ def _dims(tensor: Tensor) -> list[tuple[int, int]]:
 
 @triton.jit
 def partial_rows(
-    tensor: tl.tensor,
-    factor: tl.tensor,
-    rows: tl.tensor,
-    numel: tl.tensor,
-    size1: tl.tensor,
-    size2: tl.tensor,
-    size3: tl.tensor,
-    stride0: tl.tensor,
-    stride1: tl.tensor,
-    stride2: tl.tensor,
-    stride3: tl.tensor,
-    blocks: tl.tensor,
-    sample_size: tl.tensor,
-    stretch: tl.tensor,
-    remainder: tl.tensor,
-    SAMPLED: tl.constexpr,
-    LONG: tl.constexpr,
-    EACH: tl.constexpr,
-    EDGES: tl.constexpr,
-    NUM_EDGES: tl.constexpr,
-    HISTOGRAM: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    THREADS: tl.constexpr,
+    tensor: tl.tensor,  # FP16, BF16, FP32 or FP64
+    factor: tl.tensor,  # 0-d, or ``None``
+    rows: tl.tensor,  # FP64 of shape ``(programs, COLUMNS)``
+    numel: tl.tensor,  # number of elements
+    size1: tl.tensor,  # size of the second dimension; that of the first follows
+    size2: tl.tensor,  # of the third
+    size3: tl.tensor,  # of the fourth
+    stride0: tl.tensor,  # stride of the first dimension, in elements
+    stride1: tl.tensor,  # of the second
+    stride2: tl.tensor,  # of the third
+    stride3: tl.tensor,  # of the fourth
+    blocks: tl.tensor,  # number of blocks of each program
+    sample_size: tl.tensor,  # number of elements whose exponents are counted, if ``SAMPLED``
+    stretch: tl.tensor,  # groups of elements for each group of the sample
+    remainder: tl.tensor,  # the rest of that division, in units of 2**-32
+    SAMPLED: tl.constexpr,  # whether exponents are counted of a sample only
+    LONG: tl.constexpr,  # whether positions take 64 bits
+    EACH: tl.constexpr,  # elements that a thread reads at once
+    EDGES: tl.constexpr,  # ``RowLayout.edges``
+    NUM_EDGES: tl.constexpr,  # their number
+    HISTOGRAM: tl.constexpr,  # whether exponents are counted
+    COLUMNS: tl.constexpr,  # number of columns
+    THREADS: tl.constexpr,  # threads of a program
 ) -> None:
-    """The row of each program's share.
-
-    Args:
-        tensor: FP16, BF16, FP32 or FP64.
-        factor: 0-d, or ``None``.
-        rows: FP64 of shape ``(programs, COLUMNS)``.
-        numel: Number of elements.
-        size1: Size of the second dimension; that of the first follows.
-        size2: Of the third.
-        size3: Of the fourth.
-        stride0: Stride of the first dimension, in elements.
-        stride1: Of the second.
-        stride2: Of the third.
-        stride3: Of the fourth.
-        blocks: Number of blocks of each program.
-        sample_size: Number of elements whose exponents are counted, if ``SAMPLED``.
-        stretch: Groups of elements for each group of the sample.
-        remainder: The rest of that division, in units of 2**-32.
-        SAMPLED: Whether exponents are counted of a sample only.
-        LONG: Whether positions take 64 bits.
-        EACH: Elements that a thread reads at once.
-        EDGES: ``RowLayout.edges``.
-        NUM_EDGES: Their number.
-        HISTOGRAM: Whether exponents are counted.
-        COLUMNS: Number of columns.
-        THREADS: Threads of a program.
-    """
+    """The row of each program's share."""
     program = tl.program_id(0)
     if LONG:
         program = program.to(tl.int64)
     inverse = tl.full((), 1.0, tl.float64)
     if factor is not None:
         inverse /= tl.load(factor).to(tl.float64)
-    zeros = tl.zeros([THREADS], tl.int32)
-    nans = tl.zeros([THREADS], tl.int32)
-    infs = tl.zeros([THREADS], tl.int32)
-    sums = tl.zeros([THREADS], tl.float64)
-    abs_sums = tl.zeros([THREADS], tl.float64)
-    square_sums = tl.zeros([THREADS], tl.float64)
-    largest = wide(tl.zeros([THREADS], tensor.dtype.element_ty))
+    zeros = tl.full([THREADS], 0, tl.int32)
+    nans = tl.full([THREADS], 0, tl.int32)
+    infs = tl.full([THREADS], 0, tl.int32)
+    sums = tl.full([THREADS], 0, tl.float64)
+    abs_sums = tl.full([THREADS], 0, tl.float64)
+    square_sums = tl.full([THREADS], 0, tl.float64)
+    largest = wide(tl.full([THREADS], 0, tensor.dtype.element_ty))
     smallest = largest + _INF
     limits: tl.tuple = ()
     within: tl.tuple = ()
@@ -231,8 +205,8 @@ def partial_rows(
             below = (nearest.to(tl.int32, bitcast=True) - 1).to(tl.float32, bitcast=True)
             limit = tl.where(nearest.to(tl.float64) > limit, below, nearest)
         limits += (limit,)
-        within += (tl.zeros([THREADS], tl.int32),)
-    exponents = tl.zeros([_BINS], tl.int32)
+        within += (tl.full([THREADS], 0, tl.int32),)
+    exponents = tl.full([_BINS], 0, tl.int32)
     lane = tl.arange(0, THREADS)[:, None] * EACH + tl.arange(0, EACH)[None, :]
     BLOCK: tl.constexpr = THREADS * EACH
     for block in range(blocks):
@@ -300,30 +274,19 @@ def partial_rows(
 
 @triton.jit
 def joint_row(
-    rows: tl.tensor,
-    row: tl.tensor,
-    num_rows: tl.tensor,
-    num_counted: tl.tensor,
-    COLUMNS: tl.constexpr,
-    NUM_HEAD: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
+    rows: tl.tensor,  # FP64 of shape ``(num_rows, COLUMNS)``
+    row: tl.tensor,  # FP64 of shape ``(COLUMNS,)``
+    num_rows: tl.tensor,  # number of rows
+    num_counted: tl.tensor,  # number of rows, from the first on, that count exponents
+    COLUMNS: tl.constexpr,  # number of columns
+    NUM_HEAD: tl.constexpr,  # number of columns before the exponents
+    WIDTH: tl.constexpr,  # columns of a program
+    ROWS: tl.constexpr,  # rows that are read together
 ) -> None:
-    """One row of many: sums, but for the two extremes; each program makes some of the columns.
-
-    Args:
-        rows: FP64 of shape ``(num_rows, COLUMNS)``.
-        row: FP64 of shape ``(COLUMNS,)``.
-        num_rows: Number of rows.
-        num_counted: Number of rows, from the first on, that count exponents.
-        COLUMNS: Number of columns.
-        NUM_HEAD: Number of columns before the exponents.
-        WIDTH: Columns of a program.
-        ROWS: Rows that are read together.
-    """
+    """One row of many: sums, but for the two extremes; each program makes some of the columns."""
     column = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
-    total = tl.zeros([WIDTH], tl.float64)
-    largest = tl.zeros([WIDTH], tl.float64)
+    total = tl.full([WIDTH], 0, tl.float64)
+    largest = tl.full([WIDTH], 0, tl.float64)
     smallest = tl.full([WIDTH], _INF, tl.float64)
     end = tl.where(column < NUM_HEAD, num_rows, num_counted)
     for first in range(0, num_rows, ROWS):

@@ -11,8 +11,11 @@ from hypothesis import strategies as st
 from lightning_unitscale.functional.low_precision import GRADIENTS, MULTIPLE, to_fp8
 from lightning_unitscale.functional.triton_cast import cast_matrix, cast_tiles
 
-# NumPy, which computes here, warns of infinities.
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+pytestmark = [
+    # NumPy, which computes here, warns of infinities.
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+    pytest.mark.timeout(1500),
+]
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 LAUNCHES: list[None] = []
