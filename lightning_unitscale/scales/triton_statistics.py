@@ -269,7 +269,8 @@ def partial_rows(
                 num_elements += tl.minimum(BLOCK, sample_size - first)
         tl.store(rows, num_elements)
         bins = tl.arange(0, _BINS)
-        tl.store(rows + 1 + bins, exponents, mask=bins < _EXPONENTS)
+        # Nobody reads those of a program that has seen no part of the sample.
+        tl.store(rows + 1 + bins, exponents, mask=(bins < _EXPONENTS) & (num_elements > 0))
 
 
 @triton.jit

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_unitscale.formats import NumberFormat
 from lightning_unitscale.scales.layout import RowLayout
-from lightning_unitscale.scales.statistics import functional_row, statistics_row
+from lightning_unitscale.scales.statistics import statistics_row
 from tests.triton_helpers import CAPABILITIES, build, needs_triton, run_interpreted
 
 pytestmark = needs_triton
@@ -70,8 +70,9 @@ def test_triton_rows_spill_nothing(
 
     arguments = _arguments(dtype, layout, dims, is_long)
     made = build(partial_rows, arguments, capability, NUM_WARPS)
-    # Room for two programs on a multiprocessor at least; subnormals are kept.
-    assert made.spilled_bytes == 0 and made.registers <= 128 and ".ftz" not in made.ptx
+    # Room for two programs on a multiprocessor, if the tensor has no gaps; subnormals are kept.
+    assert made.spilled_bytes == 0 and ".ftz" not in made.ptx
+    assert dims > 1 or made.registers <= 128
     # What lies together is read 16 bytes at a time.
     wide = "ld.global.v2.b64" if dtype == "fp64" else "ld.global.v4.b32"
     assert dims > 1 or wide in made.ptx
@@ -110,5 +111,5 @@ def test_triton_rows_are_one_operator_on_cuda() -> None:
         with _Calls() as calls:
             row = statistics_row(tensor, RowLayout(), factor=factor)
         assert calls.names == ["aten::detach", "lightning_unitscale::statistics_row"]
-        expected = functional_row(tensor, RowLayout())
-    assert (row.shape, row.dtype, row.device) == (expected.shape, expected.dtype, expected.device)
+    assert row.shape == (RowLayout().num_columns,) and row.dtype == torch.float64
+    assert row.device == factor.device
