@@ -14,6 +14,8 @@ from lightning_unitscale.functional.triton_cast import cast_matrix, cast_tiles
 pytestmark = [
     # NumPy, which computes here, warns of infinities.
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+    # Of the interpreter of Triton 3.6.
+    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning"),
     pytest.mark.timeout(1500),
 ]
 

@@ -18,6 +18,8 @@ from lightning_unitscale.scales.triton_statistics import joint_row, partial_rows
 pytestmark = [
     # NumPy, which computes here, warns of infinities.
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+    # Of the interpreter of Triton 3.6.
+    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning"),
     pytest.mark.timeout(1500),
 ]
 
