@@ -29,8 +29,8 @@ from lightning_unitscale.functional.low_precision import (
     GRADIENTS,
     OPERAND,
     fp8_linear,
+    fp8_matrices,
     scaled_product,
-    to_fp8,
 )
 from lightning_unitscale.graph.passes import GraphPass
 from lightning_unitscale.lossless.calibrate import root_mean_square
@@ -153,11 +153,12 @@ class FP8Products(Numerics):
             # The hardware multiplies no two matrices in E5M2.
             is_wide = is_gradient and not any(cast.dtype == GRADIENTS["E5M2"] for cast in casts)
             dtype = GRADIENTS[config.gradient_of(site.name)] if is_wide else OPERAND
-            casts.append(to_fp8(args[position], 2.0**-unit * factor, dtype))
+            matrix = args[position] if position == first else args[position].t()
+            casts += fp8_matrices(matrix, 2.0**-unit * factor, dtype)
         tensor = args[first]
         result = scaled_product(
             casts[0],
-            casts[1].t(),
+            casts[1],
             torch.full((), scale, dtype=torch.float32, device=tensor.device),
             tensor.dtype,
             fast=not any(product.is_gradient),

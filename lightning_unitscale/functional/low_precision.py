@@ -33,6 +33,7 @@ from torch import Tensor
 from lightning_unitscale.formats import NumberFormat
 from lightning_unitscale.functional.scale import Factor, whole_view
 from lightning_unitscale.quantize import rounded
+from lightning_unitscale.scales.statistics import has_triton
 
 # Dimensions of the operands must be multiples of this, except the number of rows of the first.
 MULTIPLE = 16
@@ -168,6 +169,80 @@ def to_fp8(tensor: Tensor, factor: Factor, dtype: torch.dtype) -> Tensor:
     return torch.where(wide.isfinite(), clipped, math.nan).to(dtype)
 
 
+def fp8_matrices(
+    matrix: Tensor, factor: Factor, dtype: torch.dtype, *, rows: bool = True, turned: bool = False
+) -> list[Tensor]:
+    """A matrix as :func:`to_fp8` casts it, and its transpose, each if it is wanted.
+
+    On CUDA one kernel makes both in one read, as :func:`scaled_product` wants them: in rows, filled
+    up with zeros to a multiple of 16. Elsewhere the transpose is a view. So it is while torch
+    traces, since Inductor can make the cast a part of what comes before.
+
+    Args:
+        matrix: Floating point, of shape ``(m, k)``.
+        factor: A number, or FP32 of shape ``()``.
+        dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
+        rows: Whether the matrix is wanted.
+        turned: Whether its transpose is.
+    """
+    is_on_gpu = matrix.device.type == "cuda" and has_triton() and matrix.numel() > 0
+    if not is_on_gpu or torch.compiler.is_compiling():
+        cast = to_fp8(matrix, factor, dtype)
+        return [cast] * rows + [cast.t()] * turned
+    is_tensor = isinstance(factor, Tensor)
+    casts: list[Tensor] = torch.ops.lightning_unitscale.fp8_matrices(
+        matrix, [factor] if is_tensor else [], 1.0 if is_tensor else factor, dtype, rows, turned
+    )
+    return casts
+
+
+_LIBRARY = torch.library.Library("lightning_unitscale", "FRAGMENT")
+# An operator, so that fake tensors and modes see one.
+_LIBRARY.define(
+    "fp8_matrices(Tensor matrix, Tensor[] factor, float number, ScalarType dtype, bool rows, "
+    "bool turned) -> Tensor[]"
+)
+
+
+@torch.library.impl(_LIBRARY, "fp8_matrices", "CUDA")
+def _fp8_matrices(
+    matrix: Tensor,
+    factor: Sequence[Tensor],
+    number: float,
+    dtype: torch.dtype,
+    rows: bool,
+    turned: bool,
+) -> list[Tensor]:
+    from lightning_unitscale.functional.triton_cast import cast_matrix
+
+    casts = _empty_matrices(matrix, factor, number, dtype, rows, turned)
+    cast_matrix(
+        matrix,
+        factor[0] if factor else number,
+        dtype,
+        casts[0] if rows else None,
+        casts[-1] if turned else None,
+    )
+    return casts
+
+
+@torch.library.register_fake("lightning_unitscale::fp8_matrices", lib=_LIBRARY)
+def _empty_matrices(
+    matrix: Tensor,
+    factor: Sequence[Tensor],
+    number: float,
+    dtype: torch.dtype,
+    rows: bool,
+    turned: bool,
+) -> list[Tensor]:
+    height, width = matrix.shape
+    shapes = [(height, width)] * rows + [(width, height)] * turned
+    return [
+        matrix.new_empty((length, -(-inner // MULTIPLE) * MULTIPLE), dtype=dtype)
+        for length, inner in shapes
+    ]
+
+
 class _FP8Linear(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -192,12 +267,15 @@ class _FP8Linear(torch.autograd.Function):
                 tensors = _moved(tensors, grid[index : index + NUM_CASTS])
             of_input, of_weight, of_result, *others = tensors
             kept = tuple(others)
-        rows8 = to_fp8(rows, of_input, OPERAND)
-        weight8 = to_fp8(weight, of_weight, OPERAND)
         needs_input, needs_weight = ctx.needs_input_grad[:2]
-        # What a gradient that nobody asks for would read is not kept.
+        # Hopper multiplies rows by columns only, so gradients read the operands turned. What a
+        # gradient that nobody asks for would read is not kept.
+        rows8, *turned_rows = fp8_matrices(rows, of_input, OPERAND, turned=needs_weight)
+        weight8, *turned_weight = fp8_matrices(weight, of_weight, OPERAND, turned=needs_input)
         ctx.save_for_backward(
-            rows8 if needs_weight else None, weight8 if needs_input else None, *kept
+            turned_rows[0] if needs_weight else None,
+            turned_weight[0] if needs_input else None,
+            *kept,
         )
         ctx.set_materialize_grads(False)
         ctx.scaling, ctx.dtypes = scaling, (rows.dtype, weight.dtype)
@@ -208,7 +286,7 @@ class _FP8Linear(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
         if gradient is None:
             return (None,) * len(ctx.needs_input_grad)
-        rows8, weight8, *kept = ctx.saved_tensors
+        turned_rows, turned_weight, *kept = ctx.saved_tensors
         if ctx.scaling == "dynamic":
             of_input, of_weight = kept
             of_gradient = _to_largest(gradient, ctx.gradient)
@@ -216,13 +294,15 @@ class _FP8Linear(torch.autograd.Function):
             of_grad_weight = (of_gradient * of_input).reciprocal()
         else:
             of_gradient, of_grad_rows, of_grad_weight = kept
-        gradient8 = to_fp8(gradient, of_gradient, ctx.gradient)
+        needs_input, needs_weight = turned_weight is not None, turned_rows is not None
+        casts = fp8_matrices(
+            gradient, of_gradient, ctx.gradient, rows=needs_input, turned=needs_weight
+        )
         grad_rows = grad_weight = None
-        # Hopper multiplies rows by columns only, so the operands are turned here.
-        if weight8 is not None:
-            grad_rows = scaled_product(gradient8, weight8.t(), of_grad_rows, ctx.dtypes[0])
-        if rows8 is not None:
-            grad_weight = scaled_product(gradient8.t(), rows8.t(), of_grad_weight, ctx.dtypes[1])
+        if needs_input:
+            grad_rows = scaled_product(casts[0], turned_weight, of_grad_rows, ctx.dtypes[0])
+        if needs_weight:
+            grad_weight = scaled_product(casts[-1], turned_rows, of_grad_weight, ctx.dtypes[1])
         return grad_rows, grad_weight, *(None,) * (len(ctx.needs_input_grad) - 2)
 
 

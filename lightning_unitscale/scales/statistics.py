@@ -1,14 +1,15 @@
 """On-device statistics of a tensor, as one row of fixed columns.
 
-``statistics_row`` runs anywhere: eagerly, under AOTAutograd with fake tensors, under Inductor. On
-an accelerator it is made of torch operations that are purely functional (no mutation, no
-synchronisation, no control flow on data), which Inductor fuses with the kernel that makes the
-tensor. On the CPU it is one operator, which a C kernel computes in one read; without a C compiler
-the same torch operations do.
+``statistics_row`` runs anywhere: eagerly, under AOTAutograd with fake tensors, under Inductor. It
+is one operator, which a C kernel computes in one read on the CPU, and Triton kernels on CUDA. Other
+devices, and those without a C compiler or Triton, have torch operations, which are purely
+functional: no mutation, no synchronisation, no control flow on data.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import math
 from collections.abc import Sequence
 
@@ -48,10 +49,16 @@ def statistics_row(tensor: Tensor, layout: RowLayout, *, factor: Tensor | None =
     """
     _check(tensor)
     tensor = tensor.detach()
-    if tensor.device.type == "cpu":
+    if tensor.device.type == "cpu" or (tensor.device.type == "cuda" and has_triton()):
         row: Tensor = ROW_OPERATOR(tensor, [] if factor is None else [factor], layout.key)
         return row
     return functional_row(tensor, layout, factor=factor)
+
+
+@functools.cache
+def has_triton() -> bool:
+    """Whether Triton is installed, which makes the kernels for CUDA; it is imported when used."""
+    return importlib.util.find_spec("triton") is not None
 
 
 def functional_row(tensor: Tensor, layout: RowLayout, *, factor: Tensor | None = None) -> Tensor:
@@ -202,13 +209,22 @@ _LIBRARY.define(f"statistics_row_of_any{ROW_SCHEMA}")
 ROW_OPERATOR = torch.ops.lightning_unitscale.statistics_row.default
 
 
-# Not for the CPU alone: the kernel is registered there when it is compiled, and goes first.
+# Not for the CPU alone: the C kernel is registered there when it is compiled, and goes first.
 @torch.library.impl(_LIBRARY, "statistics_row", "CompositeExplicitAutograd")
 def _row(tensor: Tensor, factor: Sequence[Tensor], key: str) -> Tensor:
     if cpu_kernel.is_available():
         row: Tensor = ROW_OPERATOR(tensor, factor, key)
         return row
     return _row_without_kernel(tensor, factor, key)
+
+
+@torch.library.impl(_LIBRARY, "statistics_row", "CUDA")
+def _row_on_cuda(tensor: Tensor, factor: Sequence[Tensor], key: str) -> Tensor:
+    if not has_triton():
+        return _row_without_kernel(tensor, factor, key)
+    from lightning_unitscale.scales.triton_statistics import triton_row
+
+    return triton_row(tensor, RowLayout.from_key(key), factor[0] if factor else None)
 
 
 @torch.library.impl(_LIBRARY, "statistics_row_of_any", "CompositeExplicitAutograd")

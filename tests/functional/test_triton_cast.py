@@ -1,0 +1,90 @@
+"""The Triton cast to FP8: its bits in the interpreter, what it compiles to, how often it runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_unitscale.functional.low_precision import (
+    GRADIENTS,
+    fp8_linear,
+    fp8_matrices,
+)
+from lightning_unitscale.profiler.fake_device import SimulatedDevice, simulating
+from tests.triton_helpers import CAPABILITIES, build, needs_triton, run_interpreted
+
+pytestmark = needs_triton
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_triton_cast_has_the_bits_of_the_torch_operations() -> None:
+    run_interpreted("functional/interpreted_cast.py")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("source", ["bf16", "fp32"])
+def test_the_triton_cast_spills_nothing(source: str, capability: int) -> None:
+    from lightning_unitscale.functional.triton_cast import NUM_WARPS, cast_tiles, constants_of
+
+    counts = ("num_rows", "num_columns", "tiles", "row_stride", "rows_pitch", "turned_pitch")
+    arguments = dict.fromkeys(counts, "i32:16") | {"tiles": "i32"}
+    tensors = {"matrix": f"*{source}:16", "rows": "*u8:16", "turned": "*u8:16"}
+    for dtype in GRADIENTS.values():
+        for factor in ({"factor": "*fp32", "number": 1.0}, {"factor": None, "number": "fp32"}):
+            given = {**arguments, **tensors, **factor, **constants_of(dtype)}
+            # The transpose of a matrix in rows, as well.
+            for strides in ({"column_stride": 1}, {"row_stride": 1, "column_stride": "i32:16"}):
+                made = build(cast_tiles, {**given, **strides}, capability, NUM_WARPS)
+                assert made.spilled_bytes == made.stack_bytes == 0
+                # Room for four programs on a multiprocessor; subnormals are kept.
+                assert made.registers <= 64 and ".ftz" not in made.ptx
+                # Both results are written in wide pieces.
+                assert "st.global.v4.b32" in made.ptx
+
+
+class _Calls(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("frozen", [None, "input", "weight"])
+@pytest.mark.parametrize("num_rows", [48, 41])
+def test_a_linear_layer_has_one_triton_cast_for_each_operand(
+    num_rows: int, frozen: str | None
+) -> None:
+    """And nothing that copies, turns in memory or fills up, for any product."""
+    device = torch.device("cuda")
+    with SimulatedDevice(device), simulating(device):
+        x = torch.empty(num_rows, 64, device=device, dtype=torch.bfloat16)
+        w = torch.empty(32, 64, device=device, dtype=torch.bfloat16)
+        x.requires_grad_(frozen != "input")
+        w.requires_grad_(frozen != "weight")
+        with _Calls() as calls:
+            y = fp8_linear(x, w, None, "constant", torch.bfloat16, *(1.0,) * 6)
+            y.backward(torch.empty_like(y))
+        assert (x.grad is None, w.grad is None) == (frozen == "input", frozen == "weight")
+    names = [name.rpartition("::")[2] for name in calls.names]
+    assert names.count("fp8_matrices") == 3
+    assert names.count("_scaled_mm") == (3 if frozen is None else 2)
+    # The scales of the products are filled in; views and what fake tensors ask for cost nothing.
+    free = {"device", "view", "t", "detach", "empty_like", "full", "ones"}
+    assert set(names) - free == {"fp8_matrices", "_scaled_mm"}
+
+
+@pytest.mark.parametrize("dtype", GRADIENTS.values(), ids=str)
+def test_the_shapes_of_triton_casts(dtype: torch.dtype) -> None:
+    with FakeTensorMode():
+        matrix = torch.empty(30, 7, device="cuda")
+        casts = fp8_matrices(matrix, 0.5, dtype, turned=True)
+        assert [(*cast.shape, cast.dtype) for cast in casts] == [(30, 16, dtype), (7, 32, dtype)]
