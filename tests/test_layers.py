@@ -75,7 +75,7 @@ TORCH_ADAPTERS = (
     "graph/decompose.py",
     "pipeline/capture.py",
     "pipeline/engine.py",
-    "pipeline/modes.py",
+    "pipeline/dataflow.py",
     "profiler/fake_device.py",
     "profiler/sharded.py",
     "remat/partitioner.py",

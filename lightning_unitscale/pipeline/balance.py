@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 from lightning_unitscale.arguments import check_count
 from lightning_unitscale.dynamo.graphs import is_checkpoint, is_higher_order
 from lightning_unitscale.functional.scale import leaving_transforms
 from lightning_unitscale.graph.nodes import op_name
 from lightning_unitscale.pipeline.cuts import insert_mark, keep_items_with_their_tuples, legal_cuts
-from lightning_unitscale.pipeline.dataflow import Recomputable, find_gradients
-from lightning_unitscale.pipeline.program import TensorInfo
+from lightning_unitscale.pipeline.dataflow import crossing_bytes
 from lightning_unitscale.pipeline.search import Allowed, CutCandidate, choose_cuts, thinned
 from lightning_unitscale.profiler import GraphProfile, MetaInfoProp, NodeCosts
 from lightning_unitscale.profiler.costs import CostModel, default_cost_model
@@ -150,7 +148,9 @@ def possible_cuts(graph_module: fx.GraphModule) -> tuple[list[CutCandidate], flo
     profile = note_costs(graph_module)
     model = default_cost_model(device_type_of(graph_module))
     seconds = {node.name: sum(seconds_of(node, model)) for node in profile.nodes}
-    crossing = _crossing_bytes(graph_module)
+    loss = graph_module.meta.get(LOSS)
+    returned: Any = graph.output_node().args[0]
+    crossing = crossing_bytes(graph_module, None if loss is None else returned[loss])
     legal = set(legal_cuts(graph))
     cuts, passed = [], 0.0
     for node in graph.nodes:
@@ -182,26 +182,3 @@ def seconds_of(costs: NodeCosts, model: CostModel) -> tuple[float, float]:
         for flops, moved in both
     )
     return forward, backward
-
-
-def _crossing_bytes(graph_module: fx.GraphModule) -> dict[fx.Node, int]:
-    """Bytes that a cut in front of each node would hand on, and back as gradients."""
-    graph, loss = graph_module.graph, graph_module.meta.get(LOSS)
-    returned: Any = graph.output_node().args[0]
-    gradients = find_gradients(graph_module, None if loss is None else returned[loss])
-    order = {node: position for position, node in enumerate(graph.nodes)}
-    recomputable = Recomputable(graph_module)
-    changes = [0] * (len(order) + 1)
-    for node, position in order.items():
-        example = node.meta.get("example_value")
-        if node.op in {"placeholder", "get_attr", "output"} or not isinstance(example, Tensor):
-            continue
-        if not node.users or recomputable(node):
-            continue
-        has_gradient = example.is_floating_point() or example.is_complex()
-        directions = 2 if has_gradient and node in gradients else 1
-        size = directions * TensorInfo.of(example).num_bytes
-        changes[position + 1] += size
-        changes[max(order[user] for user in node.users) + 1] -= size
-    totals = itertools.accumulate(changes)
-    return dict(zip(order, totals, strict=False))

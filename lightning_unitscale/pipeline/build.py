@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -13,18 +14,16 @@ from lightning_unitscale.pipeline.cuts import assign_stages, is_mark
 from lightning_unitscale.pipeline.dataflow import (
     MultiUseParameterConfig,
     StageReads,
+    can_have_gradient,
+    close,
     find_gradients,
     find_reads,
-)
-from lightning_unitscale.pipeline.modes import (
-    Modes,
-    enter,
     is_switch,
-    leave,
-    respect_outer_grad_mode,
+    open_switches,
+    respect_callers_grad_mode,
 )
 from lightning_unitscale.pipeline.program import Program, TensorInfo
-from lightning_unitscale.pipeline.stage import Passed, StageInfo, StageModule, make_stage
+from lightning_unitscale.pipeline.stage import Passed, StageInfo, StageModule
 from lightning_unitscale.profiler.api import COSTS
 
 
@@ -40,160 +39,141 @@ def build_stages(
         multi_use: How several stages use a parameter, by its name.
         persistent: Names of buffers that belong into a state dict.
     """
-    stages, num_stages = assign_stages(program.graph_module)
-    reads = find_reads(program.graph_module, stages, num_stages, multi_use)
-    outputs = program.outputs
-    loss = outputs[program.loss] if program.loss is not None else None
-    gradients = find_gradients(program.graph_module, loss)
-    modes = _modes_at_starts(program.graph_module.graph, stages)
-    return [
-        _Builder(program, index, reads, gradients, modes, persistent).build()
-        for index in range(num_stages)
-    ]
-
-
-def _modes_at_starts(graph: fx.Graph, stages: Mapping[fx.Node, int]) -> list[Modes]:
-    """The modes at the start of each stage, and those at the end of the last."""
-    starts: list[Modes] = []
-    modes = Modes()
-    for node in graph.nodes:
-        while node in stages and len(starts) <= stages[node]:
-            starts.append(modes)
-        modes = modes.after(node)
-    return [*starts, modes]
-
-
-class _Builder:
-    """Copies one stage's operations into a graph of their own."""
-
-    def __init__(
-        self,
-        program: Program,
-        index: int,
-        reads: list[StageReads],
-        gradients: frozenset[fx.Node],
-        modes: list[Modes],
-        persistent: frozenset[str],
-    ) -> None:
-        self._program = program
-        self._index = index
-        self._num_stages = len(reads)
-        self._reads = reads[index]
-        self._gradients = gradients
-        self._before, self._after = modes[index], modes[index + 1]
-        self._persistent = persistent
-        self._graph = fx.Graph()
-        self._new: dict[fx.Node, fx.Node] = {}
-
-    def build(self) -> StageModule:
-        reads = self._reads
-        self._take_received()
-        for node in (*reads.inputs, *reads.attributes, *reads.recomputed):
-            self._copy(node)
-        for node in reads.recomputed:
-            self._new[node].meta[ELSEWHERE] = True
-        self._new.update(enter(self._graph, self._before))
-        for node in reads.operations:
-            self._copy(node)
-        respect_outer_grad_mode(self._graph)
-        # The regions that are open at the end, entered here or above.
-        leave(self._graph, self._after, self._new)
-        if self._index == self._num_stages - 1:
-            self._graph.output(fx.map_arg(self._program.outputs, self._new.__getitem__))
-        else:
-            self._graph.output(tuple(self._send(node) for node in reads.sent))
-        self._graph.lint()
-        source = self._program.graph_module
-        return make_stage(source, self._graph, self._info(), self._persistent)
-
-    def _copy(self, node: fx.Node) -> None:
-        if not is_mark(node):
-            self._new[node] = self._graph.node_copy(node, self._new.__getitem__)
-
-    def _take_received(self) -> None:
-        taken = [(node, self._graph.placeholder(node.name)) for node in self._reads.received]
-        for node in self._reads.inputs:
-            self._new[node] = self._graph.placeholder(str(node.target))
-            self._new[node].meta.update(node.meta)
-        self._reads.inputs = [node for node in self._reads.inputs if node not in self._new]
-        for node, value in taken:
-            value.meta[ELSEWHERE] = True
-            order = _memory_order(_example(node, self._program))
-            if order is not None:
-                back = tuple(order.index(dim) for dim in range(len(order)))
-                value = self._graph.call_method("permute", (value, back))
-            value.meta.update(node.meta)
-            value.meta[ELSEWHERE] = True
-            # Its costs are those of the stage that makes it.
-            value.meta.pop(COSTS, None)
-            self._new[node] = value
-
-    def _send(self, node: fx.Node) -> fx.Node:
-        """A copy: the engine cuts what is sent out of the graph, and refuses to do so to views."""
-        value = self._new[node]
-        order = _memory_order(_example(node, self._program))
-        if order is not None:
-            value = self._graph.call_method("permute", (value, order))
-        options: dict[str, Any] = {"memory_format": torch.contiguous_format}
-        return self._graph.call_method("clone", (value,), options)
-
-    def _info(self) -> StageInfo:
-        graph_module = self._program.graph_module
-        reads = self._reads
-        parameters = dict(graph_module.named_parameters(remove_duplicate=False))
-        read = {str(node.target) for node in reads.attributes}
-        buffers = {name for name, _ in graph_module.named_buffers(remove_duplicate=False)}
-        positions = {
-            node: i for i, node in enumerate(graph_module.graph.find_nodes(op="placeholder"))
+    graph_module = program.graph_module
+    stages, num_stages = assign_stages(graph_module)
+    reads = find_reads(graph_module, stages, num_stages, multi_use)
+    loss = program.outputs[program.loss] if program.loss is not None else None
+    gradients = find_gradients(graph_module, loss)
+    opened = open_switches(graph_module.graph)
+    # The regions that reach over the edges of the stages.
+    edges = [opened[stage_reads.operations[0]] for stage_reads in reads]
+    edges.append(opened[graph_module.graph.output_node()])
+    built = []
+    for index, stage_reads in enumerate(reads):
+        is_last = index == num_stages - 1
+        graph = _stage_graph(program, stage_reads, edges[index], edges[index + 1], is_last=is_last)
+        info = _info(program, stage_reads, gradients, index, num_stages)
+        attributes = {
+            str(node.target): attrgetter(str(node.target))(graph_module)
+            for node in stage_reads.attributes
         }
-        inputs = [node for node in positions if node in self._new]
-        return StageInfo(
-            index=self._index,
-            num_stages=self._num_stages,
-            received=tuple(map(self._passed, reads.received)),
-            inputs=tuple(positions[node] for node in inputs),
-            input_names=tuple(self._program.inputs[positions[node]].name for node in inputs),
-            sent=tuple(map(self._passed, reads.sent)),
-            parameters=tuple(sorted(read & parameters.keys())),
-            buffers=tuple(sorted(read & buffers)),
-            recomputed=tuple(map(tensor_name, reads.recomputed)),
-            num_operations=sum(not is_switch(node) for node in reads.operations),
-            separable=self._separable(),
-        )
+        built.append(StageModule(attributes, graph, info, persistent))
+    return built
 
-    def _passed(self, node: fx.Node) -> Passed:
-        example = _example(node, self._program)
-        order = _memory_order(example)
-        shape = tuple(example.shape) if order is None else tuple(example.shape[i] for i in order)
-        sent = torch.empty(shape, dtype=example.dtype, device="meta")
-        floating = example.is_floating_point() or example.is_complex()
-        return Passed(
-            tensor_name(node),
-            TensorInfo.of(sent),
-            floating and node in self._gradients,
-        )
 
-    def _separable(self) -> bool:
-        """Whether each parameter's gradient passes through an operation on what was received."""
-        reached = self._gradients
-        downstream = {node for node in self._reads.received if node in reached}
-        for node in self._reads.operations:
-            if node in reached and any(operand in downstream for operand in node.all_input_nodes):
-                downstream.add(node)
-        leaving = set(self._reads.sent)
-        free = {node for node in self._reads.attributes if node in reached}
-        for node in self._reads.operations:
-            reads_free = any(operand in free for operand in node.all_input_nodes)
-            if node in reached and node not in downstream and reads_free:
-                free.add(node)
-        if self._index == self._num_stages - 1:
-            leaving = set(self._program.graph_module.graph.output_node().all_input_nodes)
-        return not free & leaving
+def _stage_graph(
+    program: Program,
+    reads: StageReads,
+    entered: Sequence[fx.Node],
+    left: Sequence[fx.Node],
+    *,
+    is_last: bool,
+) -> fx.Graph:
+    """One stage's operations in a graph of their own.
+
+    Args:
+        program: The whole graph.
+        reads: What the stage takes, does and hands on.
+        entered: Switches of the regions that it begins in.
+        left: Switches of the regions that it ends in.
+        is_last: Whether it returns the program's outputs.
+    """
+    graph = fx.Graph()
+    new: dict[fx.Node, fx.Node] = {}
+    received = [graph.placeholder(node.name) for node in reads.received]
+    for node in reads.inputs:
+        new[node] = graph.node_copy(node)
+    for node, value in zip(reads.received, received, strict=True):
+        value.meta[ELSEWHERE] = True
+        order = _memory_order(_example(node, program))
+        if order is not None:
+            back = tuple(order.index(dim) for dim in range(len(order)))
+            value = graph.call_method("permute", (value, back))
+        # Its costs are those of the stage that makes it.
+        value.meta.update({**node.meta, ELSEWHERE: True})
+        value.meta.pop(COSTS, None)
+        new[node] = value
+    for node in (*reads.attributes, *reads.recomputed, *entered, *reads.operations):
+        if not is_mark(node):
+            new[node] = graph.node_copy(node, new.__getitem__)
+    for node in reads.recomputed:
+        new[node].meta[ELSEWHERE] = True
+    for switch in reversed(left):
+        close(graph, new[switch])
+    outputs: Any
+    if is_last:
+        outputs = fx.map_arg(program.outputs, new.__getitem__)
+    else:
+        outputs = tuple(_sent(graph, new[node], _example(node, program)) for node in reads.sent)
+    graph.output(outputs)
+    respect_callers_grad_mode(graph)
+    graph.lint()
+    return graph
+
+
+def _sent(graph: fx.Graph, value: fx.Node, example: Tensor) -> fx.Node:
+    """A copy: the engine cuts what is sent out of the graph, and refuses to do so to views."""
+    order = _memory_order(example)
+    if order is not None:
+        value = graph.call_method("permute", (value, order))
+    options: dict[str, Any] = {"memory_format": torch.contiguous_format}
+    return graph.call_method("clone", (value,), options)
+
+
+def _info(
+    program: Program,
+    reads: StageReads,
+    gradients: frozenset[fx.Node],
+    index: int,
+    num_stages: int,
+) -> StageInfo:
+    graph_module = program.graph_module
+    names = {str(node.target) for node in reads.attributes}
+    parameters = dict(graph_module.named_parameters(remove_duplicate=False))
+    buffers = dict(graph_module.named_buffers(remove_duplicate=False))
+    placeholders = list(graph_module.graph.find_nodes(op="placeholder"))
+    inputs = tuple(map(placeholders.index, reads.inputs))
+
+    def passed(node: fx.Node) -> Passed:
+        example = _example(node, program)
+        order = _memory_order(example) or range(example.ndim)
+        sent = torch.empty([example.shape[d] for d in order], dtype=example.dtype, device="meta")
+        feeds_loss = can_have_gradient(example) and node in gradients
+        return Passed(tensor_name(node), TensorInfo.of(sent), feeds_loss)
+
+    return StageInfo(
+        index=index,
+        num_stages=num_stages,
+        received=tuple(map(passed, reads.received)),
+        inputs=inputs,
+        input_names=tuple(program.inputs[position].name for position in inputs),
+        sent=tuple(map(passed, reads.sent)),
+        parameters=tuple(sorted(names & parameters.keys())),
+        buffers=tuple(sorted(names & buffers.keys())),
+        recomputed=tuple(map(tensor_name, reads.recomputed)),
+        num_operations=sum(not is_switch(node) for node in reads.operations),
+        separable=_is_separable(program, reads, gradients, is_last=index == num_stages - 1),
+    )
+
+
+def _is_separable(
+    program: Program, reads: StageReads, gradients: frozenset[fx.Node], *, is_last: bool
+) -> bool:
+    """Whether each parameter's gradient passes through an operation on what was received."""
+    downstream = set(reads.received) & gradients
+    free = set(reads.attributes) & gradients
+    for node in filter(gradients.__contains__, reads.operations):
+        if not downstream.isdisjoint(node.all_input_nodes):
+            downstream.add(node)
+        elif not free.isdisjoint(node.all_input_nodes):
+            free.add(node)
+    outputs = program.graph_module.graph.output_node().all_input_nodes
+    return free.isdisjoint(outputs if is_last else reads.sent)
 
 
 def _example(node: fx.Node, program: Program) -> Tensor:
     if node.op == "get_attr":
-        return dict(program.graph_module.named_parameters(remove_duplicate=False))[str(node.target)]
+        return program.graph_module.get_parameter(str(node.target))
     example: Tensor = node.meta["example_value"]
     return example
 

@@ -60,7 +60,7 @@ from torch.distributed.pipelining.schedules import (
 from typing_extensions import override
 
 from lightning_unitscale.pipeline.schedules import Schedule
-from lightning_unitscale.pipeline.stage import Passed, StageModule, stage_info
+from lightning_unitscale.pipeline.stage import Passed, StageModule
 
 
 class StageOnTorch211(PipelineStage):
@@ -193,7 +193,7 @@ class EngineStage(_Stage):
         *,
         has_backward: bool,
     ) -> None:
-        info = stage_info(stage)
+        info = stage.info
         sent = _examples(info.sent, has_backward)
         if info.is_last:
             # Only its number and order matter, and nothing is sent from here.

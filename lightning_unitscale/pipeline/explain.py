@@ -26,7 +26,7 @@ from lightning_unitscale.pipeline.capture import loss_position, program_of_step,
 from lightning_unitscale.pipeline.pipe import Pipe
 from lightning_unitscale.pipeline.program import split_evenly
 from lightning_unitscale.pipeline.schedules import PipelineTimeline, simulate_1f1b
-from lightning_unitscale.pipeline.stage import StageModule, stage_info
+from lightning_unitscale.pipeline.stage import StageModule
 from lightning_unitscale.profiler.api import COSTS
 from lightning_unitscale.profiler.costs import CostModel, default_cost_model
 from lightning_unitscale.profiler.report import format_bytes
@@ -205,7 +205,7 @@ def _with_sending(seconds: Sequence[float], behind: Sequence[int], rate: float) 
 
 
 def _costs(stage: StageModule, model: CostModel, num_microbatches: int) -> StageCosts:
-    info = stage_info(stage)
+    info = stage.info
     nodes = [node.meta[COSTS] for node in stage.graph.nodes if COSTS in node.meta]
     directions = [seconds_of(node_costs, model) for node_costs in nodes]
     saved = sum(node_costs.saved_bytes for node_costs in nodes)

@@ -20,7 +20,6 @@ from lightning_unitscale.pipeline.balance import BalancedSplit
 from lightning_unitscale.pipeline.pipe import Pipe
 from lightning_unitscale.pipeline.program import named_tensors
 from lightning_unitscale.pipeline.search import Allowed, CutCandidate
-from lightning_unitscale.pipeline.stage import stage_info
 
 
 class Ownership:
@@ -139,7 +138,7 @@ class Ownership:
         used: dict[str, frozenset[int]] = {}
         readers: dict[str, frozenset[int]] = {}
         for index, stage in enumerate(pipe.stages):
-            info = stage_info(stage)
+            info = stage.info
             for users, names, tensors in (
                 (used, info.parameters, parameters),
                 (readers, info.buffers, buffers),

@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from lightning_unitscale.pipeline.engine import EngineStage
 from lightning_unitscale.pipeline.program import Program
-from lightning_unitscale.pipeline.stage import StageInfo, StageModule, stage_info
+from lightning_unitscale.pipeline.stage import StageInfo, StageModule
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ class Pipe(nn.Module):
 
     def _run_by_name(self, stage: StageModule, *received: Tensor, **inputs: Any) -> Any:
         """The outputs of a stage; of the last one the loss, if it is known."""
-        info = stage_info(stage)
+        info = stage.info
         names = info.input_names
         if len(received) != len(info.received) or any(name not in inputs for name in names):
             raise ValueError(
@@ -161,7 +161,7 @@ class Pipe(nn.Module):
 
     def info(self) -> PipeInfo:
         """Inputs, parameters and outputs of every stage."""
-        stages = tuple(map(stage_info, self._stages))
+        stages = tuple(stage.info for stage in self._stages)
         return PipeInfo(
             num_stages=len(stages),
             stages=stages,
@@ -174,7 +174,7 @@ class Pipe(nn.Module):
         """Parameters that several stages have, with the indices of those."""
         users: dict[str, list[int]] = {}
         for index, stage in enumerate(self._stages):
-            for name in stage_info(stage).parameters:
+            for name in stage.info.parameters:
                 users.setdefault(name, []).append(index)
         return {name: tuple(stages) for name, stages in users.items() if len(stages) > 1}
 
@@ -204,7 +204,7 @@ class Pipe(nn.Module):
         """Flat outputs of all stages for flat inputs."""
         values: tuple[Any, ...] = ()
         for stage in self._stages:
-            values = stage(*values, *(flat[position] for position in stage_info(stage).inputs))
+            values = stage(*values, *(flat[position] for position in stage.info.inputs))
         return list(values)
 
     @override

@@ -19,7 +19,7 @@ from lightning_unitscale.pipeline.engine import (
 from lightning_unitscale.pipeline.pipe import Pipe
 from lightning_unitscale.pipeline.program import split_batch
 from lightning_unitscale.pipeline.schedules import find_schedule
-from lightning_unitscale.pipeline.stage import StageModule, stage_info
+from lightning_unitscale.pipeline.stage import StageModule
 
 
 class SharedGradients:
@@ -275,7 +275,7 @@ class PipelineRunner:
 
     def _run_stage(self, stage: StageModule, *received: Tensor, microbatch: Tensor) -> Any:
         """The outputs of a stage for one microbatch; of the last one the loss, if it is known."""
-        info, index = stage_info(stage), int(microbatch)
+        info, index = stage.info, int(microbatch)
         inputs = self._microbatches[index]
         run = self._replaced.get(info.index, stage)
         outputs = run(*received, *(inputs[position] for position in info.inputs))

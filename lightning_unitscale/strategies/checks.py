@@ -17,7 +17,6 @@ from lightning_unitscale.capture.steps import ModuleSteps, steps_of
 from lightning_unitscale.graph.nodes import tensors_in
 from lightning_unitscale.pipeline.pipe import Pipe
 from lightning_unitscale.pipeline.schedules import Schedule
-from lightning_unitscale.pipeline.stage import stage_info
 from lightning_unitscale.remat.attach import StepPartitioner
 from lightning_unitscale.strategies.remat import check_schedule
 
@@ -116,7 +115,7 @@ def check_same_cuts(pipe: Pipe, group: dist.ProcessGroup | None) -> None:
     """
     stages = [
         (
-            stage_info(stage),
+            stage.info,
             [(node.op, str(node.target)) for node in stage.graph.nodes if _named(node)],
         )
         for stage in pipe.stages

@@ -20,10 +20,9 @@ from torch import Tensor, fx, nn
 
 from lightning_unitscale.dynamo.capture import execute_with
 from lightning_unitscale.dynamo.graphs import add_placeholder, copy_graph_module
-from lightning_unitscale.pipeline.modes import outer_grad_mode
 from lightning_unitscale.pipeline.runner import PipelineRunner
 from lightning_unitscale.pipeline.schedules import Schedule
-from lightning_unitscale.pipeline.stage import Passed, StageModule, stage_info
+from lightning_unitscale.pipeline.stage import Passed, StageModule
 from lightning_unitscale.profiler.measure import (
     gradient_bytes,
     optimizer_state_bytes,
@@ -165,7 +164,7 @@ def remat_stages(
     share = _state_share(module)
     runs, problem = {}, ""
     for index, stage in zip(runner.stage_indices, runner.stages, strict=True):
-        info = stage_info(stage)
+        info = stage.info
         in_flight = num_in_flight(
             runner.schedule, index, runner.pipe.num_stages, runner.num_microbatches
         )
@@ -212,17 +211,13 @@ def planned_stage(
         torch.zeros(passed.tensor.shape, dtype=passed.tensor.dtype, device=device).requires_grad_(
             passed.feeds_loss
         )
-        for passed in stage_info(stage).received
+        for passed in stage.info.received
     ]
-    with outer_grad_mode(), torch.enable_grad():
+    with torch.enable_grad():
         examples = (*received, *inputs, *attributes)
         compiled = execute_with("aot_eager", graph_module, examples, partition_fn=partitioner)
 
-    def run(*values: Any) -> Any:
-        with outer_grad_mode():
-            return compiled(*values, *attributes)
-
-    return run
+    return lambda *values: compiled(*values, *attributes)
 
 
 def resident_bytes(
