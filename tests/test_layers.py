@@ -75,6 +75,7 @@ TORCH_ADAPTERS = (
     "graph/decompose.py",
     "pipeline/capture.py",
     "pipeline/engine.py",
+    "pipeline/torch_2_11.py",
     "pipeline/dataflow.py",
     "profiler/fake_device.py",
     "profiler/sharded.py",

@@ -13,9 +13,7 @@ from torch import nn
 from lightning_unitscale.capture.graph_call import NotOneGraphError
 from lightning_unitscale.capture.steps import ModuleSteps
 from lightning_unitscale.graph.nodes import ELSEWHERE, MODULE
-from lightning_unitscale.pipeline.api import build_pipe, cut_by, has_marks, pipeline
 from lightning_unitscale.pipeline.balance import (
-    LOSS,
     balanced_split,
     device_type_of,
     note_costs,
@@ -23,7 +21,8 @@ from lightning_unitscale.pipeline.balance import (
     sending_rate,
 )
 from lightning_unitscale.pipeline.capture import loss_position, program_of_step, static_shapes
-from lightning_unitscale.pipeline.pipe import Pipe
+from lightning_unitscale.pipeline.cuts import LOSS, cut_by, num_marks
+from lightning_unitscale.pipeline.pipe import Pipe, build_pipe, pipeline
 from lightning_unitscale.pipeline.program import split_evenly
 from lightning_unitscale.pipeline.schedules import PipelineTimeline, simulate_1f1b
 from lightning_unitscale.pipeline.stage import StageModule
@@ -273,9 +272,8 @@ def explain_step(
                     "them; keep those out of the step."
                 ) from None
             loss = loss_position(step, call, (part, *args), kwargs)
-        graph = call.graph
-        program, _ = program_of_step(graph.base, graph.inputs, module, call.inputs, loss)
-        if has_marks(program):
+        program = program_of_step(call, module, loss).program
+        if num_marks(program):
             program.graph_module.meta[LOSS] = program.loss
             note_costs(program.graph_module)
         else:

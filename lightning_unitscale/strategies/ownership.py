@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
+from lightning_unitscale.pipeline.ownership import hand_out
 from lightning_unitscale.pipeline.program import named_tensors
-from lightning_unitscale.pipeline.runner import hand_out
 from lightning_unitscale.strategies.grid import Replicas
 
 # What asks for no value of the tensor.

@@ -8,7 +8,7 @@ and for each microbatch in flight what the stage saves.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch import Tensor, fx, nn
 
 from lightning_unitscale.dynamo.capture import execute_with
 from lightning_unitscale.dynamo.graphs import add_placeholder, copy_graph_module
-from lightning_unitscale.pipeline.runner import PipelineRunner
+from lightning_unitscale.pipeline.engine import PipelineRunner
 from lightning_unitscale.pipeline.schedules import Schedule
 from lightning_unitscale.pipeline.stage import Passed, StageModule
 from lightning_unitscale.profiler.measure import (
@@ -145,7 +145,7 @@ def remat_stages(
     microbatch: Sequence[Any],
     partitioner: StepPartitioner,
     module: nn.Module,
-    elsewhere: Sequence[str],
+    elsewhere: Collection[str],
     granted: dict[int, Granted],
 ) -> dict[int, StageRun]:
     """Plan a rank's stages; every rank calls it. Returns what runs in their place, by index.
@@ -221,7 +221,7 @@ def planned_stage(
 
 
 def resident_bytes(
-    module: nn.Module, stage: StageModule, elsewhere: Sequence[str], state_share: float
+    module: nn.Module, stage: StageModule, elsewhere: Collection[str], state_share: float
 ) -> int:
     """Bytes of a rank beside its stage's parameters and its activations.
 
@@ -231,8 +231,7 @@ def resident_bytes(
         elsewhere: Names of parameters whose memory is freed here.
         state_share: Bytes of the optimizers' state per byte of a parameter.
     """
-    freed = set(elsewhere)
-    params = {name: param for name, param in module.named_parameters() if name not in freed}
+    params = {name: param for name, param in module.named_parameters() if name not in elsewhere}
     own = storage_bytes([*stage.parameters(), *stage.buffers()])
     trained = storage_bytes([param for param in params.values() if param.requires_grad])
     everything = storage_bytes([*params.values(), *module.buffers()])
