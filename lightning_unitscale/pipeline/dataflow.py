@@ -47,6 +47,7 @@ class StageReads:
         sent: Values that it hands to the next stage.
         inputs: Arguments of the call.
         attributes: Parameters, buffers, constants and nested graphs.
+        written: Names of the attributes that it writes into.
         recomputed: Cheap operations of earlier stages that it runs again.
         operations: Its own operations.
     """
@@ -55,6 +56,7 @@ class StageReads:
     sent: list[fx.Node]
     inputs: list[fx.Node]
     attributes: list[fx.Node]
+    written: set[str]
     recomputed: list[fx.Node]
     operations: list[fx.Node]
 
@@ -108,13 +110,7 @@ def respect_callers_grad_mode(graph: fx.Graph) -> None:
 
 
 class _Dataflow:
-    """What each stage takes, and the values that are handed on.
-
-    Args:
-        graph_module: The whole graph.
-        stages: Stage of each operation.
-        num_stages: How many.
-        transmitted: Stage of each parameter that its first stage hands on.
+    """What each stage takes, and the values that are handed on: parameters in ``transmitted`` too.
 
     Attributes:
         taken: For each stage the arguments, attributes and recomputed operations that it has.
@@ -188,41 +184,33 @@ def find_reads(
                 f"({op_name(node)}) and is needed after a cut; expected tensors there; move "
                 "the cut."
             )
+    roots = memory_roots(graph)
+    spans = [(node, *flow.spans[node]) for node in graph.nodes if node in flow.spans]
     reads = []
     for index, taken in enumerate(flow.taken):
-        kinds: dict[str, list[fx.Node]] = {"placeholder": [], "get_attr": [], "": []}
-        for node in graph.nodes:
-            if node in taken:
-                kinds[node.op if node.op in kinds else ""].append(node)
-        spans = [(n, *flow.spans[n]) for n in graph.nodes if n in flow.spans]
+        in_order = [node for node in graph.nodes if node in taken]
+        operations = [node for node, stage in stages.items() if stage == index]
+        written = {roots[target] for node in operations for target in written_arguments(node)}
         reads.append(
             StageReads(
                 received=[node for node, first, last in spans if first < index <= last],
                 sent=[node for node, first, last in spans if first <= index < last],
-                inputs=kinds["placeholder"],
-                attributes=kinds["get_attr"],
-                recomputed=kinds[""],
-                operations=[node for node, stage in stages.items() if stage == index],
+                inputs=[node for node in in_order if node.op == "placeholder"],
+                attributes=[node for node in in_order if node.op == "get_attr"],
+                written={str(root.target) for root in written if root.op == "get_attr"},
+                recomputed=[node for node in in_order if is_operation(node)],
+                operations=operations,
             )
         )
-    _refuse_shared_writes(graph, stages, reads)
+    _refuse_shared_writes(reads)
     return reads
 
 
-def _refuse_shared_writes(
-    graph: fx.Graph, stages: Mapping[fx.Node, int], reads: list[StageReads]
-) -> None:
-    roots = memory_roots(graph)
-    for node, stage in stages.items():
-        for target in written_arguments(node):
-            if roots[target].op != "get_attr":
-                continue
-            fqn = roots[target].target
-            users = [
-                index
-                for index, stage_reads in enumerate(reads)
-                if any(attribute.target == fqn for attribute in stage_reads.attributes)
-            ]
+def _refuse_shared_writes(reads: list[StageReads]) -> None:
+    names = [{str(node.target) for node in stage_reads.attributes} for stage_reads in reads]
+    for stage, stage_reads in enumerate(reads):
+        for fqn in stage_reads.written:
+            users = [index for index, of_stage in enumerate(names) if fqn in of_stage]
             if users != [stage]:
                 raise ValueError(
                     f"buffer {fqn}: stage {stage} writes into it and stages {users} use it; "

@@ -24,7 +24,7 @@ from lightning_unitscale.pipeline.capture import loss_position, program_of_step,
 from lightning_unitscale.pipeline.cuts import LOSS, cut_by, num_marks
 from lightning_unitscale.pipeline.pipe import Pipe, build_pipe, pipeline
 from lightning_unitscale.pipeline.program import split_evenly
-from lightning_unitscale.pipeline.schedules import PipelineTimeline, simulate_1f1b
+from lightning_unitscale.pipeline.schedules import SCHEDULES, PipelineTimeline, simulate_1f1b
 from lightning_unitscale.pipeline.stage import StageModule
 from lightning_unitscale.profiler.api import COSTS
 from lightning_unitscale.profiler.costs import CostModel, default_cost_model
@@ -155,11 +155,7 @@ def plan_of(pipe: Pipe, module: nn.Module, num_microbatches: int | None) -> Pipe
         ValueError: If there are fewer microbatches than stages.
     """
     count = 2 * pipe.num_stages if num_microbatches is None else num_microbatches
-    if count < pipe.num_stages:
-        raise ValueError(
-            f"num_microbatches={num_microbatches}: 1F1B keeps {pipe.num_stages} stages busy with "
-            f"a microbatch each; expected at least {pipe.num_stages}."
-        )
+    SCHEDULES["1F1B"].check(pipe.num_stages, pipe.num_stages, count)
     device = device_type_of(module)
     model = default_cost_model(device)
     stages = tuple(_costs(stage, model, count) for stage in pipe.stages)
@@ -208,6 +204,8 @@ def _costs(stage: StageModule, model: CostModel, num_microbatches: int) -> Stage
     nodes = [node.meta[COSTS] for node in stage.graph.nodes if COSTS in node.meta]
     directions = [seconds_of(node_costs, model) for node_costs in nodes]
     saved = sum(node_costs.saved_bytes for node_costs in nodes)
+    in_flight = SCHEDULES["1F1B"].num_in_flight(info.index, info.num_stages, num_microbatches)
+    assert in_flight is not None
     modules = [
         node.meta.get(MODULE, "")
         for node in stage.graph.nodes
@@ -219,7 +217,7 @@ def _costs(stage: StageModule, model: CostModel, num_microbatches: int) -> Stage
         backward_seconds=sum(backward for _, backward in directions),
         parameter_bytes=sum(param.nbytes for param in stage.parameters()),
         saved_bytes=saved,
-        peak_saved_bytes=saved * min(num_microbatches, info.num_stages - info.index),
+        peak_saved_bytes=saved * in_flight,
         sent_bytes=info.sent_bytes,
         returned_bytes=sum(passed.tensor.num_bytes for passed in info.sent if passed.feeds_loss),
     )

@@ -7,16 +7,18 @@ cuts of a later graph follow the owners.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_unitscale.graph.aliasing import memory_roots, written_arguments
 from lightning_unitscale.pipeline.balance import BalancedSplit
 from lightning_unitscale.pipeline.pipe import Pipe
 from lightning_unitscale.pipeline.program import named_tensors
+
+# Stages of a tensor, by its name.
+_Stages = dict[str, frozenset[int]]
 
 
 class Ownership:
@@ -37,7 +39,7 @@ class Ownership:
         # The first of a tied tensor's names, whichever of them a graph knows it by.
         self._tensors = named_tensors(module)
         self._names = {id(tensor): name for name, tensor in self._tensors.items()}
-        self._stages: dict[str, frozenset[int]] = {}
+        self._stages: _Stages = {}
         self._readers: dict[str, frozenset[int]] = {}
         self._written: frozenset[str] = frozenset()
         self._num_stages: int | None = None
@@ -48,12 +50,12 @@ class Ownership:
         return self._num_stages is not None
 
     @property
-    def stages(self) -> tuple[int, dict[str, frozenset[int]]]:
+    def stages(self) -> tuple[int, _Stages]:
         """Number of stages, and the stages of each parameter; for :meth:`adopt`."""
         assert self._num_stages is not None
         return self._num_stages, self._stages
 
-    def adopt(self, settled: tuple[int, dict[str, frozenset[int]]]) -> None:
+    def adopt(self, settled: tuple[int, _Stages]) -> None:
         """Settle on what another pipeline of the same module has settled on."""
         assert not self.is_settled
         self._num_stages, self._stages = settled
@@ -125,34 +127,23 @@ class Ownership:
         self._readers, self._written = all_readers, all_written
         self._num_stages = pipe.num_stages
 
-    def _uses(
-        self, pipe: Pipe
-    ) -> tuple[dict[str, frozenset[int]], dict[str, frozenset[int]], frozenset[str]]:
+    def _uses(self, pipe: Pipe) -> tuple[_Stages, _Stages, frozenset[str]]:
         """Stages of the parameters, stages of the buffers, and the buffers that are written."""
-        graph_module = pipe.program.graph_module
-        parameters = dict(graph_module.named_parameters(remove_duplicate=False))
-        buffers = dict(graph_module.named_buffers(remove_duplicate=False))
-        used: dict[str, frozenset[int]] = {}
-        readers: dict[str, frozenset[int]] = {}
+        tensors = named_tensors(pipe.program.graph_module, remove_duplicate=False)
+        used: _Stages = {}
+        readers: _Stages = {}
+        written: set[str] = set()
         for index, stage in enumerate(pipe.stages):
-            info = stage.info
-            for users, names, tensors in (
-                (used, info.parameters, parameters),
-                (readers, info.buffers, buffers),
-            ):
-                for name in names:
-                    first_name = self._names.get(id(tensors[name]))
-                    if first_name is not None:
-                        users[first_name] = users.get(first_name, frozenset()) | {index}
-        roots = memory_roots(graph_module.graph)
-        targets = (
-            target for node in graph_module.graph.nodes for target in written_arguments(node)
-        )
-        attributes = {
-            str(roots[target].target) for target in targets if roots[target].op == "get_attr"
-        }
-        known_buffers = (self._names.get(id(buffers[name])) for name in attributes & buffers.keys())
-        return used, readers, frozenset(filter(None, known_buffers))
+            for users, names in ((used, stage.info.parameters), (readers, stage.info.buffers)):
+                for name in self._first_names(names, tensors):
+                    users[name] = users.get(name, frozenset()) | {index}
+            written |= self._first_names(stage.info.written, tensors)
+        return used, readers, frozenset(written)
+
+    def _first_names(self, names: Iterable[str], tensors: Mapping[str, Tensor]) -> set[str]:
+        """The module's names of what a graph knows by other names, where it is the module's."""
+        ids = (id(tensors[name]) for name in names)
+        return {self._names[key] for key in ids if key in self._names}
 
     def _ranks(self, stages: frozenset[int] | tuple[()]) -> frozenset[int]:
         return frozenset(map(self.rank_of, stages))

@@ -16,7 +16,7 @@ from typing_extensions import override
 from lightning_unitscale.pipeline.capture import capture_program
 from lightning_unitscale.pipeline.cuts import SplitPolicy, cut_by, marked, num_marks
 from lightning_unitscale.pipeline.dataflow import MultiUseParameterConfig
-from lightning_unitscale.pipeline.program import LossSpec, Program
+from lightning_unitscale.pipeline.program import LossSpec, Program, split_batch
 from lightning_unitscale.pipeline.stage import StageInfo, StageModule, build_stages
 
 MultiUse = MultiUseParameterConfig | Mapping[str, MultiUseParameterConfig]
@@ -200,18 +200,13 @@ class Pipe(nn.Module):
         Raises:
             ValueError: If the arguments are not like those that the pipeline was captured with.
         """
-        flat = self.program.flatten(args, kwargs)
-        self.program.check(flat)
-        return self.program.unflatten(self.run_flat(flat))
-
-    def run_flat(self, flat: list[Any]) -> list[Any]:
-        """Flat outputs of all stages for flat inputs."""
+        (flat,) = split_batch(self.program, args, kwargs, 1)
         values: tuple[Any, ...] = ()
         # Even after an error within a captured no_grad the caller's mode is as it was.
         with torch.set_grad_enabled(torch.is_grad_enabled()):
             for stage in self._stages:
                 values = stage(*values, *(flat[position] for position in stage.info.inputs))
-        return list(values)
+        return self.program.unflatten(list(values))
 
     @override
     def named_parameters(

@@ -59,6 +59,7 @@ class StageInfo:
         sent: Tensors for the next stage; the last stage returns the module's outputs instead.
         parameters: Names of its parameters.
         buffers: Names of its buffers.
+        written: Names of those that it writes into.
         recomputed: Values that it makes again rather than receive them.
         num_operations: Operations of its own.
         separable: Whether gradients of inputs and of weights may be computed one after the other:
@@ -73,6 +74,7 @@ class StageInfo:
     sent: tuple[Passed, ...]
     parameters: tuple[str, ...]
     buffers: tuple[str, ...]
+    written: tuple[str, ...]
     recomputed: tuple[str, ...]
     num_operations: int
     separable: bool
@@ -249,15 +251,7 @@ def _stage_graph(
     *,
     is_last: bool,
 ) -> fx.Graph:
-    """One stage's operations in a graph of their own.
-
-    Args:
-        program: The whole graph.
-        reads: What the stage takes, does and hands on.
-        entered: Switches of the regions that it begins in.
-        left: Switches of the regions that it ends in.
-        is_last: Whether it returns the program's outputs.
-    """
+    """One stage's operations in a graph of their own, within the regions that begin before it."""
     graph = fx.Graph()
     new: dict[fx.Node, fx.Node] = {}
     received = [graph.placeholder(node.name) for node in reads.received]
@@ -330,6 +324,7 @@ def _info(
         sent=tuple(map(passed, reads.sent)),
         parameters=tuple(sorted(names & parameters.keys())),
         buffers=tuple(sorted(names & buffers.keys())),
+        written=tuple(sorted(reads.written & buffers.keys())),
         recomputed=tuple(map(tensor_name, reads.recomputed)),
         num_operations=sum(not is_switch(node) for node in reads.operations),
         separable=_is_separable(program, reads, gradients, is_last=index == num_stages - 1),

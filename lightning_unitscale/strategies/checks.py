@@ -48,7 +48,7 @@ def refuse_unsupported(
     trains = trainer.state.fn == TrainerFn.FITTING
     steps = steps_of(module)
     if steps is not None and trains:
-        refuse_steps(steps, capture, schedule)
+        _refuse_steps(steps, capture, schedule)
     if isinstance(precision, MixedPrecision) and precision.scaler:
         raise MisconfigurationException(
             "PipelineStrategy: precision='16-mixed' scales the loss outside of the step, where "
@@ -67,17 +67,8 @@ def refuse_unsupported(
         )
 
 
-def refuse_steps(steps: ModuleSteps, capture: str, schedule: Schedule) -> None:
-    """Refuse steps that the strategy cannot run as a pipeline, before anything has run.
-
-    Args:
-        steps: The steps of the module, with what callbacks have asked of them.
-        capture: The strategy's argument.
-        schedule: The strategy's schedule.
-
-    Raises:
-        MisconfigurationException: With the reason.
-    """
+def _refuse_steps(steps: ModuleSteps, capture: str, schedule: Schedule) -> None:
+    """Refuse what callbacks have asked of the steps, before anything has run."""
     if capture == "forward":
         raise MisconfigurationException(
             f"PipelineStrategy(capture='forward') with {_names(steps)}: they rewrite and observe "

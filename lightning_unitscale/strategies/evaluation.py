@@ -21,19 +21,15 @@ from typing_extensions import override
 
 from lightning_unitscale.capture.compiled_graph import CompiledGraph
 from lightning_unitscale.capture.graph_call import GraphCall
-from lightning_unitscale.capture.steps import ModuleSteps, steps_of
+from lightning_unitscale.capture.steps import steps_of
 from lightning_unitscale.pipeline.capture import static_shapes
 from lightning_unitscale.pipeline.program import split_evenly
 from lightning_unitscale.strategies.grid import GridStrategy
 from lightning_unitscale.strategies.ownership import Owners
-from lightning_unitscale.strategies.steps import NotOneGraphError, PipelinedMethod, Pipelining
+from lightning_unitscale.strategies.steps import NotPipelinedError, PipelinedMethod, Pipelining
 
 # Graphs for batches of one size, each of which has to be captured and cut.
 _MAX_ALIKE = 4
-
-
-class NotPipelinedError(RuntimeError):
-    """A step cannot run as a pipeline; nothing of it has run."""
 
 
 class PipelinedEvaluation(PipelinedMethod):
@@ -65,10 +61,7 @@ class PipelinedEvaluation(PipelinedMethod):
         count = self._num_microbatches
         parts = [batch] if count == 1 else split_evenly(batch, count)
         with static_shapes():
-            try:
-                calls = self.graph_calls([((part, *args), kwargs) for part in parts])
-            except NotOneGraphError as error:
-                raise NotPipelinedError(str(error)) from error
+            calls = self.graph_calls([((part, *args), kwargs) for part in parts])
             self._refuse_another_for_every_batch(calls[0])
             try:
                 graph = self.pipelined(calls[0])
@@ -178,19 +171,14 @@ class EvaluatingStrategy(GridStrategy):
         module = self.lightning_module
         assert module is not None
         steps = steps_of(module)
-        if steps is not None and name in steps.steps and self._needs_passes(steps, name):
+        # Within a training lossless passes make nothing else of an evaluation, and nothing of it is
+        # observed: its stages are cut from the user's own step. On its own it measures units.
+        changes = steps is not None and (not self._is_training or steps.changes_numbers(name))
+        if steps is not None and name in steps.steps and changes:
             return False
         # Before the first step of a training all weights are everywhere, and that step is to
         # be the one by whose costs the stages are balanced.
         return not self._is_training or self._pipelining.ownership.is_settled
-
-    def _needs_passes(self, steps: ModuleSteps, name: str) -> bool:
-        """Whether an evaluation has to run with the passes of callbacks.
-
-        Within a training lossless passes make nothing else of it, and nothing of an evaluation is
-        observed: its stages are cut from the user's own step. On its own it measures units.
-        """
-        return not self._is_training or steps.changes_numbers(name)
 
     def _evaluate(
         self,

@@ -24,7 +24,7 @@ from lightning_unitscale.pipeline.capture import static_shapes
 from lightning_unitscale.pipeline.engine import PipelineRunner
 from lightning_unitscale.pipeline.program import split_evenly
 from lightning_unitscale.strategies.checks import check_equal
-from lightning_unitscale.strategies.metrics import LoggedMetric, MetricChange, SharedMetrics
+from lightning_unitscale.strategies.metrics import LoggedMetric, MetricState, SharedMetrics
 from lightning_unitscale.strategies.steps import (
     Arguments,
     PipelinedGraph,
@@ -117,7 +117,7 @@ class PipelinedForward(PipelinedMethod):
                 if failed:
                     raise failed[0] from None
                 raise
-        changes: dict[str, MetricChange] = {}
+        changes: dict[str, MetricState] = {}
         if graph.runner.is_last:
             self._refuse_gradients_of_others()
             changes = self._metrics.changes(counted)
@@ -258,7 +258,7 @@ class PipelinedForward(PipelinedMethod):
         self,
         runner: PipelineRunner,
         results: dict[int, tuple[Any, list[Logged]]],
-        changes: dict[str, MetricChange],
+        changes: dict[str, MetricState],
     ) -> Any:
         """The result for the batch, on all ranks; all log the same, and their metrics agree."""
         payload: list[Any] = [None]

@@ -28,7 +28,7 @@ from lightning_unitscale.strategies.checks import check_equal, not_one_graph, re
 from lightning_unitscale.strategies.evaluation import EvaluatingStrategy
 from lightning_unitscale.strategies.forward import PipelinedForward
 from lightning_unitscale.strategies.ownership import Owners
-from lightning_unitscale.strategies.steps import NotOneGraphError, PipelinedStep, Pipelining
+from lightning_unitscale.strategies.steps import NotPipelinedError, PipelinedStep, Pipelining
 
 _CAPTURES = ("auto", "step", "forward")
 _EVALUATIONS = ("auto", "pipeline", "whole")
@@ -293,7 +293,7 @@ class PipelineStrategy(EvaluatingStrategy):
             try:
                 with self._plain_parameters():
                     return self._step(*args, **kwargs)
-            except NotOneGraphError as error:
+            except NotPipelinedError as error:
                 if self.capture == "step":
                     raise
                 reason = error

@@ -42,29 +42,13 @@ _NUM_PLANS = 40
 StageRun = Callable[..., Any]
 
 
-def num_in_flight(
-    schedule: Schedule, stage: int, num_stages: int, num_microbatches: int
-) -> int | None:
-    """Microbatches whose saved values a stage holds at once; ``None`` if that is not known.
-
-    Args:
-        schedule: The schedule.
-        stage: The stage's index.
-        num_stages: Stages of the pipeline.
-        num_microbatches: Microbatches of a step.
-    """
-    if schedule.name == "1F1B":
-        return min(num_microbatches, num_stages - stage)
-    return num_microbatches if schedule.name == "GPipe" else None
-
-
 def check_schedule(budget: Budget, schedule: Schedule) -> None:
     """Refuse a budget that cannot be kept under a schedule.
 
     Raises:
         MisconfigurationException: Naming the schedules under which it can.
     """
-    if budget != "min_cut" and num_in_flight(schedule, 0, 1, 1) is None:
+    if budget != "min_cut" and schedule.num_in_flight(0, 1, 1) is None:
         raise MisconfigurationException(
             f"budget={budget!r} with PipelineStrategy({schedule.name!r}): its ranks have several "
             "stages, whose passes alternate, and how many microbatches each of them keeps at the "
@@ -165,9 +149,7 @@ def remat_stages(
     runs, problem = {}, ""
     for index, stage in zip(runner.stage_indices, runner.stages, strict=True):
         info = stage.info
-        in_flight = num_in_flight(
-            runner.schedule, index, runner.pipe.num_stages, runner.num_microbatches
-        )
+        in_flight = runner.schedule.num_in_flight(index, info.num_stages, runner.num_microbatches)
         planner = StagePartitioner(
             partitioner.budget,
             stage=index,

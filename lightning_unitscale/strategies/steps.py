@@ -22,9 +22,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_unitscale.capture import graph_call
 from lightning_unitscale.capture.compiled_graph import CompiledGraph, Interpreter
-from lightning_unitscale.capture.graph_call import GraphCall
+from lightning_unitscale.capture.graph_call import GraphCall, NotOneGraphError
 from lightning_unitscale.capture.steps import ModuleSteps, steps_of
 from lightning_unitscale.pipeline.capture import (
     StepProgram,
@@ -48,8 +47,8 @@ from lightning_unitscale.strategies.remat import StageRun, remat_stages
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-class NotOneGraphError(RuntimeError):
-    """A method of the module does not run as one graph."""
+class NotPipelinedError(RuntimeError):
+    """A method of the module cannot run as a pipeline; nothing of it has run."""
 
 
 class PlainSteps(ModuleSteps):
@@ -194,21 +193,21 @@ class PipelinedMethod:
             arguments: Positional and keyword arguments of each call.
 
         Raises:
-            NotOneGraphError: If a call is not one graph, or the calls are not the same graph.
+            NotPipelinedError: If a call is not one graph, or the calls are not the same graph.
         """
         step = self.steps.steps[self.name]
         calls: list[GraphCall] = []
         for args, kwargs in arguments:
             try:
                 calls.append(step.graph_call(*args, **kwargs))
-            except graph_call.NotOneGraphError as error:
+            except NotOneGraphError as error:
                 raise self._not_one_graph(str(error)) from None
             if calls[-1].graph is not calls[0].graph:
                 raise self._not_one_graph("it is another one for the next microbatch")
         return calls
 
-    def _not_one_graph(self, reasons: str) -> NotOneGraphError:
-        return NotOneGraphError(
+    def _not_one_graph(self, reasons: str) -> NotPipelinedError:
+        return NotPipelinedError(
             f"{type(self.module).__name__}.{self.name} is not one graph for every microbatch "
             f"({reasons}); expected tensor operations without branches on values, counters, "
             "printing or third-party calls between them; keep those out of it."
@@ -311,7 +310,7 @@ class PipelinedStep(PipelinedMethod):
         """Forward and backward of one batch; the result of the step for it.
 
         Raises:
-            NotOneGraphError: If the step is not one graph; nothing has been run then.
+            NotPipelinedError: If the step is not one graph.
             RuntimeError: If it returns no loss.
         """
         step = self.steps.steps[_NAME]
