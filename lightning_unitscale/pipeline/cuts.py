@@ -27,7 +27,6 @@ from lightning_unitscale.pipeline.program import Program
 # A capture records the operator, and a split policy may insert the function or the operator.
 _MARKS = (pipe_split, torch.ops.pippy._pipe_split, torch.ops.pippy._pipe_split.default)
 
-
 # Puts marks into a captured graph.
 SplitPolicy = Callable[[fx.GraphModule], fx.GraphModule]
 # In ``meta`` of a graph module: the position of the loss among what it returns, if one is known.

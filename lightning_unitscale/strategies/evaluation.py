@@ -165,17 +165,19 @@ class EvaluatingStrategy(GridStrategy):
         return contextlib.nullcontext() if self._owners is None else self._owners.freed.plain()
 
     def _is_pipelined(self, name: str) -> bool:
-        is_known = name in self._evaluations
-        if self.evaluation == "whole" or (is_known and self._evaluations[name] is None):
+        if self.evaluation == "whole":
+            return False
+        if name in self._evaluations and self._evaluations[name] is None:
             return False
         module = self.lightning_module
         assert module is not None
         steps = steps_of(module)
-        # Within a training lossless passes make nothing else of an evaluation, and nothing of it is
-        # observed: its stages are cut from the user's own step. On its own it measures units.
-        changes = steps is not None and (not self._is_training or steps.changes_numbers(name))
-        if steps is not None and name in steps.steps and changes:
-            return False
+        if steps is not None and name in steps.steps:
+            # Within a training lossless passes make nothing else of an evaluation, and nothing of
+            # it is observed: its stages are cut from the user's own step. Else it measures units.
+            is_own_step = self._is_training and not steps.changes_numbers(name)
+            if not is_own_step:
+                return False
         # Before the first step of a training all weights are everywhere, and that step is to
         # be the one by whose costs the stages are balanced.
         return not self._is_training or self._pipelining.ownership.is_settled
