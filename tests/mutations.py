@@ -489,13 +489,13 @@ MUTATIONS = (
     Mutation(
         "a stage receives its tensors in another order than they are sent",
         "pipeline/dataflow.py",
-        "            nodes.sort(key=order.__getitem__)",
-        "            nodes.sort(key=order.__getitem__, reverse=nodes is stage_reads.received)",
+        "received=[node for node, first, last in spans if",
+        "received=[node for node, first, last in reversed(spans) if",
         "pipeline/test_pipe.py",
     ),
     Mutation(
         "gradients of a parameter that several ranks have are not added",
-        "pipeline/runner.py",
+        "pipeline/ownership.py",
         "                    total += part\n",
         "                    pass\n",
         "pipeline/test_engine.py",
@@ -510,8 +510,8 @@ MUTATIONS = (
     Mutation(
         "a cut may lie between the first and the last write into a tensor",
         "pipeline/cuts.py",
-        "if start < position <= end:",
-        "if start < position < end:",
+        "changes[end + 1] -= 1",
+        "changes[end] -= 1",
         "pipeline/test_pipe.py",
     ),
     Mutation(

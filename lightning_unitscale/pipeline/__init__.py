@@ -2,14 +2,13 @@
 
 from torch.distributed.pipelining import SplitPoint, pipe_split
 
-from lightning_unitscale.pipeline.api import PipeSequential, pipeline
 from lightning_unitscale.pipeline.balance import balanced_split
-from lightning_unitscale.pipeline.cuts import annotate_split_points
+from lightning_unitscale.pipeline.cuts import PipeSequential, annotate_split_points
 from lightning_unitscale.pipeline.dataflow import MultiUseParameterConfig
+from lightning_unitscale.pipeline.engine import PipelineRunner
 from lightning_unitscale.pipeline.explain import PipelinePlan, explain_pipeline
-from lightning_unitscale.pipeline.pipe import Pipe, PipeInfo
+from lightning_unitscale.pipeline.pipe import Pipe, PipeInfo, pipeline
 from lightning_unitscale.pipeline.program import LossWrapper, TrivialLossWrapper
-from lightning_unitscale.pipeline.runner import PipelineRunner
 from lightning_unitscale.pipeline.schedules import SCHEDULES, Schedule
 from lightning_unitscale.pipeline.stage import StageInfo, StageModule
 

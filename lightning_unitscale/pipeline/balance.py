@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
-import itertools
 import operator
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor, fx, nn
+import numpy as np
+from numpy.typing import NDArray
+from torch import fx, nn
 
 from lightning_unitscale.arguments import check_count
 from lightning_unitscale.dynamo.graphs import is_checkpoint, is_higher_order
 from lightning_unitscale.functional.scale import leaving_transforms
 from lightning_unitscale.graph.nodes import op_name
-from lightning_unitscale.pipeline.cuts import insert_mark, keep_items_with_their_tuples, legal_cuts
-from lightning_unitscale.pipeline.dataflow import Recomputable, find_gradients
-from lightning_unitscale.pipeline.program import TensorInfo
+from lightning_unitscale.pipeline.cuts import (
+    LOSS,
+    insert_mark,
+    keep_items_with_their_tuples,
+    legal_cuts,
+)
+from lightning_unitscale.pipeline.dataflow import crossing_bytes, is_operation
+from lightning_unitscale.pipeline.program import named_tensors
 from lightning_unitscale.pipeline.search import Allowed, CutCandidate, choose_cuts, thinned
 from lightning_unitscale.profiler import GraphProfile, MetaInfoProp, NodeCosts
 from lightning_unitscale.profiler.costs import CostModel, default_cost_model
-
-# In ``meta`` of a graph module: the position of the loss among what it returns, if one is known.
-LOSS = "loss"
 
 # At most this many cuts are compared: the search holds a number for each two of them.
 _MOST_CUTS = 1000
@@ -59,12 +62,18 @@ def balanced_split(
 
 @dataclass(frozen=True)
 class BalancedSplit:
-    """The policy of :func:`balanced_split`: call it with a captured graph."""
+    """The policy of :func:`balanced_split`: call it with a captured graph.
+
+    Attributes:
+        stages_of: By the ``id`` of a tensor the stages that have it, in one of which whatever reads
+            it stays; others may be anywhere.
+    """
 
     num_stages: int
     bytes_per_second: float | None = None
     rank_of: Callable[[int], int] | None = None
     num_microbatches: int | None = None
+    stages_of: Mapping[int, frozenset[int]] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         check_count("num_stages", self.num_stages)
@@ -80,41 +89,67 @@ class BalancedSplit:
 
         Raises:
             ValueError: If the graph can be cut at too few positions.
+            RuntimeError: If no cuts leave tensors in their stages.
         """
         graph = graph_module.graph
         keep_items_with_their_tuples(graph)
         cuts, total = possible_cuts(graph_module)
-        if len(cuts) < self.num_stages - 1:
-            raise ValueError(
-                f"num_stages={self.num_stages}: the captured graph can be cut at {len(cuts)} "
-                f"places; expected at most {len(cuts) + 1} stages."
+        # Of tensors that stay where they are, a cut that sends more may be the only one.
+        fewer = cuts if self.stages_of else thinned(cuts, total, _MOST_CUTS)
+        cuts = fewer if len(fewer) >= self.num_stages - 1 else cuts
+        try:
+            if len(cuts) < self.num_stages - 1:
+                raise ValueError(
+                    f"num_stages={self.num_stages}: the captured graph can be cut at {len(cuts)} "
+                    f"places; expected at most {len(cuts) + 1} stages."
+                )
+            chosen = choose_cuts(
+                cuts,
+                total,
+                self.num_stages,
+                self.bytes_per_second or sending_rate(device_type_of(graph_module)),
+                self.num_microbatches or 2 * self.num_stages,
+                rank_of=self.rank_of,
+                allowed=self._allowed(graph_module, cuts) if self.stages_of else None,
             )
-        cuts = self._candidates(cuts, total)
-        chosen = choose_cuts(
-            cuts,
-            total,
-            self.num_stages,
-            self.bytes_per_second or sending_rate(device_type_of(graph_module)),
-            self.num_microbatches or 2 * self.num_stages,
-            rank_of=self.rank_of,
-            allowed=self._allowed(graph_module, cuts),
-        )
+        except ValueError as error:
+            if not self.stages_of:
+                raise
+            raise RuntimeError(
+                "the step was recaptured (another batch size, or Python state that it reads has "
+                "changed), and its graph uses the parameters in another order, so that no cuts "
+                "leave them on the ranks that own them; expected the same parameters in the same "
+                "stages of every graph; mark the cuts with pipe_split() or "
+                "split={path: SplitPoint.BEGINNING}."
+            ) from error
         nodes = {node.name: node for node in graph.nodes}
         for index in chosen:
             insert_mark(graph, nodes[cuts[index].before])
         graph_module.recompile()
         return graph_module
 
-    def _candidates(self, cuts: list[CutCandidate], total: float) -> list[CutCandidate]:
-        """The cuts among which is chosen."""
-        fewer = thinned(cuts, total, _MOST_CUTS)
-        return fewer if len(fewer) >= self.num_stages - 1 else cuts
+    def _allowed(self, graph_module: fx.GraphModule, cuts: Sequence[CutCandidate]) -> Allowed:
+        """A stage may reach over operations that read nothing of other stages.
 
-    def _allowed(
-        self, graph_module: fx.GraphModule, cuts: Sequence[CutCandidate]
-    ) -> Allowed | None:
-        """For a stage, from which end to which it may reach; by default anywhere."""
-        return None
+        For each stage and each end of a stage it is counted how many operations before that end may
+        not be in the stage.
+        """
+        tensors = named_tensors(graph_module, remove_duplicate=False)
+        ends = {cut.before for cut in cuts}
+        counts = np.zeros((self.num_stages, len(cuts) + 2), dtype=int)
+        end = 1
+        for node in filter(is_operation, graph_module.graph.nodes):
+            end += node.name in ends
+            for read in node.all_input_nodes:
+                tensor = tensors.get(str(read.target)) if read.op == "get_attr" else None
+                stages = self.stages_of.get(id(tensor), range(self.num_stages))
+                counts[[stage not in stages for stage in range(self.num_stages)], end] += 1
+        before = counts.cumsum(axis=1)
+
+        def allowed(stage: int) -> NDArray[np.bool_]:
+            return before[stage][:, None] == before[stage][None, :]
+
+        return allowed
 
 
 def note_costs(graph_module: fx.GraphModule) -> GraphProfile:
@@ -150,7 +185,9 @@ def possible_cuts(graph_module: fx.GraphModule) -> tuple[list[CutCandidate], flo
     profile = note_costs(graph_module)
     model = default_cost_model(device_type_of(graph_module))
     seconds = {node.name: sum(seconds_of(node, model)) for node in profile.nodes}
-    crossing = _crossing_bytes(graph_module)
+    loss = graph_module.meta.get(LOSS)
+    returned: Any = graph.output_node().args[0]
+    crossing = crossing_bytes(graph_module, None if loss is None else returned[loss])
     legal = set(legal_cuts(graph))
     cuts, passed = [], 0.0
     for node in graph.nodes:
@@ -182,26 +219,3 @@ def seconds_of(costs: NodeCosts, model: CostModel) -> tuple[float, float]:
         for flops, moved in both
     )
     return forward, backward
-
-
-def _crossing_bytes(graph_module: fx.GraphModule) -> dict[fx.Node, int]:
-    """Bytes that a cut in front of each node would hand on, and back as gradients."""
-    graph, loss = graph_module.graph, graph_module.meta.get(LOSS)
-    returned: Any = graph.output_node().args[0]
-    gradients = find_gradients(graph_module, None if loss is None else returned[loss])
-    order = {node: position for position, node in enumerate(graph.nodes)}
-    recomputable = Recomputable(graph_module)
-    changes = [0] * (len(order) + 1)
-    for node, position in order.items():
-        example = node.meta.get("example_value")
-        if node.op in {"placeholder", "get_attr", "output"} or not isinstance(example, Tensor):
-            continue
-        if not node.users or recomputable(node):
-            continue
-        has_gradient = example.is_floating_point() or example.is_complex()
-        directions = 2 if has_gradient and node in gradients else 1
-        size = directions * TensorInfo.of(example).num_bytes
-        changes[position + 1] += size
-        changes[max(order[user] for user in node.users) + 1] -= size
-    totals = itertools.accumulate(changes)
-    return dict(zip(order, totals, strict=False))

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import operator
 import types
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,25 +24,27 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_unflatten
 
 from lightning_unitscale.capture.captured_step import CapturedStep
-from lightning_unitscale.capture.compiled_graph import CompiledGraph, GraphCall
+from lightning_unitscale.capture.compiled_graph import GraphCall
 from lightning_unitscale.capture.export import export_forward
 from lightning_unitscale.capture.rollback import restoring
-from lightning_unitscale.dynamo.capture import GraphInput, is_compiled
+from lightning_unitscale.dynamo.capture import is_compiled
 from lightning_unitscale.dynamo.graphs import copy_graph_module, fake_mode_of
-from lightning_unitscale.graph.aliasing import make_out_of_place, memory_roots, written_arguments
+from lightning_unitscale.graph.aliasing import memory_roots, written_arguments
 from lightning_unitscale.graph.nodes import MODULE, NAME, example_tensor, tensor_name
+from lightning_unitscale.graph.nodes import call as call_of
 from lightning_unitscale.graph.passes import StepGraph
 from lightning_unitscale.patching import shadowed
+from lightning_unitscale.pipeline.dataflow import is_operation
 from lightning_unitscale.pipeline.program import (
     LossSpec,
     LossWrapper,
     Program,
     ProgramInput,
-    add_attribute,
     loss_index,
     named_tensors,
 )
 
+_EXAMPLE = "example_value"
 # Types that a captured graph can return.
 _RETURNABLE = (Tensor, int, float, bool, str, type(None), tuple, list)
 
@@ -221,49 +225,91 @@ def static_shapes() -> contextlib.AbstractContextManager[Any]:
     return context
 
 
-def program_of_step(
-    base: fx.GraphModule,
-    inputs: Sequence[GraphInput],
-    module: nn.Module,
-    values: Sequence[Any],
-    loss: int | None,
-) -> tuple[Program, list[int]]:
-    """The program of a captured graph, and which of the graph's inputs are its own.
+@dataclass(frozen=True)
+class StepProgram:
+    """The program of a captured step.
+
+    Attributes:
+        program: The program, with the passes of the step over its graph.
+        step_graph: What the passes have made of the captured graph.
+        positions: Which of that graph's inputs are the program's.
+    """
+
+    program: Program
+    step_graph: StepGraph
+    positions: list[int]
+
+    def inputs(self, call: GraphCall) -> list[Any]:
+        """The program's inputs in a call: the user's, and those of the passes."""
+        values = [*call.inputs, *(supply() for _, supply in self.step_graph.states)]
+        return [values[position] for position in self.positions]
+
+
+def program_of_step(call: GraphCall, module: nn.Module, loss: int | None) -> StepProgram:
+    """The program of a step's graph.
 
     Args:
-        base: The graph; left as it is.
-        inputs: What its placeholders are.
+        call: A call of the graph.
         module: The module of the step.
-        values: The graph's inputs in one call.
         loss: Position of the loss among the graph's outputs.
+
+    Raises:
+        RuntimeError: If a pass brings something out of the graph: of a cut one it could not.
     """
-    graph_module = copy_graph_module(base)
-    root = nn.Module()
-    for name, child in graph_module.named_children():
-        root.add_module(name, child)
-    tensors = named_tensors(module, remove_duplicate=False)
-    own: list[int] = []
-    described: list[ProgramInput] = []
+    step_graph = call.graph.rewritten()
+    if step_graph.results or step_graph.wrappers:
+        raise RuntimeError(
+            f"{step_graph.step}: a pass takes results out of the whole graph, and a pipeline "
+            "has none; expected UnitScaleCallback, ScaleMonitor and RematCallback alone; take "
+            "other transforms off the module."
+        )
+    fill_examples(step_graph.graph)
+    graph_module = copy_graph_module(step_graph.graph_module)
     graph = graph_module.graph
+    read = {str(node.target) for node in graph.find_nodes(op="get_attr")}
+    attributes = {name: operator.attrgetter(name)(graph_module) for name in read}
+    tensors = named_tensors(module, remove_duplicate=False)
+    positions: list[int] = []
+    described: list[ProgramInput] = []
     placeholders = list(graph.find_nodes(op="placeholder"))
-    for position, (node, graph_input) in enumerate(zip(placeholders, inputs, strict=True)):
-        if graph_input.fqn is None:
-            own.append(position)
-            described.append(ProgramInput.of(graph_input.source, values[position]))
+    examples = step_graph.example_inputs(call.inputs)
+    for position, (node, example) in enumerate(zip(placeholders, examples, strict=True)):
+        # Behind the user's inputs are those of the passes.
+        known = position < len(call.graph.inputs)
+        fqn = call.graph.inputs[position].fqn if known else None
+        if fqn is None:
+            name = call.graph.inputs[position].source if known else node.name
+            positions.append(position)
+            described.append(ProgramInput.of(name, example))
             continue
-        add_attribute(root, graph_input.fqn, tensors[graph_input.fqn])
+        attributes[fqn] = tensors[fqn]
         with graph.inserting_after(placeholders[-1]):
-            attribute = graph.create_node("get_attr", graph_input.fqn)
-        attribute.meta.update(node.meta)
-        attribute.meta[NAME] = graph_input.fqn
+            attribute = graph.create_node("get_attr", fqn)
+        attribute.meta.update({**node.meta, NAME: fqn})
         node.replace_all_uses_with(attribute)
         graph.erase_node(node)
-    make_out_of_place(graph)
-    program_graph = fx.GraphModule(root, graph)
-    returned: Any = graph.output_node().args[0]
-    in_spec = tree_flatten(((None,) * len(described), {}))[1]
-    out_spec = tree_flatten([0] * len(returned))[1]
-    return Program(program_graph, tuple(described), in_spec, out_spec, loss), own
+    outputs: Any = graph.output_node().args[0]
+    program = Program(
+        fx.GraphModule(attributes, graph),
+        tuple(described),
+        in_spec=tree_flatten(((None,) * len(described), {}))[1],
+        out_spec=tree_flatten([0] * len(outputs))[1],
+        loss=loss,
+    )
+    return StepProgram(program, step_graph, positions)
+
+
+def fill_examples(graph: fx.Graph) -> None:
+    """Give an example to every operation that a pass has inserted without one, by fake tensors."""
+    for node in graph.nodes:
+        # Whatever was captured has a name.
+        if not is_operation(node) or {NAME, _EXAMPLE} & node.meta.keys():
+            continue
+        read = node.all_input_nodes
+        if read and all(_EXAMPLE in operand.meta for operand in read):
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda read: read.meta[_EXAMPLE])
+            with fake_mode_of(graph), torch.enable_grad():
+                node.meta[_EXAMPLE] = call_of(node.target, args, kwargs)
 
 
 def example_outputs(base: fx.GraphModule) -> list[Any]:
@@ -302,59 +348,3 @@ def loss_position(
         result = step.rehearse(lambda graph, inputs: outputs, *args, **kwargs)
     loss = result["loss"] if isinstance(result, dict) else result
     return next((index for index, output in enumerate(outputs) if output is loss), None)
-
-
-_EXAMPLE = "example_value"
-
-
-class RewrittenGraph:
-    """A captured graph after the passes of its step.
-
-    Args:
-        graph: The captured graph.
-
-    Attributes:
-        graph: What the passes have made of it; every node has its example.
-        inputs: What its placeholders are.
-
-    Raises:
-        RuntimeError: If a pass brings something out of the graph: of a cut one it could not.
-    """
-
-    def __init__(self, graph: CompiledGraph) -> None:
-        self.graph: StepGraph = graph.rewritten()
-        if self.graph.results or self.graph.wrappers:
-            raise RuntimeError(
-                f"{self.graph.step}: a pass takes results out of the whole graph, and a pipeline "
-                "has none; expected UnitScaleCallback, ScaleMonitor and RematCallback alone; take "
-                "other transforms off the module."
-            )
-        own = [GraphInput(node.name, "input", None, node.name) for node, _ in self.graph.states]
-        self.inputs: tuple[GraphInput, ...] = (*graph.inputs, *own)
-        fill_examples(self.graph.graph)
-
-    def examples(self, inputs: Sequence[Any]) -> list[Any]:
-        """As :meth:`values`, with examples of the passes' own inputs."""
-        return [*inputs, *(node.meta[_EXAMPLE] for node, _ in self.graph.states)]
-
-    def values(self, inputs: Sequence[Any]) -> list[Any]:
-        """The user's inputs of one call, followed by the passes' own."""
-        return [*inputs, *(supply() for _, supply in self.graph.states)]
-
-
-def fill_examples(graph: fx.Graph) -> None:
-    """Give an example to every operation that a pass has inserted without one, by fake tensors."""
-    for node in graph.nodes:
-        # Whatever was captured has a name.
-        if node.op not in {"call_function", "call_method"} or {NAME, _EXAMPLE} & node.meta.keys():
-            continue
-        read = node.all_input_nodes
-        if not read or any(_EXAMPLE not in operand.meta for operand in read):
-            continue
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda operand: operand.meta[_EXAMPLE])
-        with fake_mode_of(graph), torch.enable_grad():
-            node.meta[_EXAMPLE] = (
-                node.target(*args, **kwargs)
-                if callable(node.target)
-                else getattr(args[0], node.target)(*args[1:], **kwargs)
-            )

@@ -8,20 +8,29 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import itertools
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.distributed.pipelining import SplitPoint, pipe_split
 from torch.utils.hooks import RemovableHandle
+from typing_extensions import override
 
 from lightning_unitscale.graph.aliasing import memory_roots, written_arguments
 from lightning_unitscale.graph.nodes import op_name, tensor_name
+from lightning_unitscale.pipeline.dataflow import is_operation, is_switch
+from lightning_unitscale.pipeline.program import Program
 
 # A capture records the operator, and a split policy may insert the function or the operator.
 _MARKS = (pipe_split, torch.ops.pippy._pipe_split, torch.ops.pippy._pipe_split.default)
+
+# Puts marks into a captured graph.
+SplitPolicy = Callable[[fx.GraphModule], fx.GraphModule]
+# In ``meta`` of a graph module: the position of the loss among what it returns, if one is known.
+LOSS = "loss"
 
 
 def is_mark(node: fx.Node) -> bool:
@@ -103,6 +112,84 @@ def _check(module: nn.Module, spec: Mapping[str, SplitPoint]) -> None:
             )
 
 
+class PipeSequential(nn.Sequential):
+    """``nn.Sequential`` whose every module is a stage of its own."""
+
+    @staticmethod
+    def from_sequential(sequential: nn.Sequential) -> PipeSequential:
+        """The same modules under the same names, with a cut between each two.
+
+        A module that occurs several times is several stages, with the same parameters.
+
+        Raises:
+            TypeError: If it is no ``nn.Sequential``, or one with a ``forward`` of its own.
+        """
+        if not isinstance(sequential, nn.Sequential):
+            raise TypeError(
+                f"sequential={type(sequential).__name__}: expected an nn.Sequential; mark the cuts "
+                "of another module with split_spec."
+            )
+        if type(sequential).forward not in (nn.Sequential.forward, PipeSequential.forward):
+            raise TypeError(
+                f"sequential={type(sequential).__name__}: expected the forward of nn.Sequential, "
+                "and it has its own, which would be lost; mark the cuts with split_spec."
+            )
+        stages = PipeSequential()
+        # named_children() leaves out a module that occurs a second time.
+        for path, module in sequential.named_modules(remove_duplicate=False):
+            if path and "." not in path:
+                stages.add_module(path, module)
+        stages.training = sequential.training
+        return stages
+
+    @override
+    def forward(self, input: Any) -> Any:
+        """Runs the modules in order."""
+        for index, module in enumerate(self):
+            if index:
+                pipe_split()
+            input = module(input)
+        return input
+
+
+def num_marks(program: Program) -> int:
+    """Marks to cut at that a program has."""
+    return sum(map(is_mark, program.graph_module.graph.nodes))
+
+
+def cut_by(program: Program, policy: SplitPolicy | None) -> None:
+    """Put a policy's cuts into the graph of a program without marks.
+
+    Args:
+        program: The graph.
+        policy: Finds the position of the loss among the graph's outputs in ``meta["loss"]`` of the
+            graph module: the backward pass starts there and nowhere else. With ``num_stages=1`` it
+            may leave the graph uncut.
+
+    Raises:
+        ValueError: If the policy cuts nowhere, there is none, or there are marks as well.
+    """
+    if policy is None:
+        raise ValueError(
+            "split_spec=None, split_policy=None: nothing says where to cut, and the model's code "
+            "does not call pipe_split(); expected at least one cut; pass for example "
+            "split_policy=balanced_split(2)."
+        )
+    if num_marks(program):
+        raise ValueError(
+            f"split_policy={policy!r}: the model's code calls pipe_split() as well; expected "
+            "one of them to say where to cut; leave one out."
+        )
+    program.graph_module.meta[LOSS] = program.loss
+    policy(program.graph_module)
+    if getattr(policy, "num_stages", None) != 1 and not num_marks(program):
+        raise ValueError(
+            f"split_policy={policy!r}: it put no cut into the graph; expected a call of "
+            "pipe_split() in front of every stage but the first; insert them with "
+            "graph.call_function(pipe_split), or pass balanced_split(1) for one stage."
+        )
+
+
 def assign_stages(graph_module: fx.GraphModule) -> tuple[dict[fx.Node, int], int]:
     """The stage of each operation, and how many stages there are.
 
@@ -115,15 +202,15 @@ def assign_stages(graph_module: fx.GraphModule) -> tuple[dict[fx.Node, int], int
     _refuse_nested_marks(graph_module)
     graph = graph_module.graph
     keep_items_with_their_tuples(graph)
+    closed = _closed_positions(graph)
     positions = {node: position for position, node in enumerate(graph.nodes)}
-    closed = list(_closed_regions(graph, positions))
-    cuts = sorted(_behind(positions[node], closed) for node in graph.nodes if is_mark(node))
+    marks = (position for node, position in positions.items() if is_mark(node))
+    cuts = sorted(closed.index(False, position) for position in marks)
     stages: dict[fx.Node, int] = {}
     for node, position in positions.items():
-        if node.op in {"placeholder", "get_attr", "output"} or is_mark(node):
-            continue
-        # A cut in front of position p leaves p to the next stage.
-        stages[node] = bisect.bisect_right(cuts, position)
+        if is_operation(node) and not is_mark(node):
+            # A cut in front of position p leaves p to the next stage.
+            stages[node] = bisect.bisect_right(cuts, position)
     used = set(stages.values())
     for index in range(len(cuts) + 1):
         if index not in used:
@@ -137,24 +224,22 @@ def assign_stages(graph_module: fx.GraphModule) -> tuple[dict[fx.Node, int], int
 
 def legal_cuts(graph: fx.Graph) -> list[fx.Node]:
     """Operations in front of which a cut is possible."""
-    positions = {node: position for position, node in enumerate(graph.nodes)}
-    closed = list(_closed_regions(graph, positions))
-    operations = [n for n in graph.nodes if n.op not in {"placeholder", "get_attr", "output"}]
+    first = next(filter(is_operation, graph.nodes), None)
     return [
         node
-        for node in operations[1:]
-        if not is_mark(node)
+        for node, is_closed in zip(graph.nodes, _closed_positions(graph), strict=True)
+        if is_operation(node)
+        and node is not first
+        and not is_closed
+        and not is_mark(node)
         and node.target is not operator.getitem
-        and _behind(positions[node], closed) == positions[node]
     ]
 
 
 def keep_items_with_their_tuples(graph: fx.Graph) -> None:
     """Move the items of a tuple right behind it: only tensors can be handed on."""
     for node in list(graph.nodes):
-        if node.op in {"placeholder", "get_attr", "output"} or is_mark(node):
-            continue
-        if isinstance(node.meta.get("example_value"), Tensor):
+        if not is_operation(node) or isinstance(node.meta.get("example_value"), Tensor):
             continue
         last = node
         for user in list(node.users):
@@ -163,49 +248,38 @@ def keep_items_with_their_tuples(graph: fx.Graph) -> None:
                 last = user
 
 
-def _behind(position: int, closed: list[tuple[int, int]]) -> int:
-    """The first position from here on, in front of which a cut is possible."""
-    moved = True
-    while moved:
-        moved = False
-        for start, end in closed:
-            if start < position <= end:
-                position, moved = end + 1, True
-    return position
+def _closed_positions(graph: fx.Graph) -> list[bool]:
+    """For each position whether a cut in front of it is impossible."""
+    nodes = list(graph.nodes)
+    changes = [0] * (len(nodes) + 1)
+    for start, end in _closed_regions(graph, {node: index for index, node in enumerate(nodes)}):
+        changes[start + 1] += 1
+        changes[end + 1] -= 1
+    return [depth > 0 for depth in itertools.accumulate(changes[:-1])]
 
 
 def _closed_regions(graph: fx.Graph, positions: dict[fx.Node, int]) -> Iterator[tuple[int, int]]:
     """First and last position of the regions that must not be cut."""
     roots = memory_roots(graph)
-    last_write: dict[fx.Node, int] = {}
-    for node in graph.nodes:
-        for target in written_arguments(node):
-            if roots[target].op not in {"placeholder", "get_attr"}:
-                last_write[roots[target]] = positions[node]
-    for root, last in last_write.items():
-        yield positions[root], last
     depth, start = 0, 0
-    for node in graph.nodes:
+    for node, position in positions.items():
+        for target in written_arguments(node):
+            if is_operation(roots[target]):
+                yield positions[roots[target]], position
         name = op_name(node) if node.op == "call_function" else ""
         if "increment_nesting" in name:
-            start = start if depth else positions[node]
+            start = start if depth else position
             depth += 1
         elif "decrement_nesting" in name:
             depth -= 1
             if not depth:
-                yield start, positions[node]
-    for node in graph.nodes:
-        if node.op in {"placeholder", "get_attr", "output"}:
-            continue
-        if not isinstance(node.meta.get("example_value"), Tensor) and node.users:
+                yield start, position
+        is_tensor = isinstance(node.meta.get("example_value"), Tensor)
+        if is_operation(node) and not is_tensor and not is_switch(node):
             # A tuple, or a symbol: its readers are in its stage.
-            readers = [positions[user] for user in node.users if user.op != "output"]
-            if readers and not _is_region_handle(node):
-                yield positions[node], max(readers)
-
-
-def _is_region_handle(node: fx.Node) -> bool:
-    return "autocast" in op_name(node)
+            for user in node.users:
+                if user.op != "output":
+                    yield position, positions[user]
 
 
 def _refuse_nested_marks(graph_module: fx.GraphModule) -> None:

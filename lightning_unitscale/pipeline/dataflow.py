@@ -3,21 +3,27 @@
 A later stage recomputes masks, positions and rotary tables rather than receive them: they depend on
 nothing but the call's arguments and constant buffers, and the operations cost next to nothing and
 give the same bits again.
+
+A stage that begins inside a region of autocast or ``no_grad`` enters it again. Private names of
+torch (checked on 2.13 and 2.11): ``_enter_autocast``, ``_exit_autocast``, ``_set_grad_enabled``.
 """
 
 from __future__ import annotations
 
 import enum
+import itertools
 import operator
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+import torch
 from torch import Tensor, fx
+from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 
 from lightning_unitscale.dynamo.graphs import autocast_dtypes
-from lightning_unitscale.graph.aliasing import memory_roots, written_arguments
+from lightning_unitscale.graph.aliasing import aliased_by_mutation, memory_roots, written_arguments
 from lightning_unitscale.graph.nodes import MODULE, TRANSFORMED, op_name, tensor_name, tensors_in
-from lightning_unitscale.pipeline.modes import Modes, is_switch
+from lightning_unitscale.pipeline.program import TensorInfo
 
 
 class MultiUseParameterConfig(enum.Enum):
@@ -32,7 +38,7 @@ class MultiUseParameterConfig(enum.Enum):
     REPLICATE = "replicate"
 
 
-@dataclass
+@dataclass(frozen=True)
 class StageReads:
     """Inputs and outputs of one stage; nodes of the whole graph, in its order.
 
@@ -41,16 +47,107 @@ class StageReads:
         sent: Values that it hands to the next stage.
         inputs: Arguments of the call.
         attributes: Parameters, buffers, constants and nested graphs.
+        written: Names of the attributes that it writes into.
         recomputed: Cheap operations of earlier stages that it runs again.
         operations: Its own operations.
     """
 
-    received: list[fx.Node] = field(default_factory=list)
-    sent: list[fx.Node] = field(default_factory=list)
-    inputs: list[fx.Node] = field(default_factory=list)
-    attributes: list[fx.Node] = field(default_factory=list)
-    recomputed: list[fx.Node] = field(default_factory=list)
-    operations: list[fx.Node] = field(default_factory=list)
+    received: list[fx.Node]
+    sent: list[fx.Node]
+    inputs: list[fx.Node]
+    attributes: list[fx.Node]
+    written: set[str]
+    recomputed: list[fx.Node]
+    operations: list[fx.Node]
+
+
+def is_operation(node: fx.Node) -> bool:
+    """Whether the node computes something, or marks a cut."""
+    return node.op not in {"placeholder", "get_attr", "output"}
+
+
+def is_switch(node: fx.Node) -> bool:
+    """Whether the node only switches a mode."""
+    return node.target in (_enter_autocast, _exit_autocast, torch._C._set_grad_enabled)
+
+
+def open_switches(graph: fx.Graph) -> dict[fx.Node, tuple[fx.Node, ...]]:
+    """In front of each node the switches of the regions that it is in, outermost first."""
+    opened: dict[fx.Node, tuple[fx.Node, ...]] = {}
+    switches: tuple[fx.Node, ...] = ()
+    for node in graph.nodes:
+        opened[node] = switches
+        if node.target is _exit_autocast:
+            switches = tuple(switch for switch in switches if switch is not node.args[0])
+        elif node.target is torch._C._set_grad_enabled:
+            switches = tuple(switch for switch in switches if switch.target is not node.target)
+        if node.target is _enter_autocast or (is_switch(node) and node.args[0] is False):
+            switches = (*switches, node)
+    return opened
+
+
+def close(graph: fx.Graph, switch: fx.Node) -> None:
+    """Append what ends the region that a switch began."""
+    if switch.target is _enter_autocast:
+        graph.call_function(_exit_autocast, (switch,))
+    else:
+        graph.call_function(torch._C._set_grad_enabled, (True,))
+
+
+def _switch_grad(enabled: bool, callers: bool) -> None:
+    torch.set_grad_enabled(enabled and callers)
+
+
+def respect_callers_grad_mode(graph: fx.Graph) -> None:
+    """Let the end of ``no_grad`` in a graph bring back the mode in which the graph was called."""
+    switches = graph.find_nodes(op="call_function", target=torch._C._set_grad_enabled)
+    if not switches:
+        return
+    with graph.inserting_before(next(filter(is_operation, graph.nodes))):
+        callers = graph.call_function(torch.is_grad_enabled)
+    for switch in switches:
+        switch.target, switch.args = _switch_grad, (switch.args[0], callers)
+
+
+class _Dataflow:
+    """What each stage takes, and the values that are handed on: parameters in ``transmitted`` too.
+
+    Attributes:
+        taken: For each stage the arguments, attributes and recomputed operations that it has.
+        spans: First and last stage of each value that is handed on.
+    """
+
+    def __init__(
+        self,
+        graph_module: fx.GraphModule,
+        stages: Mapping[fx.Node, int],
+        num_stages: int,
+        transmitted: Mapping[fx.Node, int],
+    ) -> None:
+        self._home = {**stages, **transmitted}
+        self._recomputable = find_recomputable(graph_module)
+        self.taken: list[set[fx.Node]] = [set() for _ in range(num_stages)]
+        self.spans: dict[fx.Node, tuple[int, int]] = {}
+        for node, stage in transmitted.items():
+            self.taken[stage].add(node)
+        for node, stage in stages.items():
+            self._read_by(node, stage)
+        self._read_by(graph_module.graph.output_node(), num_stages - 1)
+
+    def _read_by(self, reader: fx.Node, stage: int) -> None:
+        if is_switch(reader):
+            return  # every stage that a region reaches into enters it again
+        for node in reader.all_input_nodes:
+            home = self._home.get(node)
+            if home == stage or node in self.taken[stage]:
+                continue
+            if home is None or node in self._recomputable:
+                self.taken[stage].add(node)
+                if home is not None:
+                    self._read_by(node, stage)
+            else:
+                _, last = self.spans.get(node, (home, home))
+                self.spans[node] = home, max(last, stage)
 
 
 def find_reads(
@@ -72,114 +169,80 @@ def find_reads(
         RuntimeError: If a value that is no tensor would have to be handed on.
     """
     graph = graph_module.graph
-    order = {node: position for position, node in enumerate(graph.nodes)}
-    finder = _Finder(graph_module, stages, num_stages, multi_use)
-    for node in graph.nodes:
-        if node.op == "output":
-            finder.read_by(node, num_stages - 1)
-        elif node in stages:
-            finder.reads[stages[node]].operations.append(node)
-            finder.read_by(node, stages[node])
-    _refuse_shared_writes(graph_module, stages, finder.reads)
-    for value, (first, last) in finder.spans().items():
-        for index in range(first, last):
-            finder.reads[index].sent.append(value)
-            finder.reads[index + 1].received.append(value)
-    for stage_reads in finder.reads:
-        for nodes in (
-            stage_reads.received,
-            stage_reads.sent,
-            stage_reads.inputs,
-            stage_reads.attributes,
-            stage_reads.recomputed,
-        ):
-            nodes.sort(key=order.__getitem__)
-    return finder.reads
-
-
-class _Finder:
-    def __init__(
-        self,
-        graph_module: fx.GraphModule,
-        stages: Mapping[fx.Node, int],
-        num_stages: int,
-        multi_use: Callable[[str], MultiUseParameterConfig],
-    ) -> None:
-        self.reads = [StageReads() for _ in range(num_stages)]
-        self._stages = stages
-        self._recomputable = Recomputable(graph_module)
-        self._crossing: dict[fx.Node, set[int]] = {}
-        parameters = dict(graph_module.named_parameters(remove_duplicate=False))
-        self._home: dict[fx.Node, int] = {}
-        for node in graph_module.graph.find_nodes(op="get_attr"):
-            fqn = str(node.target)
-            users = [stages[user] for user in node.users if user in stages]
-            if fqn in parameters and multi_use(fqn) is MultiUseParameterConfig.TRANSMIT and users:
-                self._home[node] = min(users)
-
-    def read_by(self, reader: fx.Node, stage: int) -> None:
-        """Note what ``reader`` needs in its stage."""
-        if is_switch(reader):
-            return  # every stage that a region reaches into enters it again
-        for node in reader.all_input_nodes:
-            self._need(node, stage)
-
-    def spans(self) -> dict[fx.Node, tuple[int, int]]:
-        """First and last stage of each value that is handed on."""
-        return {node: (self._made_in(node), max(users)) for node, users in self._crossing.items()}
-
-    def _made_in(self, node: fx.Node) -> int:
-        return self._home.get(node, self._stages.get(node, 0))
-
-    def _need(self, node: fx.Node, stage: int) -> None:
-        reads = self.reads[stage]
-        if node.op == "placeholder":
-            _add(reads.inputs, node)
-        elif node.op == "get_attr" and self._home.get(node, stage) == stage:
-            _add(reads.attributes, node)
-        elif self._made_in(node) == stage:
-            return
-        elif node.op != "get_attr" and self._recomputable(node):
-            if node not in reads.recomputed:
-                reads.recomputed.append(node)
-                self.read_by(node, stage)
-        else:
-            if node.op == "get_attr":
-                _add(self.reads[self._home[node]].attributes, node)
-            elif not isinstance(node.meta.get("example_value"), Tensor):
-                raise RuntimeError(
-                    f"{tensor_name(node)} of {node.meta.get(MODULE)!r} is no tensor "
-                    f"({op_name(node)}) and is needed after a cut; expected tensors there; move "
-                    "the cut."
-                )
-            self._crossing.setdefault(node, set()).add(stage)
-
-
-def _add(nodes: list[fx.Node], node: fx.Node) -> None:
-    if node not in nodes:
-        nodes.append(node)
-
-
-def _refuse_shared_writes(
-    graph_module: fx.GraphModule, stages: Mapping[fx.Node, int], reads: list[StageReads]
-) -> None:
-    roots = memory_roots(graph_module.graph)
-    written = {}
-    for node in graph_module.graph.nodes:
-        for target in written_arguments(node):
-            if roots[target].op == "get_attr" and node in stages:
-                written[str(roots[target].target)] = stages[node]
-    for fqn, stage in written.items():
-        users = [
-            i
-            for i, stage_reads in enumerate(reads)
-            if fqn in {str(n.target) for n in stage_reads.attributes}
-        ]
-        if users != [stage]:
-            raise ValueError(
-                f"buffer {fqn}: stage {stage} writes into it and stages {users} use it; expected "
-                "one stage; move the cuts so that its uses lie together."
+    parameters = dict(graph_module.named_parameters(remove_duplicate=False))
+    transmitted = {}
+    for node in graph.find_nodes(op="get_attr"):
+        users = [stages[user] for user in node.users if user in stages]
+        is_parameter = str(node.target) in parameters and users
+        if is_parameter and multi_use(str(node.target)) is MultiUseParameterConfig.TRANSMIT:
+            transmitted[node] = min(users)
+    flow = _Dataflow(graph_module, stages, num_stages, transmitted)
+    for node in flow.spans:
+        if node.op != "get_attr" and not isinstance(node.meta.get("example_value"), Tensor):
+            raise RuntimeError(
+                f"{tensor_name(node)} of {node.meta.get(MODULE)!r} is no tensor "
+                f"({op_name(node)}) and is needed after a cut; expected tensors there; move "
+                "the cut."
             )
+    roots = memory_roots(graph)
+    spans = [(node, *flow.spans[node]) for node in graph.nodes if node in flow.spans]
+    reads = []
+    for index, taken in enumerate(flow.taken):
+        in_order = [node for node in graph.nodes if node in taken]
+        operations = [node for node, stage in stages.items() if stage == index]
+        written = {roots[target] for node in operations for target in written_arguments(node)}
+        reads.append(
+            StageReads(
+                received=[node for node, first, last in spans if first < index <= last],
+                sent=[node for node, first, last in spans if first <= index < last],
+                inputs=[node for node in in_order if node.op == "placeholder"],
+                attributes=[node for node in in_order if node.op == "get_attr"],
+                written={str(root.target) for root in written if root.op == "get_attr"},
+                recomputed=[node for node in in_order if is_operation(node)],
+                operations=operations,
+            )
+        )
+    _refuse_shared_writes(reads)
+    return reads
+
+
+def _refuse_shared_writes(reads: list[StageReads]) -> None:
+    names = [{str(node.target) for node in stage_reads.attributes} for stage_reads in reads]
+    for stage, stage_reads in enumerate(reads):
+        for fqn in stage_reads.written:
+            users = [index for index, of_stage in enumerate(names) if fqn in of_stage]
+            if users != [stage]:
+                raise ValueError(
+                    f"buffer {fqn}: stage {stage} writes into it and stages {users} use it; "
+                    "expected one stage; move the cuts so that its uses lie together."
+                )
+
+
+def crossing_bytes(graph_module: fx.GraphModule, loss: fx.Node | None) -> dict[fx.Node, int]:
+    """Bytes that a cut in front of each operation would hand on, and back as gradients.
+
+    Args:
+        graph_module: The whole graph.
+        loss: What the backward pass starts from, if it is known.
+    """
+    operations = [node for node in graph_module.graph.nodes if is_operation(node)]
+    stages = {node: position for position, node in enumerate(operations)}
+    gradients = find_gradients(graph_module, loss)
+    changes = [0] * (len(operations) + 1)
+    # As if every operation were a stage.
+    for node, (first, last) in _Dataflow(graph_module, stages, len(stages), {}).spans.items():
+        example = node.meta.get("example_value")
+        if isinstance(example, Tensor):
+            directions = 2 if can_have_gradient(example) and node in gradients else 1
+            size = directions * TensorInfo.of(example).num_bytes
+            changes[first + 1] += size
+            changes[last + 1] -= size
+    return dict(zip(operations, itertools.accumulate(changes), strict=False))
+
+
+def can_have_gradient(tensor: Tensor) -> bool:
+    """Whether its type has gradients."""
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def find_gradients(graph_module: fx.GraphModule, loss: fx.Node | None) -> frozenset[fx.Node]:
@@ -187,22 +250,16 @@ def find_gradients(graph_module: fx.GraphModule, loss: fx.Node | None) -> frozen
 
     In doubt a gradient flows.
     """
-    if loss is not None:
-        return _reached(graph_module, [loss])
-    returned = graph_module.graph.output_node().all_input_nodes
-    return _reached(graph_module, [node for node in returned if _differentiable(node)])
-
-
-def _reached(graph_module: fx.GraphModule, targets: list[fx.Node]) -> frozenset[fx.Node]:
     graph = graph_module.graph
-    written: dict[fx.Node, list[fx.Node]] = {}
     roots = memory_roots(graph)
+    writers: dict[fx.Node, list[fx.Node]] = {}
     for node in graph.nodes:
         for target in written_arguments(node):
-            written.setdefault(roots[target], []).append(node)
-    trainable = {name for name, param in graph_module.named_parameters(remove_duplicate=False)
-                 if param.requires_grad}  # fmt: skip
-    reached = set(targets)
+            writers.setdefault(roots[target], []).append(node)
+    parameters = graph_module.named_parameters(remove_duplicate=False)
+    trainable = {name for name, param in parameters if param.requires_grad}
+    returned = filter(_differentiable, graph.output_node().all_input_nodes)
+    reached = set(returned if loss is None else [loss])
     count = -1
     # A second round where a tensor is written into after it was made: the writer comes later.
     while count != len(reached):
@@ -214,10 +271,9 @@ def _reached(graph_module: fx.GraphModule, targets: list[fx.Node]) -> frozenset[
                 if str(node.target) in trainable:
                     reached.add(node)
                 continue
-            writers = written.get(roots[node], []) if node.op != "placeholder" else []
-            if node in reached or writers or _differentiable(node):
-                reached.add(node)
-                reached.update(writers)
+            written_by = writers.get(roots[node], []) if node.op != "placeholder" else []
+            if node in reached or written_by or _differentiable(node):
+                reached.update((node, *written_by))
     return frozenset(reached)
 
 
@@ -246,67 +302,34 @@ _CHEAP = frozenset(
 )  # fmt: skip
 
 
-class Recomputable:
-    """Decides which nodes a later stage recomputes rather than receives.
-
-    Args:
-        graph_module: The whole graph.
-    """
-
-    def __init__(self, graph_module: fx.GraphModule) -> None:
-        graph = graph_module.graph
-        self._buffers = {name for name, _ in graph_module.named_buffers(remove_duplicate=False)}
-        self._autocast = autocast_dtypes(graph)
-        roots = memory_roots(graph)
-        dirty = {roots[target] for node in graph.nodes for target in written_arguments(node)}
-        self._written = {node for node, root in roots.items() if root in dirty}
-        modes = Modes()
-        self._in_region: set[fx.Node] = set()
-        for node in graph.nodes:
-            modes = modes.after(node)
-            if modes.autocasts:
-                self._in_region.add(node)
-        self._chains: dict[fx.Node, frozenset[fx.Node] | None] = {}
-
-    def __call__(self, node: fx.Node) -> bool:
-        """Whether the node is recomputed, with all that it needs."""
-        chain = self._chain(node)
-        return chain is not None and len(chain) <= _LONGEST_CHAIN
-
-    def _chain(self, node: fx.Node) -> frozenset[fx.Node] | None:
-        """The operations that compute it, or ``None`` if one of them must not run again."""
-        if node not in self._chains:
-            self._chains[node] = self._find(node)
-        return self._chains[node]
-
-    def _find(self, node: fx.Node) -> frozenset[fx.Node] | None:
-        if node.op == "placeholder":
-            return frozenset()
-        if node in self._written:
-            return None
-        if node.op == "get_attr":
-            return frozenset() if str(node.target) in self._buffers else None
-        example = node.meta.get("example_value")
-        # At the start of a stage the caller's autocast is on, and none of the graph's regions.
-        if (
-            node in self._autocast
-            or node in self._in_region
-            or node.meta.get(TRANSFORMED)
-            or not _is_plain(node)
+def find_recomputable(graph_module: fx.GraphModule) -> set[fx.Node]:
+    """Operations that a later stage recomputes rather than receives, with all that they need."""
+    graph = graph_module.graph
+    buffers = {name for name, _ in graph_module.named_buffers(remove_duplicate=False)}
+    autocast, switches = autocast_dtypes(graph), open_switches(graph)
+    written = aliased_by_mutation(graph)
+    # The operations that compute a node, if all of them may run again.
+    chains: dict[fx.Node, frozenset[fx.Node]] = {}
+    for node in graph.nodes:
+        if node.op == "placeholder" or (
+            node.op == "get_attr" and str(node.target) in buffers and node not in written
         ):
-            return None
-        if isinstance(example, Tensor) and example.requires_grad:
-            return None
-        chains = [self._chain(operand) for operand in node.all_input_nodes]
-        nodes: set[fx.Node] = {node}
-        for chain in chains:
-            if chain is None or len(chain) > _LONGEST_CHAIN:
-                return None
-            nodes |= chain
-        return frozenset(nodes)
+            chains[node] = frozenset()
+        # At the start of a stage the caller's autocast is on, and none of the graph's regions.
+        in_region = any(switch.target is _enter_autocast for switch in switches[node])
+        if in_region or node in autocast or node in written or not _is_cheap(node):
+            continue
+        operands = [chains.get(operand) for operand in node.all_input_nodes]
+        chain = frozenset({node}).union(*filter(None, operands))
+        if None not in operands and len(chain) <= _LONGEST_CHAIN:
+            chains[node] = chain
+    return set(filter(is_operation, chains))
 
 
-def _is_plain(node: fx.Node) -> bool:
-    if node.op not in {"call_function", "call_method"}:
+def _is_cheap(node: fx.Node) -> bool:
+    if node.op not in {"call_function", "call_method"} or node.meta.get(TRANSFORMED):
+        return False
+    example = node.meta.get("example_value")
+    if isinstance(example, Tensor) and example.requires_grad:
         return False
     return node.target is operator.getitem or op_name(node) in _CHEAP

@@ -1,10 +1,10 @@
-"""Stages driven by the schedules of ``torch.distributed.pipelining``.
+"""Run the stages of a rank by the schedules of ``torch.distributed.pipelining``.
 
 Checked on torch 2.13: ``_PipelineScheduleRuntime`` with its ``pipeline_order_with_comms``,
 ``_add_send_recv``, ``_calculate_single_rank_operations``, ``_Action`` and ``_ComputationType``;
 and ``forward_maybe_with_nosync`` and ``backward_maybe_with_nosync`` of ``PipelineStage``, which
 have no underscore and no documentation. Checked on torch 2.11 as well, whose stages are completed
-by :class:`StageOnTorch211`.
+by ``torch_2_11.py``.
 
 What is worked around here:
 
@@ -22,27 +22,17 @@ What is worked around here:
   whole backward at once, and zero-bubble schedules have the bubble that they are to save.
 - Forward only, multi-stage schedules fail or run empty backward passes. Here they are schedules of
   forward passes alone.
-
-Checked on torch 2.11: ``PipelineStage`` with its ``_prepare_forward_infra``,
-``_create_grad_recv_info``, ``_create_grad_send_info``, ``_get_recv_ops``,
-``_retrieve_recv_activations``, ``_validate_fwd_outputs`` and ``_get_init_p2p_neighbors_ops``.
-
-There everything that is received is made to ask for a gradient, integers too, and one is sent back
-for each; a gradient that is not there is an error; what the last stage returns must look like what
-it hands on, which is nothing; and a rank that has two neighbouring stages greets itself, which gloo
-refuses.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.pipelining import (
-    PipelineStage,
     Schedule1F1B,
     ScheduleDualPipeV,
     ScheduleGPipe,
@@ -59,120 +49,20 @@ from torch.distributed.pipelining.schedules import (
 )
 from typing_extensions import override
 
-from lightning_unitscale.pipeline.schedules import Schedule
-from lightning_unitscale.pipeline.stage import Passed, StageModule, stage_info
+from lightning_unitscale.pipeline.ownership import SharedGradients
+from lightning_unitscale.pipeline.pipe import Pipe
+from lightning_unitscale.pipeline.program import split_batch
+from lightning_unitscale.pipeline.schedules import Schedule, find_schedule
+from lightning_unitscale.pipeline.stage import Passed, StageModule
+from lightning_unitscale.pipeline.torch_2_11 import IS_TORCH_2_11, Stage
 
 
-class StageOnTorch211(PipelineStage):
-    """A stage that was told what it takes and hands on, and which of it asks for a gradient."""
-
-    @override
-    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
-        # A stage without a backward pass makes nothing ask for a gradient.
-        has_backward, self.has_backward = self.has_backward, False
-        try:
-            return super()._prepare_forward_infra(*args, **kwargs)
-        finally:
-            self.has_backward = has_backward
-
-    @override
-    def _retrieve_recv_activations(self, fwd_chunk_id: int) -> tuple[Tensor, ...]:
-        received = super()._retrieve_recv_activations(fwd_chunk_id)
-        wants = self.has_backward and torch.is_grad_enabled()
-        return tuple(
-            tensor.requires_grad_(wants and example.requires_grad)
-            for tensor, example in zip(received, self._taken, strict=True)
-        )
-
-    @override
-    def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
-        """Takes what the stage before, on the same rank, hands on."""
-        handed = prev_stage_outputs
-        handed = (handed,) if isinstance(handed, Tensor) else handed
-        for info, tensor in zip(self.args_recv_info[mb_index], handed, strict=True):
-            info.buffer = tensor.detach()
-
-    @override
-    def _create_grad_recv_info(self, act_send_info: dict[int, Any]) -> tuple[Any, ...]:
-        infos = super()._create_grad_recv_info(act_send_info)
-        examples: Sequence[Tensor] = self.get_outputs_meta()  # type: ignore[attr-defined]
-        for info, example in zip(infos, examples, strict=False):
-            if not example.requires_grad:
-                info.buffer = None
-        return infos
-
-    @override
-    def _get_recv_ops(self, recv_infos: tuple[Any, ...]) -> list[dist.P2POp]:
-        return super()._get_recv_ops(
-            tuple(info for info in recv_infos if getattr(info, "buffer", None) is not None)
-        )
-
-    @override
-    def _create_grad_send_info(self, args_recv_info: tuple[Any, ...]) -> list[int | None]:
-        stages = super()._create_grad_send_info(args_recv_info)
-        return [
-            stage if example.requires_grad else None
-            for stage, example in zip(stages, self._taken, strict=True)
-        ]
-
-    @override
-    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """Operations that send the gradients of what was received; zeros where there is none."""
-        if self.has_backward and not self.is_first:
-            gradients = self.bwd_cache[bwd_chunk_id]
-            self.bwd_cache[bwd_chunk_id] = tuple(self._for_sending(gradients))
-        return super().get_bwd_send_ops(bwd_chunk_id)
-
-    @override
-    def set_local_bwd_input(
-        self, next_stage_bwd_outputs: tuple[Tensor | None, ...], mb_index: int
-    ) -> None:
-        """Takes the gradients that the stage after, on the same rank, hands back."""
-        for info, gradient in zip(
-            self.grad_recv_info[mb_index], next_stage_bwd_outputs, strict=False
-        ):
-            if info.buffer is not None:
-                info.buffer = torch.zeros_like(info.buffer) if gradient is None else gradient
-
-    def _validate_fwd_outputs(self, outputs: tuple[Tensor, ...]) -> None:
-        """Nothing to compare: shapes are those of the captured step."""
-
-    @override
-    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        ops = super()._get_init_p2p_neighbors_ops()
-        return [op for op in ops if op.group_peer != self.group_rank]
-
-    @property
-    def _taken(self) -> Sequence[Tensor]:
-        """Examples of what is received."""
-        examples: Sequence[Tensor] | None = self.inputs_meta  # type: ignore[attr-defined]
-        assert examples is not None
-        return examples
-
-    def _for_sending(self, gradients: Sequence[Tensor | None]) -> Iterator[Tensor | None]:
-        for example, gradient in zip(self._taken, gradients, strict=False):
-            if gradient is None and example.requires_grad:
-                yield torch.zeros(example.shape, dtype=example.dtype, device=self.device)
-            else:
-                yield gradient
-
-
-_IS_2_11 = torch.torch_version.TorchVersion(torch.__version__) < "2.12"
-if TYPE_CHECKING or not _IS_2_11:  # noqa: SIM108
-    _Stage = PipelineStage
-else:
-    _Stage = StageOnTorch211
-
-# A schedule of the engine: ``step(...)`` runs all microbatches of this rank's stages.
-EngineSchedule = Any
-
-
-class EngineStage(_Stage):
+class EngineStage(Stage):
     """A stage of the engine whose shapes are known, so that nothing is run to find them.
 
     Args:
         stage: The stage; on its device.
-        run: Called for each microbatch with what the stage received and with the keyword arguments
+        run: Called for each microbatch with the stage, what it received and the keyword arguments
             of the schedule's step. Returns the stage's outputs, or for the last stage what the
             schedule's loss function takes.
         device: Where it runs.
@@ -193,7 +83,7 @@ class EngineStage(_Stage):
         *,
         has_backward: bool,
     ) -> None:
-        info = stage_info(stage)
+        info = stage.info
         sent = _examples(info.sent, has_backward)
         if info.is_last:
             # Only its number and order matter, and nothing is sent from here.
@@ -207,21 +97,21 @@ class EngineStage(_Stage):
             output_args=sent,
             group=group,
         )
-        self._run = run
-        self._info = info
-        self._separable = info.separable and not _IS_2_11
+        self._stage, self._run = stage, run
+        self._separable = info.separable and not IS_TORCH_2_11
         self.at_once = False
 
     @override
     def forward_maybe_with_nosync(self, *received: Tensor, **inputs: Any) -> Any:
         """Runs the forward pass of one microbatch."""
-        outputs = self._run(*received, **inputs)
-        if self._info.is_last:
+        outputs = self._run(self._stage, *received, **inputs)
+        info = self._stage.info
+        if info.is_last:
             return outputs
         # A gradient of zeros would reach parameters that get none on one device.
         return tuple(
             value if passed.feeds_loss else value.detach()
-            for value, passed in zip(outputs, self._info.sent, strict=True)
+            for value, passed in zip(outputs, info.sent, strict=True)
         )
 
     @override
@@ -248,25 +138,6 @@ class EngineStage(_Stage):
             return gradients, groups
         sent = tuple(None if gradient is None else gradient.contiguous() for gradient in gradients)
         return sent, [] if at_once else groups
-
-
-def make_schedule(
-    schedule: Schedule,
-    stages: Sequence[EngineStage],
-    num_microbatches: int,
-    loss_fn: Callable[[Tensor, Tensor], Tensor],
-) -> EngineSchedule:
-    """The engine's schedule for training; gradients are left as the loss function scales them.
-
-    Args:
-        schedule: The schedule.
-        stages: This rank's stages, in ascending order.
-        num_microbatches: Microbatches of a step.
-        loss_fn: Called with the last stage's result and the target of each microbatch.
-    """
-    engine = _ENGINES[schedule.name]
-    local = stages[0] if schedule.placement == "single" else list(stages)
-    return engine(local, num_microbatches, loss_fn=loss_fn, scale_grads=False)
 
 
 class ForwardOnly(_PipelineScheduleRuntime):
@@ -307,24 +178,16 @@ class _AscendingBFS(ScheduleLoopedBFS):
 
     @override
     def _calculate_single_rank_operations(self, rank: int) -> list[_Action | None]:
-        actions: list[_Action | None] = super()._calculate_single_rank_operations(rank)
-        backward = _ComputationType.FULL_BACKWARD
-        # In the order of the stages, as they are, and of the microbatches in each.
-        slots = [
-            (slot, action)
-            for slot, action in enumerate(actions)
-            if action is not None and action.computation_type is backward
+        last = self._n_microbatches - 1
+        return [
+            action._replace(microbatch_index=last - action.microbatch_index)
+            if action is not None and action.computation_type is _ComputationType.FULL_BACKWARD
+            else action
+            for action in super()._calculate_single_rank_operations(rank)
         ]
-        ascending = sorted(
-            (action for _, action in slots),
-            key=lambda action: (-action.stage_index, action.microbatch_index),
-        )
-        for (slot, _), action in zip(slots, ascending, strict=True):
-            actions[slot] = action
-        return actions
 
 
-_ENGINES: dict[str, Callable[..., EngineSchedule]] = {
+_ENGINES: dict[str, Callable[..., Any]] = {
     "GPipe": ScheduleGPipe,
     "1F1B": Schedule1F1B,
     "Interleaved1F1B": ScheduleInterleaved1F1B,
@@ -343,3 +206,194 @@ def _examples(passed: Sequence[Passed], has_backward: bool) -> tuple[Tensor, ...
         )
         for value in passed
     )
+
+
+# The loss of a microbatch, by its index, from the outputs of the last stage.
+Finish = Callable[[int, tuple[Any, ...]], Tensor]
+# What runs in the place of some stages, by their indices.
+Replaced = Mapping[int, Callable[..., Any]]
+
+
+class PipelineRunner:
+    """This rank's part of a pipeline.
+
+    Every rank makes one for the same pipeline and calls :meth:`step` with the same batch. A step is
+    microbatch accumulation: the gradients are those of the mean of the microbatches' losses, and
+    are added to what is in ``.grad``.
+
+    Args:
+        pipe: The pipeline; with a loss, if it is to be trained.
+        schedule: Name of the schedule: one of ``GPipe``, ``1F1B``, ``Interleaved1F1B``,
+            ``LoopedBFS``, ``InterleavedZeroBubble``, ``ZBVZeroBubble``, ``DualPipeV``.
+        num_microbatches: Microbatches of a step.
+        device: Where this rank's stages run.
+        group: Process group with one rank for each device of the pipeline; all by default.
+
+    Attributes:
+        stage_indices: This rank's stages, in ascending order.
+        stages: Their modules.
+        num_accumulated: Batches whose gradients are added up: each has so much less of a share.
+        last_rank: The rank of the last stage, and so of every result.
+        is_last: Whether that is this rank.
+
+    Raises:
+        ValueError: If the schedule cannot run the pipeline's stages on the group's ranks.
+        RuntimeError: If there is no process group.
+    """
+
+    def __init__(
+        self,
+        pipe: Pipe,
+        schedule: str = "1F1B",
+        *,
+        num_microbatches: int,
+        device: torch.device | str = "cpu",
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        if not dist.is_initialized():
+            raise RuntimeError(
+                "PipelineRunner: there is no process group; expected one rank per device; call "
+                "torch.distributed.init_process_group first, or Pipe(...) for one process."
+            )
+        self.pipe = pipe
+        self.schedule = find_schedule(schedule)
+        self.num_microbatches = num_microbatches
+        self.num_accumulated = 1
+        self.device = torch.device(device)
+        self.group = group
+        rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
+        self.schedule.check(pipe.num_stages, num_ranks, num_microbatches)
+        self.stage_indices = self.schedule.stages_of(rank, num_ranks, pipe.num_stages)
+        self.stages = tuple(
+            pipe.get_stage_module(index).on_device(self.device) for index in self.stage_indices
+        )
+        self.last_rank = self.schedule.rank_of(pipe.num_stages - 1, num_ranks)
+        self.is_last = self.last_rank == rank
+        owners = {
+            name: tuple(sorted({self.schedule.rank_of(stage, num_ranks) for stage in stages}))
+            for name, stages in pipe.shared_parameters().items()
+        }
+        self.shared = SharedGradients(self.named_parameters(), owners, group)
+        # The microbatches of the step that is running, and the results of the last stage.
+        self._microbatches: list[list[Any]] = []
+        self._outputs: dict[int, tuple[Any, ...]] = {}
+        self._finish: Finish | None = None
+        self._replaced: Replaced = {}
+        self._training: Any = None
+        self._trained: list[EngineStage] = []
+        self._forward: dict[int, Any] = {}
+
+    def step(self, *args: Any, **kwargs: Any) -> list[Any] | None:
+        """Forward and backward of one batch.
+
+        Args:
+            *args: The module's arguments for the whole batch.
+            **kwargs: Its keyword arguments.
+
+        Returns:
+            On the rank of the last stage the module's results, one for each microbatch; ``None`` on
+            the others.
+
+        Raises:
+            ValueError: If the batch is not ``num_microbatches`` times what was captured, or the
+                pipeline has no loss.
+        """
+        return self.step_flat(split_batch(self.pipe.program, args, kwargs, self.num_microbatches))
+
+    def eval(self, *args: Any, **kwargs: Any) -> list[Any] | None:
+        """Forward of one batch, without gradients; arguments and result as in :meth:`step`."""
+        return self.eval_flat(split_batch(self.pipe.program, args, kwargs, self.num_microbatches))
+
+    def step_flat(
+        self,
+        microbatches: list[list[Any]],
+        finish: Finish | None = None,
+        replaced: Replaced | None = None,
+    ) -> list[Any] | None:
+        """:meth:`step` for the flat inputs of each microbatch.
+
+        Args:
+            microbatches: The inputs.
+            finish: Makes the loss where the graph has none; given to all steps or to none.
+            replaced: What runs in the place of some of this rank's stages, with their arguments and
+                results; its backward passes are not taken apart.
+        """
+        if self.pipe.program.loss is None and finish is None:
+            raise ValueError(
+                "PipelineRunner.step: the pipeline has no loss to differentiate; expected a module "
+                "that returns one; wrap it in TrivialLossWrapper, or name the output with "
+                "loss_spec."
+            )
+        if self._training is None:
+            self._trained = self._engine_stages(True)
+            is_single = self.schedule.placement == "single"
+            self._training = _ENGINES[self.schedule.name](
+                self._trained[0] if is_single else self._trained,
+                self.num_microbatches,
+                loss_fn=self._mean_part,
+                scale_grads=False,
+            )
+        self._finish, self._replaced = finish, replaced or {}
+        for index, stage in zip(self.stage_indices, self._trained, strict=True):
+            # A loss outside of the graph may use the stage's parameters as well.
+            stage.at_once = index in self._replaced or self.pipe.program.loss is None
+        self.shared.put_aside()
+        with torch.enable_grad():
+            result = self._run(self._training, microbatches)
+        self.shared.combine()
+        return result
+
+    def eval_flat(self, microbatches: list[list[Any]]) -> list[Any] | None:
+        """:meth:`eval` for the flat inputs of each microbatch, of which there may be any number."""
+        count = len(microbatches)
+        if count not in self._forward:
+            self._forward[count] = ForwardOnly(self.schedule, self._engine_stages(False), count)
+        with torch.no_grad():
+            return self._run(self._forward[count], microbatches)
+
+    def named_parameters(self) -> Mapping[str, nn.Parameter]:
+        """Parameters of this rank's stages, by name."""
+        return {name: param for stage in self.stages for name, param in stage.named_parameters()}
+
+    def _run(self, schedule: Any, microbatches: list[list[Any]]) -> list[Any] | None:
+        count = len(microbatches)
+        self._microbatches, self._outputs = microbatches, {}
+        # All that the engine hands to a stage is which microbatch it is.
+        indices = torch.arange(count)
+        try:
+            schedule.step(microbatch=indices, target=indices, return_outputs=False)
+            outputs = [self._outputs[index] for index in range(count) if self.is_last]
+        finally:
+            self._microbatches, self._outputs = [], {}
+            self._finish, self._replaced = None, {}
+        if not self.is_last:
+            return None
+        return [self.pipe.program.unflatten(list(values)) for values in outputs]
+
+    def _engine_stages(self, has_backward: bool) -> list[EngineStage]:
+        return [
+            EngineStage(stage, self._run_stage, self.device, self.group, has_backward=has_backward)
+            for stage in self.stages
+        ]
+
+    def _run_stage(self, stage: StageModule, *received: Tensor, microbatch: Tensor) -> Any:
+        """The outputs of a stage for one microbatch; of the last one the loss, if it is known."""
+        info, index = stage.info, int(microbatch)
+        inputs = self._microbatches[index]
+        run = self._replaced.get(info.index, stage)
+        outputs = run(*received, *(inputs[position] for position in info.inputs))
+        if not info.is_last:
+            return outputs
+        self._outputs[index] = tuple(
+            value.detach() if isinstance(value, Tensor) else value for value in outputs
+        )
+        if self._finish is not None:
+            return self._finish(index, outputs)
+        loss = self.pipe.program.loss
+        if loss is not None:
+            return outputs[loss]
+        return next(value for value in outputs if isinstance(value, Tensor))
+
+    def _mean_part(self, loss: Tensor, microbatch: Tensor) -> Tensor:
+        # Dividing here rather than the gradients afterwards leaves alone what was accumulated.
+        return loss / (self.num_microbatches * self.num_accumulated)

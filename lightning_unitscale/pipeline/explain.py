@@ -13,9 +13,7 @@ from torch import nn
 from lightning_unitscale.capture.compiled_graph import NotOneGraphError
 from lightning_unitscale.capture.steps import ModuleSteps
 from lightning_unitscale.graph.nodes import ELSEWHERE, MODULE
-from lightning_unitscale.pipeline.api import build_pipe, cut_by, has_marks, pipeline
 from lightning_unitscale.pipeline.balance import (
-    LOSS,
     balanced_split,
     device_type_of,
     note_costs,
@@ -23,10 +21,11 @@ from lightning_unitscale.pipeline.balance import (
     sending_rate,
 )
 from lightning_unitscale.pipeline.capture import loss_position, program_of_step, static_shapes
-from lightning_unitscale.pipeline.pipe import Pipe
+from lightning_unitscale.pipeline.cuts import LOSS, cut_by, num_marks
+from lightning_unitscale.pipeline.pipe import Pipe, build_pipe, pipeline
 from lightning_unitscale.pipeline.program import split_evenly
-from lightning_unitscale.pipeline.schedules import PipelineTimeline, simulate_1f1b
-from lightning_unitscale.pipeline.stage import StageModule, stage_info
+from lightning_unitscale.pipeline.schedules import SCHEDULES, PipelineTimeline, simulate_1f1b
+from lightning_unitscale.pipeline.stage import StageModule
 from lightning_unitscale.profiler.api import COSTS
 from lightning_unitscale.profiler.costs import CostModel, default_cost_model
 from lightning_unitscale.profiler.report import format_bytes
@@ -156,11 +155,7 @@ def plan_of(pipe: Pipe, module: nn.Module, num_microbatches: int | None) -> Pipe
         ValueError: If there are fewer microbatches than stages.
     """
     count = 2 * pipe.num_stages if num_microbatches is None else num_microbatches
-    if count < pipe.num_stages:
-        raise ValueError(
-            f"num_microbatches={num_microbatches}: 1F1B keeps {pipe.num_stages} stages busy with "
-            f"a microbatch each; expected at least {pipe.num_stages}."
-        )
+    SCHEDULES["1F1B"].check(pipe.num_stages, pipe.num_stages, count)
     device = device_type_of(module)
     model = default_cost_model(device)
     stages = tuple(_costs(stage, model, count) for stage in pipe.stages)
@@ -205,10 +200,12 @@ def _with_sending(seconds: Sequence[float], behind: Sequence[int], rate: float) 
 
 
 def _costs(stage: StageModule, model: CostModel, num_microbatches: int) -> StageCosts:
-    info = stage_info(stage)
+    info = stage.info
     nodes = [node.meta[COSTS] for node in stage.graph.nodes if COSTS in node.meta]
     directions = [seconds_of(node_costs, model) for node_costs in nodes]
     saved = sum(node_costs.saved_bytes for node_costs in nodes)
+    in_flight = SCHEDULES["1F1B"].num_in_flight(info.index, info.num_stages, num_microbatches)
+    assert in_flight is not None
     modules = [
         node.meta.get(MODULE, "")
         for node in stage.graph.nodes
@@ -220,7 +217,7 @@ def _costs(stage: StageModule, model: CostModel, num_microbatches: int) -> Stage
         backward_seconds=sum(backward for _, backward in directions),
         parameter_bytes=sum(param.nbytes for param in stage.parameters()),
         saved_bytes=saved,
-        peak_saved_bytes=saved * min(num_microbatches, info.num_stages - info.index),
+        peak_saved_bytes=saved * in_flight,
         sent_bytes=info.sent_bytes,
         returned_bytes=sum(passed.tensor.num_bytes for passed in info.sent if passed.feeds_loss),
     )
@@ -273,9 +270,8 @@ def explain_step(
                     "them; keep those out of the step."
                 ) from None
             loss = loss_position(step, call, (part, *args), kwargs)
-        graph = call.graph
-        program, _ = program_of_step(graph.base, graph.inputs, module, call.inputs, loss)
-        if has_marks(program):
+        program = program_of_step(call, module, loss).program
+        if num_marks(program):
             program.graph_module.meta[LOSS] = program.loss
             note_costs(program.graph_module)
         else:

@@ -23,7 +23,6 @@ from lightning_unitscale.dynamo.graphs import copy_graph_module
 from lightning_unitscale.graph.nodes import ELSEWHERE, tensor_name
 from lightning_unitscale.graph.passes import GraphPass, StepGraph
 from lightning_unitscale.graph.recorder import tap_gradient
-from lightning_unitscale.pipeline.modes import outer_grad_mode
 from lightning_unitscale.pipeline.pipe import Pipe
 from lightning_unitscale.pipeline.stage import StageModule
 
@@ -102,13 +101,7 @@ class ObservedStages:
         for graph_pass in self._passes:
             graph_pass.observe_part(graph)
         graph.finish()
-        variant = Variant(graph, execute_with("eager", graph.graph_module, ()))
-
-        def run(*inputs: Any) -> Any:
-            with outer_grad_mode():
-                return variant.run(*inputs)
-
-        return run
+        return Variant(graph, execute_with("eager", graph.graph_module, ())).run
 
     def _bring(self, name: str, stage: int, first: int) -> None:
         """Send a stage's parts to the first stage's rank."""

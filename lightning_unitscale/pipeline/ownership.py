@@ -7,20 +7,18 @@ cuts of a later graph follow the owners.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
-import numpy as np
-from numpy.typing import NDArray
-from torch import fx, nn
-from typing_extensions import override
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 
-from lightning_unitscale.graph.aliasing import memory_roots, written_arguments
 from lightning_unitscale.pipeline.balance import BalancedSplit
 from lightning_unitscale.pipeline.pipe import Pipe
 from lightning_unitscale.pipeline.program import named_tensors
-from lightning_unitscale.pipeline.search import Allowed, CutCandidate
-from lightning_unitscale.pipeline.stage import stage_info
+
+# Stages of a tensor, by its name.
+_Stages = dict[str, frozenset[int]]
 
 
 class Ownership:
@@ -41,7 +39,7 @@ class Ownership:
         # The first of a tied tensor's names, whichever of them a graph knows it by.
         self._tensors = named_tensors(module)
         self._names = {id(tensor): name for name, tensor in self._tensors.items()}
-        self._stages: dict[str, frozenset[int]] = {}
+        self._stages: _Stages = {}
         self._readers: dict[str, frozenset[int]] = {}
         self._written: frozenset[str] = frozenset()
         self._num_stages: int | None = None
@@ -52,12 +50,12 @@ class Ownership:
         return self._num_stages is not None
 
     @property
-    def stages(self) -> tuple[int, dict[str, frozenset[int]]]:
+    def stages(self) -> tuple[int, _Stages]:
         """Number of stages, and the stages of each parameter; for :meth:`adopt`."""
         assert self._num_stages is not None
         return self._num_stages, self._stages
 
-    def adopt(self, settled: tuple[int, dict[str, frozenset[int]]]) -> None:
+    def adopt(self, settled: tuple[int, _Stages]) -> None:
         """Settle on what another pipeline of the same module has settled on."""
         assert not self.is_settled
         self._num_stages, self._stages = settled
@@ -91,11 +89,11 @@ class Ownership:
             if name in owned and isinstance(tensor, nn.Parameter)
         }
 
-    def policy(self) -> FollowingSplit:
+    def policy(self) -> BalancedSplit:
         """The split policy of later graphs."""
         assert self._num_stages is not None
         stages = {id(self._tensors[name]): stages for name, stages in self._stages.items()}
-        return FollowingSplit(self._num_stages, stages=stages)
+        return BalancedSplit(self._num_stages, stages_of=stages)
 
     def note(self, pipe: Pipe) -> None:
         """Note the parameters of a graph's stages; those not seen before get their owners.
@@ -129,97 +127,98 @@ class Ownership:
         self._readers, self._written = all_readers, all_written
         self._num_stages = pipe.num_stages
 
-    def _uses(
-        self, pipe: Pipe
-    ) -> tuple[dict[str, frozenset[int]], dict[str, frozenset[int]], frozenset[str]]:
+    def _uses(self, pipe: Pipe) -> tuple[_Stages, _Stages, frozenset[str]]:
         """Stages of the parameters, stages of the buffers, and the buffers that are written."""
-        graph_module = pipe.program.graph_module
-        parameters = dict(graph_module.named_parameters(remove_duplicate=False))
-        buffers = dict(graph_module.named_buffers(remove_duplicate=False))
-        used: dict[str, frozenset[int]] = {}
-        readers: dict[str, frozenset[int]] = {}
+        tensors = named_tensors(pipe.program.graph_module, remove_duplicate=False)
+        used: _Stages = {}
+        readers: _Stages = {}
+        written: set[str] = set()
         for index, stage in enumerate(pipe.stages):
-            info = stage_info(stage)
-            for users, names, tensors in (
-                (used, info.parameters, parameters),
-                (readers, info.buffers, buffers),
-            ):
-                for name in names:
-                    first_name = self._names.get(id(tensors[name]))
-                    if first_name is not None:
-                        users[first_name] = users.get(first_name, frozenset()) | {index}
-        roots = memory_roots(graph_module.graph)
-        targets = (
-            target for node in graph_module.graph.nodes for target in written_arguments(node)
-        )
-        attributes = {
-            str(roots[target].target) for target in targets if roots[target].op == "get_attr"
-        }
-        known_buffers = (self._names.get(id(buffers[name])) for name in attributes & buffers.keys())
-        return used, readers, frozenset(filter(None, known_buffers))
+            for users, names in ((used, stage.info.parameters), (readers, stage.info.buffers)):
+                for name in self._first_names(names, tensors):
+                    users[name] = users.get(name, frozenset()) | {index}
+            written |= self._first_names(stage.info.written, tensors)
+        return used, readers, frozenset(written)
+
+    def _first_names(self, names: Iterable[str], tensors: Mapping[str, Tensor]) -> set[str]:
+        """The module's names of what a graph knows by other names, where it is the module's."""
+        ids = (id(tensors[name]) for name in names)
+        return {self._names[key] for key in ids if key in self._names}
 
     def _ranks(self, stages: frozenset[int] | tuple[()]) -> frozenset[int]:
         return frozenset(map(self.rank_of, stages))
 
 
-@dataclass(frozen=True)
-class FollowingSplit(BalancedSplit):
-    """A split policy: every parameter stays in one of the stages that have it.
+class SharedGradients:
+    """Sums the gradients of replicated parameters over the ranks that have them.
 
-    Of the cuts that are possible then, those are taken for which a step is shortest.
-
-    Attributes:
-        stages: Stages of a tensor, by its ``id``; others may be anywhere.
+    Args:
+        parameters: This rank's parameters that others have too, by name.
+        owners: For every replicated parameter, of this rank or not, the ranks in ``group`` that
+            have it, in ascending order.
+        group: The pipeline's process group.
     """
 
-    stages: Mapping[int, frozenset[int]] = field(default_factory=dict)
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        owners: Mapping[str, tuple[int, ...]],
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        self.owners = {name: ranks for name, ranks in sorted(owners.items()) if len(ranks) > 1}
+        self.parameters = {name: parameters[name] for name in self.owners if name in parameters}
+        self._group = group
+        self._rank = dist.get_rank(group)
+        self._aside: dict[str, Tensor | None] = {}
 
-    @override
-    def __call__(self, graph_module: fx.GraphModule) -> fx.GraphModule:
-        """Put the cuts into the graph.
+    def put_aside(self) -> None:
+        """Before a step: keep the gradients accumulated so far, which are summed already."""
+        self._aside = {name: param.grad for name, param in self.parameters.items()}
+        for param in self.parameters.values():
+            param.grad = None
 
-        Raises:
-            RuntimeError: If there are no such cuts.
-        """
-        try:
-            return super().__call__(graph_module)
-        except ValueError as error:
-            raise RuntimeError(
-                "the step was recaptured (another batch size, or Python state that it reads has "
-                "changed), and its graph uses the parameters in another order, so that no cuts "
-                "leave them on the ranks that own them; expected the same parameters in the same "
-                "stages of every graph; mark the cuts with pipe_split() or "
-                "split={path: SplitPoint.BEGINNING}."
-            ) from error
+    def combine(self) -> None:
+        """After a step: sum the new gradients over their ranks and add the earlier ones."""
+        # All ranks go through the names in one order, so that no two wait for each other.
+        for name, parameter in self.parameters.items():
+            parameter.grad = self._sum(parameter, self.owners[name])
+        for name, earlier in self._aside.items():
+            parameter = self.parameters[name]
+            if earlier is not None:
+                new = parameter.grad
+                parameter.grad = earlier if new is None else earlier + new
+        self._aside = {}
 
-    @override
-    def _candidates(self, cuts: list[CutCandidate], total: float) -> list[CutCandidate]:
-        # One that sends more may be the one that leaves the parameters where they are.
-        return cuts
+    def _sum(self, parameter: nn.Parameter, ranks: tuple[int, ...]) -> Tensor | None:
+        """The sum over the owners, in the order of their ranks: the same bits on all of them."""
+        first, *others = ranks
+        own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.contiguous()
+        # A parameter that no rank has a gradient of keeps none, as on one device.
+        present = torch.tensor([parameter.grad is not None], device=own.device).int()
+        for rank in others:
+            for total in (present, own):
+                if self._rank == rank:
+                    dist.send(total, group=self._group, group_dst=first)
+                elif self._rank == first:
+                    part = torch.empty_like(total)
+                    dist.recv(part, group=self._group, group_src=rank)
+                    total += part
+        for total in (present, own):
+            hand_out(total, ranks, self._group)
+        return own if present.item() else None
 
-    @override
-    def _allowed(self, graph_module: fx.GraphModule, cuts: Sequence[CutCandidate]) -> Allowed:
-        """A stage may reach over operations that read nothing of other stages.
 
-        For each stage and each end of a stage it is counted how many operations before that end may
-        not be in the stage.
-        """
-        tensors = named_tensors(graph_module, remove_duplicate=False)
-        ends = {cut.before for cut in cuts}
-        counts = np.zeros((self.num_stages, len(cuts) + 2), dtype=int)
-        end = 1
-        for node in graph_module.graph.nodes:
-            if node.name in ends:
-                end += 1
-            for read in node.all_input_nodes:
-                tensor = tensors.get(str(read.target)) if read.op == "get_attr" else None
-                stages = self.stages.get(id(tensor)) if node.op != "output" else None
-                if stages is not None:
-                    for stage in range(self.num_stages):
-                        counts[stage, end] += stage not in stages
-        before = counts.cumsum(axis=1)
+def hand_out(tensor: Tensor, ranks: Sequence[int], group: dist.ProcessGroup | None) -> None:
+    """Give ranks the tensor of the first of them; each of them calls it.
 
-        def allowed(stage: int) -> NDArray[np.bool_]:
-            return before[stage][:, None] == before[stage][None, :]
-
-        return allowed
+    Args:
+        tensor: Contiguous; overwritten on all ranks but the first.
+        ranks: The ranks in ``group``, this one among them.
+        group: The pipeline's process group.
+    """
+    first, *others = ranks
+    if dist.get_rank(group) != first:
+        dist.recv(tensor, group=group, group_src=first)
+        return
+    for rank in others:
+        dist.send(tensor, group=group, group_dst=rank)

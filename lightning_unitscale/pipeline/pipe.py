@@ -1,22 +1,25 @@
-"""A module cut into stages, and its reference execution in one process."""
+"""A module cut into stages by ``pipeline()``, and its reference execution in one process."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from tabulate import tabulate
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import PipelineStage, SplitPoint
 from typing_extensions import override
 
-from lightning_unitscale.pipeline.engine import EngineStage
-from lightning_unitscale.pipeline.program import Program
-from lightning_unitscale.pipeline.stage import StageInfo, StageModule, stage_info
+from lightning_unitscale.pipeline.capture import capture_program
+from lightning_unitscale.pipeline.cuts import SplitPolicy, cut_by, marked, num_marks
+from lightning_unitscale.pipeline.dataflow import MultiUseParameterConfig
+from lightning_unitscale.pipeline.program import LossSpec, Program, split_batch
+from lightning_unitscale.pipeline.stage import StageInfo, StageModule, build_stages
+
+MultiUse = MultiUseParameterConfig | Mapping[str, MultiUseParameterConfig]
 
 
 @dataclass(frozen=True)
@@ -135,15 +138,16 @@ class Pipe(nn.Module):
                 "Pipe.build_stage: there is no process group; expected one rank per device; call "
                 "torch.distributed.init_process_group first."
             )
+        # The engine need not be loaded where all stages run in one process.
+        from lightning_unitscale.pipeline.engine import EngineStage
+
         device = torch.device(device)
         stage.on_device(device)
-        return EngineStage(
-            stage, partial(self._run_by_name, stage), device, group, has_backward=True
-        )
+        return EngineStage(stage, self._run_by_name, device, group, has_backward=True)
 
     def _run_by_name(self, stage: StageModule, *received: Tensor, **inputs: Any) -> Any:
         """The outputs of a stage; of the last one the loss, if it is known."""
-        info = stage_info(stage)
+        info = stage.info
         names = info.input_names
         if len(received) != len(info.received) or any(name not in inputs for name in names):
             raise ValueError(
@@ -161,7 +165,7 @@ class Pipe(nn.Module):
 
     def info(self) -> PipeInfo:
         """Inputs, parameters and outputs of every stage."""
-        stages = tuple(map(stage_info, self._stages))
+        stages = tuple(stage.info for stage in self._stages)
         return PipeInfo(
             num_stages=len(stages),
             stages=stages,
@@ -174,7 +178,7 @@ class Pipe(nn.Module):
         """Parameters that several stages have, with the indices of those."""
         users: dict[str, list[int]] = {}
         for index, stage in enumerate(self._stages):
-            for name in stage_info(stage).parameters:
+            for name in stage.info.parameters:
                 users.setdefault(name, []).append(index)
         return {name: tuple(stages) for name, stages in users.items() if len(stages) > 1}
 
@@ -196,16 +200,13 @@ class Pipe(nn.Module):
         Raises:
             ValueError: If the arguments are not like those that the pipeline was captured with.
         """
-        flat = self.program.flatten(args, kwargs)
-        self.program.check(flat)
-        return self.program.unflatten(self.run_flat(flat))
-
-    def run_flat(self, flat: list[Any]) -> list[Any]:
-        """Flat outputs of all stages for flat inputs."""
+        (flat,) = split_batch(self.program, args, kwargs, 1)
         values: tuple[Any, ...] = ()
-        for stage in self._stages:
-            values = stage(*values, *(flat[position] for position in stage_info(stage).inputs))
-        return list(values)
+        # Even after an error within a captured no_grad the caller's mode is as it was.
+        with torch.set_grad_enabled(torch.is_grad_enabled()):
+            for stage in self._stages:
+                values = stage(*values, *(flat[position] for position in stage.info.inputs))
+        return self.program.unflatten(list(values))
 
     @override
     def named_parameters(
@@ -230,3 +231,129 @@ class Pipe(nn.Module):
             if prefix + name in state:
                 state[prefix + alias] = state[prefix + name]
         return state
+
+
+def build_pipe(
+    program: Program,
+    module: nn.Module,
+    multi_use: MultiUse = MultiUseParameterConfig.REPLICATE,
+) -> Pipe:
+    """Cut a captured program at its marks.
+
+    Args:
+        program: The program.
+        module: The module that it was captured from.
+        multi_use: As in :func:`pipeline`.
+    """
+    buffers = {name for name, _ in module.named_buffers(remove_duplicate=False)}
+    state = module.state_dict(keep_vars=True)
+    stages = build_stages(program, _multi_use(module, multi_use), buffers & state.keys())
+    names = {
+        id(tensor): name
+        for stage in stages
+        for name, tensor in stage.state_dict(keep_vars=True).items()
+    }
+    aliases = {
+        name: names[id(tensor)]
+        for name, tensor in state.items()
+        if id(tensor) in names and names[id(tensor)] != name
+    }
+    return Pipe(program, stages, aliases)
+
+
+def pipeline(
+    module: nn.Module,
+    mb_args: tuple[Any, ...] | Tensor = (),
+    mb_kwargs: Mapping[str, Any] | None = None,
+    split_spec: Mapping[str, SplitPoint] | None = None,
+    split_policy: SplitPolicy | None = None,
+    *,
+    loss_spec: LossSpec = None,
+    multi_use_param_spec: MultiUse = MultiUseParameterConfig.REPLICATE,
+) -> Pipe:
+    """Cut a module into stages that run one after the other.
+
+    The module's ``forward`` is captured for one microbatch, with nothing computed, and cut at the
+    calls of ``pipe_split()`` in its code, at the edges in ``split_spec``, or where ``split_policy``
+    says. The module itself stays as it is, and the stages have its own parameters.
+
+    Args:
+        module: The module, in the mode (training or not) in which it is to run.
+        mb_args: Example arguments for one microbatch.
+        mb_kwargs: Example keyword arguments for one microbatch.
+        split_spec: Paths of submodules to the edge that is a cut.
+        split_policy: Takes the captured graph and puts cuts into it, such as
+            ``balanced_split(4)``.
+        loss_spec: Which output is the loss: its key, or the structure of the output with ``True``
+            there. By default the key ``"loss"``, or an output that is one scalar.
+        multi_use_param_spec: How several stages use one parameter: for all, or by name for some;
+            the others are replicated.
+
+    Raises:
+        ValueError: If an argument is wrong, no cut is given, or a stage would be empty.
+        RuntimeError: If ``forward`` cannot be captured as one graph.
+
+    Examples:
+        >>> import torch
+        >>> from torch import nn
+        >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+        >>> pipe = pipeline(model, torch.ones(3, 4), split_spec={"2": SplitPoint.BEGINNING})
+        >>> pipe.num_stages
+        2
+    """
+    if split_spec and split_policy is not None:
+        raise ValueError(
+            f"split_spec={dict(split_spec)!r} and split_policy={split_policy!r}: both say where to "
+            "cut; expected one of them; leave one out."
+        )
+    args = (mb_args,) if isinstance(mb_args, Tensor) else mb_args
+    if not isinstance(args, (tuple, list)):
+        raise TypeError(
+            f"mb_args={mb_args!r}: expected a tuple of the arguments of one microbatch; pass "
+            "(x,) for one argument."
+        )
+    if mb_kwargs is not None and not isinstance(mb_kwargs, Mapping):
+        raise TypeError(
+            f"mb_kwargs={type(mb_kwargs).__name__}: expected a dict of keyword arguments; pass "
+            "several positional arguments as one tuple."
+        )
+    with marked(module, split_spec):
+        program = capture_program(module, tuple(args), dict(mb_kwargs or {}), loss_spec=loss_spec)
+    if split_spec and num_marks(program) < len(split_spec):
+        raise ValueError(
+            f"split_spec={dict(split_spec)!r}: {num_marks(program)} of these {len(split_spec)} "
+            f"cuts are in what {type(module).__name__}.forward runs; expected modules that it "
+            "calls outside of checkpoints; name others."
+        )
+    if split_policy is not None or not num_marks(program):
+        cut_by(program, split_policy)
+    return build_pipe(program, module, multi_use_param_spec)
+
+
+def _multi_use(module: nn.Module, spec: MultiUse) -> Callable[[str], MultiUseParameterConfig]:
+    if isinstance(spec, MultiUseParameterConfig):
+        return lambda name: spec
+    if not isinstance(spec, Mapping):
+        raise TypeError(
+            f"multi_use_param_spec={spec!r}: expected a MultiUseParameterConfig, or a dict from "
+            "names of parameters to it."
+        )
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    by_tensor: dict[int, MultiUseParameterConfig] = {}
+    for name, config in spec.items():
+        if name not in parameters:
+            raise ValueError(
+                f"multi_use_param_spec[{name!r}]: {type(module).__name__} has no such parameter; "
+                "expected names of named_parameters(); correct the name."
+            )
+        if not isinstance(config, MultiUseParameterConfig):
+            raise TypeError(
+                f"multi_use_param_spec[{name!r}]={config!r}: expected a MultiUseParameterConfig."
+            )
+        by_tensor[id(parameters[name])] = config
+
+    def of(name: str) -> MultiUseParameterConfig:
+        # A tied parameter has several names, and the graph knows it by one of them.
+        return by_tensor.get(id(parameters.get(name)), MultiUseParameterConfig.REPLICATE)
+
+    return of

@@ -121,24 +121,6 @@ class Program:
                 )
         return flat
 
-    def check(self, flat: list[Any]) -> None:
-        """Check the tensors of a call against the example's.
-
-        Raises:
-            ValueError: Naming the first that has another shape or type.
-        """
-        for value, example in zip(flat, self.inputs, strict=True):
-            if example.tensor is None:
-                continue
-            if not isinstance(value, Tensor):
-                raise ValueError(f"{example.name}={value!r}: expected a tensor {example.tensor}.")
-            if tuple(value.shape) != example.tensor.shape or value.dtype != example.tensor.dtype:
-                raise ValueError(
-                    f"{example.name}: a tensor {TensorInfo.of(value)}; expected {example.tensor}, "
-                    "for which the pipeline was captured: shapes are part of its graph; capture "
-                    "another pipeline for other shapes."
-                )
-
     def unflatten(self, outputs: list[Any]) -> Any:
         """The result in the module's own structure."""
         return tree_unflatten(outputs, self.out_spec)
@@ -235,16 +217,16 @@ def split_evenly(batch: Any, num_microbatches: int) -> list[Any]:
 
 def _pieces(value: Any, name: str, example: TensorInfo, count: int) -> list[Tensor]:
     if not isinstance(value, Tensor):
-        raise ValueError(f"{name}={value!r}: expected a tensor.")
-    shape = tuple(value.shape)
-    if value.dtype == example.dtype and shape == example.shape:
+        raise ValueError(f"{name}={value!r}: expected a tensor {example}.")
+    given = TensorInfo.of(value)
+    if (given.shape, given.dtype) == (example.shape, example.dtype):
         return [value] * count
-    size = example.shape[0] if example.shape else 0
-    if value.dtype == example.dtype and shape == (count * size, *example.shape[1:]):
+    size, *others = example.shape or (0,)
+    if (given.shape, given.dtype) == ((count * size, *others), example.dtype):
         return list(value.split(size))
     raise ValueError(
-        f"{name}: a tensor {TensorInfo.of(value)}; expected {count} microbatches of {example}, for "
-        "which the pipeline was captured, along the first dimension; make every batch as large "
+        f"{name}: a tensor {given}; expected {count} microbatches of {example}, for which the "
+        "pipeline was captured, along the first dimension; make every batch as large "
         "(drop_last=True), or capture another pipeline for it."
     )
 
@@ -305,55 +287,46 @@ def loss_index(
     Raises:
         ValueError: If ``spec`` does not fit, or what it names is no scalar.
     """
-    flat = tree_flatten_with_path(outputs)[0]
+    paths = [_keys(path) for path, _ in tree_flatten_with_path(outputs)[0]]
+    keys = [path[-1] if path else None for path in paths]
     if spec is None:
-        named = [index for index, (path, _) in enumerate(flat) if _key(path) == "loss"]
-        if len(named) == 1 and is_scalar[named[0]]:
-            return named[0]
-        if len(flat) == 1 and (is_scalar[0] or is_loss):
-            return _scalar(0, is_scalar, spec)
-        return None
-    if isinstance(spec, str):
-        named = [index for index, (path, _) in enumerate(flat) if _key(path) == spec]
-        if len(named) != 1:
-            keys = [_key(path) for path, _ in flat]
+        wanted = [index for index, key in enumerate(keys) if key == "loss" and is_scalar[index]]
+        if keys.count("loss") == len(wanted) == 1:
+            return wanted[0]
+        if len(paths) != 1 or not (is_scalar[0] or is_loss):
+            return None
+        wanted = [0]
+    elif isinstance(spec, str):
+        wanted = [index for index, key in enumerate(keys) if key == spec]
+        if len(wanted) != 1:
             raise ValueError(
-                f"loss_spec={spec!r}: {len(named)} outputs have this key; expected one of {keys}."
+                f"loss_spec={spec!r}: {len(wanted)} outputs have this key; expected one of {keys}."
             )
-        return _scalar(named[0], is_scalar, spec)
-    truths = {path: bool(value) for path, value in tree_flatten_with_path(spec)[0]}
-    wanted = [index for index, (path, _) in enumerate(flat) if _truth(truths, path)]
-    if len(wanted) != 1:
+    else:
+        # A spec may stop above the leaves, and may be a plain dict for a mapping of another class.
+        marked = [_keys(path) for path, value in tree_flatten_with_path(spec)[0] if value]
+        wanted = [
+            index
+            for index, path in enumerate(paths)
+            if any(path[: len(above)] == above for above in marked)
+        ]
+        if len(wanted) != 1:
+            raise ValueError(
+                f"loss_spec={spec!r}: it marks {len(wanted)} of the {len(paths)} outputs as the "
+                "loss; expected the structure of the module's output with one True in it, or the "
+                "key of the loss, such as 'loss'."
+            )
+    if not is_scalar[wanted[0]]:
         raise ValueError(
-            f"loss_spec={spec!r}: it marks {len(wanted)} of the {len(flat)} outputs as the loss; "
-            "expected the structure of the module's output with one True in it, or the key of the "
-            "loss, such as 'loss'."
-        )
-    return _scalar(wanted[0], is_scalar, spec)
-
-
-def _truth(truths: dict[Any, bool], path: Any) -> bool:
-    """A spec may stop above the leaves, and may be a plain dict for a mapping of another class."""
-    named = {tuple(map(_entry_key, marked_path)): value for marked_path, value in truths.items()}
-    parts = tuple(map(_entry_key, path))
-    return any(named.get(parts[:count], False) for count in range(len(parts) + 1))
-
-
-def _entry_key(entry: Any) -> Any:
-    for name in ("key", "idx", "name"):
-        if hasattr(entry, name):
-            return getattr(entry, name)
-    return entry
-
-
-def _key(path: Any) -> Any:
-    return _entry_key(path[-1]) if path else None
-
-
-def _scalar(index: int, is_scalar: Sequence[bool], spec: LossSpec) -> int:
-    if not is_scalar[index]:
-        raise ValueError(
-            f"loss_spec={spec!r}: output {index} is no tensor of one element with a gradient; "
+            f"loss_spec={spec!r}: output {wanted[0]} is no tensor of one element with a gradient; "
             "expected the mean loss of a batch; reduce the loss in the module."
         )
-    return index
+    return wanted[0]
+
+
+def _keys(path: Any) -> tuple[Any, ...]:
+    """The keys, indices and names of a path of pytree."""
+    return tuple(
+        next(getattr(entry, kind) for kind in ("key", "idx", "name") if hasattr(entry, kind))
+        for entry in path
+    )

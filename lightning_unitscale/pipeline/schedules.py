@@ -88,17 +88,20 @@ def simulate_1f1b(
     """
     num_stages = len(forward_seconds)
     orders = [order_of_1f1b(stage, num_stages, num_microbatches) for stage in range(num_stages)]
-    ended: dict[tuple[int, int, bool], float] = {}
+    # By stage, microbatch and direction; the first stage waits for nothing.
+    ended = {(-1, microbatch, True): 0.0 for microbatch in range(num_microbatches)}
     free = [0.0] * num_stages
     work: list[Work] = []
     while any(orders):
         for stage, order in enumerate(orders):
             while order:
                 microbatch, forward = order[0]
-                needed = _needed(stage, microbatch, forward, num_stages)
-                if needed is not None and needed not in ended:
+                needed = (stage + (-1 if forward else 1), microbatch, forward)
+                if not forward and stage == num_stages - 1:
+                    needed = (stage, microbatch, True)
+                if needed not in ended:
                     break
-                start = max(free[stage], ended[needed] if needed else 0.0)
+                start = max(free[stage], ended[needed])
                 seconds = forward_seconds[stage] if forward else backward_seconds[stage]
                 free[stage] = ended[stage, microbatch, forward] = start + seconds
                 work.append(Work(stage, microbatch, forward, start, start + seconds))
@@ -123,16 +126,6 @@ def order_of_1f1b(stage: int, num_stages: int, num_microbatches: int) -> list[tu
         if ahead + microbatch < num_microbatches:
             order.append((ahead + microbatch, True))
     return order
-
-
-def _needed(
-    stage: int, microbatch: int, forward: bool, num_stages: int
-) -> tuple[int, int, bool] | None:
-    """The pass that must have ended before."""
-    if forward:
-        return (stage - 1, microbatch, True) if stage else None
-    last = stage == num_stages - 1
-    return (stage, microbatch, True) if last else (stage + 1, microbatch, False)
 
 
 Placement = Literal["single", "loop", "v"]
@@ -168,6 +161,18 @@ class Schedule:
         if self.placement == "v" and stage >= num_ranks:
             return 2 * num_ranks - 1 - stage
         return stage % num_ranks
+
+    def num_in_flight(self, stage: int, num_stages: int, num_microbatches: int) -> int | None:
+        """Microbatches whose saved values a stage holds at once; ``None`` if that is not known.
+
+        Args:
+            stage: The stage's index.
+            num_stages: Stages of the pipeline.
+            num_microbatches: Microbatches of a step.
+        """
+        if self.name == "1F1B":
+            return min(num_microbatches, num_stages - stage)
+        return num_microbatches if self.name == "GPipe" else None
 
     def check(self, num_stages: int, num_ranks: int, num_microbatches: int) -> None:
         """Check that the schedule can run.

@@ -189,65 +189,48 @@ def _fewest_sent(
 
 def _fastest_ranks(stage_costs: Sequence[_Costs], ranks: list[int], ends: list[int]) -> list[int]:
     """The ends of the stages, moved from ``ends`` until the slowest rank is fast."""
-    last = len(stage_costs[0]) - 1
+    last = ends[-1]
     key, best = _settled(stage_costs, ranks, ends)
     chance = random.Random(0)
     for start in range(_STARTS):
-        candidate = (
-            _redrawn(chance, len(best), last) if start % _REDRAW == 0 else _moved(chance, best)
-        )
+        if start % _REDRAW == 0:
+            candidate = [0, *sorted(chance.sample(range(1, last), len(best) - 2)), last]
+        else:
+            # Some cuts somewhere between the one before, which may have moved, and the one behind.
+            candidate = list(best)
+            for index in range(1, len(best) - 1):
+                if chance.random() < _MOVED:
+                    candidate[index] = chance.randrange(candidate[index - 1] + 1, best[index + 1])
         candidate_key, candidate = _settled(stage_costs, ranks, candidate)
         if candidate_key < key:
             key, best = candidate_key, candidate
     return best
 
 
-def _redrawn(chance: random.Random, num_ends: int, last: int) -> list[int]:
-    return [0, *sorted(chance.sample(range(1, last), num_ends - 2)), last]
-
-
-def _moved(chance: random.Random, best: list[int]) -> list[int]:
-    """Some cuts somewhere between the one before, which may have moved, and the one behind."""
-    ends = list(best)
-    for index in range(1, len(best) - 1):
-        if chance.random() < _MOVED:
-            ends[index] = chance.randrange(ends[index - 1] + 1, best[index + 1])
-    return ends
-
-
 def _settled(
     stage_costs: Sequence[_Costs], ranks: list[int], ends: list[int]
 ) -> tuple[_Key, list[int]]:
-    """The cuts after moving each until none moves, behind their key."""
+    """The cuts after moving each until none moves, behind their key; a smaller one is better."""
     ends = list(ends)
-    key = _key(_loads(stage_costs, ranks, ends, ()))
+    key = (np.inf, np.inf)
     for _ in range(_SWEEPS):
-        for index in range(1, len(ranks)):
-            ends[index] = _best_end(stage_costs, ranks, ends, index)
-        new_key = _key(_loads(stage_costs, ranks, ends, ()))
+        loads = _loads(stage_costs, ranks, ends, ())
+        new_key = float(loads.max()), float(np.square(loads).sum())
         if not new_key < key:
             break
         key = new_key
+        for index in range(1, len(ranks)):
+            ends[index] = _best_end(stage_costs, ranks, ends, index)
     return key, ends
 
 
 def _best_end(stage_costs: Sequence[_Costs], ranks: list[int], ends: list[int], index: int) -> int:
     """The best position for one cut between the two beside it."""
-    before, after = ranks[index - 1], ranks[index]
-    loads = _loads(stage_costs, ranks, ends, (index - 1, index))
     free = np.arange(ends[index - 1] + 1, ends[index + 1])
-    first = stage_costs[index - 1][ends[index - 1], free]
-    second = stage_costs[index][free, ends[index + 1]]
-    if before == after:
-        changed = [loads[before] + first + second]
-    else:
-        changed = [loads[before] + first, loads[after] + second]
-    others = [load for rank, load in enumerate(loads) if rank not in (before, after)]
-    slowest = np.full(len(free), max(others, default=0.0))
-    squares = np.zeros(len(free))
-    for load in changed:
-        slowest = np.maximum(slowest, load)
-        squares = squares + load * load
+    loads = _loads(stage_costs, ranks, ends, (index - 1, index))[:, None].repeat(len(free), axis=1)
+    loads[ranks[index - 1]] += stage_costs[index - 1][ends[index - 1], free]
+    loads[ranks[index]] += stage_costs[index][free, ends[index + 1]]
+    slowest, squares = loads.max(axis=0), np.square(loads).sum(axis=0)
     # Of equally good positions (the last bits of a sum do not count) the most equal.
     squares[slowest > slowest.min() * (1 + _ROUNDING)] = np.inf
     return int(free[squares.argmin()])
@@ -255,15 +238,10 @@ def _best_end(stage_costs: Sequence[_Costs], ranks: list[int], ends: list[int], 
 
 def _loads(
     stage_costs: Sequence[_Costs], ranks: list[int], ends: list[int], without: tuple[int, ...]
-) -> list[float]:
+) -> NDArray[np.float64]:
     """Seconds of each rank, some stages left out."""
-    loads = [0.0] * (max(ranks) + 1)
+    loads = np.zeros(max(ranks) + 1)
     for stage, rank in enumerate(ranks):
         if stage not in without:
-            loads[rank] += float(stage_costs[stage][ends[stage], ends[stage + 1]])
+            loads[rank] += stage_costs[stage][ends[stage], ends[stage + 1]]
     return loads
-
-
-def _key(loads: list[float]) -> _Key:
-    """Smaller is better."""
-    return max(loads), sum(load * load for load in loads)

@@ -1,21 +1,34 @@
-"""One stage: a graph module with the parameters that it owns, under their original names."""
+"""Build the stages of a program: graph modules with the parameters that they own."""
 
 from __future__ import annotations
 
-import operator
+import copy
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
-from torch.utils._pytree import tree_map
+from torch import Tensor, fx
+from torch.fx.node import map_aggregate
 from typing_extensions import override
 
 from lightning_unitscale.dynamo.capture import execute_with
-from lightning_unitscale.pipeline.modes import outer_grad_mode
-from lightning_unitscale.pipeline.program import TensorInfo, add_attribute
-
-_INFO = "stage_info"
+from lightning_unitscale.graph.nodes import ELSEWHERE, tensor_name
+from lightning_unitscale.pipeline.cuts import assign_stages, is_mark
+from lightning_unitscale.pipeline.dataflow import (
+    MultiUseParameterConfig,
+    StageReads,
+    can_have_gradient,
+    close,
+    find_gradients,
+    find_reads,
+    is_switch,
+    open_switches,
+    respect_callers_grad_mode,
+)
+from lightning_unitscale.pipeline.program import Program, TensorInfo, add_attribute
+from lightning_unitscale.profiler.api import COSTS
 
 
 @dataclass(frozen=True)
@@ -46,6 +59,7 @@ class StageInfo:
         sent: Tensors for the next stage; the last stage returns the module's outputs instead.
         parameters: Names of its parameters.
         buffers: Names of its buffers.
+        written: Names of those that it writes into.
         recomputed: Values that it makes again rather than receive them.
         num_operations: Operations of its own.
         separable: Whether gradients of inputs and of weights may be computed one after the other:
@@ -60,6 +74,7 @@ class StageInfo:
     sent: tuple[Passed, ...]
     parameters: tuple[str, ...]
     buffers: tuple[str, ...]
+    written: tuple[str, ...]
     recomputed: tuple[str, ...]
     num_operations: int
     separable: bool
@@ -85,65 +100,46 @@ class StageModule(fx.GraphModule):
 
     Its parameters are those of the original module, the same objects, until it is pickled, copied
     or moved. Pickling keeps the graph as data, so that it can be sent to another process.
+
+    Args:
+        attributes: What the graph reads, by name.
+        graph: The stage's operations.
+        info: What they take and hand on.
+        persistent: Names of buffers that belong into a state dict.
     """
 
     def __init__(
-        self, root: Any, graph: fx.Graph, info: StageInfo, class_name: str = "StageModule"
+        self,
+        attributes: Mapping[str, Any],
+        graph: fx.Graph,
+        info: StageInfo,
+        persistent: Container[str],
     ) -> None:
-        super().__init__(root, graph, class_name)
-        self.meta[_INFO] = info
-
-    @override
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the stage; the caller's gradient mode is the same afterwards."""
-        with outer_grad_mode():
-            return super().__call__(*args, **kwargs)
+        super().__init__(dict(attributes), graph, "StageModule")
+        self.info = info
+        for name, buffer in list(self.named_buffers(remove_duplicate=False)):
+            add_attribute(self, name, buffer, persistent=name in persistent)
+        # Dynamo's checkpoint regions only tag; from here on they are run.
+        execute_with("eager", self, ())
 
     def on_device(self, device: torch.device | str) -> StageModule:
         """This stage on another device, operations that name a device included. In place."""
         device = torch.device(device)
-        retarget(self.graph, device)
-        for child in self.children():
-            if isinstance(child, fx.GraphModule):
-                retarget(child.graph, device)
-                child.recompile()
-        self.recompile()
+        for graph_module in (self, *self.children()):
+            if isinstance(graph_module, fx.GraphModule):
+                retarget(graph_module.graph, device)
+                graph_module.recompile()
         self.to(device)
         return self
 
     @override
     def __reduce__(self) -> Any:
-        return _restore, (_Payload.of(self),)
+        return _restored, (_as_data(self), self.info, set(self.state_dict()), self.training)
 
     def __deepcopy__(self, memo: Any) -> StageModule:
-        copy = _restore(_Payload.of(self, copy=True))
-        memo[id(self)] = copy
-        return copy
-
-
-def stage_info(stage: StageModule) -> StageInfo:
-    """Inputs, parameters and outputs of a stage."""
-    info: StageInfo = stage.meta[_INFO]
-    return info
-
-
-def make_stage(
-    source: nn.Module, graph: fx.Graph, info: StageInfo, persistent: frozenset[str]
-) -> StageModule:
-    """A stage whose attributes are those of ``source`` that the graph reads.
-
-    Args:
-        source: Has the parameters, buffers and nested graphs under the graph's names.
-        graph: The stage's operations.
-        info: What they take and hand on.
-        persistent: Names of buffers that belong into a state dict.
-    """
-    root = nn.Module()
-    for node in graph.find_nodes(op="get_attr"):
-        fqn = str(node.target)
-        value = operator.attrgetter(fqn)(source)
-        add_attribute(root, fqn, value, persistent=fqn in persistent)
-    return _finish(root, graph, info)
+        restore, data = self.__reduce__()
+        memo[id(self)] = stage = restore(*copy.deepcopy(data, memo))
+        return stage
 
 
 def retarget(graph: fx.Graph, device: torch.device) -> None:
@@ -153,8 +149,8 @@ def retarget(graph: fx.Graph, device: torch.device) -> None:
         return device if isinstance(value, torch.device) else value
 
     for node in graph.nodes:
-        node.args = fx.node.map_aggregate(node.args, moved)
-        node.kwargs = fx.node.map_aggregate(node.kwargs, moved)
+        node.args = map_aggregate(node.args, moved)
+        node.kwargs = map_aggregate(node.kwargs, moved)
         if isinstance(node.kwargs.get("device"), str):
             node.kwargs = {**node.kwargs, "device": str(device)}
         if node.op != "call_method":
@@ -165,82 +161,206 @@ def retarget(graph: fx.Graph, device: torch.device) -> None:
             node.args = (node.args[0], device, *node.args[2:])
 
 
-def _finish(root: nn.Module, graph: fx.Graph, info: StageInfo) -> StageModule:
-    stage = StageModule(root, graph, info)
-    # ``GraphModule`` takes over what the graph reads, and buffers only as it would register them.
-    for fqn, buffer in root.named_buffers(remove_duplicate=False):
-        owner = root.get_submodule(fqn.rpartition(".")[0])
-        kept = fqn.rpartition(".")[2] not in owner._non_persistent_buffers_set
-        add_attribute(stage, fqn, buffer, persistent=kept)
-    # Dynamo's checkpoint regions only tag; from here on they are run.
-    execute_with("eager", stage, ())
-    return stage
+class _Reference(str):
+    """The name of a node, in the arguments of another."""
 
 
-@dataclass
-class _Reference:
-    """Stands for a node in a pickled argument."""
-
-    name: str
+# The operations of a graph in their order, and what they read; nested graphs in the same form.
+_Data = tuple[list[tuple[Any, ...]], dict[str, Any]]
 
 
-@dataclass
-class _Payload:
-    """A stage as plain data: the operations in their order, and what they read."""
+def _as_data(graph_module: fx.GraphModule) -> _Data:
+    def referred(value: Any) -> Any:
+        return _Reference(value.name) if isinstance(value, fx.Node) else value
 
-    nodes: list[tuple[str, str, Any, Any, Any]]
-    attributes: dict[str, tuple[Any, bool]]
-    info: StageInfo | None
-    training: bool
-
-    @classmethod
-    def of(cls, module: fx.GraphModule, *, copy: bool = False) -> _Payload:
-        nodes = [
-            (node.name, node.op, node.target, _referred(node.args), _referred(node.kwargs))
-            for node in module.graph.nodes
-        ]
-        attributes: dict[str, tuple[Any, bool]] = {}
-        for node in module.graph.find_nodes(op="get_attr"):
-            fqn = str(node.target)
-            owner = module.get_submodule(fqn.rpartition(".")[0])
-            name = fqn.rpartition(".")[2]
-            value = getattr(owner, name)
-            persistent = name not in owner._non_persistent_buffers_set
-            if isinstance(value, fx.GraphModule):
-                value = cls.of(value, copy=copy)
-            elif copy and isinstance(value, nn.Parameter):
-                value = nn.Parameter(value.detach().clone(), value.requires_grad)
-            elif copy and isinstance(value, Tensor):
-                value = value.clone()
-            attributes[fqn] = (value, persistent)
-        return cls(nodes, attributes, module.meta.get(_INFO), module.training)
+    operations, attributes = [], {}
+    for node in graph_module.graph.nodes:
+        args, kwargs = map_aggregate(node.args, referred), map_aggregate(node.kwargs, referred)
+        operations.append((node.op, node.target, tuple(args), dict(kwargs), node.name))
+        if node.op == "get_attr":
+            value = attrgetter(node.target)(graph_module)
+            is_graph = isinstance(value, fx.GraphModule)
+            attributes[node.target] = _as_data(value) if is_graph else value
+    return operations, attributes
 
 
-def _referred(value: Any) -> Any:
-    return tree_map(
-        lambda leaf: _Reference(leaf.name) if isinstance(leaf, fx.Node) else leaf, value
-    )
-
-
-def _restore(payload: _Payload) -> Any:
+def _graph_of(data: _Data) -> tuple[fx.Graph, dict[str, Any]]:
+    operations, attributes = data
     graph = fx.Graph()
     nodes: dict[str, fx.Node] = {}
 
     def resolved(value: Any) -> Any:
-        return tree_map(
-            lambda leaf: nodes[leaf.name] if isinstance(leaf, _Reference) else leaf,
-            value,
-            is_leaf=lambda leaf: isinstance(leaf, _Reference),
-        )
+        return nodes[value] if isinstance(value, _Reference) else value
 
-    for name, op, target, args, kwargs in payload.nodes:
-        nodes[name] = graph.create_node(op, target, resolved(args), resolved(kwargs), name)
-    root = nn.Module()
-    for fqn, (value, persistent) in payload.attributes.items():
-        attribute = _restore(value) if isinstance(value, _Payload) else value
-        add_attribute(root, fqn, attribute, persistent=persistent)
-    if payload.info is None:
-        module = fx.GraphModule(root, graph)
+    for op, target, args, kwargs, name in operations:
+        args, kwargs = map_aggregate(args, resolved), map_aggregate(kwargs, resolved)
+        nodes[name] = graph.create_node(op, target, args, kwargs, name)
+    for name, value in attributes.items():
+        if isinstance(value, tuple):
+            body, of_body = _graph_of(value)
+            attributes[name] = fx.GraphModule(of_body, body)
+    return graph, attributes
+
+
+def _restored(data: _Data, info: StageInfo, persistent: set[str], training: bool) -> StageModule:
+    graph, attributes = _graph_of(data)
+    stage = StageModule(attributes, graph, info, persistent)
+    stage.train(training)
+    return stage
+
+
+def build_stages(
+    program: Program,
+    multi_use: Callable[[str], MultiUseParameterConfig],
+    persistent: Container[str],
+) -> list[StageModule]:
+    """Cut a program at its marks.
+
+    Args:
+        program: The graph; only the order of tuple items is changed in it.
+        multi_use: How several stages use a parameter, by its name.
+        persistent: Names of buffers that belong into a state dict.
+    """
+    graph_module = program.graph_module
+    stages, num_stages = assign_stages(graph_module)
+    reads = find_reads(graph_module, stages, num_stages, multi_use)
+    loss = program.outputs[program.loss] if program.loss is not None else None
+    gradients = find_gradients(graph_module, loss)
+    opened = open_switches(graph_module.graph)
+    # The regions that reach over the edges of the stages.
+    edges = [opened[stage_reads.operations[0]] for stage_reads in reads]
+    edges.append(opened[graph_module.graph.output_node()])
+    built = []
+    for index, stage_reads in enumerate(reads):
+        is_last = index == num_stages - 1
+        graph = _stage_graph(program, stage_reads, edges[index], edges[index + 1], is_last=is_last)
+        info = _info(program, stage_reads, gradients, index, num_stages)
+        attributes = {
+            str(node.target): attrgetter(str(node.target))(graph_module)
+            for node in stage_reads.attributes
+        }
+        built.append(StageModule(attributes, graph, info, persistent))
+    return built
+
+
+def _stage_graph(
+    program: Program,
+    reads: StageReads,
+    entered: Sequence[fx.Node],
+    left: Sequence[fx.Node],
+    *,
+    is_last: bool,
+) -> fx.Graph:
+    """One stage's operations in a graph of their own, within the regions that begin before it."""
+    graph = fx.Graph()
+    new: dict[fx.Node, fx.Node] = {}
+    received = [graph.placeholder(node.name) for node in reads.received]
+    for node in reads.inputs:
+        new[node] = graph.node_copy(node)
+    for node, value in zip(reads.received, received, strict=True):
+        value.meta[ELSEWHERE] = True
+        order = _memory_order(_example(node, program))
+        if order is not None:
+            back = tuple(order.index(dim) for dim in range(len(order)))
+            value = graph.call_method("permute", (value, back))
+        # Its costs are those of the stage that makes it.
+        value.meta.update({**node.meta, ELSEWHERE: True})
+        value.meta.pop(COSTS, None)
+        new[node] = value
+    for node in (*reads.attributes, *reads.recomputed, *entered, *reads.operations):
+        if not is_mark(node):
+            new[node] = graph.node_copy(node, new.__getitem__)
+    for node in reads.recomputed:
+        new[node].meta[ELSEWHERE] = True
+    for switch in reversed(left):
+        close(graph, new[switch])
+    outputs: Any
+    if is_last:
+        outputs = fx.map_arg(program.outputs, new.__getitem__)
     else:
-        module = _finish(root, graph, payload.info)
-    return module.train(payload.training)
+        outputs = tuple(_sent(graph, new[node], _example(node, program)) for node in reads.sent)
+    graph.output(outputs)
+    respect_callers_grad_mode(graph)
+    graph.lint()
+    return graph
+
+
+def _sent(graph: fx.Graph, value: fx.Node, example: Tensor) -> fx.Node:
+    """A copy: the engine cuts what is sent out of the graph, and refuses to do so to views."""
+    order = _memory_order(example)
+    if order is not None:
+        value = graph.call_method("permute", (value, order))
+    options: dict[str, Any] = {"memory_format": torch.contiguous_format}
+    return graph.call_method("clone", (value,), options)
+
+
+def _info(
+    program: Program,
+    reads: StageReads,
+    gradients: frozenset[fx.Node],
+    index: int,
+    num_stages: int,
+) -> StageInfo:
+    graph_module = program.graph_module
+    names = {str(node.target) for node in reads.attributes}
+    parameters = dict(graph_module.named_parameters(remove_duplicate=False))
+    buffers = dict(graph_module.named_buffers(remove_duplicate=False))
+    placeholders = list(graph_module.graph.find_nodes(op="placeholder"))
+    inputs = tuple(map(placeholders.index, reads.inputs))
+
+    def passed(node: fx.Node) -> Passed:
+        example = _example(node, program)
+        order = _memory_order(example) or range(example.ndim)
+        sent = torch.empty([example.shape[d] for d in order], dtype=example.dtype, device="meta")
+        feeds_loss = can_have_gradient(example) and node in gradients
+        return Passed(tensor_name(node), TensorInfo.of(sent), feeds_loss)
+
+    return StageInfo(
+        index=index,
+        num_stages=num_stages,
+        received=tuple(map(passed, reads.received)),
+        inputs=inputs,
+        input_names=tuple(program.inputs[position].name for position in inputs),
+        sent=tuple(map(passed, reads.sent)),
+        parameters=tuple(sorted(names & parameters.keys())),
+        buffers=tuple(sorted(names & buffers.keys())),
+        written=tuple(sorted(reads.written & buffers.keys())),
+        recomputed=tuple(map(tensor_name, reads.recomputed)),
+        num_operations=sum(not is_switch(node) for node in reads.operations),
+        separable=_is_separable(program, reads, gradients, is_last=index == num_stages - 1),
+    )
+
+
+def _is_separable(
+    program: Program, reads: StageReads, gradients: frozenset[fx.Node], *, is_last: bool
+) -> bool:
+    """Whether each parameter's gradient passes through an operation on what was received."""
+    downstream = set(reads.received) & gradients
+    free = set(reads.attributes) & gradients
+    for node in filter(gradients.__contains__, reads.operations):
+        if not downstream.isdisjoint(node.all_input_nodes):
+            downstream.add(node)
+        elif not free.isdisjoint(node.all_input_nodes):
+            free.add(node)
+    outputs = program.graph_module.graph.output_node().all_input_nodes
+    return free.isdisjoint(outputs if is_last else reads.sent)
+
+
+def _example(node: fx.Node, program: Program) -> Tensor:
+    if node.op == "get_attr":
+        return program.graph_module.get_parameter(str(node.target))
+    example: Tensor = node.meta["example_value"]
+    return example
+
+
+def _memory_order(example: Tensor) -> tuple[int, ...] | None:
+    """The dimensions in the order of memory, for a dense tensor of which that is not the own one.
+
+    A transposed tensor arrives transposed: products of another layout have other last bits.
+    """
+    if example.is_contiguous():
+        return None
+    stride = TensorInfo.of(example).stride
+    order = tuple(sorted(range(example.ndim), key=lambda d: -stride[d]))
+    dense = torch.empty(example.shape, device="meta").permute(order).contiguous()
+    return order if dense.stride() == tuple(stride[d] for d in order) else None

@@ -17,7 +17,6 @@ from lightning_unitscale.capture.steps import ModuleSteps, steps_of
 from lightning_unitscale.graph.nodes import tensors_in
 from lightning_unitscale.pipeline.pipe import Pipe
 from lightning_unitscale.pipeline.schedules import Schedule
-from lightning_unitscale.pipeline.stage import stage_info
 from lightning_unitscale.remat.attach import StepPartitioner
 from lightning_unitscale.strategies.remat import check_schedule
 
@@ -49,7 +48,7 @@ def refuse_unsupported(
     trains = trainer.state.fn == TrainerFn.FITTING
     steps = steps_of(module)
     if steps is not None and trains:
-        refuse_steps(steps, capture, schedule)
+        _refuse_steps(steps, capture, schedule)
     if isinstance(precision, MixedPrecision) and precision.scaler:
         raise MisconfigurationException(
             "PipelineStrategy: precision='16-mixed' scales the loss outside of the step, where "
@@ -68,17 +67,8 @@ def refuse_unsupported(
         )
 
 
-def refuse_steps(steps: ModuleSteps, capture: str, schedule: Schedule) -> None:
-    """Refuse steps that the strategy cannot run as a pipeline, before anything has run.
-
-    Args:
-        steps: The steps of the module, with what callbacks have asked of them.
-        capture: The strategy's argument.
-        schedule: The strategy's schedule.
-
-    Raises:
-        MisconfigurationException: With the reason.
-    """
+def _refuse_steps(steps: ModuleSteps, capture: str, schedule: Schedule) -> None:
+    """Refuse what callbacks have asked of the steps, before anything has run."""
     if capture == "forward":
         raise MisconfigurationException(
             f"PipelineStrategy(capture='forward') with {_names(steps)}: they rewrite and observe "
@@ -116,7 +106,7 @@ def check_same_cuts(pipe: Pipe, group: dist.ProcessGroup | None) -> None:
     """
     stages = [
         (
-            stage_info(stage),
+            stage.info,
             [(node.op, str(node.target)) for node in stage.graph.nodes if _named(node)],
         )
         for stage in pipe.stages

@@ -18,18 +18,21 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torchmetrics import Metric, MetricCollection
 
-from lightning_unitscale.capture.compiled_graph import GraphCall
-from lightning_unitscale.graph.nodes import tensors_in
+from lightning_unitscale.graph.nodes import requires_grad, tensors_in
 from lightning_unitscale.patching import shadowed
 from lightning_unitscale.pipeline.capture import static_shapes
+from lightning_unitscale.pipeline.engine import PipelineRunner
 from lightning_unitscale.pipeline.program import split_evenly
-from lightning_unitscale.pipeline.runner import PipelineRunner
-from lightning_unitscale.strategies.capture import PipelinedMethod, Pipelining, Replay, combined
 from lightning_unitscale.strategies.checks import check_equal
-from lightning_unitscale.strategies.metrics import LoggedMetric, MetricChange, SharedMetrics
+from lightning_unitscale.strategies.metrics import LoggedMetric, MetricState, SharedMetrics
+from lightning_unitscale.strategies.steps import (
+    Arguments,
+    PipelinedGraph,
+    PipelinedMethod,
+    Pipelining,
+    combined,
+)
 
-# Arguments of a call of ``forward``.
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 # A call of ``self.log`` or ``self.log_dict``: method, positional and keyword arguments.
 Logged = tuple[str, tuple[Any, ...], dict[str, Any]]
 _LOGS = ("log", "log_dict")
@@ -86,7 +89,7 @@ class PipelinedForward(PipelinedMethod):
         with static_shapes():
             with self._plain():
                 of_graph = self.graph_calls(calls)
-                runner = self._runner(of_graph[0])
+                graph = self._checked(self.pipelined(of_graph[0]))
 
             failed: list[Exception] = []
 
@@ -95,7 +98,7 @@ class PipelinedForward(PipelinedMethod):
                 try:
                     with self._seeded(seed + index):
                         result, logged = self._whole_step(
-                            lambda *a, **k: self._replayed(of_graph[0], calls[index], values, a, k),
+                            lambda *a, **k: self._replayed(graph, calls[index], values, a, k),
                             parts[index],
                             *args,
                             **kwargs,
@@ -108,16 +111,17 @@ class PipelinedForward(PipelinedMethod):
                 return loss
 
             try:
-                runner.step_flat(self.inputs_of(of_graph), finish)
+                graph.runner.step_flat(graph.inputs(of_graph), finish)
             except RuntimeError:
                 # The engine reports an error of the user's step as one of its own.
                 if failed:
                     raise failed[0] from None
                 raise
-        if runner.is_last:
+        changes: dict[str, MetricState] = {}
+        if graph.runner.is_last:
             self._refuse_gradients_of_others()
-        changes = self._metrics.changes(counted) if runner.is_last else {}
-        return self._share(runner, results, changes)
+            changes = self._metrics.changes(counted)
+        return self._share(graph.runner, results, changes)
 
     def _arguments(self, *args: Any, **kwargs: Any) -> Arguments:
         """The arguments that the step calls ``forward`` with."""
@@ -152,20 +156,15 @@ class PipelinedForward(PipelinedMethod):
             )
         return arguments
 
-    def _runner(self, call: GraphCall) -> PipelineRunner:
-        runner = self.runner_for(call)
-        results = [output.meta.get("example_value") for output in runner.pipe.program.outputs
-                   if isinstance(output, torch.fx.Node)]  # fmt: skip
-        differentiable = [
-            value for value in results if isinstance(value, Tensor) and value.requires_grad
-        ]
-        if len(differentiable) != 1:
+    def _checked(self, graph: PipelinedGraph) -> PipelinedGraph:
+        count = sum(map(requires_grad, graph.step.program.outputs))
+        if count != 1:
             raise RuntimeError(
-                f"{type(self.module).__name__}.forward returns {len(differentiable)} tensors with "
-                "a gradient; expected one, since it is not known which of several the loss uses "
+                f"{type(self.module).__name__}.forward returns {count} tensors with a gradient; "
+                "expected one, since it is not known which of several the loss uses "
                 "(capture='forward'); return one, or make training_step one graph."
             )
-        return runner
+        return graph
 
     def _whole_step(
         self, forward: Callable[..., Any], *args: Any, **kwargs: Any
@@ -192,7 +191,7 @@ class PipelinedForward(PipelinedMethod):
 
     def _replayed(
         self,
-        call: GraphCall,
+        graph: PipelinedGraph,
         before: Arguments,
         values: list[Any],
         args: tuple[Any, ...],
@@ -210,8 +209,7 @@ class PipelinedForward(PipelinedMethod):
         try:
             with self._plain():
                 step = self.steps.steps["forward"]
-                replay = Replay("forward", call.graph, values)
-                return step.rehearse(replay, *args, **kwargs)
+                return step.rehearse(graph.replaying(values), *args, **kwargs)
         finally:
             attributes.update(methods)
 
@@ -225,11 +223,10 @@ class PipelinedForward(PipelinedMethod):
         return loss
 
     def _refuse_gradients_of_others(self) -> None:
-        owned = self.pipelining.ownership.names[dist.get_rank(self.pipelining.group)]
         others = [
             name
             for name, param in self.module.named_parameters()
-            if param.grad is not None and name not in owned
+            if param.grad is not None and name not in self.pipelining.owned
         ]
         if others:
             raise RuntimeError(
@@ -261,7 +258,7 @@ class PipelinedForward(PipelinedMethod):
         self,
         runner: PipelineRunner,
         results: dict[int, tuple[Any, list[Logged]]],
-        changes: dict[str, MetricChange],
+        changes: dict[str, MetricState],
     ) -> Any:
         """The result for the batch, on all ranks; all log the same, and their metrics agree."""
         payload: list[Any] = [None]

@@ -25,8 +25,6 @@ from lightning_unitscale.patching import shadowed
 # As much as one message carries: enough to keep the latency out, little beside the gradients.
 _BUCKET_BYTES = 25 * 2**20
 
-# Clips the gradients of parameters to a limit.
-
 
 @dataclass(frozen=True)
 class Replicas:

@@ -27,30 +27,17 @@ class LoggedMetric(NamedTuple):
 
 @dataclass(frozen=True)
 class MetricState:
-    """The state of a metric object.
-
-    Attributes:
-        update_count: How often it was updated.
-        values: Its states by name, tensors copied.
-    """
-
-    update_count: int
-    values: Mapping[str, Tensor | list[Tensor]]
-
-
-@dataclass(frozen=True)
-class MetricChange:
-    """How a step has changed a metric object.
+    """The state of a metric object, or how a step has changed it.
 
     Attributes:
         update_count: How often it was updated in all.
-        values: Its states by name; of a list what was appended.
-        appended: Names of lists that only grew.
+        values: Its states by name, tensors copied; of a list that only grew what was appended.
+        appended: Names of those lists.
     """
 
     update_count: int
     values: Mapping[str, Tensor | list[Tensor]]
-    appended: frozenset[str]
+    appended: frozenset[str] = frozenset()
 
 
 class SharedMetrics:
@@ -78,7 +65,7 @@ class SharedMetrics:
                 if metric.update_count != before[path].update_count:
                     _set(metric, before[path].update_count, before[path].values)
 
-    def changes(self, before: Mapping[str, MetricState]) -> dict[str, MetricChange]:
+    def changes(self, before: Mapping[str, MetricState]) -> dict[str, MetricState]:
         """How the metric objects have changed since ``before``, as tensors on the host."""
         return {
             path: _change(before[path], metric)
@@ -86,7 +73,7 @@ class SharedMetrics:
             if metric.update_count != before[path].update_count
         }
 
-    def apply(self, changes: Mapping[str, MetricChange]) -> None:
+    def apply(self, changes: Mapping[str, MetricState]) -> None:
         """Change the metric objects of this rank in the same way."""
         metrics = self._metrics()
         for path, change in changes.items():
@@ -140,7 +127,7 @@ def _state(metric: Metric) -> MetricState:
     return MetricState(metric.update_count, values)
 
 
-def _change(before: MetricState, metric: Metric) -> MetricChange:
+def _change(before: MetricState, metric: Metric) -> MetricState:
     values: dict[str, Tensor | list[Tensor]] = {}
     appended = set()
     for name, value in metric.metric_state.items():
@@ -149,7 +136,7 @@ def _change(before: MetricState, metric: Metric) -> MetricChange:
             appended.add(name)
             value = value[len(old) :]
         values[name] = tree_map(lambda tensor: tensor.detach().cpu(), value)
-    return MetricChange(metric.update_count, values, frozenset(appended))
+    return MetricState(metric.update_count, values, frozenset(appended))
 
 
 def _extends(value: Tensor | list[Tensor], beginning: Tensor | list[Tensor]) -> bool:

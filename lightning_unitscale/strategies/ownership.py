@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map, tree_map_only
 
+from lightning_unitscale.pipeline.ownership import hand_out
 from lightning_unitscale.pipeline.program import named_tensors
-from lightning_unitscale.pipeline.runner import hand_out
 from lightning_unitscale.strategies.grid import Replicas
 
 # What asks for no value of the tensor.
@@ -284,7 +284,8 @@ class Owners:
         parts: list[Any] | None = None
         if self._rank == 0:
             parts = [None] * dist.get_world_size(self._group)
-        dist.gather_object(_on_cpu(own), parts, group=self._group, group_dst=0)
+        on_cpu = tree_map_only(Tensor, lambda tensor: tensor.cpu(), own)
+        dist.gather_object(on_cpu, parts, group=self._group, group_dst=0)
         if parts is None:
             return {}
         together = {index: state for part in parts for index, state in part.items()}
@@ -298,40 +299,25 @@ class Owners:
         return int(count)
 
     @torch.no_grad()
-    def clip_norm(self, parameters: Iterable[Tensor], limit: float) -> Tensor:
+    def clip_norm(self, parameters: Iterable[Tensor], limit: float) -> None:
         """Scale the gradients of all ranks so that their norm together is at most ``limit``."""
-        gradients = [param for param in parameters if param.grad is not None]
-        counted = [param.grad for param in gradients if self.counts_here(param)]
-        norms = (
-            torch.stack([torch.linalg.vector_norm(gradient) for gradient in counted])
-            if counted
-            else None
-        )
+        clipped = [param for param in parameters if param.grad is not None]
+        counted = [param.grad for param in clipped if self.counts_here(param)]
         square = torch.zeros((), device=self._device)
-        if norms is not None:
+        if counted:
+            norms = torch.stack([torch.linalg.vector_norm(gradient) for gradient in counted])
             square = norms.float().square().sum()
         # Added in one order everywhere: another norm in another pipeline would part their weights.
         squares = [torch.empty_like(square) for _ in range(dist.get_world_size(self._group))]
         dist.all_gather(squares, square, group=self._group)
         total = torch.stack(squares).sum().sqrt()
         factor = (limit / (total + 1e-6)).clamp(max=1.0)
-        for param in gradients:
+        for param in clipped:
             assert param.grad is not None
             param.grad.mul_(factor.to(param.grad.dtype))
-        return total
 
     def _broadcast(self, tensor: Tensor, rank: int) -> None:
         sent = tensor.contiguous()
         dist.broadcast(sent, group=self._group, group_src=rank)
         if sent is not tensor:
             tensor.copy_(sent)
-
-
-def _on_cpu(state: Mapping[Any, Any]) -> dict[Any, Any]:
-    return {
-        index: {
-            key: value.cpu() if isinstance(value, Tensor) else value
-            for key, value in param_state.items()
-        }
-        for index, param_state in state.items()
-    }

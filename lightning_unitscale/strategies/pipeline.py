@@ -10,7 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn  # type: ignore[attr-defined]
 from torch import Tensor, nn
 from torch.distributed.pipelining import SplitPoint
@@ -21,20 +21,17 @@ from lightning_unitscale.arguments import check_choice, check_count
 from lightning_unitscale.capture.steps import steps_of
 from lightning_unitscale.optim.clipping import clipping_with
 from lightning_unitscale.pipeline.balance import balanced_split
-from lightning_unitscale.pipeline.cuts import annotate_split_points
+from lightning_unitscale.pipeline.cuts import SplitPolicy, annotate_split_points
 from lightning_unitscale.pipeline.ownership import Ownership
 from lightning_unitscale.pipeline.schedules import find_schedule
-from lightning_unitscale.strategies.capture import (
-    NotOneGraphError,
-    Pipelining,
-    Policy,
-)
 from lightning_unitscale.strategies.checks import check_equal, not_one_graph, refuse_unsupported
+from lightning_unitscale.strategies.evaluation import EvaluatingStrategy
 from lightning_unitscale.strategies.forward import PipelinedForward
 from lightning_unitscale.strategies.ownership import Owners
-from lightning_unitscale.strategies.steps import EVALUATIONS, EvaluatingStrategy, PipelinedStep
+from lightning_unitscale.strategies.steps import NotPipelinedError, PipelinedStep, Pipelining
 
 _CAPTURES = ("auto", "step", "forward")
+_EVALUATIONS = ("auto", "pipeline", "whole")
 
 
 class PipelineStrategy(EvaluatingStrategy):
@@ -87,7 +84,7 @@ class PipelineStrategy(EvaluatingStrategy):
         num_microbatches: int,
         data_parallel: int = 1,
         stages_per_rank: int | str = "auto",
-        split: str | Mapping[str, SplitPoint] | Policy = "auto",
+        split: str | Mapping[str, SplitPoint] | SplitPolicy = "auto",
         capture: str = "auto",
         free_unowned: bool = True,
         evaluation: str = "auto",
@@ -113,7 +110,7 @@ class PipelineStrategy(EvaluatingStrategy):
             )
         advice = "leave it out for 'auto'"
         check_choice("capture", capture, _CAPTURES, "nothing that can be captured", advice)
-        check_choice("evaluation", evaluation, EVALUATIONS, "no way to evaluate", advice)
+        check_choice("evaluation", evaluation, _EVALUATIONS, "no way to evaluate", advice)
         if not timeout > 0:
             raise ValueError(f"timeout={timeout!r}: expected seconds above 0.")
         super().__init__(
@@ -130,13 +127,9 @@ class PipelineStrategy(EvaluatingStrategy):
         self.num_eval_microbatches = num_eval_microbatches
         self.check_batches = check_batches
         self._step: PipelinedStep | PipelinedForward | None = None
-        self._owners: Owners | None = None
         self._marks: Any = ()
         self._changes = contextlib.ExitStack()
         self._steps_done = 0
-        self._is_training = False
-        # Whether this rank's weights are those of all owners.
-        self._has_weights = True
         self._stash: dict[nn.Parameter, Tensor] = {}
 
     @override
@@ -244,30 +237,6 @@ class PipelineStrategy(EvaluatingStrategy):
             super().barrier(*args, **kwargs)
 
     @override
-    def bring_weights(self) -> None:
-        """Gives every rank the owners' weights, unless it has got them since the last step."""
-        if not self._has_weights:
-            self._synchronize()
-
-    @override
-    def free_weights(self) -> None:
-        """Frees again, within a training, what :meth:`bring_weights` has brought."""
-        if self._is_training and self._owners is not None and not self._is_interrupted:
-            self._owners.free(self.optimizers)
-            self._has_weights = False
-
-    @override
-    def plain_parameters(self) -> contextlib.AbstractContextManager[Any]:
-        """Entered where freed parameters may be captured: they are of the usual class."""
-        return contextlib.nullcontext() if self._owners is None else self._owners.freed.plain()
-
-    @override
-    def on_train_end(self) -> None:
-        """Leaves the trained weights on all ranks."""
-        self._synchronize()
-        self._is_training = False
-
-    @override
     def on_exception(self, exception: BaseException) -> None:
         """Gives the module its own step back."""
         self._release()
@@ -290,7 +259,7 @@ class PipelineStrategy(EvaluatingStrategy):
         def rank_of(stage: int) -> int:
             return self.schedule.rank_of(stage, num_ranks)
 
-        policy: Policy = balanced_split(
+        policy: SplitPolicy = balanced_split(
             num_stages, rank_of=rank_of, num_microbatches=self.num_microbatches
         )
         if isinstance(self.split, Mapping):
@@ -298,7 +267,7 @@ class PipelineStrategy(EvaluatingStrategy):
         elif not isinstance(self.split, str):
             policy = self.split
         ownership = Ownership(module, num_ranks, rank_of)
-        pipelining = Pipelining(
+        self._pipelining = Pipelining(
             schedule=self.schedule.name,
             num_microbatches=self.num_microbatches,
             policy=policy,
@@ -309,35 +278,22 @@ class PipelineStrategy(EvaluatingStrategy):
             num_accumulated=lambda: int(module.trainer.accumulate_grad_batches),
             free_unowned=self.free_unowned,
         )
-        self.prepare_evaluation(pipelining)
+        self._evaluations = {}
         self._steps_done, self._is_training = 0, trains
         if not trains:
             return
         if self.capture == "forward":
-            self._step = PipelinedForward(module, self._pipelining, self.plain_parameters)
+            self._step = PipelinedForward(module, self._pipelining, self._plain_parameters)
         else:
             self._step = PipelinedStep(module, self._pipelining, self._own_first)
             self._step.attach()
 
-    @property
-    def _is_interrupted(self) -> bool:
-        module = self.lightning_module
-        assert module is not None
-        trainer = module._trainer
-        return trainer is not None and trainer.state.status is TrainerStatus.INTERRUPTED
-
-    def _synchronize(self) -> None:
-        # After an exception the other ranks may wait for something else, or be gone.
-        if self._owners is not None and not self._is_interrupted:
-            self._owners.synchronize()
-            self._has_weights = True
-
     def _run_step(self, *args: Any, **kwargs: Any) -> Any:
         if isinstance(self._step, PipelinedStep):
             try:
-                with self.plain_parameters():
+                with self._plain_parameters():
                     return self._step(*args, **kwargs)
-            except NotOneGraphError as error:
+            except NotPipelinedError as error:
                 if self.capture == "step":
                     raise
                 reason = error
@@ -352,7 +308,7 @@ class PipelineStrategy(EvaluatingStrategy):
                 f"PipelineStrategy: only forward runs as a pipeline from here on, and the step "
                 f"around it on the rank of the last stage: {reason}"
             )
-            self._step = PipelinedForward(module, self._pipelining, self.plain_parameters, reason)
+            self._step = PipelinedForward(module, self._pipelining, self._plain_parameters, reason)
         assert self._step is not None
         return self._step(*args, **kwargs)
 
@@ -361,7 +317,7 @@ class PipelineStrategy(EvaluatingStrategy):
         if self._owners is not None:
             return contextlib.nullcontext()
         self._own(self._pipelining.ownership.names)
-        return self.plain_parameters()
+        return self._plain_parameters()
 
     def _own(self, names: list[set[str]]) -> None:
         """Note the owners after a step; a recaptured step may use more parameters."""
@@ -384,8 +340,7 @@ class PipelineStrategy(EvaluatingStrategy):
         self._marks = ()
         if isinstance(self._step, PipelinedStep):
             self._step.detach()
-        self._step = None
-        self.forget_evaluations()
+        self._step, self._evaluations = None, {}
 
     def _clip_by_norm(self, parameters: Sequence[Tensor], limit: float) -> None:
         if self._owners is not None:

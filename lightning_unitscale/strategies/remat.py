@@ -8,7 +8,7 @@ and for each microbatch in flight what the stage saves.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,10 +20,9 @@ from torch import Tensor, fx, nn
 
 from lightning_unitscale.dynamo.capture import execute_with
 from lightning_unitscale.dynamo.graphs import add_placeholder, copy_graph_module
-from lightning_unitscale.pipeline.modes import outer_grad_mode
-from lightning_unitscale.pipeline.runner import PipelineRunner
+from lightning_unitscale.pipeline.engine import PipelineRunner
 from lightning_unitscale.pipeline.schedules import Schedule
-from lightning_unitscale.pipeline.stage import Passed, StageModule, stage_info
+from lightning_unitscale.pipeline.stage import Passed, StageModule
 from lightning_unitscale.profiler.measure import (
     gradient_bytes,
     optimizer_state_bytes,
@@ -43,29 +42,13 @@ _NUM_PLANS = 40
 StageRun = Callable[..., Any]
 
 
-def num_in_flight(
-    schedule: Schedule, stage: int, num_stages: int, num_microbatches: int
-) -> int | None:
-    """Microbatches whose saved values a stage holds at once; ``None`` if that is not known.
-
-    Args:
-        schedule: The schedule.
-        stage: The stage's index.
-        num_stages: Stages of the pipeline.
-        num_microbatches: Microbatches of a step.
-    """
-    if schedule.name == "1F1B":
-        return min(num_microbatches, num_stages - stage)
-    return num_microbatches if schedule.name == "GPipe" else None
-
-
 def check_schedule(budget: Budget, schedule: Schedule) -> None:
     """Refuse a budget that cannot be kept under a schedule.
 
     Raises:
         MisconfigurationException: Naming the schedules under which it can.
     """
-    if budget != "min_cut" and num_in_flight(schedule, 0, 1, 1) is None:
+    if budget != "min_cut" and schedule.num_in_flight(0, 1, 1) is None:
         raise MisconfigurationException(
             f"budget={budget!r} with PipelineStrategy({schedule.name!r}): its ranks have several "
             "stages, whose passes alternate, and how many microbatches each of them keeps at the "
@@ -146,7 +129,7 @@ def remat_stages(
     microbatch: Sequence[Any],
     partitioner: StepPartitioner,
     module: nn.Module,
-    elsewhere: Sequence[str],
+    elsewhere: Collection[str],
     granted: dict[int, Granted],
 ) -> dict[int, StageRun]:
     """Plan a rank's stages; every rank calls it. Returns what runs in their place, by index.
@@ -165,10 +148,8 @@ def remat_stages(
     share = _state_share(module)
     runs, problem = {}, ""
     for index, stage in zip(runner.stage_indices, runner.stages, strict=True):
-        info = stage_info(stage)
-        in_flight = num_in_flight(
-            runner.schedule, index, runner.pipe.num_stages, runner.num_microbatches
-        )
+        info = stage.info
+        in_flight = runner.schedule.num_in_flight(index, info.num_stages, runner.num_microbatches)
         planner = StagePartitioner(
             partitioner.budget,
             stage=index,
@@ -212,21 +193,17 @@ def planned_stage(
         torch.zeros(passed.tensor.shape, dtype=passed.tensor.dtype, device=device).requires_grad_(
             passed.feeds_loss
         )
-        for passed in stage_info(stage).received
+        for passed in stage.info.received
     ]
-    with outer_grad_mode(), torch.enable_grad():
+    with torch.enable_grad():
         examples = (*received, *inputs, *attributes)
         compiled = execute_with("aot_eager", graph_module, examples, partition_fn=partitioner)
 
-    def run(*values: Any) -> Any:
-        with outer_grad_mode():
-            return compiled(*values, *attributes)
-
-    return run
+    return lambda *values: compiled(*values, *attributes)
 
 
 def resident_bytes(
-    module: nn.Module, stage: StageModule, elsewhere: Sequence[str], state_share: float
+    module: nn.Module, stage: StageModule, elsewhere: Collection[str], state_share: float
 ) -> int:
     """Bytes of a rank beside its stage's parameters and its activations.
 
@@ -236,8 +213,7 @@ def resident_bytes(
         elsewhere: Names of parameters whose memory is freed here.
         state_share: Bytes of the optimizers' state per byte of a parameter.
     """
-    freed = set(elsewhere)
-    params = {name: param for name, param in module.named_parameters() if name not in freed}
+    params = {name: param for name, param in module.named_parameters() if name not in elsewhere}
     own = storage_bytes([*stage.parameters(), *stage.buffers()])
     trained = storage_bytes([param for param in params.values() if param.requires_grad])
     everything = storage_bytes([*params.values(), *module.buffers()])

@@ -1,41 +1,284 @@
-"""Run a module's own steps as pipelines: training with its loss, validation, test, prediction.
+"""Run a module's method as a pipeline: its graph is captured, and cut alike on every rank.
 
-Once the pipeline has run, the step is called once more with the pipeline's results in the graph's
-place, and what it logs and returns is made of them.
+A call with each microbatch is stopped where it reaches the graph, which gives the graph's inputs;
+then the pipeline runs. The step is called once more with the pipeline's results in the graph's
+place, and what it logs and returns is made of them. Dynamo guards the Python state that the method
+reads, and recaptures the graph when that changes.
 
-In an evaluation a batch is one microbatch by default, so that the step computes what it computes on
-one device, and nothing is averaged. The stages then run one after the other, which takes as long as
-every rank running all of them, and needs no more weights.
+Each rank captures and cuts for itself, from the same module and batch and by constants, so they
+agree. They are compared all the same: where they differed (Python code that asks for its rank,
+other versions), tensors of one shape could silently reach the wrong layer.
 """
 
 from __future__ import annotations
 
-import functools
-from abc import abstractmethod
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn  # type: ignore[attr-defined]
+import torch.distributed as dist
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_unitscale.capture.compiled_graph import CompiledGraph, GraphCall
-from lightning_unitscale.capture.steps import ModuleSteps, steps_of
-from lightning_unitscale.pipeline.capture import example_outputs, loss_position, static_shapes
-from lightning_unitscale.pipeline.program import split_evenly
-from lightning_unitscale.pipeline.runner import PipelineRunner
-from lightning_unitscale.remat.attach import Granted, StepPartitioner
-from lightning_unitscale.strategies.capture import (
+from lightning_unitscale.capture.compiled_graph import (
+    CompiledGraph,
+    GraphCall,
+    Interpreter,
     NotOneGraphError,
-    PipelinedMethod,
-    Pipelining,
-    Replay,
 )
-from lightning_unitscale.strategies.grid import GridStrategy
+from lightning_unitscale.capture.steps import ModuleSteps, steps_of
+from lightning_unitscale.pipeline.capture import (
+    StepProgram,
+    example_outputs,
+    loss_position,
+    program_of_step,
+    static_shapes,
+)
+from lightning_unitscale.pipeline.cuts import SplitPolicy, cut_by, num_marks
+from lightning_unitscale.pipeline.engine import PipelineRunner
+from lightning_unitscale.pipeline.observed import ObservedStages
+from lightning_unitscale.pipeline.ownership import Ownership, SharedGradients
+from lightning_unitscale.pipeline.pipe import build_pipe
+from lightning_unitscale.pipeline.program import split_evenly
+from lightning_unitscale.remat.attach import Granted, StepPartitioner
+from lightning_unitscale.strategies.checks import check_same_cuts
+from lightning_unitscale.strategies.grid import Replicas
 from lightning_unitscale.strategies.remat import StageRun, remat_stages
+
+# Of one call.
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class NotPipelinedError(RuntimeError):
+    """A method of the module cannot run as a pipeline; nothing of it has run."""
+
+
+class PlainSteps(ModuleSteps):
+    """Captures the user's own methods, where callbacks have captured them with their passes."""
+
+    @override
+    def original(self, name: str) -> Callable[..., Any]:
+        """The user's own method, even where a captured step has replaced it."""
+        steps = steps_of(self.module)
+        if steps is None or name not in steps.steps:
+            return super().original(name)
+        return steps.original(name)
+
+
+@dataclass(frozen=True)
+class Pipelining:
+    """Settings of a module's pipelines.
+
+    Attributes:
+        schedule: Name of the schedule.
+        num_microbatches: Microbatches of a batch.
+        policy: Says where the first graph is cut, if the code does not.
+        device: Where this rank's stages run.
+        group: The pipeline's process group.
+        ownership: Which ranks have which parameters.
+        replicas: This rank in every pipeline, of which the first chooses the cuts.
+        num_accumulated: Says how many batches one optimizer step adds up.
+        free_unowned: Whether a rank frees the parameters that other ranks have.
+    """
+
+    schedule: str
+    num_microbatches: int
+    policy: SplitPolicy
+    device: torch.device
+    group: dist.ProcessGroup | None
+    ownership: Ownership
+    replicas: Replicas
+    num_accumulated: Callable[[], int]
+    free_unowned: bool
+
+    @property
+    def owned(self) -> set[str]:
+        """Names of the parameters that this rank has."""
+        return self.ownership.names[dist.get_rank(self.group)]
+
+    @property
+    def freed(self) -> set[str]:
+        """Names of the parameters whose memory is freed here: only other ranks have them."""
+        names = set[str]().union(*self.ownership.names) - self.owned
+        return names if self.free_unowned else set()
+
+
+@dataclass
+class PipelinedGraph:
+    """A graph that runs as a pipeline.
+
+    Attributes:
+        graph: The captured graph; kept, so that its identity stays its own.
+        step: What was cut.
+        runner: The pipeline.
+        observed: The stages with the probes of all passes, once a step was observed.
+        planned: The stages within a memory budget, once a step has run in one.
+    """
+
+    graph: CompiledGraph
+    step: StepProgram
+    runner: PipelineRunner
+    observed: ObservedStages | None = None
+    planned: Mapping[int, StageRun] | None = None
+
+    def inputs(self, calls: Sequence[GraphCall]) -> list[list[Any]]:
+        """The flat inputs of the pipeline for every microbatch."""
+        return [self.step.inputs(call) for call in calls]
+
+    def shared_results(self, outputs: Sequence[Any] | None, count: int) -> list[Any]:
+        """The combined results of ``count`` microbatches, on all ranks: each of them logs.
+
+        Args:
+            outputs: The results, on the rank of the last stage.
+            count: How many microbatches there are.
+        """
+        values = combined(outputs or [example_outputs(self.graph.base)] * count)
+        for index, value in enumerate(values):
+            if isinstance(value, Tensor):
+                values[index] = value.contiguous()
+                group, last_rank = self.runner.group, self.runner.last_rank
+                dist.broadcast(values[index], group=group, group_src=last_rank)
+        return values
+
+    def replaying(self, values: list[Any]) -> Interpreter:
+        """Runs no graph, but returns the pipeline's results for it."""
+
+        def replay(graph: CompiledGraph, inputs: tuple[Any, ...]) -> Any:
+            if graph is not self.graph:
+                raise RuntimeError(
+                    f"{self.step.step_graph.step}: another graph ran with the pipeline's results "
+                    "than without them; expected a step whose course does not depend on how often "
+                    "it is called; keep counters of calls out of it."
+                )
+            return values
+
+        return replay
+
+
+class PipelinedMethod:
+    """A method of a module whose graphs run on several ranks.
+
+    Args:
+        module: The module.
+        name: The method.
+        pipelining: Settings of the module's pipelines.
+        defer: Methods of the module whose calls are made after the step.
+        plain: Whether the passes of callbacks are left out.
+
+    Attributes:
+        steps: The captured method, with the passes of the callbacks over its graphs.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        name: str,
+        pipelining: Pipelining,
+        *,
+        defer: tuple[str, ...] = (),
+        plain: bool = False,
+    ) -> None:
+        self.module = module
+        self.name = name
+        self.pipelining = pipelining
+        # A graph, as its passes rewrite it now.
+        self._pipelines: dict[tuple[int, int], PipelinedGraph] = {}
+        steps = steps_of(module)
+        if steps is None or name not in steps.steps or plain:
+            steps = PlainSteps(module, (name,), defer=defer)
+        self.steps = steps
+
+    def graph_calls(self, arguments: Sequence[Arguments]) -> list[GraphCall]:
+        """The call of the method's one graph for every microbatch; nothing of it has run then.
+
+        Args:
+            arguments: Positional and keyword arguments of each call.
+
+        Raises:
+            NotPipelinedError: If a call is not one graph, or the calls are not the same graph.
+        """
+        step = self.steps.steps[self.name]
+        calls: list[GraphCall] = []
+        for args, kwargs in arguments:
+            try:
+                calls.append(step.graph_call(*args, **kwargs))
+            except NotOneGraphError as error:
+                raise self._not_one_graph(str(error)) from None
+            if calls[-1].graph is not calls[0].graph:
+                raise self._not_one_graph("it is another one for the next microbatch")
+        return calls
+
+    def _not_one_graph(self, reasons: str) -> NotPipelinedError:
+        return NotPipelinedError(
+            f"{type(self.module).__name__}.{self.name} is not one graph for every microbatch "
+            f"({reasons}); expected tensor operations without branches on values, counters, "
+            "printing or third-party calls between them; keep those out of it."
+        )
+
+    def pipelined(self, call: GraphCall, loss: Callable[[], int] | None = None) -> PipelinedGraph:
+        """The pipeline of a graph; made when it first runs.
+
+        Args:
+            call: A call of the graph.
+            loss: Says which of the graph's outputs is the loss, if it has one.
+
+        Raises:
+            RuntimeError: If parameters would move to other ranks.
+        """
+        key = id(call.graph), call.graph.num_rewrites
+        if key not in self._pipelines:
+            self._pipelines[key] = self._cut(call, None if loss is None else loss())
+        self._pipelines[key].runner.num_accumulated = self.pipelining.num_accumulated()
+        return self._pipelines[key]
+
+    def _cut(self, call: GraphCall, loss: int | None) -> PipelinedGraph:
+        step = program_of_step(call, self.module, loss)
+        pipelining = self.pipelining
+        ownership, replicas, group = pipelining.ownership, pipelining.replicas, pipelining.group
+        is_first = not ownership.is_settled
+        if is_first and replicas.rank > 0:
+            ownership.adopt(replicas.of_first(None))
+        if not num_marks(step.program):
+            is_settled = ownership.is_settled
+            cut_by(step.program, ownership.policy() if is_settled else pipelining.policy)
+        pipe = build_pipe(step.program, self.module)
+        if is_first:
+            check_same_cuts(pipe, group)
+        runner = PipelineRunner(
+            pipe,
+            pipelining.schedule,
+            num_microbatches=pipelining.num_microbatches,
+            device=pipelining.device,
+            group=group,
+        )
+        ownership.note(pipe)
+        if is_first and replicas.rank == 0:
+            replicas.of_first(ownership.stages)
+        # A replica that this graph does not use must not fall behind the others.
+        owned = ownership.parameters_of(dist.get_rank(group))
+        runner.shared = SharedGradients(owned, ownership.replicas(), group)
+        return PipelinedGraph(call.graph, step, runner)
+
+
+def combined(results: Sequence[Sequence[Any]]) -> list[Any]:
+    """The results of microbatches as those of one batch.
+
+    The mean of single floating-point numbers, the sum of single whole numbers, and everything else
+    one after the other along the first dimension.
+    """
+    return [_combine(list(each)) for each in zip(*results, strict=True)]
+
+
+def _combine(values: list[Any]) -> Any:
+    if not isinstance(values[0], Tensor):
+        return values[0]
+    if values[0].ndim:
+        return torch.cat(values)
+    stacked = torch.stack(values)
+    return stacked.mean() if stacked.is_floating_point() else stacked.sum()
+
 
 _NAME = "training_step"
 
@@ -53,11 +296,10 @@ class PipelinedStep(PipelinedMethod):
         self,
         module: nn.Module,
         pipelining: Pipelining,
-        cut_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        cut_context: Callable[[], AbstractContextManager[Any]],
     ) -> None:
         super().__init__(module, _NAME, pipelining, defer=("log", "log_dict"))
         self._cut_context = cut_context
-        self._remat: dict[int, dict[int, StageRun]] = {}
         self._granted: dict[int, Granted] = {}
 
     def attach(self) -> None:
@@ -72,253 +314,67 @@ class PipelinedStep(PipelinedMethod):
         """Forward and backward of one batch; the result of the step for it.
 
         Raises:
-            NotOneGraphError: If the step is not one graph; nothing has been run then.
+            NotPipelinedError: If the step is not one graph.
             RuntimeError: If it returns no loss.
         """
         step = self.steps.steps[_NAME]
         parts = split_evenly(batch, self.pipelining.num_microbatches)
         with static_shapes():
             calls = self.graph_calls([((part, *args), kwargs) for part in parts])
-            examples = example_outputs(calls[0].graph.base)
-            loss = functools.partial(self._loss, calls[0], (parts[0], *args), kwargs)
-            runner = self.runner_for(calls[0], loss)
+            graph = self.pipelined(calls[0], lambda: self._loss(calls[0], parts[0], args, kwargs))
             for graph_pass in self.steps.passes:
                 graph_pass.before_step(self.module)
-            inputs = self.inputs_of(calls)
+            inputs = graph.inputs(calls)
             # A budget that is refused leaves the module as it is.
-            planned = self._planned(runner, inputs[0])
+            planned = self._planned(graph, inputs[0])
             with self._cut_context():
-                outputs = self._run(runner, calls[0], inputs, planned)
-                values = self.shared_results(
-                    runner, examples, outputs, self.pipelining.num_microbatches
-                )
-                step.interpreter = Replay(_NAME, calls[0].graph, values)
+                outputs = self._run(graph, inputs, planned)
+                step.interpreter = graph.replaying(graph.shared_results(outputs, len(parts)))
                 try:
                     return step(parts[0], *args, **kwargs)
                 finally:
                     step.interpreter = None
 
     def _run(
-        self,
-        runner: PipelineRunner,
-        call: GraphCall,
-        inputs: list[list[Any]],
-        planned: Mapping[int, StageRun],
+        self, graph: PipelinedGraph, inputs: list[list[Any]], planned: Mapping[int, StageRun]
     ) -> list[Any] | None:
         if not self.steps.observed:
-            return runner.step_flat(inputs, replaced=planned)
-        observed = self.observed_stages(call)
+            return graph.runner.step_flat(inputs, replaced=planned)
+        graph.observed = observed = graph.observed or ObservedStages(
+            graph.runner.pipe,
+            graph.step.step_graph,
+            self.steps.passes,
+            self.pipelining.ownership.rank_of,
+            self.pipelining.group,
+        )
         observed.begin()
-        outputs = runner.step_flat(inputs, replaced=observed.run)
+        outputs = graph.runner.step_flat(inputs, replaced=observed.run)
         observed.finish()
         return outputs
 
-    def _planned(self, runner: PipelineRunner, microbatch: list[Any]) -> Mapping[int, StageRun]:
+    def _planned(self, graph: PipelinedGraph, microbatch: list[Any]) -> Mapping[int, StageRun]:
         """The stages within a memory budget, if there is one."""
         partitioner = self.steps.partition_fn
         if not isinstance(partitioner, StepPartitioner):
             return {}
-        if id(runner) not in self._remat:
-            elsewhere = self.pipelining.names_elsewhere if self.pipelining.free_unowned else ()
-            self._remat[id(runner)] = remat_stages(
-                runner, microbatch, partitioner, self.module, elsewhere, self._granted
+        if graph.planned is None:
+            graph.planned = remat_stages(
+                graph.runner,
+                microbatch,
+                partitioner,
+                self.module,
+                self.pipelining.freed,
+                self._granted,
             )
-        return self._remat[id(runner)]
+        return graph.planned
 
-    def _loss(self, call: GraphCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        position = loss_position(self.steps.steps[_NAME], call, args, kwargs)
+    def _loss(
+        self, call: GraphCall, part: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> int:
+        position = loss_position(self.steps.steps[_NAME], call, (part, *args), kwargs)
         if position is None:
             raise RuntimeError(
                 f"{type(self.module).__name__}.{_NAME} returns no result of its captured graph; "
                 "expected the loss, or a dict with the key 'loss'."
             )
         return position
-
-
-# Graphs for batches of one size, each of which has to be captured and cut.
-_MAX_ALIKE = 4
-
-
-class NotPipelinedError(RuntimeError):
-    """A step cannot run as a pipeline; nothing of it has run."""
-
-
-class PipelinedEvaluation(PipelinedMethod):
-    """A step without a backward pass, whose graph runs on several ranks.
-
-    Args:
-        module: The module.
-        name: The method.
-        pipelining: Settings of the module's pipelines.
-        num_microbatches: Equal parts of a batch.
-    """
-
-    def __init__(
-        self, module: nn.Module, name: str, pipelining: Pipelining, num_microbatches: int
-    ) -> None:
-        # What callbacks make of it runs whole, where it is something else.
-        super().__init__(module, name, pipelining, defer=("log", "log_dict"), plain=True)
-        self._num_microbatches = num_microbatches
-        # By the sizes of what goes in.
-        self._graphs_for: dict[tuple[torch.Size, ...], dict[int, CompiledGraph]] = {}
-
-    def __call__(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """The result of the step for a batch, on all ranks.
-
-        Raises:
-            NotPipelinedError: If the step cannot run as a pipeline.
-            ValueError: If the batch cannot be divided.
-        """
-        count = self._num_microbatches
-        parts = [batch] if count == 1 else split_evenly(batch, count)
-        with static_shapes():
-            try:
-                calls = self.graph_calls([((part, *args), kwargs) for part in parts])
-            except NotOneGraphError as error:
-                raise NotPipelinedError(str(error)) from error
-            self._refuse_another_for_every_batch(calls[0])
-            try:
-                runner = self.runner_for(calls[0])
-            except (RuntimeError, ValueError) as error:
-                # It uses parameters in another order than the training, or has too few places.
-                raise NotPipelinedError(
-                    f"{type(self.module).__name__}.{self.name} cannot be cut as the training is: "
-                    f"{error}"
-                ) from error
-            outputs = runner.eval_flat(self.inputs_of(calls))
-            examples = example_outputs(calls[0].graph.base)
-            values = self.shared_results(runner, examples, outputs, count)
-            replay = Replay(self.name, calls[0].graph, values)
-            return self.steps.steps[self.name].replay(replay, parts[0], *args, **kwargs)
-
-    def _refuse_another_for_every_batch(self, call: GraphCall) -> None:
-        sizes = tuple(value.shape for value in call.inputs if isinstance(value, Tensor))
-        graphs = self._graphs_for.setdefault(sizes, {})
-        graphs[id(call.graph)] = call.graph
-        if len(graphs) > _MAX_ALIKE:
-            raise NotPipelinedError(
-                f"{type(self.module).__name__}.{self.name} was {len(graphs)} graphs for batches of "
-                "one size; expected a step whose course does not depend on how often it is called; "
-                "keep counters of calls out of it"
-            )
-
-
-EVALUATIONS = ("auto", "pipeline", "whole")
-
-
-class EvaluatingStrategy(GridStrategy):
-    """Runs the steps without a backward pass.
-
-    Attributes:
-        evaluation: ``"pipeline"``, ``"whole"``, or ``"auto"`` for the first as long as it can be.
-        num_eval_microbatches: Equal parts of a batch of theirs.
-    """
-
-    evaluation: str = "auto"
-    num_eval_microbatches: int = 1
-    _pipelining: Pipelining
-    _is_training = False
-
-    @abstractmethod
-    def bring_weights(self) -> None:
-        """Give every rank all weights, unless it has them."""
-
-    @abstractmethod
-    def free_weights(self) -> None:
-        """Free what only an evaluation needed."""
-
-    @abstractmethod
-    def plain_parameters(self) -> AbstractContextManager[Any]:
-        """Entered where freed parameters may be captured."""
-
-    @override
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the module's own step."""
-        context = self.precision_plugin.val_step_context
-        return self._evaluate("validation_step", super().validation_step, context, args, kwargs)
-
-    @override
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the module's own step."""
-        context = self.precision_plugin.test_step_context
-        return self._evaluate("test_step", super().test_step, context, args, kwargs)
-
-    @override
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the module's own step."""
-        context = self.precision_plugin.predict_step_context
-        return self._evaluate("predict_step", super().predict_step, context, args, kwargs)
-
-    @override
-    def on_validation_start(self) -> None:
-        """Brings the weights together, if every rank validates with all of them."""
-        if not self._is_pipelined("validation_step"):
-            self.bring_weights()
-
-    @override
-    def on_validation_end(self) -> None:
-        """Frees the memory that only the validation needed."""
-        self.free_weights()
-
-    def prepare_evaluation(self, pipelining: Pipelining) -> None:
-        """Start over, with nothing captured."""
-        self._pipelining = pipelining
-        self.forget_evaluations()
-
-    def forget_evaluations(self) -> None:
-        """Forget what was captured."""
-        self._evaluations: dict[str, PipelinedEvaluation] = {}
-        # Steps that have turned out not to be pipelines.
-        self._whole: set[str] = set()
-
-    def _is_pipelined(self, name: str) -> bool:
-        if self.evaluation == "whole" or name in self._whole:
-            return False
-        module = self.lightning_module
-        assert module is not None
-        steps = steps_of(module)
-        if steps is not None and name in steps.steps and self._needs_passes(steps, name):
-            return False
-        # Before the first step of a training all weights are everywhere, and that step is to
-        # be the one by whose costs the stages are balanced.
-        return not self._is_training or self._pipelining.ownership.is_settled
-
-    def _needs_passes(self, steps: ModuleSteps, name: str) -> bool:
-        """Whether an evaluation has to run with the passes of callbacks.
-
-        Within a training lossless passes make nothing else of it, and nothing of an evaluation is
-        observed: its stages are cut from the user's own step. On its own it measures units.
-        """
-        return not self._is_training or steps.changes_numbers(name)
-
-    def _evaluate(
-        self,
-        name: str,
-        run_whole: Callable[..., Any],
-        context: Callable[[], AbstractContextManager[Any]],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        if self._is_pipelined(name):
-            module = self.lightning_module
-            assert module is not None
-            if name not in self._evaluations:
-                self._evaluations[name] = PipelinedEvaluation(
-                    module, name, self._pipelining, self.num_eval_microbatches
-                )
-            try:
-                with context(), self.plain_parameters():
-                    return self._evaluations[name](*args, **kwargs)
-            except NotPipelinedError as error:
-                if self.evaluation == "pipeline":
-                    raise MisconfigurationException(
-                        f"PipelineStrategy(evaluation='pipeline'): {error}"
-                    ) from error
-                rank_zero_warn(
-                    f"PipelineStrategy: {name} runs whole on every rank, with all weights, from "
-                    f"here on: {error}"
-                )
-            # All ranks of the pipeline come here: they have captured the same step.
-            self._whole.add(name)
-        self.bring_weights()
-        return run_whole(*args, **kwargs)

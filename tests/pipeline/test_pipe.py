@@ -26,7 +26,7 @@ from lightning_unitscale.pipeline import (
     pipe_split,
     pipeline,
 )
-from lightning_unitscale.pipeline.stage import retarget, stage_info
+from lightning_unitscale.pipeline.stage import retarget
 from tests.pipeline.models import MODELS, Odd
 
 TRANSMIT, REPLICATE = MultiUseParameterConfig.TRANSMIT, MultiUseParameterConfig.REPLICATE
@@ -89,11 +89,11 @@ def test_stages_survive_transport(name: str) -> None:
         values: tuple[Any, ...] = ()
         for stage in pipe.stages:
             sent = send(stage)
-            assert stage_info(sent) == stage_info(stage)
+            assert sent.info == stage.info
             assert sent.state_dict().keys() == stage.state_dict().keys()
             mine = {one.data_ptr() for one in stage.parameters()}
             assert not mine & {one.data_ptr() for one in sent.parameters()}
-            values = sent(*values, *(flat[place] for place in stage_info(sent).inputs))
+            values = sent(*values, *(flat[place] for place in sent.info.inputs))
         assert pipe.program.loss is not None
         assert torch.equal(values[pipe.program.loss], expected)
 

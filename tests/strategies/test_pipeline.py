@@ -19,7 +19,7 @@ from torch import nn
 
 from lightning_unitscale.pipeline.program import split_evenly
 from lightning_unitscale.strategies import PipelineStrategy
-from lightning_unitscale.strategies.capture import combined
+from lightning_unitscale.strategies.steps import combined
 from tests.distributed.launch import codes_of_ranks, run_ranks
 from tests.strategies.pipeline_run import Groups, Recorder, _points
 

@@ -19,7 +19,6 @@ from lightning_unitscale.strategies.remat import (
     StagePartitioner,
     StageRun,
     check_schedule,
-    num_in_flight,
     planned_stage,
 )
 
@@ -57,11 +56,11 @@ def _planned(
 
 def test_microbatches_that_a_stage_keeps() -> None:
     """Under 1F1B as many as stages follow, itself included, and never more than there are."""
-    counts = [num_in_flight(find_schedule("1F1B"), stage, 4, 8) for stage in range(4)]
+    counts = [find_schedule("1F1B").num_in_flight(stage, 4, 8) for stage in range(4)]
     assert counts == [4, 3, 2, 1]
-    assert num_in_flight(find_schedule("1F1B"), 0, 4, 2) == 2
-    assert num_in_flight(find_schedule("GPipe"), 3, 4, 8) == 8
-    assert num_in_flight(find_schedule("ZBVZeroBubble"), 0, 4, 8) is None
+    assert find_schedule("1F1B").num_in_flight(0, 4, 2) == 2
+    assert find_schedule("GPipe").num_in_flight(3, 4, 8) == 8
+    assert find_schedule("ZBVZeroBubble").num_in_flight(0, 4, 8) is None
 
 
 @pytest.mark.parametrize("schedule", ["Interleaved1F1B", "ZBVZeroBubble", "DualPipeV"])
