@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -55,10 +56,9 @@ def read_joint_graph(
         replay_random: Whether a random operation may run again from its generator's saved state;
             else its result is saved.
     """
-    reader = _Reader(
+    return _Reader(
         graph, num_fwd_outputs, cost_model, mutated_inputs, recomputable_ops, replay_random
-    )
-    return reader.read()
+    ).read()
 
 
 def changing_sizes(graph: fx.Graph) -> tuple[torch.SymInt, ...]:
@@ -89,6 +89,14 @@ def is_mutable(node: fx.Node) -> bool:
     return schema is not None and bool(schema.is_mutable)
 
 
+def is_view(node: fx.Node) -> bool:
+    """Whether a node returns what lies in the storage of an argument."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or schema.is_mutable:
+        return False
+    return any(value.alias_info is not None for value in schema.returns)
+
+
 def must_recompute(node: fx.Node) -> bool:
     """Whether the user's checkpoint says that a node runs again."""
     return node.meta.get("recompute") in (
@@ -107,28 +115,25 @@ def kind_of(node: fx.Node) -> str:
     return getattr(node.target, "__name__", str(node.target))
 
 
+@dataclass(eq=False)
 class _Reader:
-    def __init__(
-        self,
-        graph: fx.Graph,
-        num_fwd_outputs: int,
-        cost_model: CostModel,
-        mutated_inputs: Collection[fx.Node],
-        recomputable_ops: Recomputable | None,
-        replay_random: bool,
-    ) -> None:
+    graph: fx.Graph
+    num_fwd_outputs: int
+    cost_model: CostModel
+    mutated_inputs: Collection[fx.Node]
+    recomputable_ops: Recomputable | None
+    replay_random: bool
+
+    def __post_init__(self) -> None:
+        graph = self.graph
         self.nodes = tuple(node for node in graph.nodes if node.op != "output")
         self.index = {node: i for i, node in enumerate(self.nodes)}
         outputs = tree_leaves(graph.output_node().args)
         self.outputs = [self.index.get(output) for output in outputs]
-        self.num_fwd_outputs = num_fwd_outputs
         self.sizes = changing_sizes(graph)
-        self.cost_model = cost_model
-        self.recomputable_ops = recomputable_ops
-        self.replay_random = replay_random
         self.inputs = [[self.index[i] for i in node.all_input_nodes] for node in self.nodes]
         self.storages = [_storages(node.meta.get("val")) for node in self.nodes]
-        self.mutated = {self.index[node] for node in mutated_inputs}
+        self.mutated = {self.index[node] for node in self.mutated_inputs}
         for node in self.nodes:
             if is_mutable(node):
                 written = node.args[0] if node.args else None
@@ -233,13 +238,10 @@ class _Reader:
                 return j
             if through_tuple and bases[j][0] != j:
                 return j  # of a tuple of views
-        schema = getattr(self.nodes[i].target, "_schema", None)
-        if schema is not None and not schema.is_mutable:
-            # Rewritten graphs may hold examples whose storage is nobody's any more.
-            aliased = any(value.alias_info is not None for value in schema.returns)
-            first = self.nodes[i].args[0] if self.nodes[i].args else None
-            if aliased and isinstance(first, fx.Node):
-                return self.index[first]
+        # Rewritten graphs may hold examples whose storage is nobody's any more.
+        node = self.nodes[i]
+        if is_view(node) and node.args and isinstance(node.args[0], fx.Node):
+            return self.index[node.args[0]]
         return None
 
     def _bytes(self, node: fx.Node) -> int:

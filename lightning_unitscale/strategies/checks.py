@@ -18,7 +18,7 @@ from lightning_unitscale.graph.nodes import tensors_in
 from lightning_unitscale.pipeline.pipe import Pipe
 from lightning_unitscale.pipeline.schedules import Schedule
 from lightning_unitscale.pipeline.stage import stage_info
-from lightning_unitscale.remat.attach import StepPartitioner
+from lightning_unitscale.remat.api import StepPartitioner
 from lightning_unitscale.strategies.remat import check_schedule
 
 

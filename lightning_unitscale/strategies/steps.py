@@ -28,7 +28,7 @@ from lightning_unitscale.capture.steps import ModuleSteps, steps_of
 from lightning_unitscale.pipeline.capture import example_outputs, loss_position, static_shapes
 from lightning_unitscale.pipeline.program import split_evenly
 from lightning_unitscale.pipeline.runner import PipelineRunner
-from lightning_unitscale.remat.attach import Granted, StepPartitioner
+from lightning_unitscale.remat.api import Granted, StepPartitioner
 from lightning_unitscale.strategies.capture import (
     NotOneGraphError,
     PipelinedMethod,
