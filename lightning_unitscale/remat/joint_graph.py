@@ -36,31 +36,6 @@ _PURE_NAMESPACES = ("aten", "prims", "prim")
 _ATOMIC = ("index_add", "scatter_add", "scatter_reduce", "index_put", "cumsum", "histc", "bincount")
 
 
-def read_joint_graph(
-    graph: fx.Graph,
-    num_fwd_outputs: int,
-    cost_model: CostModel,
-    *,
-    mutated_inputs: Collection[fx.Node] = (),
-    recomputable_ops: Recomputable | None = None,
-    replay_random: bool = True,
-) -> tuple[RematProblem, tuple[fx.Node, ...]]:
-    """The planner's view of a joint graph, and its nodes in the same order.
-
-    Args:
-        graph: The joint graph, with fake tensors in ``meta["val"]``.
-        num_fwd_outputs: How many of its outputs belong to the forward pass.
-        cost_model: Gives the seconds.
-        mutated_inputs: Placeholders that the forward pass writes to.
-        recomputable_ops: Operator packets that may run again; all pure ones if left out.
-        replay_random: Whether a random operation may run again from its generator's saved state;
-            else its result is saved.
-    """
-    return _Reader(
-        graph, num_fwd_outputs, cost_model, mutated_inputs, recomputable_ops, replay_random
-    ).read()
-
-
 def changing_sizes(graph: fx.Graph) -> tuple[torch.SymInt, ...]:
     """The sizes that are inputs of a graph because they change from call to call."""
     values = (node.meta.get("val") for node in graph.find_nodes(op="placeholder"))
@@ -116,13 +91,28 @@ def kind_of(node: fx.Node) -> str:
 
 
 @dataclass(eq=False)
-class _Reader:
+class JointGraphReader:
+    """Makes the planner's view of a joint graph.
+
+    Args:
+        graph: The joint graph, with fake tensors in ``meta["val"]``.
+        num_fwd_outputs: How many of its outputs belong to the forward pass.
+        cost_model: Gives the seconds.
+        mutated_inputs: Placeholders that the forward pass writes to.
+        recomputable_ops: Operator packets that may run again; all pure ones if left out.
+        replay_random: Whether a random operation may run again from its generator's saved state;
+            else its result is saved.
+
+    Attributes:
+        nodes: The graph's nodes in the order of the problem's.
+    """
+
     graph: fx.Graph
     num_fwd_outputs: int
     cost_model: CostModel
-    mutated_inputs: Collection[fx.Node]
-    recomputable_ops: Recomputable | None
-    replay_random: bool
+    mutated_inputs: Collection[fx.Node] = ()
+    recomputable_ops: Recomputable | None = None
+    replay_random: bool = True
 
     def __post_init__(self) -> None:
         graph = self.graph
@@ -140,7 +130,8 @@ class _Reader:
                 if isinstance(written, fx.Node):
                     self.mutated.add(self.index[written])
 
-    def read(self) -> tuple[RematProblem, tuple[fx.Node, ...]]:
+    def read(self) -> RematProblem:
+        """The problem, with the sizes that are assumed now for those that are symbols."""
         regions = self._regions()
         forward_outputs = self._output_indices(0, self.num_fwd_outputs)
         backward_outputs = self._output_indices(self.num_fwd_outputs, len(self.outputs))
@@ -171,7 +162,7 @@ class _Reader:
                 )
             )
         sizes = tuple(map(size_hint, self.sizes))
-        return RematProblem(tuple(read), forward_outputs, backward_outputs, sizes), self.nodes
+        return RematProblem(tuple(read), forward_outputs, backward_outputs, sizes)
 
     def _output_indices(self, start: int, stop: int) -> tuple[int, ...]:
         return tuple(dict.fromkeys(i for i in self.outputs[start:stop] if i is not None))

@@ -9,9 +9,10 @@ References:
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
 import numpy as np
 from scipy.sparse import csr_matrix
@@ -26,6 +27,7 @@ from lightning_unitscale.remat.problem import (
     recomputed,
 )
 
+T = TypeVar("T")
 # scipy's maximum_flow computes in 32-bit integers and wraps silently: all finite capacities
 # together stay below this, and an infinite one is one more than all of them.
 _FINITE_SUM = 2**29
@@ -207,13 +209,18 @@ class CutNetwork:
             if cost < gain * (1 - 1e-6) and is_new:
                 cuts.append(middle)
                 pending += [(left, middle), (middle, right)]
-        return non_dominated(cuts)
+        return non_dominated(cuts, lambda cut: (cut.seconds, cut.saved_bytes))
 
 
-def non_dominated(cuts: Sequence[Cut]) -> list[Cut]:
-    """The cuts that no other beats in time and bytes, the fastest first."""
-    kept: list[Cut] = []
-    for cut in sorted(cuts, key=lambda cut: (cut.seconds, cut.saved_bytes)):
-        if not kept or cut.saved_bytes < kept[-1].saved_bytes:
-            kept.append(cut)
+def non_dominated(plans: Iterable[T], costs: Callable[[T], tuple[float, float]]) -> list[T]:
+    """What nothing else beats in both costs, by ascending first and descending second cost.
+
+    Args:
+        plans: What is compared.
+        costs: The costs of each.
+    """
+    kept: list[T] = []
+    for plan in sorted(plans, key=costs):
+        if not kept or costs(plan)[1] < costs(kept[-1])[1]:
+            kept.append(plan)
     return kept

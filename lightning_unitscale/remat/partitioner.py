@@ -11,7 +11,6 @@ left out.
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Sequence
 from math import ceil
@@ -38,13 +37,13 @@ from lightning_unitscale.profiler.costs import (
 )
 from lightning_unitscale.profiler.measure import storages_of
 from lightning_unitscale.remat.joint_graph import (
+    JointGraphReader,
     Recomputable,
     Symbolic,
     changing_sizes,
     is_random,
     is_view,
     must_recompute,
-    read_joint_graph,
 )
 from lightning_unitscale.remat.planner import (
     PLANNER_VERSION,
@@ -195,8 +194,7 @@ class RematPartitioner(CustomPartitionerFn):
         prepare(gm)
         is_fused = compiler == "inductor"
         model = self.cost_model or default_cost_model(_device_type(gm), fused=is_fused)
-        read = functools.partial(
-            read_joint_graph,
+        reader = JointGraphReader(
             gm.graph,
             num_fwd_outputs,
             model,
@@ -205,7 +203,7 @@ class RematPartitioner(CustomPartitionerFn):
             # Inductor draws by seeds of its own, which are saved.
             replay_random=not is_fused,
         )
-        problem, nodes = read()
+        problem = reader.read()
         # Unknown outside of torch.compile's own backends: then all inputs count for them.
         static = _static_bytes(gm, static_lifetime_input_indices) or input_bytes(problem)
         resident, forward = self.resident_bytes(static)
@@ -215,11 +213,11 @@ class RematPartitioner(CustomPartitionerFn):
             limit = self.budget
             limit_reach(
                 changing_sizes(gm.graph),
-                lambda: self.peak_bytes(planner.in_problem(plan, read()[0])) <= limit,
+                lambda: self.peak_bytes(planner.in_problem(plan, reader.read())) <= limit,
             )
         if self.on_plan is not None:
             self.on_plan(plan)
-        return split(gm, plan, nodes, num_fwd_outputs)
+        return split(gm, plan, reader.nodes, num_fwd_outputs)
 
     def resident_bytes(self, static_bytes: int) -> tuple[int, int]:
         """Bytes beside a graph's inputs: alive throughout a step, and in the forward pass only.

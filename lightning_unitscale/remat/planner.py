@@ -14,7 +14,7 @@ import numpy as np
 from lightning_unitscale.profiler.report import format_bytes
 from lightning_unitscale.remat.blocks import Blocks, find_blocks, segment_members
 from lightning_unitscale.remat.chain import BlockOptions, Run, choose_options
-from lightning_unitscale.remat.min_cut import CutNetwork
+from lightning_unitscale.remat.min_cut import CutNetwork, non_dominated
 from lightning_unitscale.remat.problem import (
     Floats,
     Ints,
@@ -241,11 +241,7 @@ class Planner:
             chosen = self._of_blocks(top - (top - bottom) * step // num_plans)
             if chosen is not None:
                 plans.append(chosen)
-        kept: list[RematPlan] = []
-        for plan in sorted(plans, key=lambda plan: (plan.seconds, plan.peak_bytes)):
-            if not kept or plan.peak_bytes < kept[-1].peak_bytes:
-                kept.append(plan)
-        return kept
+        return non_dominated(plans, lambda plan: (plan.seconds, plan.peak_bytes))
 
     def plan_of(
         self,
