@@ -36,7 +36,6 @@ from benchmarks.measure import RESULTS, machine
 from benchmarks.model_zoo import CORE, ZOO
 from lightning_unitscale.profiler.measure import PeakMeter
 from lightning_unitscale.remat import Planner, RematPartitioner, RematPlan, aot_backend
-from lightning_unitscale.remat.partitioner import PlanOnly
 from tests.helpers import same_bits
 
 FILE = RESULTS / "plan_prediction.json"
@@ -123,14 +122,14 @@ def differing(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> li
 
 def examine(name: str) -> list[dict[str, Any]]:
     subject = Subject(name)
-    only = PlanOnly()
-    step = subject.compiled(only)
+    graphs: list[RematPlan] = []
+    step = subject.compiled(RematPartitioner("default", on_plan=graphs.append))
     reference = {key: value.clone() for key, value in subject.step(step).items()}
-    if len(only.planners) != 1:
+    if len(graphs) != 1:
         # Peaks are predicted per graph; that no bit changes holds for all of them together.
         planned: dict[str, int | str] = {"min_cut": "min_cut"}
     else:
-        planned = budgets_of(only.planners[0])
+        planned = budgets_of(Planner(graphs[0].problem))
     rows = []
     for label, budget in planned.items():
         plans: list[RematPlan] = []

@@ -38,7 +38,7 @@ from benchmarks.measure import RESULTS, machine
 from examples.gpt import GPT
 from lightning_unitscale.profiler.costs import default_cost_model
 from lightning_unitscale.remat import Planner, RematPartitioner, aot_backend
-from lightning_unitscale.remat.joint_graph import read_joint_graph
+from lightning_unitscale.remat.joint_graph import JointGraphReader
 
 FILE = RESULTS / "planning_time.json"
 PLOT = Path(__file__).parent.parent / "docs" / "images" / "planning_time.png"
@@ -61,7 +61,7 @@ class Timed:
         model = default_cost_model("cpu", fused=False)
 
         def read() -> Any:
-            return read_joint_graph(joint.graph, outputs, model)[0]
+            return JointGraphReader(joint.graph, outputs, model).read()
 
         problem, reading = _timed(read)
         repeated = [_timed(lambda: Planner(read_again(problem)).front()) for _ in range(3)]

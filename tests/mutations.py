@@ -451,10 +451,10 @@ MUTATIONS = (
         "remat/test_planner.py",
     ),
     Mutation(
-        "the simulated forward pass frees storages before their last reader has run",
+        "the simulated step frees storages before their last reader has run",
         "remat/schedule.py",
-        "np.add.at(changes, last[freed] + 1, -sizes[freed])",
-        "np.add.at(changes, last[freed], -sizes[freed])",
+        "np.add.at(changes, last + 1, -allocated)",
+        "np.add.at(changes, last, -allocated)",
         "remat/test_planner.py remat/test_partitioner.py",
     ),
     Mutation(
@@ -466,7 +466,7 @@ MUTATIONS = (
     ),
     Mutation(
         "dropout that runs again draws anew",
-        "remat/split_graph.py",
+        "remat/partitioner.py",
         "replays = True\n",
         "pass\n",
         "remat/test_partitioner.py",
@@ -481,8 +481,8 @@ MUTATIONS = (
     Mutation(
         "a kernel's own memory is left out of the peak",
         "profiler/record.py",
-        "workspace = operator.costs.workspace_bytes",
-        "workspace = 0",
+        "workspaces = [call.costs.workspace_bytes for call in record.operators]",
+        "workspaces = [0 for _ in record.operators]",
         "profiler/test_liveness.py",
     ),
     # Pipelines.

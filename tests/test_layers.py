@@ -78,7 +78,6 @@ TORCH_ADAPTERS = (
     "profiler/fake_device.py",
     "profiler/sharded.py",
     "remat/partitioner.py",
-    "remat/split_graph.py",
     "strategies/ownership.py",
     "watching/torch_state.py",
 )

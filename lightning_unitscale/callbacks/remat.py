@@ -16,8 +16,8 @@ from lightning_unitscale.callbacks.steps import StepsCallback, attach_steps
 from lightning_unitscale.capture.steps import ModuleSteps
 from lightning_unitscale.profiler.measure import PeakMeter, gradient_bytes, optimizer_state_bytes
 from lightning_unitscale.profiler.report import format_bytes
-from lightning_unitscale.remat.attach import StepPartitioner
-from lightning_unitscale.remat.budget import Budget, check_budget
+from lightning_unitscale.remat.api import StepPartitioner
+from lightning_unitscale.remat.planner import Budget, check_budget
 from lightning_unitscale.remat.report import RematReport
 
 if TYPE_CHECKING:

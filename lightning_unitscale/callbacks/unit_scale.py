@@ -52,7 +52,7 @@ from lightning_unitscale.lossless.gauge import Gauge
 from lightning_unitscale.lossless.rewrite import Depth
 from lightning_unitscale.patching import nothing
 from lightning_unitscale.precision.dither import MovingGrid
-from lightning_unitscale.remat.budget import check_budget
+from lightning_unitscale.remat.planner import check_budget
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

@@ -8,14 +8,15 @@ from lightning_unitscale.profiler.costs import (
     default_cost_model,
 )
 from lightning_unitscale.profiler.graph_profile import GraphProfile
-from lightning_unitscale.profiler.node_costs import ModuleCosts, NodeCosts
-from lightning_unitscale.profiler.record import MemoryTimeline, Peak
+from lightning_unitscale.profiler.node_costs import ModuleCosts
+from lightning_unitscale.profiler.record import Costs, MemoryTimeline, NodeCosts, Peak
 from lightning_unitscale.profiler.reserved import AllocatorPeak
 from lightning_unitscale.profiler.sharded import fake_process_group
 
 __all__ = [
     "AllocatorPeak",
     "CostModel",
+    "Costs",
     "DeviceType",
     "GraphProfile",
     "MemoryTimeline",

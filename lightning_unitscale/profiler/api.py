@@ -14,7 +14,7 @@ from lightning_unitscale.profiler.fake import FakeStep, OptimizerLike
 from lightning_unitscale.profiler.fake_device import calls_of
 from lightning_unitscale.profiler.graph_profile import GraphProfile, make_profile
 from lightning_unitscale.profiler.sharded import is_sharded, local_tensor, num_ranks
-from lightning_unitscale.profiler.trace import GraphTrace, ModulePaths, ModuleTrace
+from lightning_unitscale.profiler.trace import GraphTrace, ModuleTrace
 
 DeviceType = Literal["cpu", "cuda"]
 """Type of a device that a profile is of, whether the machine has it or not."""
@@ -74,7 +74,7 @@ def profile_graph(
     def profile_at(batch_size: int | None) -> GraphProfile:
         inputs = (args, kwargs) if batch_size is None else resized((args, kwargs), batch_size)
         step = FakeStep(module, inputs, target, optimizer)
-        trace = ModuleTrace(step.recorder, ModulePaths(step.module), calls_of(target))
+        trace = ModuleTrace(step.module, step.recorder, calls_of(target))
         # FSDP gathers the parameters of the module itself in a hook, which only its call runs.
         hooked = method == "forward" and is_sharded(module)
         call = step.module if hooked else getattr(step.module, method)

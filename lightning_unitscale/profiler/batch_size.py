@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
@@ -42,22 +43,17 @@ class BatchFit:
         Raises:
             ValueError: If no batch is too large, since the peak does not depend on it.
         """
-        limits = [
-            (budget_bytes - fixed) / slope
-            for fixed, slope in zip(self.fixed_bytes, self.bytes_per_sample, strict=True)
-            if slope > 0
-        ]
-        if not limits:
+        fixed, slopes = np.array(self.fixed_bytes), np.array(self.bytes_per_sample)
+        grows = slopes > 0
+        if not grows.any():
             raise ValueError(
                 "`max_batch_size`: the peak does not grow with the batch; expected inputs whose "
                 "first dimension is the batch; give tensors of that shape to profile_graph."
             )
-        over = any(
-            fixed > budget_bytes
-            for fixed, slope in zip(self.fixed_bytes, self.bytes_per_sample, strict=True)
-            if slope <= 0
-        )
-        return 0 if over else max(0, int(min(limits) + 1e-6))
+        if (fixed[~grows] > budget_bytes).any():
+            return 0
+        limit = ((budget_bytes - fixed[grows]) / slopes[grows]).min()
+        return max(0, int(limit + 1e-6))
 
 
 def fit(batch_sizes: tuple[int, int], first: Sequence[int], second: Sequence[int]) -> BatchFit:

@@ -119,7 +119,7 @@ def operator_costs(
     return OperatorCosts(
         operator_flops(function, args, kwargs, result),
         _bytes_moved(function, (args, kwargs), result),
-        workspace_bytes(function, args, kwargs, result, device),
+        workspace_bytes(function, args, result, device),
     )
 
 
@@ -187,7 +187,7 @@ def operator_flops(
     packet = getattr(function, "overloadpacket", function)
     own_formula = _FORMULAS.get(packet)
     if own_formula is not None:
-        return own_formula(args, kwargs, result)
+        return own_formula(args, result)
     formula = flop_registry.get(packet)
     if formula is None:
         return 0
@@ -237,15 +237,7 @@ def _shape(value: Any) -> tuple[int, ...]:
     return tuple(map(int, value.shape))
 
 
-def _matrix_vector(args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
-    return 2 * prod(_shape(args[0]))
-
-
-def _add_matrix_vector(args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
-    return 2 * prod(_shape(args[1]))
-
-
-def _grouped_product(args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
+def _grouped_product(args: Sequence[Any], result: Any) -> int:
     """Rows of all groups times one matrix each, whichever of the two is cut into groups."""
     left, right = _shape(args[0]), _shape(args[1])
     if len(left) == 2 and len(right) == 2:  # the contracted dimension is cut
@@ -254,7 +246,7 @@ def _grouped_product(args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
     return 2 * rows * left[-1] * _shape(result)[-1]
 
 
-def _attention(args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
+def _attention(args: Sequence[Any], result: Any) -> int:
     """Two products, ``(..., S, E) (..., E, L)`` and ``(..., S, L) (..., L, Ev)``.
 
     A causal mask does not lower the count, as in torch's own formulas.
@@ -263,13 +255,13 @@ def _attention(args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> i
     return 2 * prod(batch) * length * keys * (depth + value_depth)
 
 
-def _attention_backward(args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
+def _attention_backward(args: Sequence[Any], result: Any) -> int:
     """Five products: the scores anew, and the gradients of weights, query, key and value."""
     (*batch, length, depth), (*_, keys, _), (*_, value_depth) = map(_shape, args[1:4])
     return 2 * prod(batch) * length * keys * (3 * depth + 2 * value_depth)
 
 
-def _convolution_backward(args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
+def _convolution_backward(args: Sequence[Any], result: Any) -> int:
     """Each gradient takes as many operations as the forward pass."""
     grad, images, weight, transposed, mask = args[0], args[1], args[2], args[7], args[10]
     positions = _shape(images if transposed else grad)
@@ -280,11 +272,8 @@ def _convolution_backward(args: Sequence[Any], kwargs: Mapping[str, Any], result
 
 _FORMULAS = by_operator(
     {
-        "mv": _matrix_vector,
-        "dot": _matrix_vector,
-        "vdot": _matrix_vector,
-        "addmv": _add_matrix_vector,
-        "addmv_": _add_matrix_vector,
+        **dict.fromkeys(("mv", "dot", "vdot"), lambda args, _: 2 * prod(_shape(args[0]))),
+        **dict.fromkeys(("addmv", "addmv_"), lambda args, _: 2 * prod(_shape(args[1]))),
         "_grouped_mm": _grouped_product,
         "convolution_backward": _convolution_backward,
         "_scaled_dot_product_flash_attention_for_cpu": _attention,

@@ -186,7 +186,7 @@ class FakeStep:
             if self.optimizer is not None:
                 recorder.phase = "optimizer"
                 self.optimizer.step()
-        return recorder.record()
+        return recorder.finished()
 
     def _declare(self, trace: Trace) -> None:
         """Say what is there before the step, and what it is called."""

@@ -293,59 +293,41 @@ def _attention(
     products. The third is also what shared heads with a mask, or in FP32, come to.
     """
     is_plain = query.dim() == key.dim() == value.dim() == 4 and query.dtype == key.dtype
-    depth = max(query.shape[-1], value.shape[-1])
-    if is_plain and query.dtype in _HALF and attn_mask is None and depth <= _FLASH_DEPTH:
-        return _flash(query, key, value, dropout_p, is_causal, scale)
+    depth = value.shape[-1]
+    result: Tensor
+    fits_flash = attn_mask is None and max(query.shape[-1], depth) <= _FLASH_DEPTH
+    if is_plain and query.dtype in _HALF and fits_flash:
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        if query.shape[-1] % 8:
+            padding = (0, -query.shape[-1] % 8)
+            query, key, value = (F.pad(tensor, padding) for tensor in (query, key, value))
+        result = aten._scaled_dot_product_flash_attention(
+            query, key, value, dropout_p, is_causal, False, scale=scale
+        )[0]
+        return result if result.shape[-1] == depth else result[..., :depth]
     shares_heads = query.shape[-3] != key.shape[-3]
     if is_plain and query.dtype in (*_HALF, torch.float32) and not shares_heads:
-        return _memory_efficient(query, key, value, attn_mask, dropout_p, is_causal, scale)
-    result: Tensor = aten._scaled_dot_product_attention_math(
+        mask = None if attn_mask is None else _aligned(attn_mask, query, key)
+        needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+        result = aten._scaled_dot_product_efficient_attention(
+            query, key, value, mask, needs_grad, dropout_p, is_causal, scale=scale
+        )[0]
+        return result
+    result = aten._scaled_dot_product_attention_math(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )[0]
     return result
 
 
-def _flash(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-) -> Tensor:
-    depth = value.shape[-1]
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    if query.shape[-1] % 8:
-        padding = (0, -query.shape[-1] % 8)
-        query, key, value = (F.pad(tensor, padding) for tensor in (query, key, value))
-    result: Tensor = aten._scaled_dot_product_flash_attention(
-        query, key, value, dropout_p, is_causal, False, scale=scale
-    )[0]
-    return result if result.shape[-1] == depth else result[..., :depth]
-
-
-def _memory_efficient(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-) -> Tensor:
-    if mask is not None:
-        if mask.dtype == torch.bool:
-            zeros = torch.zeros((), dtype=query.dtype, device=query.device)
-            mask = torch.where(mask, zeros, -torch.inf)
-        if mask.shape[-1] % _MASK_ALIGNMENT:
-            length = mask.shape[-1]
-            mask = F.pad(mask, (0, -length % _MASK_ALIGNMENT))[..., :length]
-        mask = mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
-    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
-    result: Tensor = aten._scaled_dot_product_efficient_attention(
-        query, key, value, mask, needs_grad, dropout_p, is_causal, scale=scale
-    )[0]
-    return result
+def _aligned(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """A mask as the memory-efficient kernel reads it: numbers, in rows of an aligned length."""
+    if mask.dtype == torch.bool:
+        zeros = torch.zeros((), dtype=query.dtype, device=query.device)
+        mask = torch.where(mask, zeros, -torch.inf)
+    if mask.shape[-1] % _MASK_ALIGNMENT:
+        length = mask.shape[-1]
+        mask = F.pad(mask, (0, -length % _MASK_ALIGNMENT))[..., :length]
+    return mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
 
 
 _FP32_ON_GPU = frozenset(

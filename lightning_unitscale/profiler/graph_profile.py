@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,14 +16,13 @@ from lightning_unitscale.profiler.batch_size import BatchFit, fit, largest_batch
 from lightning_unitscale.profiler.node_costs import (
     ALWAYS_THERE,
     ModuleCosts,
-    NodeCosts,
     module_costs,
     node_costs,
 )
 from lightning_unitscale.profiler.record import (
-    OUTSIDE,
     Kind,
     MemoryTimeline,
+    NodeCosts,
     Peak,
     Phase,
     StepRecord,
@@ -31,7 +31,6 @@ from lightning_unitscale.profiler.record import (
 )
 from lightning_unitscale.profiler.report import format_bytes, format_flops
 from lightning_unitscale.profiler.reserved import AllocatorPeak, allocator_peak
-from lightning_unitscale.profiler.sharded import local_tensor
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -191,39 +190,31 @@ class GraphProfile:
             "activation": self.saved_bytes,
         }
         rows = [
-            (
-                kind,
-                format_bytes(over_step[kind]) if kind in over_step else "",
-                format_bytes(at_peak),
-            )
-            for kind, at_peak in peak.by_kind.items()
+            (kind, format_bytes(over_step[kind]) if kind in over_step else "", format_bytes(size))
+            for kind, size in peak.by_kind.items()
             if kind != "unsharded" or self.unsharded_bytes
         ]
         where = f" of {peak.node}" if peak.node else ""
         operator = f" ({peak.operator})" if peak.operator else ""
-        device = (
-            self.device if self.num_ranks == 1 else f"each of {self.num_ranks} {self.device} ranks"
-        )
-        taken = []
+        ranks = f"each of {self.num_ranks} {self.device} ranks"
+        device = self.device if self.num_ranks == 1 else ranks
+        lines = [
+            f"Peak {format_bytes(peak.num_bytes)} on {device} in the {peak.phase} pass"
+            f"{where}{operator}, batch size {self.batch_size}"
+        ]
         if self.allocator is not None:
             reserved, allocated = self.allocator.reserved_bytes, self.allocator.allocated_bytes
-            taken = [
+            lines.append(
                 f"The caching allocator reserves {format_bytes(reserved)} for it, "
                 f"{format_bytes(allocated)} in blocks, with cuBLAS's workspace"
-            ]
-        return "\n".join(
-            [
-                f"Peak {format_bytes(peak.num_bytes)} on {device} in the {peak.phase} pass"
-                f"{where}{operator}, batch size {self.batch_size}",
-                *taken,
-                f"Products: {format_flops(self.fwd_flops)}FLOP forward, "
-                f"{format_flops(self.bwd_flops)}FLOP backward; {len(self.nodes)} nodes",
-                "",
-                tabulate(
-                    rows, headers=("bytes", "in the step", "at the peak"), disable_numparse=True
-                ),
-            ]
-        )
+            )
+        lines += [
+            f"Products: {format_flops(self.fwd_flops)}FLOP forward, "
+            f"{format_flops(self.bwd_flops)}FLOP backward; {len(self.nodes)} nodes",
+            "",
+            tabulate(rows, headers=("bytes", "in the step", "at the peak"), disable_numparse=True),
+        ]
+        return "\n".join(lines)
 
     def summary(self, limit: int | None = 20) -> str:
         """Totals, the peak, and the nodes that matter most to it."""
@@ -284,31 +275,20 @@ def make_profile(
         profile_at: Profiles the same step at another batch size.
     """
     costs = node_costs(record)
-    timeline = memory_timeline(record)
-    peak = Peak(timeline.peak_bytes, "forward", "", "", timeline.peak_by_kind)
-    if timeline.peak_operator != OUTSIDE:
-        call = record.operators[timeline.peak_operator]
-        node = record.nodes[call.node].name if call.node != OUTSIDE else ""
-        peak = replace(peak, phase=call.phase, node=node, operator=call.name)
-    modules = dict(module.named_modules())
-    kinds = {path: type(submodule).__name__ for path, submodule in modules.items()}
-    parameters = {
-        path: sum(
-            shard.numel() * shard.element_size()
-            for shard in map(local_tensor, submodule.parameters())
-        )
-        for path, submodule in modules.items()
-    }
+    timeline, peak = memory_timeline(record)
+    by_kind: Counter[Kind] = Counter()
+    for life in record.storages:
+        by_kind[life.kind] += life.num_bytes
     return GraphProfile(
         record.device,
         batch_size,
         costs,
-        module_costs(costs, kinds, parameters),
-        parameter_bytes=_bytes_of(record, "parameter"),
-        buffer_bytes=_bytes_of(record, "buffer"),
-        input_bytes=_bytes_of(record, "input"),
-        gradient_bytes=_bytes_of(record, "gradient"),
-        optimizer_bytes=_bytes_of(record, "optimizer"),
+        module_costs(costs, module),
+        parameter_bytes=by_kind["parameter"],
+        buffer_bytes=by_kind["buffer"],
+        input_bytes=by_kind["input"],
+        gradient_bytes=by_kind["gradient"],
+        optimizer_bytes=by_kind["optimizer"],
         unsharded_bytes=_unsharded_bytes(record),
         saved_bytes=_saved_bytes(record),
         peak=peak,
@@ -322,15 +302,11 @@ def make_profile(
 
 def _saved_bytes(record: StepRecord) -> int:
     """Of all storages that autograd keeps; a loss outside of the graph keeps some as well."""
-    saved = {entry.storage: record.storages[entry.storage] for entry in record.saved}
-    return sum(life.num_bytes for life in saved.values() if life.kind not in ALWAYS_THERE)
+    saved = [record.storages[index] for index in {index for index, _ in record.saved}]
+    return sum(life.num_bytes for life in saved if life.kind not in ALWAYS_THERE)
 
 
 def _unsharded_bytes(record: StepRecord) -> int:
     """Of all that is gathered at a time; each storage is freed when its layer has run."""
     kinds = [life.kind for life in record.storages]
     return peak_of(event for event in record.events if kinds[event.storage] == "unsharded")
-
-
-def _bytes_of(record: StepRecord, kind: Kind) -> int:
-    return sum(life.num_bytes for life in record.storages if life.kind == kind)

@@ -8,7 +8,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Literal
+from itertools import pairwise
+from typing import Literal, NamedTuple
+
+import numpy as np
 
 from lightning_unitscale.profiler.costs import OperatorCosts
 
@@ -27,7 +30,7 @@ KINDS: tuple[Kind, ...] = (
 OUTSIDE = -1  # instead of the index of a node or of an operator, where there is none
 
 
-@dataclass(frozen=True)
+@dataclass
 class StorageLife:
     """One storage, from its allocation to its release.
 
@@ -40,7 +43,7 @@ class StorageLife:
     """
 
     num_bytes: int
-    kind: Kind
+    kind: Kind = "temporary"
     node: int = OUTSIDE
     born: int = OUTSIDE
 
@@ -62,14 +65,10 @@ class OperatorCall:
     costs: OperatorCosts = field(default_factory=OperatorCosts)
 
 
-@dataclass(frozen=True)
-class Event:
-    """An allocation, a release or a change of size.
+class Event(NamedTuple):
+    """An allocation, a release or a change of size: of a storage, by so many bytes.
 
-    Attributes:
-        storage: Index of the storage.
-        change: Bytes added; negative for a release.
-        operator: Index of the last operator that had run.
+    ``operator`` is the index of the last operator that had run.
     """
 
     storage: int
@@ -77,45 +76,74 @@ class Event:
     operator: int
 
 
-@dataclass(frozen=True)
-class SavedStorage:
-    """A storage that autograd kept for the backward pass.
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """What adds up over the nodes of a module.
 
     Attributes:
-        storage: Index of the storage.
-        node: Index of the forward node that made autograd keep it.
+        saved_bytes: Bytes that autograd saves because of it: inputs, as in ``fwd_mem_in``, results
+            and intermediates. The sum over all nodes is what the backward pass waits for.
+        fwd_mem_out: Bytes of its results; 0 for a view and for an in-place operation.
+        param_grad_bytes: Bytes of gradients of parameters that its backward makes.
+        fwd_flops: Floating-point operations of products, forward; a multiply-add is two.
+        bwd_flops: The same, backward, with what a checkpoint runs again.
+        fwd_bytes_moved: Bytes that its operators read and write.
+        bwd_bytes_moved: The same, backward.
     """
 
-    storage: int
-    node: int
+    saved_bytes: int = 0
+    fwd_mem_out: int = 0
+    param_grad_bytes: int = 0
+    fwd_flops: int = 0
+    bwd_flops: int = 0
+    fwd_bytes_moved: int = 0
+    bwd_bytes_moved: int = 0
 
 
 @dataclass(frozen=True)
-class NodeRecord:
-    """One node of the forward graph: one call of a torch function.
+class NodeCosts(Costs):
+    """What one node of the forward graph costs, one call of a torch function; whole storages.
+
+    It has the fields of :class:`Costs` as well.
 
     Attributes:
         name: Unique within the step, and made of module path and function.
         op: Name of the function.
         module: Path of the module that called it; empty for the root.
         inputs: Names of the nodes, parameters, buffers and inputs that it reads.
-        input_storages: Storage of each of ``inputs``.
-        output_storages: Storages of its results.
         shape: Shape of its first result.
-        dtype: Type of its first result, such as ``float32``.
+        dtype: Type of its first result.
+        fwd_mem_in: Bytes of its inputs that autograd saves because of it: each storage at the first
+            node that has it saved, parameters and buffers apart.
+        fwd_mem_tmp: The most bytes at once inside it that are neither inputs nor results: what it
+            saves besides them (a dropout's mask), intermediates, and its kernels' workspaces.
+        save_fwd_in: Which of ``inputs`` are saved for the backward pass, parameters included.
+        bwd_mem_tmp: The most bytes of temporaries at once inside its backward.
+        bwd_mem_out: Bytes of the gradients that its backward hands on.
     """
 
     name: str
     op: str
     module: str
-    inputs: tuple[str, ...] = ()
-    input_storages: tuple[int, ...] = ()
-    output_storages: tuple[int, ...] = ()
-    shape: tuple[int, ...] = ()
-    dtype: str = ""
+    inputs: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    fwd_mem_in: int = 0
+    fwd_mem_tmp: int = 0
+    save_fwd_in: tuple[str, ...] = ()
+    bwd_mem_tmp: int = 0
+    bwd_mem_out: int = 0
 
 
-@dataclass(frozen=True)
+class NodeRecord(NamedTuple):
+    """A node of the forward graph: its names, and the storages of its inputs and results."""
+
+    names: NodeCosts
+    input_storages: tuple[int, ...]
+    output_storages: tuple[int, ...]
+
+
+@dataclass
 class StepRecord:
     """A whole step: forward, backward and, if there is one, the optimizer.
 
@@ -124,20 +152,23 @@ class StepRecord:
         nodes: The forward graph.
         storages: Every storage of the device.
         operators: Every operator, in the order of execution.
-        events: Allocations and releases in their order.
-        saved: What autograd kept, in the order in which it did; a storage may occur repeatedly.
+        events: Allocations and releases in their order; those of what was there before come first.
+        saved: What autograd kept, in the order in which it did: a storage, maybe repeatedly, and
+            the node that made autograd keep it.
     """
 
     device: str
-    nodes: tuple[NodeRecord, ...] = field(repr=False)
-    storages: tuple[StorageLife, ...] = field(repr=False)
-    operators: tuple[OperatorCall, ...] = field(repr=False)
-    events: tuple[Event, ...] = field(repr=False)
-    saved: tuple[SavedStorage, ...] = field(repr=False)
+    nodes: list[NodeRecord] = field(default_factory=list)
+    storages: list[StorageLife] = field(default_factory=list)
+    operators: list[OperatorCall] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+    saved: list[tuple[int, int]] = field(default_factory=list)
 
-
-# CUDA's caching allocator hands out multiples of this.
-_CUDA_BLOCK_BYTES = 512
+    def event_ends(self) -> list[int]:
+        """How many events there are before the first operator, and up to each one's end."""
+        operators = [event.operator for event in self.events]
+        ends = np.searchsorted(operators, np.arange(OUTSIDE, len(self.operators)), "right")
+        return [int(end) for end in ends]
 
 
 @dataclass(frozen=True)
@@ -147,18 +178,12 @@ class MemoryTimeline:
     Attributes:
         before_bytes: What was there before the step.
         after_bytes: What is left at the end.
-        peak_bytes: The most that is alive at once, the kernel's own memory included.
-        peak_operator: Index of the operator that runs then; :data:`OUTSIDE` before the first.
-        peak_by_kind: Bytes alive at the peak, by what they are for.
-        live_bytes: The most that is alive during each operator.
+        live_bytes: The most that is alive during each operator, the kernel's own memory included.
         live_by_kind: The same by kind, once the operator has its results; without workspaces.
     """
 
     before_bytes: int
     after_bytes: int
-    peak_bytes: int
-    peak_operator: int
-    peak_by_kind: dict[Kind, int]
     live_bytes: tuple[int, ...] = field(repr=False)
     live_by_kind: dict[Kind, tuple[int, ...]] = field(repr=False)
 
@@ -168,7 +193,8 @@ class Peak:
     """The moment at which the most bytes are alive.
 
     Attributes:
-        num_bytes: How many.
+        num_bytes: How many, the kernel's own memory included.
+        moment: Index of the operator that runs then; :data:`OUTSIDE` before the first.
         phase: Part of the step.
         node: Name of the forward node that is running, in its forward or its backward; empty
             outside of all nodes.
@@ -177,91 +203,45 @@ class Peak:
     """
 
     num_bytes: int
+    moment: int
     phase: Phase
     node: str
     operator: str
     by_kind: dict[Kind, int]
 
 
-def allocated_bytes(num_bytes: int, device: str) -> int:
-    """What the device's allocator takes for a storage of ``num_bytes``."""
-    if device != "cuda":
-        return num_bytes
-    return -(-num_bytes // _CUDA_BLOCK_BYTES) * _CUDA_BLOCK_BYTES
-
-
-def memory_timeline(record: StepRecord) -> MemoryTimeline:
+def memory_timeline(record: StepRecord) -> tuple[MemoryTimeline, Peak]:
     """Live bytes over the step, every storage counted once, from its allocation to its release."""
-    allocator = _Allocator(record)
-    before_bytes = peak_bytes = allocator.live_bytes
-    peak_operator, peak_by_kind = OUTSIDE, allocator.by_kind()
-    live_bytes: list[int] = []
-    by_kind: list[dict[Kind, int]] = []
-    next_event = 0
-    for index, operator in enumerate(record.operators):
-        # A kernel's own memory comes on top of that of its results.
-        workspace = operator.costs.workspace_bytes
-        top, top_by_kind = allocator.live_bytes + workspace, allocator.by_kind()
-        while next_event < len(record.events) and record.events[next_event].operator <= index:
-            event = record.events[next_event]
-            allocator.apply(event)
-            if event.change > 0 and allocator.live_bytes + workspace >= top:
-                top, top_by_kind = allocator.live_bytes + workspace, allocator.by_kind()
-            next_event += 1
-        live_bytes.append(top)
-        by_kind.append(top_by_kind)
-        if top > peak_bytes:
-            peak_bytes, peak_operator = top, index
-            peak_by_kind = {**top_by_kind, "temporary": top_by_kind["temporary"] + workspace}
-    return MemoryTimeline(
-        before_bytes,
-        allocator.live_bytes,
-        peak_bytes,
-        peak_operator,
-        peak_by_kind,
-        tuple(live_bytes),
-        {kind: tuple(row[kind] for row in by_kind) for kind in KINDS},
+    changes = np.zeros((len(record.events) + 1, len(KINDS)), dtype=np.int64)
+    sizes: Counter[int] = Counter()
+    for position, (storage, change, _) in enumerate(record.events, start=1):
+        before = allocated_bytes(sizes[storage], record.device)
+        sizes[storage] += change
+        kind = KINDS.index(record.storages[storage].kind)
+        changes[position, kind] = allocated_bytes(sizes[storage], record.device) - before
+    by_kind = changes.cumsum(axis=0)
+    live = by_kind.sum(axis=1)
+    ends = record.event_ends()
+    # The moment within each operator at which the most is alive, of several the last.
+    moments = [end - int(live[start : end + 1][::-1].argmax()) for start, end in pairwise(ends)]
+    # A kernel's own memory comes on top of that of its results.
+    workspaces = [call.costs.workspace_bytes for call in record.operators]
+    tops = live[moments] + np.array(workspaces, dtype=np.int64)
+    timeline = MemoryTimeline(
+        int(live[ends[0]]),
+        int(live[-1]),
+        tuple(tops.tolist()),
+        {kind: tuple(by_kind[moments, column].tolist()) for column, kind in enumerate(KINDS)},
     )
-
-
-def sizes_before(record: StepRecord) -> dict[int, int]:
-    """Bytes of the storages that were there before the step, by their index."""
-    now: Counter[int] = Counter()
-    growth: Counter[int] = Counter()
-    for event in record.events:
-        now[event.storage] += event.change
-        growth[event.storage] = max(growth[event.storage], now[event.storage])
-    return {
-        index: storage.num_bytes - growth[index]
-        for index, storage in enumerate(record.storages)
-        if storage.born == OUTSIDE
-    }
-
-
-class _Allocator:
-    """Bytes alive by kind, as events are applied."""
-
-    def __init__(self, record: StepRecord) -> None:
-        self._device = record.device
-        self._kinds = [storage.kind for storage in record.storages]
-        self._sizes: Counter[int] = Counter()
-        self._by_kind: Counter[Kind] = Counter()
-        self.live_bytes = 0
-        for index, size in sizes_before(record).items():
-            self.apply(Event(index, size, OUTSIDE))
-
-    def apply(self, event: Event) -> None:
-        """Allocate, release or resize."""
-        before = self._sizes[event.storage]
-        after = before + event.change
-        change = allocated_bytes(after, self._device) - allocated_bytes(before, self._device)
-        self._sizes[event.storage] = after
-        self._by_kind[self._kinds[event.storage]] += change
-        self.live_bytes += change
-
-    def by_kind(self) -> dict[Kind, int]:
-        """Bytes alive of each kind."""
-        return {kind: self._by_kind[kind] for kind in KINDS}
+    if not len(tops) or tops.max() <= timeline.before_bytes:
+        at_peak = dict(zip(KINDS, by_kind[ends[0]].tolist(), strict=True))
+        return timeline, Peak(timeline.before_bytes, OUTSIDE, "forward", "", "", at_peak)
+    top = int(tops.argmax())
+    at_peak = dict(zip(KINDS, by_kind[moments[top]].tolist(), strict=True))
+    at_peak["temporary"] += workspaces[top]
+    call = record.operators[top]
+    node = record.nodes[call.node].names.name if call.node != OUTSIDE else ""
+    return timeline, Peak(int(tops[top]), top, call.phase, node, call.name, at_peak)
 
 
 def peak_of(events: Iterable[Event]) -> int:
@@ -271,3 +251,12 @@ def peak_of(events: Iterable[Event]) -> int:
         live += event.change
         top = max(top, live)
     return top
+
+
+# CUDA's caching allocator hands out multiples of this.
+BLOCK_BYTES = 512
+
+
+def allocated_bytes(num_bytes: int, device: str) -> int:
+    """What the device's allocator takes for a storage of ``num_bytes``."""
+    return -(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES if device == "cuda" else num_bytes

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,10 +24,10 @@ from lightning_unitscale.profiler.record import (
     OUTSIDE,
     Event,
     Kind,
+    NodeCosts,
     NodeRecord,
     OperatorCall,
     Phase,
-    SavedStorage,
     StepRecord,
     StorageLife,
 )
@@ -52,8 +53,7 @@ class StorageRecorder(DispatchMode):
         node: Index of the forward node that runs.
         last_node: Index of the last node of the user's code.
         running: Name of the last node that was begun.
-        nodes: The forward graph so far.
-        operators: The operators so far.
+        record: What was seen so far, the events in the order in which they happened.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -62,16 +62,11 @@ class StorageRecorder(DispatchMode):
         self.phase: Phase = "forward"
         self.node = self.last_node = OUTSIDE
         self.running = ""
-        self.nodes: list[NodeRecord] = []
-        self.operators: list[OperatorCall] = []
-        self.events: list[Event] = []
-        self.saved: list[SavedStorage] = []
+        self.record = StepRecord(device.type)
+        # The present size of each storage, and the task of the backward pass that allocated it.
         self._sizes: list[int] = []
-        self._largest: list[int] = []
-        self._births: list[tuple[int, int]] = []
         self._tasks: list[int] = []
         self._sums: list[tuple[int, int, int]] = []
-        self._kinds: dict[int, Kind] = {}
         self._indices: dict[int, int] = {}
         self._watchers: dict[int, weakref.ref[Any]] = {}
         self._task = 0
@@ -101,7 +96,7 @@ class StorageRecorder(DispatchMode):
         result = run_operator(func, args, kwargs)
         outputs = tensors_in(result)
         costs = operator_costs(func, args, kwargs, result, device=self.device.type)
-        self.operators.append(OperatorCall(str(func), self.phase, node, costs))
+        self.record.operators.append(OperatorCall(str(func), self.phase, node, costs))
         num_storages = len(self._sizes)
         for tensor in outputs:
             self._follow(tensor, node)
@@ -125,7 +120,7 @@ class StorageRecorder(DispatchMode):
 
     def begin_node(self, name: str) -> None:
         """What follows belongs to the next node of the forward graph."""
-        self.node, self.running = len(self.nodes), name
+        self.node, self.running = len(self.record.nodes), name
 
     def add_node(
         self,
@@ -145,19 +140,17 @@ class StorageRecorder(DispatchMode):
             outputs: What it returned.
         """
         first = outputs[0] if outputs else None
-        self.label(outputs, len(self.nodes))
-        self.nodes.append(
-            NodeRecord(
-                name,
-                op,
-                module,
-                tuple(read for read, _ in inputs),
-                tuple(self.storage_of(tensor) for _, tensor in inputs),
-                tuple(map(self.storage_of, outputs)),
-                () if first is None else tuple(map(int, first.shape)),
-                "" if first is None else str(first.dtype).removeprefix("torch."),
-            )
+        self.label(outputs, len(self.record.nodes))
+        names = NodeCosts(
+            name,
+            op,
+            module,
+            tuple(read for read, _ in inputs),
+            () if first is None else tuple(map(int, first.shape)),
+            "" if first is None else str(first.dtype).removeprefix("torch."),
         )
+        read = tuple(self.storage_of(tensor) for _, tensor in inputs)
+        self.record.nodes.append(NodeRecord(names, read, tuple(map(self.storage_of, outputs))))
 
     # -- storages
 
@@ -177,7 +170,7 @@ class StorageRecorder(DispatchMode):
         """Say what a tensor is that is there before the step, or stays after it."""
         index = self.storage_of(tensor)
         if index != OUTSIDE:
-            self._kinds[index] = kind
+            self.record.storages[index].kind = kind
 
     def _counts(self, tensor: Tensor) -> bool:
         return tensor.device.type == self.device.type and tensor.layout == torch.strided
@@ -188,7 +181,7 @@ class StorageRecorder(DispatchMode):
         storage = tensor.untyped_storage()
         index = self._indices.get(storage._cdata)
         if index is None:
-            self._register(storage, node, len(self.operators) - 1)
+            self._register(storage, node, len(self.record.operators) - 1)
             return
         self._resize(index, storage.nbytes())  # by ``resize_``
 
@@ -200,31 +193,31 @@ class StorageRecorder(DispatchMode):
         index = self._indices.get(storage._cdata)
         if index is None:
             index = self._register(storage, OUTSIDE, OUTSIDE)
-        self._kinds[index] = "unsharded"
+        self.record.storages[index].kind = "unsharded"
         self._resize(index, num_bytes)
 
     def _resize(self, index: int, num_bytes: int) -> None:
         change = num_bytes - self._sizes[index]
         if change:
             self._sizes[index] = num_bytes
-            self._largest[index] = max(self._largest[index], num_bytes)
-            self.events.append(Event(index, change, len(self.operators) - 1))
+            life = self.record.storages[index]
+            life.num_bytes = max(life.num_bytes, num_bytes)
+            self.record.events.append(Event(index, change, len(self.record.operators) - 1))
 
     def _register(self, storage: Any, node: int, born: int) -> int:
         index, key = len(self._sizes), storage._cdata
         size = storage.nbytes()
         self._sizes.append(size)
-        self._largest.append(size)
-        self._births.append((node, born))
+        self.record.storages.append(StorageLife(size, node=node, born=born))
         self._tasks.append(self._task)
         self._indices[key] = index
-        if born != OUTSIDE:
-            self.events.append(Event(index, size, born))
+        self.record.events.append(Event(index, size, born))
 
         def released(_: Any) -> None:
             del self._indices[key], self._watchers[key]
             # The size at the end: it may have been resized.
-            self.events.append(Event(index, -self._sizes[index], len(self.operators) - 1))
+            change = -self._sizes[index]
+            self.record.events.append(Event(index, change, len(self.record.operators) - 1))
 
         self._watchers[key] = weakref.ref(storage, released)
         return index
@@ -242,7 +235,7 @@ class StorageRecorder(DispatchMode):
             return
         old, new = self.storage_of(inputs[0]), len(self._sizes) - 1
         if OUTSIDE not in (old, new) and self._tasks[old] != self._task:
-            self._sums.append((old, new, len(self.operators) - 1))
+            self._sums.append((old, new, len(self.record.operators) - 1))
 
     # -- autograd
 
@@ -263,7 +256,9 @@ class StorageRecorder(DispatchMode):
         if index != OUTSIDE and self.phase == "forward":
             # An autograd function of the user's saves after its last node.
             node = self.last_node if self.node == OUTSIDE else self.node
-            self.saved.append(SavedStorage(index, node))
+            self.record.saved.append((index, node))
+            if self.record.storages[index].kind == "temporary":
+                self.record.storages[index].kind = "activation"
         return tensor
 
     def _current_node(self) -> int:
@@ -272,25 +267,15 @@ class StorageRecorder(DispatchMode):
         function = current_autograd_function()
         if function is None:
             return OUTSIDE
-        self._task = _notes(function).setdefault(_TASK, len(self.operators))
+        self._task = _notes(function).setdefault(_TASK, len(self.record.operators))
         return int(_notes(function).get(_NODE, OUTSIDE))
 
     # -- the end
 
-    def record(self) -> StepRecord:
-        """What was seen, as data."""
-        return StepRecord(
-            self.device.type,
-            tuple(self.nodes),
-            self._storages(),
-            tuple(self.operators),
-            self._ordered_events(),
-            tuple(self.saved),
-        )
-
-    def _ordered_events(self) -> tuple[Event, ...]:
-        """Allocations and releases in the order in which they happen on real tensors."""
-        events = list(self.events)
+    def finished(self) -> StepRecord:
+        """The record, with events in the order in which they happen on real tensors."""
+        # What was seen late and had been there from the beginning comes first.
+        events = sorted(self.record.events, key=lambda event: event.operator != OUTSIDE)
         born = {event.storage: order for order, event in enumerate(events) if event.change > 0}
         for old, new, operator in self._sums:
             start = born[new]
@@ -300,19 +285,7 @@ class StorageRecorder(DispatchMode):
                 if events[order].storage == old:
                     events[start], events[order] = events[order], events[start]
                     break
-        return tuple(events)
-
-    def _storages(self) -> tuple[StorageLife, ...]:
-        """Every storage of the device, by its index."""
-        saved = {storage.storage for storage in self.saved}
-        return tuple(
-            StorageLife(
-                size,
-                self._kinds.get(index, "activation" if index in saved else "temporary"),
-                *self._births[index],
-            )
-            for index, size in enumerate(self._largest)
-        )
+        return replace(self.record, events=events)
 
 
 def _notes(function: Any) -> dict[Any, Any]:

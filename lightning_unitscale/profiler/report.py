@@ -6,14 +6,21 @@ import dataclasses
 import json
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tabulate import tabulate
 
-from lightning_unitscale.profiler.node_costs import ModuleCosts, NodeCosts, field_names
-from lightning_unitscale.profiler.record import KINDS, MemoryTimeline, Peak, Phase
+from lightning_unitscale.profiler.node_costs import ModuleCosts, field_names
+from lightning_unitscale.profiler.record import (
+    KINDS,
+    Costs,
+    MemoryTimeline,
+    NodeCosts,
+    Peak,
+    Phase,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -43,6 +50,25 @@ def _scaled(value: float, base: int, infix: str, unit: str) -> str:
     return f"{value:.2f} {_PREFIXES[exponent]}{infix}{unit}"
 
 
+_NODE_COLUMNS = {
+    "saved": "saved_bytes", "fwd in": "fwd_mem_in", "fwd tmp": "fwd_mem_tmp",
+    "fwd out": "fwd_mem_out", "bwd tmp": "bwd_mem_tmp", "bwd out": "bwd_mem_out",
+    "fwd flop": "fwd_flops", "bwd flop": "bwd_flops",
+}  # fmt: skip
+_MODULE_COLUMNS = {
+    "parameters": "parameter_bytes", "saved": "saved_bytes", "fwd flop": "fwd_flops",
+    "bwd flop": "bwd_flops", "fwd moved": "fwd_bytes_moved", "bwd moved": "bwd_bytes_moved",
+}  # fmt: skip
+
+
+def _cells(costs: Costs, columns: Mapping[str, str]) -> dict[str, str]:
+    """Fields of costs as text, by the titles of their columns."""
+    return {
+        title: (format_flops if name.endswith("flops") else format_bytes)(getattr(costs, name))
+        for title, name in columns.items()
+    }
+
+
 def node_table(nodes: Sequence[NodeCosts], sort_by: str, limit: int | None) -> str:
     """The nodes, the largest first, or in their order if ``sort_by`` is ``"order"``."""
     fields = field_names(NodeCosts)
@@ -59,14 +85,7 @@ def node_table(nodes: Sequence[NodeCosts], sort_by: str, limit: int | None) -> s
         {
             "node": node.name,
             "shape": "x".join(map(str, node.shape)),
-            "saved": format_bytes(node.saved_bytes),
-            "fwd in": format_bytes(node.fwd_mem_in),
-            "fwd tmp": format_bytes(node.fwd_mem_tmp),
-            "fwd out": format_bytes(node.fwd_mem_out),
-            "bwd tmp": format_bytes(node.bwd_mem_tmp),
-            "bwd out": format_bytes(node.bwd_mem_out),
-            "fwd flop": format_flops(node.fwd_flops),
-            "bwd flop": format_flops(node.bwd_flops),
+            **_cells(node, _NODE_COLUMNS),
             "saved inputs": ", ".join(node.save_fwd_in),
         }
         for node in shown
@@ -83,21 +102,12 @@ def module_table(modules: Sequence[ModuleCosts], depth: int | None) -> str:
             "module": module.path or "(root)",
             "class": module.kind,
             "nodes": str(module.num_nodes),
-            "parameters": format_bytes(module.parameter_bytes),
-            "saved": format_bytes(module.saved_bytes),
-            "fwd flop": format_flops(module.fwd_flops),
-            "bwd flop": format_flops(module.bwd_flops),
-            "fwd moved": format_bytes(module.fwd_bytes_moved),
-            "bwd moved": format_bytes(module.bwd_bytes_moved),
+            **_cells(module, _MODULE_COLUMNS),
         }
         for module in modules
-        if depth is None or _depth(module.path) <= depth
+        if depth is None or module.path.count(".") + bool(module.path) <= depth
     ]
     return tabulate(rows, headers="keys", disable_numparse=True)
-
-
-def _depth(path: str) -> int:
-    return path.count(".") + 1 if path else 0
 
 
 _MIB = 2**20
@@ -150,7 +160,7 @@ def draw(timeline: MemoryTimeline, peak: Peak, phases: Sequence[Phase]) -> Figur
     rows = [[value / _MIB for value in timeline.live_by_kind[kind]] for kind in KINDS]
     axes.stackplot(moments, rows, labels=KINDS, colors=[_COLORS[kind] for kind in KINDS])
     axes.plot(moments, [value / _MIB for value in timeline.live_bytes], color="black", lw=0.6)
-    top = (max(timeline.peak_operator, 0), peak.num_bytes / _MIB)
+    top = (max(peak.moment, 0), peak.num_bytes / _MIB)
     axes.plot(*([value] for value in top), "v", color="#c40a8f")
     axes.annotate(
         f"{format_bytes(peak.num_bytes)}\n{peak.node}",
@@ -173,7 +183,7 @@ def draw(timeline: MemoryTimeline, peak: Peak, phases: Sequence[Phase]) -> Figur
 
 
 T = TypeVar("T")
-_VERSION = 3
+_VERSION = 4
 
 
 def dump(profile: Any) -> str:

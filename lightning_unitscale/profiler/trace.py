@@ -45,52 +45,21 @@ class Trace(Protocol):
         """Within this context what runs is noted."""
 
 
-class ModulePaths:
-    """Path of the module whose ``forward`` is running."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._paths = {submodule: path for path, submodule in module.named_modules()}
-        self._stack: list[str] = []
-
-    @property
-    def current(self) -> str:
-        """The innermost one; empty for the root."""
-        return self._stack[-1] if self._stack else ""
-
-    @contextlib.contextmanager
-    def watched(self) -> Iterator[None]:
-        """Within this context the path is followed."""
-        handles = []
-        for module, path in self._paths.items():
-            handles.append(module.register_forward_pre_hook(self._enter(path), prepend=True))
-            handles.append(module.register_forward_hook(self._leave, always_call=True))
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-            self._stack.clear()
-
-    def _enter(self, path: str) -> Callable[..., None]:
-        return lambda *_: self._stack.append(path)
-
-    def _leave(self, *_: Any) -> None:
-        self._stack.pop()
-
-
 class ModuleTrace(TorchFunctionMode):
     """Makes a node of every torch function that a module's forward pass calls.
 
     Args:
+        module: The module.
         recorder: Notes the operators and storages; told which node is running.
-        paths: Knows which module is running.
         call: Calls a function as the device would have it called.
     """
 
-    def __init__(self, recorder: StorageRecorder, paths: ModulePaths, call: Call) -> None:
+    def __init__(self, module: nn.Module, recorder: StorageRecorder, call: Call) -> None:
         super().__init__()
+        self._paths = {submodule: path for path, submodule in module.named_modules()}
+        # Of the modules whose ``forward`` is running.
+        self._running: list[str] = []
         self._recorder = recorder
-        self._paths = paths
         self._call = call
         self._names: dict[str, int] = {}
         # Names of tensors by identity, which is theirs only as long as they live.
@@ -99,8 +68,22 @@ class ModuleTrace(TorchFunctionMode):
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Within this context every torch function becomes a node."""
-        with forgetting_control_flow(), self._paths.watched(), self:
-            yield
+        handles = []
+        for module, path in self._paths.items():
+            handles.append(module.register_forward_pre_hook(self._enter(path), prepend=True))
+            handles.append(module.register_forward_hook(self._leave, always_call=True))
+        try:
+            with forgetting_control_flow(), self:
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _enter(self, path: str) -> Callable[..., None]:
+        return lambda *_: self._running.append(path)
+
+    def _leave(self, *_: Any) -> None:
+        self._running.pop()
 
     def name_input(self, tensor: Tensor, name: str) -> None:
         """Say what a tensor that the graph starts from is called."""
@@ -121,18 +104,18 @@ class ModuleTrace(TorchFunctionMode):
         if recorder.phase != "forward":
             # What a checkpoint runs again is part of the backward pass.
             return self._call(func, args, kwargs)
-        op = function_name(func)
+        op, path = function_name(func), self._running[-1] if self._running else ""
         inputs = list(map(plain_tensor, tensors_in((args, kwargs))))
-        recorder.label(inputs, len(recorder.nodes) - 1)
-        num_operators = len(recorder.operators)
-        recorder.begin_node(f"{self._paths.current}.{op}".lstrip("."))
+        recorder.label(inputs, len(recorder.record.nodes) - 1)
+        num_operators = len(recorder.record.operators)
+        recorder.begin_node(f"{path}.{op}".lstrip("."))
         result = self._call(func, args, kwargs)
         outputs = list(map(plain_tensor, tensors_in(result)))
-        if outputs or len(recorder.operators) > num_operators:
+        if outputs or len(recorder.record.operators) > num_operators:
             name = self._unique(recorder.running)
             named = {self._name_of.get(tensor, "constant"): tensor for tensor in inputs}
-            recorder.last_node = len(recorder.nodes)
-            recorder.add_node(name, op, self._paths.current, list(named.items()), outputs)
+            recorder.last_node = len(recorder.record.nodes)
+            recorder.add_node(name, op, path, list(named.items()), outputs)
             for tensor in outputs:
                 self._name_of[tensor] = name
         recorder.node = OUTSIDE

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 aten = torch.ops.aten
-Formula = Callable[[Sequence[Any], Mapping[str, Any], Any], int]
+Formula = Callable[[Sequence[Any], Any], int]
+"""What is counted of one call, from its positional arguments and its result."""
 # oneDNN puts as many channels beside each other as a vector register of AVX-512 has floats.
 _CHANNEL_BLOCK = 16
 # Fewer channels than this are read from the plain layout.
@@ -31,21 +32,18 @@ _REDUCED_TILES_BYTES = 258 * 1024
 _KEY_BLOCK = 512
 
 
-def workspace_bytes(
-    function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, device: str
-) -> int:
+def workspace_bytes(function: Any, args: Sequence[Any], result: Any, device: str) -> int:
     """The most bytes alive inside one call of an operator beyond its arguments and results.
 
     Args:
         function: The ATen operator.
         args: Its positional arguments.
-        kwargs: Its other arguments.
         result: What it returned.
         device: Type of the device: ``"cpu"`` or ``"cuda"``.
     """
     table = _CPU if device == "cpu" else _CUDA if device == "cuda" else {}
     formula = table.get(getattr(function, "overloadpacket", function))
-    return 0 if formula is None else max(0, int(formula(args, kwargs, result)))
+    return 0 if formula is None else max(0, int(formula(args, result)))
 
 
 def _bytes(tensor: Tensor | None) -> int:
@@ -57,43 +55,22 @@ def _copy_of(tensor: Tensor) -> int:
     return 0 if tensor.is_contiguous() else _bytes(tensor)
 
 
-def _first_contiguous(args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
-    return _copy_of(args[0])
+def _copies_of(*positions: int) -> Formula:
+    """The contiguous copies of some arguments."""
+    return lambda args, _: sum(_copy_of(args[position]) for position in positions)
 
 
-def _second_contiguous(args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
-    return _copy_of(args[1])
-
-
-def _both_contiguous(args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
-    return _copy_of(args[0]) + _copy_of(args[1])
-
-
-def _layer_norm_backward(args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
+def _layer_norm_backward(args: Sequence[Any], result: Any) -> int:
     """Sums of the gradients of gain and bias, one pair per thread."""
     sums = 2 * prod(args[2]) * args[0].element_size() * torch.get_num_threads()
     return sums + _copy_of(args[0]) + _copy_of(args[1])
 
 
-def _batch_norm(args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
-    """Two more statistics per channel."""
-    return 2 * int(args[0].shape[1]) * args[0].element_size()
-
-
-def _batch_norm_backward(args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
-    """A second gradient of the input."""
-    return _bytes(result[0]) if args[7] else 0
-
-
-def _safe_softmax(args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
+def _safe_softmax(args: Sequence[Any], result: Any) -> int:
     """A mask of what is minus infinity, and which rows are nothing else."""
     (scores, dim) = args[:2]
     count = prod(map(int, scores.shape))
     return count + count // max(1, int(scores.shape[dim]))
-
-
-def _upsample_backward(args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
-    return 0 if args[0].is_contiguous() else _bytes(args[0]) + _bytes(result)
 
 
 def _is_channels_last(tensor: Tensor) -> bool:
@@ -114,7 +91,7 @@ def _blocked(tensor: Tensor) -> int:
     return batch * channels * prod(positions) * tensor.element_size()
 
 
-def _convolution(args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
+def _convolution(args: Sequence[Any], result: Any) -> int:
     images, weight, groups = args[0], args[1], args[8]
     if _is_channels_last(images):
         return _bytes(weight) * (1 if groups > 1 else 2)
@@ -132,7 +109,7 @@ def _thinned(stride: Sequence[int], weight: Tensor, output: Tensor) -> int:
     return (one_image + _SCRATCH_ALIGNMENT) * torch.get_num_threads()
 
 
-def _convolution_backward(args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
+def _convolution_backward(args: Sequence[Any], result: Any) -> int:
     """First the gradient of the input, then those of weight and bias, then their plain copies."""
     grad, images, weight, mask = args[0], args[1], args[2], args[10]
     if _is_channels_last(images):
@@ -157,7 +134,7 @@ def _convolution_backward(args: Sequence[Any], kwargs: Mapping[str, Any], result
     return max(first, second, third) - returned
 
 
-def _reduced_product(args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
+def _reduced_product(args: Sequence[Any], result: Any) -> int:
     """Tiles of a 16-bit product in oneDNN's own layout; about this size for large operands."""
     if result.element_size() >= 4:
         return 0
@@ -165,21 +142,11 @@ def _reduced_product(args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
     return min(sum(map(_bytes, operands)) + 2 * _bytes(result), _REDUCED_TILES_BYTES)
 
 
-def _native_dropout(args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
-    """The product with the mask, before it is scaled."""
-    return _bytes(result[0])
-
-
-def _native_dropout_backward(args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
-    """The mask as numbers, then the product with it; and the scale twice."""
-    return _bytes(result) + 8 + result.element_size()
-
-
 def _query_block(length: int) -> int:
     return 256 if length >= 768 else 64 if length >= 192 else 32
 
 
-def _cpu_attention(args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
+def _cpu_attention(args: Sequence[Any], result: Any) -> int:
     """Per thread a tile of scores, its maxima and sums, and a tile of the result, in FP32."""
     query, key = args[0], args[1]
     length, keys, depth = int(query.shape[2]), int(key.shape[2]), int(query.shape[3])
@@ -189,7 +156,7 @@ def _cpu_attention(args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) 
     return (4 * numbers + reduced) * torch.get_num_threads()
 
 
-def _cpu_attention_backward(args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
+def _cpu_attention_backward(args: Sequence[Any], result: Any) -> int:
     """Per thread two tiles of scores and a row sum."""
     query, key = args[1], args[2]
     length, keys = int(query.shape[2]), int(key.shape[2])
@@ -197,7 +164,7 @@ def _cpu_attention_backward(args: Sequence[Any], kwargs: Mapping[str, Any], resu
     return 4 * (2 * rows * columns + rows) * torch.get_num_threads()
 
 
-def _flash_backward(args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
+def _flash_backward(args: Sequence[Any], result: Any) -> int:
     """The gradient of the query in FP32, a number per row, and what grouped heads share.
 
     References:
@@ -223,28 +190,33 @@ def by_operator(formulas: Mapping[str, Formula]) -> dict[Any, Formula]:
 
 _CPU = by_operator(
     {
-        "mm": _reduced_product,
-        "addmm": _reduced_product,
-        "bmm": _reduced_product,
-        "baddbmm": _reduced_product,
+        **dict.fromkeys(("mm", "addmm", "bmm", "baddbmm"), _reduced_product),
         "convolution": _convolution,
         "convolution_backward": _convolution_backward,
-        "native_batch_norm": _batch_norm,
-        "_native_batch_norm_legit_functional": _batch_norm,
-        "native_batch_norm_backward": _batch_norm_backward,
-        "native_dropout": _native_dropout,
-        "native_dropout_backward": _native_dropout_backward,
-        "native_layer_norm": _first_contiguous,
+        # Two more statistics per channel.
+        **dict.fromkeys(
+            ("native_batch_norm", "_native_batch_norm_legit_functional"),
+            lambda args, _: 2 * int(args[0].shape[1]) * args[0].element_size(),
+        ),
+        # A second gradient of the input.
+        "native_batch_norm_backward": lambda args, result: _bytes(result[0]) if args[7] else 0,
+        # The product with the mask, before it is scaled.
+        "native_dropout": lambda _, result: _bytes(result[0]),
+        # The mask as numbers, then the product with it; and the scale twice.
+        "native_dropout_backward": lambda _, result: _bytes(result) + 8 + result.element_size(),
+        "native_layer_norm": _copies_of(0),
         "native_layer_norm_backward": _layer_norm_backward,
         "_safe_softmax": _safe_softmax,
-        "_softmax": _first_contiguous,
-        "_log_softmax": _first_contiguous,
-        "_softmax_backward_data": _both_contiguous,
-        "_log_softmax_backward_data": _both_contiguous,
-        "embedding": _second_contiguous,
-        "embedding_dense_backward": _both_contiguous,
-        "upsample_bilinear2d_backward": _upsample_backward,
-        "upsample_bicubic2d_backward": _upsample_backward,
+        **dict.fromkeys(("_softmax", "_log_softmax"), _copies_of(0)),
+        **dict.fromkeys(
+            ("_softmax_backward_data", "_log_softmax_backward_data", "embedding_dense_backward"),
+            _copies_of(0, 1),
+        ),
+        "embedding": _copies_of(1),
+        **dict.fromkeys(
+            ("upsample_bilinear2d_backward", "upsample_bicubic2d_backward"),
+            lambda args, result: _copy_of(args[0]) and _bytes(args[0]) + _bytes(result),
+        ),
         "_scaled_dot_product_flash_attention_for_cpu": _cpu_attention,
         "_scaled_dot_product_flash_attention_for_cpu_backward": _cpu_attention_backward,
     }

@@ -1,9 +1,8 @@
 """Rematerialization: plan a step's forward and backward graph to a budget in bytes."""
 
 from lightning_unitscale.remat.api import pareto_front, plan_remat, remat
-from lightning_unitscale.remat.budget import Budget
 from lightning_unitscale.remat.partitioner import RematPartitioner, aot_backend
-from lightning_unitscale.remat.planner import Planner, RematPlan
+from lightning_unitscale.remat.planner import Budget, Planner, RematPlan
 from lightning_unitscale.remat.report import (
     RematReport,
     draw_graph,

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import time
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, fx, nn
 
 from lightning_unitscale.capture.attach import captured_forward
 from lightning_unitscale.capture.steps import steps_of
+from lightning_unitscale.dynamo.breaks import num_graph_breaks
 from lightning_unitscale.dynamo.capture import compile_function
 from lightning_unitscale.graph.nodes import tensors_in
 from lightning_unitscale.profiler.costs import CostModel
-from lightning_unitscale.remat.attach import StepPartitioner
-from lightning_unitscale.remat.budget import Budget, check_budget
-from lightning_unitscale.remat.partitioner import PlanOnly, aot_backend
-from lightning_unitscale.remat.planner import Planner, RematPlan
+from lightning_unitscale.profiler.measure import gradient_bytes, module_bytes, storages_of
+from lightning_unitscale.remat.partitioner import RematPartitioner, aot_backend, real_inputs
+from lightning_unitscale.remat.planner import Budget, Planner, RematPlan, check_budget
+from lightning_unitscale.remat.problem import NodeRegion
 from lightning_unitscale.remat.report import RematReport, plot_front
+
+# Steps that were planned, after which somebody should know: the first batch, another size of it,
+# and a smaller last batch are usual.
+_MANY_STEPS = 5
 
 
 def plan_remat(
@@ -84,7 +91,8 @@ def _planner(
     cost_model: CostModel | None,
     resident_bytes: int,
 ) -> Planner:
-    partitioner = PlanOnly(cost_model, resident_bytes)
+    plans: list[RematPlan] = []
+    partitioner = RematPartitioner("default", cost_model=cost_model, on_plan=plans.append)
     target = function.forward if isinstance(function, nn.Module) else function
 
     # A function of its own: Dynamo's cache of the user's stays as it is.
@@ -92,15 +100,155 @@ def _planner(
         return target(*args, **kwargs)
 
     outputs = compile_function(step, aot_backend(partitioner))(*args, **kwargs)
-    if len(partitioner.planners) != 1:
+    if len(plans) != 1:
         trains = any(tensor.requires_grad for tensor in tensors_in(outputs))
         reason = "it breaks into several graphs" if trains else "nothing in it requires a gradient"
         raise RuntimeError(
             f"function={getattr(function, '__name__', type(function).__name__)}: {reason} "
-            f"({len(partitioner.planners)} joint graphs); expected one graph with gradients; keep "
+            f"({len(plans)} joint graphs); expected one graph with gradients; keep "
             "printing and .item() out of it, and give it parameters that require gradients."
         )
-    return partitioner.planners[0]
+    return Planner(plans[0].problem, resident_bytes=resident_bytes)
+
+
+class Granted:
+    """The most bytes that the graphs of a run were granted of a fraction.
+
+    Of a fraction a smaller last batch would have fewer bytes than its parameters leave: it gets
+    those that an earlier graph was granted, which the run takes anyway.
+    """
+
+    def __init__(self) -> None:
+        self._bytes = 0
+
+    def limit(self, own: int, floor: Callable[[], int]) -> int:
+        """The limit of a graph; noted for later ones.
+
+        Args:
+            own: The fraction of the graph's own peak.
+            floor: The least bytes that a plan of it needs; asked for where it matters.
+        """
+        if own < self._bytes and own < floor():
+            return self._bytes
+        self._bytes = max(self._bytes, own)
+        return own
+
+
+class StepPartitioner(RematPartitioner):
+    """Plans every graph of a module's steps and keeps the reports.
+
+    Args:
+        budget: As of :class:`RematPartitioner`.
+        module: The module.
+        around: Bytes beside the module's own: alive throughout, and in the forward pass only.
+
+    Attributes:
+        reports: What was planned, graph by graph in the order of capture.
+
+    Raises:
+        ValueError: When a step turns out to be several graphs and the budget is in bytes.
+    """
+
+    def __init__(
+        self,
+        budget: Budget,
+        module: nn.Module,
+        around: Callable[[], tuple[int, int]] = lambda: (0, 0),
+    ) -> None:
+        super().__init__(budget, on_plan=self._keep)
+        self.reports: list[RematReport] = []
+        self._module = module
+        self._around = around
+        self._granted = Granted()
+        self._num_planned_steps = 0
+        self._inputs: dict[str, Tensor] = {}
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        """What is captured from here on belongs to one step; called before each."""
+        self._breaks_before = num_graph_breaks()
+        self._kept_bytes = self._static_bytes = 0
+        # What earlier graphs of the step were given and keep, by storage.
+        self._held: dict[int, int] = {}
+        self._has_planned = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StepPartitioner:
+        """One for the copied module; what its callback knows is not taken along."""
+        module = memo.get(id(self._module), self._module)
+        return StepPartitioner(self.budget, module)
+
+    def table(self) -> str:
+        """The reports as text."""
+        if not self.reports:
+            return "Nothing has been planned yet: run a step with gradients."
+        return "\n\n".join(f"graph {i}\n{report.table()}" for i, report in enumerate(self.reports))
+
+    def __call__(
+        self, gm: fx.GraphModule, *args: Any, **kwargs: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """The forward and the backward graph of a joint graph."""
+        start = time.perf_counter()
+        self._inputs = real_inputs(gm.graph)
+        graphs = super().__call__(gm, *args, **kwargs)
+        self._num_planned_steps += not self._has_planned
+        if not self._has_planned and self._num_planned_steps == _MANY_STEPS:
+            self._warn_of_plans(time.perf_counter() - start)
+        self._has_planned = True
+        return graphs
+
+    def choose(self, planner: Planner) -> RematPlan:
+        """The plan of one graph."""
+        if isinstance(self.budget, float):
+            own = int(self.budget * planner.default.peak_bytes)
+            limit = self._granted.limit(own, lambda: planner.floor.peak_bytes)
+            if limit != own:
+                return planner.plan(limit)
+        return super().choose(planner)
+
+    def resident_bytes(self, static_bytes: int) -> tuple[int, int]:
+        """What the module, earlier graphs of the step, and others have in memory."""
+        breaks = num_graph_breaks() > self._breaks_before
+        if isinstance(self.budget, int) and breaks:
+            raise ValueError(
+                f"budget={self.budget!r}: the step breaks into several graphs, which are planned "
+                "one by one, so that bytes cannot be promised for all of them together; expected a "
+                "step that is captured whole, or a fraction such as budget=0.6, which holds for "
+                "each graph; explain() shows where it breaks."
+            )
+        always, forward = self._around()
+        inputs = storages_of(list(self._inputs.values()))
+        own = storages_of([*self._module.parameters(), *self._module.buffers()])
+        if inputs:
+            static_bytes = sum(inputs[key] for key in inputs.keys() & own.keys())
+        # The graphs before this one in a step keep theirs until their own backward passes.
+        always += self._kept_bytes
+        always += sum(self._held[key] for key in self._held.keys() - inputs.keys() - own.keys())
+        self._static_bytes += static_bytes
+        if breaks and forward:
+            # Its backward pass meets the gradients of the graphs after it.
+            later = max(0, gradient_bytes(self._module) - self._static_bytes)
+            always, forward = always + later, forward - later
+        return always + max(0, module_bytes(self._module) - static_bytes), forward
+
+    def _warn_of_plans(self, seconds: float) -> None:
+        fixed = "" if self.reports[-1].sizes else ", whose sizes the code fixes when it is captured"
+        warnings.warn(
+            f"budget={self.budget!r}: {type(self._module).__name__} has been captured and planned "
+            f"in {_MANY_STEPS} steps, the last time within {seconds:.1f} s, which every further "
+            f"one will take too: what it is called with has changed{fixed}. Expected batches whose "
+            "sizes change freely or hardly ever; TORCH_LOGS=recompiles,dynamic names the line that "
+            "depends on them; change it, or pad the batches to a few sizes.",
+            stacklevel=2,
+        )
+
+    def _keep(self, plan: RematPlan) -> None:
+        self._kept_bytes += plan.saved_bytes
+        problem = plan.problem
+        # The caller of the step holds its batch; later inputs are held by those who saved them.
+        holds = (problem.region == NodeRegion.INPUT) & (plan.saved | (not self._has_planned))
+        names = [problem.nodes[i].name for i in holds.nonzero()[0]]
+        self._held |= storages_of([self._inputs[name] for name in names if name in self._inputs])
+        self.reports.append(RematReport.of(plan))
 
 
 def remat(module: nn.Module, budget: Budget) -> nn.Module:

@@ -15,6 +15,9 @@ _BESIDE = 1 / 16
 _SHARED = 1 / 4
 # Operations of a block: a chain that can be cut everywhere is left to cuts within its blocks.
 _LEAST_OPERATIONS = 4
+# What the nodes of structurally identical blocks have in common.
+_ALIKE = ("kind", "num_bytes", "workspace_bytes", "flops", "region", "can_save", "can_recompute",
+          "in_forward")  # fmt: skip
 # Small blocks are joined to their successors until there are fewer.
 _MAX_BLOCKS = 100
 
@@ -84,22 +87,9 @@ class Blocks:
                 else (-2 if i == boundary else -1, nodes[i].num_bytes, int(nodes[i].region))
                 for i in node.inputs
             )
-            rows.append(
-                (
-                    node.kind,
-                    node.num_bytes,
-                    node.workspace_bytes,
-                    node.flops,
-                    round(node.seconds, 9),
-                    int(node.region),
-                    node.can_save,
-                    node.can_recompute,
-                    node.in_forward,
-                    member in returned,
-                    bool(self.read_later[member]),
-                    reads,
-                )
-            )
+            alike = tuple(getattr(node, name) for name in _ALIKE)
+            seconds, is_read = round(node.seconds, 9), bool(self.read_later[member])
+            rows.append((alike, seconds, member in returned, is_read, reads))
         return tuple(rows)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,32 +36,6 @@ _PURE_NAMESPACES = ("aten", "prims", "prim")
 _ATOMIC = ("index_add", "scatter_add", "scatter_reduce", "index_put", "cumsum", "histc", "bincount")
 
 
-def read_joint_graph(
-    graph: fx.Graph,
-    num_fwd_outputs: int,
-    cost_model: CostModel,
-    *,
-    mutated_inputs: Collection[fx.Node] = (),
-    recomputable_ops: Recomputable | None = None,
-    replay_random: bool = True,
-) -> tuple[RematProblem, tuple[fx.Node, ...]]:
-    """The planner's view of a joint graph, and its nodes in the same order.
-
-    Args:
-        graph: The joint graph, with fake tensors in ``meta["val"]``.
-        num_fwd_outputs: How many of its outputs belong to the forward pass.
-        cost_model: Gives the seconds.
-        mutated_inputs: Placeholders that the forward pass writes to.
-        recomputable_ops: Operator packets that may run again; all pure ones if left out.
-        replay_random: Whether a random operation may run again from its generator's saved state;
-            else its result is saved.
-    """
-    reader = _Reader(
-        graph, num_fwd_outputs, cost_model, mutated_inputs, recomputable_ops, replay_random
-    )
-    return reader.read()
-
-
 def changing_sizes(graph: fx.Graph) -> tuple[torch.SymInt, ...]:
     """The sizes that are inputs of a graph because they change from call to call."""
     values = (node.meta.get("val") for node in graph.find_nodes(op="placeholder"))
@@ -89,6 +64,14 @@ def is_mutable(node: fx.Node) -> bool:
     return schema is not None and bool(schema.is_mutable)
 
 
+def is_view(node: fx.Node) -> bool:
+    """Whether a node returns what lies in the storage of an argument."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or schema.is_mutable:
+        return False
+    return any(value.alias_info is not None for value in schema.returns)
+
+
 def must_recompute(node: fx.Node) -> bool:
     """Whether the user's checkpoint says that a node runs again."""
     return node.meta.get("recompute") in (
@@ -107,35 +90,48 @@ def kind_of(node: fx.Node) -> str:
     return getattr(node.target, "__name__", str(node.target))
 
 
-class _Reader:
-    def __init__(
-        self,
-        graph: fx.Graph,
-        num_fwd_outputs: int,
-        cost_model: CostModel,
-        mutated_inputs: Collection[fx.Node],
-        recomputable_ops: Recomputable | None,
-        replay_random: bool,
-    ) -> None:
+@dataclass(eq=False)
+class JointGraphReader:
+    """Makes the planner's view of a joint graph.
+
+    Args:
+        graph: The joint graph, with fake tensors in ``meta["val"]``.
+        num_fwd_outputs: How many of its outputs belong to the forward pass.
+        cost_model: Gives the seconds.
+        mutated_inputs: Placeholders that the forward pass writes to.
+        recomputable_ops: Operator packets that may run again; all pure ones if left out.
+        replay_random: Whether a random operation may run again from its generator's saved state;
+            else its result is saved.
+
+    Attributes:
+        nodes: The graph's nodes in the order of the problem's.
+    """
+
+    graph: fx.Graph
+    num_fwd_outputs: int
+    cost_model: CostModel
+    mutated_inputs: Collection[fx.Node] = ()
+    recomputable_ops: Recomputable | None = None
+    replay_random: bool = True
+
+    def __post_init__(self) -> None:
+        graph = self.graph
         self.nodes = tuple(node for node in graph.nodes if node.op != "output")
         self.index = {node: i for i, node in enumerate(self.nodes)}
         outputs = tree_leaves(graph.output_node().args)
         self.outputs = [self.index.get(output) for output in outputs]
-        self.num_fwd_outputs = num_fwd_outputs
         self.sizes = changing_sizes(graph)
-        self.cost_model = cost_model
-        self.recomputable_ops = recomputable_ops
-        self.replay_random = replay_random
         self.inputs = [[self.index[i] for i in node.all_input_nodes] for node in self.nodes]
         self.storages = [_storages(node.meta.get("val")) for node in self.nodes]
-        self.mutated = {self.index[node] for node in mutated_inputs}
+        self.mutated = {self.index[node] for node in self.mutated_inputs}
         for node in self.nodes:
             if is_mutable(node):
                 written = node.args[0] if node.args else None
                 if isinstance(written, fx.Node):
                     self.mutated.add(self.index[written])
 
-    def read(self) -> tuple[RematProblem, tuple[fx.Node, ...]]:
+    def read(self) -> RematProblem:
+        """The problem, with the sizes that are assumed now for those that are symbols."""
         regions = self._regions()
         forward_outputs = self._output_indices(0, self.num_fwd_outputs)
         backward_outputs = self._output_indices(self.num_fwd_outputs, len(self.outputs))
@@ -166,7 +162,7 @@ class _Reader:
                 )
             )
         sizes = tuple(map(size_hint, self.sizes))
-        return RematProblem(tuple(read), forward_outputs, backward_outputs, sizes), self.nodes
+        return RematProblem(tuple(read), forward_outputs, backward_outputs, sizes)
 
     def _output_indices(self, start: int, stop: int) -> tuple[int, ...]:
         return tuple(dict.fromkeys(i for i in self.outputs[start:stop] if i is not None))
@@ -233,13 +229,10 @@ class _Reader:
                 return j
             if through_tuple and bases[j][0] != j:
                 return j  # of a tuple of views
-        schema = getattr(self.nodes[i].target, "_schema", None)
-        if schema is not None and not schema.is_mutable:
-            # Rewritten graphs may hold examples whose storage is nobody's any more.
-            aliased = any(value.alias_info is not None for value in schema.returns)
-            first = self.nodes[i].args[0] if self.nodes[i].args else None
-            if aliased and isinstance(first, fx.Node):
-                return self.index[first]
+        # Rewritten graphs may hold examples whose storage is nobody's any more.
+        node = self.nodes[i]
+        if is_view(node) and node.args and isinstance(node.args[0], fx.Node):
+            return self.index[node.args[0]]
         return None
 
     def _bytes(self, node: fx.Node) -> int:

@@ -9,13 +9,12 @@ References:
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
-import numpy.typing as npt
 from scipy.sparse import csr_matrix
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
@@ -28,93 +27,57 @@ from lightning_unitscale.remat.problem import (
     recomputed,
 )
 
+T = TypeVar("T")
 # scipy's maximum_flow computes in 32-bit integers and wraps silently: all finite capacities
 # together stay below this, and an infinite one is one more than all of them.
 _FINITE_SUM = 2**29
 
 
-class FlowNetwork:
-    """Nodes and edges, to be cut again and again at different capacities.
+def source_side(
+    num_nodes: int, tails: Ints, heads: Ints, capacities: Floats, source: int, sink: int
+) -> Mask:
+    """The larger source side of a minimum cut: the cut lies as near to the sink as it can.
 
     Args:
         num_nodes: Number of nodes; edges join nodes ``0 .. num_nodes - 1``.
-        tails: Start of every edge; no edge is given twice.
+        tails: Start of every edge.
         heads: End of every edge.
+        capacities: Non-negative capacity of every edge, ``inf`` where it must not be cut.
         source: Node on the source side.
         sink: Node on the sink side.
+
+    Returns:
+        A mask of the nodes on the source side.
+
+    Raises:
+        ValueError: If no cut of finite capacity exists.
+
+    References:
+        Ford, Fulkerson (1956): every maximum flow gives the cut nearest to the sink as the nodes
+        that cannot reach it in the residual graph.
     """
-
-    def __init__(self, num_nodes: int, tails: Ints, heads: Ints, source: int, sink: int) -> None:
-        self._num_nodes, self._source, self._sink = num_nodes, source, sink
-        # Every edge and its reverse, by tail, then head: the rows of scipy's flow.
-        forth, back = tails * num_nodes + heads, heads * num_nodes + tails
-        codes = np.unique(np.concatenate([forth, back]))
-        self._tails, self._heads = codes // num_nodes, codes % num_nodes
-        self._starts = np.searchsorted(self._tails, np.arange(num_nodes + 1))
-        self._edge = np.searchsorted(codes, forth)
-        self._reverse = np.searchsorted(codes, self._heads * num_nodes + self._tails)
-        # Which edges were infinite when a cut was last known to exist.
-        self._uncut: Mask | None = None
-
-    def source_side(self, capacities: Floats) -> Mask:
-        """The larger source side of a minimum cut: the cut lies as near to the sink as it can.
-
-        Args:
-            capacities: Non-negative capacity of every edge, ``inf`` where it must not be cut.
-
-        Returns:
-            A mask of the nodes on the source side.
-
-        Raises:
-            ValueError: If no cut of finite capacity exists.
-
-        References:
-            Ford, Fulkerson (1956): every maximum flow gives the cut nearest to the sink as the
-            nodes that cannot reach it in the residual graph.
-        """
-        infinite = np.isinf(capacities)
-        self._check_finite(infinite)
-        finite = capacities[~infinite]
-        total = float(finite.sum())
-        scale = (_FINITE_SUM - len(capacities) - 2) / total if total > 0 else 1.0
-        scaled = np.zeros(len(capacities), dtype=np.int64)
-        # A positive capacity stays positive, or cutting there would be free.
-        scaled[~infinite] = np.where(finite > 0, np.maximum(np.floor(finite * scale), 1), 0)
-        scaled[infinite] = int(scaled.sum()) + 1
-        limits = np.zeros(len(self._heads), dtype=np.int32)
-        limits[self._edge] = scaled
-        # Backwards from the sink along edges with capacity left.
-        is_left = (limits - self._flow(limits) > 0)[self._reverse]
-        return ~self._reached(is_left, self._sink)
-
-    def _check_finite(self, infinite: Mask) -> None:
-        if self._uncut is not None and np.array_equal(infinite, self._uncut):
-            return
-        uncut = np.zeros(len(self._heads), dtype=np.bool_)
-        uncut[self._edge[infinite]] = True
-        if self._reached(uncut, self._source)[self._sink]:
-            raise ValueError("capacities: no finite cut separates the source from the sink")
-        self._uncut = infinite
-
-    def _flow(self, limits: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-        """A maximum flow along every edge of :attr:`_heads`."""
-        graph = self._matrix(limits, self._heads, self._starts)
-        flow = maximum_flow(graph, self._source, self._sink).flow
-        if len(flow.data) == len(limits):  # every edge has its reverse: nothing was added
-            return np.asarray(flow.data)
-        return np.asarray(flow[self._tails, self._heads]).ravel()  # pragma: no cover
-
-    def _reached(self, is_open: Mask, start: int) -> Mask:
-        """Nodes that open edges lead to from ``start``."""
-        starts = np.concatenate([[0], np.cumsum(is_open)])[self._starts]
-        heads = self._heads[is_open]
-        graph = self._matrix(np.ones(len(heads)), heads, starts)
-        reached = np.zeros(self._num_nodes, dtype=np.bool_)
-        reached[breadth_first_order(graph, start, return_predecessors=False)] = True
-        return reached
-
-    def _matrix(self, values: Any, heads: Ints, starts: Ints) -> csr_matrix:
-        return csr_matrix((values, heads, starts), shape=(self._num_nodes, self._num_nodes))
+    infinite = np.isinf(capacities)
+    finite = capacities[~infinite]
+    total = float(finite.sum())
+    scale = (_FINITE_SUM - len(capacities) - 2) / total if total > 0 else 1.0
+    scaled = np.zeros(len(capacities) + 1, dtype=np.int32)
+    # A positive capacity stays positive, or cutting there would be free.
+    scaled[:-1][~infinite] = np.where(finite > 0, np.maximum(np.floor(finite * scale), 1), 0)
+    bound = int(scaled.sum()) + 1
+    scaled[:-1][infinite] = bound
+    # All flow comes through one more edge, so that it cannot wrap either.
+    scaled[-1] = bound
+    tails, heads = np.append(tails, num_nodes), np.append(heads, source)
+    network = csr_matrix((scaled, (tails, heads)), shape=(num_nodes + 1, num_nodes + 1))
+    flow = maximum_flow(network, num_nodes, sink)
+    if flow.flow_value == bound:
+        raise ValueError("capacities: no finite cut separates the source from the sink")
+    # Backwards from the sink along edges with capacity left.
+    residual = (network - flow.flow).T.tocsr()
+    residual.eliminate_zeros()
+    side = np.ones(num_nodes + 1, dtype=np.bool_)
+    side[breadth_first_order(residual, sink, return_predecessors=False)] = False
+    return side[:-1]
 
 
 @dataclass(frozen=True)
@@ -160,15 +123,12 @@ class CutNetwork:
         size = problem.num_bytes[problem.base].astype(np.float64)
         self._bytes = np.where(saves, np.where(free, 0.0, size), math.inf)
 
-    @cached_property
-    def _kept(self) -> Ints:
-        """Nodes that are in the network."""
-        problem = self.problem
-        return np.flatnonzero(problem.needed & (problem.region != NodeRegion.BACKWARD))
+        # Nodes that are in the network.
+        self._kept = np.flatnonzero(problem.needed & (problem.region != NodeRegion.BACKWARD))
 
     @cached_property
-    def _network(self) -> tuple[FlowNetwork, int]:
-        """The network, and how many of its edges come after those that cost time or bytes."""
+    def _edges(self) -> tuple[Ints, Ints, int]:
+        """Starts and ends of the edges, and how many come after those that cost time or bytes."""
         problem, kept = self.problem, self._kept
         number = np.full(len(problem), -1, dtype=np.int64)
         number[kept] = np.arange(len(kept))
@@ -179,12 +139,14 @@ class CutNetwork:
         source, sink = 2 * count, 2 * count + 1
         firsts = 2 * np.arange(count)
         pairs = np.unique(number[producers[inner]] * count + number[users[inner]])
-        roots = np.flatnonzero((problem.wanted | _read_inputs(problem))[kept])
+        # What the backward pass reads itself, inputs too.
+        is_root = problem.wanted.copy()
+        is_root[producers[problem.region[users] == NodeRegion.BACKWARD]] = True
+        roots = np.flatnonzero(is_root[kept])
         sources, sinks = np.full(count, source), np.full(len(roots), sink)
         tails = np.concatenate([sources, firsts, 2 * (pairs // count) + 1, 2 * roots + 1])
         heads = np.concatenate([firsts, firsts + 1, 2 * (pairs % count), sinks])
-        network = FlowNetwork(2 * count + 2, tails, heads, source, sink)
-        return network, len(pairs) + len(roots)
+        return tails, heads, len(pairs) + len(roots)
 
     def cut(self, seconds_per_byte: float) -> Cut:
         """The plan with the least time plus ``seconds_per_byte`` for each byte saved.
@@ -193,13 +155,15 @@ class CutNetwork:
             ValueError: If something may neither be saved nor run again.
         """
         kept = self._kept
-        network, num_others = self._network
+        tails, heads, num_others = self._edges
         size = self._bytes[kept]
         bounded = np.isfinite(size)
         weights = np.full(len(kept), math.inf)
         weights[bounded] = seconds_per_byte * size[bounded]
         others = np.full(num_others, math.inf)
-        side = network.source_side(np.concatenate([self._seconds[kept], weights, others]))
+        capacities = np.concatenate([self._seconds[kept], weights, others])
+        source, sink = 2 * len(kept), 2 * len(kept) + 1
+        side = source_side(sink + 1, tails, heads, capacities, source, sink)
         firsts = 2 * np.arange(len(kept))
         saved = np.zeros(len(self.problem), dtype=np.bool_)
         saved[kept] = side[firsts] & ~side[firsts + 1]
@@ -211,7 +175,7 @@ class CutNetwork:
         runs = recomputed(problem, saved)
         again = self._seconds[runs]
         seconds = float(again[np.isfinite(again)].sum())
-        return Cut(saved, seconds, problem.saved_bytes(saved, runs))
+        return Cut(saved, seconds, problem.saved_bytes(saved))
 
     def hull(self, max_cuts: int = 40) -> list[Cut]:
         """The lower convex hull of all plans, from the least time to the fewest bytes.
@@ -245,22 +209,18 @@ class CutNetwork:
             if cost < gain * (1 - 1e-6) and is_new:
                 cuts.append(middle)
                 pending += [(left, middle), (middle, right)]
-        return non_dominated(cuts)
+        return non_dominated(cuts, lambda cut: (cut.seconds, cut.saved_bytes))
 
 
-def _read_inputs(problem: RematProblem) -> Mask:
-    """Inputs that the backward pass reads itself."""
-    read = np.zeros(len(problem), dtype=np.bool_)
-    producers, users = problem.edges
-    by_backward = problem.region[users] == NodeRegion.BACKWARD
-    read[producers[by_backward]] = True
-    return read & (problem.region == NodeRegion.INPUT)
+def non_dominated(plans: Iterable[T], costs: Callable[[T], tuple[float, float]]) -> list[T]:
+    """What nothing else beats in both costs, by ascending first and descending second cost.
 
-
-def non_dominated(cuts: Sequence[Cut]) -> list[Cut]:
-    """The cuts that no other beats in time and bytes, the fastest first."""
-    kept: list[Cut] = []
-    for cut in sorted(cuts, key=lambda cut: (cut.seconds, cut.saved_bytes)):
-        if not kept or cut.saved_bytes < kept[-1].saved_bytes:
-            kept.append(cut)
+    Args:
+        plans: What is compared.
+        costs: The costs of each.
+    """
+    kept: list[T] = []
+    for plan in sorted(plans, key=costs):
+        if not kept or costs(plan)[1] < costs(kept[-1])[1]:
+            kept.append(plan)
     return kept

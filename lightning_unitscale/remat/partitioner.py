@@ -1,15 +1,17 @@
 """The file that touches functorch's partitioner, AOTAutograd's and Dynamo's own names.
 
-Planning is done on :class:`RematProblem`; here the joint graph is made ready for it.
-Private names used here were checked on torch 2.13 and 2.11: ``TracingContext``, and the table in
-which its fake tensors are kept by the tensors they stand for; ``cleanup_recompute_tags``,
+Planning is done on :class:`RematProblem`; here the joint graph is made ready for it, and split by
+the plan. Private names used here were checked on torch 2.13 and 2.11: ``TracingContext``, and the
+table in which its fake tensors are kept by the tensors they stand for; ``cleanup_recompute_tags``,
 ``force_save_collectives``, ``force_save_effectful_ops``, ``force_save_bw_mutation_src``,
-``InputMutationAOTOutput``. Those that an older torch does not have are left out.
+``InputMutationAOTOutput``; ``_extract_fwd_bwd_modules``, ``functionalize_rng_ops``,
+``is_opaque_node``, ``thread_graphsafe_rng_from_hops``. Those that an older torch does not have are
+left out.
 """
 
 from __future__ import annotations
 
-import functools
+import inspect
 from collections.abc import Callable, Sequence
 from math import ceil
 from typing import Any
@@ -18,28 +20,40 @@ import torch
 from torch import Tensor, fx
 from torch._functorch import partitioners
 from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
+from torch._functorch.compile_utils import raise_getitems
 from torch._guards import TracingContext
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import CheckpointPolicy
 
 from lightning_unitscale.dynamo.capture import execute_with
+from lightning_unitscale.graph.nodes import tensors_in
 from lightning_unitscale.profiler.costs import (
     CostModel,
     assuming_sizes,
     default_cost_model,
     size_hint,
 )
-from lightning_unitscale.remat.budget import Budget, check_budget
+from lightning_unitscale.profiler.measure import storages_of
 from lightning_unitscale.remat.joint_graph import (
+    JointGraphReader,
     Recomputable,
+    Symbolic,
     changing_sizes,
+    is_random,
+    is_view,
     must_recompute,
-    read_joint_graph,
 )
-from lightning_unitscale.remat.planner import PLANNER_VERSION, Planner, RematPlan
-from lightning_unitscale.remat.schedule import input_bytes
-from lightning_unitscale.remat.split_graph import split
+from lightning_unitscale.remat.planner import (
+    PLANNER_VERSION,
+    Budget,
+    Planner,
+    RematPlan,
+    check_budget,
+)
+from lightning_unitscale.remat.problem import NodeRegion, recomputed
+from lightning_unitscale.remat.schedule import input_bytes, lazy_order
 
 PartitionFn = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 # By how much the sizes may outgrow those that were planned for; the largest that fits is taken.
@@ -119,14 +133,9 @@ def keep_old_data(joint_module: fx.GraphModule) -> None:
 def _is_kept(node: fx.Node) -> bool:
     """Whether the backward pass reads a node, or a view of it."""
     return any(
-        user.meta.get("partitioner_tag") == "is_backward" or (_is_view(user) and _is_kept(user))
+        user.meta.get("partitioner_tag") == "is_backward" or (is_view(user) and _is_kept(user))
         for user in node.users
     )
-
-
-def _is_view(node: fx.Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and any(value.alias_info is not None for value in schema.returns)
 
 
 def mutated_inputs(joint_module: fx.GraphModule) -> list[fx.Node]:
@@ -151,8 +160,6 @@ class RematPartitioner(CustomPartitionerFn):
         budget: Bytes, a fraction of the default plan's peak, ``"min_cut"``, or ``"default"``.
         cost_model: What running an operation costs; by default that of the graph's device.
         recomputable_ops: Operators that may run again; by default all that are pure.
-        resident: Bytes alive throughout a step and those in the forward pass only, beside the
-            graph's inputs, for a graph whose parameters and buffers take the given bytes.
         on_plan: Called with every plan.
 
     Raises:
@@ -166,13 +173,11 @@ class RematPartitioner(CustomPartitionerFn):
         *,
         cost_model: CostModel | None = None,
         recomputable_ops: Recomputable | None = None,
-        resident: Callable[[int], tuple[int, int]] | None = None,
         on_plan: Callable[[RematPlan], None] | None = None,
     ) -> None:
         self.budget = budget if budget == "default" else check_budget(budget)
         self.cost_model = cost_model
         self.recomputable_ops = recomputable_ops
-        self.resident = resident
         self.on_plan = on_plan
 
     def __call__(  # type: ignore[override]
@@ -189,8 +194,7 @@ class RematPartitioner(CustomPartitionerFn):
         prepare(gm)
         is_fused = compiler == "inductor"
         model = self.cost_model or default_cost_model(_device_type(gm), fused=is_fused)
-        read = functools.partial(
-            read_joint_graph,
+        reader = JointGraphReader(
             gm.graph,
             num_fwd_outputs,
             model,
@@ -199,24 +203,28 @@ class RematPartitioner(CustomPartitionerFn):
             # Inductor draws by seeds of its own, which are saved.
             replay_random=not is_fused,
         )
-        problem, nodes = read()
-        resident, forward = (0, 0)
-        if self.resident is not None:
-            static = _static_bytes(gm, static_lifetime_input_indices)
-            # Unknown outside of torch.compile's own backends: then all inputs count for them.
-            resident, forward = self.resident(static or input_bytes(problem))
+        problem = reader.read()
+        # Unknown outside of torch.compile's own backends: then all inputs count for them.
+        static = _static_bytes(gm, static_lifetime_input_indices) or input_bytes(problem)
+        resident, forward = self.resident_bytes(static)
         planner = Planner(problem, resident_bytes=resident, forward_bytes=forward)
         plan = self.choose(planner)
         if isinstance(self.budget, int):
             limit = self.budget
             limit_reach(
                 changing_sizes(gm.graph),
-                lambda: self.peak_bytes(planner.in_problem(plan, read()[0])) <= limit,
+                lambda: self.peak_bytes(planner.in_problem(plan, reader.read())) <= limit,
             )
         if self.on_plan is not None:
             self.on_plan(plan)
-        segments, kept = plan.segments, plan.kept
-        return split(gm, problem, nodes, plan.saved, num_fwd_outputs, segments=segments, kept=kept)
+        return split(gm, plan, reader.nodes, num_fwd_outputs)
+
+    def resident_bytes(self, static_bytes: int) -> tuple[int, int]:
+        """Bytes beside a graph's inputs: alive throughout a step, and in the forward pass only.
+
+        A subclass may know of some; the graph's parameters and buffers take ``static_bytes``.
+        """
+        return 0, 0
 
     def choose(self, planner: Planner) -> RematPlan:
         """The plan of one graph; a subclass may choose another."""
@@ -228,7 +236,7 @@ class RematPartitioner(CustomPartitionerFn):
 
     def uuid(self) -> Any:
         """What Inductor's cache keys graphs by; ``None``, no cache, if more than that decides."""
-        if self.resident is not None or self.on_plan is not None:
+        if type(self) is not RematPartitioner or self.on_plan is not None:
             return None
         ops = sorted(map(str, self.recomputable_ops)) if self.recomputable_ops is not None else None
         model = None if self.cost_model is None else self.cost_model.key()
@@ -242,43 +250,16 @@ class RematPartitioner(CustomPartitionerFn):
         return (str, (repr(self.uuid()),))
 
 
-class PlanOnly(RematPartitioner):
-    """Keeps the planner of every joint graph, and partitions by the default.
-
-    Args:
-        cost_model: As of :class:`RematPartitioner`.
-        resident_bytes: Bytes alive throughout beside the graph's inputs.
-    """
-
-    def __init__(self, cost_model: CostModel | None = None, resident_bytes: int = 0) -> None:
-        super().__init__(
-            "default", cost_model=cost_model, resident=lambda static: (resident_bytes, 0)
-        )
-        self.planners: list[Planner] = []
-
-    def choose(self, planner: Planner) -> RematPlan:
-        """The default plan; the planner is kept."""
-        self.planners.append(planner)
-        return planner.default
-
-
 def _device_type(joint_module: fx.GraphModule) -> str:
-    for node in joint_module.graph.nodes:
-        value = node.meta.get("val")
-        if isinstance(value, Tensor) and value.device.type not in ("cpu", "meta"):
-            return value.device.type
-    return "cpu"
+    values = tensors_in([node.meta.get("val") for node in joint_module.graph.nodes])
+    types = (value.device.type for value in values)
+    return next((kind for kind in types if kind not in ("cpu", "meta")), "cpu")
 
 
 def _static_bytes(joint_module: fx.GraphModule, indices: Sequence[int] | None) -> int:
     placeholders = joint_module.graph.find_nodes(op="placeholder")
-    storages = {}
-    for index in indices or ():
-        value = placeholders[index].meta.get("val")
-        if isinstance(value, Tensor):
-            storage = value.untyped_storage()
-            storages[storage._cdata] = size_hint(storage.nbytes())
-    return sum(storages.values())
+    values = [placeholders[index].meta.get("val") for index in indices or ()]
+    return sum(map(size_hint, storages_of(values).values()))
 
 
 def aot_backend(partition_fn: PartitionFn) -> Callable[..., Any]:
@@ -288,3 +269,102 @@ def aot_backend(partition_fn: PartitionFn) -> Callable[..., Any]:
         return execute_with("aot_eager", graph_module, inputs, partition_fn)
 
     return run
+
+
+def split(
+    joint_module: fx.GraphModule, plan: RematPlan, nodes: Sequence[fx.Node], num_fwd_outputs: int
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """The forward and the backward graph of a plan.
+
+    Args:
+        joint_module: The joint graph; its nodes' metadata is marked, and it is used up.
+        plan: Its plan.
+        nodes: Its nodes in the order of the plan's problem.
+        num_fwd_outputs: How many outputs belong to the forward pass.
+    """
+    problem, saved = plan.problem, plan.saved
+    runs = recomputed(problem, saved)
+    replays = False
+    for index, node in enumerate(nodes):
+        if runs[index] and is_random(node):
+            # functorch replays what is marked so, from the generator's state of the forward pass.
+            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+            replays = True
+    # The bodies of a torch.cond or scan are attributes of both graphs.
+    chosen = [node for i, node in enumerate(nodes) if saved[i] and node.op != "get_attr"]
+    values = [node for node in chosen if not isinstance(node.meta.get("val"), Symbolic)]
+    symbols = [node for node in chosen if isinstance(node.meta.get("val"), Symbolic)]
+    is_opaque = getattr(partitioners, "is_opaque_node", lambda node: False)
+    opaque = [node for node in values if is_opaque(node)]
+    values = [node for node in values if not is_opaque(node)]
+    options: dict[str, Any] = {"saved_sym_nodes": symbols, "num_fwd_outputs": num_fwd_outputs}
+    accepted = inspect.signature(partitioners._extract_fwd_bwd_modules).parameters
+    if "saved_opaque_nodes" in accepted:
+        options["saved_opaque_nodes"] = opaque
+    elif "saved_opaque_objects" in accepted:
+        options["saved_opaque_objects"] = opaque
+    fwd_module, bwd_module = partitioners._extract_fwd_bwd_modules(joint_module, values, **options)
+    if replays:
+        fwd_module, bwd_module = partitioners.functionalize_rng_ops(
+            joint_module, fwd_module, bwd_module, len(symbols)
+        )
+    region = {node.name: problem.nodes[index].region for index, node in enumerate(nodes)}
+    # FX takes random operations for impure and keeps dead ones: each draws in its own pass only.
+    _drop_dead(fwd_module.graph, lambda node: region.get(node.name) is NodeRegion.BACKWARD)
+    _drop_dead(bwd_module.graph, lambda node: region.get(node.name) is NodeRegion.FORWARD)
+    number = {node.name: index for index, node in enumerate(nodes)}
+    bwd_module = _reordered(bwd_module, plan, number)
+    fwd_module = raise_getitems(fwd_module)
+    bwd_module = raise_getitems(bwd_module)
+    thread = getattr(partitioners, "thread_graphsafe_rng_from_hops", None)
+    if thread is not None:
+        fwd_module = thread(fwd_module, is_backward=False)
+        bwd_module = thread(bwd_module, is_backward=True)
+    return fwd_module, bwd_module
+
+
+def _drop_dead(graph: fx.Graph, is_foreign: Callable[[fx.Node], bool]) -> None:
+    for node in reversed(graph.nodes):
+        if node.op == "call_function" and not node.users and is_random(node) and is_foreign(node):
+            graph.erase_node(node)
+
+
+def _reordered(module: fx.GraphModule, plan: RematPlan, number: dict[str, int]) -> fx.GraphModule:
+    """The backward graph with what runs again where it is needed, as often as it is needed."""
+    nodes, segments, kept = plan.problem.nodes, plan.segments, plan.kept
+    old = list(module.graph.nodes)
+    index = {node: i for i, node in enumerate(old)}
+    of_joint = [number.get(node.name) for node in old]
+    is_placed = [node.op in ("placeholder", "output") for node in old]
+    # What was renamed is a replayed random operation, or hands on a generator: never run twice.
+    is_backward = [j is not None and nodes[j].region is NodeRegion.BACKWARD for j in of_joint]
+    anchors = [
+        i
+        for i, node in enumerate(old)
+        if not is_placed[i] and (is_backward[i] or _has_effect(node))
+    ]
+    # Effects keep their place relative to the operations of the backward pass.
+    order = lazy_order(
+        [[index[read] for read in node.all_input_nodes] for node in old],
+        anchors,
+        [not placed for placed in is_placed],
+        wanted_at_end=[index[read] for read in module.graph.output_node().all_input_nodes],
+        segments=None if segments is None else [0 if j is None else segments[j] for j in of_joint],
+        kept=None if kept is None else [True if j is None else bool(kept[j]) for j in of_joint],
+    )
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in old:
+        if node.op == "placeholder":
+            copies[node] = graph.node_copy(node)
+    for i in order.nodes:
+        # A later copy takes over: what comes after it reads it.
+        copies[old[i]] = graph.node_copy(old[i], copies.__getitem__)
+    output = module.graph.output_node()
+    copies[output] = graph.node_copy(output, copies.__getitem__)
+    graph.lint()
+    return fx.GraphModule(module, graph)
+
+
+def _has_effect(node: fx.Node) -> bool:
+    return node.op == "call_function" and node.is_impure() and not is_random(node)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -12,15 +13,16 @@ import numpy as np
 
 from lightning_unitscale.profiler.report import format_bytes
 from lightning_unitscale.remat.blocks import Blocks, find_blocks, segment_members
-from lightning_unitscale.remat.budget import (
-    Budget,
-    Choice,
-    check_budget,
-    choose_options,
+from lightning_unitscale.remat.chain import BlockOptions, Run, choose_options
+from lightning_unitscale.remat.min_cut import CutNetwork, non_dominated
+from lightning_unitscale.remat.problem import (
+    Floats,
+    Ints,
+    Mask,
+    NodeRegion,
+    RematProblem,
+    recomputed,
 )
-from lightning_unitscale.remat.min_cut import CutNetwork
-from lightning_unitscale.remat.options import BlockOptions
-from lightning_unitscale.remat.problem import Ints, Mask, NodeRegion, RematProblem, recomputed
 from lightning_unitscale.remat.schedule import (
     BackwardOrder,
     PlanTimeline,
@@ -29,11 +31,42 @@ from lightning_unitscale.remat.schedule import (
     simulate_plan,
 )
 
+Budget = int | float | str
+"""Bytes (an int, or ``"600MiB"``), a share of the plain step's peak, or ``"min_cut"``."""
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_QUANTITY = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([kKmMgGtT]?[iI]?[bB])\s*")
 # Changes whenever the same problem may get another plan.
 PLANNER_VERSION = 3
 # An operation with more operations per byte than this is a product: the classic cut keeps it.
 _PRODUCT_FLOPS_PER_ELEMENT = 4.0
 _TIGHTENINGS = 6
+
+
+def check_budget(budget: Budget, *, name: str = "budget") -> Budget:
+    """``budget`` in its simplest form: an int of bytes, a float in (0, 1], or ``"min_cut"``.
+
+    Args:
+        budget: What the user gave.
+        name: As which argument he gave it.
+
+    Raises:
+        ValueError: If it is none of these.
+    """
+    expected = (
+        "expected bytes (an int, or a string such as '600MiB' or '2GB'), a fraction in (0, 1] of "
+        "the peak without rematerialization, or 'min_cut'"
+    )
+    if budget == "min_cut" or (isinstance(budget, float) and 0 < budget <= 1):
+        return budget
+    num_bytes = budget
+    if isinstance(budget, str) and (match := _QUANTITY.fullmatch(budget)):
+        num_bytes = int(float(match[1]) * _UNITS[match[2].upper()])
+    if isinstance(num_bytes, bool) or not isinstance(num_bytes, int):
+        raise ValueError(f"{name}={budget!r}: not a budget; {expected}; pass {name}=0.5 to try it.")
+    if num_bytes < 1:
+        raise ValueError(f"{name}={budget!r}: no bytes at all; {expected}; pass more.")
+    return num_bytes
 
 
 @dataclass(frozen=True)
@@ -56,7 +89,7 @@ class RematPlan:
     name: str
     saved: Mask
     kept: Mask | None
-    segments: tuple[int, ...] | None
+    segments: Sequence[int] | None
     order: BackwardOrder
     timeline: PlanTimeline
 
@@ -145,8 +178,7 @@ class Planner:
         product = problem.flops > _PRODUCT_FLOPS_PER_ELEMENT * elements
         product &= ~problem.tagged
         seconds = np.where(product, math.inf, problem.seconds)
-        price = float(problem.seconds.sum() + 1e-9) / max(float(problem.num_bytes.sum()), 1.0)
-        return self.plan_of("min_cut", CutNetwork(problem, seconds).cut(1e4 * price).saved)
+        return self._fewest_bytes("min_cut", seconds, problem.num_bytes.sum())
 
     @cached_property
     def candidates(self) -> list[RematPlan]:
@@ -209,11 +241,7 @@ class Planner:
             chosen = self._of_blocks(top - (top - bottom) * step // num_plans)
             if chosen is not None:
                 plans.append(chosen)
-        kept: list[RematPlan] = []
-        for plan in sorted(plans, key=lambda plan: (plan.seconds, plan.peak_bytes)):
-            if not kept or plan.peak_bytes < kept[-1].peak_bytes:
-                kept.append(plan)
-        return kept
+        return non_dominated(plans, lambda plan: (plan.seconds, plan.peak_bytes))
 
     def plan_of(
         self,
@@ -223,43 +251,27 @@ class Planner:
         segments: Sequence[int] | None = None,
     ) -> RematPlan:
         """A plan from what it keeps, without what nobody would read."""
-        again = recomputed(self.problem, saved)
-        saved = _pruned(self.problem, saved, again)
+        saved = _pruned(self.problem, saved)
         key = (name, saved.tobytes(), None if kept is None else kept.tobytes())
         if key not in self._plans:
-            self._plans[key] = self._simulated(name, saved, again, kept, segments)
+            order = backward_order(self.problem, saved, segments=segments, kept=kept)
+            timeline = self._simulated(self.problem, saved, order)
+            self._plans[key] = RematPlan(self.problem, name, saved, kept, segments, order, timeline)
         return self._plans[key]
 
     def in_problem(self, plan: RematPlan, problem: RematProblem) -> RematPlan:
         """The same plan for the same graph with other sizes."""
-        timeline = simulate_plan(
-            problem,
-            plan.saved,
-            resident_bytes=self.resident_bytes,
-            forward_bytes=self.forward_bytes,
-            order=plan.order,
-        )
+        timeline = self._simulated(problem, plan.saved, plan.order)
         return replace(plan, problem=problem, timeline=timeline)
 
-    def _simulated(
-        self,
-        name: str,
-        saved: Mask,
-        again: Mask,
-        kept: Mask | None,
-        segments: Sequence[int] | None,
-    ) -> RematPlan:
-        order = backward_order(self.problem, saved, segments=segments, kept=kept, again=again)
-        timeline = simulate_plan(
-            self.problem,
+    def _simulated(self, problem: RematProblem, saved: Mask, order: BackwardOrder) -> PlanTimeline:
+        return simulate_plan(
+            problem,
             saved,
+            order=order,
             resident_bytes=self.resident_bytes,
             forward_bytes=self.forward_bytes,
-            order=order,
-            again=again,
         )
-        blocks = None if segments is None else tuple(segments)
-        return RematPlan(self.problem, name, saved, kept, blocks, order, timeline)
 
     def _inputs(self) -> int:
         return self.resident_bytes + input_bytes(self.problem)
@@ -271,10 +283,17 @@ class Planner:
             again = self.problem.seconds.copy()
             ends = set(self.blocks.separators[stride - 1 :: stride])
             again[[i for i in ends if self.problem.nodes[i].can_save]] = math.inf
-            price = float(self.problem.seconds.sum() + 1e-9) / max(self.default.saved_bytes, 1)
-            cut = CutNetwork(self.problem, again).cut(1e4 * price)
-            plans.append(self.plan_of("checkpoint_blocks", cut.saved))
+            name, num_bytes = "checkpoint_blocks", self.default.saved_bytes
+            plans.append(self._fewest_bytes(name, again, num_bytes))
         return plans
+
+    def _fewest_bytes(self, name: str, seconds: Floats, num_bytes: float) -> RematPlan:
+        """The plan that keeps the least where only what has finite ``seconds`` runs again.
+
+        All operations together are worth as much as a ten-thousandth of ``num_bytes``.
+        """
+        price = 1e4 * float(self.problem.seconds.sum() + 1e-9) / max(float(num_bytes), 1.0)
+        return self.plan_of(name, CutNetwork(self.problem, seconds).cut(price).saved)
 
     def _of_blocks(self, limit: int) -> RematPlan | None:
         """The fastest choice of options whose simulated peak is within the limit."""
@@ -294,10 +313,10 @@ class Planner:
             self._chosen[aim] = None if choice is None else self._of_choice(choice)
         return self._chosen[aim]
 
-    def _of_choice(self, choice: Choice) -> RematPlan:
+    def _of_choice(self, choice: Sequence[Run]) -> RematPlan:
         saved = np.zeros(len(self.problem), dtype=np.bool_)
         kept = np.ones(len(self.problem), dtype=np.bool_)
-        for start, stop, option in choice.runs:
+        for start, stop, option in choice:
             members = segment_members(self.blocks, start, stop)
             saved[members[list(option.saved)]] = True
             kept[members[[position for position in option.dropped if position >= 0]]] = False
@@ -320,10 +339,10 @@ class Planner:
         )
 
 
-def _pruned(problem: RematProblem, saved: Mask, again: Mask) -> Mask:
+def _pruned(problem: RematProblem, saved: Mask) -> Mask:
     """``saved`` without what neither the backward pass nor anything that runs again reads."""
     read = problem.wanted.copy()
     producers, users = problem.edges
-    reads = again[users] | (problem.region[users] == NodeRegion.BACKWARD)
-    read[producers[reads]] = True
+    reads = recomputed(problem, saved) | (problem.region == NodeRegion.BACKWARD)
+    read[producers[reads[users]]] = True
     return saved & read

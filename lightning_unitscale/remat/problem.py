@@ -121,11 +121,14 @@ class RematProblem:
         """Inputs of each node."""
         return tuple(node.inputs for node in self.nodes)
 
-    @cached_property
-    def inputs(self) -> tuple[Ints, Ints]:
-        """All inputs one after the other, and where those of each node start and end."""
+    def reads(self, executed: Ints) -> tuple[Ints, Ints]:
+        """(execution, node that it reads) of every input of nodes that are executed in turn."""
         producers, users = self.edges
-        return producers, np.searchsorted(users, np.arange(len(self) + 1))
+        starts = np.searchsorted(users, np.arange(len(self) + 1))
+        first, counts = starts[executed], np.diff(starts)[executed]
+        readers = np.repeat(np.arange(len(executed)), counts)
+        within = np.arange(len(readers)) - np.repeat(np.cumsum(counts) - counts, counts)
+        return readers, producers[first[readers] + within]
 
     @cached_property
     def users(self) -> tuple[tuple[int, ...], ...]:
@@ -191,36 +194,28 @@ class RematProblem:
         tagged[self.owner[tagged]] = True
         return tagged
 
-    def saved_bytes(self, saved: Mask, again: Mask | None = None) -> int:
-        """Bytes that a plan keeps for the backward pass beyond what is there anyway.
-
-        Args:
-            saved: What the plan keeps.
-            again: ``recomputed(self, saved)``, if it is known.
-        """
+    def saved_bytes(self, saved: Mask) -> int:
+        """Bytes that a plan keeps for the backward pass beyond what is there anyway."""
         kept = np.zeros(len(self), dtype=np.bool_)
         kept[self.base[saved]] = True
         kept[self.base[list(self.forward_outputs)]] = False
         kept &= self.region != NodeRegion.INPUT
-        states = self.replay_bytes[self.replayed(saved, again)]
+        states = self.replay_bytes[self.replayed(saved)]
         return int(self.num_bytes[kept].sum()) + int(states.sum())
 
-    def replayed(self, saved: Mask, again: Mask | None = None) -> Ints:
-        """Random operations that a plan runs again, from the generator's state that it keeps.
-
-        Args:
-            saved: What the plan keeps.
-            again: ``recomputed(self, saved)``, if it is known.
-        """
+    def replayed(self, saved: Mask) -> Ints:
+        """Random operations that a plan runs again, from the generator's state that it keeps."""
         random = self._random
-        if not len(random):
-            return random
-        runs = recomputed(self, saved) if again is None else again
-        return random[runs[random]]
+        return random[recomputed(self, saved)[random]] if len(random) else random
 
     @cached_property
     def _random(self) -> Ints:
         return np.flatnonzero(self.replay_bytes)
+
+    @cached_property
+    def _recomputed(self) -> dict[bytes, Mask]:
+        """What runs again, by what is saved; planning asks for the same several times."""
+        return {}
 
 
 def recomputed(problem: RematProblem, saved: Mask) -> Mask:
@@ -229,6 +224,9 @@ def recomputed(problem: RematProblem, saved: Mask) -> Mask:
     Raises:
         ValueError: If a node would run there that must not.
     """
+    known = problem._recomputed.get(saved.tobytes())
+    if known is not None:
+        return known
     # Lists: a step of this loop is too small for numpy.
     ends = saved | (problem.region != NodeRegion.FORWARD)
     reached = problem.wanted & ~ends
@@ -250,4 +248,5 @@ def recomputed(problem: RematProblem, saved: Mask) -> Mask:
             "saved; expected it, or all that leads from it to the backward pass, among the saved "
             "values."
         )
+    problem._recomputed[saved.tobytes()] = runs
     return runs

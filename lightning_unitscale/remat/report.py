@@ -133,17 +133,11 @@ def draw_joint_graph(plan: RematPlan, path: str | Path) -> None:
     """
     problem = plan.problem
     again = recomputed(problem, plan.saved)
+    by_region = {NodeRegion.INPUT: "input", NodeRegion.BACKWARD: "backward"}
     roles = {}
     for i, node in enumerate(problem.nodes):
-        if node.region is NodeRegion.INPUT:
-            role = "input"
-        elif node.region is NodeRegion.BACKWARD:
-            role = "backward"
-        elif plan.saved[i]:
-            role = "saved"
-        else:
-            role = "recomputed" if again[i] else "forward"
-        roles[node.name] = role
+        in_forward = "saved" if plan.saved[i] else "recomputed" if again[i] else "forward"
+        roles[node.name] = by_region.get(node.region, in_forward)
     edges = [
         (problem.nodes[i].name, node.name, bool(plan.saved[i]) and roles[node.name] != "forward")
         for node in problem.nodes

@@ -17,7 +17,7 @@ from lightning_unitscale.capture.steps import ModuleSteps, steps_of
 from lightning_unitscale.graph.nodes import tensors_in
 from lightning_unitscale.pipeline.pipe import Pipe
 from lightning_unitscale.pipeline.schedules import Schedule
-from lightning_unitscale.remat.attach import StepPartitioner
+from lightning_unitscale.remat.api import StepPartitioner
 from lightning_unitscale.strategies.remat import check_schedule
 
 

@@ -29,10 +29,9 @@ from lightning_unitscale.profiler.measure import (
     storage_bytes,
 )
 from lightning_unitscale.profiler.report import format_bytes
-from lightning_unitscale.remat.attach import Granted, StepPartitioner
-from lightning_unitscale.remat.budget import Budget
+from lightning_unitscale.remat.api import Granted, StepPartitioner
 from lightning_unitscale.remat.partitioner import RematPartitioner
-from lightning_unitscale.remat.planner import Planner, RematPlan
+from lightning_unitscale.remat.planner import Budget, Planner, RematPlan
 from lightning_unitscale.remat.problem import NodeRegion
 from lightning_unitscale.remat.report import RematReport
 
@@ -82,12 +81,17 @@ class StagePartitioner(RematPartitioner):
         reports: list[RematReport],
         granted: Granted,
     ) -> None:
-        super().__init__(budget, resident=lambda static: (resident_bytes, 0))
+        super().__init__(budget)
+        self._resident_bytes = resident_bytes
         self._stage = stage
         self._num_in_flight = num_in_flight
         self._sent_bytes = sent_bytes
         self._reports = reports
         self._granted = granted
+
+    def resident_bytes(self, static_bytes: int) -> tuple[int, int]:
+        """What is alive throughout, whatever the stage's own parameters take."""
+        return self._resident_bytes, 0
 
     def choose(self, planner: Planner) -> RematPlan:
         """The fastest plan with which the rank stays within the budget."""

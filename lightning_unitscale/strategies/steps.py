@@ -42,7 +42,7 @@ from lightning_unitscale.pipeline.observed import ObservedStages
 from lightning_unitscale.pipeline.ownership import Ownership, SharedGradients
 from lightning_unitscale.pipeline.pipe import build_pipe
 from lightning_unitscale.pipeline.program import split_evenly
-from lightning_unitscale.remat.attach import Granted, StepPartitioner
+from lightning_unitscale.remat.api import Granted, StepPartitioner
 from lightning_unitscale.strategies.checks import check_same_cuts
 from lightning_unitscale.strategies.grid import Replicas
 from lightning_unitscale.strategies.remat import StageRun, remat_stages

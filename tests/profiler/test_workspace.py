@@ -42,7 +42,7 @@ def _predicted(operator: object, arguments: tuple[object, ...], result: object) 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return workspace_bytes(operator, arguments, {}, result, "cpu")
+        return workspace_bytes(operator, arguments, result, "cpu")
     finally:
         torch.set_num_threads(threads)
 

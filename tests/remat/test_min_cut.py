@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from lightning_unitscale.remat.min_cut import CutNetwork, FlowNetwork
+from lightning_unitscale.remat.min_cut import CutNetwork, source_side
 from lightning_unitscale.remat.problem import recomputed
 from tests.remat.programs import all_plans, random_problem
 
@@ -41,27 +41,35 @@ def test_the_hull_is_the_hull_of_all_plans(seed: int) -> None:
     assert len({cut.saved_bytes for cut in hull}) == len(hull)
 
 
+def _side(edges: list[tuple[int, int]], capacities: list[float]) -> list[bool]:
+    tails, heads = np.array(edges).T
+    sink = int(heads.max())
+    return source_side(sink + 1, tails, heads, np.array(capacities), 0, sink).tolist()
+
+
 def test_capacities_beyond_32_bits_do_not_wrap() -> None:
-    network = FlowNetwork(4, np.array([0, 0, 1, 2]), np.array([1, 2, 3, 3]), 0, 3)
-    side = network.source_side(np.array([5e12, 7e12, 6e12, 4e12]))
-    assert side.tolist() == [True, False, True, False]
+    edges = [(0, 1), (0, 2), (1, 3), (2, 3)]
+    assert _side(edges, [5e12, 7e12, 6e12, 4e12]) == [True, False, True, False]
 
 
 def test_of_two_equal_cuts_the_one_near_the_sink_is_taken() -> None:
-    network = FlowNetwork(4, np.array([0, 1, 2]), np.array([1, 2, 3]), 0, 3)
-    side = network.source_side(np.array([2.0, 2.0, 2.0]))
-    assert side.tolist() == [True, True, True, False]
+    assert _side([(0, 1), (1, 2), (2, 3)], [2.0, 2.0, 2.0]) == [True, True, True, False]
 
 
-def test_an_infinite_path_is_an_error() -> None:
+@pytest.mark.parametrize("num_paths", [1, 3, 8, 64])
+def test_an_infinite_path_is_an_error(num_paths: int) -> None:
+    sink = num_paths + 1
+    edges = [edge for i in range(1, sink) for edge in ((0, i), (i, sink))]
     with pytest.raises(ValueError, match="no finite cut"):
-        FlowNetwork(2, np.array([0]), np.array([1]), 0, 1).source_side(np.array([np.inf]))
-
-
-def test_a_network_is_cut_again_at_other_capacities() -> None:
-    network = FlowNetwork(4, np.array([2, 0, 1, 0]), np.array([3, 2, 3, 1]), 0, 3)
-    first = network.source_side(np.array([1.0, 2.0, 5.0, 3.0]))
-    assert first.tolist() == [True, False, True, False]
+        _side(edges, [np.inf] * len(edges))
     with pytest.raises(ValueError, match="no finite cut"):
-        network.source_side(np.full(4, np.inf))
-    assert network.source_side(np.array([9.0, 2.0, 5.0, 3.0])).tolist() == [True] + [False] * 3
+        _side(edges, [5.0, *[np.inf] * (len(edges) - 1)] if num_paths > 1 else [np.inf] * 2)
+    assert _side([(0, 1), *[(i + 1, j + 1) for i, j in edges]], [1.0, *[np.inf] * len(edges)]) == [
+        True, *[False] * (sink + 1)
+    ]  # fmt: skip
+
+
+def test_edges_in_any_order() -> None:
+    edges = [(2, 3), (0, 2), (1, 3), (0, 1)]
+    assert _side(edges, [1.0, 2.0, 5.0, 3.0]) == [True, False, True, False]
+    assert _side(edges, [9.0, 2.0, 5.0, 3.0]) == [True] + [False] * 3

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from lightning_unitscale.pipeline import SplitPoint, pipeline
 from lightning_unitscale.pipeline.schedules import find_schedule
 from lightning_unitscale.pipeline.stage import StageModule
-from lightning_unitscale.remat.attach import Granted
-from lightning_unitscale.remat.budget import Budget
+from lightning_unitscale.remat.api import Granted
+from lightning_unitscale.remat.planner import Budget
 from lightning_unitscale.remat.report import RematReport
 from lightning_unitscale.strategies.remat import (
     StagePartitioner,

@@ -1,8 +1,9 @@
-"""What can be done with a run of blocks: for each way, bytes kept, time, and what it needs at most.
+"""Ways to run each run of blocks, and the fastest choice of one for every run under a peak. Pure.
 
 References:
-    Feng, Huang, "Optimal Gradient Checkpoint Search" (2021), and Beaumont et al., "Rotor" (2019),
-    on chains of blocks; here each block's own ways come from cuts of its graph.
+    Feng, Huang, "Optimal Gradient Checkpoint Search" (2021), and Beaumont et al., "Optimal
+    checkpointing for heterogeneous chains" (2019), on chains of blocks under a peak; here each
+    block's own ways come from cuts of its graph. Bellman (1957) on dynamic programming.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ from lightning_unitscale.remat.problem import (
     NodeRegion,
     RematNode,
     RematProblem,
-    recomputed,
 )
 from lightning_unitscale.remat.schedule import backward_order, simulate_plan
 
@@ -31,6 +31,10 @@ from lightning_unitscale.remat.schedule import backward_order, simulate_plan
 _MAX_CUTS = 10
 _LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16)
 _ANY_BLOCKS = 3
+# States kept per block boundary: different numbers of bytes saved so far.
+_MAX_STATES = 64
+# More than all bytes that can be saved: where the states of each boundary start among all keys.
+_BOUNDARY = 2**52
 
 
 @dataclass(frozen=True)
@@ -98,18 +102,14 @@ class BlockOptions:
 
     def _ending(self, stop: int, gradient_bytes: int) -> EndingRuns:
         lengths = [n for n in _LENGTHS if n <= stop and self._may_join(stop - n, stop)]
-        runs = [self.of(stop - length, stop) for length in lengths]
-        options = tuple(option for run in runs for option in run)
-        firsts = np.array([stop - length for length in lengths])
+        runs = [(stop - n, option) for n in lengths for option in self.of(stop - n, stop)]
+        starts, options = zip(*runs, strict=True)
         sizes = [(o.saved_bytes, o.forward_bytes, o.backward_bytes) for o in options]
         saved_bytes, forward_bytes, backward_bytes = np.array(sizes, dtype=np.int64).T
+        seconds = np.array([option.seconds for option in options])
+        backward_bytes = backward_bytes + gradient_bytes
         return EndingRuns(
-            options,
-            np.repeat(firsts, [len(run) for run in runs]),
-            np.array([option.seconds for option in options]),
-            saved_bytes,
-            forward_bytes,
-            backward_bytes + gradient_bytes,
+            options, np.array(starts), seconds, saved_bytes, forward_bytes, backward_bytes
         )
 
     def _may_join(self, start: int, stop: int) -> bool:
@@ -135,6 +135,73 @@ class BlockOptions:
         return _non_dominated(options)
 
 
+Run = tuple[int, int, Option]
+"""First block, block after the last, and what is done with them."""
+
+
+def choose_options(
+    options: BlockOptions, budget_bytes: int, *, forward_bytes: int = 0
+) -> list[Run] | None:
+    """The fastest choice whose peak, run by run, stays within the budget; ``None`` if none does.
+
+    For every run: what was saved before it, what it needs at most, and the gradients of the runs
+    after it, which its backward pass finds there, are alive together.
+
+    Args:
+        options: The options of all runs of blocks.
+        budget_bytes: Bytes for activations and gradients: beyond what is resident.
+        forward_bytes: Bytes alive during the forward pass only.
+    """
+    # States: ways to come to a boundary by the bytes saved on the way; fewer bytes take more time.
+    # Those of all boundaries lie one after the other, those of one boundary by ascending bytes.
+    saved, seconds = np.zeros(1, dtype=np.int64), np.zeros(1)
+    # The state before each, and which of the boundary's options led from there.
+    before, option = np.zeros((2, 1), dtype=np.int64)
+    # Ascending over all boundaries, to search several of them at once.
+    keys = np.zeros(1, dtype=np.int64)
+    starts = np.array([0, 1])
+    for boundary, ending in enumerate(options.ending, start=1):
+        need = np.maximum(ending.backward_bytes, ending.forward_bytes + forward_bytes)
+        # For each option, how many states of the boundary where its run starts it can follow.
+        limits = (budget_bytes - need).clip(-1, _BOUNDARY - 1) + ending.starts * _BOUNDARY
+        first = starts[ending.starts]
+        counts = keys.searchsorted(limits, "right") - first
+        taken = np.repeat(np.arange(len(counts)), counts)
+        origin = np.arange(len(taken)) + np.repeat(first - np.cumsum(counts) + counts, counts)
+        reached = saved[origin] + ending.saved_bytes[taken]
+        after = seconds[origin] + ending.seconds[taken]
+        kept = _improving(reached, after)
+        saved, seconds = np.append(saved, reached[kept]), np.append(seconds, after[kept])
+        before, option = np.append(before, origin[kept]), np.append(option, taken[kept])
+        keys = np.append(keys, reached[kept] + boundary * _BOUNDARY)
+        starts = np.append(starts, len(saved))
+    boundary = len(options.blocks)
+    state = int(starts[boundary + 1]) - 1  # the last saves most, and so is the fastest
+    if state < starts[boundary]:
+        return None
+    runs: list[Run] = []
+    while boundary:
+        ending = options.ending[boundary - 1]
+        start = int(ending.starts[option[state]])
+        runs.append((start, boundary, ending.options[option[state]]))
+        state, boundary = int(before[state]), start
+    return runs[::-1]
+
+
+def _improving(saved: Ints, seconds: Floats) -> Ints:
+    """The states, by ascending bytes, that are faster than all that save fewer; at most so many."""
+    order = np.argsort(saved, kind="stable")
+    best = np.minimum.accumulate(seconds[order])
+    kept = order[np.concatenate([[True], best[1:] < best[:-1] - 1e-12])[: len(order)]]
+    if len(kept) > _MAX_STATES:
+        # Of those that save nearly the same the fastest, which is the one that saves most.
+        bins = saved[kept] * _MAX_STATES // max(int(saved[kept[-1]]), 1)
+        last = np.concatenate([bins[1:] != bins[:-1], [True]])
+        last[0] = True  # nobody saves less
+        kept = kept[last]
+    return kept
+
+
 @dataclass(frozen=True)
 class _Local:
     """A run of blocks as a problem of its own.
@@ -148,23 +215,22 @@ class _Local:
 
     problem: RematProblem
     positions: Ints
-    segments: list[int]
+    segments: tuple[int, ...]
     kept: Mask
 
 
 def _option(local: _Local, saved: Mask, kept: Mask | None) -> Option:
     problem = local.problem
     segments = None if kept is None else local.segments
-    again = recomputed(problem, saved)
-    order = backward_order(problem, saved, segments=segments, kept=kept, again=again)
-    timeline = simulate_plan(problem, saved, order=order, again=again)
+    order = backward_order(problem, saved, segments=segments, kept=kept)
+    timeline = simulate_plan(problem, saved, order=order)
     chosen = saved & (local.positions >= 0) & (problem.region == NodeRegion.FORWARD)
     dropped = np.zeros(0, dtype=np.int64) if kept is None else local.positions[~kept]
     return Option(
         tuple(local.positions[chosen].tolist()),
         tuple(dropped.tolist()),
         float(problem.seconds[order.again(problem)].sum()),
-        problem.saved_bytes(chosen, again),
+        problem.saved_bytes(chosen),
         int(timeline.live_bytes[: timeline.num_forward].max(initial=0)),
         int(timeline.live_bytes[timeline.num_forward :].max(initial=0)),
     )
@@ -177,69 +243,60 @@ def _local_problem(blocks: Blocks, start: int, stop: int) -> _Local:
     the start of the backward pass, and the tensor that leads to the next block is kept. What later
     blocks read of it has been read when the run's own backward pass begins.
     """
-    problem = blocks.problem
+    problem, outputs = blocks.problem, set(blocks.problem.backward_outputs)
     members: list[int] = segment_members(blocks, start, stop).tolist()
     inside = set(members)
-    outside: dict[int, None] = {}
-    for member in members:
-        for i in problem.nodes[member].inputs:
-            if i not in inside:
-                outside[int(problem.base[i])] = None
-                outside[i] = None
-    number: dict[int, int] = {}
-    nodes: list[RematNode] = []
-    positions: list[int] = []
-    segments: list[int] = []
-    gradients: list[int] = []
-
-    def add(node: RematNode, position: int, segment: int) -> int:
-        nodes.append(node)
-        positions.append(position)
-        segments.append(segment)
-        return len(nodes) - 1
-
-    for index in outside:
-        if index not in inside:
-            number[index] = len(nodes)
-            add(_from_outside(problem, index, number), -1, stop)
     end = blocks.separators[stop - 1] if stop - 1 < len(blocks.separators) else -1
-    unread: list[int] = []
-    in_backward = False
-    for position, member in enumerate(members):
+    read = [i for member in members for i in problem.nodes[member].inputs if i not in inside]
+    number: dict[int, int] = {}
+    # The nodes, the place of each among the run's, and its block.
+    rows: list[tuple[RematNode, int, int]] = []
+
+    def add(position: int) -> None:
+        member = members[position]
         node = problem.nodes[member]
-        is_backward = node.region is NodeRegion.BACKWARD
-        read_after = [user for user in problem.users[member] if user not in inside]
-        if is_backward or in_backward:
-            for read in unread:
-                add(_reader(read, len(nodes)), -1, stop)
-            unread.clear()
-        in_backward |= is_backward
-        number[member] = len(nodes)
+        number[member] = len(rows)
         copy = node.moved(
             tuple(sorted([number[i] for i in node.inputs])),
-            number.get(node.base, len(nodes)),
-            number.get(node.owner, len(nodes)),
+            number.get(node.base, len(rows)),
+            number.get(node.owner, len(rows)),
         )
         if member == end:
             copy = replace(copy, can_save=True, can_recompute=False)
-        add(copy, position, int(blocks.block[member]))
-        if is_backward and (read_after or member in problem.backward_outputs):
-            gradients.append(number[member])
-        elif not is_backward and (read_after or member == end):
-            unread.append(number[member])
-    for read in unread:
-        add(_reader(read, len(nodes)), -1, stop)
-    inner = {
-        number[separator]
-        for separator in blocks.separators[start : stop - 1]
-        if separator in number
-    }
+        rows.append((copy, position, int(blocks.block[member])))
+
+    def is_read_after(member: int) -> bool:
+        return any(user not in inside for user in problem.users[member])
+
+    for index in dict.fromkeys(j for i in read for j in (int(problem.base[i]), i)):
+        if index not in inside:
+            number[index] = len(rows)
+            rows.append((_from_outside(problem, index, number), -1, stop))
+    is_backward = (problem.region[members] == NodeRegion.BACKWARD).tolist()
+    forward = [position for position, later in enumerate(is_backward) if not later]
+    backward = [position for position, later in enumerate(is_backward) if later]
+    for position in forward:
+        add(position)
+    for member in [members[position] for position in forward]:
+        if is_read_after(member) or member == end:
+            name, index = f"read_{number[member]}", len(rows)
+            reader = RematNode(name, "read", (number[member],), NodeRegion.BACKWARD, index, index)
+            rows.append((reader, -1, stop))
+    for position in backward:
+        add(position)
+    gradients = [
+        number[member]
+        for member in [members[position] for position in backward]
+        if is_read_after(member) or member in outputs
+    ]
+    inner = {number.get(separator) for separator in blocks.separators[start : stop - 1]}
+    nodes, positions, segments = zip(*rows, strict=True)
     kept = [
         node.region is not NodeRegion.FORWARD or i in inner or bool(node.replay_bytes)
         for i, node in enumerate(nodes)
     ]
     return _Local(
-        RematProblem(tuple(nodes), (), tuple(gradients)),
+        RematProblem(nodes, (), tuple(gradients)),
         np.array(positions, dtype=np.int64),
         segments,
         np.array(kept, dtype=np.bool_),
@@ -263,10 +320,6 @@ def _from_outside(problem: RematProblem, index: int, number: dict[int, int]) -> 
         flops=0.0,
         replay_bytes=0,
     )
-
-
-def _reader(read: int, index: int) -> RematNode:
-    return RematNode(f"read_{read}", "read", (read,), NodeRegion.BACKWARD, index, index)
 
 
 def _non_dominated(options: Sequence[Option]) -> tuple[Option, ...]:
