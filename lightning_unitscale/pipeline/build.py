@@ -158,7 +158,6 @@ class _Builder:
             buffers=tuple(sorted(read & buffers)),
             recomputed=tuple(map(tensor_name, reads.recomputed)),
             num_operations=sum(not is_switch(node) for node in reads.operations),
-            separable=self._separable(),
         )
 
     def _passed(self, node: fx.Node) -> Passed:
@@ -172,23 +171,6 @@ class _Builder:
             TensorInfo.of(sent),
             floating and node in self._gradients,
         )
-
-    def _separable(self) -> bool:
-        """Whether each parameter's gradient passes through an operation on what was received."""
-        reached = self._gradients
-        downstream = {node for node in self._reads.received if node in reached}
-        for node in self._reads.operations:
-            if node in reached and any(operand in downstream for operand in node.all_input_nodes):
-                downstream.add(node)
-        leaving = set(self._reads.sent)
-        free = {node for node in self._reads.attributes if node in reached}
-        for node in self._reads.operations:
-            reads_free = any(operand in free for operand in node.all_input_nodes)
-            if node in reached and node not in downstream and reads_free:
-                free.add(node)
-        if self._index == self._num_stages - 1:
-            leaving = set(self._program.graph_module.graph.output_node().all_input_nodes)
-        return not free & leaving
 
 
 def _example(node: fx.Node, program: Program) -> Tensor:

@@ -8,18 +8,18 @@ by :class:`StageOnTorch211`.
 
 What is worked around here:
 
-- Zero-bubble schedules drop the gradient of a parameter that reaches a stage's result by a path
-  that touches nothing the stage received (a second embedding that is only handed on). Such a stage
-  runs its whole backward at once. For the last stage the engine hands over the loss as a tuple
-  there, of which a whole backward would differentiate nothing.
+- The halves of a backward pass that zero-bubble schedules take apart are those of
+  ``split_backward``. The engine's drop the gradient of a parameter that reaches a stage's result by
+  a path that touches nothing the stage received (a second embedding that is only handed on), and
+  those of torch 2.11 take the gradients of all results of an operation for one of the first, and
+  count twice what reaches a weight by two ways. A stage that runs its whole backward pass in the
+  place of the first half is given the last one's loss as a tuple, of which the engine's whole pass
+  would differentiate nothing.
 - A stage with nothing to differentiate (a frozen one) has no backward.
 - Zero-bubble schedules send gradients as they come, and only contiguous tensors can be sent.
 - ``LoopedBFS`` runs the backward passes from the last microbatch to the first, which adds the
   gradients up in another order than every other schedule. Here they run from the first, which takes
   as long.
-- In torch 2.11 the backward pass of weights takes the gradients of all outputs of an operation for
-  one of the first, and counts twice what reaches a weight by two ways. There every stage runs its
-  whole backward at once, and zero-bubble schedules have the bubble that they are to save.
 - Forward only, multi-stage schedules fail or run empty backward passes. Here they are schedules of
   forward passes alone.
 
@@ -60,6 +60,11 @@ from torch.distributed.pipelining.schedules import (
 from typing_extensions import override
 
 from lightning_unitscale.pipeline.schedules import Schedule
+from lightning_unitscale.pipeline.split_backward import (
+    backward_inputs,
+    backward_weights,
+    is_separable,
+)
 from lightning_unitscale.pipeline.stage import Passed, StageModule, stage_info
 
 
@@ -180,8 +185,7 @@ class EngineStage(_Stage):
         has_backward: Whether gradients are handed back.
 
     Attributes:
-        at_once: Whether gradients of inputs and of weights must come from one pass for reasons
-            beside the stage's own.
+        whole: Whether a backward pass must not be taken apart for reasons beside the stage's own.
     """
 
     def __init__(
@@ -209,8 +213,8 @@ class EngineStage(_Stage):
         )
         self._run = run
         self._info = info
-        self._separable = info.separable and not _IS_2_11
-        self.at_once = False
+        self._is_separable = is_separable(stage.graph)
+        self.whole = False
 
     @override
     def forward_maybe_with_nosync(self, *received: Tensor, **inputs: Any) -> Any:
@@ -233,21 +237,23 @@ class EngineStage(_Stage):
         outputs = (output,) if isinstance(output, Tensor) else tuple(output)
         if backward_type != "weight" and not any(tensor.requires_grad for tensor in outputs):
             return (None,) * len(bwd_kwargs["input_values"]), []
-        if backward_type == "weight" and not bwd_kwargs["param_groups"]:
-            return (), None
-        at_once = backward_type == "input" and (self.at_once or not self._separable)
-        if at_once and bwd_kwargs["output_grads"] is None:
-            # The loss: of a tuple without gradients the engine would differentiate nothing.
-            bwd_kwargs = {**bwd_kwargs, "stage_output": outputs[0]}
+        waiting: list[Any] = []
         # The caller's autocast is for the forward passes, between which this one runs.
         with torch.autocast(self.device.type, enabled=False):
-            gradients, groups = super().backward_maybe_with_nosync(
-                "full" if at_once else backward_type, bwd_kwargs, last_backward
-            )
-        if backward_type == "weight":
-            return gradients, groups
+            if backward_type == "weight":
+                backward_weights(bwd_kwargs["param_groups"])
+                return (), None
+            if backward_type == "input" and self._is_separable and not self.whole:
+                gradients, waiting = backward_inputs(
+                    outputs, bwd_kwargs["output_grads"], bwd_kwargs["input_values"]
+                )
+            else:
+                if bwd_kwargs["output_grads"] is None:
+                    # The loss: of a tuple without gradients the engine differentiates nothing.
+                    bwd_kwargs = {**bwd_kwargs, "stage_output": outputs[0]}
+                gradients, _ = super().backward_maybe_with_nosync("full", bwd_kwargs, last_backward)
         sent = tuple(None if gradient is None else gradient.contiguous() for gradient in gradients)
-        return sent, [] if at_once else groups
+        return sent, waiting
 
 
 def make_schedule(

@@ -226,8 +226,9 @@ class PipelineRunner:
             )
         self._finish, self._replaced = finish, replaced or {}
         for index, stage in zip(self.stage_indices, self._trained, strict=True):
-            # A loss outside of the graph may use the stage's parameters as well.
-            stage.at_once = index in self._replaced or self.pipe.program.loss is None
+            # What follows the last stage's graph may hang hooks on its results.
+            is_followed = self.pipe.program.loss is None and index == self.pipe.num_stages - 1
+            stage.whole = index in self._replaced or is_followed
         self.shared.put_aside()
         with torch.enable_grad():
             result = self._run(self._training, microbatches)

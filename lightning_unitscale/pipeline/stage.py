@@ -48,8 +48,6 @@ class StageInfo:
         buffers: Names of its buffers.
         recomputed: Values that it makes again rather than receive them.
         num_operations: Operations of its own.
-        separable: Whether gradients of inputs and of weights may be computed one after the other:
-            every gradient of a parameter passes through an operation on a received tensor.
     """
 
     index: int
@@ -62,7 +60,6 @@ class StageInfo:
     buffers: tuple[str, ...]
     recomputed: tuple[str, ...]
     num_operations: int
-    separable: bool
 
     @property
     def is_first(self) -> bool:
