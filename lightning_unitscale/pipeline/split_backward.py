@@ -8,8 +8,8 @@ any, and fill their bubbles with second halves. Together the halves do what the 
   gradients that all of its results had in the first, and for this gradient only.
 - The gradients of other parameters, such as those that several operations read, are computed in
   the first half. So no sum is divided, and every gradient has the bits of the whole pass.
-- An ``autograd.Function`` computes the gradients of all of its arguments whenever it runs, which
-  is in the first half only.
+- An ``autograd.Function``, fused attention and a recurrent kernel compute the gradients of all of
+  their arguments whenever they run, which is in the first half only.
 - What depends on parameters alone (an embedding that is handed on) runs in the second half.
 
 A hook on the result of an operation that runs twice would be called twice, and ``checkpoint`` would
@@ -31,6 +31,15 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from lightning_unitscale.graph.nodes import op_name
 
 _RUN_WHOLE = frozenset({"checkpoint", "register_hook"})
+# Parts of the names of autograd's nodes for fused kernels.
+_FUSED = (
+    "ScaledDotProduct",
+    "FlashAttention",
+    "EfficientAttention",
+    "Rnn",
+    "FusedLstm",
+    "FusedGru",
+)
 
 
 @dataclass
@@ -164,10 +173,17 @@ def _parameters(
             sources[node] = {node}
         elif isinstance(parameter := getattr(node, "variable", None), Tensor) and not targets:
             source, *others = sources[node]
-            if others or isinstance(source, BackwardCFunction):
+            if others or _computes_all(source):
                 at_once.append(parameter)
             else:
                 waiting[source].parameters.append(parameter)
         for target in targets:
             sources[target] |= sources[node]
     return waiting, at_once
+
+
+def _computes_all(node: Node | None) -> bool:
+    """Whether the node computes all of its gradients even if a part of them is asked for."""
+    if node is None or isinstance(node, BackwardCFunction):
+        return node is not None
+    return any(part in node.name() for part in _FUSED)

@@ -75,6 +75,20 @@ def _several_results(p: dict[str, Tensor], x: Tensor) -> Sequence[Tensor]:
     return attention * p["gain"], values, right
 
 
+def _lstm(p: dict[str, Tensor], x: Tensor) -> Sequence[Tensor]:
+    weights = [torch.cat([p[name]] * 4) for name in ("a", "b")]
+    biases = [p[name].repeat(4) for name in ("bias", "gain")]
+    state = (x.new_zeros(1, x.shape[0], WIDTH), x.new_ones(1, x.shape[0], WIDTH))
+    y, *last = torch.lstm(x, state, [*weights, *biases], True, 1, 0.0, True, False, True)
+    return y @ p["c"], *last
+
+
+def _learned_queries(p: dict[str, Tensor], x: Tensor) -> Sequence[Tensor]:
+    query = F.linear(p["a"], p["b"]).expand(2, 1, WIDTH, WIDTH)
+    x = F.linear(x, p["c"]).unsqueeze(1)
+    return (F.scaled_dot_product_attention(query, x, x),)
+
+
 def _unused_results(p: dict[str, Tensor], x: Tensor) -> Sequence[Tensor]:
     first, _, _ = (x @ torch.cat([p["a"], p["b"], p["c"]], dim=1)).chunk(3, -1)
     return (first,)
@@ -122,9 +136,9 @@ def _relayed(p: dict[str, Tensor], x: Tensor) -> Sequence[Tensor]:
 STAGES: dict[str, Stage] = {
     stage.__name__.strip("_"): stage
     for stage in (
-        _layers, _read_three_times, _tied_layer, _gru, _several_results, _unused_results,
-        _weights_by_themselves, _decay, _computed_weights, _autocast, _written_in_place,
-        _functions, _relayed,
+        _layers, _read_three_times, _tied_layer, _gru, _lstm, _learned_queries, _several_results,
+        _unused_results, _weights_by_themselves, _decay, _computed_weights, _autocast,
+        _written_in_place, _functions, _relayed,
     )
 }  # fmt: skip
 
@@ -142,7 +156,13 @@ class _Count(TorchDispatchMode):
 
     @property
     def products(self) -> int:
-        return sum(self.operators[name] for name in ("mm", "addmm", "bmm"))
+        """Products, and fused kernels that contain some."""
+        fused = ("attention_for_cpu_backward", "rnn_layer_backward")
+        return sum(
+            count
+            for name, count in self.operators.items()
+            if name in {"mm", "addmm", "bmm"} or name.endswith(fused)
+        )
 
 
 class _Run:
