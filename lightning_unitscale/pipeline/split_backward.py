@@ -69,7 +69,8 @@ def backward_inputs(
     """The first half.
 
     Args:
-        outputs: What the stage returned. They are detached, which frees what only this half needs.
+        outputs: What the stage returned. They are detached, which frees the graph from there to
+            where the second half starts.
         gradients: Their gradients; ``None`` for a loss.
         received: What the stage was given; leaves of autograd's graph.
 
