@@ -8,20 +8,14 @@ by ``torch_2_11.py``.
 
 What is worked around here:
 
-- Zero-bubble schedules drop the gradient of a parameter that reaches a stage's result by a path
-  that touches nothing the stage received (a second embedding that is only handed on). Such a stage
-  runs its whole backward at once. For the last stage the engine hands over the loss as a tuple
-  there, of which a whole backward would differentiate nothing.
+- The halves of a backward pass are those of ``split_backward``, which says what is wrong with the
+  engine's. A stage that runs its whole pass in the first one's place is given the loss as a tuple,
+  of which the engine would differentiate nothing.
 - A stage with nothing to differentiate (a frozen one) has no backward.
 - Zero-bubble schedules send gradients as they come, and only contiguous tensors can be sent.
-- ``LoopedBFS`` runs the backward passes from the last microbatch to the first, which adds the
-  gradients up in another order than every other schedule. Here they run from the first, which takes
-  as long.
-- In torch 2.11 the backward pass of weights takes the gradients of all outputs of an operation for
-  one of the first, and counts twice what reaches a weight by two ways. There every stage runs its
-  whole backward at once, and zero-bubble schedules have the bubble that they are to save.
-- Forward only, multi-stage schedules fail or run empty backward passes. Here they are schedules of
-  forward passes alone.
+- ``LoopedBFS`` adds gradients up from the last microbatch to the first, unlike all other schedules.
+  Here it begins with the first, which takes as long.
+- Multi-stage schedules fail, or run empty backward passes, where there are forward passes alone.
 """
 
 from __future__ import annotations
@@ -53,8 +47,13 @@ from lightning_unitscale.pipeline.ownership import SharedGradients
 from lightning_unitscale.pipeline.pipe import Pipe
 from lightning_unitscale.pipeline.program import split_batch
 from lightning_unitscale.pipeline.schedules import Schedule, find_schedule
+from lightning_unitscale.pipeline.split_backward import (
+    backward_inputs,
+    backward_weights,
+    is_separable,
+)
 from lightning_unitscale.pipeline.stage import Passed, StageModule
-from lightning_unitscale.pipeline.torch_2_11 import IS_TORCH_2_11, Stage
+from lightning_unitscale.pipeline.torch_2_11 import Stage
 
 
 class EngineStage(Stage):
@@ -70,8 +69,7 @@ class EngineStage(Stage):
         has_backward: Whether gradients are handed back.
 
     Attributes:
-        at_once: Whether gradients of inputs and of weights must come from one pass for reasons
-            beside the stage's own.
+        whole: Whether a backward pass must not be taken apart for reasons beside the stage's own.
     """
 
     def __init__(
@@ -98,8 +96,8 @@ class EngineStage(Stage):
             group=group,
         )
         self._stage, self._run = stage, run
-        self._separable = info.separable and not IS_TORCH_2_11
-        self.at_once = False
+        self._is_separable = is_separable(stage.graph)
+        self.whole = False
 
     @override
     def forward_maybe_with_nosync(self, *received: Tensor, **inputs: Any) -> Any:
@@ -123,21 +121,23 @@ class EngineStage(Stage):
         outputs = (output,) if isinstance(output, Tensor) else tuple(output)
         if backward_type != "weight" and not any(tensor.requires_grad for tensor in outputs):
             return (None,) * len(bwd_kwargs["input_values"]), []
-        if backward_type == "weight" and not bwd_kwargs["param_groups"]:
-            return (), None
-        at_once = backward_type == "input" and (self.at_once or not self._separable)
-        if at_once and bwd_kwargs["output_grads"] is None:
-            # The loss: of a tuple without gradients the engine would differentiate nothing.
-            bwd_kwargs = {**bwd_kwargs, "stage_output": outputs[0]}
+        waiting: list[Any] = []
         # The caller's autocast is for the forward passes, between which this one runs.
         with torch.autocast(self.device.type, enabled=False):
-            gradients, groups = super().backward_maybe_with_nosync(
-                "full" if at_once else backward_type, bwd_kwargs, last_backward
-            )
-        if backward_type == "weight":
-            return gradients, groups
+            if backward_type == "weight":
+                backward_weights(bwd_kwargs["param_groups"])
+                return (), None
+            if backward_type == "input" and self._is_separable and not self.whole:
+                gradients, waiting = backward_inputs(
+                    outputs, bwd_kwargs["output_grads"], bwd_kwargs["input_values"]
+                )
+            else:
+                if bwd_kwargs["output_grads"] is None:
+                    # The loss: of a tuple without gradients the engine differentiates nothing.
+                    bwd_kwargs = {**bwd_kwargs, "stage_output": outputs[0]}
+                gradients, _ = super().backward_maybe_with_nosync("full", bwd_kwargs, last_backward)
         sent = tuple(None if gradient is None else gradient.contiguous() for gradient in gradients)
-        return sent, [] if at_once else groups
+        return sent, waiting
 
 
 class ForwardOnly(_PipelineScheduleRuntime):
@@ -335,8 +335,9 @@ class PipelineRunner:
             )
         self._finish, self._replaced = finish, replaced or {}
         for index, stage in zip(self.stage_indices, self._trained, strict=True):
-            # A loss outside of the graph may use the stage's parameters as well.
-            stage.at_once = index in self._replaced or self.pipe.program.loss is None
+            # What follows the last stage's graph may hang hooks on its results.
+            is_followed = self.pipe.program.loss is None and index == self.pipe.num_stages - 1
+            stage.whole = index in self._replaced or is_followed
         self.shared.put_aside()
         with torch.enable_grad():
             result = self._run(self._training, microbatches)

@@ -62,8 +62,6 @@ class StageInfo:
         written: Names of those that it writes into.
         recomputed: Values that it makes again rather than receive them.
         num_operations: Operations of its own.
-        separable: Whether gradients of inputs and of weights may be computed one after the other:
-            every gradient of a parameter passes through an operation on a received tensor.
     """
 
     index: int
@@ -77,7 +75,6 @@ class StageInfo:
     written: tuple[str, ...]
     recomputed: tuple[str, ...]
     num_operations: int
-    separable: bool
 
     @property
     def is_first(self) -> bool:
@@ -327,23 +324,7 @@ def _info(
         written=tuple(sorted(reads.written & buffers.keys())),
         recomputed=tuple(map(tensor_name, reads.recomputed)),
         num_operations=sum(not is_switch(node) for node in reads.operations),
-        separable=_is_separable(program, reads, gradients, is_last=index == num_stages - 1),
     )
-
-
-def _is_separable(
-    program: Program, reads: StageReads, gradients: frozenset[fx.Node], *, is_last: bool
-) -> bool:
-    """Whether each parameter's gradient passes through an operation on what was received."""
-    downstream = set(reads.received) & gradients
-    free = set(reads.attributes) & gradients
-    for node in filter(gradients.__contains__, reads.operations):
-        if not downstream.isdisjoint(node.all_input_nodes):
-            downstream.add(node)
-        elif not free.isdisjoint(node.all_input_nodes):
-            free.add(node)
-    outputs = program.graph_module.graph.output_node().all_input_nodes
-    return free.isdisjoint(outputs if is_last else reads.sent)
 
 
 def _example(node: fx.Node, program: Program) -> Tensor:

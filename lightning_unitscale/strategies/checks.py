@@ -12,6 +12,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from lightning_unitscale.capture.steps import ModuleSteps, steps_of
 from lightning_unitscale.graph.nodes import tensors_in
@@ -44,6 +45,14 @@ def refuse_unsupported(
         raise MisconfigurationException(
             "PipelineStrategy: automatic_optimization=False; expected automatic optimization: "
             "the strategy runs forward and backward together."
+        )
+    sharded = [name for name, param in module.named_parameters() if isinstance(param, DTensor)]
+    if sharded:
+        raise MisconfigurationException(
+            f"PipelineStrategy: {sharded[0]} is a DTensor, of fully_shard or parallelize_module: a "
+            "rank has a part of each parameter, and stages are cut between whole ones; expected "
+            "plain parameters; leave configure_model out and take data_parallel=... for more "
+            "devices than stages, or shard them under ModelParallelStrategy."
         )
     trains = trainer.state.fn == TrainerFn.FITTING
     steps = steps_of(module)

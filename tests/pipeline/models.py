@@ -86,8 +86,8 @@ class UNet(nn.Module):
 class Odd(nn.Module):
     """Frozen layers at the bottom, a buffer, a transposed boundary, a tuple, a mask, branches.
 
-    The second embedding is only handed on by the stage that makes it, which zero-bubble schedules
-    of the engine lose the gradient of; ``never`` is computed and does not reach the loss.
+    The second embedding is only handed on by the stage that makes it, of which the engine's own
+    split backward loses the gradient; ``never`` is computed and does not reach the loss.
     """
 
     def __init__(self) -> None:
@@ -120,6 +120,32 @@ class Odd(nn.Module):
         return value.abs().pow(power).mean() + decay + 0 * unused.detach()
 
 
+class Shared(nn.Module):
+    """Within a stage: weights that are read several times, and operations with several results.
+
+    The gradients of both are added up wrongly where torch 2.11 takes backward passes apart.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entry = nn.Linear(WIDTH, WIDTH)
+        self.recurrent = nn.GRU(WIDTH, WIDTH)
+        self.middle = nn.Linear(WIDTH, 3 * WIDTH)
+        self.repeated = nn.Linear(WIDTH, WIDTH)
+        self.mixing = nn.Parameter(torch.randn(WIDTH, WIDTH) / 4)
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+        self.exit = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, last = self.recurrent(torch.tanh(self.entry(x)))
+        query, key, value = self.middle(x + last).chunk(3, dim=-1)
+        for _ in range(3):
+            query = torch.tanh(self.repeated(query) @ self.mixing)
+        attended, weights = self.attention(query, key, value)
+        loss = self.exit(attended).square().mean() + weights.amax()
+        return loss + 0.01 * self.exit.weight.square().sum()
+
+
 def _text(vocabulary: int = 256) -> Tensor:
     return torch.randint(3, vocabulary, (SIZE, LENGTH))
 
@@ -150,6 +176,14 @@ def _odd() -> Case:
             "pairs": (torch.rand(SIZE, LENGTH), 2.0),
         },
         {"frozen": END, "second": BEGINNING, "third": BEGINNING},
+    )
+
+
+def _shared() -> Case:
+    return Case(
+        Shared(),
+        lambda: {"x": torch.randn(SIZE, LENGTH, WIDTH)},
+        {"recurrent": BEGINNING, "middle": BEGINNING, "exit": BEGINNING},
     )
 
 
@@ -186,6 +220,7 @@ MODELS: dict[str, Callable[[], Case]] = {
     "GPT": _gpt,
     "U-Net": _unet,
     "Odd": _odd,
+    "Shared": _shared,
     "GPT-2": lambda: _hugging_face(
         "GPT2LMHeadModel", "GPT2Config", _layers("transformer.h"), **_QUIET
     ),

@@ -18,7 +18,7 @@ TIED = {"GPT", "GPT-2", "BERT", "T5"}
 SPLITS_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 RUNS = {
     2: [
-        *(f"GPT:{name}" for name in SCHEDULES),
+        *(f"{model}:{name}" for model in ("GPT", "Shared") for name in SCHEDULES),
         *(f"Odd:{name}" for name in SPLITS_BACKWARD),
         *(f"{model}:{name}" for model in ("U-Net", "T5") for name in ("1F1B", "ZBVZeroBubble")),
         "GPT-2:InterleavedZeroBubble",

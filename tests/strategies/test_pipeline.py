@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.strategies import StrategyRegistry
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from lightning_unitscale.pipeline.program import split_evenly
 from lightning_unitscale.strategies import PipelineStrategy
@@ -274,6 +276,11 @@ class Normalized(Groups):
         self.net.append(nn.BatchNorm1d(8))
 
 
+class Sharded(Groups):
+    def configure_model(self) -> None:
+        fully_shard(self.head, mesh=init_device_mesh("cpu", (1,)))
+
+
 class Noisy(Groups):
     """Looks at its loss; draws random numbers, and checks what forward has made of them."""
 
@@ -340,6 +347,7 @@ class Logs(Noisy):
     [
         (Manual, 16, MisconfigurationException, "automatic_optimization=False"),
         (Normalized, 16, MisconfigurationException, "net.4 takes its statistics"),
+        (Sharded, 16, MisconfigurationException, "head.weight is a DTensor"),
         (Groups, 5, ValueError, "a batch of 5 samples cannot be divided"),
     ],
 )

@@ -1,0 +1,190 @@
+"""A stage's backward pass in two halves: the gradients of what it received, then of its weights.
+
+Zero-bubble schedules send the results of the first half to the stage before as soon as there are
+any, and fill their bubbles with second halves. Together the halves do what the whole pass does:
+
+- An operation whose result depends on what was received runs in the first half. Where it alone
+  leads to a parameter, that gradient waits: in the second half the operation runs again, from the
+  gradients that all of its results had in the first, and for this gradient only.
+- The gradients of other parameters, such as those that several operations read, are computed in
+  the first half. So no sum is divided, and every gradient has the bits of the whole pass.
+- An ``autograd.Function``, fused attention and a recurrent kernel compute the gradients of all of
+  their arguments whenever they run, which is in the first half only.
+- What depends on parameters alone (an embedding that is handed on) runs in the second half.
+
+A hook on the result of an operation that runs twice would be called twice, and ``checkpoint`` would
+recompute its region for each such operation: :func:`is_separable` tells stages without either.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor, fx
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+from lightning_unitscale.graph.nodes import op_name
+
+_RUN_WHOLE = frozenset({"checkpoint", "register_hook"})
+# Parts of the names of autograd's nodes for fused kernels.
+_FUSED = (
+    "ScaledDotProduct",
+    "FlashAttention",
+    "EfficientAttention",
+    "Rnn",
+    "FusedLstm",
+    "FusedGru",
+)
+
+
+@dataclass
+class WeightGradients:
+    """Gradients that wait for the second half.
+
+    Attributes:
+        parameters: The parameters.
+        starts: The results that lead to them, with the gradients of these.
+    """
+
+    parameters: list[Tensor] = field(default_factory=list)
+    starts: list[tuple[GradientEdge, Tensor]] = field(default_factory=list)
+
+
+def is_separable(graph: fx.Graph) -> bool:
+    """Whether the backward pass of a stage's graph may run in two halves."""
+    calls = (node for node in graph.nodes if node.op in {"call_function", "call_method"})
+    return not any(op_name(node) in _RUN_WHOLE for node in calls)
+
+
+def backward_inputs(
+    outputs: Sequence[Tensor],
+    gradients: Sequence[Tensor | None] | None,
+    received: Sequence[Tensor],
+) -> tuple[tuple[Tensor | None, ...], list[WeightGradients]]:
+    """The first half.
+
+    Args:
+        outputs: What the stage returned. They are detached, which frees the graph from there to
+            where the second half starts.
+        gradients: Their gradients; ``None`` for a loss.
+        received: What the stage was given; leaves of autograd's graph.
+
+    Returns:
+        The gradients of what was received, and what is left for :func:`backward_weights`.
+    """
+    if gradients is None:
+        gradients = [torch.ones_like(output) for output in outputs]
+    starts = [
+        (get_gradient_edge(output), gradient)
+        for output, gradient in zip(outputs, gradients, strict=True)
+        if output.requires_grad and gradient is not None
+    ]
+    asked = [tensor for tensor in received if tensor.requires_grad]
+    roots = [edge.node for edge, _ in starts]
+    nodes = _in_order(roots)
+    dependent = _leading_to({get_gradient_edge(tensor).node for tensor in asked}, nodes)
+    waiting, at_once = _parameters(nodes, dependent, roots)
+    handles = []
+    for node, part in waiting.items():
+        if node is None:
+            part.starts += [start for start in starts if start[0].node not in dependent]
+        else:
+            handles.append(node.register_prehook(partial(_start_from, part, node)))
+    try:
+        _run(starts, [*asked, *at_once], retain_graph=bool(waiting))
+    finally:
+        for handle in handles:
+            handle.remove()
+    for output in outputs:
+        output.detach_()
+    handed = tuple(tensor.grad if tensor.requires_grad else None for tensor in received)
+    for tensor in asked:
+        tensor.grad = None
+    return handed, list(waiting.values())
+
+
+def backward_weights(waiting: Iterable[WeightGradients]) -> None:
+    """The second half: adds the gradients that wait to what the parameters have."""
+    for part in waiting:
+        _run(part.starts, part.parameters)
+
+
+def _run(
+    starts: Sequence[tuple[GradientEdge, Tensor]],
+    leaves: Sequence[Tensor],
+    *,
+    retain_graph: bool = False,
+) -> None:
+    if starts and leaves:
+        edges, gradients = zip(*starts, strict=True)
+        torch.autograd.backward(edges, gradients, inputs=leaves, retain_graph=retain_graph)
+
+
+def _start_from(part: WeightGradients, node: Node, gradients: Sequence[Tensor | None]) -> None:
+    for index, gradient in enumerate(gradients):
+        if gradient is not None:
+            part.starts.append((GradientEdge(node, index), gradient))
+
+
+def _in_order(roots: Iterable[Node]) -> dict[Node, list[Node]]:
+    """Where each node's gradients go; a node comes before all that it leads to."""
+    targets: dict[Node, list[Node]] = {}
+    finished: list[Node] = []
+    pending = [(root, False) for root in roots]
+    while pending:
+        node, is_finished = pending.pop()
+        if is_finished:
+            finished.append(node)
+        elif node not in targets:
+            targets[node] = [target for target, _ in node.next_functions if target is not None]
+            pending.append((node, True))
+            pending += [(target, False) for target in targets[node]]
+    return {node: targets[node] for node in reversed(finished)}
+
+
+def _leading_to(goals: Collection[Node], nodes: Mapping[Node, Sequence[Node]]) -> set[Node]:
+    """The goals, and the nodes whose gradients go on to one."""
+    leading = set(goals)
+    for node in reversed(list(nodes)):
+        if any(target in leading for target in nodes[node]):
+            leading.add(node)
+    return leading
+
+
+def _parameters(
+    nodes: Mapping[Node, Sequence[Node]], dependent: Collection[Node], roots: Iterable[Node]
+) -> tuple[dict[Node | None, WeightGradients], list[Tensor]]:
+    """Parameters whose gradients wait, by the dependent operation to run again, and all others.
+
+    Under ``None`` are those that no dependent operation leads to.
+    """
+    waiting: dict[Node | None, WeightGradients] = defaultdict(WeightGradients)
+    at_once: list[Tensor] = []
+    # The dependent operations that lead to each other node.
+    sources: dict[Node, set[Node | None]] = defaultdict(set)
+    for root in roots:
+        sources[root].add(None)
+    for node, targets in nodes.items():
+        if node in dependent:
+            sources[node] = {node}
+        elif isinstance(parameter := getattr(node, "variable", None), Tensor) and not targets:
+            source, *others = sources[node]
+            if others or _computes_all(source):
+                at_once.append(parameter)
+            else:
+                waiting[source].parameters.append(parameter)
+        for target in targets:
+            sources[target] |= sources[node]
+    return waiting, at_once
+
+
+def _computes_all(node: Node | None) -> bool:
+    """Whether the node computes all of its gradients even if a part of them is asked for."""
+    if node is None or isinstance(node, BackwardCFunction):
+        return node is not None
+    return any(part in node.name() for part in _FUSED)
