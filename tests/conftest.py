@@ -2,6 +2,7 @@
 
 import gc
 import importlib
+import itertools
 import os
 import random
 import sys
@@ -68,6 +69,15 @@ def _short_collections() -> None:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()
+
+
+_FOLDERS = itertools.count()
+
+
+@pytest.fixture
+def tmp_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A new folder. Pytest's own looks through those of all tests before for a name."""
+    return tmp_path_factory.mktemp(f"test_{next(_FOLDERS)}", numbered=False)
 
 
 @pytest.fixture(autouse=True)

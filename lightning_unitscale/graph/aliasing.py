@@ -304,6 +304,9 @@ def _find(node: fx.Node) -> Effects:
         return _NOTHING
     if is_higher_order(node):
         return _seen_in_examples(node, paths, _writes_of_checkpoint(node))
+    if node.target is operator.getitem and _is_tuple(node.args[0]):
+        # To run it would take a stand-in for every other item too.
+        return _seen_in_examples(node, paths, ())
     mode = fake_mode_of(node.graph)
     try:
         # With real examples it would draw random numbers.
@@ -313,6 +316,11 @@ def _find(node: fx.Node) -> Effects:
         # It does not run by itself.
         pass
     return _seen_in_examples(node, paths, ())
+
+
+def _is_tuple(argument: Any) -> bool:
+    value = argument.meta.get("example_value") if isinstance(argument, fx.Node) else None
+    return isinstance(value, (tuple, list))
 
 
 def _seen_by_running(node: fx.Node, paths: list[Path], mode: Any) -> Effects:

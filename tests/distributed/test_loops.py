@@ -15,12 +15,11 @@ import torch
 from tests.distributed.launch import results_of_ranks
 from tests.helpers import assert_same_bits, same_bits
 from tests.loops import zoo
-from tests.loops.methods import CAPTURED, METHODS
 
 pytestmark = pytest.mark.distributed
 Results = Callable[[str], list[dict[str, Any]]]
 
-# All methods and modules where a module is sharded in three ways.
+# All modules where a module is sharded in three ways.
 _WHOLE = ("lightning:fsdp", "fabric:tensor")
 _OTHERS = (
     *("attach:ddp", "attach:fsdp", "attach:fsdp-bf16", "attach:fsdp-checkpointed"),
@@ -39,14 +38,15 @@ _SAME = {
 
 
 def _cases() -> list[tuple[str, str, str]]:
-    methods = [method for method in METHODS if method not in CAPTURED]
-    whole = itertools.product(_WHOLE, methods, zoo.ZOO)
+    whole = itertools.product(_WHOLE, ("plain", "both", "fp8"), zoo.ZOO)
+    # Either callback by itself is tried on all modules in tests/loops/test_matrix.py.
+    alone = itertools.product(_WHOLE, ("lossless",), ["Blocks"])
     captured = itertools.product(("lightning:fsdp", "lightning:fsdp1"), ["all"], ["Blocks"])
     monitored = itertools.product(
-        ("attach:ddp", "attach:fsdp", "attach:tensor"), ["monitor"], ["Blocks"]
+        ("attach:ddp", "attach:fsdp", "attach:tensor", *_WHOLE), ["monitor"], ["Blocks"]
     )
     others = itertools.product(_OTHERS, ("plain", "both", "fp8"), ["Blocks"])
-    return [*whole, *captured, *monitored, *others]
+    return [*whole, *alone, *captured, *monitored, *others]
 
 
 _REFUSED = {

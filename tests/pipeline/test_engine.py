@@ -20,7 +20,8 @@ RUNS = {
     2: [
         *(f"{model}:{name}" for model in ("GPT", "Shared") for name in SCHEDULES),
         *(f"Odd:{name}" for name in SPLITS_BACKWARD),
-        *(f"{model}:{name}" for model in ("U-Net", "T5") for name in ("1F1B", "ZBVZeroBubble")),
+        "U-Net:ZBVZeroBubble",
+        "T5:ZBVZeroBubble",
         "GPT-2:InterleavedZeroBubble",
         "Llama:DualPipeV",
         "BERT:Interleaved1F1B",

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_unitscale.strategies.ownership import FreedParameter, FreedStorage
+from lightning_unitscale.strategies.ownership import FreedParameter, FreedStorage, Owners
 
 READS: dict[str, Callable[[nn.Module, nn.Parameter], Any]] = {
     "an operation": lambda module, one: one + 1,
@@ -119,3 +120,21 @@ def test_a_state_outlives_the_memory() -> None:
     assert torch.equal(state["weight"], expected)
     assert state["tied"] is state["weight"]
     assert state["bias"].data_ptr() == module.bias.data_ptr()
+
+
+def test_gradients_are_clipped_by_the_norm_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        module = nn.Linear(4, 4)
+        gradients = [torch.randn_like(one) for one in module.parameters()]
+        for one, gradient in zip(module.parameters(), gradients, strict=True):
+            one.grad = gradient.clone()
+        owners = Owners(module, [{"weight", "bias"}], None)
+        norm = owners.clip_norm(module.parameters(), 0.5)
+    finally:
+        dist.destroy_process_group()
+    flat = torch.cat([gradient.flatten() for gradient in gradients])
+    assert torch.allclose(norm, torch.linalg.vector_norm(flat))
+    clipped = torch.cat([one.grad.flatten() for one in module.parameters() if one.grad is not None])
+    assert torch.allclose(clipped, flat * 0.5 / norm)
