@@ -531,14 +531,14 @@ MUTATIONS = (
     Mutation(
         "a write into a view lets a cut lie between a tensor and its view",
         "pipeline/cuts.py",
-        "last_write[roots[target]] = positions[node]",
-        "last_write[target] = positions[node]",
+        "yield positions[roots[target]], position",
+        "yield positions[target], position",
         "pipeline/test_cuts.py",
     ),
     Mutation(
         "a cut may lie within a vmap",
         "pipeline/cuts.py",
-        "                yield start, positions[node]",
+        "                yield start, position",
         "                yield start, start",
         "pipeline/test_cuts.py",
     ),
@@ -580,15 +580,15 @@ MUTATIONS = (
     Mutation(
         "of the stages of a rank the last one counts",
         "pipeline/search.py",
-        "loads[rank] += float(",
-        "loads[rank] = float(",
+        "loads[rank] += stage_costs",
+        "loads[rank] = stage_costs",
         "pipeline/test_search.py",
     ),
     Mutation(
         "cuts between two stages of one rank move for the first of them",
         "pipeline/search.py",
-        "[loads[before] + first + second]",
-        "[loads[before] + first]",
+        "[free, ends[index + 1]]",
+        "[free, ends[index + 1]] * (ranks[index] != ranks[index - 1])",
         "pipeline/test_search.py",
     ),
     Mutation(
@@ -614,9 +614,9 @@ MUTATIONS = (
     ),
     Mutation(
         "a stage of a later graph may read what only other stages have",
-        "pipeline/ownership.py",
-        "counts[stage, end] += stage not in stages",
-        "counts[stage, end] += not stages",
+        "pipeline/balance.py",
+        "counts[[stage not in stages for",
+        "counts[[not stages for",
         "pipeline/test_ownership.py",
     ),
     Mutation(
