@@ -139,7 +139,15 @@ def check_rounding(rounding: object) -> None:
 def rounded(
     tensor: Tensor, format: NumberFormat, saturate: bool | None = None, key: Tensor | None = None
 ) -> Tensor:
-    """:func:`quantize` without its checks and without a gradient; ``key`` makes it stochastic."""
+    """:func:`quantize` without its checks and without a gradient.
+
+    Args:
+        tensor: Floating point, of any shape.
+        format: The format.
+        saturate: Whether what is beyond the range becomes the largest number; by default where a
+            format has no infinities.
+        key: INT64 of shape ``(2,)``, of a stochastic rounding; ``None`` rounds to nearest.
+    """
     clips = format.finite_only if saturate is None else saturate
     wide = tensor.detach().float()
     if format.exponent_bits == FP32.exponent_bits:

@@ -137,6 +137,11 @@ def sources_of(rule: ProductRule, call: Call, operands: Sequence[Tensor]) -> Sou
 
     Shapes tell, and between equal ones the address of the data, unless what was saved for the
     backward pass was moved or computed again; then the order in which autograd works.
+
+    Args:
+        rule: Its operator.
+        call: The forward product.
+        operands: What it reads.
     """
     if rule.gradient is not None:
         order = itertools.count()
@@ -221,7 +226,13 @@ def watching() -> Iterator[list[RanProduct]]:
 
 
 def show(site: Site, operands: Sequence[Tensor], units: tuple[int, ...]) -> None:
-    """List a forward product, if somebody watches."""
+    """List a forward product, if somebody watches.
+
+    Args:
+        site: Which one it is.
+        operands: What it reads.
+        units: Exponents of what these were divided by.
+    """
     if _WATCHED.products is not None:
         storages = tuple(tensor.untyped_storage().data_ptr() for tensor in operands)
         _WATCHED.products.append(RanProduct(site.name, storages, units, site.log2_gamma or 0))

@@ -55,7 +55,13 @@ class CompiledSites:
         self._taken: set[str] = set()
 
     def claim(self, word: str, roles: tuple[str, ...], path: str) -> Site:
-        """The site of a forward product; the same one when its frame is compiled again."""
+        """The site of a forward product; the same one when its frame is compiled again.
+
+        Args:
+            word: What the operation is called.
+            roles: What its operands are called.
+            path: Path of its module.
+        """
         for index in itertools.count():
             site = self._session.sites.numbered(word, roles, path, index)
             owner = self._claims.setdefault(site.name, self._frame)

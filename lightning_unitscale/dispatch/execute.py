@@ -74,7 +74,14 @@ def run_in_units(
 
 
 def run_scaled(product: Product, original: Kernel, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """:func:`run_in_units` with operands that are in their units already."""
+    """:func:`run_in_units` with operands that are in their units already.
+
+    Args:
+        product: The product.
+        original: torch's own kernel.
+        args: Arguments, which may be changed.
+        kwargs: Keyword arguments.
+    """
     rule, units = product.rule, product.log2_units
     common = sum(units)
     if common and rule.with_factor is not None and _takes_factor(args[rule.operands[0]]):

@@ -117,7 +117,14 @@ class Sites:
         return self.numbered(word, roles, run.path, index)
 
     def numbered(self, word: str, roles: tuple[str, ...], path: str, index: int) -> Site:
-        """The site of one occurrence, for who counts them himself; see :meth:`find`."""
+        """The site of one occurrence, for who counts them himself; see :meth:`find`.
+
+        Args:
+            word: What the operation is called.
+            roles: What its operands are called.
+            path: Path of its module.
+            index: How many like it run before it in a call of the module.
+        """
         sites = self._places.setdefault((path, word), [])
         if index < len(sites):
             return sites[index]
@@ -141,7 +148,13 @@ class Sites:
         return self._starts.get(run.checkpoint, {}).get(key, 0) if run.checkpoint else 0
 
     def derive(self, site: Site, slot: str, roles: tuple[str, ...]) -> Site:
-        """The product that a backward product is for the backward pass of the backward pass."""
+        """The product that a backward product is for the backward pass of the backward pass.
+
+        Args:
+            site: The forward product.
+            slot: Which backward product of it.
+            roles: What its operands are called.
+        """
         derived = self._units.sites.get(f"{site.name}:{slot}")
         if derived is None:
             derived = Site(f"{site.name}:{slot}", site.module, roles)

@@ -159,7 +159,6 @@ def find_effects(graph: fx.Graph) -> None:
 
 def make_out_of_place(graph: fx.Graph) -> tuple[str, ...]:
     """Rewrite in place every in-place operation that can be; returns what was changed and left."""
-    order = {node: index for index, node in enumerate(graph.nodes)}
     changed, kept = 0, []
     find_effects(graph)
     for node in list(graph.nodes):
@@ -170,9 +169,7 @@ def make_out_of_place(graph: fx.Graph) -> tuple[str, ...]:
         if (
             target is None
             or replacement is None
-            or not _owns_memory(
-                target, [user for user in target.users if order[user] < order[node]]
-            )
+            or not _owns_memory(target, [user for user in target.users if user < node])
             or not _same_result(graph, node, target, replacement)
         ):
             kept.append(tensor_name(node))
@@ -185,7 +182,7 @@ def make_out_of_place(graph: fx.Graph) -> tuple[str, ...]:
         node.meta[_EFFECTS] = (node.op, node.target, _NOTHING)
         # The old tensor and the result were one object: later readers must see the new value.
         for user in list(target.users):
-            if order[user] > order[node]:
+            if user > node:
                 user.replace_input_with(target, node)
         changed += 1
     lines = [f"{changed} in-place operations made out of place"] if changed else []
@@ -206,11 +203,8 @@ def _returned_argument(node: fx.Node) -> fx.Node | None:
 def _owns_memory(node: fx.Node, earlier: Sequence[fx.Node]) -> bool:
     """Whether the graph made this tensor, fresh, and none of its earlier readers looks into it."""
     is_fresh = node.op in {"call_function", "call_method"} and not _effects(node).views
-    return is_fresh and not any(_looks_into(user, node) for user in earlier)
-
-
-def _looks_into(node: fx.Node, argument: fx.Node) -> bool:
-    return argument in _arguments(node, _effects(node).views)
+    views = (_arguments(user, _effects(user).views) for user in earlier)
+    return is_fresh and not any(node in viewed for viewed in views)
 
 
 def _functional(node: fx.Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]] | None:

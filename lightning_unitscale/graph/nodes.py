@@ -206,7 +206,13 @@ def argument_at(node: fx.Node, path: Path) -> Any:
 
 
 def value_at(args: Sequence[Any], kwargs: Mapping[str, Any], path: Path) -> Any:
-    """The argument of a call at a path."""
+    """The argument of a call at a path.
+
+    Args:
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+        path: A position or a name, and what leads on from there.
+    """
     value: Any = args if isinstance(path[0], int) else kwargs
     for part in path:
         value = value[part]

@@ -251,7 +251,13 @@ class Attachment(Loop):
                 callback.load_state_dict(state)
 
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
-        """Run a call of the module, as a batch of training or of an evaluation."""
+        """Run a call of the module, as a batch of training or of an evaluation.
+
+        Args:
+            forward: What was called.
+            args: Positional arguments.
+            kwargs: Keyword arguments.
+        """
         if not (self.module.training and torch.is_grad_enabled()):
             for callback in self._callbacks:
                 callback.begin_evaluation(_EVALUATION)

@@ -1,11 +1,11 @@
 """Learning rates and weight decay per parameter after scale rules, and the steps that take them.
 
-Write the stored weight as ``V = W / sigma``, its gradient as ``G = c * g`` with ``g`` the gradient
-that ``W`` had in the plain model (``c`` is the product of all factors on the way back, which nobody
-knows before the first backward pass), and a step as ``W -= lr * U(g, W)``. The step of ``V`` is the
-step of ``W`` divided by ``sigma`` if its rate is ``lr * U(g, W) / (sigma * U(G, V))``. By the table
-in :mod:`.optimizers` that is ``lr / sigma`` for scale-invariant and orthogonal optimizers, ``lr``
-for relative ones, and by the unknown ``c`` unknown for linear ones.
+Write the stored weight as ``V = W / sigma``, its gradient as ``G = c * g`` with ``g`` that of ``W``
+in the plain model (``c``, the product of all factors on the way back, is unknown before the first
+backward pass), and a step as ``W -= lr * U(g, W)``. The step of ``V`` is that of ``W`` divided by
+``sigma`` if its rate is ``lr * U(g, W) / (sigma * U(G, V))``. By the table in :mod:`.optimizers`
+that is ``lr / sigma`` for scale-invariant and orthogonal optimizers, ``lr`` for relative ones, and
+by the unknown ``c`` unknown for linear ones.
 
 What breaks the invariance is whatever is added to gradients: Adam's ``eps`` changes a step by the
 share eps / RMS(G), which is smaller for unit gradients than it was in the plain model. Muon

@@ -10,17 +10,14 @@ import copy
 import itertools
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from lightning_unitscale.functional.low_precision import (
-    Bits,
-    bits_of,
-    round_gradient,
-    round_operand,
-)
+from lightning_unitscale.formats import NumberFormat
+from lightning_unitscale.functional.scale import whole_view
 from lightning_unitscale.graph.aliasing import aliased_by_mutation
 from lightning_unitscale.graph.matmuls import Product, product_of, unreachable_products
 from lightning_unitscale.graph.name_patterns import NamePatterns
@@ -40,11 +37,17 @@ from lightning_unitscale.quantize import (
     Rounding,
     check_rounding,
     checked_format,
+    rounded,
     rounding_keys,
 )
 
 # The formats of "fp8": precision for operands, range for gradients.
 FP8_FORMATS = ("E4M3FN", "E5M2")
+# Exponent bits, mantissa bits, finite only: a format as an argument that a graph can hold.
+Bits = tuple[int, int, bool]
+# Of a rounding: bits, saturate, index, keys, grid.
+Settings = tuple[Bits, bool | None, int, Tensor | None, Tensor | None]
+_NO_GRADIENTS = (None,) * 5
 # Adds a function of a node to the graph of a region, at the point where the graph inserts.
 Insert = Callable[[Region, fx.Node], fx.Node]
 
@@ -266,3 +269,78 @@ def _replace_result(site: Site, result: fx.Node) -> None:
     # The tensor that is shown is the one whose gradient has not been rounded yet.
     last.meta.update(node.meta)
     node.meta[INTERNAL] = True
+
+
+def bits_of(format: NumberFormat) -> Bits:
+    """A format as an argument that a graph can hold."""
+    return format.exponent_bits, format.mantissa_bits, format.finite_only
+
+
+def round_operand(input: Tensor, *settings: *Settings) -> Tensor:
+    """``input`` rounded to a format, as :func:`_rounded` says; its gradient passes as it is."""
+    result: Tensor = _RoundOperand.apply(input, *settings)
+    return result
+
+
+def round_gradient(input: Tensor, *settings: *Settings) -> Tensor:
+    """``input`` itself, whose gradient is rounded to a format, as :func:`_rounded` says."""
+    result: Tensor = _RoundGradient.apply(input, *settings)
+    return result
+
+
+class _RoundOperand(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, *settings: *Settings) -> Tensor:
+        ctx.set_materialize_grads(False)
+        return _rounded(input, *settings)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor | None) -> tuple[Tensor | None, ...]:
+        return grad_output, *_NO_GRADIENTS
+
+
+class _RoundGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, *settings: *Settings) -> Tensor:
+        ctx.set_materialize_grads(False)
+        *ctx.settings, keys, grid = settings
+        ctx.save_for_backward(keys, grid)
+        return whole_view(input)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor | None) -> tuple[Tensor | None, ...]:
+        if grad_output is None:
+            return None, *_NO_GRADIENTS
+        return _rounded(grad_output, *ctx.settings, *ctx.saved_tensors), *_NO_GRADIENTS
+
+
+def _rounded(
+    tensor: Tensor,
+    bits: Bits,
+    saturate: bool | None,
+    index: int,
+    keys: Tensor | None,
+    grid: Tensor | None,
+) -> Tensor:
+    """A tensor rounded to a format.
+
+    Args:
+        tensor: Floating point, of any shape.
+        bits: The format.
+        saturate: As in :func:`lightning_unitscale.quantize.quantize`.
+        index: Which of the roundings of the step this is.
+        keys: Their keys, shape ``(roundings, 2)``; nearest without them.
+        grid: Factors of what is rounded, shape ``(roundings,)``; 1 without them.
+    """
+    key = None if keys is None else keys[index]
+    if grid is None:
+        return rounded(tensor, _format(bits), saturate, key)
+    # In FP32, where a number of FP8 and its product with the factor differ by one rounding at most.
+    factor = grid[index]
+    wide = rounded(tensor.detach().float() * factor, _format(bits), saturate, key)
+    return (wide / factor).to(tensor.dtype)
+
+
+@cache
+def _format(bits: Bits) -> NumberFormat:
+    return NumberFormat("format", *bits)

@@ -179,6 +179,12 @@ def operator_flops(
 ) -> int:
     """Floating-point operations of the products of one call; a multiply-add is two.
 
+    Args:
+        function: The operator.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+        result: What it returned.
+
     References:
         The formulas of `torch.utils.flop_counter`, and those below for what it leaves out: the
         attention kernel of the CPU, products with vectors, grouped products, and the backward pass

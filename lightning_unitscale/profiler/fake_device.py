@@ -79,7 +79,13 @@ def forgetting_control_flow() -> Iterator[None]:
 
 
 def run_control_flow(function: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """The first branch of a ``cond``, every step of a ``scan``, one round of a ``while_loop``."""
+    """The first branch of a ``cond``, every step of a ``scan``, one round of a ``while_loop``.
+
+    Args:
+        function: The operator.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+    """
     run = _CONTROL_FLOW.get(function.name())
     return function(*args, **kwargs) if run is None else run(*args, **kwargs)
 
@@ -203,7 +209,13 @@ class FakeScalars(TorchDispatchMode):
 
 
 def run_operator(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """The operator on fake tensors, where they are wrong with what the kernels do."""
+    """The operator on fake tensors, where they are wrong with what the kernels do.
+
+    Args:
+        func: The operator.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+    """
     packet = getattr(func, "overloadpacket", func)
     if packet is getattr(torch.ops.aten, "_grouped_mm", None) and args[0].dtype != torch.bfloat16:
         # Fake tensors know the shapes for BF16 only, the kernels also other types (torch 2.13).

@@ -70,7 +70,16 @@ def _cells(costs: Costs, columns: Mapping[str, str]) -> dict[str, str]:
 
 
 def node_table(nodes: Sequence[NodeCosts], sort_by: str, limit: int | None) -> str:
-    """The nodes, the largest first, or in their order if ``sort_by`` is ``"order"``."""
+    """A row for each node.
+
+    Args:
+        nodes: The nodes, in the order of the step.
+        sort_by: The number by which the largest come first; ``"order"`` for the order of the step.
+        limit: How many to show; ``None`` for all.
+
+    Raises:
+        ValueError: If nodes have no such number.
+    """
     fields = field_names(NodeCosts)
     if sort_by not in (*fields, "order"):
         raise ValueError(

@@ -193,5 +193,11 @@ def _shared(problem: RematProblem, block: Ints) -> Mask:
 
 
 def segment_members(blocks: Blocks, start: int, stop: int) -> Ints:
-    """Nodes of blocks ``start`` to ``stop - 1``, ascending."""
+    """Nodes of a segment of blocks, ascending.
+
+    Args:
+        blocks: All blocks.
+        start: The first one of the segment.
+        stop: The first one after it.
+    """
     return np.sort(np.concatenate(blocks.members[start:stop]))

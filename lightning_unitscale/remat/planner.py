@@ -250,7 +250,14 @@ class Planner:
         kept: Mask | None = None,
         segments: Sequence[int] | None = None,
     ) -> RematPlan:
-        """A plan from what it keeps, without what nobody would read."""
+        """A plan from what it keeps, without what nobody would read.
+
+        Args:
+            name: Where it comes from.
+            saved: Nodes whose values are kept.
+            kept: Nodes that run at most once again; by default all.
+            segments: Block of each node, if ``kept`` is given.
+        """
         saved = _pruned(self.problem, saved)
         key = (name, saved.tobytes(), None if kept is None else kept.tobytes())
         if key not in self._plans:

@@ -61,7 +61,13 @@ class RematNode:
     replay_bytes: int = 0
 
     def moved(self, inputs: tuple[int, ...], base: int, owner: int) -> RematNode:
-        """The same operation in another graph; ``dataclasses.replace`` is many times slower."""
+        """The same operation in another graph; ``dataclasses.replace`` is many times slower.
+
+        Args:
+            inputs: Positions there of what it reads.
+            base: Position of what its result is a view of.
+            owner: Position of the operation whose result it is an item of.
+        """
         node: RematNode = object.__new__(RematNode)
         node.__dict__.update(self.__dict__, inputs=inputs, base=base, owner=owner)
         return node

@@ -22,6 +22,11 @@ def row_dtype(device: torch.device | str) -> torch.dtype:
 def empty_rows(num_tensors: int, layout: RowLayout, device: torch.device | str = "cpu") -> Tensor:
     """Rows of tensors without elements.
 
+    Args:
+        num_tensors: How many.
+        layout: Their columns.
+        device: Where they are.
+
     Returns:
         Shape ``(num_tensors, layout.num_columns)``, zero but for ``abs_min``, which is infinite.
     """
@@ -33,6 +38,11 @@ def empty_rows(num_tensors: int, layout: RowLayout, device: torch.device | str =
 
 def absent_rows(num_tensors: int, layout: RowLayout, device: torch.device | str = "cpu") -> Tensor:
     """Rows of tensors that were not there.
+
+    Args:
+        num_tensors: How many.
+        layout: Their columns.
+        device: Where they are.
 
     Returns:
         Shape ``(num_tensors, layout.num_columns)``, all NaN.

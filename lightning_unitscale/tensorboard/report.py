@@ -161,6 +161,11 @@ def _names(directories: Sequence[str | Path]) -> dict[str, Path]:
 def write_figure(run: RunScales, path: Path, title: str) -> None:
     """Write the heat maps of a run as a PNG.
 
+    Args:
+        run: What was read of it.
+        path: The file.
+        title: Above the maps.
+
     Raises:
         ModuleNotFoundError: If matplotlib is not installed.
     """

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from lightning_unitscale.functional import scale, scale_bwd, scale_fwd
-from lightning_unitscale.functional.low_precision import round_gradient
 from lightning_unitscale.functional.scale import change_gradient_units, change_units, multiply
+from lightning_unitscale.precision.simulate import round_gradient
 
 
 def _gradient(function, input: Tensor, grad_output: Tensor) -> tuple[Tensor, Tensor]:

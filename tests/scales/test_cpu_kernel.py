@@ -56,6 +56,19 @@ def test_a_row_of_a_view(name, dtype):
 
 
 @needs_kernel
+def test_a_factor_outlives_a_row_that_is_handed_on():
+    """The factor belongs to who calls: freed twice, the memory would be others' after a while."""
+    kernel_row(X, LAYOUT)  # makes the layout known
+    tensor, factor = X.double(), torch.tensor(8.0)
+    expected = ROW_OPERATOR(tensor, [factor], LAYOUT.key)
+    for _ in range(500):
+        row = ROW_OPERATOR(tensor[:2], [factor], LAYOUT.key)
+        torch.full((), -1.0)  # takes what was freed
+    assert factor == 8.0 and row.shape == expected.shape
+    torch.testing.assert_close(ROW_OPERATOR(tensor, [factor], LAYOUT.key), expected)
+
+
+@needs_kernel
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("factor", [None, 2.0**-9, 2.0**20])
 def test_all_numbers_of_two_bytes(dtype, factor):

@@ -185,11 +185,12 @@ static void statistics_row_operator(Value *stack, uint64_t num_arguments, uint64
     if (layout != NULL && !torch.list_size(pointer(stack[1]), &num_factors) &&
         (num_factors == 0 || !torch.list_get_item(pointer(stack[1]), 0, &factor)))
         result = make_row(pointer(stack[0]), pointer(factor), layout);
-    if (factor) torch.delete_tensor(pointer(factor));
     if (result == NULL) {
+        /* Takes over what is on the stack, the factor in its list too. */
         hand_on("lightning_unitscale::statistics_row_of_any", stack);
     } else {
         torch.delete_tensor(pointer(stack[0]));
+        if (factor) torch.delete_tensor(pointer(factor));
         torch.delete_list(pointer(stack[1]));
         torch.delete_string(pointer(stack[2]));
         stack[0] = (Value)(uintptr_t)result;
