@@ -347,8 +347,8 @@ class StepsCallback(Callback, LoopCallback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        assert self._loop is not None
-        self._loop.begin_batch()
+        if self._loop is not None:
+            self._loop.begin_batch()
         self.begin_batch()
 
     @override
