@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -104,7 +106,7 @@ def joined_rows(sums: Tensor, extremes: Tensor, layout: RowLayout) -> Tensor:
     return torch.where(sums[:, -1:] > 0, rows, math.nan)
 
 
-def shift_rows(rows: Tensor, exponents: Tensor, layout: RowLayout) -> Tensor:
+def shift_rows(rows: Tensor, exponents: npt.NDArray[np.int64], layout: RowLayout) -> Tensor:
     """Rows of the same tensors multiplied by powers of two; format counts stay as they are.
 
     Args:
@@ -119,14 +121,15 @@ def shift_rows(rows: Tensor, exponents: Tensor, layout: RowLayout) -> Tensor:
     if not exponents.any():
         return rows
     shifted = rows.clone()
-    powers = torch.exp2(exponents.to(rows.dtype))
+    shifts = torch.from_numpy(exponents).to(rows.device)
+    powers = torch.exp2(shifts.to(rows.dtype))
     for column in ("sum", "abs_sum", "abs_max", "abs_min"):
         shifted[:, layout.index(column)] *= powers
     shifted[:, layout.index("square_sum")] *= powers.square()
     if layout.histogram:
         counts = rows[:, layout.exponents]
         last = counts.shape[1] - 1
-        bins = torch.arange(last + 1, device=rows.device) + exponents[:, None]
+        bins = torch.arange(last + 1, device=rows.device) + shifts[:, None]
         moved = torch.zeros_like(counts).scatter_add(1, bins.clamp(0, last).long(), counts)
         shifted[:, layout.exponents] = moved
     return shifted

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -135,9 +136,9 @@ def take_snapshot(
     backward = torch.where(backward[:, :1] > 0, backward, math.nan)
     tensors = [tensor for call in calls for tensor in call.tensors]
     gauges = [call.gauge for call in calls for _ in call.tensors]
-    sigmas = torch.tensor([t.held.sigma.exponent(g) for t, g in zip(tensors, gauges, strict=True)])
-    gammas = torch.tensor([t.held.gamma.exponent(g) for t, g in zip(tensors, gauges, strict=True)])
-    in_graph = torch.tensor([tensor.held.in_graph for tensor in tensors])
+    sigmas = np.array([t.held.sigma.exponent(g) for t, g in zip(tensors, gauges, strict=True)])
+    gammas = np.array([t.held.gamma.exponent(g) for t, g in zip(tensors, gauges, strict=True)])
+    in_graph = np.array([tensor.held.in_graph for tensor in tensors])
     forward = shift_rows(forward, sigmas * in_graph, layout)
     # A loss scaler moves by factors of two, so taking it off again is a shift as well.
     backward = shift_rows(backward, gammas * in_graph - round(math.log2(grad_scale)), layout)
@@ -151,15 +152,16 @@ def take_snapshot(
             torch.stack([functools.reduce(merge, rows[indices]) for indices in positions.values()])
             for rows in (forward, backward)
         )
+    both = torch.stack([forward, backward]).numpy()
     return ScaleSnapshot(
         step=step,
         names=tuple(positions),
-        forward=forward.numpy(),
-        backward=backward.numpy(),
+        forward=both[0],
+        backward=both[1],
         layout=layout,
         modules=tuple(tensors[index].module for index in kept),
-        log2_sigma=sigmas[kept].numpy(),
-        log2_gamma=gammas[kept].numpy(),
+        log2_sigma=sigmas[kept],
+        log2_gamma=gammas[kept],
         inputs=tuple(tensors[index].inputs for index in kept),
         operands=tuple(tensors[index].is_operand for index in kept),
         products=tuple(tensors[index].is_product for index in kept),
