@@ -16,6 +16,7 @@ from lightning_unitscale.dispatch.kernels import close_session, open_session
 from lightning_unitscale.dispatch.session import LOCAL, ProductSession
 from lightning_unitscale.dispatch.torch_internals import current_node
 from lightning_unitscale.dispatch.units import Units
+from lightning_unitscale.dynamo.capture import is_exporting
 from lightning_unitscale.patching import copied_method, reduced_method
 
 
@@ -45,7 +46,7 @@ class SessionMethod:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the method."""
         if torch.compiler.is_compiling():
-            if not self._owner.session.numerics or torch.compiler.is_exporting():
+            if not self._owner.session.numerics or is_exporting():
                 return self._method(*args, **kwargs)
             # What the compiler made of it would not be rounded.
             return torch.compiler.disable(self.run)(*args, **kwargs)
