@@ -13,8 +13,11 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from examples.gpt import GPT
+from lightning_unitscale import ScaleMonitor, attach
 
 VOCABULARY = 256
+# An interval of samples: but for the first step, which is not measured.
+NEVER = 10**9
 
 
 class DemoLoss(nn.Module):
@@ -49,3 +52,19 @@ def training_step(module: nn.Module, batch: tuple[Tensor, Tensor]) -> Callable[[
         return loss.detach()
 
     return step
+
+
+def watched_step(
+    module: nn.Module, batch: tuple[Tensor, Tensor], every_n_steps: int, folder: str | None
+) -> Callable[[], object]:
+    """One training step with ``ScaleMonitor`` attached; without a folder nothing is written."""
+    attachment = attach(module, callbacks=ScaleMonitor(every_n_steps=every_n_steps), log_dir=folder)
+    step = training_step(module, batch)
+
+    def run() -> None:
+        step()
+        # Events are written by a thread: without this, during the next variant's step.
+        for experiment in attachment.loggers:
+            experiment.flush()
+
+    return run

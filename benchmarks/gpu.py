@@ -27,14 +27,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from demo_step import VOCABULARY, training_step
+from demo_step import NEVER, VOCABULARY, training_step, watched_step
 from fp8_matmul import measure as measure_fp8
 from measure import RESULTS, interleaved, machine
 from tabulate import tabulate
 from torch import Tensor, nn
 
 from examples.gpt import GPT
-from lightning_unitscale import ScaleMonitor, attach
 from lightning_unitscale.functional.low_precision import why_no_fp8
 from lightning_unitscale.profiler import profile_graph
 from lightning_unitscale.profiler.measure import PeakMeter
@@ -42,7 +41,6 @@ from lightning_unitscale.remat import remat
 from lightning_unitscale.transforms import compile as compile_graphs
 from lightning_unitscale.transforms import lossless_unit_scale, unit_scale
 
-NEVER = 10**9  # but in the first step, which is not measured
 _SIZES: dict[str, dict[str, Any]] = {
     "cuda": {
         **{"width": 1024, "depth": 8, "context": 512, "batch": 16, "rounds": 30, "warmup": 8},
@@ -76,18 +74,6 @@ def overheads(plain: nn.Module, batch: tuple[Tensor, Tensor], folder: str) -> di
     def compiled(module: nn.Module, mode: str) -> nn.Module:
         return torch.compile(module, mode=mode)  # type: ignore[return-value]
 
-    def monitored(every_n_steps: int, to: str | None) -> Step:
-        module = copy.deepcopy(plain)
-        attachment = attach(module, callbacks=ScaleMonitor(every_n_steps=every_n_steps), log_dir=to)
-        step = training_step(module, batch)
-
-        def run() -> None:
-            step()
-            for experiment in attachment.loggers:
-                experiment.flush()
-
-        return run
-
     rules = unit_scale(plain)
     rules(*batch)  # decides, before it is copied
     everything = lossless_unit_scale(plain, *batch, depth="all")
@@ -107,8 +93,8 @@ def overheads(plain: nn.Module, batch: tuple[Tensor, Tensor], folder: str) -> di
         ),
     }
     return {name: training_step(module, batch) for name, module in modules.items()} | {
-        "eager, monitor, not sampled": monitored(NEVER, None),
-        "eager, monitor, every step": monitored(1, folder),
+        "eager, monitor, not sampled": watched_step(copy.deepcopy(plain), batch, NEVER, None),
+        "eager, monitor, every step": watched_step(copy.deepcopy(plain), batch, 1, folder),
     }
 
 

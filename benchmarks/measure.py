@@ -9,9 +9,8 @@ import platform
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
-from importlib.metadata import version
-from importlib.util import find_spec
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from operator import truediv
 from pathlib import Path
 
@@ -65,14 +64,22 @@ def machine() -> dict[str, str]:
     if torch.cuda.is_available():
         device = torch.cuda.get_device_name()
     # A machine with a GPU may have torch and little else.
-    names = [name for name in ("torch", "lightning", "unit-scaling") if find_spec(_module(name))]
-    versions = {name: version(name) for name in names}
+    installed = versions_of(("torch", "lightning", "unit-scaling"))
+    versions = {name: version for name, version in installed.items() if version is not None}
     threads = str(torch.get_num_threads())
     return {"device": device, "threads": threads, "python": platform.python_version(), **versions}
 
 
-def _module(package: str) -> str:
-    return package.replace("-", "_")
+def versions_of(distributions: Iterable[str]) -> dict[str, str | None]:
+    """The version of each distribution, ``None`` for those that are not installed."""
+    return {name: _version(name) for name in distributions}
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
 
 
 def report(

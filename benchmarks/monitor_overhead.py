@@ -22,37 +22,18 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from demo_step import DemoLoss, demo_batch, training_step
+from demo_step import NEVER, DemoLoss, demo_batch, training_step, watched_step
 from measure import interleaved, report
 from small_models import Batch, small_models
 from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 from unit_scaling.transforms import track_scales as peer_track_scales
 
-from lightning_unitscale import ScaleMonitor, attach
 from lightning_unitscale.capture.attach import captured_forward
 from lightning_unitscale.graph.nodes import is_whole_view
 from lightning_unitscale.scales.layout import RowLayout
 from lightning_unitscale.tensorboard.writer import ScaleWriter
 from lightning_unitscale.tracking.probes import ScaleProbes
-
-NEVER = 10**9  # but in the first step, which is not measured
-
-
-def watched_step(
-    module: nn.Module, batch: Batch, every_n_steps: int, folder: str | None
-) -> Callable[[], object]:
-    """One training step with ``ScaleMonitor`` attached; without a folder nothing is written."""
-    attachment = attach(module, callbacks=ScaleMonitor(every_n_steps=every_n_steps), log_dir=folder)
-    step = training_step(module, batch)
-
-    def run() -> None:
-        step()
-        # Events are written by a thread: without this, during the next variant's step.
-        for experiment in attachment.loggers:
-            experiment.flush()
-
-    return run
 
 
 def probed_step(

@@ -8,7 +8,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from real.distributions import versions_of
+from measure import versions_of
 from torch import nn
 
 

@@ -8,10 +8,9 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from measure import versions_of
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
-
-from .distributions import versions_of
 
 Made = tuple[pl.LightningModule, Iterable[Any]]
 

@@ -34,7 +34,7 @@ from lightning_unitscale.dynamo.breaks import (
     wants_dynamos_texts,
 )
 from lightning_unitscale.dynamo.capture import Executor
-from lightning_unitscale.dynamo.patches import kept_whole, opened_layers
+from lightning_unitscale.dynamo.patches import is_exporting, kept_whole, opened_layers
 from lightning_unitscale.functional.scale import is_transforming
 from lightning_unitscale.graph.nodes import Names
 
@@ -109,7 +109,7 @@ class CapturedStep:
         if not self.owner.is_attached:
             # Detached, but somebody had wrapped it and still calls it.
             return self.__wrapped__(*args, **kwargs)
-        if capture.is_exporting():
+        if is_exporting():
             return self._run_within("eager", args, kwargs)
         if self.before_call is not None:
             self.before_call(self, args, kwargs)
@@ -308,7 +308,7 @@ class CapturedStep:
         """Run within somebody else's capture, which may look into the user's code if it is that."""
         if not self.owner.changes_function:
             return self.__wrapped__(*args, **kwargs)
-        if capture.is_exporting():
+        if is_exporting():
             self._refuse_under_rules("cannot be exported as it is", _DEPLOYED)
         return torch.compiler.disable(self._run)(executor, args, kwargs)
 

@@ -2,7 +2,7 @@
 
 Everything above works on :class:`CapturedGraph` and on callables. Private names used here were
 checked on torch 2.13 and 2.11: ``node.meta["grapharg"]``, ``node._dynamo_source``,
-``CompileContext.current_compile_id``, ``boxed_nop``, ``compile_fx``, ``_is_exporting_flag``.
+``CompileContext.current_compile_id``, ``boxed_nop``, ``compile_fx``.
 """
 
 from __future__ import annotations
@@ -155,11 +155,6 @@ def forget(function: Callable[..., Any]) -> None:
         code_object = weak_code()
         if code_object is not None and code_object.co_name.startswith(resumed):
             reset_code(code_object)
-
-
-def is_exporting() -> bool:
-    """Whether ``torch.export`` traces; torch 2.11's own function says so of all that is traced."""
-    return torch.compiler._is_exporting_flag
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -260,12 +260,17 @@ def _tell_until_traced(
             _told_yes.add(_told_no[-1])
 
 
+def is_exporting() -> bool:
+    """Whether ``torch.export`` traces; torch 2.11's own function says so of all that is traced."""
+    return torch.compiler._is_exporting_flag
+
+
 class _Answers(dict[Any, Any]):
     """What Dynamo tells traced code about the state of tracing."""
 
     def __getitem__(self, function: Any) -> Any:
         if function is torch.compiler.is_exporting:
-            return torch.compiler._is_exporting_flag
+            return is_exporting()
         answer = super().__getitem__(function)
         if getattr(function, "__name__", "") not in _IS_COMPILING:
             return answer
