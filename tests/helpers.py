@@ -107,6 +107,23 @@ def captured(function: Callable[..., Any], *inputs: Any) -> fx.GraphModule:
     return graphs[0]
 
 
+class CalledOperators(TorchDispatchMode):
+    """Notes the operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operators.append(func)
+        return func(*args, **(kwargs or {}))
+
+    @property
+    def names(self) -> list[str]:
+        """Their names without namespace and overload."""
+        return [operator.overloadpacket.__name__ for operator in self.operators]
+
+
 class OperandMeter(TorchDispatchMode):
     """Notes the RMS of whatever ATen's matrix products really read, forward and backward."""
 

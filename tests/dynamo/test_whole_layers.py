@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_unitscale.capture.steps import steps_of
 from lightning_unitscale.dynamo.patches import opened_layers
@@ -19,7 +17,7 @@ from lightning_unitscale.transforms import (
     track_scales,
     unit_scale,
 )
-from tests.helpers import assert_same_bits
+from tests.helpers import CalledOperators, assert_same_bits
 
 
 class Encoder(nn.Module):
@@ -30,18 +28,6 @@ class Encoder(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layers(x)[..., :8].square().mean((1, 2))
-
-
-class CalledOperators(TorchDispatchMode):
-    """Notes the names of the operators that run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
 
 
 def _captured(module: nn.Module) -> nn.Module:

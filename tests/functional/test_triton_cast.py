@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_unitscale.functional.low_precision import (
     GRADIENTS,
@@ -15,6 +12,7 @@ from lightning_unitscale.functional.low_precision import (
     fp8_matrices,
 )
 from lightning_unitscale.profiler.fake_device import SimulatedDevice, simulating
+from tests.helpers import CalledOperators
 from tests.triton_helpers import CAPABILITIES, build, needs_triton, run_interpreted
 
 pytestmark = needs_triton
@@ -48,16 +46,6 @@ def test_the_triton_cast_spills_nothing(source: str, capability: int) -> None:
                 assert "st.global.v4.b32" in made.ptx
 
 
-class _Calls(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(func.name())
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("frozen", [None, "input", "weight"])
 @pytest.mark.parametrize("num_rows", [48, 41])
 def test_a_linear_layer_has_one_triton_cast_for_each_operand(
@@ -70,11 +58,11 @@ def test_a_linear_layer_has_one_triton_cast_for_each_operand(
         w = torch.empty(32, 64, device=device, dtype=torch.bfloat16)
         x.requires_grad_(frozen != "input")
         w.requires_grad_(frozen != "weight")
-        with _Calls() as calls:
+        with CalledOperators() as called:
             y = fp8_linear(x, w, None, "constant", torch.bfloat16, *(1.0,) * 6)
             y.backward(torch.empty_like(y))
         assert (x.grad is None, w.grad is None) == (frozen == "input", frozen == "weight")
-    names = [name.rpartition("::")[2] for name in calls.names]
+    names = called.names
     assert names.count("fp8_matrices") == 3
     assert names.count("_scaled_mm") == (3 if frozen is None else 2)
     # The scales of the products are filled in; views and what fake tensors ask for cost nothing.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from examples.gpt import GPT
-from tests.callbacks.runs import QUIET, MemoryLogger, loader
+from tests.callbacks.runs import Run, loader, run
 
 CONTEXT = 32
 
@@ -44,7 +44,7 @@ def train(
     steps: int = 4,
     compile_mode: str | None = None,
     **options: Any,
-) -> tuple[Model, list[float]]:
+) -> Run:
     """A seeded training of a few steps.
 
     Args:
@@ -53,17 +53,21 @@ def train(
         steps: How many.
         compile_mode: Of ``torch.compile``, of the module; ``None`` for none.
         **options: Of the Trainer.
-
-    Returns:
-        The module, and the loss of every step.
     """
-    pl.seed_everything(5, verbose=False)
-    width = 256 if device.type == "cuda" else 64
-    module: Any = Model(width=width, depth=2, num_heads=2, context=CONTEXT, decay_steps=steps)
-    if compile_mode is not None:
-        module.compile(mode=compile_mode)
-    logger = MemoryLogger()
-    options = {**QUIET, "accelerator": device.type, "logger": logger, **options}
-    trainer = pl.Trainer(callbacks=list(callbacks), max_steps=steps, **options)
-    trainer.fit(module, loader(4 * steps, 4, text))
-    return module, [row["train_loss"] for _, row in logger.of_the_user if "train_loss" in row]
+
+    def make() -> Any:
+        width = 256 if device.type == "cuda" else 64
+        module: Any = Model(width=width, depth=2, num_heads=2, context=CONTEXT, decay_steps=steps)
+        if compile_mode is not None:
+            module.compile(mode=compile_mode)
+        return module
+
+    def data() -> Any:
+        return loader(4 * steps, 4, text)
+
+    return run(make, callbacks, data=data, max_steps=steps, accelerator=device.type, **options)
+
+
+def losses(run: Run) -> list[float]:
+    """The loss of every step."""
+    return [float(output["loss"]) for output in run.outputs]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -24,20 +25,18 @@ class _Waits(pl.Callback):
 
     def __init__(self) -> None:
         self.lines: list[list[str]] = []
-        self._recorder: Any = None
+        self._open = contextlib.ExitStack()
 
     def on_train_batch_start(self, *_: Any) -> None:
-        self._recorder = warnings.catch_warnings(record=True)
-        caught = self._recorder.__enter__()
+        self._caught = self._open.enter_context(warnings.catch_warnings(record=True)) or []
         warnings.simplefilter("always")
-        self._caught = caught
         if torch.cuda.is_available():
             torch.cuda.set_sync_debug_mode("warn")
 
     def on_train_batch_end(self, *_: Any) -> None:
         if torch.cuda.is_available():
             torch.cuda.set_sync_debug_mode("default")
-        self._recorder.__exit__(None, None, None)
+        self._open.close()
         self.lines.append(
             [
                 f"{warning.filename}:{warning.lineno}"

@@ -13,7 +13,7 @@ from tests.conformance.cases import Case
 from tests.conformance.harness import differences
 from tests.conformance.harness import train as train_case
 from tests.conformance.test_conformance import CASES, INEXACT
-from tests.gpu.models import device_name, train
+from tests.gpu.models import device_name, losses, train
 from tests.helpers import assert_same_bits
 
 _ARRANGEMENTS: dict[str, Callable[[], list[pl.Callback]]] = {
@@ -47,25 +47,22 @@ def test_odd_modules(case: Case, method: str, device: torch.device) -> None:
 @pytest.mark.parametrize("arrangement", _ARRANGEMENTS)
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
 def test_a_gpt(arrangement: str, precision: str, device: torch.device) -> None:
-    plain, losses = train(device, precision=precision)
+    plain = train(device, precision=precision)
     callbacks = _ARRANGEMENTS[arrangement]()
-    module, own_losses = train(device, callbacks, precision=precision)
-    assert own_losses == losses
-    assert_same_bits(module.state_dict(), plain.state_dict())
+    scaled = train(device, callbacks, precision=precision)
+    assert_same_bits((scaled.outputs, scaled.weights), (plain.outputs, plain.weights))
     assert len(callbacks[0].gauge) > 10
 
 
 def test_half_precision_without_a_loss_scaler(device: torch.device) -> None:
-    _, losses = train(device, [UnitScaleCallback(depth="all")], precision="16-true", steps=8)
-    _, expected = train(device, steps=8)
-    assert losses == pytest.approx(expected, rel=0.02)
+    half = train(device, [UnitScaleCallback(depth="all")], precision="16-true", steps=8)
+    assert losses(half) == pytest.approx(losses(train(device, steps=8)), rel=0.02)
 
 
 def test_a_memory_budget(device: torch.device) -> None:
-    plain, _ = train(device, [RematCallback(1.0)])
+    plain = train(device, [RematCallback(1.0)])
     callback = RematCallback(0.8)
-    module, _ = train(device, [callback])
-    assert_same_bits(module.state_dict(), plain.state_dict())
+    assert_same_bits(train(device, [callback]).weights, plain.weights)
     # What the allocator itself says of the step, where the device has such a one.
     assert callback.measured_peak_bytes == pytest.approx(callback.predicted_peak_bytes, rel=0.05)
 
@@ -77,9 +74,8 @@ def test_a_module_that_the_user_compiles(
 ) -> None:
     if device.type == "cpu":
         request.getfixturevalue("torch_kernels")
-    plain, losses = train(device, compile_mode=mode, steps=6)
+    plain = train(device, compile_mode=mode, steps=6)
     callback = UnitScaleCallback(recalibrate=3)
-    module, own_losses = train(device, [callback], compile_mode=mode, steps=6)
-    assert own_losses == losses
-    assert_same_bits(module.state_dict(), plain.state_dict())
+    scaled = train(device, [callback], compile_mode=mode, steps=6)
+    assert_same_bits((scaled.outputs, scaled.weights), (plain.outputs, plain.weights))
     assert callback.coverage.fraction_of_flops("units") > 0.9

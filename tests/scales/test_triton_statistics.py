@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_unitscale.formats import NumberFormat
 from lightning_unitscale.scales.layout import RowLayout
 from lightning_unitscale.scales.statistics import statistics_row
+from tests.helpers import CalledOperators
 from tests.triton_helpers import CAPABILITIES, build, needs_triton, run_interpreted
 
 pytestmark = needs_triton
@@ -93,23 +93,14 @@ def test_the_triton_sum_of_rows_spills_nothing(capability: int) -> None:
     assert not re.search(r"\b(red|atom)\.", made.ptx)
 
 
-class _Calls(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(func.name())
-        return func(*args, **(kwargs or {}))
-
-
 def test_triton_rows_are_one_operator_on_cuda() -> None:
     """Which compilers pass over, and whose shape they know; in place of dozens of operations."""
     with FakeTensorMode():
         tensor = torch.empty(70, 30, device="cuda", dtype=torch.bfloat16)
         factor = torch.ones((), device="cuda")
-        with _Calls() as calls:
+        with CalledOperators() as called:
             row = statistics_row(tensor, RowLayout(), factor=factor)
-        assert calls.names == ["aten::detach", "lightning_unitscale::statistics_row"]
+        names = [operator.name() for operator in called.operators]
+        assert names == ["aten::detach", "lightning_unitscale::statistics_row"]
     assert row.shape == (RowLayout().num_columns,) and row.dtype == torch.float64
     assert row.device == factor.device
