@@ -5,6 +5,7 @@ What waits is a finder at the front of ``sys.meta_path`` that answers for one mo
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import functools
 import importlib.util
@@ -43,23 +44,39 @@ def _put(owner: Any, attributes: Mapping[str, Any]) -> None:
             vars(owner)[name] = value
 
 
-def copied_method(method: Any, memo: dict[int, Any]) -> Any:
-    """The method of an object's copy: what stands in for it is not copied.
+class StandIn(abc.ABC):
+    """Stands in for a method of an object, and looks like it; copies of the object are plain.
 
     Args:
-        method: The object's own.
-        memo: What has been copied, by identity.
+        method: The object's own, or what stands in for it already.
     """
-    if isinstance(method, MethodType):
-        return MethodType(method.__func__, memo.get(id(method.__self__), method.__self__))
-    return method
 
+    def __init__(self, method: Any) -> None:
+        # First: it takes over the attributes of what it wraps, which may stand in as well.
+        functools.update_wrapper(self, method)
+        self._method = method
 
-def reduced_method(method: Any) -> Any:
-    """What a pickled object has in a method's place: its own."""
-    if isinstance(method, MethodType):
-        return getattr, (method.__self__, method.__name__)
-    return functools.partial, (method,)
+    @abc.abstractmethod
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the method."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        method = self._own()
+        if isinstance(method, MethodType):
+            return MethodType(method.__func__, memo.get(id(method.__self__), method.__self__))
+        return method
+
+    def __reduce__(self) -> Any:
+        method = self._own()
+        if isinstance(method, MethodType):
+            return getattr, (method.__self__, method.__name__)
+        return functools.partial, (method,)
+
+    def _own(self) -> Any:
+        method = self._method
+        while isinstance(method, StandIn):
+            method = method._method
+        return method
 
 
 def nothing(*_: Any, **__: Any) -> None:

@@ -144,7 +144,7 @@ MUTATIONS = (
     ),
     Mutation(
         "sums that overflow on their way run in units",
-        "dispatch/units.py",
+        "dispatch/exactness.py",
         "too_large = -limit - _LOG2_TERMS",
         "too_large = -limit",
         "dispatch/test_pieces.py",
@@ -186,7 +186,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a product that is written into a tensor is written into another",
-        "dispatch/kernels.py",
+        "dispatch/unreached.py",
         "        rule = replace(rule, with_factor=None)",
         "        pass",
         "dispatch/test_user_code.py -k written_into_tensors",

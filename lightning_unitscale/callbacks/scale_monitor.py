@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 from typing_extensions import override
@@ -200,7 +200,7 @@ class ScaleMonitor(StepsCallback):
         self._sampled_step, self._is_sampling = -1, False
 
     @override
-    def begin_batch(self) -> None:
+    def begin_batch(self, batch: Any = None, batch_idx: int = 0) -> None:
         loop, steps = self._running()
         step = loop.step_index
         is_new = step != self._sampled_step

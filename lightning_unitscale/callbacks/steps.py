@@ -270,7 +270,7 @@ def _batch_start(name: str) -> Callable[..., None]:
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        self._before_evaluation(name, batch, batch_idx, dataloader_idx)
+        self.begin_evaluation(name, batch, batch_idx, dataloader_idx)
 
     return hook
 
@@ -349,7 +349,7 @@ class StepsCallback(Callback, LoopCallback):
     ) -> None:
         if self._loop is not None:
             self._loop.begin_batch()
-        self.begin_batch()
+        self.begin_batch(batch, batch_idx)
 
     @override
     def on_train_batch_end(
@@ -361,10 +361,6 @@ class StepsCallback(Callback, LoopCallback):
         batch_idx: int,
     ) -> None:
         self.end_batch()
-
-    def _before_evaluation(self, name: str, batch: Any, *indices: int) -> None:
-        """Called before a batch of the step of this name, with its index and the loader's."""
-        self.begin_evaluation(name)
 
     on_validation_batch_start = _batch_start("validation_step")
     on_test_batch_start = _batch_start("test_step")

@@ -40,11 +40,7 @@ from lightning_unitscale.callbacks.options import (
 from lightning_unitscale.callbacks.packages import rank_zero_warn
 from lightning_unitscale.callbacks.product_units import ProductUnits
 from lightning_unitscale.callbacks.rules import rules_of
-from lightning_unitscale.callbacks.steps import (
-    StepsCallback,
-    captures_steps,
-    check_module,
-)
+from lightning_unitscale.callbacks.steps import StepsCallback, captures_steps, check_module
 from lightning_unitscale.callbacks.units import MeasuredUnits, RecalibrationSchedule
 from lightning_unitscale.dispatch.coverage import Coverage
 from lightning_unitscale.loops.loop import Loop
@@ -240,10 +236,7 @@ class UnitScaleCallback(StepsCallback):
         return is_other
 
     @override
-    def begin_batch(self) -> None:
-        self._begin_batch(None, 0)
-
-    def _begin_batch(self, batch: Any, batch_idx: int) -> None:
+    def begin_batch(self, batch: Any = None, batch_idx: int = 0) -> None:
         assert self._loop is not None
         if (grid := self._moving_grid()) is not None:
             grid.follow(self._loop.step_index)
@@ -257,11 +250,7 @@ class UnitScaleCallback(StepsCallback):
             self._is_checked = True
 
     @override
-    def begin_evaluation(self, name: str) -> None:
-        self._units.before_evaluation(name, None)
-
-    @override
-    def _before_evaluation(self, name: str, batch: Any, *indices: int) -> None:
+    def begin_evaluation(self, name: str, batch: Any = None, *indices: int) -> None:
         self._units.before_evaluation(name, batch, *indices)
 
     @override
@@ -279,14 +268,6 @@ class UnitScaleCallback(StepsCallback):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._runs_captured:
             self._graphs.start_fit()
-
-    @override
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        assert self._loop is not None
-        self._loop.begin_batch()
-        self._begin_batch(batch, batch_idx)
 
     @override
     def on_before_optimizer_step(

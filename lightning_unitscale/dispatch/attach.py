@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -17,10 +16,10 @@ from lightning_unitscale.dispatch.session import LOCAL, ProductSession
 from lightning_unitscale.dispatch.torch_internals import current_node
 from lightning_unitscale.dispatch.units import Units
 from lightning_unitscale.dynamo.patches import is_exporting
-from lightning_unitscale.patching import copied_method, reduced_method
+from lightning_unitscale.patching import StandIn
 
 
-class SessionMethod:
+class SessionMethod(StandIn):
     """Stands in for one method of a module: the same call, with its products in the session.
 
     Args:
@@ -30,11 +29,9 @@ class SessionMethod:
     """
 
     def __init__(self, owner: AttachedSession, name: str, method: Any) -> None:
-        # First: it takes over the attributes of what it wraps, which may stand in as well.
-        functools.update_wrapper(self, method)
+        super().__init__(method)
         self._owner = owner
         self._name = name
-        self._method = method
         # Lightning reads parameters one wrapping down: where a decorator of the user's leads.
         self.__wrapped__ = getattr(method, "__wrapped__", method)
 
@@ -68,12 +65,6 @@ class SessionMethod:
         owner.after_call(result)
         return result
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return self._owner.copied_method(self._method, memo)
-
-    def __reduce__(self) -> Any:
-        return self._owner.reduced_method(self._method)
-
 
 class AttachedSession:
     """A session with the methods of its module that run in it, until :meth:`detach`.
@@ -90,6 +81,8 @@ class AttachedSession:
         session: The session.
         methods: What stands in for each method.
     """
+
+    method_type = SessionMethod
 
     def __init__(
         self,
@@ -110,7 +103,7 @@ class AttachedSession:
         open_session(self.session)
         for name in names:
             self._before[name] = vars(module).get(name)
-            method = SessionMethod(self, name, getattr(module, name))
+            method = self.method_type(self, name, getattr(module, name))
             self.methods[name] = vars(module)[name] = method
 
     def is_training(self, name: str) -> bool:
@@ -122,14 +115,6 @@ class AttachedSession:
 
     def after_call(self, result: Any) -> None:
         """A step has returned."""
-
-    def copied_method(self, method: Any, memo: dict[int, Any]) -> Any:
-        """The copied module's own method: a copy made in the middle of a training is plain."""
-        return copied_method(method, memo)
-
-    def reduced_method(self, method: Any) -> Any:
-        """What a pickled module has in a method's place: its own."""
-        return reduced_method(method)
 
     def detach(self) -> None:
         """Put the methods and torch's kernels back. May be called more than once."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from tabulate import tabulate
+from torch import Tensor
 
 Kind = Literal["units", "format", "plain", "left out"]
 # The products of a site that run plain, with reasons, and which of them it is.
@@ -153,6 +155,20 @@ class CoverageCounter:
                 units will be plain from now on is known after the first step.
         """
         self._counted.append((module, kind, reason, flops, plain))
+
+    def add_complex(self, module: str, operands: Sequence[Tensor], flops: int) -> None:
+        """Count a product of complex numbers with those of its gradients, which run plain.
+
+        These are counted here, since they do not say whose they are.
+
+        Args:
+            module: Path of its module.
+            operands: What it reads.
+            flops: Floating-point operations of a product of real numbers.
+        """
+        num_gradients = sum(operand.requires_grad for operand in operands)
+        for _ in range(1 + num_gradients if torch.is_grad_enabled() else 1):
+            self.add(module, "plain", "complex numbers", 4 * flops)
 
     def result(self, *, has_units: bool = True) -> Coverage:
         """What was counted, as it runs from now on.

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,7 +100,7 @@ def run_scaled(product: Product, original: Kernel, args: list[Any], kwargs: dict
     if rule.temperature is not None:
         exponent = combined(rule.temperature, units)
         if exponent:
-            kwargs = {**kwargs, "scale": _temperature(rule, args, kwargs) * 2.0**exponent}
+            kwargs = {**kwargs, "scale": rule.scale_in(args, kwargs) * 2.0**exponent}
     result = original(*args, **kwargs)
     results = result if isinstance(result, (tuple, list)) else (result,)
     for tensor, coefficients in zip(results, rule.results, strict=False):
@@ -121,10 +120,3 @@ def _takes_factor(operand: Tensor) -> bool:
 def combined(coefficients: tuple[int, ...], units: tuple[int, ...]) -> int:
     """Exponent of the factor of a result: units of operands to the power of its coefficients."""
     return sum(power * unit for power, unit in zip(coefficients, units, strict=True))
-
-
-def _temperature(rule: ProductRule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
-    """The factor of an attention's logits, given or torch's own."""
-    scale = kwargs.get("scale")
-    query = args[rule.operands[0 if rule.gradient is None else 1]]
-    return 1.0 / math.sqrt(query.shape[-1]) if scale is None else float(scale)

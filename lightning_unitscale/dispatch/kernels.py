@@ -9,30 +9,24 @@ from __future__ import annotations
 
 import functools
 import weakref
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 from lightning_unitscale.dispatch import aot_pass, joint_pass
-from lightning_unitscale.dispatch.calls import Call, forget
+from lightning_unitscale.dispatch.calls import forget
 from lightning_unitscale.dispatch.compiled_graphs import OWN_CALLERS, caller
 from lightning_unitscale.dispatch.fp8 import layer_kernel
 from lightning_unitscale.dispatch.optimizers import suspend_in_optimizers
-from lightning_unitscale.dispatch.owners import INSTALLED, OPEN, asking_session, session_of_loss
+from lightning_unitscale.dispatch.owners import INSTALLED, OPEN, asking_session, owner_of
 from lightning_unitscale.dispatch.products import RULES, ProductRule
 from lightning_unitscale.dispatch.session import LOCAL, ProductSession, run_inside
 from lightning_unitscale.dispatch.torch_internals import (
     Kernel,
     KernelOverrides,
-    current_node,
     plain_functions,
 )
-from lightning_unitscale.dispatch.unreached import (
-    UNREACHED,
-    UnreachedRule,
-    unreached_kernel,
-)
+from lightning_unitscale.dispatch.unreached import UNREACHED, unreached_kernel, writing_kernel
 
 _PASSES = (joint_pass.PASS, *aot_pass.PASSES)
 # By the identity of a session: what ends it, here or when nobody has it any more.
@@ -95,7 +89,7 @@ def _override_products(overrides: KernelOverrides) -> None:
     for unreached in UNREACHED:
         kernel = functools.partial(unreached_kernel, unreached)
         if unreached.writes:
-            kernel = functools.partial(_writing_kernel, rules[unreached.writes], unreached)
+            kernel = functools.partial(writing_kernel, rules[unreached.writes], unreached)
         overrides.put(unreached.operator, kernel)
     # On a CPU it multiplies by a kernel of the table, with operands that are in FP8 already.
     overrides.put("_scaled_mm", lambda original: functools.partial(run_inside, original))
@@ -105,43 +99,10 @@ def _product_kernel(rule: ProductRule, original: Kernel) -> Kernel:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         if LOCAL.is_inside:
             return original(*args, **kwargs)
-        session, node, call = _asking(rule, args)
+        session, node, call = owner_of(rule, args)
         if session is None or caller() in OWN_CALLERS:
             return original(*args, **kwargs)
         with plain_functions():
             return session.run(rule, original, args, kwargs, node, call)
-
-    return kernel
-
-
-def _asking(rule: ProductRule, args: Any) -> tuple[ProductSession | None, Any, Call | None]:
-    """Whose product it is, within which autograd node, and what that was made for."""
-    if (node := current_node()) is not None:
-        session, call = asking_session(node)
-        return session, node, call
-    if LOCAL.session is None and LOCAL.after_call is not None:
-        return session_of_loss(rule.operands_in(args)), None, None
-    return LOCAL.session, None, None
-
-
-def _writing_kernel(rule: ProductRule, unreached: UnreachedRule, original: Kernel) -> Kernel:
-    """A kernel that writes a product of a rule's into a tensor of its caller's."""
-    plain = unreached_kernel(unreached, original)
-    writing = functools.partial(run_inside, getattr(torch.ops.aten, rule.operator).out)
-    if not rule.addends:
-        # What multiplies by a factor in passing makes a tensor.
-        rule = replace(rule, with_factor=None)
-
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        if LOCAL.is_inside:
-            return original(*args, **kwargs)
-        session, node, call = _asking(rule, args)
-        if session is None:
-            return original(*args, **kwargs)
-        if caller() is not None:
-            return plain(*args, **kwargs)
-        options = {**kwargs, "out": kwargs.get("out", args[0])}
-        with plain_functions():
-            return session.run(rule, writing, args, options, node, call)
 
     return kernel

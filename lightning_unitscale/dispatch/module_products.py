@@ -16,7 +16,7 @@ from typing_extensions import override
 from lightning_unitscale.capture.attach import PRODUCTS, products_of
 from lightning_unitscale.capture.captured_step import CapturedStep
 from lightning_unitscale.capture.rollback import detached_copy, restoring
-from lightning_unitscale.dispatch.attach import AttachedSession
+from lightning_unitscale.dispatch.attach import AttachedSession, SessionMethod
 from lightning_unitscale.dispatch.coverage import Coverage, CoverageCounter
 from lightning_unitscale.dispatch.fp8 import numerics_of
 from lightning_unitscale.dispatch.units import Measurement, Units
@@ -97,6 +97,16 @@ def _measure(
         return units, units.take() or Measurement()
     finally:
         attached.detach()
+
+
+class _ForwardMethod(SessionMethod):
+    """Stands in for the ``forward`` of a module whose copies have units as well."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self._owner, memo).methods["forward"]
+
+    def __reduce__(self) -> Any:
+        return self._owner.__reduce__()
 
 
 class ModuleProducts(AttachedSession):
@@ -226,14 +236,6 @@ class ModuleProducts(AttachedSession):
         memo[id(self)] = new
         new._go_on_from(self.session.units)
         return new
-
-    @override
-    def copied_method(self, method: Any, memo: dict[int, Any]) -> Any:
-        return copy.deepcopy(self, memo).methods["forward"]
-
-    @override
-    def reduced_method(self, method: Any) -> Any:
-        return self.__reduce__()
 
     def __reduce__(self) -> Any:
         raise TypeError(

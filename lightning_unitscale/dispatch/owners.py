@@ -1,4 +1,4 @@
-"""Whose a product is that runs where no step is on the stack: in a backward pass, or in a loss."""
+"""Whose a product is, also where no step is on the stack: in a backward pass, or in a loss."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_unitscale.dispatch.calls import CALLS, Call
+from lightning_unitscale.dispatch.products import ProductRule
 from lightning_unitscale.dispatch.session import LOCAL, ProductSession
 from lightning_unitscale.dispatch.sites import recomputed_checkpoint
 from lightning_unitscale.dispatch.torch_internals import current_node, sequence_number
@@ -37,7 +38,22 @@ def asking_session(node: Any) -> tuple[ProductSession | None, Call | None]:
     return next(iter(owners), None), None
 
 
-def session_of_loss(operands: Sequence[Any]) -> ProductSession | None:
+def owner_of(rule: ProductRule, args: Any) -> tuple[ProductSession | None, Any, Call | None]:
+    """Whose a product is, within which autograd node it runs, and what that was made for.
+
+    Args:
+        rule: Its operator.
+        args: Arguments.
+    """
+    if (node := current_node()) is not None:
+        session, call = asking_session(node)
+        return session, node, call
+    if LOCAL.session is None and LOCAL.after_call is not None:
+        return _session_of_loss(rule.operands_in(args)), None, None
+    return LOCAL.session, None, None
+
+
+def _session_of_loss(operands: Sequence[Any]) -> ProductSession | None:
     """Whose a product is that a loop computes between a module's call and the optimizer's step.
 
     Of the module's step is what needs a gradient, and is no other model's.

@@ -18,7 +18,7 @@ An addend (the bias of ``addmm``) is divided by the units of the product that it
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,6 +78,12 @@ class ProductRule:
     def addends_in(self, args: Arguments) -> list[int]:
         """Positions of the addends that a call has."""
         return [at for at in self.addends if at < len(args) and args[at] is not None]
+
+    def scale_in(self, args: Arguments, kwargs: Mapping[str, Any]) -> float:
+        """The factor of an attention's logits, given or torch's own."""
+        scale = kwargs.get("scale")
+        query = args[self.operands[0 if self.gradient is None else 1]]
+        return 1.0 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
 
 
 def _word(word: str, *roles: str) -> Word:

@@ -38,8 +38,6 @@ from lightning_unitscale.dispatch.torch_internals import Kernel
 from lightning_unitscale.dispatch.units import FORWARD, MeasuredProduct, Site, Units
 
 _Args = tuple[Any, ...]
-# Why a product is left as it is.
-_COMPLEX = "complex numbers"
 
 
 class _Local(threading.local):
@@ -160,7 +158,11 @@ class ProductSession:
         """
         operands = rule.operands_in(args)
         if not are_real(operands):
-            return self._run_as_is(rule, original, args, kwargs, operands)
+            result = run_inside(original, *args, **kwargs)
+            if self.counter is not None and any(operand.is_complex() for operand in operands):
+                path = self.sites.forward_run().path
+                self.counter.add_complex(path, operands, rule.flops(args, result))
+            return result
         is_loss = node is None and LOCAL.session is not self
         run = self.sites.loss_run() if is_loss else self.sites.run_of(node)
         if run is None and call is not None and may_belong_to(rule, call):
@@ -196,7 +198,12 @@ class ProductSession:
         """
         kind: Kind
         reason = ""
-        numerics = self._rounding(product, args, kwargs, reads_weight)
+        rounding = (
+            numerics
+            for numerics in self.numerics
+            if numerics.applies_to(product.site, product.rule, args, kwargs, reads_weight)
+        )
+        numerics = next(rounding, None)
         LOCAL.is_inside = True
         try:
             if numerics is not None:
@@ -212,24 +219,6 @@ class ProductSession:
         if self.counter is not None:
             flops, site = product.rule.flops(args, result), product.site
             self.counter.add(site.module, kind, reason, flops, (site.plain, product.slot))
-        return result
-
-    def _run_as_is(
-        self,
-        rule: ProductRule,
-        original: Kernel,
-        args: _Args,
-        kwargs: dict[str, Any],
-        operands: Sequence[Tensor],
-    ) -> Any:
-        """Run a product that is none of floating-point numbers; complex ones are counted."""
-        result = run_inside(original, *args, **kwargs)
-        if self.counter is not None and any(operand.is_complex() for operand in operands):
-            # Counted with its backward products, which do not say whose they are.
-            num_gradients = sum(operand.requires_grad for operand in operands)
-            path, flops = self.sites.forward_run().path, 4 * rule.flops(args, result)
-            for _ in range(1 + num_gradients if torch.is_grad_enabled() else 1):
-                self.counter.add(path, "plain", _COMPLEX, flops)
         return result
 
     def forward_product(
@@ -326,11 +315,3 @@ class ProductSession:
         )
         product.log2_units = self.units.note(measured, takes_units=bool(self.numerics))
         return extents
-
-    def _rounding(
-        self, product: Product, args: _Args, kwargs: dict[str, Any], reads_weight: bool | None
-    ) -> Numerics | None:
-        for numerics in self.numerics:
-            if numerics.applies_to(product.site, product.rule, args, kwargs, reads_weight):
-                return numerics
-        return None

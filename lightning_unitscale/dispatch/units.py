@@ -1,14 +1,14 @@
-"""The units of one module's products: measured, in force, and where they would not be exact."""
+"""The units of one module's products: measured, and in force."""
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
 
+from lightning_unitscale.dispatch.exactness import why_inexact
 from lightning_unitscale.dispatch.tensors import Extent, read
 from lightning_unitscale.lossless.calibrate import combined_rms
 from lightning_unitscale.lossless.drift import HIGH, LOW
@@ -16,10 +16,6 @@ from lightning_unitscale.lossless.gauge import Gauge
 
 # Where a product runs beside the slots of its operands' gradients.
 FORWARD = "forward"
-# BLAS sums BF16 in FP32, which has the same smallest normal number.
-_SMALLEST_LOG2 = {torch.float32: -126, torch.bfloat16: -126, torch.float64: -1022}
-# As many terms as a product may add, as an exponent of two.
-_LOG2_TERMS = 20
 
 
 @dataclass(eq=False, slots=True)
@@ -79,36 +75,6 @@ class MeasuredProduct:
     addends: tuple[Extent, ...]
     dtype: torch.dtype
     log2_units: tuple[int | None, ...]
-
-    def why_plain(self, log2_units: Sequence[int]) -> str:
-        """Why powers of two would not be exact here; empty where they are.
-
-        A product of two elements below the smallest normal number vanishes in the plain product and
-        survives in units, where it may break a tie of larger terms. A sum that overflows on its way
-        is infinite or NaN there and may be a number in units.
-
-        Args:
-            log2_units: Exponents of the operands' units.
-        """
-        limit = _SMALLEST_LOG2.get(self.dtype)
-        if limit is None:
-            return ""
-        smallest = [math.log2(extent.smallest) for extent in self.extents]
-        if any(sum(pair) < limit for pair in itertools.combinations(smallest, 2)):
-            return f"terms below 2**{limit}, which vanish there and not in units"
-        largest = [math.log2(extent.largest) for extent in self.extents if extent.largest]
-        too_large = -limit - _LOG2_TERMS
-        if any(sum(pair) > too_large for pair in itertools.combinations(largest, 2)):
-            return f"terms above 2**{too_large}, whose sums may overflow there and not in units"
-        stored = [log2 - unit for log2, unit in zip(smallest, log2_units, strict=True)]
-        common = sum(log2_units)
-        stored += [math.log2(extent.smallest) - common for extent in self.addends]
-        if any(log2 < limit for log2 in stored):
-            return f"elements that would be below 2**{limit} in units"
-        largest = [math.log2(extent.largest) for extent in self.addends if extent.largest]
-        if any(log2 - common > -limit for log2 in largest):
-            return f"an addend that would be above 2**{-limit} in units"
-        return ""
 
 
 @dataclass(frozen=True)
@@ -274,7 +240,8 @@ class Units:
         for product in measurement.products:
             pairs = [self.gauge.pair(name) for name in product.names]
             # An operand's pair has no gamma, and a gradient's no sigma.
-            reason = product.why_plain([pair.log2_sigma + pair.log2_gamma for pair in pairs])
+            exponents = [pair.log2_sigma + pair.log2_gamma for pair in pairs]
+            reason = why_inexact(product.extents, exponents, product.dtype, product.addends)
             if reason:
                 product.site.plain[product.slot] = reason
             else:

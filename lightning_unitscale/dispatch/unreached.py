@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,9 +13,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from lightning_unitscale.dispatch.compiled_graphs import COMPILED_BEFORE, OWN_CALLERS, caller
-from lightning_unitscale.dispatch.products import Arguments, contraction
+from lightning_unitscale.dispatch.owners import owner_of
+from lightning_unitscale.dispatch.products import Arguments, ProductRule, contraction
 from lightning_unitscale.dispatch.session import LOCAL, run_inside
-from lightning_unitscale.dispatch.torch_internals import Kernel
+from lightning_unitscale.dispatch.torch_internals import Kernel, plain_functions
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,35 @@ def unreached_kernel(rule: UnreachedRule, original: Kernel) -> Kernel:
                 # Counted here: a backward pass of its own does not say whose it is.
                 session.counter.add(path, "plain", reason, 2 * flops)
         return result
+
+    return kernel
+
+
+def writing_kernel(rule: ProductRule, unreached: UnreachedRule, original: Kernel) -> Kernel:
+    """A kernel that writes a product of the table into a tensor of its caller's.
+
+    Args:
+        rule: Of the product.
+        unreached: The operator, where no factor reaches it.
+        original: torch's own kernel.
+    """
+    plain = unreached_kernel(unreached, original)
+    writing = functools.partial(run_inside, getattr(torch.ops.aten, rule.operator).out)
+    if not rule.addends:
+        # What multiplies by a factor in passing makes a tensor.
+        rule = replace(rule, with_factor=None)
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        if LOCAL.is_inside:
+            return original(*args, **kwargs)
+        session, node, call = owner_of(rule, args)
+        if session is None:
+            return original(*args, **kwargs)
+        if caller() is not None:
+            return plain(*args, **kwargs)
+        options = {**kwargs, "out": kwargs.get("out", args[0])}
+        with plain_functions():
+            return session.run(rule, writing, args, options, node, call)
 
     return kernel
 

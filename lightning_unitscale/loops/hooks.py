@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from contextlib import AbstractContextManager, ExitStack
-from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +15,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from lightning_unitscale.patching import copied_method, reduced_method, shadowed
+from lightning_unitscale.patching import StandIn, shadowed
 
 if TYPE_CHECKING:
     from lightning_unitscale.loops.attach import Attachment
@@ -52,32 +50,17 @@ def torch_optimizers(optimizer: Any) -> list[Optimizer]:
     return found
 
 
-class _Forward:
+class _Forward(StandIn):
     """Stands in for the ``forward`` of an attached module, or for its compiled call."""
 
     def __init__(self, attachment: Attachment, method: Any) -> None:
-        # First: it takes over the attributes of what it wraps, which may stand in as well.
-        functools.update_wrapper(self, method)
+        super().__init__(method)
         self.attachment = attachment
-        self._method = method
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return self._method(*args, **kwargs)
         return self.attachment.run(self._method, args, kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return copied_method(_own(self._method), memo)
-
-    def __reduce__(self) -> Any:
-        return reduced_method(_own(self._method))
-
-
-def _own(method: Any) -> Any:
-    """The module's own method, under what callbacks have put over it."""
-    while not isinstance(method, MethodType) and hasattr(method, "__wrapped__"):
-        method = method.__wrapped__
-    return method
 
 
 def called(module: nn.Module) -> str:

@@ -112,8 +112,13 @@ class LoopCallback:
             "Trainer; in another loop use lightning_unitscale.transforms."
         )
 
-    def begin_batch(self) -> None:
-        """A training batch begins, or the batches of one optimizer step."""
+    def begin_batch(self, batch: Any = None, batch_idx: int = 0) -> None:
+        """A training batch begins, or the batches of one optimizer step.
+
+        Args:
+            batch: The batch; ``None`` in loops that do not tell.
+            batch_idx: Its index.
+        """
 
     def begin_backward(self, loss: Tensor | None) -> None:
         """A loss is there, if it is known."""
@@ -124,8 +129,14 @@ class LoopCallback:
     def end_batch(self) -> None:
         """A training batch has ended; ``loop.has_stepped`` says whether the optimizer stepped."""
 
-    def begin_evaluation(self, name: str) -> None:
-        """A batch of an evaluation begins, in the step of this name."""
+    def begin_evaluation(self, name: str, batch: Any = None, *indices: int) -> None:
+        """A batch of an evaluation begins.
+
+        Args:
+            name: Of the step, such as ``"validation_step"``.
+            batch: The batch; ``None`` in loops that do not tell.
+            *indices: Of the batch, and of its loader.
+        """
 
     def end_evaluation(self, batch_idx: int = 0) -> None:
         """It has ended."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from lightning_unitscale.dispatch.calls import Call, sources_of
 from lightning_unitscale.dispatch.coverage import CoverageCounter
+from lightning_unitscale.dispatch.exactness import why_inexact
 from lightning_unitscale.dispatch.products import RULES, is_turned
 from lightning_unitscale.dispatch.tensors import (
     Extent,
@@ -19,7 +19,7 @@ from lightning_unitscale.dispatch.tensors import (
     scaled_copy,
     smallest_and_rms,
 )
-from lightning_unitscale.dispatch.units import MeasuredProduct, Site
+from lightning_unitscale.dispatch.units import Site
 
 MM = next(rule for rule in RULES if rule.operator == "mm")
 
@@ -63,26 +63,26 @@ def test_extents() -> None:
     assert math.isnan(rms) and (smallest, largest) == (math.inf, 0.0)
 
 
-def _product(*smallest: float, addends: Any = (), dtype: torch.dtype = torch.float32) -> Any:
-    extents = tuple(Extent(1.0, one, 1.0) for one in smallest)
-    names = tuple(map(str, range(len(smallest))))
-    return MeasuredProduct(Site("x", "", names), "forward", names, extents, addends, dtype, (0, 0))
+def _why_inexact(*smallest: float, units: Any = (0, 0), addends: Any = ()) -> str:
+    extents = [Extent(1.0, least, 1.0) for least in smallest]
+    return why_inexact(extents, units, torch.float32, addends)
 
 
 def test_where_powers_of_two_are_not_exact() -> None:
-    assert _product(2.0**-60, 2.0**-60).why_plain((0, 0)) == ""
-    assert "terms below 2**-126" in _product(2.0**-60, 2.0**-70).why_plain((0, 0))
-    assert "elements that would be below" in _product(2.0**-60, 1.0).why_plain((67, 0))
+    assert _why_inexact(2.0**-60, 2.0**-60) == ""
+    assert "terms below 2**-126" in _why_inexact(2.0**-60, 2.0**-70)
+    assert "elements that would be below" in _why_inexact(2.0**-60, 1.0, units=(67, 0))
     tiny, huge = Extent(1.0, 2.0**-100, 1.0), Extent(1.0, 1.0, 2.0**100)
-    assert "elements" in _product(1.0, 1.0, addends=(tiny,)).why_plain((20, 10))
-    assert "an addend" in _product(1.0, 1.0, addends=(huge,)).why_plain((-20, -10))
+    assert "elements" in _why_inexact(1.0, 1.0, units=(20, 10), addends=(tiny,))
+    assert "an addend" in _why_inexact(1.0, 1.0, units=(-20, -10), addends=(huge,))
+    small = (Extent(1.0, 2.0**-60, 1.0), Extent(1.0, 2.0**-70, 1.0))
     for dtype in (torch.float16, torch.float64):
-        assert _product(2.0**-60, 2.0**-70, dtype=dtype).why_plain((0, 0)) == ""
-    assert _product(math.inf, 2.0**-70).why_plain((0, 0)) == ""
+        assert why_inexact(small, (0, 0), dtype) == ""
+    assert _why_inexact(math.inf, 2.0**-70) == ""
     # A million terms of 2**106 are beyond FP32.
     for exponent, reason in ((56, ""), (57, "terms above 2**106")):
         extents = (Extent(1.0, 1.0, 2.0**50), Extent(1.0, 1.0, 2.0**exponent))
-        found = dataclasses.replace(_product(1.0, 1.0), extents=extents).why_plain((0, 0))
+        found = why_inexact(extents, (0, 0), torch.float32)
         assert found.startswith(reason) and bool(found) == bool(reason)
 
 
