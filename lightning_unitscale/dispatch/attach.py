@@ -82,7 +82,7 @@ class AttachedSession:
         methods: What stands in for each method.
     """
 
-    method_type = SessionMethod
+    method_type: type[SessionMethod] = SessionMethod
 
     def __init__(
         self,

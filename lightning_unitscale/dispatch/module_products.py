@@ -120,6 +120,8 @@ class ModuleProducts(AttachedSession):
         passes: The same.
     """
 
+    method_type = _ForwardMethod
+
     def __init__(self, module: nn.Module, passes: Sequence[GraphPass]) -> None:
         self.passes = tuple(passes)
         self._coverage = Coverage()
