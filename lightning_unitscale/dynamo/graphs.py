@@ -1,7 +1,8 @@
 """Graphs as Dynamo makes them: copy one, add an input, tell its operators apart.
 
 Private names used here were checked on torch 2.13 and 2.11: ``node._dynamo_source``,
-``GlobalSource``, ``HigherOrderOperator``, ``_enter_autocast`` and ``_exit_autocast``.
+``GlobalSource``, ``HigherOrderOperator``, ``_enter_autocast`` and ``_exit_autocast``;
+``FakeTensorMode``, and the ``node`` of a symbolic number with its ``hint``.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._dynamo.source import GlobalSource
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 
 def copy_graph_module(graph_module: fx.GraphModule) -> fx.GraphModule:
@@ -74,6 +76,27 @@ def fake_mode_of(graph: fx.Graph) -> contextlib.AbstractContextManager[Any]:
             context: contextlib.AbstractContextManager[Any] = mode
             return context
     return contextlib.nullcontext()
+
+
+def fake_mode_in_numbers(mode: Any) -> Any:
+    """A fake mode as another one, without symbols."""
+    return FakeTensorMode(allow_non_fake_inputs=mode.allow_non_fake_inputs)
+
+
+def number_of(value: Any) -> Any:
+    """A symbolic number as it was when the graph was captured; other values as they are.
+
+    No guard comes of it.
+
+    Raises:
+        LookupError: If it depends on the values of a tensor.
+    """
+    if not isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return value
+    hint = value.node.hint if value.node.has_hint() else None
+    if hint is None:
+        raise LookupError(f"{value} depends on the values of a tensor")
+    return hint
 
 
 def is_checkpoint(node: fx.Node) -> bool:

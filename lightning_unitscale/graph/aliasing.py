@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils._pytree import tree_map_only
 
 from lightning_unitscale.dynamo.backend import Writes
 from lightning_unitscale.dynamo.graphs import fake_mode_of, is_checkpoint, is_higher_order
@@ -35,6 +34,7 @@ from lightning_unitscale.graph.nodes import (
     tensor_name,
     tensors_in,
 )
+from lightning_unitscale.graph.stand_ins import stand_ins
 
 _OWN_PACKAGE = __name__.partition(".")[0]
 # Key of ``node.meta``: the effects of a node, and the operation that has them.
@@ -318,6 +318,7 @@ def _is_tuple(argument: Any) -> bool:
 
 
 def _seen_by_running(node: fx.Node, paths: list[Path], mode: Any) -> Effects:
+    mode, by_node = stand_ins(mode, node.all_input_nodes)
     with contextlib.ExitStack() as stack:
         stack.enter_context(mode)
         shape_env = mode.shape_env
@@ -326,14 +327,10 @@ def _seen_by_running(node: fx.Node, paths: list[Path], mode: Any) -> Effects:
             # The capture has the guards it needs; kernels in C++ would fix sizes that are symbols.
             stack.enter_context(shape_env.suppress_guards())
         stack.enter_context(torch.no_grad())
-        stand_ins = {
-            argument: tree_map_only(Tensor, _stand_in, argument.meta.get("example_value"))
-            for argument in node.all_input_nodes
-        }
-        args, kwargs = fx.map_arg((node.args, node.kwargs), stand_ins.__getitem__)
+        args, kwargs = fx.map_arg((node.args, node.kwargs), by_node.__getitem__)
         writes = stack.enter_context(Writes())
         result = call(node.target, args, kwargs)
-    values = {path: stand_ins[argument_at(node, path)] for path in paths}
+    values = {path: by_node[argument_at(node, path)] for path in paths}
     return Effects(
         tuple(path for path, value in values.items() if _is_written(value, writes)),
         tuple(_sharing(result, values.items())),
@@ -365,15 +362,6 @@ def _writes_of_checkpoint(node: fx.Node) -> tuple[Path, ...]:
     aliased = aliased_by_mutation(body.graph)
     inner = body.graph.find_nodes(op="placeholder")
     return tuple((i,) for i, placeholder in enumerate(inner, start=1) if placeholder in aliased)
-
-
-def _stand_in(example: Tensor) -> Tensor:
-    """A tensor of the same kind with memory of its own."""
-    if example.layout is not torch.strided or example.is_nested:
-        return example.detach()
-    return torch.empty_strided(
-        example.size(), example.stride(), dtype=example.dtype, device=example.device
-    )
 
 
 def _sharing(result: Any, values: Iterable[tuple[Path, Any]]) -> Iterator[Path]:
