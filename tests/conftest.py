@@ -22,10 +22,13 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from tests.process import COLLECTIONS, spare_time
+
 # A machine may be slow, and no test is about time.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")
 torch.set_num_threads(1)
+gc.set_threshold(*COLLECTIONS)
 
 # Marks of tests that may take long.
 _LONG = ("slow", "distributed")
@@ -63,12 +66,10 @@ def pytest_collection_modifyitems(
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _short_collections() -> None:
-    """Leaves what is imported out of later collections: each would go through all of it."""
+def _spared_time() -> None:
     for name in ("lightning.pytorch", "torch._dynamo", "torch._inductor.compile_fx"):
         importlib.import_module(name)
-    gc.collect()
-    gc.freeze()
+    spare_time()
 
 
 _FOLDERS = itertools.count()

@@ -21,6 +21,8 @@ from typing import Any
 
 import torch
 
+from tests.process import spare_time
+
 ROOT = Path(__file__).parents[2]
 # None of them may start a thread: a process that has threads cannot be forked.
 _PRELOADED = [
@@ -138,3 +140,4 @@ def quiet_rank() -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    spare_time()
