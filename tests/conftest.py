@@ -67,6 +67,8 @@ def pytest_collection_modifyitems(
 
 @pytest.fixture(autouse=True, scope="session")
 def _spared_time() -> None:
+    if "TRITON_INTERPRET" in os.environ:
+        return  # nothing is captured there
     for name in ("lightning.pytorch", "torch._dynamo", "torch._inductor.compile_fx"):
         importlib.import_module(name)
     spare_time()

@@ -23,13 +23,6 @@ def test_the_package_loads_neither_torch_nor_lightning() -> None:
     assert not loaded & {"torch", "lightning", "pytorch_lightning", "numpy", "tensorboard", "scipy"}
 
 
-IMPORTS = [
-    "import lightning_unitscale, lightning.pytorch",
-    "import lightning.pytorch, lightning_unitscale",
-    # Looked for, and not imported yet.
-    "import lightning_unitscale as one; from importlib.util import find_spec; "
-    "find_spec('lightning.pytorch.strategies'); import lightning.pytorch",
-]
 STRATEGY = """
 import sys
 from lightning.pytorch.strategies import StrategyRegistry, __loader__ as loader
@@ -37,14 +30,42 @@ print('lightning_unitscale.strategies' in sys.modules, 'exec_module' in vars(loa
       any('unitscale' in type(one).__module__ for one in sys.meta_path),
       type(StrategyRegistry.get('pipeline')).__name__)
 """
-CALLBACKS = "import sys, lightning_unitscale.callbacks; print(*sys.modules)"
+BOTH_PACKAGES = """
+import lightning.pytorch, lightning_unitscale, pytorch_lightning
+callback = lightning_unitscale.UnitScaleCallback()
+print(*(isinstance(callback, package.Callback)
+        for package in (lightning.pytorch, pytorch_lightning)))
+"""
 NAMES = """
 import lightning_unitscale as lus
 for name in sorted({*lus.__all__, *dir(lus)}): getattr(lus, name)
 print(lus.__version__)
 """
-ATTACHED = """
-import sys, torch
+FIRST = f"""
+import lightning_unitscale, lightning.pytorch
+{STRATEGY}
+{BOTH_PACKAGES}
+"""
+LAST = f"""
+import lightning.pytorch, lightning_unitscale
+{STRATEGY}
+{NAMES}
+"""
+# Looked for, and not imported yet.
+FOUND = f"""
+import lightning_unitscale as one; from importlib.util import find_spec
+find_spec('lightning.pytorch.strategies'); import lightning.pytorch
+{STRATEGY}
+"""
+BEFORE_BOTH = f"""
+import lightning_unitscale; lightning_unitscale.UnitScaleCallback
+import pytorch_lightning
+{BOTH_PACKAGES}
+"""
+CALLBACKS = """
+import sys, lightning_unitscale.callbacks
+print('torch.distributed.pipelining' in sys.modules)
+import torch
 from lightning_unitscale import RematCallback, ScaleMonitor, UnitScaleCallback, attach
 model = torch.nn.Linear(2, 2)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -53,21 +74,7 @@ with attach(model, optimizer, [UnitScaleCallback(), ScaleMonitor(1)]):
     optimizer.step()
 print(*{name.split('.')[0] for name in sys.modules})
 """
-BOTH_PACKAGES = """
-from importlib import import_module
-for name in {order}:
-    package = import_module(name)
-    getattr(package, 'UnitScaleCallback', None)
-import lightning.pytorch, lightning_unitscale, pytorch_lightning
-callback = lightning_unitscale.UnitScaleCallback()
-print(*(isinstance(callback, package.Callback)
-        for package in (lightning.pytorch, pytorch_lightning)))
-"""
-ORDERS = [
-    BOTH_PACKAGES.format(order=("lightning_unitscale", "lightning.pytorch", "pytorch_lightning")),
-    BOTH_PACKAGES.format(order=("pytorch_lightning", "lightning_unitscale", "lightning.pytorch")),
-]
-CODES = [*(f"{imports}\n{STRATEGY}" for imports in IMPORTS), CALLBACKS, NAMES, ATTACHED, *ORDERS]
+CODES = [FIRST, LAST, FOUND, BEFORE_BOTH, CALLBACKS]
 # What takes seconds, and does not know of Lightning's Trainer or of this package.
 _FORKING = """
 import os, sys
@@ -93,36 +100,33 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.mark.slow
-def test_callbacks_do_not_load_the_engine_of_pipelines(printed: dict[str, str]) -> None:
-    assert "torch.distributed.pipelining" not in printed[CALLBACKS].split()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("imports", IMPORTS)
+@pytest.mark.parametrize("code", [FIRST, LAST, FOUND], ids=["first", "last", "found"])
 def test_the_strategy_has_a_name_once_the_package_is_imported(
-    imports: str, printed: dict[str, str]
+    code: str, printed: dict[str, str]
 ) -> None:
-    found = printed[f"{imports}\n{STRATEGY}"].split()[-4:]
-    assert found == ["False", "False", "False", "PipelineStrategy"]
+    assert "False False False PipelineStrategy" in printed[code].splitlines()
 
 
 @pytest.mark.slow
-def test_callbacks_load_no_package_of_lightning(printed: dict[str, str]) -> None:
+def test_callbacks_load_neither_the_engine_of_pipelines_nor_lightning(
+    printed: dict[str, str],
+) -> None:
     """Who trains in another loop, or with the other of the two packages, does not wait for it."""
-    loaded = set(printed[ATTACHED].split())
-    assert not loaded & {"lightning", "pytorch_lightning", "lightning_fabric"}
-    assert "UnitScaleCallback: forward: 2 of 2 products in units" in printed[ATTACHED]
+    lines = printed[CALLBACKS].splitlines()
+    assert lines[0] == "False"
+    assert not set(lines[-1].split()) & {"lightning", "pytorch_lightning", "lightning_fabric"}
+    assert "UnitScaleCallback: forward: 2 of 2 products in units" in printed[CALLBACKS]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("code", ORDERS, ids=["lightning", "pytorch_lightning"])
+@pytest.mark.parametrize("code", [FIRST, BEFORE_BOTH], ids=["first", "before both"])
 def test_a_callback_is_one_of_each_package(code: str, printed: dict[str, str]) -> None:
     assert printed[code].split()[-2:] == ["True", "True"]
 
 
 @pytest.mark.slow
 def test_a_listed_name_is_there_when_it_is_asked_for(printed: dict[str, str]) -> None:
-    assert printed[NAMES].split()[-1] == lightning_unitscale.__version__
+    assert printed[LAST].split()[-1] == lightning_unitscale.__version__
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:
