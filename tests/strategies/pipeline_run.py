@@ -187,7 +187,7 @@ def _few() -> TensorDataset:
 
 
 def _gpt() -> pl.LightningModule:
-    return GPT(width=16, depth=2, num_heads=2, context=CONTEXT, warmup_steps=2, decay_steps=40)
+    return GPT(width=16, depth=1, num_heads=2, context=CONTEXT, warmup_steps=2, decay_steps=40)
 
 
 CASES: dict[str, dict[str, Any]] = {

@@ -137,7 +137,6 @@ CASES: dict[str, dict[str, Any]] = {
 }
 # Three parts, each of which goes on from the one before.
 PARTS: dict[str, dict[str, Any]] = {
-    "lossless": {"scale": {"recalibrate": None}, "saves": True, "captured": True},
     "two-roads": {"scale": {"recalibrate": None}, "saves": True},
     "by-rules": {"scale": {"method": "u-mup", "recalibrate": None}, "saves": True, "points": True},
 }
