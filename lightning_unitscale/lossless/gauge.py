@@ -12,6 +12,8 @@ import torch
 from tabulate import tabulate
 from torch import Tensor
 
+from lightning_unitscale.scales.transfer import sent_to
+
 # A factor of a product combines two sigmas, or a sigma and a gamma; within these bounds every such
 # factor and its inverse is a normal FP32 number, so that multiplying by it is exact.
 MAX_LOG2_SIGMA = 60
@@ -229,8 +231,7 @@ class FactorTable:
         """The factors under ``gauge``, FP32 of shape ``(number of factors,)``."""
         if self._last is None or self._last[0] is not gauge:
             powers = [_exact_power(factor, gauge) for factor in self._rows]
-            vector = torch.tensor(powers, dtype=torch.float32, device=self._device)
-            self._last = (gauge, vector)
+            self._last = (gauge, sent_to(self._device, powers, torch.float32))
         return self._last[1]
 
 
