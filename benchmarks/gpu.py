@@ -91,6 +91,7 @@ def overheads(plain: nn.Module, batch: tuple[Tensor, Tensor], folder: str) -> di
         "CUDA graphs, lossless products": compiled(
             lossless_unit_scale(plain, *batch), "reduce-overhead"
         ),
+        "CUDA graphs, lossless all": compile_graphs(everything, "reduce-overhead"),
     }
     return {name: training_step(module, batch) for name, module in modules.items()} | {
         "eager, monitor, not sampled": watched_step(copy.deepcopy(plain), batch, NEVER, None),

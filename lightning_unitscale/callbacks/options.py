@@ -13,9 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from lightning_unitscale.arguments import check_choice, check_flag
+from lightning_unitscale.dynamo.capture import CompileMode
 from lightning_unitscale.formats import NumberFormat
 from lightning_unitscale.functional.low_precision import DEFAULT_GRADIENT, GradientFormat
 from lightning_unitscale.graph.name_patterns import NamePatterns
@@ -26,6 +27,25 @@ from lightning_unitscale.quantize import Rounding, check_rounding, checked_forma
 from lightning_unitscale.rules.plan import RuleOptions
 
 _RULES = ("unit-scaling", "u-mup")
+
+
+def check_compile(value: object) -> None:
+    """Refuse what is neither a flag nor a mode of ``torch.compile``.
+
+    Raises:
+        ValueError: If ``compile`` is something else, such as ``"yes"``.
+    """
+    modes = get_args(CompileMode)
+    if not isinstance(value, bool) and value not in modes:
+        raise ValueError(
+            f"compile={value!r}: neither a flag nor a mode of torch.compile; expected True, False, "
+            f"{', '.join(map(repr, modes[:-1]))} or {modes[-1]!r}; pass compile=True."
+        )
+
+
+def mode_of(compile: bool | CompileMode) -> CompileMode:
+    """The mode in which Inductor compiles."""
+    return "default" if isinstance(compile, bool) else compile
 
 
 @dataclass(frozen=True)

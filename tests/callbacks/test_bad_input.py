@@ -214,7 +214,7 @@ def test_products_need_no_capture() -> None:
         (lambda: ScaleMonitor(exclude=""), ValueError),
         (lambda: ScaleMonitor(formats=("FP17",)), ValueError),
         (lambda: ScaleMonitor(formats="FP17"), ValueError),
-        (lambda: RematCallback(0.5, compile="yes"), ValueError),
+        (lambda: RematCallback(0.5, compile="fast"), ValueError),
         (lambda: ScaleMonitor(histograms="all"), ValueError),
         (lambda: ScaleMonitor(on_violation="shout"), ValueError),
         (lambda: ScaleMonitor(trend_steps=0), ValueError),

@@ -20,7 +20,7 @@ def test_a_rehearsal(tmp_path: Path) -> None:
     assert finished.returncode == 0, finished.stderr
     results = json.loads(output.read_text())
     assert {row["ratio"] for row in results["overheads"] if row["variant"].endswith("plain")} == {1}
-    assert len(results["overheads"]) == 13
+    assert len(results["overheads"]) == 14
     predicted, measured = (
         results["budgets"][0][f"{word} peak, MiB"] for word in ("predicted", "measured")
     )
