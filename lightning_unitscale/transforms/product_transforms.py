@@ -24,7 +24,12 @@ from lightning_unitscale.capture.rollback import detached_copy
 from lightning_unitscale.capture.steps import steps_of
 from lightning_unitscale.dispatch.module_products import ModuleProducts
 from lightning_unitscale.dynamo.capture import CompileMode
-from lightning_unitscale.functional.low_precision import DEFAULT_GRADIENT, GradientFormat, Scaling
+from lightning_unitscale.functional.low_precision import (
+    DEFAULT_GRADIENT,
+    Casts,
+    GradientFormat,
+    Scaling,
+)
 from lightning_unitscale.graph.passes import GraphPass
 from lightning_unitscale.lossless.gauge import Gauge
 from lightning_unitscale.lossless.rehearsal import LiveGradients, calibrate
@@ -170,6 +175,7 @@ def fp8_linears(
     exclude: str | Sequence[str] | None = None,
     gradient_format: GradientFormat = DEFAULT_GRADIENT,
     grid: Grid = "fixed",
+    casts: Casts = "fused",
 ) -> nn.Module:
     """A copy of ``module`` whose linear layers, and their gradients, run in real FP8.
 
@@ -193,6 +199,8 @@ def fp8_linears(
         grid: ``"moving"`` multiplies what is cast by a number in (1/2, 1], another one at every
             training step, and divides the product by it, so that the errors of a weight that hardly
             changes average out; for constant scales.
+        casts: How Inductor casts, in what :func:`compile` compiles: ``"fused"`` as a part of the
+            kernels that make the operands, ``"kernel"`` by one Triton kernel for each.
 
     Returns:
         A new module with ``explain()``: what was decided on each layer, and why.
@@ -209,7 +217,9 @@ def fp8_linears(
         >>> fast(x).shape
         torch.Size([8, 16])
     """
-    graph_pass = FP8Linears(scaling, exclude=exclude, gradient_format=gradient_format, grid=grid)
+    graph_pass = FP8Linears(
+        scaling, exclude=exclude, gradient_format=gradient_format, grid=grid, casts=casts
+    )
     return _transformed(module, "fp8_linears", graph_pass)
 
 
