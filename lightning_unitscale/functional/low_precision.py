@@ -23,6 +23,7 @@ of every device here, so that one model is treated alike on all.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -194,7 +195,7 @@ def fp8_matrices(
             comes before, or the ``"kernel"`` as one operator. Both round alike.
     """
     is_on_gpu = matrix.device.type == "cuda"
-    is_operator = casts == "kernel" if torch.compiler.is_compiling() else is_on_gpu
+    is_operator = casts == "kernel" if _is_traced() else is_on_gpu
     if not is_operator or matrix.numel() == 0 or (is_on_gpu and not has_triton()):
         cast = to_fp8(matrix, factor, dtype)
         return [cast] * rows + [cast.t()] * turned
@@ -203,6 +204,13 @@ def fp8_matrices(
         matrix, [factor] if is_tensor else [], 1.0 if is_tensor else factor, dtype, rows, turned
     )
     return matrices
+
+
+def _is_traced() -> bool:
+    """Whether AOTAutograd makes a graph of what runs; torch 2.11 does not say it compiles then."""
+    proxies = sys.modules.get("torch.fx.experimental.proxy_tensor")
+    is_traced = proxies is not None and proxies.get_proxy_mode() is not None
+    return is_traced or torch.compiler.is_compiling()
 
 
 _LIBRARY = torch.library.Library("lightning_unitscale", "FRAGMENT")

@@ -182,8 +182,7 @@ def a_gpu() -> Iterator[Gpu]:
     """Within this context there is one, for what knows of fake tensors only."""
     gpu = Gpu()
     stand_ins: list[tuple[Any, dict[str, Any]]] = [
-        (torch.cuda, {"is_available": lambda: True, "Event": gpu.event}),
-        (torch.cuda, {"get_device_capability": lambda *_: (9, 0)}),
+        (torch.cuda, {"Event": gpu.event, "get_device_capability": lambda *_: (9, 0)}),
         (torch.UntypedStorage, {"data_ptr": _address}),
         (Tensor, {"data_ptr": _place}),
         # The monitor and layers in FP8 leave fake tensors alone.
@@ -207,7 +206,9 @@ def train(gpu: Gpu, *callbacks: UnitScaleCallback | ScaleMonitor) -> None:
         module = DemoLoss(width=32, depth=1, num_heads=2)
         tokens = torch.zeros(2, 2, 8, dtype=torch.int64)
     optimizer = torch.optim.AdamW(module.parameters())
-    with attach(module, optimizer, callbacks):
+    with mock.patch.object(torch.cuda, "is_available", lambda: True):
+        attachment = attach(module, optimizer, callbacks)
+    with attachment:
         for step in range(NUM_STEPS):
             gpu.begin_step()
             gpu.number = 2.0**-4 if step < LOOK_EVERY else 2.0**-9
