@@ -43,9 +43,9 @@ def check_compile(value: object) -> None:
         )
 
 
-def mode_of(compile: bool | CompileMode) -> CompileMode:
-    """The mode in which Inductor compiles."""
-    return "default" if isinstance(compile, bool) else compile
+def mode_of(compile: bool | CompileMode) -> CompileMode | None:
+    """The mode in which Inductor compiles, ``None`` where another callback may choose it."""
+    return None if isinstance(compile, bool) else compile
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,6 @@ class FP8:
             product by it, another one at every training step: with ``"fixed"``, a weight that
             hardly moves is rounded to the same side at every step, which costs a long training
             more than the rounding itself.
-
         casts: How Inductor casts, with ``compile``: ``"fused"`` as a part of the kernels that make
             the operands, ``"kernel"`` by one Triton kernel for each operand and its transpose. Both
             round alike, but what Inductor fuses may not have been rounded to 16 bits before.

@@ -41,8 +41,8 @@ class RematCallback(StepsCallback):
             ``"600MiB"`` is in bytes, a float in (0, 1] a fraction of the peak without
             rematerialization; ``"min_cut"`` keeps as little as no further matrix product allows.
         compile: Run the captured graphs by Inductor, in a mode of ``torch.compile`` if it is the
-            name of such. Results then are those of ``torch.compile``
-            up to its rounding, and the prediction is an estimate: what it fuses is not stored.
+            name of such. Results then are those of ``torch.compile`` up to its rounding, and the
+            prediction is an estimate: what it fuses is not stored.
 
     Raises:
         ValueError: If the budget is malformed; at the first batch, if it is below the floor, which

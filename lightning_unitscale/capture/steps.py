@@ -151,8 +151,14 @@ class ModuleSteps:
         self.passes.append(graph_pass)
         self.reset()
 
-    def use_executor(self, executor: Executor, mode: CompileMode = "default") -> None:
-        """Run the graphs by another executor from now on, Inductor in this mode."""
+    def use_executor(self, executor: Executor, mode: CompileMode | None = None) -> None:
+        """Run the graphs by another executor from now on.
+
+        Args:
+            executor: The executor.
+            mode: Of Inductor; ``None`` leaves what somebody else has asked for.
+        """
+        mode = mode or self.compile_mode
         if (executor, mode) != (self.executor, self.compile_mode):
             self.executor, self.compile_mode = executor, mode
             self.reset()

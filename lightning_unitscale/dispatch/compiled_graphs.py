@@ -23,7 +23,7 @@ from lightning_unitscale.dispatch.sites import frames
 from lightning_unitscale.dispatch.tensors import Extent, smallest_and_rms
 from lightning_unitscale.dispatch.torch_internals import MODULE_CALL, codes
 from lightning_unitscale.dispatch.units import MeasuredProduct, Site
-from lightning_unitscale.scales.transfer import sent_to
+from lightning_unitscale.scales.transfer import numbers_on
 
 # Beyond it a factor, or its inverse, is no normal number of FP32, in which it is held.
 _LARGEST = 126
@@ -153,7 +153,7 @@ class CompiledGraph:
         if factors is None or exponents != written:
             # An evaluation may come first, whose tensors no training could write into.
             with torch.inference_mode(False):
-                values = sent_to(device, [2.0**e for e in exponents], torch.float32)
+                values = numbers_on(device, [2.0**e for e in exponents], torch.float32)
                 factors = values if factors is None else factors.copy_(values)
             self._factors[device] = factors, exponents
         if not self._is_known:

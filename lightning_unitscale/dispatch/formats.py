@@ -19,7 +19,7 @@ from lightning_unitscale.lossless.fp8_range import Unrepresentable
 from lightning_unitscale.precision.dither import MovingGrid
 from lightning_unitscale.precision.simulate import SimulateFormat
 from lightning_unitscale.quantize import rounded
-from lightning_unitscale.scales.transfer import sent_to
+from lightning_unitscale.scales.transfer import numbers_on
 
 
 class Numerics(abc.ABC):
@@ -152,7 +152,7 @@ def rounding_key(seed: int, step: int, name: str, device: torch.device) -> Tenso
         INT64 of shape ``(2,)``, as ``quantize`` takes it.
     """
     text = f"{seed}/{step}/{name}".encode()
-    return sent_to(device, [zlib.crc32(text), zlib.adler32(text)], torch.int64)
+    return numbers_on(device, [zlib.crc32(text), zlib.adler32(text)], torch.int64)
 
 
 def grid_factor(grid: MovingGrid | None, name: str, call: int) -> float:

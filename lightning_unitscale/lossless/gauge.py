@@ -13,7 +13,7 @@ from tabulate import tabulate
 from torch import Tensor
 
 from lightning_unitscale.dynamo.graphs import is_saved
-from lightning_unitscale.scales.transfer import sent_to
+from lightning_unitscale.scales.transfer import numbers_on
 
 # A factor of a product combines two sigmas, or a sigma and a gamma; within these bounds every such
 # factor and its inverse is a normal FP32 number, so that multiplying by it is exact.
@@ -235,7 +235,7 @@ class FactorTable:
             powers = [_exact_power(factor, gauge) for factor in self._rows]
             # An evaluation may come first, whose tensors no training could save.
             with torch.inference_mode(False):
-                vector = sent_to(self._device, powers, torch.float32)
+                vector = numbers_on(self._device, powers, torch.float32)
                 if self._last is not None and not is_saved(last := self._last[1]):
                     vector = last.copy_(vector)
             self._last = (gauge, vector)

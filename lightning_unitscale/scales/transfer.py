@@ -27,7 +27,7 @@ class HostCopy:
         if tensor.device.type != "cuda":
             self._copy = tensor.cpu()
             return
-        self._copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        self._copy = _pinned(tensor)
         with torch.cuda.device_of(tensor):
             self._copy.copy_(tensor, non_blocking=True)
             self._event = torch.cuda.Event()
@@ -45,19 +45,18 @@ class HostCopy:
         return self._copy
 
 
-def sent_to(device: torch.device, numbers: Sequence[float], dtype: torch.dtype) -> Tensor:
-    """A few numbers on a device, behind what it has to do already.
-
-    Args:
-        device: Where to.
-        numbers: The numbers.
-        dtype: Their type.
-
-    Returns:
-        Shape ``(len(numbers),)``.
-    """
+def sent_to(device: torch.device, tensor: Tensor) -> Tensor:
+    """A tensor of the host's on a device, behind what that has to do already."""
     if device.type != "cuda":
-        return torch.tensor(numbers, dtype=dtype, device=device)
-    pinned = torch.empty(len(numbers), dtype=dtype, pin_memory=True)
-    pinned.copy_(torch.tensor(numbers, dtype=dtype))
-    return pinned.to(device, non_blocking=True)
+        return tensor.to(device)
+    return _pinned(tensor).copy_(tensor).to(device, non_blocking=True)
+
+
+def numbers_on(device: torch.device, numbers: Sequence[float], dtype: torch.dtype) -> Tensor:
+    """A few numbers on a device, as :func:`sent_to` sends them: shape ``(len(numbers),)``."""
+    return sent_to(device, torch.tensor(numbers, dtype=dtype, device="cpu"))
+
+
+def _pinned(tensor: Tensor) -> Tensor:
+    """Pinned memory for a copy of a tensor, wherever new tensors are made by default."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)

@@ -18,7 +18,7 @@ from lightning_unitscale.scales.layout import RowLayout
 from lightning_unitscale.scales.reduce import absent_rows, merge_rows, shift_rows
 from lightning_unitscale.scales.snapshot import ScaleSnapshot
 from lightning_unitscale.scales.statistics import statistics_row
-from lightning_unitscale.scales.transfer import HostCopy, sent_to
+from lightning_unitscale.scales.transfer import HostCopy, numbers_on
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class CutGraph:
         def row(of: Tensor, unit: Factor) -> Tensor:
             exponent = 0 if tensor.held.in_graph else unit.exponent(gauge)
             # As for the others, formats are counted of what is stored.
-            (factor,) = sent_to(of.device, [2.0**-exponent], torch.float32)
+            (factor,) = numbers_on(of.device, [2.0**-exponent], torch.float32)
             return statistics_row(of.detach(), self._layout, factor=factor if exponent else None)
 
         forward = row(value, tensor.held.sigma)[None]

@@ -140,3 +140,10 @@ def test_a_mode_reaches_inductor(
 def test_a_mode_that_is_none() -> None:
     with pytest.raises(ValueError, match="mode='fast': unknown; expected 'default', "):
         compile(Net(), "fast")
+
+
+def test_who_asks_for_no_mode_leaves_that_of_others() -> None:
+    _, step = captured_forward(Net(), "first")
+    step.owner.use_executor("inductor", "max-autotune")
+    step.owner.use_executor("inductor")
+    assert step.owner.compile_mode == "max-autotune"
