@@ -8,7 +8,11 @@ compiled by Inductor, with BF16 parameters and 16,384 tokens:
   in every step (left out where torchao is not installed);
 - "dynamic": ``transforms.fp8_linears(scaling="dynamic")``, the same by this package's kernels;
 - "constant": ``transforms.fp8_linears`` on ``lossless_unit_scale``: scales are known beforehand,
-  with a moving grid and gradients in E4M3, as ``UnitScaleCallback(precision="fp8")`` has them.
+  with a moving grid and gradients in E4M3, as ``UnitScaleCallback(precision="fp8")`` has them;
+- "constant, kernel": the same with ``casts="kernel"``, one Triton kernel for each operand, where
+  otherwise Inductor makes the casts a part of its own kernels.
+
+Last it says which of the two is faster, for ``FP8(casts=)``.
 
     python benchmarks/fp8_matmul.py --sizes 1024 2048 4096 8192
 """
@@ -20,9 +24,10 @@ import copy
 import json
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -32,11 +37,12 @@ from tabulate import tabulate
 from torch import Tensor, nn
 
 from benchmarks.measure import RESULTS, machine
-from lightning_unitscale.functional.low_precision import why_no_fp8
+from lightning_unitscale.functional.low_precision import Casts, why_no_fp8
 from lightning_unitscale.transforms import compile, fp8_linears, lossless_unit_scale
 
 # The step runs on the GPU's own clock, between two of its events; the machine is not waited for.
 WARMUP, ROUNDS = 10, 30
+CASTS: dict[str, Casts] = {"constant": "fused", "constant, kernel": "kernel"}
 HEAD = 128
 
 
@@ -81,8 +87,15 @@ def variants(module: nn.Module, x: Tensor, gradient: Tensor) -> dict[str, nn.Mod
     # Units of gradients are measured in the first backward pass.
     scaled(x).backward(gradient)
     scaled(x)
-    made["constant"] = compile(fp8_linears(scaled, grid="moving"))
+    for name, casts in CASTS.items():
+        made[name] = compile(fp8_linears(scaled, grid="moving", casts=casts))
     return made
+
+
+def faster_casts(rows: Sequence[Mapping[str, Any]]) -> Casts:
+    """What ``FP8(casts=)`` should be on this GPU, by the rows of :func:`measure`."""
+    taken = {str(row["products"]): float(row["ms"]) for row in rows}
+    return CASTS[min(CASTS, key=lambda name: taken[name])]
 
 
 def medians(modules: dict[str, nn.Module], x: Tensor, gradient: Tensor) -> dict[str, float]:
@@ -163,8 +176,10 @@ def main() -> None:
     rows = []
     for kind in ("linear", "block"):
         for width in args.sizes:
-            rows += measure(kind, width, args.tokens)
-            print(tabulate(rows[-4:], headers="keys"), flush=True)
+            measured = measure(kind, width, args.tokens)
+            print(tabulate(measured, headers="keys"))
+            print(f"FP8(casts={faster_casts(measured)!r}) is faster here", flush=True)
+            rows += measured
     print(f"\n{args.tokens} tokens, forward and backward\n{tabulate(rows, headers='keys')}")
     about = machine()
     print(", ".join(f"{key} {value}" for key, value in about.items()))

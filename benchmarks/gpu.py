@@ -5,7 +5,8 @@ A GPT in BF16 autocast, forward, backward and AdamW:
 - unit scaling over the plain step, in eager mode and by Inductor, with CUDA graphs too;
 - ``ScaleMonitor`` over the plain step, event file included;
 - memory budgets: the time and the allocator's peak of each, and the predicted peak;
-- FP8 linears over BF16 and torchao's dynamic scales, in a block of width 4,096 (``fp8_matmul.py``).
+- FP8 linears over BF16 and torchao's dynamic scales, in a block of width 4,096 (``fp8_matmul.py``),
+  and whether ``FP8(casts="fused")`` or ``"kernel"`` is faster under Inductor.
 
 Run: ``make bench-gpu``, or ``python benchmarks/gpu.py``; with ``--rehearse`` in a small size on a
 CPU, to see that it starts.
@@ -28,6 +29,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from demo_step import NEVER, VOCABULARY, training_step, watched_step
+from fp8_matmul import faster_casts
 from fp8_matmul import measure as measure_fp8
 from measure import RESULTS, interleaved, machine
 from tabulate import tabulate
@@ -91,6 +93,7 @@ def overheads(plain: nn.Module, batch: tuple[Tensor, Tensor], folder: str) -> di
         "CUDA graphs, lossless products": compiled(
             lossless_unit_scale(plain, *batch), "reduce-overhead"
         ),
+        "CUDA graphs, lossless all": compile_graphs(everything, "reduce-overhead"),
     }
     return {name: training_step(module, batch) for name, module in modules.items()} | {
         "eager, monitor, not sampled": watched_step(copy.deepcopy(plain), batch, NEVER, None),
@@ -183,9 +186,12 @@ def main() -> None:
     results["budgets"] = budgets(plain, batch, clock, sizes)
     if device.type == "cuda" and why_no_fp8(device) is None:
         results["fp8"] = measure_fp8("block", 4096, 16384)
+        results["casts"] = faster_casts(results["fp8"])
     for name in ("overheads", "budgets", "fp8"):
         if name in results:
             print(f"{name}\n{tabulate(results[name], headers='keys')}\n")
+    if "casts" in results:
+        print(f"Under Inductor set FP8(casts={results['casts']!r}) on this GPU.\n")
     print(", ".join(f"{key} {value}" for key, value in results["machine"].items()))
     options.output.parent.mkdir(exist_ok=True)
     options.output.write_text(json.dumps(results, indent=1) + "\n")

@@ -70,8 +70,9 @@ def extra_seconds(num_tensors: int, numel: int, rounds: int) -> tuple[float, int
             else:
                 sample()
                 monitored(x).backward()
-                snapshot = probes.take(round_index)
-                assert snapshot is not None
+                sent = probes.take(round_index)
+                assert sent is not None
+                snapshot = sent.arrived()
             if round_index > 1:
                 times[name].append(time.thread_time() - start)
     counts = np.stack([snapshot.column("numel", direction) for direction in DIRECTIONS])
@@ -114,8 +115,9 @@ def demo_elements() -> tuple[int, float]:
     monitored, sample, probes = probed(module)
     sample()
     training_step(monitored, batch)()
-    snapshot = probes.take(0)
-    assert snapshot is not None
+    sent = probes.take(0)
+    assert sent is not None
+    snapshot = sent.arrived()
     plain, times = training_step(module, batch), []
     for _ in range(10):
         start = time.thread_time()
@@ -135,7 +137,8 @@ def extra_memory() -> tuple[float, float]:
     def sampled_step() -> None:
         sample()
         monitored_step()
-        probes.take(0)
+        if (sent := probes.take(0)) is not None:
+            sent.arrived()
 
     for _ in range(2):
         plain_step()

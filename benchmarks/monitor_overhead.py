@@ -52,7 +52,8 @@ def probed_step(
         nonlocal count
         captured.owner.observe("monitor", sampled)
         step()
-        snapshot = probes.take(count) if sampled else None
+        sent = probes.take(count) if sampled else None
+        snapshot = None if sent is None else sent.arrived()
         if snapshot is not None and writer is not None and experiment is not None:
             writer.write(snapshot)
             experiment.flush()

@@ -91,6 +91,13 @@ MUTATIONS = (
         "lossless/test_gauge.py",
     ),
     Mutation(
+        "factors are overwritten that a backward pass is to read",
+        "lossless/gauge.py",
+        "not is_saved(last := self._last[1])",
+        "(last := self._last[1]) is not None",
+        "lossless/test_gauge.py",
+    ),
+    Mutation(
         "a bias is added without its units",
         "lossless/plan.py",
         "forward=units.sigma(addend.node) / common,",
@@ -311,6 +318,13 @@ MUTATIONS = (
         "return self._key(alert) not in self._told",
         "return True",
         "callbacks/test_alerts.py",
+    ),
+    Mutation(
+        "a sample on CUDA is read while its step is under way",
+        "callbacks/scale_monitor.py",
+        'is_distributed() or loop.device.type != "cuda"',
+        "True",
+        "callbacks/test_no_waiting.py",
     ),
     Mutation(
         "of what becomes zero alike, the larger tensor is named",

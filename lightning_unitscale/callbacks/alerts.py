@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Final, Literal, get_args
 
 import torch
@@ -15,6 +14,7 @@ from lightning_unitscale.formats import NumberFormat
 from lightning_unitscale.loops.loop import Loop
 from lightning_unitscale.scales.alerts import ScaleAlert, alerts_text
 from lightning_unitscale.scales.snapshot import ScaleSnapshot
+from lightning_unitscale.scales.transfer import HostCopy
 from lightning_unitscale.scales.trends import AmaxTrends
 from lightning_unitscale.scales.violations import (
     Limits,
@@ -26,15 +26,6 @@ from lightning_unitscale.scales.violations import (
 )
 
 
-@dataclass
-class _Pending:
-    """A loss that is on its way to the host."""
-
-    step: int
-    value: Tensor
-    arrived: torch.cuda.Event
-
-
 class LossWatch:
     """Looks at the loss of every step.
 
@@ -44,8 +35,7 @@ class LossWatch:
     """
 
     def __init__(self) -> None:
-        self._pending: _Pending | None = None
-        self._buffer: Tensor | None = None
+        self._sent: tuple[int, HostCopy] | None = None
         self._is_bad = False
 
     def see(self, step: int, loss: Tensor) -> int | None:
@@ -60,16 +50,12 @@ class LossWatch:
         if loss.device.type != "cuda":
             return None
         bad_step = None
-        if self._pending is not None:
-            if not self._pending.arrived.query():
+        if self._sent is not None:
+            sent_step, copy = self._sent
+            if not copy.has_arrived:
                 return None
-            bad_step = self._judge(self._pending.step, self._pending.value)
-        if self._buffer is None:
-            self._buffer = torch.empty((), dtype=torch.float64, pin_memory=True)
-        self._buffer.copy_(loss.double().sum(), non_blocking=True)
-        arrived = torch.cuda.Event()
-        arrived.record()
-        self._pending = _Pending(step, self._buffer, arrived)
+            bad_step = self._judge(sent_step, copy.numbers())
+        self._sent = step, HostCopy(loss.double().sum())
         return bad_step
 
     def _judge(self, step: int, loss: Tensor) -> int | None:

@@ -13,12 +13,13 @@ from lightning_unitscale.callbacks.distributed import pipeline_of, refuse_sharde
 from lightning_unitscale.callbacks.explanation import Explanation, units_table
 from lightning_unitscale.callbacks.half_precision import holding_of, holds_parameters
 from lightning_unitscale.callbacks.lightning_loop import LightningLoop
-from lightning_unitscale.callbacks.options import Lossless, Rules
+from lightning_unitscale.callbacks.options import Lossless, Rules, mode_of
 from lightning_unitscale.callbacks.remat import step_partitioner
 from lightning_unitscale.callbacks.rules import RuleScaling
 from lightning_unitscale.callbacks.steps import attach_steps
 from lightning_unitscale.callbacks.trainer_settings import start_loss_scale_at_one
 from lightning_unitscale.callbacks.units import RecalibrationSchedule
+from lightning_unitscale.dynamo.capture import CompileMode
 from lightning_unitscale.graph.passes import GraphPass
 from lightning_unitscale.lossless.rewrite import Depth, LosslessUnitScale
 from lightning_unitscale.patching import nothing
@@ -40,7 +41,7 @@ class CapturedUnits(GraphUnits):
         fp8: What runs in FP8, if anything does.
         simulation: Formats to simulate, if any.
         remat: Budget for rematerialization, if there is one.
-        compile: Whether Inductor runs the graphs.
+        compile: Whether Inductor runs the graphs, or in which mode.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class CapturedUnits(GraphUnits):
         simulation: SimulateFormat | None,
         *,
         remat: str | int | float | None,
-        compile: bool,
+        compile: bool | CompileMode,
     ) -> None:
         rewrite = LosslessUnitScale(depth, measures_range=fp8 is not None)
         is_rounded = simulation is not None or fp8 is not None
@@ -79,7 +80,7 @@ class CapturedUnits(GraphUnits):
         asked = {
             f"method={self._method!r}": not is_lossless,
             "depth='all'": self._rewrite.depth == "all",
-            "compile=True": self._compile,
+            f"compile={self._compile!r}": bool(self._compile),
             f"remat={self._remat!r}": self._remat is not None,
             "hold_parameters=True": getattr(self._method, "hold_parameters", None) is True,
         }
@@ -134,7 +135,7 @@ class CapturedUnits(GraphUnits):
             if graph_pass not in steps.passes:
                 steps.add_pass(graph_pass)
         if self._compile:
-            steps.use_executor("inductor")
+            steps.use_executor("inductor", mode_of(self._compile))
         if partitioner is not None:
             steps.partition_by(partitioner)
 

@@ -60,6 +60,7 @@ def fp8_pass(fp8: FP8 | None, *, is_lossless: bool) -> FP8Linears | None:
         gradient_format=fp8.gradient_format,
         grid=fp8.grid,
         in_evaluation=fp8.evaluation,
+        casts=fp8.casts,
     )
 
 

@@ -13,19 +13,39 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from lightning_unitscale.arguments import check_choice, check_flag
+from lightning_unitscale.dynamo.capture import CompileMode
 from lightning_unitscale.formats import NumberFormat
-from lightning_unitscale.functional.low_precision import DEFAULT_GRADIENT, GradientFormat
+from lightning_unitscale.functional.low_precision import DEFAULT_GRADIENT, Casts, GradientFormat
 from lightning_unitscale.graph.name_patterns import NamePatterns
 from lightning_unitscale.precision.dither import Grid, check_grid
-from lightning_unitscale.precision.fp8 import check_gradient_format
+from lightning_unitscale.precision.fp8 import check_casts, check_gradient_format
 from lightning_unitscale.precision.simulate import format_pair
 from lightning_unitscale.quantize import Rounding, check_rounding, checked_format
 from lightning_unitscale.rules.plan import RuleOptions
 
 _RULES = ("unit-scaling", "u-mup")
+
+
+def check_compile(value: object) -> None:
+    """Refuse what is neither a flag nor a mode of ``torch.compile``.
+
+    Raises:
+        ValueError: If ``compile`` is something else, such as ``"yes"``.
+    """
+    modes = get_args(CompileMode)
+    if not isinstance(value, bool) and value not in modes:
+        raise ValueError(
+            f"compile={value!r}: neither a flag nor a mode of torch.compile; expected True, False, "
+            f"{', '.join(map(repr, modes[:-1]))} or {modes[-1]!r}; pass compile=True."
+        )
+
+
+def mode_of(compile: bool | CompileMode) -> CompileMode | None:
+    """The mode in which Inductor compiles, ``None`` where another callback may choose it."""
+    return None if isinstance(compile, bool) else compile
 
 
 @dataclass(frozen=True)
@@ -116,6 +136,10 @@ class FP8:
             product by it, another one at every training step: with ``"fixed"``, a weight that
             hardly moves is rounded to the same side at every step, which costs a long training
             more than the rounding itself.
+        casts: How Inductor casts, with ``compile``: ``"fused"`` as a part of the kernels that make
+            the operands, ``"kernel"`` by one Triton kernel for each operand and its transpose. Both
+            round alike, but what Inductor fuses may not have been rounded to 16 bits before.
+            ``make bench-gpu`` tells what is faster. Without Inductor a GPU has the kernel.
 
     Raises:
         ValueError: If an argument is out of its range.
@@ -125,12 +149,14 @@ class FP8:
     gradient_format: GradientFormat = DEFAULT_GRADIENT
     evaluation: bool = False
     grid: Grid = "moving"
+    casts: Casts = "fused"
 
     def __post_init__(self) -> None:
         NamePatterns(exclude=self.exclude)
         check_gradient_format(self.gradient_format)
         check_flag("evaluation", self.evaluation)
         check_grid(self.grid)
+        check_casts(self.casts)
 
 
 @dataclass(frozen=True)

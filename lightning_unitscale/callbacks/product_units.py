@@ -7,7 +7,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from lightning_unitscale.callbacks.distributed import joint_rms
+from lightning_unitscale.callbacks.distributed import is_distributed, joint_rms
 from lightning_unitscale.callbacks.explanation import CountedSteps, Explanation, units_table
 from lightning_unitscale.callbacks.units import (
     MeasuredUnits,
@@ -19,7 +19,7 @@ from lightning_unitscale.dispatch.attach import AttachedSession
 from lightning_unitscale.dispatch.coverage import Coverage, CoverageCounter
 from lightning_unitscale.dispatch.fp8 import numerics_of
 from lightning_unitscale.dispatch.session import ProductSession
-from lightning_unitscale.dispatch.units import Measurement, Units
+from lightning_unitscale.dispatch.units import Measurement, SentMeasurement, Units
 from lightning_unitscale.loops.loop import Loop
 from lightning_unitscale.lossless.gauge import Gauge
 from lightning_unitscale.precision.fp8 import FP8Linears
@@ -50,10 +50,13 @@ class ProductUnits(MeasuredUnits):
         # The step, and the count of its products, that an evaluation has come into.
         self._interrupted: tuple[str, CoverageCounter | None] = "", None
         self._loop: Loop | None = None
+        # The last look at the units in force, whose numbers may be on their way, and its step.
+        self._look: tuple[SentMeasurement, int] | None = None
 
     @property
     @override
     def gauge(self) -> Gauge:
+        self._end_look()
         return self._units.gauge
 
     @property
@@ -86,6 +89,7 @@ class ProductUnits(MeasuredUnits):
 
     @override
     def detach(self) -> None:
+        self._look = None
         if self._attached is not None:
             self._attached.detach()
             self._attached = None
@@ -103,17 +107,16 @@ class ProductUnits(MeasuredUnits):
     def after_batch(self) -> None:
         units = self._units
         self._session.end_step()
+        self._end_look()
         if not units.is_looking:
             # Products that have not run before.
             units.settle()
         # The accumulated batches share one gauge.
         elif self._running.has_stepped:
-            measurement = units.take() or Measurement()
             if self.is_calibrated:
-                self._look(measurement)
-                units.is_looking = False
+                self._begin_look()
             else:
-                self._adopt_first(measurement)
+                self._adopt_first(units.take() or Measurement())
         if self.is_calibrated or self._running.has_stepped:
             # Which products run plain is known with their units.
             self._read_coverage()
@@ -143,6 +146,7 @@ class ProductUnits(MeasuredUnits):
     def state_dict(self) -> dict[str, Any]:
         if not self.is_calibrated:
             return {}
+        self._end_look()
         gauge = {name: list(pair) for name, pair in self.gauge.state().items()}
         plain = {name: dict(slots) for name, slots in self._units.plain.items() if slots}
         state: dict[str, Any] = {"gauge": gauge, "depth": "products", "plain": plain}
@@ -187,17 +191,30 @@ class ProductUnits(MeasuredUnits):
         self._units.is_looking = False
         self._tell_new_units(len(self.gauge), "the first batch")
 
-    def _look(self, measurement: Measurement) -> None:
+    def _begin_look(self) -> None:
+        """Look at what the step has measured, on a CUDA device after the next one."""
+        self._units.is_looking = False
+        self._look = self._units.send(), self._step_index
+        # Units change no result, so they can be late; formats do, and ranks wait for each other.
+        is_late = self._running.device.type == "cuda" and not self._session.numerics
+        if is_distributed() or not is_late:
+            self._end_look()
+
+    def _end_look(self) -> None:
+        if self._look is None:
+            return
+        (sent, step), self._look = self._look, None
+        measurement = sent.arrived() or Measurement()
         forward, backward = joint_rms(measurement.forward, measurement.backward)
         (outside,) = joint_rms(measurement.outside)
-        self._make_fit(f"step {self._step_index}")
+        self._make_fit(f"step {step}")
         if self._schedule.is_automatic and not outside:
             self._units.judge(measurement)
             return
         old = self.gauge
         self._units.adopt(measurement, forward, backward)
         changed = sum(self.gauge.pair(name) != old.pair(name) for name in self.gauge)
-        self._tell_new_units(changed, f"step {self._step_index}", outside)
+        self._tell_new_units(changed, f"step {step}", outside)
 
     def _make_fit(self, when: str) -> None:
         for numerics in self._session.numerics:

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from lightning_unitscale.arguments import check_flag
 from lightning_unitscale.callbacks.distributed import refuse_sharded_parameters
 from lightning_unitscale.callbacks.explanation import Explanation
+from lightning_unitscale.callbacks.options import check_compile, mode_of
 from lightning_unitscale.callbacks.packages import is_lightning, rank_zero_info, rank_zero_warn
 from lightning_unitscale.callbacks.steps import StepsCallback, attach_steps
 from lightning_unitscale.capture.steps import ModuleSteps
+from lightning_unitscale.dynamo.capture import CompileMode
 from lightning_unitscale.profiler.measure import PeakMeter, gradient_bytes, optimizer_state_bytes
 from lightning_unitscale.profiler.report import format_bytes
 from lightning_unitscale.remat.api import StepPartitioner
@@ -39,8 +40,9 @@ class RematCallback(StepsCallback):
             batch, activations, gradients and the optimizer's state. An int or a string such as
             ``"600MiB"`` is in bytes, a float in (0, 1] a fraction of the peak without
             rematerialization; ``"min_cut"`` keeps as little as no further matrix product allows.
-        compile: Run the captured graphs by Inductor. Results then are those of ``torch.compile``
-            up to its rounding, and the prediction is an estimate: what it fuses is not stored.
+        compile: Run the captured graphs by Inductor, in a mode of ``torch.compile`` if it is the
+            name of such. Results then are those of ``torch.compile`` up to its rounding, and the
+            prediction is an estimate: what it fuses is not stored.
 
     Raises:
         ValueError: If the budget is malformed; at the first batch, if it is below the floor, which
@@ -55,10 +57,10 @@ class RematCallback(StepsCallback):
         >>> trainer = Trainer(callbacks=[remat])  # after fit: print(remat.explain())
     """
 
-    def __init__(self, budget: Budget, *, compile: bool = False) -> None:
+    def __init__(self, budget: Budget, *, compile: bool | CompileMode = False) -> None:
         super().__init__()
         self._remember(locals())
-        check_flag("compile", compile)
+        check_compile(compile)
         self.budget = check_budget(budget)
         self.compile = compile
         self.measured_peak_bytes: int | None = None
@@ -102,7 +104,7 @@ class RematCallback(StepsCallback):
         self._steps = attach_steps(trainer, pl_module, self)
         self._steps.partition_by(self._partitioner)
         if self.compile:
-            self._steps.use_executor("inductor")
+            self._steps.use_executor("inductor", mode_of(self.compile))
 
     @override
     def on_train_batch_start(

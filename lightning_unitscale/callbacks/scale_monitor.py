@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -11,7 +12,11 @@ from typing_extensions import override
 
 from lightning_unitscale.arguments import check_choice
 from lightning_unitscale.callbacks.alerts import OnViolation, ScaleAlerts, ScaleViolation
-from lightning_unitscale.callbacks.distributed import joint_snapshot, pipeline_of
+from lightning_unitscale.callbacks.distributed import (
+    is_distributed,
+    joint_snapshot,
+    pipeline_of,
+)
 from lightning_unitscale.callbacks.lightning_loop import LightningLoop
 from lightning_unitscale.callbacks.monitored_steps import MonitoredSteps, ProbedSteps, WatchedSteps
 from lightning_unitscale.callbacks.packages import rank_zero_warn
@@ -28,9 +33,25 @@ from lightning_unitscale.scales.summary import summarize
 from lightning_unitscale.scales.violations import Limits
 from lightning_unitscale.tensorboard.table import scale_table
 from lightning_unitscale.tensorboard.writer import TABS, TensorBoardTabs
+from lightning_unitscale.tracking.records import SentSnapshot
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
+
+
+@dataclass(frozen=True)
+class _Sample:
+    """A sampled step whose statistics are on their way from the device.
+
+    Attributes:
+        snapshot: The statistics.
+        num_merged: Rows that were merged into each of its rows, of batches and ranks.
+        is_before_units: Whether units were measured in it, and come after it.
+    """
+
+    snapshot: SentSnapshot
+    num_merged: int
+    is_before_units: bool
 
 
 class ScaleMonitor(StepsCallback):
@@ -42,6 +63,7 @@ class ScaleMonitor(StepsCallback):
     carries probes instead, and a module that the user has compiled is measured where it begins and
     ends. The statistics are logged when the optimizer has stepped: to TensorBoard all of them, to
     any other logger a few numbers, with names, histograms, tables and alerts where it shows such.
+    On a CUDA device, where no step is to wait for its numbers, that is at the end of the next one.
 
     Args:
         every_n_steps: Optimizer steps from one sample to the next; the first step is sampled.
@@ -145,6 +167,7 @@ class ScaleMonitor(StepsCallback):
         self._names_all = True
         self._num_batches = 0
         self._loss_scale = 1.0
+        self._sent: _Sample | None = None
 
     @property
     def alerts(self) -> tuple[ScaleAlert, ...]:
@@ -209,7 +232,7 @@ class ScaleMonitor(StepsCallback):
             steps.clear()
             self._num_batches = 0
         # Accumulated batches are one sample: an unforeseen one is not begun in the middle.
-        is_wanted = is_new and self._alerts.wants_sample
+        is_wanted = is_new and self._alerts.wants_sample and self._sent is None
         self._is_sampling = is_continued or is_wanted or step % self.every_n_steps == 0
         self._sampled_step = step
         steps.begin_batch(self._is_sampling)
@@ -232,6 +255,7 @@ class ScaleMonitor(StepsCallback):
     @override
     def end_batch(self) -> None:
         loop, steps = self._running()
+        self._judge_sent()
         if self._is_sampling:
             steps.end_batch()
             self._num_batches += 1
@@ -243,6 +267,7 @@ class ScaleMonitor(StepsCallback):
     @override
     def finish(self) -> None:
         loop, _ = self._running()
+        self._judge_sent()
         self._write_last(loop)
         alerts = self._alerts.finish()
         self._write_alerts(loop, alerts, self._sampled_step)
@@ -253,6 +278,7 @@ class ScaleMonitor(StepsCallback):
         if self._steps is None:
             return
         self._writers.clear()
+        self._sent = None
         self._steps.detach()
         self._steps = self._loop = None
 
@@ -284,21 +310,32 @@ class ScaleMonitor(StepsCallback):
         return self._loop, self._steps
 
     def _take(self, loop: Loop, steps: MonitoredSteps) -> None:
-        snapshot = steps.take(self._sampled_step, grad_scale=self._loss_scale)
+        sent = steps.take(self._sampled_step, grad_scale=self._loss_scale)
         for text in self._patterns.take_unmatched() if self._names_all else ():
             rank_zero_warn(f"ScaleMonitor: {text}")
-        if snapshot is None:
+        if sent is None:
             return
-        snapshot = joint_snapshot(snapshot, loop.device)
+        self._sent = _Sample(sent, self._num_batches * loop.num_parts, steps.is_before_units)
+        # Ranks wait for each other anyway; and what need not travel is there.
+        if is_distributed() or loop.device.type != "cuda":
+            self._judge_sent()
+
+    def _judge_sent(self) -> None:
+        """Show and judge the sample that has been sent, if there is one."""
+        if self._sent is None:
+            return
+        sample, self._sent = self._sent, None
+        loop, _ = self._running()
+        snapshot = joint_snapshot(sample.snapshot.arrived(), loop.device)
         self.snapshots = [*self.snapshots[-self._KEPT + 1 :], snapshot]
         alerts = self._alerts.judge(
             snapshot,
             has_loss_scaler=loop.has_loss_scaler,
-            is_before_units=steps.is_before_units,
-            num_merged=self._num_batches * loop.num_parts,
+            is_before_units=sample.is_before_units,
+            num_merged=sample.num_merged,
         )
         if loop.is_global_zero:
-            summary = summarize(snapshot, self._num_batches * loop.num_parts)
+            summary = summarize(snapshot, sample.num_merged)
             for writer in self._writers_of(loop):
                 writer.write(snapshot, summary, complete=bool(alerts))
         self._write_alerts(loop, alerts, snapshot.step)

@@ -11,7 +11,6 @@ from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_unitscale.arguments import check_flag
 from lightning_unitscale.callbacks.captured_units import CapturedUnits
 from lightning_unitscale.callbacks.checkpoints import (
     LOSSLESS,
@@ -36,6 +35,7 @@ from lightning_unitscale.callbacks.options import (
     as_fp8,
     as_method,
     as_simulate,
+    check_compile,
 )
 from lightning_unitscale.callbacks.packages import rank_zero_warn
 from lightning_unitscale.callbacks.product_units import ProductUnits
@@ -43,6 +43,7 @@ from lightning_unitscale.callbacks.rules import rules_of
 from lightning_unitscale.callbacks.steps import StepsCallback, captures_steps, check_module
 from lightning_unitscale.callbacks.units import MeasuredUnits, RecalibrationSchedule
 from lightning_unitscale.dispatch.coverage import Coverage
+from lightning_unitscale.dynamo.capture import CompileMode
 from lightning_unitscale.loops.loop import Loop
 from lightning_unitscale.lossless.gauge import Gauge
 from lightning_unitscale.lossless.rewrite import Depth
@@ -95,8 +96,9 @@ class UnitScaleCallback(StepsCallback):
             what was decided on each product. FP8 needs a GPU of compute capability 8.9, or a CPU,
             where it is slow.
         remat: Budget for rematerialization, as in :class:`RematCallback`.
-        compile: Run the captured graphs by Inductor. FP32 results then are those of
-            ``torch.compile`` up to its rounding.
+        compile: Run the captured graphs by Inductor, in a mode of ``torch.compile`` such as
+            ``"reduce-overhead"``, which has CUDA graphs, or ``"max-autotune"``. FP32 results then
+            are those of ``torch.compile`` up to its rounding.
 
     Raises:
         ValueError: If an argument is out of its range.
@@ -126,11 +128,11 @@ class UnitScaleCallback(StepsCallback):
         simulate: str | tuple[str, str] | Simulate | None = None,
         precision: Literal["fp8"] | FP8 | None = None,
         remat: str | int | float | None = None,
-        compile: bool = False,
+        compile: bool | CompileMode = False,
     ) -> None:
         super().__init__()
         self._remember(locals())
-        check_flag("compile", compile)
+        check_compile(compile)
         self.method = as_method(method)
         self.simulate = as_simulate(simulate)
         self.precision = as_fp8(precision)

@@ -198,8 +198,11 @@ class CompiledGraph:
     def _build(self, step: CapturedStep, observed: bool) -> Variant:
         graph = self._rewrite(step, observed)
         inputs = graph.example_inputs(self._example_inputs)
-        partition_fn = step.owner.partition_fn
-        options = {} if partition_fn is None else {"partition_fn": partition_fn}
+        options: dict[str, Any] = {}
+        if step.owner.partition_fn is not None:
+            options["partition_fn"] = step.owner.partition_fn
+        if step.owner.compile_mode != "default":
+            options["mode"] = step.owner.compile_mode
         run = capture.execute_with(self.executor, graph.graph_module, inputs, **options)
         return Variant(graph, run)
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from lightning_unitscale.capture.captured_step import CapturedStep
 from lightning_unitscale.capture.side_effects import Calls
-from lightning_unitscale.dynamo.capture import Executor
+from lightning_unitscale.dynamo.capture import CompileMode, Executor
 from lightning_unitscale.graph.passes import GraphPass, PassRecord, Phase
 
 # Where a module has its captured steps.
@@ -86,6 +86,7 @@ class ModuleSteps:
         self.defer = tuple(defer)
         self.untraced = untraced
         self.executor: Executor = "eager"
+        self.compile_mode: CompileMode = "default"
         self.partition_fn: Any = None
         self.passes: list[GraphPass] = []
         self.records: list[PassRecord] = []
@@ -150,10 +151,16 @@ class ModuleSteps:
         self.passes.append(graph_pass)
         self.reset()
 
-    def use_executor(self, executor: Executor) -> None:
-        """Run the graphs by another executor from now on."""
-        if executor != self.executor:
-            self.executor = executor
+    def use_executor(self, executor: Executor, mode: CompileMode | None = None) -> None:
+        """Run the graphs by another executor from now on.
+
+        Args:
+            executor: The executor.
+            mode: Of Inductor; ``None`` leaves what somebody else has asked for.
+        """
+        mode = mode or self.compile_mode
+        if (executor, mode) != (self.executor, self.compile_mode):
+            self.executor, self.compile_mode = executor, mode
             self.reset()
 
     def partition_by(self, partition_fn: Any) -> None:

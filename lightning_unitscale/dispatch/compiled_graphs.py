@@ -23,6 +23,7 @@ from lightning_unitscale.dispatch.sites import frames
 from lightning_unitscale.dispatch.tensors import Extent, smallest_and_rms
 from lightning_unitscale.dispatch.torch_internals import MODULE_CALL, codes
 from lightning_unitscale.dispatch.units import MeasuredProduct, Site
+from lightning_unitscale.scales.transfer import numbers_on
 
 # Beyond it a factor, or its inverse, is no normal number of FP32, in which it is held.
 _LARGEST = 126
@@ -113,8 +114,8 @@ class CompiledGraph:
         module = session.sites.module
         assert module is not None, "it is running"
         self._module: weakref.ref[nn.Module] = weakref.ref(module)
-        self._exponents: list[int] = []
-        self._tensors: dict[torch.device, Tensor] = {}
+        # By device: the factors, and the exponents that were written there.
+        self._factors: dict[torch.device, tuple[Tensor, list[int]]] = {}
         self._is_known = False
 
     @property
@@ -137,7 +138,10 @@ class CompiledGraph:
         return self._session
 
     def factors(self, device: torch.device) -> Tensor:
-        """All factors of the graph, FP32 of shape ``(factors,)``: 1 where there is no session."""
+        """All factors of the graph, FP32 of shape ``(factors,)``: 1 where there is no session.
+
+        They stay at one address of each device, and new ones are written there.
+        """
         session = self.session()
         if session is None:
             exponents = [0] * self.num_factors
@@ -145,16 +149,17 @@ class CompiledGraph:
             exponents = [e for product in self.products for e in product.exponents()]
             if session.counter is not None:
                 self._count(session.counter, is_left=bool(session.numerics))
-        if exponents != self._exponents:
-            self._exponents = exponents
-            self._tensors = {}
-        if device not in self._tensors:
-            values = torch.tensor([2.0**e for e in exponents], dtype=torch.float32)
-            self._tensors[device] = values.to(device)
+        factors, written = self._factors.get(device, (None, None))
+        if factors is None or exponents != written:
+            # An evaluation may come first, whose tensors no training could write into.
+            with torch.inference_mode(False):
+                values = numbers_on(device, [2.0**e for e in exponents], torch.float32)
+                factors = values if factors is None else factors.copy_(values)
+            self._factors[device] = factors, exponents
         if not self._is_known:
             self._is_known = True
             mark_caller()
-        return self._tensors[device].clone()
+        return factors
 
     def look(self, tensors: Sequence[Tensor], index: int) -> None:
         """Measure the operands of a product, which are in their units, and what is added to it."""
@@ -233,7 +238,8 @@ def _calling_frame(codes: tuple[CodeType, ...]) -> FrameType | None:
 
 @torch.library.impl(_LIBRARY, "compiled_factors", "CompositeExplicitAutograd")
 def _factors(graph: int, device: torch.device) -> Tensor:
-    return GRAPHS[graph].factors(device)
+    # Inductor may write other results into what an operator has made, when it is read no more.
+    return GRAPHS[graph].factors(device).clone()
 
 
 @torch.library.impl(_LIBRARY, "compiled_order", "CompositeExplicitAutograd")

@@ -19,6 +19,7 @@ from lightning_unitscale.lossless.fp8_range import Unrepresentable
 from lightning_unitscale.precision.dither import MovingGrid
 from lightning_unitscale.precision.simulate import SimulateFormat
 from lightning_unitscale.quantize import rounded
+from lightning_unitscale.scales.transfer import numbers_on
 
 
 class Numerics(abc.ABC):
@@ -130,7 +131,7 @@ def _rounded(
     format = config.gradient_format if is_gradient else config.operand_format
     key = None
     if config.rounding == "stochastic":
-        key = rounding_key(config.seed, step, name).to(tensor.device)
+        key = rounding_key(config.seed, step, name, tensor.device)
     factor = grid_factor(config.moving_grid, name, step)
     wide = tensor.detach().float() * (factor * 2.0**-unit)
     # Divided in FP32, where a number of FP8 and its quotient differ by one rounding at most.
@@ -138,19 +139,20 @@ def _rounded(
     return (result if factor == 1.0 else result / factor).to(tensor.dtype)
 
 
-def rounding_key(seed: int, step: int, name: str) -> Tensor:
+def rounding_key(seed: int, step: int, name: str, device: torch.device) -> Tensor:
     """Key of a stochastic rounding, the same wherever an operand is rounded within a step.
 
     Args:
         seed: Of all of them.
         step: The training step.
         name: The operand's.
+        device: Where it is.
 
     Returns:
         INT64 of shape ``(2,)``, as ``quantize`` takes it.
     """
     text = f"{seed}/{step}/{name}".encode()
-    return torch.tensor([zlib.crc32(text), zlib.adler32(text)], dtype=torch.int64)
+    return numbers_on(device, [zlib.crc32(text), zlib.adler32(text)], torch.int64)
 
 
 def grid_factor(grid: MovingGrid | None, name: str, call: int) -> float:

@@ -84,7 +84,7 @@ def _overrides(key: str) -> KernelOverrides:
 
 def _override_products(overrides: KernelOverrides) -> None:
     for rule in RULES:
-        overrides.put(rule.operator, functools.partial(_product_kernel, rule))
+        overrides.put(rule.operator, functools.partial(product_kernel, rule))
     rules = {rule.operator: rule for rule in RULES}
     for unreached in UNREACHED:
         kernel = functools.partial(unreached_kernel, unreached)
@@ -95,7 +95,14 @@ def _override_products(overrides: KernelOverrides) -> None:
     overrides.put("_scaled_mm", lambda original: functools.partial(run_inside, original))
 
 
-def _product_kernel(rule: ProductRule, original: Kernel) -> Kernel:
+def product_kernel(rule: ProductRule, original: Kernel) -> Kernel:
+    """A kernel of a rule's operator that asks whose product it runs.
+
+    Args:
+        rule: The operator.
+        original: torch's own kernel.
+    """
+
     def kernel(*args: Any, **kwargs: Any) -> Any:
         if LOCAL.is_inside:
             return original(*args, **kwargs)

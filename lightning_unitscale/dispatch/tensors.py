@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,8 @@ from torch import Tensor
 
 from lightning_unitscale.dispatch.torch_internals import current_node
 from lightning_unitscale.functional.scale import empty_placed_like, multiply
+from lightning_unitscale.patching import nothing
+from lightning_unitscale.scales.transfer import HostCopy
 
 _LINE_BYTES = 64
 # The largest power of two that is a number in FP32, in which kernels hold a Python factor.
@@ -144,13 +146,17 @@ def smallest_and_rms(tensor: Tensor) -> Tensor:
     return torch.stack([rms, smallest.double(), largest.double()])
 
 
-def read(extents: Iterable[Extent]) -> None:
-    """Read what was measured, with one transfer from the device."""
+def reading(extents: Iterable[Extent]) -> Callable[[], None]:
+    """Send for what was measured, with one transfer; what is returned waits for it and fills in."""
     unread = {id(extent): extent for extent in extents if extent.row is not None}
     rows = [extent.row for extent in unread.values() if extent.row is not None]
     if not rows:
-        return
-    numbers = torch.stack([row.to(rows[0].device) for row in rows]).tolist()
-    for extent, row in zip(unread.values(), numbers, strict=True):
-        extent.rms, extent.smallest, extent.largest = row
-        extent.row = None
+        return nothing
+    copy = HostCopy(torch.stack([row.to(rows[0].device) for row in rows]))
+
+    def fill_in() -> None:
+        for extent, row in zip(unread.values(), copy.numbers().tolist(), strict=True):
+            extent.rms, extent.smallest, extent.largest = row
+            extent.row = None
+
+    return fill_in

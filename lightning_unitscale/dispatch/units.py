@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from lightning_unitscale.dispatch.exactness import why_inexact
-from lightning_unitscale.dispatch.tensors import Extent, read
+from lightning_unitscale.dispatch.tensors import Extent, reading
 from lightning_unitscale.lossless.calibrate import combined_rms
 from lightning_unitscale.lossless.drift import HIGH, LOW
 from lightning_unitscale.lossless.gauge import Gauge
@@ -94,6 +94,48 @@ class Measurement:
     products: tuple[MeasuredProduct, ...] = ()
 
 
+class SentMeasurement:
+    """What one step has shown, on its way from the device.
+
+    Args:
+        products: Product by product.
+    """
+
+    def __init__(self, products: Sequence[MeasuredProduct]) -> None:
+        self._products = tuple(products)
+        self._read = reading(
+            extent for product in products for extent in (*product.extents, *product.addends)
+        )
+
+    def arrived(self) -> Measurement | None:
+        """The numbers, which are waited for; ``None`` if nothing was measured."""
+        products = self._products
+        if not products:
+            return None
+        self._read()
+        true: dict[str, dict[int, float]] = {}
+        outside: dict[str, float] = {}
+        for product in products:
+            for name, extent, unit in zip(
+                product.names, product.extents, product.log2_units, strict=True
+            ):
+                if not math.isfinite(extent.rms):
+                    continue
+                # One tensor read by several backward products is measured once.
+                true.setdefault(name, {})[id(extent)] = extent.rms
+                stored = 0.0 if unit is None else math.ldexp(extent.rms, -unit)
+                if stored > 0.0 and not LOW <= stored <= HIGH:
+                    outside[name] = stored
+        joint = {name: combined_rms([*of_name.values()]) for name, of_name in true.items()}
+        gradients = {product.site.name for product in products}
+        return Measurement(
+            {name: rms for name, rms in joint.items() if name not in gradients},
+            {name: rms for name, rms in joint.items() if name in gradients},
+            outside,
+            products,
+        )
+
+
 class Units:
     """The units in force of a module's products; they outlive the session that runs these.
 
@@ -169,7 +211,7 @@ class Units:
         if not takes_units:
             return tuple(unit or 0 for unit in product.log2_units)
         operands = list(zip(product.names, product.extents, product.log2_units, strict=True))
-        read(extent for _, extent, unit in operands if unit is None)
+        reading(extent for _, extent, unit in operands if unit is None)()
         new = {name: extent.rms for name, extent, unit in operands if unit is None}
         gradient = {name: new.pop(name) for name in [product.site.name] if name in new}
         taken = Gauge.of_rms(new, gradient)
@@ -184,33 +226,14 @@ class Units:
         self._measured.clear()
         self.is_looking = False
 
-    def take(self) -> Measurement | None:
-        """What was measured since the last call, with one transfer; ``None`` if nothing was."""
+    def send(self) -> SentMeasurement:
+        """What was measured since the last call, on its way from the device as one."""
         products, self._measured = self._measured, []
-        if not products:
-            return None
-        read(extent for product in products for extent in (*product.extents, *product.addends))
-        true: dict[str, dict[int, float]] = {}
-        outside: dict[str, float] = {}
-        for product in products:
-            for name, extent, unit in zip(
-                product.names, product.extents, product.log2_units, strict=True
-            ):
-                if not math.isfinite(extent.rms):
-                    continue
-                # One tensor read by several backward products is measured once.
-                true.setdefault(name, {})[id(extent)] = extent.rms
-                stored = 0.0 if unit is None else math.ldexp(extent.rms, -unit)
-                if stored > 0.0 and not LOW <= stored <= HIGH:
-                    outside[name] = stored
-        joint = {name: combined_rms([*of_name.values()]) for name, of_name in true.items()}
-        gradients = {product.site.name for product in products}
-        return Measurement(
-            {name: rms for name, rms in joint.items() if name not in gradients},
-            {name: rms for name, rms in joint.items() if name in gradients},
-            outside,
-            tuple(products),
-        )
+        return SentMeasurement(products)
+
+    def take(self) -> Measurement | None:
+        """What was measured since the last call; ``None`` if nothing was."""
+        return self.send().arrived()
 
     def settle(self) -> None:
         """Take the units of what was measured and nobody has taken."""

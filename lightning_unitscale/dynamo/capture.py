@@ -2,7 +2,7 @@
 
 Everything above works on :class:`CapturedGraph` and on callables. Private names used here were
 checked on torch 2.13 and 2.11: ``node.meta["grapharg"]``, ``node._dynamo_source``,
-``CompileContext.current_compile_id``, ``boxed_nop``, ``compile_fx``.
+``CompileContext.current_compile_id``, ``boxed_nop``, ``compile_fx``, ``list_mode_options``.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ from lightning_unitscale.dynamo.patches import (
 )
 
 Executor = Literal["eager", "aot_eager", "inductor"]
+# What ``torch.compile`` calls ``mode``.
+CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 Backend = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 InputKind = Literal["parameter", "buffer", "gradient", "input", "symbol"]
 
@@ -241,6 +243,7 @@ def execute_with(
     graph_module: fx.GraphModule,
     inputs: Sequence[Any],
     partition_fn: Any = None,
+    mode: CompileMode = "default",
 ) -> Callable[..., Any]:
     """Turn a rewritten graph into something that runs.
 
@@ -251,6 +254,7 @@ def execute_with(
         inputs: Example inputs in placeholder order.
         partition_fn: Splits AOTAutograd's joint graph into forward and backward graph; torch's own
             does if it is left out. Inductor takes a ``CustomPartitionerFn``.
+        mode: Of Inductor.
     """
     if executor == "eager":
         _restore_checkpointing(graph_module)
@@ -269,10 +273,12 @@ def execute_with(
             compiled: Callable[..., Any] = backend(graph_module, inputs)
         return compiled
     # Imported here: Inductor takes a second to load and most runs never need it.
+    from torch._inductor import list_mode_options
     from torch._inductor.compile_fx import compile_fx
 
     with partitioned_by(partition_fn):
-        run = compile_fx(graph_module, list(inputs))
+        # Also while the backward graph is compiled, which is much later.
+        run = compile_fx(graph_module, list(inputs), config_patches=list_mode_options(mode))
         return cast(Callable[..., Any], run)
 
 

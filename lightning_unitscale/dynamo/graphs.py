@@ -2,7 +2,8 @@
 
 Private names used here were checked on torch 2.13 and 2.11: ``node._dynamo_source``,
 ``GlobalSource``, ``HigherOrderOperator``, ``_enter_autocast`` and ``_exit_autocast``;
-``FakeTensorMode``, and the ``node`` of a symbolic number with its ``hint``.
+``FakeTensorMode``, and the ``node`` of a symbolic number with its ``hint``; and, of tensors,
+``_use_count`` and ``torch._C._storage_Use_Count``.
 """
 
 from __future__ import annotations
@@ -149,3 +150,12 @@ def autocast_dtypes(graph: fx.Graph) -> dict[fx.Node, torch.dtype]:
             if enabled:
                 states[node] = dtype
     return states
+
+
+def is_saved(tensor: Tensor) -> bool:
+    """Whether autograd keeps a tensor, or a view of it, for a backward pass."""
+    storage = tensor.untyped_storage()
+    # This function's is the second of a storage; Python's own names of a tensor are one together.
+    num_storages: int = torch._C._storage_Use_Count(storage._cdata)
+    num_tensors: int = tensor._use_count()  # type: ignore[attr-defined]
+    return num_tensors > 1 or num_storages > 2

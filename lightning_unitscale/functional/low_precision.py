@@ -23,6 +23,7 @@ of every device here, so that one model is treated alike on all.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -99,6 +100,8 @@ def _filled_rows(matrix: Tensor) -> Tensor:
 
 Scaling = Literal["constant", "dynamic"]
 GradientFormat = Literal["E4M3FN", "E5M2"]
+# How Inductor casts: as a part of its own kernels, or by one of ours.
+Casts = Literal["fused", "kernel"]
 
 # Of the input, the weight and the gradient.
 NUM_CASTS = 3
@@ -121,6 +124,7 @@ def fp8_linear(
     gradient_format: GradientFormat = DEFAULT_GRADIENT,
     grid: Tensor | None = None,
     index: int = 0,
+    casts: Casts = "fused",
 ) -> Tensor:
     """``input @ weight.T + bias`` through FP8; only FP8 is kept for the backward pass.
 
@@ -136,6 +140,7 @@ def fp8_linear(
         grid: Factors in (1/2, 1] of the casts of a step, FP32 of shape ``(casts,)``; for constant
             scales.
         index: Where in ``grid`` those of this layer's input, weight and gradient begin.
+        casts: As for :func:`fp8_matrices`.
 
     Returns:
         Shape ``(..., n)``. Gradients have the types of ``input`` and ``weight``.
@@ -143,7 +148,7 @@ def fp8_linear(
     # Outside of the autograd function, whose result must be no view where it is written into.
     rows = input.reshape(-1, input.shape[-1])
     result: Tensor = _FP8Linear.apply(
-        rows, weight, scaling, dtype, gradient_format, index, grid, *factors
+        rows, weight, scaling, dtype, gradient_format, index, grid, casts, *factors
     )
     output = result.reshape(*input.shape[:-1], weight.shape[0])
     return output if bias is None else output + bias.to(dtype)
@@ -167,13 +172,18 @@ def to_fp8(tensor: Tensor, factor: Factor, dtype: torch.dtype) -> Tensor:
 
 
 def fp8_matrices(
-    matrix: Tensor, factor: Factor, dtype: torch.dtype, *, rows: bool = True, turned: bool = False
+    matrix: Tensor,
+    factor: Factor,
+    dtype: torch.dtype,
+    *,
+    rows: bool = True,
+    turned: bool = False,
+    casts: Casts = "fused",
 ) -> list[Tensor]:
     """A matrix as :func:`to_fp8` casts it, and its transpose, each if it is wanted.
 
     On CUDA one kernel makes both in one read, as :func:`scaled_product` wants them: in rows, filled
-    up with zeros to a multiple of 16. Elsewhere the transpose is a view. So it is while torch
-    traces, since Inductor can make the cast a part of what comes before.
+    up with zeros to a multiple of 16. Elsewhere the transpose is a view.
 
     Args:
         matrix: Floating point, of shape ``(m, k)``.
@@ -181,23 +191,35 @@ def fp8_matrices(
         dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
         rows: Whether the matrix is wanted.
         turned: Whether its transpose is.
+        casts: What Inductor is given: ``"fused"`` torch operations, which it makes a part of what
+            comes before, or the ``"kernel"`` as one operator. Both round alike.
     """
-    is_on_gpu = matrix.device.type == "cuda" and has_triton() and matrix.numel() > 0
-    if not is_on_gpu or torch.compiler.is_compiling():
+    is_on_gpu = matrix.device.type == "cuda"
+    is_operator = casts == "kernel" if _is_traced() else is_on_gpu
+    if not is_operator or matrix.numel() == 0 or (is_on_gpu and not has_triton()):
         cast = to_fp8(matrix, factor, dtype)
         return [cast] * rows + [cast.t()] * turned
     is_tensor = isinstance(factor, Tensor)
-    casts: list[Tensor] = torch.ops.lightning_unitscale.fp8_matrices(
+    matrices: list[Tensor] = torch.ops.lightning_unitscale.fp8_matrices(
         matrix, [factor] if is_tensor else [], 1.0 if is_tensor else factor, dtype, rows, turned
     )
-    return casts
+    return matrices
+
+
+def _is_traced() -> bool:
+    """Whether AOTAutograd makes a graph of what runs; torch 2.11 does not say it compiles then."""
+    proxies = sys.modules.get("torch.fx.experimental.proxy_tensor")
+    is_traced = proxies is not None and proxies.get_proxy_mode() is not None
+    return is_traced or torch.compiler.is_compiling()
 
 
 _LIBRARY = torch.library.Library("lightning_unitscale", "FRAGMENT")
 # An operator, so that fake tensors and modes see one.
 _LIBRARY.define(
     "fp8_matrices(Tensor matrix, Tensor[] factor, float number, ScalarType dtype, bool rows, "
-    "bool turned) -> Tensor[]"
+    "bool turned) -> Tensor[]",
+    # It reads any strides: Inductor need not copy what it is given.
+    tags=(torch.Tag.flexible_layout,),
 )
 
 
@@ -221,6 +243,22 @@ def _fp8_matrices(
         casts[-1] if turned else None,
     )
     return casts
+
+
+@torch.library.impl(_LIBRARY, "fp8_matrices", "CPU")
+def _fp8_matrices_of_torch(
+    matrix: Tensor,
+    factor: Sequence[Tensor],
+    number: float,
+    dtype: torch.dtype,
+    rows: bool,
+    turned: bool,
+) -> list[Tensor]:
+    cast = to_fp8(matrix, factor[0] if factor else number, dtype).view(torch.uint8)
+    matrices = _empty_matrices(matrix, factor, number, dtype, rows, turned)
+    for made, source in zip(matrices, [cast] * rows + [cast.t()] * turned, strict=True):
+        made.view(torch.uint8).zero_()[:, : source.shape[1]] = source
+    return matrices
 
 
 @torch.library.register_fake("lightning_unitscale::fp8_matrices", lib=_LIBRARY)
@@ -251,6 +289,7 @@ class _FP8Linear(torch.autograd.Function):
         gradient: GradientFormat,
         index: int,
         grid: Tensor | None,
+        casts: Casts,
         *factors: Factor,
     ) -> Tensor:
         kept: tuple[Tensor, ...]
@@ -267,8 +306,12 @@ class _FP8Linear(torch.autograd.Function):
         needs_input, needs_weight = ctx.needs_input_grad[:2]
         # Hopper multiplies rows by columns only, so gradients read the operands turned. What a
         # gradient that nobody asks for would read is not kept.
-        rows8, *turned_rows = fp8_matrices(rows, of_input, OPERAND, turned=needs_weight)
-        weight8, *turned_weight = fp8_matrices(weight, of_weight, OPERAND, turned=needs_input)
+        rows8, *turned_rows = fp8_matrices(
+            rows, of_input, OPERAND, turned=needs_weight, casts=casts
+        )
+        weight8, *turned_weight = fp8_matrices(
+            weight, of_weight, OPERAND, turned=needs_input, casts=casts
+        )
         ctx.save_for_backward(
             turned_rows[0] if needs_weight else None,
             turned_weight[0] if needs_input else None,
@@ -276,7 +319,7 @@ class _FP8Linear(torch.autograd.Function):
         )
         ctx.set_materialize_grads(False)
         ctx.scaling, ctx.dtypes = scaling, (rows.dtype, weight.dtype)
-        ctx.gradient = GRADIENTS[gradient]
+        ctx.gradient, ctx.casts = GRADIENTS[gradient], casts
         return scaled_product(rows8, weight8, of_result, dtype, fast=True)
 
     @staticmethod
@@ -292,14 +335,19 @@ class _FP8Linear(torch.autograd.Function):
         else:
             of_gradient, of_grad_rows, of_grad_weight = kept
         needs_input, needs_weight = turned_weight is not None, turned_rows is not None
-        casts = fp8_matrices(
-            gradient, of_gradient, ctx.gradient, rows=needs_input, turned=needs_weight
+        gradients8 = fp8_matrices(
+            gradient,
+            of_gradient,
+            ctx.gradient,
+            rows=needs_input,
+            turned=needs_weight,
+            casts=ctx.casts,
         )
         grad_rows = grad_weight = None
         if needs_input:
-            grad_rows = scaled_product(casts[0], turned_weight, of_grad_rows, ctx.dtypes[0])
+            grad_rows = scaled_product(gradients8[0], turned_weight, of_grad_rows, ctx.dtypes[0])
         if needs_weight:
-            grad_weight = scaled_product(casts[-1], turned_rows, of_grad_weight, ctx.dtypes[1])
+            grad_weight = scaled_product(gradients8[-1], turned_rows, of_grad_weight, ctx.dtypes[1])
         return grad_rows, grad_weight, *(None,) * (len(ctx.needs_input_grad) - 2)
 
 

@@ -12,6 +12,9 @@ import torch
 from tabulate import tabulate
 from torch import Tensor
 
+from lightning_unitscale.dynamo.graphs import is_saved
+from lightning_unitscale.scales.transfer import numbers_on
+
 # A factor of a product combines two sigmas, or a sigma and a gamma; within these bounds every such
 # factor and its inverse is a normal FP32 number, so that multiplying by it is exact.
 MAX_LOG2_SIGMA = 60
@@ -206,8 +209,9 @@ ONE = Factor()
 class FactorTable:
     """The factors of one graph, as one small device tensor that the graph takes as input.
 
-    Rows are added while the graph is rewritten; :meth:`tensor` then makes the vector of a gauge. It
-    is a new tensor for each gauge: a backward pass still under way keeps its old factors.
+    Rows are added while the graph is rewritten; :meth:`tensor` then makes the vector of a gauge,
+    where that of the last one was: what CUDA has recorded reads it there. A backward pass still to
+    come keeps its old factors, and then the vector is a new one.
 
     Args:
         device: Where the vector lives.
@@ -229,7 +233,11 @@ class FactorTable:
         """The factors under ``gauge``, FP32 of shape ``(number of factors,)``."""
         if self._last is None or self._last[0] is not gauge:
             powers = [_exact_power(factor, gauge) for factor in self._rows]
-            vector = torch.tensor(powers, dtype=torch.float32, device=self._device)
+            # An evaluation may come first, whose tensors no training could save.
+            with torch.inference_mode(False):
+                vector = numbers_on(self._device, powers, torch.float32)
+                if self._last is not None and not is_saved(last := self._last[1]):
+                    vector = last.copy_(vector)
             self._last = (gauge, vector)
         return self._last[1]
 

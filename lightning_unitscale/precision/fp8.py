@@ -21,6 +21,7 @@ from lightning_unitscale.functional.low_precision import (
     DEFAULT_GRADIENT,
     MULTIPLE,
     NUM_CASTS,
+    Casts,
     GradientFormat,
     Scaling,
     why_no_fp8,
@@ -56,6 +57,16 @@ def check_gradient_format(format: object) -> None:
     check_choice("gradient_format", format, choices, "no format of FP8 gradients", advice)
 
 
+def check_casts(casts: object) -> None:
+    """Refuse what is no way to cast to FP8 under Inductor.
+
+    Raises:
+        ValueError: If it is not one of ``Casts``.
+    """
+    advice = "pass 'fused', or what make bench-gpu has found to be faster on this GPU"
+    check_choice("casts", casts, get_args(Casts), "no way to cast", advice)
+
+
 class FP8Linears(GraphPass):
     """The pass of :func:`fp8_linears`, whose arguments it takes.
 
@@ -68,6 +79,7 @@ class FP8Linears(GraphPass):
             they are operations by themselves, at which drift can be measured.
         in_evaluation: Whether Lightning's evaluation steps are in FP8 as well. If not, they have
             the numbers that a checkpoint of the module has without FP8.
+        casts: How Inductor casts.
     """
 
     name = "fp8 linears"
@@ -81,11 +93,13 @@ class FP8Linears(GraphPass):
         gradient_format: GradientFormat = DEFAULT_GRADIENT,
         grid: Grid = "fixed",
         in_evaluation: bool = True,
+        casts: Casts = "fused",
     ) -> None:
         advice = "pass 'constant' together with unit scaling, 'dynamic' without it"
         check_choice("scaling", scaling, get_args(Scaling), "unknown scaling", advice)
         check_gradient_format(gradient_format)
         check_grid(grid)
+        check_casts(casts)
         if scaling == "dynamic" and grid == "moving":
             raise ValueError(
                 "grid='moving': with scaling='dynamic' the largest element of a tensor decides "
@@ -100,6 +114,7 @@ class FP8Linears(GraphPass):
         self.unfit = Unrepresentable()
         self.takes_units_in = True
         self.in_evaluation = in_evaluation
+        self.casts: Casts = casts
 
     def runs_in(self, step: str) -> bool:
         """In training, and in evaluation if that is wanted."""
@@ -148,7 +163,8 @@ class FP8Linears(GraphPass):
             grid = self.moving_grid.add_to(graph, names)
         for index, (region, linear) in enumerate(linears):
             options: dict[str, Any] = {
-                "gradient_format": self.gradient_of(meant_name(linear.product.node))
+                "gradient_format": self.gradient_of(meant_name(linear.product.node)),
+                "casts": self.casts,
             }
             if grid is not None:
                 options |= {"grid": region.thread(grid), "index": NUM_CASTS * index}

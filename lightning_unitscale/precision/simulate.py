@@ -40,6 +40,7 @@ from lightning_unitscale.quantize import (
     rounded,
     rounding_keys,
 )
+from lightning_unitscale.scales.transfer import sent_to
 
 # The formats of "fp8": precision for operands, range for gradients.
 FP8_FORMATS = ("E4M3FN", "E5M2")
@@ -147,7 +148,7 @@ class SimulateFormat(GraphPass):
         if self.rounding == "stochastic":
 
             def supply() -> Tensor:
-                return rounding_keys(len(names), self._generator, device=graph.device)
+                return sent_to(graph.device, rounding_keys(len(names), self._generator))
 
             example = torch.zeros((len(names), 2), dtype=torch.int64, device=graph.device)
             keys = graph.add_state("rounding_keys", supply, example)

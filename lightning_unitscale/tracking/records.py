@@ -18,6 +18,7 @@ from lightning_unitscale.scales.layout import RowLayout
 from lightning_unitscale.scales.reduce import absent_rows, merge_rows, shift_rows
 from lightning_unitscale.scales.snapshot import ScaleSnapshot
 from lightning_unitscale.scales.statistics import statistics_row
+from lightning_unitscale.scales.transfer import HostCopy, numbers_on
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ class CutGraph:
         def row(of: Tensor, unit: Factor) -> Tensor:
             exponent = 0 if tensor.held.in_graph else unit.exponent(gauge)
             # As for the others, formats are counted of what is stored.
-            factor = torch.tensor(2.0**-exponent, dtype=torch.float32, device=of.device)
+            (factor,) = numbers_on(of.device, [2.0**-exponent], torch.float32)
             return statistics_row(of.detach(), self._layout, factor=factor if exponent else None)
 
         forward = row(value, tensor.held.sigma)[None]
@@ -114,30 +115,45 @@ class CutGraph:
         return ProbedCall((tensor,), CallRecord.of_rows(forward, backward), gauge)
 
 
-def take_snapshot(
-    step: int, calls: Sequence[ProbedCall], layout: RowLayout, grad_scale: float
-) -> ScaleSnapshot:
-    """The snapshot of several calls, with one transfer from the device.
+class SentSnapshot:
+    """The snapshot of several calls, whose rows go to the host as one.
 
     Args:
         step: Optimizer step of the snapshot.
         calls: At least one.
         layout: Columns of a row.
         grad_scale: Factor that the loss carried; gradients are divided by it.
-
-    Returns:
-        The snapshot; rows of a tensor that was recorded several times are merged.
     """
-    device = calls[0].record.forward.device
-    rows = [call.record.forward.to(device) for call in calls]
-    rows += [call.record.backward.to(device) for call in calls]
-    forward, backward = torch.cat(rows).detach().cpu().double().chunk(2)
+
+    def __init__(
+        self, step: int, calls: Sequence[ProbedCall], layout: RowLayout, grad_scale: float
+    ) -> None:
+        device = calls[0].record.forward.device
+        rows = [call.record.forward.to(device) for call in calls]
+        rows += [call.record.backward.to(device) for call in calls]
+        self._rows = HostCopy(torch.cat(rows))
+        tensors = [(tensor, call.gauge) for call in calls for tensor in call.tensors]
+        self._made = functools.partial(_snapshot, step, tensors, layout, grad_scale)
+
+    def arrived(self) -> ScaleSnapshot:
+        """The snapshot; waits for its rows, if they are still on their way."""
+        return self._made(self._rows.numbers())
+
+
+def _snapshot(
+    step: int,
+    described: Sequence[tuple[ProbedTensor, Gauge]],
+    layout: RowLayout,
+    grad_scale: float,
+    rows: Tensor,
+) -> ScaleSnapshot:
+    """The snapshot of rows, forward and then backward; those of the same tensor are merged."""
+    forward, backward = rows.double().chunk(2)
     # A slot that no gradient reached holds zeros, and a real row has elements.
     backward = torch.where(backward[:, :1] > 0, backward, math.nan)
-    tensors = [tensor for call in calls for tensor in call.tensors]
-    gauges = [call.gauge for call in calls for _ in call.tensors]
-    sigmas = np.array([t.held.sigma.exponent(g) for t, g in zip(tensors, gauges, strict=True)])
-    gammas = np.array([t.held.gamma.exponent(g) for t, g in zip(tensors, gauges, strict=True)])
+    tensors = [tensor for tensor, _ in described]
+    sigmas = np.array([tensor.held.sigma.exponent(gauge) for tensor, gauge in described])
+    gammas = np.array([tensor.held.gamma.exponent(gauge) for tensor, gauge in described])
     in_graph = np.array([tensor.held.in_graph for tensor in tensors])
     forward = shift_rows(forward, sigmas * in_graph, layout)
     # A loss scaler moves by factors of two, so taking it off again is a shift as well.

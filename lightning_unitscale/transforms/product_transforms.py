@@ -8,10 +8,11 @@ that was wanted before as passes over its graphs.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 from torch import nn
 
+from lightning_unitscale.arguments import check_choice
 from lightning_unitscale.capture.attach import (
     Explain,
     capture,
@@ -22,7 +23,13 @@ from lightning_unitscale.capture.attach import (
 from lightning_unitscale.capture.rollback import detached_copy
 from lightning_unitscale.capture.steps import steps_of
 from lightning_unitscale.dispatch.module_products import ModuleProducts
-from lightning_unitscale.functional.low_precision import DEFAULT_GRADIENT, GradientFormat, Scaling
+from lightning_unitscale.dynamo.capture import CompileMode
+from lightning_unitscale.functional.low_precision import (
+    DEFAULT_GRADIENT,
+    Casts,
+    GradientFormat,
+    Scaling,
+)
 from lightning_unitscale.graph.passes import GraphPass
 from lightning_unitscale.lossless.gauge import Gauge
 from lightning_unitscale.lossless.rehearsal import LiveGradients, calibrate
@@ -168,6 +175,7 @@ def fp8_linears(
     exclude: str | Sequence[str] | None = None,
     gradient_format: GradientFormat = DEFAULT_GRADIENT,
     grid: Grid = "fixed",
+    casts: Casts = "fused",
 ) -> nn.Module:
     """A copy of ``module`` whose linear layers, and their gradients, run in real FP8.
 
@@ -191,6 +199,8 @@ def fp8_linears(
         grid: ``"moving"`` multiplies what is cast by a number in (1/2, 1], another one at every
             training step, and divides the product by it, so that the errors of a weight that hardly
             changes average out; for constant scales.
+        casts: How Inductor casts, in what :func:`compile` compiles: ``"fused"`` as a part of the
+            kernels that make the operands, ``"kernel"`` by one Triton kernel for each.
 
     Returns:
         A new module with ``explain()``: what was decided on each layer, and why.
@@ -207,11 +217,13 @@ def fp8_linears(
         >>> fast(x).shape
         torch.Size([8, 16])
     """
-    graph_pass = FP8Linears(scaling, exclude=exclude, gradient_format=gradient_format, grid=grid)
+    graph_pass = FP8Linears(
+        scaling, exclude=exclude, gradient_format=gradient_format, grid=grid, casts=casts
+    )
     return _transformed(module, "fp8_linears", graph_pass)
 
 
-def compile(module: nn.Module) -> nn.Module:
+def compile(module: nn.Module, mode: CompileMode = "default") -> nn.Module:
     """A copy of ``module`` whose captured graphs are compiled by Inductor.
 
     ``torch.compile`` on a transformed module would capture the plain module again. This compiles
@@ -219,16 +231,19 @@ def compile(module: nn.Module) -> nn.Module:
 
     Args:
         module: A module, transformed or not, that Dynamo can capture; it is left as it is.
+        mode: As for ``torch.compile``: ``"default"``, ``"reduce-overhead"`` with CUDA graphs,
+            ``"max-autotune"`` or ``"max-autotune-no-cudagraphs"``.
 
     Returns:
         A new module with parameters of its own and ``explain()``. It is compiled when it is first
         called, and again for inputs of another kind, as by ``torch.compile``.
 
     Raises:
-        ValueError: If ``module`` was compiled by the user.
+        ValueError: If ``module`` was compiled by the user, or the mode is unknown.
     """
+    check_choice("mode", mode, get_args(CompileMode), "unknown", "leave it out for 'default'")
     new, step = captured_forward(module, "compile")
-    step.owner.use_executor("inductor")
+    step.owner.use_executor("inductor", mode)
     return new
 
 

@@ -90,6 +90,8 @@ class Measuring:
 
     def __init__(self, layout: RowLayout) -> None:
         self.layout = layout
+        # By device and unit: few are different, and each is a kernel to fill.
+        self._factors: dict[tuple[torch.device, int], Tensor] = {}
 
     def value(self, row: TensorRow, tensor: Tensor) -> None:
         """Take the statistics of a value, its formats counted in the row's unit."""
@@ -106,9 +108,15 @@ class Measuring:
         with unseen(), torch.inference_mode():
             part = local_part(tensor)
             assert part is not None, "it is readable"
-            # Not torch.tensor, whose copy to the device would wait for it.
-            factor = torch.full((), 2.0**-log2_unit, device=part.device) if log2_unit else None
+            factor = self._factor(part.device, log2_unit) if log2_unit else None
             return statistics_row(stored_elements(part), self.layout, factor=factor)
+
+    def _factor(self, device: torch.device, log2_unit: int) -> Tensor:
+        if (device, log2_unit) not in self._factors:
+            # Not torch.tensor, whose copy to the device would wait for it.
+            factor = torch.full((), 2.0**-log2_unit, device=device)
+            self._factors[device, log2_unit] = factor
+        return self._factors[device, log2_unit]
 
 
 class Gradients:

@@ -2,7 +2,7 @@
 
 ``torch._C.DisableTorchFunction``, ``_pop_mode`` and ``_push_mode`` of ``torch.overrides``,
 ``_disable_current_modes`` of ``torch.utils._python_dispatch``, and ``DisableContext`` and
-``set_skip_guard_eval_unsafe`` of ``torch._dynamo.eval_frame``; checked on torch 2.13.
+``set_skip_guard_eval_unsafe`` of ``torch._dynamo.eval_frame``; checked on torch 2.13 and 2.11.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch._dynamo.eval_frame import DisableContext
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode, _push_mode
 from torch.utils._python_dispatch import _disable_current_modes
 
+from lightning_unitscale.dispatch.torch_internals import last_sequence_number
 from lightning_unitscale.dynamo.breaks import is_watched
 from lightning_unitscale.functional.scale import is_transforming
 from lightning_unitscale.patching import shadowed
@@ -123,7 +124,7 @@ def answering_as_without(mode: TorchFunctionMode) -> Iterator[None]:
 
 @contextlib.contextmanager
 def outside_of_compiled_code(
-    mode: TorchFunctionMode, see: Callable[[FrameType], None]
+    mode: TorchFunctionMode, see: Callable[[FrameType, range], None]
 ) -> Iterator[None]:
     """Within this context a mode is removed while code runs that the user has compiled.
 
@@ -131,22 +132,24 @@ def outside_of_compiled_code(
 
     Args:
         mode: The mode.
-        see: Called with the frame of Dynamo's wrapper, which holds ``fn``, ``args``, ``kwargs`` and
-            ``result``, when such a function has returned.
+        see: Called when such a function has returned, with the frame of Dynamo's wrapper, which
+            holds ``fn``, ``args``, ``kwargs`` and, but on torch 2.11, ``result``, and with the
+            numbers of the autograd nodes that were made meanwhile.
     """
     original = vars(torch._dynamo.eval_frame)[_AROUND_COMPILED]
-    running: list[tuple[FrameType, list[TorchFunctionMode]]] = []
+    running: list[tuple[FrameType, list[TorchFunctionMode], int]] = []
 
     def around(value: bool) -> Any:
         frame = sys._getframe(1)
         if running and running[-1][0] is frame:
-            _push(running.pop()[1])
-            see(frame)
+            _, above, first = running.pop()
+            _push(above)
+            see(frame, range(first, last_sequence_number() + 1))
         # The wrapper of a function that is never compiled may call it too.
         elif not isinstance(frame.f_locals.get("self"), DisableContext) and (
             above := _pop_through(mode)
         ):
-            running.append((frame, above))
+            running.append((frame, above, last_sequence_number() + 1))
         return original(value)
 
     with shadowed(torch._dynamo.eval_frame, **{_AROUND_COMPILED: around}):

@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_unitscale.dispatch.calls import RanProduct
+from lightning_unitscale.dispatch.torch_internals import sequence_number
 from lightning_unitscale.graph.matmuls import PRODUCT_WORDS, operands_of_call
 from lightning_unitscale.graph.name_patterns import own_path
 from lightning_unitscale.graph.nodes import ATTENTION, ATTENTION_ROLES
@@ -79,6 +80,7 @@ class WatchedCall:
         self._select = select
         self._units = units
         self._products = products
+        self._compiled: list[tuple[range, str, tuple[TensorRow, ...], Caller]] = []
         self._given: list[TensorRow] = []
         self._made: list[TensorRow] = []
         self._rows_of: Any = WeakIdKeyDictionary()
@@ -135,8 +137,13 @@ class WatchedCall:
                 self._note(tensor, name, word, inputs, caller, ran)
         return result
 
-    def see_compiled(self, frame: FrameType) -> None:
-        """Note what a function of the user has returned that Dynamo has compiled: its frame."""
+    def see_compiled(self, frame: FrameType, nodes: range) -> None:
+        """Note what a function of the user has returned that Dynamo has compiled.
+
+        Args:
+            frame: Of its wrapper.
+            nodes: Numbers of the autograd nodes that it has made.
+        """
         caller = self.callers.find(frame)
         scope = frame.f_locals
         if caller is None or caller.again is not None:
@@ -148,6 +155,8 @@ class WatchedCall:
         with plain_functions():
             inputs = self._inputs(arguments, word)
             arguments_seen = {id(tensor) for tensor in arguments}
+            if "result" not in scope:  # its node will tell when it is read
+                self._compiled.append((nodes, word, inputs, caller))
             for tensor in _tensors_in((scope.get("result"),)):
                 if id(tensor) not in arguments_seen:
                     name = self._unique(_named(caller.path, word))
@@ -239,6 +248,11 @@ class WatchedCall:
             return self._inputs((base,), "")
         if tensor.grad_fn is None:
             return ()
+        for nodes, word, inputs, caller in self._compiled:
+            if sequence_number(tensor.grad_fn) in nodes:
+                name = self._unique(_named(caller.path, word))
+                self._note(tensor, name, word, inputs, caller, ())
+                return tuple(self._rows_of[tensor])
         caller = self.callers.find(sys._getframe(1)) or Caller("")
         return (self._unseen_row(tensor, caller.path, ()),)
 

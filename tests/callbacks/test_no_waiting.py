@@ -1,117 +1,263 @@
-"""No training step reads a number off its device, but for those that measure.
+"""No training step waits for its device, but for those that are listed here.
 
-On an accelerator to read one is to wait for all that was computed before. Here it is seen on a CPU,
-by the functions and operators that read.
+The steps run on fake tensors of a GPU that is not there. What would make the host wait is noted
+with its place, and answered; so are the kernels that the package's own operators would launch.
 """
 
 from __future__ import annotations
 
 import contextlib
 import traceback
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 import lightning_unitscale
-from lightning_unitscale import ScaleMonitor, UnitScaleCallback
+from benchmarks.demo_step import DemoLoss
+from lightning_unitscale import ScaleMonitor, UnitScaleCallback, attach
 from lightning_unitscale.callbacks import Simulate
-from tests.callbacks.modules import Regression, adamw
-from tests.callbacks.runs import QUIET, loader
+from lightning_unitscale.dispatch import fp8
+from lightning_unitscale.dispatch.kernels import product_kernel
+from lightning_unitscale.dispatch.products import RULES
+from lightning_unitscale.profiler.fake_device import SimulatedDevice, simulating
+from lightning_unitscale.scales.layout import RowLayout
+from lightning_unitscale.watching import rows, watched_call
+from tests.triton_helpers import needs_triton
+
+pytestmark = needs_triton
 
 PACKAGE = str(Path(lightning_unitscale.__file__).parent)
-METHODS = ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__")
-OPERATORS = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero"}
-SAMPLED_EVERY, NUM_STEPS = 4, 8
+CUDA = torch.device("cuda")
+READS = {"item", "_local_scalar_dense", "nonzero", "equal", "is_nonzero"}
+LOOK_EVERY, SAMPLED_EVERY, NUM_STEPS = 3, 2, 8
 
 
-class Readings(TorchDispatchMode):
-    """Where the package reads numbers of tensors within this context."""
+class Gpu(TorchDispatchMode):
+    """What the device is asked for, step by step.
+
+    Attributes:
+        waits: Functions of the package in which the host waits, in each step.
+        launches: Kernels of the package, in each step.
+        number: What is read off it.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.places: list[str] = []
+        self.waits: list[list[str]] = []
+        self.launches: list[Counter[str]] = []
+        self.number = 2.0**-4
+        self._pinned: dict[int, Tensor] = {}
+
+    def begin_step(self) -> None:
+        self.waits.append([])
+        self.launches.append(Counter())
+
+    def wait(self) -> None:
+        """Note the function of the package that waits, if it is one."""
+        frames = [frame for frame in traceback.extract_stack() if frame.filename != __file__]
+        own = [frame for frame in frames if f"{Path(torch.__file__).parent}" not in frame.filename]
+        if self.waits and own and own[-1].filename.startswith(PACKAGE):
+            self.waits[-1].append(f"{Path(own[-1].filename).stem}.{own[-1].name}")
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket.__name__ in OPERATORS:
-            self.note()
-        return func(*args, **(kwargs or {}))
+        kwargs, name = kwargs or {}, func.overloadpacket.__name__
+        if name == "empty" and kwargs.get("pin_memory"):
+            pinned = self._read(args[0], kwargs["dtype"])
+            self._pinned[_address(pinned.untyped_storage())] = pinned
+            return pinned
+        if name == "copy_" and self._is_pinned(args[0]):
+            if isinstance(args[1], FakeTensor) and not (*args, False)[2]:
+                self.wait()
+            return args[0]
+        if name == "to":
+            with self:
+                return func.decompose(*args, **kwargs)
+        if name == "_to_copy" and "device" in kwargs and kwargs["device"] != args[0].device:
+            if not (self._is_pinned(args[0]) and kwargs.get("non_blocking")):
+                self.wait()
+            dtype = kwargs.get("dtype") or args[0].dtype
+            if kwargs["device"].type == "cpu":
+                return self._read(args[0].shape, dtype)
+            return torch.empty(args[0].shape, dtype=dtype, device=CUDA)
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        is_on_host = tensors or kwargs.get("device") in (None, torch.device("cpu"))
+        if is_on_host and not any(isinstance(tensor, FakeTensor) for tensor in tensors):
+            with unset_fake_temporarily():
+                return func(*args, **kwargs)
+        if name in READS:
+            self.wait()
+            return self.number
+        if name == "statistics_row":
+            return self._row(*args)
+        result = func(*args, **kwargs)
+        if name == "fp8_matrices":
+            self._cast(result, *args)
+        return result
 
-    def note(self) -> None:
-        """Note the place, if it is one of the package."""
-        frames = [frame for frame in traceback.extract_stack() if frame.filename != __file__]
-        others = [
-            frame for frame in frames if f"{Path(torch.__file__).parent}" not in frame.filename
-        ]
-        if others[-1].filename.startswith(PACKAGE):
-            self.places.append(f"{others[-1].filename}:{others[-1].lineno}")
+    def _read(self, shape: Any, dtype: torch.dtype) -> Tensor:
+        with unset_fake_temporarily():
+            return torch.full(shape, self.number, dtype=dtype)
+
+    def _is_pinned(self, tensor: Tensor) -> bool:
+        is_fake = isinstance(tensor, FakeTensor)
+        return not is_fake and _address(tensor.untyped_storage()) in self._pinned
+
+    def _row(self, tensor: Tensor, factor: list[Tensor], key: str) -> Tensor:
+        from lightning_unitscale.scales import triton_statistics
+
+        kernels = {name: self._kernel(name) for name in ("partial_rows", "joint_row")}
+        with self, mock.patch.multiple(triton_statistics, **kernels):
+            return triton_statistics.triton_row(
+                tensor, RowLayout.from_key(key), factor[0] if factor else None
+            )
+
+    def _cast(self, casts: list[Tensor], matrix: Tensor, factor: Any, *others: Any) -> None:
+        from lightning_unitscale.functional import triton_cast
+
+        number, dtype, has_rows, has_turned = others
+        with self, mock.patch.object(triton_cast, "cast_tiles", self._kernel("cast_tiles")):
+            triton_cast.cast_matrix(
+                matrix,
+                factor[0] if factor else number,
+                dtype,
+                casts[0] if has_rows else None,
+                casts[-1] if has_turned else None,
+            )
+
+    def _kernel(self, name: str) -> Any:
+        def launch(*_: Any, **__: Any) -> None:
+            self.launches[-1][name] += 1
+
+        kernel = mock.MagicMock()
+        kernel.__getitem__.return_value = launch
+        return kernel
+
+    def event(self) -> Any:
+        """An event of the device; one of this step is yet to come."""
+        step = len(self.waits)
+
+        def synchronize() -> None:
+            if len(self.waits) == step:
+                self.wait()
+
+        return mock.Mock(query=lambda: len(self.waits) > step, synchronize=synchronize)
 
 
-class Watching(pl.Callback):
-    """Keeps what each training batch has read, from its start to its end."""
+def _address(storage: torch.UntypedStorage) -> int:
+    """Fake memory is somewhere else than other memory, on a cache line of its own."""
+    return 64 * storage._cdata
+
+
+def _place(tensor: Tensor) -> int:
+    return _address(tensor.untyped_storage()) + tensor.storage_offset() * tensor.element_size()
+
+
+class Kernels(TorchDispatchMode):
+    """The overridden kernels of products, which fake tensors do not come to."""
 
     def __init__(self) -> None:
-        self.places: list[list[str]] = []
-        self._open = contextlib.ExitStack()
+        super().__init__()
+        self._rules = {rule.operator: rule for rule in RULES}
 
     @override
-    def on_train_epoch_start(self, *_: Any) -> None:
-        self._next()
-
-    @override
-    def on_train_batch_end(self, *_: Any) -> None:
-        self._next()
-
-    @override
-    def on_train_epoch_end(self, *_: Any) -> None:
-        self._open.close()
-
-    def _next(self) -> None:
-        self._open.close()
-        readings = self._open.enter_context(Readings())
-        self.places.append(readings.places)
-        for name in METHODS:
-            stand_in = _noting(readings, getattr(Tensor, name))
-            self._open.enter_context(mock.patch.object(Tensor, name, stand_in))
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        rule = self._rules.get(str(func).removeprefix("aten.").removesuffix(".default"))
+        kernel = func if rule is None else product_kernel(rule, func)
+        return kernel(*args, **(kwargs or {}))
 
 
-def _noting(readings: Readings, method: Callable[..., Any]) -> Callable[..., Any]:
-    def call(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        readings.note()
-        return method(tensor, *args, **kwargs)
+@contextlib.contextmanager
+def a_gpu() -> Iterator[Gpu]:
+    """Within this context there is one, for what knows of fake tensors only."""
+    gpu = Gpu()
+    stand_ins: list[tuple[Any, dict[str, Any]]] = [
+        (torch.cuda, {"Event": gpu.event, "get_device_capability": lambda *_: (9, 0)}),
+        (torch.UntypedStorage, {"data_ptr": _address}),
+        (Tensor, {"data_ptr": _place}),
+        # The monitor and layers in FP8 leave fake tensors alone.
+        (rows, {"is_readable": torch.is_floating_point, "unseen": contextlib.nullcontext}),
+        (watched_call, {"is_readable": torch.is_floating_point, "unseen": contextlib.nullcontext}),
+        (fp8, {"has_subclass": lambda _: False}),
+    ]
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(SimulatedDevice(CUDA))
+        stack.enter_context(simulating(CUDA))
+        for owner, attributes in stand_ins:
+            stack.enter_context(mock.patch.multiple(owner, **attributes))
+        stack.enter_context(gpu)
+        stack.enter_context(Kernels())
+        yield gpu
 
-    return call
+
+def train(gpu: Gpu, *callbacks: UnitScaleCallback | ScaleMonitor) -> None:
+    """Train the demo's model in a small size; its scales change at the first look."""
+    with CUDA:
+        module = DemoLoss(width=32, depth=1, num_heads=2)
+        tokens = torch.zeros(2, 2, 8, dtype=torch.int64)
+    optimizer = torch.optim.AdamW(module.parameters())
+    with mock.patch.object(torch.cuda, "is_available", lambda: True):
+        attachment = attach(module, optimizer, callbacks)
+    with attachment:
+        for step in range(NUM_STEPS):
+            gpu.begin_step()
+            gpu.number = 2.0**-4 if step < LOOK_EVERY else 2.0**-9
+            module(*tokens).backward()
+            torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
 
 
-@pytest.mark.filterwarnings("ignore:ScaleMonitor. the Trainer has no logger")
+UNITS = {"transfer.numbers"}
+FITS = {"fp8._unrepresentable"}
+
+
+@pytest.mark.filterwarnings("ignore:(?s)ScaleMonitor:UserWarning")
 @pytest.mark.parametrize(
-    "make",
+    ("options", "at_first", "at_looks"),
     [
-        lambda: UnitScaleCallback(),
-        lambda: UnitScaleCallback(simulate=Simulate("fp8", rounding="stochastic")),
-        lambda: UnitScaleCallback(precision="fp8"),
+        ({}, UNITS, set()),
+        ({"simulate": Simulate("fp8", rounding="stochastic")}, UNITS, UNITS),
+        ({"precision": "fp8"}, UNITS | FITS, UNITS | FITS),
     ],
     ids=["units", "simulated", "fp8"],
 )
-def test_a_step(make: Callable[[], pl.Callback]) -> None:
-    watching = Watching()
-    # Of every loss a number is wanted for alerts, which an accelerator sends while it goes on.
-    monitor = ScaleMonitor(every_n_steps=SAMPLED_EVERY, on_violation=None)
-    trainer = pl.Trainer(callbacks=[make(), monitor, watching], max_steps=NUM_STEPS, **QUIET)
-    trainer.fit(Regression(adamw), loader(4 * NUM_STEPS))
-    for step, places in enumerate(watching.places[:NUM_STEPS]):
-        if step == 0:
-            assert places  # units are taken: it is seen here if something is read
-        elif step % SAMPLED_EVERY:
-            assert places == []
-        else:
-            # The sample of all tensors goes to the host as one, and there to NumPy.
-            assert len(places) == 2, places
+def test_a_step(options: dict[str, Any], at_first: set[str], at_looks: set[str]) -> None:
+    callback = UnitScaleCallback(recalibrate=LOOK_EVERY, **options)
+    monitor = ScaleMonitor(every_n_steps=SAMPLED_EVERY)
+    with a_gpu() as gpu:
+        train(gpu, callback, monitor)
+    waits = [at_first, *(set() if step % LOOK_EVERY else at_looks for step in range(1, NUM_STEPS))]
+    assert list(map(set, gpu.waits)) == waits
+    # Alerts are judged when the next step has been computed, and so are the units of a look, but
+    # where they decide how a product is rounded.
+    snapshots = {snapshot.step: snapshot for snapshot in monitor.snapshots}
+    assert list(snapshots) == [*range(0, NUM_STEPS, SAMPLED_EVERY)] and monitor.alerts
+    assert snapshots[2].log2_sigma.min() == -4 and snapshots[6].log2_sigma.min() == -9
+    assert snapshots[LOOK_EVERY + 1].log2_sigma.min() == (-9 if at_looks else -4)
+    for step, launches in enumerate(gpu.launches):
+        num_rows = 0
+        if step % SAMPLED_EVERY == 0:
+            num_rows = len(snapshots[step].names) + int((snapshots[step].backward[:, 0] > 0).sum())
+        num_launches = launches["partial_rows"] + launches["joint_row"]
+        assert num_rows <= num_launches <= 2 * num_rows
+
+
+def test_casts_to_fp8() -> None:
+    """Each operand of a linear layer, and its gradient, is cast once."""
+    with a_gpu() as gpu:
+        train(gpu, UnitScaleCallback(recalibrate=LOOK_EVERY, precision="fp8"))
+    for step, launches in enumerate(gpu.launches):
+        # Four layers of three products; where products are measured, each makes its own casts.
+        num_casts = 4 * 3 if step % LOOK_EVERY else 4 * 3 * 2
+        assert launches == {"cast_tiles": num_casts}

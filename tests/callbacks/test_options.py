@@ -75,6 +75,8 @@ _SETTINGS: list[tuple[dict[str, Any], Any]] = [
         {"simulate": {"class_path": "Simulate", "init_args": {"format": ["E4M3FN", "E3M2FN"]}}},
         Simulate(("E4M3FN", "E3M2FN")),
     ),
+    ({"compile": True}, True),
+    ({"compile": "reduce-overhead"}, "reduce-overhead"),
 ]
 
 

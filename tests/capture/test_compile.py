@@ -1,12 +1,18 @@
 """``compile``: the graphs of a module run by Inductor, after the passes of other transforms."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
+from torch._inductor import config
 
+from lightning_unitscale.capture.attach import captured_forward
 from lightning_unitscale.dynamo import capture
+from lightning_unitscale.graph.passes import GraphPass, Phase, StepGraph
+from lightning_unitscale.lossless.gauge import GaugePair
+from lightning_unitscale.lossless.rewrite import LosslessUnitScale
 from lightning_unitscale.transforms import compile, lossless_unit_scale, track_scales
 
 
@@ -85,3 +91,59 @@ def test_inductor_itself(torch_kernels: None) -> None:
                     getattr(one.meta["metrics"], direction).mean_abs for one in (node, other)
                 )
                 assert first == pytest.approx(second, rel=1e-5)
+
+
+class Supplies(GraphPass):
+    """Notes what gives a graph its factors."""
+
+    name = "supplies"
+    phase = Phase.CONVERT  # after the units
+
+    def __init__(self) -> None:
+        self.factors: list[Callable[[], torch.Tensor]] = []
+
+    def run(self, graph: StepGraph) -> tuple[str, ...]:
+        self.factors += [supply for node, supply in graph.states if "factors" in node.name]
+        return ()
+
+
+MODES = [("default", False, False), ("reduce-overhead", True, False), ("max-autotune", True, True)]
+
+
+@pytest.mark.parametrize(("mode", "has_cuda_graphs", "is_tuned"), MODES)
+def test_a_mode_reaches_inductor(
+    mode: Any, has_cuda_graphs: bool, is_tuned: bool, torch_kernels: None
+) -> None:
+    """And new units compile nothing, and lie where the old ones did."""
+    compiled: list[tuple[bool, bool]] = []
+
+    def note(graph: fx.Graph) -> None:
+        compiled.append((config.triton.cudagraphs, config.max_autotune))
+
+    net, x = Net(), torch.randn(5, 6)
+    rewrite, supplies = LosslessUnitScale("all", measures_drift=False), Supplies()
+    module, step = captured_forward(net, "units", rewrite, supplies)
+    step.owner.use_executor("inductor", mode)
+    seen: list[tuple[int, list[float]]] = []
+    with config.patch(post_grad_custom_pre_pass=note):
+        for exponent in (1, 3, -5):
+            pair = GaugePair(exponent, -exponent)
+            rewrite.set_gauge({"one.linear:input": pair, "two.linear": pair})
+            torch.testing.assert_close(gradients(module, x), gradients(net, x))
+            (factors,) = (supply() for supply in supplies.factors)
+            seen.append((factors.data_ptr(), factors.tolist()))
+    assert compiled == [(has_cuda_graphs, is_tuned)] * 2  # a forward and a backward graph
+    addresses, factors = zip(*seen, strict=True)
+    assert len(set(addresses)) == 1 and len(set(map(tuple, factors))) == 3
+
+
+def test_a_mode_that_is_none() -> None:
+    with pytest.raises(ValueError, match="mode='fast': unknown; expected 'default', "):
+        compile(Net(), "fast")
+
+
+def test_who_asks_for_no_mode_leaves_that_of_others() -> None:
+    _, step = captured_forward(Net(), "first")
+    step.owner.use_executor("inductor", "max-autotune")
+    step.owner.use_executor("inductor")
+    assert step.owner.compile_mode == "max-autotune"

@@ -242,3 +242,35 @@ def test_a_pass_that_a_setting_of_the_users_brings_back_runs_once() -> None:
     graph_pass(fx.Graph())
     graph_pass.remove()
     assert len(graphs) == 1
+
+
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune-no-cudagraphs"])
+def test_units_lie_at_one_address_in_any_mode(mode: str, torch_kernels: None) -> None:
+    """What CUDA has recorded is replayed with new units as it is."""
+    compiled: list[tuple[bool, bool]] = []
+
+    def note(graph: fx.Graph) -> None:
+        compiled.append((config.triton.cudagraphs, config.max_autotune))
+
+    module, x = Linear(), torch.randn(8, 16)
+    module.net = torch.compile(nn.Linear(16, 16, bias=False), mode=mode)
+    before = len(GRAPHS)
+    with config.patch(post_grad_custom_pre_pass=note):
+        attached = AttachedSession(module, ["step"])
+        seen: list[list[tuple[int, list[float]]]] = []
+        for exponent in (2, -3, 7):
+            pair = GaugePair(log2_sigma=exponent)
+            gauge = {"net.linear:input": pair, "net.linear:weight": GaugePair(log2_sigma=1)}
+            gamma = {"net.linear": GaugePair(log2_gamma=exponent)}
+            attached.session.units.set_gauge(Gauge(gauge | gamma))
+            module.step(x).backward()
+            tensors = [graph.factors(torch.device("cpu")) for graph in GRAPHS[before:]]
+            seen.append([(tensor.data_ptr(), tensor.tolist()) for tensor in tensors])
+        attached.detach()
+    # A forward and a backward graph, compiled once, as the user has asked for.
+    assert compiled == [(mode == "reduce-overhead", mode != "reduce-overhead")] * 2
+    assert counters["stats"]["unique_graphs"] == 1
+    for of_graph in zip(*seen, strict=True):
+        addresses, factors = zip(*of_graph, strict=True)
+        assert len(set(addresses)) == 1
+        assert len(set(map(tuple, factors))) == 3

@@ -1,4 +1,4 @@
-"""A step that does not measure never makes the host wait for the device."""
+"""No step but the first makes the host wait for the device."""
 
 from __future__ import annotations
 
@@ -57,12 +57,9 @@ class _Waits(pl.Callback):
     ],
     ids=["units", "fp8", "all", "u-mup"],
 )
-def test_steps_between_samples(make: Callable[[], pl.Callback], device: torch.device) -> None:
+def test_steps_after_the_first(make: Callable[[], pl.Callback], device: torch.device) -> None:
     waits = _Waits()
     monitor = ScaleMonitor(every_n_steps=_SAMPLED_EVERY, on_violation=None)
     train(device, [waits, make(), monitor], steps=8)
-    for step, lines in enumerate(waits.lines):
-        if step % _SAMPLED_EVERY:
-            assert lines == []
-        elif device.type == "cuda":
-            assert lines  # the first one measures units, and each of these takes a sample
+    # The first one measures units; the numbers of a sample are read a step later.
+    assert waits.lines[1:] == [[]] * 7

@@ -68,6 +68,20 @@ def test_a_memory_budget(device: torch.device) -> None:
 
 
 @pytest.mark.slow
+def test_captured_steps_in_cuda_graphs(
+    device: torch.device, request: pytest.FixtureRequest
+) -> None:
+    if device.type == "cpu":
+        request.getfixturevalue("torch_kernels")
+    callbacks = [
+        [UnitScaleCallback(depth="all", recalibrate=2, compile=mode)]
+        for mode in (True, "reduce-overhead")
+    ]
+    plain, recorded = (train(device, each, steps=6) for each in callbacks)
+    assert_same_bits((recorded.outputs, recorded.weights), (plain.outputs, plain.weights))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_a_module_that_the_user_compiles(
     mode: str, device: torch.device, request: pytest.FixtureRequest

@@ -86,7 +86,8 @@ def test_stored_elements() -> None:
     dense = torch.tensor([[0.0, 2.0], [3.0, 0.0]])
     assert stored_elements(dense) is dense
     assert_same_bits(stored_elements(dense.to_sparse()), torch.tensor([2.0, 3.0]))
-    twice = torch.sparse_coo_tensor([[0, 0]], torch.tensor([1.0, 2.0]), (4,), check_invariants=True)
+    with torch.sparse.check_sparse_tensor_invariants():
+        twice = torch.sparse_coo_tensor([[0, 0]], torch.tensor([1.0, 2.0]), (4,))
     assert_same_bits(stored_elements(twice), torch.tensor([3.0]))
     jagged = torch.nested.nested_tensor([torch.ones(2), torch.zeros(3)], layout=torch.jagged)
     assert stored_elements(jagged).tolist() == [1.0, 1.0, 0.0, 0.0, 0.0]

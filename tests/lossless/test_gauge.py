@@ -5,6 +5,7 @@ import dataclasses
 import json
 import math
 import pickle
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -154,12 +155,21 @@ def test_a_table_holds_each_factor_once_as_an_exact_normal_number() -> None:
     assert vector.min() >= torch.finfo(torch.float32).tiny
 
 
-def test_a_new_gauge_makes_a_new_tensor() -> None:
+@pytest.mark.parametrize("reads", [lambda vector: vector, lambda vector: vector[0]])
+def test_factors_stay_where_they_are_unless_a_backward_pass_is_to_read_them(
+    reads: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
     table = FactorTable(torch.device("cpu"))
     table.row(sigma("a"))
-    old = table.tensor(Gauge())
-    assert table.tensor(Gauge({"a": GaugePair(3, 0)})).tolist() == [8.0]
-    assert old.tolist() == [1.0]
+    address = table.tensor(Gauge()).data_ptr()
+    eight = table.tensor(Gauge({"a": GaugePair(3, 0)}))
+    assert eight.tolist() == [8.0] and eight.data_ptr() == address
+    x = torch.ones(1, requires_grad=True)
+    y = x * reads(eight)
+    two = table.tensor(Gauge({"a": GaugePair(1, 0)}))
+    assert two.tolist() == [2.0] and eight.tolist() == [8.0]
+    y.sum().backward()
+    assert x.grad == 8
 
 
 def test_a_parameter_and_a_tensor_of_one_name_have_units_of_their_own() -> None:

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch._inductor import config
 from torch.utils.checkpoint import checkpoint
 
 from lightning_unitscale.capture.attach import captured_forward, products_of
@@ -19,7 +20,12 @@ from lightning_unitscale.functional.scale import change_gradient_units, change_u
 from lightning_unitscale.lossless.fp8_range import Unrepresentable
 from lightning_unitscale.precision import fp8
 from lightning_unitscale.precision.fp8 import FP8Linears
-from lightning_unitscale.transforms import fp8_linears, lossless_unit_scale, simulate_format
+from lightning_unitscale.transforms import (
+    compile,
+    fp8_linears,
+    lossless_unit_scale,
+    simulate_format,
+)
 from tests.helpers import assert_same_bits, run
 
 
@@ -241,6 +247,26 @@ def test_executors(executor: Any) -> None:
     found = run(fp8, x)
     assert_close = torch.testing.assert_close
     assert_close(found, eager, rtol=2e-6 if executor == "inductor" else 0.0, atol=0.0)
+
+
+@pytest.mark.parametrize("scaling", ["constant", "dynamic"])
+def test_how_inductor_casts(scaling: Any, torch_kernels: None) -> None:
+    """By operations of its own, or by an operator for each operand: the bits are the same."""
+    operators: list[str] = []
+
+    def note(graph: fx.Graph) -> None:
+        operators.extend(str(node.target) for node in graph.nodes)
+
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 16))
+    x, found = torch.randn(5, 32, requires_grad=True), []
+    for casts, num_operators in (("fused", 0), ("kernel", 3 * 2)):
+        operators.clear()
+        module = compile(fp8_linears(layers, scaling=scaling, casts=casts))
+        with config.patch(post_grad_custom_pre_pass=note):
+            found.append(run(module, x))
+        assert operators.count("lightning_unitscale.fp8_matrices.default") == num_operators
+    assert_same_bits(*found)
 
 
 def test_inside_of_a_checkpoint() -> None:

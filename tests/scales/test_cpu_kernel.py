@@ -44,7 +44,9 @@ def test_a_row_of_a_view(name, dtype):
     whole = X.to(dtype)
     view = whole.as_strided(view.shape, view.stride(), view.storage_offset())
     kernel_row(whole, LAYOUT)  # makes the layout known
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    # Without it torch 2.11 warns that it keeps the events of one cycle only.
+    with torch.profiler.profile(activities=activities, acc_events=True) as profile:
         row = kernel_row(view, LAYOUT)
     handed_on = "lightning_unitscale::statistics_row_of_any"
     assert (handed_on in {event.name for event in profile.events()}) != where_it_lies

@@ -45,8 +45,8 @@ def test_bits_stay_what_they_are(function: Callable[..., Any]) -> None:
     module, probes = probed(plain)
     x = torch.randn(32, 64)
     assert_same_bits(run(module, x), run(plain, x))
-    snapshot = probes.take(0)
-    assert snapshot is not None and "parts.0.linear" in snapshot.names
+    sent = probes.take(0)
+    assert sent is not None and "parts.0.linear" in sent.arrived().names
 
 
 def test_two_backward_passes_through_one_graph() -> None:
@@ -54,8 +54,9 @@ def test_two_backward_passes_through_one_graph() -> None:
     first, second = module(torch.randn(5, 4))
     first.backward()
     second.backward()
-    snapshot = probes.take(0)
-    assert snapshot is not None
+    sent = probes.take(0)
+    assert sent is not None
+    snapshot = sent.arrived()
     counted = snapshot.backward[:, 0]
     assert (counted[list(map(snapshot.names.index, ("sum", "sum_1")))] == 1).all()
 
@@ -64,7 +65,8 @@ def test_the_gradient_of_a_sum_is_one_number_in_memory() -> None:
     """Expanded, it has as many elements as the tensor: none of them may be read beyond its end."""
     module, probes = probed(Call(lambda a, x: a(x).sum(), nn.Linear(4, 3)))
     module(torch.randn(500, 4)).backward()
-    snapshot = probes.take(0)
-    assert snapshot is not None
+    sent = probes.take(0)
+    assert sent is not None
+    snapshot = sent.arrived()
     row = snapshot.backward[snapshot.names.index("parts.0.linear")]
     assert row[:9].tolist() == [1500, 0, 0, 0, 1500, 1500, 1500, 1, 1]

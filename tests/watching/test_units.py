@@ -55,9 +55,9 @@ class Model(nn.Module):
 def sample(watcher: StepWatcher, model: Model, step: int) -> ScaleSnapshot:
     loss = watcher.run(model, model.step, (torch.ones(4, 8),), {})
     loss.backward()
-    snapshot = watcher.take(step)
-    assert snapshot is not None
-    return snapshot
+    sent = watcher.take(step)
+    assert sent is not None
+    return sent.arrived()
 
 
 class _Function(torch.overrides.TorchFunctionMode):
