@@ -251,7 +251,7 @@ MUTATIONS = (
     Mutation(
         "a tensor is written out of place although a view of it is read later",
         "graph/aliasing.py",
-        "return is_fresh and not any(_looks_into(user, node) for user in earlier)",
+        "return is_fresh and not any(node in viewed for viewed in views)",
         "return is_fresh",
         "graph/test_functionalize.py",
     ),
@@ -455,6 +455,20 @@ MUTATIONS = (
         "math.sqrt(num_accumulated / num_replicas)",
         "math.sqrt(num_replicas / num_accumulated)",
         "rules/test_weights.py",
+    ),
+    Mutation(
+        "initial scales are those of a rank's own shard",
+        "rules/weights.py",
+        "return parameter if gather is None else gather()",
+        "return parameter if gather is None else parameter.to_local()",
+        "distributed/test_rules_sharded.py",
+    ),
+    Mutation(
+        "a view of a sharded parameter is read when it is free",
+        "capture/gathering.py",
+        "origin = node.meta.get(INPUT) or roots[node].meta.get(INPUT)",
+        "origin = node.meta.get(INPUT)",
+        "distributed/test_rules_sharded.py",
     ),
     # Rematerialization and the profiler.
     Mutation(

@@ -20,6 +20,7 @@ from lightning_unitscale.callbacks.distributed import (
 )
 from lightning_unitscale.callbacks.half_precision import ParameterHolding
 from lightning_unitscale.callbacks.lightning_loop import LightningLoop
+from lightning_unitscale.callbacks.packages import misconfigured
 from lightning_unitscale.callbacks.rules import RuleScaling
 from lightning_unitscale.callbacks.steps import (
     loss_scale,
@@ -184,7 +185,7 @@ class GraphUnits(MeasuredUnits):
             return
         module = trainer.lightning_module
         arguments = step_arguments(module, name, batch, *indices)
-        with step_context(trainer, name):
+        with step_context(trainer, name), self._steps.gathered():
             calibrate(
                 self._steps.steps[name],
                 self._rewrite,
@@ -270,7 +271,11 @@ class GraphUnits(MeasuredUnits):
         batch = rehearsed(trainer, batch)
         arguments = step_arguments(module, "training_step", batch, batch_idx)
         accumulated = trainer.accumulate_grad_batches * num_microbatches(trainer)
-        with trainer.precision_plugin.train_step_context(), rehearsing(trainer):
+        with (
+            trainer.precision_plugin.train_step_context(),
+            rehearsing(trainer),
+            self._steps.gathered(),
+        ):
             measured = calibrate(
                 self._steps.steps["training_step"],
                 self._rewrite,
@@ -304,6 +309,13 @@ class GraphUnits(MeasuredUnits):
 
     def _measure_live(self, name: str) -> None:
         assert self._steps is not None
+        if self._steps.sharded is not None:
+            raise misconfigured(
+                f"method: {type(self._steps.module).__name__}.{name} is unit-scaled by rules under "
+                "FSDP2, and a rehearsal of it has no loss that a backward pass could start from; "
+                "expected automatic optimization and a step that takes a batch and returns its "
+                "loss; change it, or use DDP."
+            )
         self._stop_live()
         self._live = self._rewrite.calibrator()
         if self._rules is not None:

@@ -14,11 +14,14 @@ from lightning_unitscale.callbacks.explanation import Explanation, units_table
 from lightning_unitscale.callbacks.half_precision import holding_of, holds_parameters
 from lightning_unitscale.callbacks.lightning_loop import LightningLoop
 from lightning_unitscale.callbacks.options import Lossless, Rules, mode_of
+from lightning_unitscale.callbacks.packages import is_lightning, misconfigured
 from lightning_unitscale.callbacks.remat import step_partitioner
 from lightning_unitscale.callbacks.rules import RuleScaling
 from lightning_unitscale.callbacks.steps import attach_steps
 from lightning_unitscale.callbacks.trainer_settings import start_loss_scale_at_one
 from lightning_unitscale.callbacks.units import RecalibrationSchedule
+from lightning_unitscale.capture.gathering import GatherParameters
+from lightning_unitscale.capture.sharded import ShardedModule
 from lightning_unitscale.dynamo.capture import CompileMode
 from lightning_unitscale.graph.passes import GraphPass
 from lightning_unitscale.lossless.rewrite import Depth, LosslessUnitScale
@@ -65,6 +68,7 @@ class CapturedUnits(GraphUnits):
         self._remat = remat
         self._compile = compile
         self._owner = ""
+        self._gathering: GatherParameters | None = None
         self._restore_loss_scale: Callable[[], None] = nothing
         self._last_explanation = Explanation(
             "Nothing has been captured yet: run fit, validate, test or predict."
@@ -116,13 +120,9 @@ class CapturedUnits(GraphUnits):
         if self._fp8 is not None:
             # Stages are cut from one rewritten graph, whether their units are looked at or not.
             self._fp8.takes_units_in = pipeline_of(trainer) is None or self._schedule.is_empty
+        is_sharded = is_lightning(trainer.strategy, "ModelParallelStrategy")
         if self._rules is not None:
-            refuse_sharded_parameters(
-                trainer,
-                f"method={self._method!r}",
-                "sets whole parameters to RMS 1",
-                "DDP, PipelineStrategy, or method='lossless'",
-            )
+            self._check_sharding(trainer, is_sharded=is_sharded)
             self._rules.attach(trainer, module, is_other=is_other)
         if self._holding is not None:
             self._holding.attach(trainer, is_other=is_other)
@@ -130,6 +130,9 @@ class CapturedUnits(GraphUnits):
         partitioner = None if remat is None else step_partitioner(trainer, module, remat)
         self._owner = type(owner).__name__
         steps = attach_steps(trainer, module, owner)
+        if self._rules is not None and is_sharded:
+            steps.sharded = ShardedModule(module)
+            self._gathering = GatherParameters(steps.sharded)
         self.attach(loop, steps, is_other=is_other)
         for graph_pass in self._passes():
             if graph_pass not in steps.passes:
@@ -138,6 +141,26 @@ class CapturedUnits(GraphUnits):
             steps.use_executor("inductor", mode_of(self._compile))
         if partitioner is not None:
             steps.partition_by(partitioner)
+
+    def _check_sharding(self, trainer: pl.Trainer, *, is_sharded: bool) -> None:
+        """Refuse to scale by rules what the steps of a sharded module cannot have.
+
+        Raises:
+            MisconfigurationException: If that is the case.
+        """
+        if not is_sharded:
+            refuse_sharded_parameters(
+                trainer,
+                f"method={self._method!r}",
+                "sets whole parameters to RMS 1",
+                "ModelParallelStrategy with fully_shard, DDP, or method='lossless'",
+            )
+        elif self._compile:
+            raise misconfigured(
+                f"compile=True with method={self._method!r}: FSDP gathers parameters in the middle "
+                "of the graph, which Inductor does not compile; expected compile=False with "
+                "ModelParallelStrategy; leave it out, or use DDP."
+            )
 
     def start_fit(self) -> None:
         """Give the Trainer's settings their meaning for gradients in units."""
@@ -190,6 +213,7 @@ class CapturedUnits(GraphUnits):
         if self._remat is not None:
             steps.partition_by(None)
         steps.detach(self._owner, *self._passes())
+        steps.sharded = self._gathering = None
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -208,4 +232,5 @@ class CapturedUnits(GraphUnits):
         rules = [] if self._rules is None else [self._rules.rules, self._rules.gradients]
         simulation = [] if self._simulation is None else [self._simulation]
         fp8 = [] if self._fp8 is None else [self._fp8]
-        return [*rules, self._rewrite, *simulation, *fp8]
+        gathering = [] if self._gathering is None else [self._gathering]
+        return [*rules, self._rewrite, *simulation, *fp8, *gathering]

@@ -8,14 +8,17 @@ takes: torch refuses names that a module does not know, as long as it loads with
 
 from __future__ import annotations
 
+import contextlib
+import pickle
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lightning_unitscale.callbacks.packages import misconfigured, rank_zero_warn
+from lightning_unitscale.callbacks.packages import is_lightning, misconfigured, rank_zero_warn
 from lightning_unitscale.patching import shadowed
 
 if TYPE_CHECKING:
@@ -84,7 +87,7 @@ def _check(
         MisconfigurationException: If the weights were trained by rules, and others are asked for.
     """
     known = None if state is None else state.get("rules", {}).get("method", LOSSLESS)
-    trained = _taken_mark(checkpoint) or known
+    trained = _taken_mark(checkpoint) or known or _mark_of_file(trainer)
     if trained not in (None, LOSSLESS) and trained != method:
         raise misconfigured(
             f"method={method!r}: the checkpoint is of a model that was trained with "
@@ -110,3 +113,20 @@ def _taken_mark(checkpoint: dict[str, Any]) -> str | None:
             del weights[name]
             return marked[1]
     return None
+
+
+def _mark_of_file(trainer: pl.Trainer) -> str | None:
+    """The mark of a checkpoint whose weights a strategy has loaded by itself, by names it knew."""
+    if not is_lightning(trainer.strategy, "ModelParallelStrategy") or trainer.ckpt_path is None:
+        return None
+    path = Path(trainer.ckpt_path)
+    names: Iterable[str] = ()
+    if path.is_dir():
+        from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+        saved = FileSystemReader(path).read_metadata().state_dict_metadata
+        names = (name.removeprefix("state_dict.") for name in saved)
+    elif path.is_file():
+        with contextlib.suppress(pickle.UnpicklingError):  # of what is not safe to load again
+            names = torch.load(path, "cpu", weights_only=True, mmap=True).get("state_dict", ())
+    return next((found[1] for name in names if (found := _MARKED.fullmatch(name))), None)

@@ -123,7 +123,7 @@ class RuleScaling:
             # What an evaluation has decided before is of no use for training: it saw no gradient.
             earlier = RulePlan() if train else self.plan
             shapes = rehearsing(trainer) if train else nullcontext()
-            with step_context(trainer, step.name), shapes:
+            with step_context(trainer, step.name), shapes, step.owner.gathered():
                 planned = plan_step(
                     step,
                     arguments,
@@ -145,6 +145,7 @@ class RuleScaling:
         if train:
             self.gradients.accumulate(trainer.accumulate_grad_batches)
             if not self._rates_follow:
+                step.owner.shard()
                 self._follow_rates(trainer, module)
 
     def measured(self, trainer: pl.Trainer, measured: Mapping[str, float]) -> None:

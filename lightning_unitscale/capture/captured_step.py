@@ -37,6 +37,7 @@ from lightning_unitscale.dynamo.capture import Executor
 from lightning_unitscale.dynamo.patches import is_exporting, kept_whole, opened_layers
 from lightning_unitscale.functional.scale import is_transforming
 from lightning_unitscale.graph.nodes import Names
+from lightning_unitscale.patching import nothing
 
 if TYPE_CHECKING:
     from lightning_unitscale.capture.steps import ModuleSteps
@@ -117,9 +118,10 @@ class CapturedStep:
         executor = self.owner.executor if self.interpreter is None else "eager"
         # Within somebody else's captured step there is no call of ours.
         passes = () if torch.compiler.is_compiling() else tuple(self.owner.passes)
-        for graph_pass in passes:
-            graph_pass.before_step(self.owner.module)
-        result = self._run(executor, args, kwargs)
+        with self.owner.standing_in():
+            for graph_pass in passes:
+                graph_pass.before_step(self.owner.module)
+            result = self._run(executor, args, kwargs)
         for graph_pass in passes:
             graph_pass.after_step(self.owner.module, result)
         self._postponed.replay()
@@ -275,9 +277,7 @@ class CapturedStep:
             self._forget_if_thawed()
         self.num_graph_calls = 0
         self._running = executor
-        begin_step = getattr(self.owner.partition_fn, "begin_step", None)
-        if begin_step is not None:
-            begin_step()
+        getattr(self.owner.partition_fn, "begin_step", nothing)()
         with (
             capture.capture_settings(passes_over=passes_over),
             kept_whole([function for each in self.owner.passes for function in each.kept_whole]),
@@ -343,8 +343,8 @@ class CapturedStep:
 
     def _not_captured(self, error: BaseException) -> RuntimeError:
         return RuntimeError(
-            f"{self._title}: Dynamo cannot capture it: {reason_of(error)}. Expected a "
-            "step that Dynamo captures; move that line out of the step, into a hook such as "
+            f"{self._title}: Dynamo cannot capture it{self.owner.manner}: {reason_of(error)}. "
+            "Expected a step that Dynamo captures; move that line out of it, into a hook such as "
             "on_train_batch_start, or mark its function with torch.compiler.disable. TORCH_LOGS="
             "graph_breaks shows what Dynamo says of it."
         )

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import copy
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from tabulate import tabulate
 from torch import nn
 
 from lightning_unitscale.capture.captured_step import CapturedStep
+from lightning_unitscale.capture.sharded import ShardedModule
 from lightning_unitscale.capture.side_effects import Calls
-from lightning_unitscale.dynamo.capture import CompileMode, Executor
+from lightning_unitscale.dynamo.breaks import is_watched
+from lightning_unitscale.dynamo.capture import CompileMode, Executor, no_graph_breaks
 from lightning_unitscale.graph.passes import GraphPass, PassRecord, Phase
 
 # Where a module has its captured steps.
@@ -69,6 +72,7 @@ class ModuleSteps:
 
     Attributes:
         steps: The captured steps by name.
+        sharded: The module, if its steps are captured as those of a whole one.
         passes: Passes over every graph, in the order they were given.
         records: What the passes did, graph by graph.
         graph_breaks: Reasons of the graph breaks met while capturing.
@@ -88,6 +92,7 @@ class ModuleSteps:
         self.executor: Executor = "eager"
         self.compile_mode: CompileMode = "default"
         self.partition_fn: Any = None
+        self.sharded: ShardedModule | None = None
         self.passes: list[GraphPass] = []
         self.records: list[PassRecord] = []
         self.graph_breaks: list[str] = []
@@ -206,6 +211,35 @@ class ModuleSteps:
     def observed(self) -> bool:
         """Whether anybody wants the next step to carry probes."""
         return bool(self._observers)
+
+    def gathered(self) -> AbstractContextManager[None]:
+        """Within this context a rehearsal finds whole parameters; all ranks enter it together."""
+        return nullcontext() if self.sharded is None else self.sharded.gathered()
+
+    @property
+    def manner(self) -> str:
+        """How Dynamo has to capture the steps, for a message; empty if there may be many graphs."""
+        return "" if self.sharded is None else " in one graph, as rules under FSDP2 ask"
+
+    def shard(self) -> None:
+        """Let the module have the parameters that its optimizers have."""
+        if self.sharded is not None:
+            self.sharded.shard()
+
+    @contextmanager
+    def standing_in(self) -> Iterator[None]:
+        """Within this context a step runs of which only graphs know where parameters are."""
+        if self.sharded is None:
+            yield
+            return
+        if is_watched():
+            raise RuntimeError(
+                f"{type(self.module).__name__}: a mode such as FlopCounterMode looks at every "
+                "operation of a step that is unit-scaled by rules under FSDP2, and Dynamo captures "
+                "nothing then; expected none; leave it out, or use DDP."
+            )
+        with self.sharded.standing_in(), no_graph_breaks():
+            yield
 
     def find_untraced(self) -> Calls:
         """Methods of objects that the next step shall call outside of Dynamo."""

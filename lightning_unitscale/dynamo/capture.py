@@ -133,9 +133,13 @@ def compile_function(function: Callable[..., Any], backend: Backend) -> Callable
 def no_graph_breaks() -> Iterator[None]:
     """Within this context what would break a graph is an error, before anything has run.
 
-    With ``fullgraph=True`` Dynamo would capture ``.item()`` as well, and so another graph.
+    With ``fullgraph=True`` Dynamo would capture ``.item()`` as well, and so another graph. What is
+    captured too often is an error as well: it would run without graphs.
     """
-    with torch._dynamo.error_on_graph_break(True):
+    with (
+        torch._dynamo.error_on_graph_break(True),
+        torch._dynamo.config.patch(fail_on_recompile_limit_hit=True),
+    ):
         yield
 
 

@@ -26,6 +26,7 @@ from torch import Tensor, fx
 from lightning_unitscale.dynamo.backend import Writes
 from lightning_unitscale.dynamo.graphs import fake_mode_of, is_checkpoint, is_higher_order
 from lightning_unitscale.graph.nodes import (
+    INTERNAL,
     Path,
     argument_at,
     argument_paths,
@@ -293,12 +294,12 @@ def _find(node: fx.Node) -> Effects:
         for path in argument_paths(node)
         if tensors_in(argument_at(node, path).meta.get("example_value"))
     ]
-    if not paths:
-        # Not to be run: it may enter autocast, or turn gradients off.
+    if all(_is_state(argument_at(node, path)) for path in paths):
+        # Not to be run: it may enter autocast; and to unbind all factors takes seconds on fakes.
         return _NOTHING
     if is_higher_order(node):
         return _seen_in_examples(node, paths, _writes_of_checkpoint(node))
-    if node.target is operator.getitem and _is_tuple(node.args[0]):
+    if node.target is operator.getitem and example_tensor(node.args[0]) is None:
         # To run it would take a stand-in for every other item too.
         return _seen_in_examples(node, paths, ())
     mode = fake_mode_of(node.graph)
@@ -310,11 +311,6 @@ def _find(node: fx.Node) -> Effects:
         # It does not run by itself.
         pass
     return _seen_in_examples(node, paths, ())
-
-
-def _is_tuple(argument: Any) -> bool:
-    value = argument.meta.get("example_value") if isinstance(argument, fx.Node) else None
-    return isinstance(value, (tuple, list))
 
 
 def _seen_by_running(node: fx.Node, paths: list[Path], mode: Any) -> Effects:
@@ -382,6 +378,10 @@ def _storages(value: Any) -> Iterator[Any]:
 
 def _arguments(node: fx.Node, paths: Iterable[Path]) -> tuple[fx.Node, ...]:
     return tuple(dict.fromkeys(argument_at(node, path) for path in paths))
+
+
+def _is_state(node: fx.Node) -> bool:
+    return node.op == "placeholder" and INTERNAL in node.meta
 
 
 def _is_input(node: fx.Node) -> bool:

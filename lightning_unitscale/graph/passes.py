@@ -29,7 +29,8 @@ class Phase(enum.IntEnum):
 
     ``REPARAMETRIZE`` changes the function that the step computes; every later phase, and whoever
     measures the step, takes what it made for the user's own graph. ``CONVERT`` lets products run in
-    another type, and ``QUANTIZE`` rounds what the others read, as if they did.
+    another type, and ``QUANTIZE`` rounds what the others read, as if they did. ``GATHER`` brings
+    together what is sharded; whoever measures the step without it has it gathered before.
     """
 
     REPARAMETRIZE = 0
@@ -37,6 +38,7 @@ class Phase(enum.IntEnum):
     CONVERT = 2
     QUANTIZE = 3
     OBSERVE = 4
+    GATHER = 5
 
     @property
     def rounds(self) -> bool:

@@ -174,6 +174,16 @@ def numel(node: fx.Node) -> int:
     return 0 if tensor is None else int(numel_of(tensor))
 
 
+def example_of(argument: Any) -> Any:
+    """An argument as it was in the captured call; a number that the graph reads is that number.
+
+    Dynamo has it read what was another number when it met the same code before: a dropout's share,
+    if an earlier module had another.
+    """
+    value = argument.meta.get("example_value") if isinstance(argument, fx.Node) else argument
+    return value.node.hint if isinstance(value, torch.SymFloat) else value
+
+
 def output_factor(node: fx.Node, *, mult: float = 1.0) -> float | None:
     """The rule's factor on the result of an operation; ``None`` for one that has no rule.
 
@@ -188,9 +198,7 @@ def output_factor(node: fx.Node, *, mult: float = 1.0) -> float | None:
     rule = rule_of(node)
     if rule is None:
         return None
-    args, kwargs = fx.map_arg(
-        (node.args, dict(node.kwargs)), lambda arg: arg.meta.get("example_value")
-    )
+    args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), example_of)
     arguments = rule.bind(tuple(args), kwargs)
     if mult != 1.0:
         arguments["mult"] = mult

@@ -17,6 +17,7 @@ from lightning_unitscale.rules.flow import (
     TIMES,
     Flow,
     added_tensors,
+    example_of,
     handed_on,
     is_softmax,
     made_rms,
@@ -243,4 +244,5 @@ def _kept_by_dropout(node: fx.Node) -> float:
     training = node.args[2] if len(node.args) > 2 else node.kwargs.get("training", True)
     if node.target is F.dropout and not training:
         return 1.0
+    rate = example_of(rate)
     return math.sqrt(1 - rate) if isinstance(rate, (int, float)) and rate < 1 else 1.0

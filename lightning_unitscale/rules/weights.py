@@ -66,6 +66,12 @@ def parameter_rms(value: Tensor) -> float:
     return 2.0 ** (round(math.log2(rms) * _STEPS_PER_OCTAVE) / _STEPS_PER_OCTAVE)
 
 
+def whole(parameter: Tensor) -> Tensor:
+    """All elements of a parameter; of one that is sharded, all ranks have to ask for them."""
+    gather = getattr(parameter, "full_tensor", None)
+    return parameter if gather is None else gather()
+
+
 def set_to_unit_scale(
     module: nn.Module, plans: Mapping[str, ParameterPlan]
 ) -> dict[str, ParameterPlan]:
@@ -80,7 +86,7 @@ def set_to_unit_scale(
         for fqn, plan in plans.items():
             info = plan.info
             if plan.action == "scaled":
-                sigma = parameter_rms(parameters[fqn])
+                sigma = parameter_rms(whole(parameters[fqn]))
                 parameters[fqn].div_(sigma)
                 info = replace(info, sigma=sigma)
             elif plan.action == "zeroed":
@@ -103,7 +109,7 @@ def already_at_unit_scale(module: nn.Module, plans: Mapping[str, ParameterPlan])
         # What is an embedding too may have been drawn as one, at RMS 1.
         is_weight = info.role in (Role.HIDDEN, Role.INPUT, Role.READOUT) and not info.is_tied
         if plan.action == "scaled" and is_weight and info.fan_in >= _TELLING_FAN_IN:
-            rms = parameter_rms(parameters[fqn].detach())
+            rms = parameter_rms(whole(parameters[fqn].detach()))
             votes.append(rms > (2 / info.fan_in) ** 0.25)
     return bool(votes) and sum(votes) > len(votes) / 2
 

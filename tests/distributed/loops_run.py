@@ -37,7 +37,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_unitscale import RematCallback, UnitScaleCallback
+from lightning_unitscale import Lossless, RematCallback, UnitScaleCallback
 from lightning_unitscale.scales.snapshot import ScaleSnapshot
 from tests.distributed.launch import quiet_rank
 from tests.loops import zoo
@@ -45,6 +45,10 @@ from tests.loops.every_loop import LOOPS, NUM_ACCUMULATED
 from tests.loops.methods import METHODS
 
 NUM_STEPS = 3
+_REFUSED: dict[str, Callable[[], list[Any]]] = {
+    "remat": lambda: [RematCallback(0.8)],
+    "held": lambda: [UnitScaleCallback(Lossless(hold_parameters=True))],
+}
 _PLAN = {"up": ColwiseParallel(), "down": RowwiseParallel()}
 
 
@@ -90,7 +94,7 @@ class FSDPInTrainer(trainer_strategies.FSDPStrategy):
 
 
 _GLOO: dict[str, Any] = {"process_group_backend": "gloo"}
-_SIZES = {
+SIZES = {
     "fsdp": {"data_parallel_size": 2, "tensor_parallel_size": 1, **_GLOO},
     "tensor": {"data_parallel_size": 1, "tensor_parallel_size": 2, **_GLOO},
 }
@@ -112,7 +116,7 @@ def _in_fabric(spread: str, *arguments: Any) -> Any:
     elif spread == "fsdp1":
         module, strategy = _fsdp1(module, None), FSDPInFabric(**_GLOO)
     else:
-        strategy = fabric_strategies.ModelParallelStrategy(SPREADS[spread], **_SIZES[spread])
+        strategy = fabric_strategies.ModelParallelStrategy(SPREADS[spread], **SIZES[spread])
     return LOOPS["fabric"](module, *others, devices=2, strategy=strategy)
 
 
@@ -121,7 +125,7 @@ def _in_trainer(spread: str, *arguments: Any) -> Any:
     if spread == "fsdp1":
         strategy = FSDPInTrainer(**_GLOO)
     else:
-        strategy = trainer_strategies.ModelParallelStrategy(**_SIZES[spread])
+        strategy = trainer_strategies.ModelParallelStrategy(**SIZES[spread])
     options = {"devices": 2, "strategy": strategy, "spread": SPREADS[spread]}
     return LOOPS["lightning"](*arguments, **options)
 
@@ -147,7 +151,7 @@ def train(folder: Path, run: str) -> None:
     """Train and write down what came out."""
     door, spread, method, name = run.split(":")
     rank = int(os.environ["LOCAL_RANK"])
-    callbacks = [RematCallback(0.8)] if method == "remat" else METHODS[method]()
+    callbacks = (METHODS | _REFUSED)[method]()
     seed = 0 if spread == "tensor" else rank
     batches = zoo.batches(name, NUM_STEPS * NUM_ACCUMULATED, seed)
     try:

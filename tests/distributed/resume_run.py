@@ -1,6 +1,7 @@
 """Trainings under FSDP2 that go on from checkpoints: ``python -m ... FOLDER KIND ...``.
 
-A kind is ``distributed`` or ``whole``. Run it once per rank. Every rank writes what it computed to
+A kind is ``distributed`` or ``whole``, with numbers that are rounded by chance, or ``lossless``,
+whose checkpoints are distributed too. Run it once per rank. Every rank writes what it computed to
 ``FOLDER/KIND-RANK.pt``.
 """
 
@@ -27,14 +28,15 @@ NUM_STEPS, SAVE_AT = 6, 4
 
 def train(folder: Path, run: str, resume: Path | None = None) -> dict[str, Any]:
     """Train, from the beginning or from a checkpoint."""
-    units = UnitScaleCallback(simulate=Simulate("fp8", rounding="stochastic"))
+    simulate = None if run == "lossless" else Simulate("fp8", rounding="stochastic")
+    units = UnitScaleCallback(simulate=simulate)
     monitor = ScaleMonitor(every_n_steps=2)
     saving = ModelCheckpoint(folder / run, "{step}", every_n_train_steps=SAVE_AT, save_top_k=-1)
     strategy = ModelParallelStrategy(
         data_parallel_size=2,
         tensor_parallel_size=1,
         process_group_backend="gloo",
-        save_distributed_checkpoint=run == "distributed",
+        save_distributed_checkpoint=run != "whole",
     )
     batches = zoo.batches("Blocks", NUM_STEPS * NUM_ACCUMULATED, int(os.environ["LOCAL_RANK"]))
     losses, weights = LOOPS["lightning"](

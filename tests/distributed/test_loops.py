@@ -50,7 +50,7 @@ def _cases() -> list[tuple[str, str, str]]:
 
 
 _REFUSED = {
-    "lightning:fsdp:u-mup:Blocks": "method=.*with ModelParallelStrategy a rank has a part",
+    "lightning:fsdp:held:Blocks": "hold_parameters with ModelParallelStrategy: it shards or moves",
     "lightning:fsdp1:u-mup:Blocks": "method=.*with FSDPInTrainer a rank has a part",
     "lightning:tensor:all:Blocks": "tensor_parallel_size=2: UnitScaleCallback rewrites",
     "lightning:fsdp:remat:Blocks": "budget=0.8: .*with ModelParallelStrategy a rank has a part",

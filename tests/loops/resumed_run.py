@@ -1,7 +1,8 @@
-"""Trainings that leave a checkpoint, and go on from it: ``python -m ... FOLDER LOOP`` is killed.
+"""Trainings that leave a checkpoint, and go on from it: ``python -m ... FOLDER RUN ...``.
 
-As a process of its own it ends by SIGKILL, between a forward and a backward pass, some steps after
-its checkpoint.
+``killed:LOOP`` ends by SIGKILL, between a forward and a backward pass, some steps after its
+checkpoint. ``resumed:LOOP`` goes on from there, for loops of several processes: each rank writes
+what it and a whole run have computed to ``FOLDER/resumed:LOOP-RANK.pt``.
 """
 
 from __future__ import annotations
@@ -17,10 +18,14 @@ import lightning.pytorch
 import pytorch_lightning
 import torch
 from lightning.fabric import Fabric
+from lightning.fabric.strategies import ModelParallelStrategy as FabricModelParallel
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 
 from lightning_unitscale import ScaleMonitor, UnitScaleCallback, attach
 from lightning_unitscale.callbacks import Simulate
+from tests.distributed.launch import quiet_rank
+from tests.distributed.loops_run import SIZES, SPREADS, whole
 from tests.loops import zoo
 from tests.loops.every_loop import LOOPS, NUM_ACCUMULATED, Batches, optimizer_of
 
@@ -35,9 +40,9 @@ def callbacks() -> tuple[UnitScaleCallback, ScaleMonitor]:
     return UnitScaleCallback(simulate=simulate), ScaleMonitor(every_n_steps=2)
 
 
-def batches() -> Batches:
+def batches(seed: int = 5) -> Batches:
     """Numbers that grow, so that units measured later are others."""
-    own = zoo.batches("Blocks", NUM_STEPS * NUM_ACCUMULATED)
+    own = zoo.batches("Blocks", NUM_STEPS * NUM_ACCUMULATED, seed)
     return [(x * 2.0 ** (index / 4), y) for index, (x, y) in enumerate(own)]
 
 
@@ -73,10 +78,11 @@ def plain(module: nn.Module, own: list[Any], folder: Path, resume: bool) -> None
         _run(module, Tensor.backward, optimizer, attachment.step_index, save)
 
 
-def fabric(module: nn.Module, own: list[Any], folder: Path, resume: bool) -> None:
-    fabric = Fabric(accelerator="cpu", devices=1, callbacks=own)
+def fabric(module: nn.Module, own: list[Any], folder: Path, resume: bool, **options: Any) -> None:
+    fabric = Fabric(accelerator="cpu", callbacks=own, **{"devices": 1, **options})
     fabric.launch()
-    model, optimizer = fabric.setup(module, optimizer_of(module))
+    model: Any = fabric.setup(module)
+    optimizer: Any = fabric.setup_optimizers(optimizer_of(model))
     (attachment,) = own[0].attachments
     state, path = {"model": model, "optimizer": optimizer}, folder / "run.ckpt"
     if resume:
@@ -87,6 +93,12 @@ def fabric(module: nn.Module, own: list[Any], folder: Path, resume: bool) -> Non
 
     _run(model, fabric.backward, optimizer, attachment.step_index, save)
     attachment.detach()
+
+
+def tensor_parallel(module: nn.Module, own: list[Any], folder: Path, resume: bool) -> None:
+    """A Fabric whose two processes have parts of the same layers, and the same batches."""
+    strategy = FabricModelParallel(SPREADS["tensor"], **SIZES["tensor"])
+    fabric(module, own, folder, resume, devices=2, strategy=strategy)
 
 
 def accelerate(module: nn.Module, own: list[Any], folder: Path, resume: bool) -> None:
@@ -111,20 +123,35 @@ def hugging_face(module: nn.Module, own: list[Any], folder: Path, resume: bool) 
 
 
 def _trainer(name: str, package: Any) -> Callable[..., None]:
-    def train(module: nn.Module, own: list[Any], folder: Path, resume: bool) -> None:
+    def train(
+        module: nn.Module,
+        own: list[Any],
+        folder: Path,
+        resume: bool,
+        seed: int = 5,
+        **options: Any,
+    ) -> None:
         saving = package.callbacks.ModelCheckpoint(
             folder, "{step}", every_n_train_steps=SAVE_AT, save_top_k=-1
         )
         LOOPS[name](
             module,
-            batches(),
+            batches(seed),
             [*own, saving],
             folder,
             resume=folder / f"step={SAVE_AT}.ckpt" if resume else None,
             enable_checkpointing=True,
+            **options,
         )
 
     return train
+
+
+def fsdp2(module: nn.Module, own: list[Any], folder: Path, resume: bool) -> None:
+    """A Trainer whose two processes have shards of the model, and batches of their own."""
+    options = {"strategy": ModelParallelStrategy(**SIZES["fsdp"]), "spread": SPREADS["fsdp"]}
+    seed = int(os.environ["LOCAL_RANK"])
+    RESUMED["lightning"](module, own, folder, resume, seed=seed, devices=2, **options)
 
 
 RESUMED: dict[str, Callable[..., None]] = {
@@ -135,12 +162,17 @@ RESUMED: dict[str, Callable[..., None]] = {
     "lightning": _trainer("lightning", lightning.pytorch),
     "pytorch_lightning": _trainer("pytorch_lightning", pytorch_lightning),
 }
+# Those of two processes.
+RESUMED_TOGETHER: dict[str, Callable[..., None]] = {
+    "lightning_fsdp2": fsdp2,
+    "fabric_tensor_parallel": tensor_parallel,
+}
 
 
 def train(
     loop: str, folder: Path, *, resume: bool = False, is_killed: bool = False
-) -> tuple[dict[str, Tensor], UnitScaleCallback, ScaleMonitor]:
-    """Train in a loop; returns the weights, and the callbacks."""
+) -> dict[str, Any]:
+    """Train in a loop; returns the weights, the units, and what the monitor has seen."""
     module = zoo.new("Blocks")
     if is_killed:
         num_calls = 0
@@ -152,11 +184,32 @@ def train(
                 os.kill(os.getpid(), signal.SIGKILL)
 
         module.register_forward_hook(kill)
-    own = callbacks()
-    RESUMED[loop](module, list(own), folder, resume)
-    return module.state_dict(), *own
+    unit_scale, monitor = callbacks()
+    {**RESUMED, **RESUMED_TOGETHER}[loop](module, [unit_scale, monitor], folder, resume)
+    return {
+        "weights": {name: whole(value) for name, value in module.state_dict().items()},
+        "gauge": unit_scale.gauge.state(),
+        "steps": [snapshot.step for snapshot in monitor.snapshots],
+        "rows": [
+            torch.as_tensor(getattr(snapshot, way))
+            for snapshot in monitor.snapshots
+            for way in ("forward", "backward")
+        ],
+    }
+
+
+def main(folder: Path, run: str) -> None:
+    what, loop = run.split(":")
+    if what == "killed":
+        train(loop, folder / loop / "killed", is_killed=True)
+        return
+    torch.manual_seed(9)
+    found = {"resumed": train(loop, folder / loop / "killed", resume=True)}
+    found["whole"] = train(loop, folder / loop / "whole")
+    torch.save(found, folder / f"{run}-{os.environ['LOCAL_RANK']}.pt")
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    train(sys.argv[2], Path(sys.argv[1]), is_killed=True)
+    quiet_rank()
+    for name in sys.argv[2:]:
+        main(Path(sys.argv[1]), name)

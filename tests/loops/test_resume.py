@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from tests.distributed.launch import codes_of_ranks
+from tests.distributed.launch import codes_of_ranks, results_of_ranks
 from tests.helpers import assert_same_bits
-from tests.loops.resumed_run import NUM_STEPS, RESUMED, SAVE_AT, train
+from tests.loops.resumed_run import NUM_STEPS, RESUMED, RESUMED_TOGETHER, SAVE_AT, train
+
+pytestmark = pytest.mark.distributed
+_RUN = "tests.loops.resumed_run"
 
 
-@pytest.mark.distributed
 @pytest.mark.filterwarnings("ignore:.*:FutureWarning", "ignore:.*:DeprecationWarning")
 @pytest.mark.filterwarnings(
     "ignore:ScaleMonitor. the Trainer has no logger", "ignore:Checkpoint directory"
@@ -22,19 +26,35 @@ from tests.loops.resumed_run import NUM_STEPS, RESUMED, SAVE_AT, train
 def test_a_run_that_was_killed(loop: str, tmp_path: Path) -> None:
     if loop in ("accelerate", "hugging_face"):
         pytest.importorskip({"hugging_face": "transformers"}.get(loop, loop))
-    for name in ("killed", "whole"):
-        (tmp_path / name).mkdir()
-    codes, output = codes_of_ranks(
-        "tests.loops.resumed_run", tmp_path / "killed", loop, num_ranks=1
-    )
-    assert codes == [-signal.SIGKILL], output[0][-3000:]
+    _kill(loop, tmp_path, num_ranks=1)
     torch.manual_seed(9)
-    weights, unit_scale, monitor = train(loop, tmp_path / "killed", resume=True)
-    expected, whole, watched = train(loop, tmp_path / "whole")
-    assert_same_bits(weights, expected)
-    assert unit_scale.gauge.state() == whole.gauge.state()
+    resumed = train(loop, tmp_path / loop / "killed", resume=True)
+    _assert_resumed(resumed, train(loop, tmp_path / loop / "whole"))
+
+
+def test_processes_that_were_killed(tmp_path: Path) -> None:
+    for loop in RESUMED_TOGETHER:
+        _kill(loop, tmp_path, num_ranks=2)
+        # A folder with the parts of both.
+        assert any((tmp_path / loop / "killed").glob("*/.metadata"))
+    runs = [f"resumed:{loop}" for loop in RESUMED_TOGETHER]
+    results = results_of_ranks(_RUN, tmp_path, runs)
+    for found in itertools.chain.from_iterable(map(results, runs)):
+        _assert_resumed(found["resumed"], found["whole"])
+
+
+def _kill(loop: str, folder: Path, num_ranks: int) -> None:
+    for name in ("killed", "whole"):
+        (folder / loop / name).mkdir(parents=True)
+    codes, output = codes_of_ranks(_RUN, folder, f"killed:{loop}", num_ranks=num_ranks)
+    # Who is still in touch with a process that is gone already ends by an error.
+    assert -signal.SIGKILL in codes, output[0][-3000:]
+    assert set(codes) <= {-signal.SIGKILL, 1}
+
+
+def _assert_resumed(resumed: dict[str, Any], whole: dict[str, Any]) -> None:
+    assert_same_bits(resumed["weights"], whole["weights"])
+    assert resumed["gauge"] == whole["gauge"]
     # It has not looked at the steps before; what it has seen since is the same.
-    assert [snapshot.step for snapshot in monitor.snapshots] == [*range(SAVE_AT, NUM_STEPS, 2)]
-    for ours, other in zip(monitor.snapshots, watched.snapshots[-3:], strict=True):
-        assert_same_bits(torch.as_tensor(ours.forward), torch.as_tensor(other.forward))
-        assert_same_bits(torch.as_tensor(ours.backward), torch.as_tensor(other.backward))
+    assert resumed["steps"] == [*range(SAVE_AT, NUM_STEPS, 2)]
+    assert_same_bits(resumed["rows"], whole["rows"][-len(resumed["rows"]) :])

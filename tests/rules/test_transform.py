@@ -45,6 +45,18 @@ def test_every_product_and_its_neighbours(name: str) -> None:
         assert torch.isfinite(scaled(*inputs)).all()
 
 
+def test_a_dropout_counts_by_its_own_share() -> None:
+    """Dynamo reads, as an input of the graph, what was another number in an earlier module."""
+    factors = []
+    for share in (0.3, 0.4):
+        layers = nn.Linear(W, W), nn.Dropout(share), nn.Linear(W, W)
+        scaled = unit_scale(nn.Sequential(*layers))
+        scaled(X)
+        arguments = [argument for each in plan_of(scaled).values() for argument in each.arguments]
+        factors += [argument.factor for argument in arguments]
+    assert factors == pytest.approx([0.7**0.5, 0.6**0.5])
+
+
 TRAPS: dict[str, Callable[[], tuple[nn.Module, tuple[Any, ...]]]] = {
     "softmax_module": lambda: (
         Of(lambda m, x: m[1](nn.Softmax(-1)(m[0](x))).sum(), nn.Linear(W, W), nn.Linear(W, 3)),

@@ -1,0 +1,115 @@
+"""Rules under FSDP2 on two CPU processes: the model by rules that DDP trains of the same module."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed.launch import results_of_ranks
+from tests.helpers import assert_same_bits
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
+Results = Callable[[str], list[dict[str, Any]]]
+
+# A sharded run, and the one of copies that it must be.
+_PAIRS = {
+    "fsdp:Blocks:plain": "ddp:Blocks:plain",
+    "fsdp:Transformer:plain": "ddp:Transformer:plain",
+    "fsdp:Tied:plain": "ddp:Tied:plain",
+    "fsdp:Odd:plain": "ddp:Odd:plain",
+    "fsdp-checkpointed:Blocks:plain": "ddp-checkpointed:Blocks:plain",
+}
+_BF16 = "fsdp-bf16:Blocks:plain"
+_SAVED = ("fsdp:Blocks:distributed", "fsdp:Blocks:file")
+_REFUSED = {
+    "fsdp:Metric:plain": r"Module.validation_step: .*in one graph, .*FSDP2.*`Tensor.item\(\)`",
+    "fsdp:Blocks:manual": r"method: Module.training_step .*FSDP2.*expected automatic optimization",
+    "fsdp:Blocks:compiled": r"compile=True with method=.*expected compile=False",
+    "tensor:Blocks:tensor": r"tensor_parallel_size=2: UnitScaleCallback rewrites",
+    "tensor:Blocks:plain": r"net.blocks.0.up.weight: .* that fully_shard did not make",
+}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """What every rank computed; two processes run all of the cases."""
+    runs = [*_PAIRS, *dict.fromkeys(_PAIRS.values()), _BF16, *_SAVED, *_REFUSED]
+    folder = tmp_path_factory.mktemp("sharded")
+    return results_of_ranks("tests.distributed.rules_sharded_run", folder, runs)
+
+
+@pytest.mark.parametrize("run", _PAIRS)
+def test_it_is_the_model_of_ddp(run: str, results: Results) -> None:
+    for found, expected in zip(results(run), results(_PAIRS[run]), strict=True):
+        # Each operation's factors and each parameter's role, sizes and initial scale.
+        assert found["plan"] == expected["plan"]
+        assert len(found["plan"]["decisions"]) > 8
+        assert found["gauge"] == expected["gauge"]
+        assert found["names"] == expected["names"]
+        for part in ("losses", "val_losses", "rms"):
+            assert found[part]
+            torch.testing.assert_close(
+                found[part], expected[part], rtol=1e-10, atol=1e-10, equal_nan=True
+            )
+        torch.testing.assert_close(_weights(found), _weights(expected), rtol=0.0, atol=1e-13)
+
+
+def _weights(found: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """All but the bias of an attention's keys: its gradient is rounding, which Adam makes large."""
+    weights = dict(found["weights"])
+    if (bias := weights.pop("net.attention.in_proj_bias", None)) is not None:
+        queries, _, values = bias.chunk(3)
+        weights |= {"queries": queries, "values": values}
+    return weights
+
+
+@pytest.mark.parametrize("run", _PAIRS)
+def test_ranks_have_one_model_and_their_own_data(run: str, results: Results) -> None:
+    first, second = results(run)
+    assert_same_bits(first["weights"], second["weights"])
+    assert first["plan"] == second["plan"]
+    assert not torch.equal(first["losses"][0], second["losses"][0])
+
+
+def test_blocks_are_gathered_by_themselves(results: Results) -> None:
+    for found in results("fsdp:Blocks:plain"):
+        for path in ("net", "net.blocks.0", "net.blocks.1"):
+            assert f"{path}: gathered once" in found["explanation"]
+
+
+def test_in_mixed_precision_it_is_near(results: Results) -> None:
+    for found, expected in zip(results(_BF16), results("ddp:Blocks:plain"), strict=True):
+        losses = [loss.double() for loss in found["losses"]]
+        torch.testing.assert_close(losses, expected["losses"], rtol=0.02, atol=0.02)
+        casts = [
+            name
+            for name in found["plan"]["decisions"]
+            if name.startswith("training_step:") and name.endswith(".to")
+        ]
+        assert len(casts) == 3  # the root's input, and that of both blocks
+
+
+@pytest.mark.parametrize("run", _SAVED)
+def test_it_goes_on_from_a_checkpoint(run: str, results: Results) -> None:
+    for found in results(run):
+        assert found["is_folder"] == run.endswith("distributed")
+        resumed = found["resumed"]
+        count = len(resumed["losses"])
+        assert 0 < count < len(found["losses"])
+        assert_same_bits(resumed["losses"], found["losses"][-count:])
+        for part in ("weights", "rms"):
+            assert_same_bits(resumed[part], found[part])
+        for part in ("plan", "gauge"):
+            assert resumed[part] == found[part]
+        for refused in found["refused"]:  # that of all state, and that of the weights alone
+            assert re.match("method='lossless': the checkpoint is of a model", refused)
+
+
+@pytest.mark.parametrize("run", _REFUSED)
+def test_what_cannot_be_is_refused(run: str, results: Results) -> None:
+    for found in results(run):
+        assert re.match(_REFUSED[run], found["refused"])
