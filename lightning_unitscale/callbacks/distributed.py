@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -69,6 +69,28 @@ def joint_snapshot(snapshot: ScaleSnapshot, device: torch.device) -> ScaleSnapsh
         forward, backward = np.split(_reduced(rows, snapshot, device), 2)
         return replace(snapshot, forward=forward, backward=backward)
     return _merged_by_name(snapshot)
+
+
+def most_of_ranks(parts: Sequence[tuple[_Value, int]]) -> Sequence[tuple[_Value, int]]:
+    """The most bytes that any rank had in each part of a step.
+
+    Args:
+        parts: What this rank had, each with what ends it.
+
+    Raises:
+        RuntimeError: If they have run different graphs.
+    """
+    if not is_distributed():
+        return parts
+    of_ranks = _gathered(parts)
+    ends = [[end for end, _ in parts] for parts in of_ranks]
+    if any(others != ends[0] for others in ends):
+        raise RuntimeError(
+            f"RematCallback: ranks have run {', '.join(str(len(each) // 2) for each in ends)} "
+            "passes of graphs, or others, in the same step, so that no plan holds for all of them; "
+            "expected a step that does not branch on its data; train without RematCallback."
+        )
+    return [(end, max(parts[i][1] for parts in of_ranks)) for i, end in enumerate(ends[0])]
 
 
 def _gathered(own: _Value) -> list[_Value]:

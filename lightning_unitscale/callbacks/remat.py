@@ -9,14 +9,20 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_unitscale.arguments import check_flag
-from lightning_unitscale.callbacks.distributed import refuse_sharded_parameters
+from lightning_unitscale.callbacks.distributed import most_of_ranks, refuse_sharded_parameters
 from lightning_unitscale.callbacks.explanation import Explanation
-from lightning_unitscale.callbacks.packages import is_lightning, rank_zero_info, rank_zero_warn
+from lightning_unitscale.callbacks.packages import (
+    is_lightning,
+    misconfigured,
+    rank_zero_info,
+    rank_zero_warn,
+)
 from lightning_unitscale.callbacks.steps import StepsCallback, attach_steps
 from lightning_unitscale.capture.steps import ModuleSteps
 from lightning_unitscale.profiler.measure import PeakMeter, gradient_bytes, optimizer_state_bytes
 from lightning_unitscale.profiler.report import format_bytes
 from lightning_unitscale.remat.api import StepPartitioner
+from lightning_unitscale.remat.measured import MeasuredPartitioner, Parts
 from lightning_unitscale.remat.planner import Budget, check_budget
 from lightning_unitscale.remat.report import RematReport
 
@@ -63,7 +69,7 @@ class RematCallback(StepsCallback):
         self.compile = compile
         self.measured_peak_bytes: int | None = None
         self._steps: ModuleSteps | None = None
-        self._partitioner: StepPartitioner | None = None
+        self._partitioner: StepPartitioner | MeasuredPartitioner | None = None
         self._meter: PeakMeter | None = None
         self._gradients_seen = 0
         self._has_warned = False
@@ -98,7 +104,7 @@ class RematCallback(StepsCallback):
             return  # without gradients nothing is kept
         self.measured_peak_bytes = None
         self._gradients_seen = 0
-        self._partitioner = step_partitioner(trainer, pl_module, self.budget)
+        self._partitioner = self._new_partitioner(trainer, pl_module)
         self._steps = attach_steps(trainer, pl_module, self)
         self._steps.partition_by(self._partitioner)
         if self.compile:
@@ -117,6 +123,8 @@ class RematCallback(StepsCallback):
             if trainer.global_step >= 1 and not is_profiled:
                 self._meter = PeakMeter(pl_module.device)
                 self._meter.start()
+                if isinstance(self._partitioner, MeasuredPartitioner):
+                    self._partitioner.meter = self._meter
             return
         if self._gradients_seen < trainer.accumulate_grad_batches:
             return
@@ -143,8 +151,10 @@ class RematCallback(StepsCallback):
         self._gradients_seen += 1
         # All batches of an optimizer step: the later ones meet the gradients of the first.
         if self._meter.is_marked and self._gradients_seen == trainer.accumulate_grad_batches:
-            self.measured_peak_bytes = self._meter.stop()
+            peak, parts = self._meter.stop(), self._meter.parts
             self._meter = None
+            if not self._plan_by(parts):
+                self.measured_peak_bytes = peak
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -157,9 +167,33 @@ class RematCallback(StepsCallback):
             logger.log_metrics(metrics, step=trainer.global_step)
         rank_zero_info(f"RematCallback: {self._summary()}")
 
+    def _new_partitioner(
+        self, trainer: pl.Trainer, module: pl.LightningModule
+    ) -> StepPartitioner | MeasuredPartitioner:
+        if not is_lightning(trainer.strategy, "ModelParallelStrategy"):
+            return step_partitioner(trainer, module, self.budget)
+        if self.compile:
+            raise misconfigured(
+                "RematCallback(compile=True): with ModelParallelStrategy graphs are measured while "
+                "they run op by op; expected compile=False; leave it out."
+            )
+        return MeasuredPartitioner(self.budget)
+
+    def _plan_by(self, parts: Parts) -> bool:
+        """Plan the graphs of sharded modules by a measured step; whether that changes them."""
+        partitioner = self._partitioner
+        if not isinstance(partitioner, MeasuredPartitioner) or partitioner.is_planned:
+            return False
+        assert self._steps is not None
+        partitioner.meter = None
+        partitioner.plan(most_of_ranks(parts))
+        # Without what tells where they begin and end.
+        self._steps.reset()
+        return True
+
     def _refuse_if_unplanned(self, module: pl.LightningModule) -> None:
         """Raise if a step has made gradients without a plan: the budget would mean nothing."""
-        if self.reports or all(param.grad is None for param in module.parameters()):
+        if self._num_planned or all(param.grad is None for param in module.parameters()):
             return
         graphs = [] if self._steps is None else self._steps.steps["training_step"].graphs
         if any(graph.executor == "eager" for graph in graphs):
@@ -175,7 +209,16 @@ class RematCallback(StepsCallback):
             "out of its loops, or train without RematCallback."
         )
 
+    @property
+    def _num_planned(self) -> int:
+        partitioner = self._partitioner
+        if isinstance(partitioner, MeasuredPartitioner):
+            return partitioner.num_graphs
+        return len(self.reports)
+
     def _warn_of_breaks(self) -> None:
+        if isinstance(self._partitioner, MeasuredPartitioner):
+            return  # the budget holds for the whole step
         breaks = [] if self._steps is None else self._steps.steps["training_step"].graph_breaks
         if self._has_warned or not breaks:
             return
@@ -237,8 +280,7 @@ def step_partitioner(
         trainer,
         f"budget={budget!r}",
         "plans a step that is captured whole, on whole parameters",
-        "DDP or PipelineStrategy, or checkpoint the blocks yourself: `lightning-unitscale profile` "
-        "predicts what a rank takes then",
+        "DDP, PipelineStrategy, or RematCallback with FSDP2 by ModelParallelStrategy",
     )
     weak_trainer = weakref.ref(trainer)
 
