@@ -193,7 +193,11 @@ class RematCallback(StepsCallback):
 
     def _refuse_if_unplanned(self, module: pl.LightningModule) -> None:
         """Raise if a step has made gradients without a plan: the budget would mean nothing."""
-        if self._num_planned or all(param.grad is None for param in module.parameters()):
+        if (
+            self.reports
+            or self._num_waiting
+            or all(param.grad is None for param in module.parameters())
+        ):
             return
         graphs = [] if self._steps is None else self._steps.steps["training_step"].graphs
         if any(graph.executor == "eager" for graph in graphs):
@@ -210,11 +214,9 @@ class RematCallback(StepsCallback):
         )
 
     @property
-    def _num_planned(self) -> int:
+    def _num_waiting(self) -> int:
         partitioner = self._partitioner
-        if isinstance(partitioner, MeasuredPartitioner):
-            return partitioner.num_graphs
-        return len(self.reports)
+        return partitioner.num_graphs if isinstance(partitioner, MeasuredPartitioner) else 0
 
     def _warn_of_breaks(self) -> None:
         if isinstance(self._partitioner, MeasuredPartitioner):

@@ -12,7 +12,7 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -61,7 +61,7 @@ class _GraphOfEachModule:
 
     def __init__(self, step: CapturedStep, captured: CapturedGraph, executor: Executor) -> None:
         self._step = weakref.ref(step)
-        self._captured = captured
+        self._captured = captured if executor == "eager" else replace(captured, example_inputs=())
         self._executor = executor
         self._position = captured.first_parameter()
         self._first = self._new_graph(step, captured)
@@ -125,6 +125,8 @@ class CompiledGraph:
             # guards do those become part of them. The eager executor specialises on nothing.
             for observed in step.owner.variants():
                 self._variants[observed] = self._build(step, observed)
+            # After a graph break they are activations, which would be alive ever after.
+            self._example_inputs = ()
 
     def __call__(self, *inputs: Any) -> Any:
         """Run the variant that is wanted now, or the step's interpreter if it has one."""

@@ -190,6 +190,7 @@ class StepPartitioner(RematPartitioner):
         start = time.perf_counter()
         self._inputs = real_inputs(gm.graph)
         graphs = super().__call__(gm, *args, **kwargs)
+        self._inputs = {}  # after a graph break they are activations
         self._num_planned_steps += not self._has_planned
         if not self._has_planned and self._num_planned_steps == _MANY_STEPS:
             self._warn_of_plans(time.perf_counter() - start)

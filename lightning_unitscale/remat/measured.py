@@ -12,7 +12,8 @@ pass as plain autograd does: FSDP frees its storage meanwhile, and fills it agai
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
+import warnings
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -60,7 +61,7 @@ class GraphChoices:
     Args:
         planner: Plans it.
         parameters: Its inputs that somebody else keeps, whatever is saved.
-        name: Plan to measure with; by default the one that keeps the least.
+        min_cut: Whether the classic cut is the only plan, rather than all.
     """
 
     def __init__(self, planner: Planner, parameters: Mask, *, min_cut: bool = False) -> None:
@@ -110,11 +111,14 @@ class MeasuredStep:
 
     Args:
         parts: The measurement.
-        graphs: The graphs' plans.
+        graphs: The plans of all graphs that were captured.
+
+    Attributes:
+        graphs: Those of the graphs that the step ran.
+        calls: How often it ran each of them.
     """
 
     def __init__(self, parts: Parts, graphs: Mapping[str, GraphChoices]) -> None:
-        self.graphs = graphs
         self.calls: Counter[str] = Counter()
         peaks: dict[tuple[Any, ...], int] = {}
         # Graphs whose backward pass is still to come; the one that runs.
@@ -132,7 +136,8 @@ class MeasuredStep:
                 self.calls[graph] += 1
             elif not is_end and direction == "backward":
                 waiting[graph] -= 1
-        names = list(graphs)
+        self.graphs = {name: graph for name, graph in graphs.items() if name in self.calls}
+        names = list(self.graphs)
         self._peaks = np.array(list(peaks.values()), dtype=np.int64)
         # How often what a plan adds is there: held, in the forward pass, in the backward pass.
         self._times = np.zeros((len(peaks), 3, len(names)), dtype=np.int64)
@@ -140,8 +145,8 @@ class MeasuredStep:
             for graph, count in held:
                 self._times[row, 0, names.index(graph)] = count
             if active is not None:
-                direction = 1 if active[1] == "forward" else 2
-                self._times[row, direction, names.index(active[0])] = 1
+                graph, direction = active
+                self._times[row, 1 if direction == "forward" else 2, names.index(graph)] = 1
 
     def peak_bytes(self, choices: Mapping[str, Choice]) -> int:
         """The peak of the step with a plan for each graph."""
@@ -154,6 +159,11 @@ class MeasuredStep:
         return int(peaks.max(initial=0))
 
     @property
+    def measured(self) -> dict[str, Choice]:
+        """The plans with which the step was measured."""
+        return {name: graph.least for name, graph in self.graphs.items()}
+
+    @property
     def default(self) -> dict[str, Choice]:
         """Nothing runs again."""
         return {name: graph.default for name, graph in self.graphs.items()}
@@ -161,7 +171,7 @@ class MeasuredStep:
     @cached_property
     def lowest(self) -> dict[str, Choice]:
         """The plans with the lowest peak that is found."""
-        chosen = {name: graph.least for name, graph in self.graphs.items()}
+        chosen = self.measured
         while True:
             others = [
                 {**chosen, name: choice}
@@ -233,20 +243,28 @@ class MeasuredPartitioner(RematPartitioner):
         self.reports: list[RematReport] = []
         self.is_planned = False
         self._graphs: dict[str, GraphChoices] = {}
-        self._plans: dict[str, RematPlan] = {}
+        # By the graph, whatever its sizes are.
+        self._plans: dict[str, list[RematPlan]] = defaultdict(list)
+        self._largest = 0
+        self._num_later = 0
         self._inputs: dict[str, Tensor] = {}
-        self._key = ""
+        self._name = ""
 
     @property
     def num_graphs(self) -> int:
-        """Different graphs that have been captured."""
+        """Different graphs that have been captured and not been planned yet."""
         return len(self._graphs)
 
     def table(self) -> str:
         """The reports as text."""
         if not self.is_planned:
             return "Nothing has been planned yet: one of the first steps is measured before."
-        return reports_table(self.reports)
+        text = reports_table(self.reports)
+        if self._num_later:
+            text += (
+                f"\n\n{self._num_later} captured later, for batches of other sizes, keep the least"
+            )
+        return text
 
     def __call__(
         self, gm: fx.GraphModule, *args: Any, **kwargs: Any
@@ -254,6 +272,7 @@ class MeasuredPartitioner(RematPartitioner):
         """The forward and the backward graph of a joint graph."""
         self._inputs = real_inputs(gm.graph)
         forward, backward = super().__call__(gm, *args, **kwargs)
+        self._inputs = {}  # activations among them
         if not self.is_planned:
             self._add_boundaries(forward, "forward")
             self._add_boundaries(backward, "backward")
@@ -265,13 +284,17 @@ class MeasuredPartitioner(RematPartitioner):
         real = [self._inputs.get(node.name) for node in problem.nodes]
         # A gathered parameter is one as well.
         parameters = np.array([isinstance(value, nn.Parameter) for value in real], dtype=np.bool_)
-        self._key = key = _key(problem, parameters)
-        plan = self._plans.get(key)
-        if plan is not None and all(map(int.__le__, problem.sizes, plan.problem.sizes)):
-            return planner.in_problem(plan, problem)
-        if key not in self._graphs:
-            self._graphs[key] = GraphChoices(planner, parameters, min_cut=self.budget == "min_cut")
-        return planner.in_problem(self._graphs[key].least.plan, problem)
+        graph = _digest(problem, parameters)
+        for plan in self._plans[graph]:
+            if all(map(int.__le__, problem.sizes, plan.problem.sizes)):
+                return planner.in_problem(plan, problem)
+        choices = GraphChoices(planner, parameters, min_cut=self.budget == "min_cut")
+        if self.is_planned:
+            self._note_later(planner)
+        else:
+            self._name = f"{graph} {problem.sizes}"
+            self._graphs.setdefault(self._name, choices)
+        return choices.least.plan
 
     def limit_sizes(self, sizes: Sequence[torch.SymInt], enlarged: Any) -> None:
         """Let a plan serve no larger sizes: the step was not measured with them."""
@@ -287,29 +310,38 @@ class MeasuredPartitioner(RematPartitioner):
             ValueError: If the budget is below the floor.
         """
         step = MeasuredStep(parts, self._graphs)
-        least = step.peak_bytes({name: graph.least for name, graph in self._graphs.items()})
-        if self.budget == "min_cut":
-            chosen, peak = {name: graph.least for name, graph in self._graphs.items()}, least
-        else:
-            default = step.peak_bytes(step.default)
-            share = isinstance(self.budget, float)
-            limit = int(self.budget * default) if share else int(self.budget)
-            floor = step.peak_bytes(step.lowest)
-            if floor > limit:
-                raise refusal(
-                    self.budget,
-                    limit,
-                    floor,
-                    default,
-                    "by a step that was measured with the plans that keep the least",
-                )
-            chosen = step.fastest(limit)
-            peak = step.peak_bytes(chosen)
-        self._plans = {name: choice.plan for name, choice in chosen.items()}
-        self.reports = [
-            replace(RematReport.of(plan), peak_bytes=peak) for plan in self._plans.values()
-        ]
+        chosen = step.measured if self.budget == "min_cut" else self._chosen(step)
+        peak = step.peak_bytes(chosen)
+        for name, choice in chosen.items():
+            self._plans[name.split()[0]].append(choice.plan)
+            self.reports.append(replace(RematReport.of(choice.plan), peak_bytes=peak))
+        defaults = (graph.default.plan.peak_bytes for graph in step.graphs.values())
+        self._largest = max(defaults, default=0)
+        self._graphs.clear()
         self.is_planned = True
+
+    def _chosen(self, step: MeasuredStep) -> dict[str, Choice]:
+        default = step.peak_bytes(step.default)
+        is_share = isinstance(self.budget, float)
+        limit = int(self.budget * default) if is_share else int(self.budget)
+        floor = step.peak_bytes(step.lowest)
+        if floor > limit:
+            reached = "of a step that was measured with the plans that keep the least"
+            raise refusal(self.budget, limit, floor, default, reached)
+        return step.fastest(limit)
+
+    def _note_later(self, planner: Planner) -> None:
+        self._num_later += 1
+        if planner.default.peak_bytes <= self._largest:
+            return
+        self._largest = planner.default.peak_bytes
+        warnings.warn(
+            f"budget={self.budget!r}: a graph was captured after the step had been measured, and "
+            "it is larger than all that were measured. It keeps the least, but that the step stays "
+            "within the budget is not checked; expected the largest batch among the first three; "
+            "pad the batches, or begin with a large one.",
+            stacklevel=2,
+        )
 
     def _add_boundaries(self, module: fx.GraphModule, direction: Direction) -> None:
         graph = module.graph
@@ -318,7 +350,7 @@ class MeasuredPartitioner(RematPartitioner):
             ("boundary_begin", False, first),
             ("boundary_end", True, graph.output_node()),
         ):
-            boundary: Boundary = (self._key, direction, is_end)
+            boundary: Boundary = (self._name, direction, is_end)
             module.add_submodule(name, _Tell(partial(self._tell, boundary)))
             with graph.inserting_before(place):
                 graph.call_module(name)
@@ -329,7 +361,7 @@ class MeasuredPartitioner(RematPartitioner):
             self.meter.note(boundary)
 
 
-def _key(problem: RematProblem, parameters: Mask) -> str:
+def _digest(problem: RematProblem, parameters: Mask) -> str:
     """Equal for graphs that are alike, on all ranks: blocks of a kind have the same plan.
 
     Of a graph whose sizes change only the parameters' sizes are looked at.

@@ -42,6 +42,7 @@ def _cases() -> list[tuple[str, str, str]]:
     # Either callback by itself is tried on all modules in tests/loops/test_matrix.py.
     alone = itertools.product(_WHOLE, ("lossless",), ["Blocks"])
     captured = itertools.product(("lightning:fsdp", "lightning:fsdp1"), ["all"], ["Blocks"])
+    captured = [*captured, ("lightning:fsdp", "remat", "Blocks")]
     monitored = itertools.product(
         ("attach:ddp", "attach:fsdp", "attach:tensor", *_WHOLE), ["monitor"], ["Blocks"]
     )
@@ -53,7 +54,6 @@ _REFUSED = {
     "lightning:fsdp:u-mup:Blocks": "method=.*with ModelParallelStrategy a rank has a part",
     "lightning:fsdp1:u-mup:Blocks": "method=.*with FSDPInTrainer a rank has a part",
     "lightning:tensor:all:Blocks": "tensor_parallel_size=2: UnitScaleCallback rewrites",
-    "lightning:fsdp:remat:Blocks": "budget=0.8: .*with ModelParallelStrategy a rank has a part",
     "lightning:fsdp1:remat:Blocks": "budget=0.8: .*with FSDPInTrainer a rank has a part",
 }
 
