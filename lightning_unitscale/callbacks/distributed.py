@@ -5,9 +5,10 @@ There, what is captured, cut and run is the step of one microbatch.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -71,26 +72,20 @@ def joint_snapshot(snapshot: ScaleSnapshot, device: torch.device) -> ScaleSnapsh
     return _merged_by_name(snapshot)
 
 
-def most_of_ranks(parts: Sequence[tuple[_Value, int]]) -> Sequence[tuple[_Value, int]]:
-    """The most bytes that any rank had in each part of a step.
+@contextlib.contextmanager
+def failing_together() -> Iterator[None]:
+    """A ``ValueError`` that one rank raises within this context is raised by all ranks.
 
-    Args:
-        parts: What this rank had, each with what ends it.
-
-    Raises:
-        RuntimeError: If they have run different graphs.
+    The others would wait for it in their next collective.
     """
-    if not is_distributed():
-        return parts
-    of_ranks = _gathered(parts)
-    ends = [[end for end, _ in parts] for parts in of_ranks]
-    if any(others != ends[0] for others in ends):
-        raise RuntimeError(
-            f"RematCallback: ranks have run {', '.join(str(len(each) // 2) for each in ends)} "
-            "passes of graphs, or others, in the same step, so that no plan holds for all of them; "
-            "expected a step that does not branch on its data; train without RematCallback."
-        )
-    return [(end, max(parts[i][1] for parts in of_ranks)) for i, end in enumerate(ends[0])]
+    problem = ""
+    try:
+        yield
+    except ValueError as error:
+        problem = str(error)
+    problems = _gathered(problem) if is_distributed() else [problem]
+    if any(problems):
+        raise ValueError(next(filter(None, problems)))
 
 
 def _gathered(own: _Value) -> list[_Value]:

@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_unitscale.arguments import check_flag
-from lightning_unitscale.callbacks.distributed import most_of_ranks, refuse_sharded_parameters
+from lightning_unitscale.callbacks.distributed import failing_together, refuse_sharded_parameters
 from lightning_unitscale.callbacks.explanation import Explanation
 from lightning_unitscale.callbacks.packages import (
     is_lightning,
@@ -186,7 +186,8 @@ class RematCallback(StepsCallback):
             return False
         assert self._steps is not None
         partitioner.meter = None
-        partitioner.plan(most_of_ranks(parts))
+        with failing_together():
+            partitioner.plan(parts)
         # Without what tells where they begin and end.
         self._steps.reset()
         return True

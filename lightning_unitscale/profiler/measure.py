@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections import defaultdict
 from collections.abc import Iterable
@@ -115,6 +116,7 @@ class PeakMeter:
     def start(self) -> None:
         """Start to record."""
         if self.device.type == "cpu":
+            gc.collect()  # else garbage of a step that was recorded before is freed within this one
             activities = [torch.profiler.ProfilerActivity.CPU]
             self._profile = torch.profiler.profile(
                 activities=activities, profile_memory=True, acc_events=True

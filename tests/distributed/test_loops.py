@@ -42,7 +42,6 @@ def _cases() -> list[tuple[str, str, str]]:
     # Either callback by itself is tried on all modules in tests/loops/test_matrix.py.
     alone = itertools.product(_WHOLE, ("lossless",), ["Blocks"])
     captured = itertools.product(("lightning:fsdp", "lightning:fsdp1"), ["all"], ["Blocks"])
-    captured = [*captured, ("lightning:fsdp", "remat", "Blocks")]
     monitored = itertools.product(
         ("attach:ddp", "attach:fsdp", "attach:tensor", *_WHOLE), ["monitor"], ["Blocks"]
     )

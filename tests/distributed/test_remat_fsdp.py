@@ -13,7 +13,7 @@ from tests.helpers import assert_same_bits
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
 Results = Callable[[str], list[dict[str, Any]]]
-SHARES = {"plain": "0.7", "kept": "0.7", "mixed": "0.8", "accumulated": "0.7", "sizes": "0.7"}
+SHARES = {setting: "0.8" if setting == "mixed" else "0.7" for setting in SETTINGS}
 PLANNED = [
     *("plain:1.0", "plain:bytes", "plain:min_cut"),
     *(f"{setting}:{share}" for setting, share in SHARES.items()),
@@ -27,7 +27,7 @@ WEIGHT = (32, 136)
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     """What every rank computed; two processes run all of the trainings."""
-    runs = [*(f"{setting}:none" for setting in SETTINGS), *PLANNED, "plain:least"]
+    runs = [*(f"{setting}:none" for setting in SETTINGS), *PLANNED, "ranks:too little for one"]
     folder = tmp_path_factory.mktemp("fsdp")
     return results_of_ranks("tests.distributed.remat_fsdp_run", folder, runs)
 
@@ -39,7 +39,7 @@ def test_the_bits_of_the_run_without_it(run: str, results: Results) -> None:
     for without, ours in zip(plain, planned, strict=True):
         assert_same_bits(ours["losses"], without["losses"])
         assert_same_bits(ours["weights"], without["weights"])
-    assert planned[0]["hashes"] == planned[1]["hashes"] != []
+        assert ours["num_planned"] == 2
 
 
 @pytest.mark.parametrize(("setting", "share"), SHARES.items())
@@ -76,9 +76,9 @@ def test_nothing_is_kept_of_what_is_gathered(results: Results) -> None:
     assert all(num_bytes for shape, num_bytes in kept if shape == WEIGHT)
 
 
-def test_a_budget_below_the_floor_names_it_on_all_ranks(results: Results) -> None:
-    first, second = results("plain:least")
+def test_a_budget_below_the_floor_of_a_rank_is_told_by_all(results: Results) -> None:
+    first, second = results("ranks:too little for one")
     assert first["error"] == second["error"]
     floor = int(first["error"].split("at least")[1].split("(")[1].split()[0])
     assert "the floor" in first["error"]
-    assert floor <= results("plain:0.7")[0]["peak"]
+    assert floor <= results("ranks:0.7")[1]["peak"] < results("ranks:0.7")[0]["peak"]
