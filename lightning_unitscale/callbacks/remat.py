@@ -40,6 +40,9 @@ class RematCallback(StepsCallback):
     the end of a run the predicted and the measured peak are logged as
     ``remat/predicted_peak_bytes`` and ``remat/measured_peak_bytes``.
 
+    Under FSDP2 the budget is for the peak on each rank. The first three steps keep as little as
+    they can, and the third is measured: the graphs of all modules are planned together by it.
+
     Args:
         budget: Limit on all tensor bytes alive at once in a training step: parameters, buffers,
             batch, activations, gradients and the optimizer's state. An int or a string such as
@@ -47,12 +50,13 @@ class RematCallback(StepsCallback):
             rematerialization; ``"min_cut"`` keeps as little as no further matrix product allows.
         compile: Run the captured graphs by Inductor. Results then are those of ``torch.compile``
             up to its rounding, and the prediction is an estimate: what it fuses is not stored.
+            Not under FSDP2.
 
     Raises:
-        ValueError: If the budget is malformed; at the first batch, if it is below the floor, which
-            the message names.
+        ValueError: If the budget is malformed; at the first batch, or when it is measured, if it is
+            below the floor, which the message names.
         MisconfigurationException: At ``setup``, if the module is compiled already, the callback is
-            given twice, or the strategy shards parameters (FSDP).
+            given twice, or the strategy is ``FSDPStrategy`` or one of tensor parallelism.
 
     Examples:
         >>> from lightning.pytorch import Trainer
@@ -174,8 +178,8 @@ class RematCallback(StepsCallback):
             return step_partitioner(trainer, module, self.budget)
         if self.compile:
             raise misconfigured(
-                "RematCallback(compile=True): with ModelParallelStrategy graphs are measured while "
-                "they run op by op; expected compile=False; leave it out."
+                "compile=True: with ModelParallelStrategy a step is measured from graph to graph, "
+                "which run op by op then; expected compile=False for RematCallback; leave it out."
             )
         return MeasuredPartitioner(self.budget)
 
@@ -283,7 +287,7 @@ def step_partitioner(
         trainer,
         f"budget={budget!r}",
         "plans a step that is captured whole, on whole parameters",
-        "DDP, PipelineStrategy, or RematCallback with FSDP2 by ModelParallelStrategy",
+        "DDP or PipelineStrategy, or RematCallback() with FSDP2 by ModelParallelStrategy",
     )
     weak_trainer = weakref.ref(trainer)
 

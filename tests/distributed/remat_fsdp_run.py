@@ -17,6 +17,7 @@ import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.profiler import ProfilerActivity, profile
@@ -162,7 +163,7 @@ def train(folder: Path, setting: str, name: str, budget: Any) -> int | None:
     options = dict(SETTINGS[setting])
     accumulated = options.pop("accumulate_grad_batches", 1)
     num_batches = NUM_STEPS * accumulated
-    remat = None if budget is None else RematCallback(budget)
+    remat = None if budget is None else RematCallback(budget, compile=name == "compile")
     measured = LastPeak(num_batches - accumulated, num_batches - 1)
     trainer = pl.Trainer(
         callbacks=[measured, *([] if remat is None else [remat])],
@@ -180,7 +181,7 @@ def train(folder: Path, setting: str, name: str, budget: Any) -> int | None:
     found: dict[str, Any] = {"error": ""}
     try:
         trainer.fit(module, DataLoader(rows, batch_size=8))
-    except ValueError as error:
+    except (ValueError, MisconfigurationException) as error:
         found["error"] = str(error)
     else:
         found |= {
@@ -208,6 +209,7 @@ def main(folder: Path, runs: list[str]) -> None:
             "none": None,
             "bytes": int(0.8 * whole),
             "min_cut": name,
+            "compile": 1.0,
             "too little for one": 1 if os.environ["LOCAL_RANK"] == "1" else 1.0,
         }
         budget = named[name] if name in named else float(name)

@@ -27,7 +27,12 @@ WEIGHT = (32, 136)
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     """What every rank computed; two processes run all of the trainings."""
-    runs = [*(f"{setting}:none" for setting in SETTINGS), *PLANNED, "ranks:too little for one"]
+    runs = [
+        *(f"{setting}:none" for setting in SETTINGS),
+        *PLANNED,
+        "ranks:too little for one",
+        "plain:compile",
+    ]
     folder = tmp_path_factory.mktemp("fsdp")
     return results_of_ranks("tests.distributed.remat_fsdp_run", folder, runs)
 
@@ -82,3 +87,7 @@ def test_a_budget_below_the_floor_of_a_rank_is_told_by_all(results: Results) -> 
     floor = int(first["error"].split("at least")[1].split("(")[1].split()[0])
     assert "the floor" in first["error"]
     assert floor <= results("ranks:0.7")[1]["peak"] < results("ranks:0.7")[0]["peak"]
+
+
+def test_compiled_graphs_are_refused(results: Results) -> None:
+    assert "compile=True: with ModelParallelStrategy" in results("plain:compile")[0]["error"]
