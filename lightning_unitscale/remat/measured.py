@@ -91,12 +91,11 @@ class GraphChoices:
     def _of_caller(self, plan: RematPlan) -> Mask:
         """Storages that a plan keeps, and that are there for the caller too for a while."""
         problem = self._problem
-        given = (problem.region == NodeRegion.INPUT) & ~self._parameters
+        given = problem.region == NodeRegion.INPUT
         given[problem.base[list(problem.forward_outputs)]] = True
-        given &= ~self._parameters
         kept = np.zeros(len(problem), dtype=np.bool_)
         kept[problem.base[plan.saved]] = True
-        return kept & given
+        return kept & given & ~self._parameters
 
 
 def _peaks(plan: RematPlan) -> tuple[int, int]:
