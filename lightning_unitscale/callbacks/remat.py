@@ -121,10 +121,8 @@ class RematCallback(StepsCallback):
         if self.measured_peak_bytes is not None:
             return
         if self._meter is None:
-            # A second profiler would take over the user's own.
-            is_profiled = is_lightning(trainer.profiler, "PyTorchProfiler")  # type: ignore[attr-defined]
             # The first step compiles, and makes the optimizer's state.
-            if trainer.global_step >= 1 and not is_profiled:
+            if trainer.global_step >= 1 and not _is_profiled(trainer):
                 self._meter = PeakMeter(pl_module.device)
                 self._meter.start()
                 if isinstance(self._partitioner, MeasuredPartitioner):
@@ -163,6 +161,11 @@ class RematCallback(StepsCallback):
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self.predicted_peak_bytes is None:
+            if self._num_waiting:
+                rank_zero_info(
+                    f"RematCallback: the run ended before a step was measured, with the plans that "
+                    f"keep the least; budget={self.budget!r} was not checked"
+                )
             return
         metrics = {"remat/predicted_peak_bytes": float(self.predicted_peak_bytes)}
         if self.measured_peak_bytes is not None:
@@ -180,6 +183,12 @@ class RematCallback(StepsCallback):
             raise misconfigured(
                 "compile=True: with ModelParallelStrategy a step is measured from graph to graph, "
                 "which run op by op then; expected compile=False for RematCallback; leave it out."
+            )
+        if _is_profiled(trainer):
+            raise misconfigured(
+                f"budget={self.budget!r}: with ModelParallelStrategy a step is measured, on a CPU "
+                "by torch's profiler, of which there is only one at a time; expected a Trainer "
+                "without PyTorchProfiler; leave it out."
             )
         return MeasuredPartitioner(self.budget)
 
@@ -221,7 +230,7 @@ class RematCallback(StepsCallback):
     @property
     def _num_waiting(self) -> int:
         partitioner = self._partitioner
-        return partitioner.num_graphs if isinstance(partitioner, MeasuredPartitioner) else 0
+        return len(partitioner.graphs) if isinstance(partitioner, MeasuredPartitioner) else 0
 
     def _warn_of_breaks(self) -> None:
         if isinstance(self._partitioner, MeasuredPartitioner):
@@ -268,6 +277,12 @@ class RematCallback(StepsCallback):
         self._steps.detach(type(self).__name__)
         self._steps = None
         self._partitioner = None
+
+
+def _is_profiled(trainer: pl.Trainer) -> bool:
+    """Whether a meter's profiler would take over the user's own."""
+    on_cpu = trainer.strategy.root_device.type == "cpu"
+    return on_cpu and is_lightning(trainer.profiler, "PyTorchProfiler")  # type: ignore[attr-defined]
 
 
 def step_partitioner(

@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, Literal
@@ -210,7 +210,7 @@ class MeasuredStep:
 class _Tell(nn.Module):
     """A node of a graph that tells where a pass of it begins or ends."""
 
-    def __init__(self, tell: Any) -> None:
+    def __init__(self, tell: Callable[[], None]) -> None:
         super().__init__()
         self._tell = tell
 
@@ -232,6 +232,7 @@ class MeasuredPartitioner(RematPartitioner):
 
     Attributes:
         meter: Is told where graphs begin and end.
+        graphs: The plans of what was captured, until one of them is chosen for each.
         reports: What was planned for each graph, with the predicted peak of the step.
         is_planned: Whether the step has been measured, and its graphs have been planned.
     """
@@ -241,18 +242,13 @@ class MeasuredPartitioner(RematPartitioner):
         self.meter: PeakMeter | None = None
         self.reports: list[RematReport] = []
         self.is_planned = False
-        self._graphs: dict[str, GraphChoices] = {}
+        self.graphs: dict[str, GraphChoices] = {}
         # By the graph, whatever its sizes are.
         self._plans: dict[str, list[RematPlan]] = defaultdict(list)
         self._largest = 0
         self._num_later = 0
         self._inputs: dict[str, Tensor] = {}
         self._name = ""
-
-    @property
-    def num_graphs(self) -> int:
-        """Different graphs that have been captured and not been planned yet."""
-        return len(self._graphs)
 
     def table(self) -> str:
         """The reports as text."""
@@ -292,12 +288,13 @@ class MeasuredPartitioner(RematPartitioner):
             self._note_later(planner)
         else:
             self._name = f"{graph} {problem.sizes}"
-            self._graphs.setdefault(self._name, choices)
+            self.graphs.setdefault(self._name, choices)
         return choices.least.plan
 
-    def limit_sizes(self, sizes: Sequence[torch.SymInt], enlarged: Any) -> None:
+    def limit_sizes(self, sizes: Sequence[torch.SymInt], enlarged: Callable[[], RematPlan]) -> None:
         """Let a plan serve no larger sizes: the step was not measured with them."""
-        limit_reach(sizes, lambda: False)
+        if self.budget != "min_cut":
+            limit_reach(sizes, lambda: False)
 
     def plan(self, parts: Parts) -> None:
         """Plan all graphs that were captured, by a measured step.
@@ -308,7 +305,7 @@ class MeasuredPartitioner(RematPartitioner):
         Raises:
             ValueError: If the budget is below the floor.
         """
-        step = MeasuredStep(parts, self._graphs)
+        step = MeasuredStep(parts, self.graphs)
         chosen = step.measured if self.budget == "min_cut" else self._chosen(step)
         peak = step.peak_bytes(chosen)
         for name, choice in chosen.items():
@@ -316,7 +313,7 @@ class MeasuredPartitioner(RematPartitioner):
             self.reports.append(replace(RematReport.of(choice.plan), peak_bytes=peak))
         defaults = (graph.default.plan.peak_bytes for graph in step.graphs.values())
         self._largest = max(defaults, default=0)
-        self._graphs.clear()
+        self.graphs.clear()
         self.is_planned = True
 
     def _chosen(self, step: MeasuredStep) -> dict[str, Choice]:
@@ -331,7 +328,7 @@ class MeasuredPartitioner(RematPartitioner):
 
     def _note_later(self, planner: Planner) -> None:
         self._num_later += 1
-        if planner.default.peak_bytes <= self._largest:
+        if self.budget == "min_cut" or planner.default.peak_bytes <= self._largest:
             return
         self._largest = planner.default.peak_bytes
         warnings.warn(

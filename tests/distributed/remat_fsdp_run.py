@@ -169,6 +169,7 @@ def train(folder: Path, setting: str, name: str, budget: Any) -> int | None:
         callbacks=[measured, *([] if remat is None else [remat])],
         max_epochs=1,
         accumulate_grad_batches=accumulated,
+        profiler="pytorch" if name == "profiled" else None,
         strategy=ModelParallelStrategy(
             data_parallel_size=2, tensor_parallel_size=1, process_group_backend="gloo"
         ),
@@ -210,6 +211,7 @@ def main(folder: Path, runs: list[str]) -> None:
             "bytes": int(0.8 * whole),
             "min_cut": name,
             "compile": 1.0,
+            "profiled": 1.0,
             "too little for one": 1 if os.environ["LOCAL_RANK"] == "1" else 1.0,
         }
         budget = named[name] if name in named else float(name)

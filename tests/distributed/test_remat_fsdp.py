@@ -20,6 +20,10 @@ PLANNED = [
 ]
 # What oneDNN allocates in products of 16 bits is known roughly.
 TOLERANCES = {"mixed": 1.05}
+REFUSED = {
+    "compile": "compile=True: with ModelParallelStrategy",
+    "profiled": "expected a Trainer without PyTorchProfiler",
+}
 # Sizes of the two weights of a block, in either order: nothing else in the step has them.
 WEIGHT = (32, 136)
 
@@ -31,7 +35,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
         *(f"{setting}:none" for setting in SETTINGS),
         *PLANNED,
         "ranks:too little for one",
-        "plain:compile",
+        *(f"plain:{name}" for name in REFUSED),
     ]
     folder = tmp_path_factory.mktemp("fsdp")
     return results_of_ranks("tests.distributed.remat_fsdp_run", folder, runs)
@@ -89,5 +93,6 @@ def test_a_budget_below_the_floor_of_a_rank_is_told_by_all(results: Results) -> 
     assert floor <= results("ranks:0.7")[1]["peak"] < results("ranks:0.7")[0]["peak"]
 
 
-def test_compiled_graphs_are_refused(results: Results) -> None:
-    assert "compile=True: with ModelParallelStrategy" in results("plain:compile")[0]["error"]
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_is_refused(name: str, results: Results) -> None:
+    assert REFUSED[name] in results(f"plain:{name}")[0]["error"]

@@ -87,7 +87,7 @@ def test_nothing_could_be_faster_alone() -> None:
     step, partitioner = _Step(), MeasuredPartitioner(0.5)
     step.capture(partitioner)
     parts = step.measured(partitioner).parts
-    measured = MeasuredStep(parts, partitioner._graphs)
+    measured = MeasuredStep(parts, partitioner.graphs)
     assert sum(measured.calls.values()) == NUM_BLOCKS
     top, bottom = (measured.peak_bytes(each) for each in (measured.default, measured.lowest))
     assert bottom <= max(peak for _, peak in parts) < top
