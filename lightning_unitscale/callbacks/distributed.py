@@ -5,9 +5,10 @@ There, what is captured, cut and run is the step of one microbatch.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -69,6 +70,22 @@ def joint_snapshot(snapshot: ScaleSnapshot, device: torch.device) -> ScaleSnapsh
         forward, backward = np.split(_reduced(rows, snapshot, device), 2)
         return replace(snapshot, forward=forward, backward=backward)
     return _merged_by_name(snapshot)
+
+
+@contextlib.contextmanager
+def failing_together() -> Iterator[None]:
+    """A ``ValueError`` that one rank raises within this context is raised by all ranks.
+
+    The others would wait for it in their next collective.
+    """
+    problem = ""
+    try:
+        yield
+    except ValueError as error:
+        problem = str(error)
+    problems = _gathered(problem) if is_distributed() else [problem]
+    if any(problems):
+        raise ValueError(next(filter(None, problems)))
 
 
 def _gathered(own: _Value) -> list[_Value]:

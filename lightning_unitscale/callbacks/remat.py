@@ -8,16 +8,22 @@ from typing import TYPE_CHECKING, Any
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from lightning_unitscale.callbacks.distributed import refuse_sharded_parameters
+from lightning_unitscale.callbacks.distributed import failing_together, refuse_sharded_parameters
 from lightning_unitscale.callbacks.explanation import Explanation
 from lightning_unitscale.callbacks.options import check_compile, mode_of
-from lightning_unitscale.callbacks.packages import is_lightning, rank_zero_info, rank_zero_warn
+from lightning_unitscale.callbacks.packages import (
+    is_lightning,
+    misconfigured,
+    rank_zero_info,
+    rank_zero_warn,
+)
 from lightning_unitscale.callbacks.steps import StepsCallback, attach_steps
 from lightning_unitscale.capture.steps import ModuleSteps
 from lightning_unitscale.dynamo.capture import CompileMode
 from lightning_unitscale.profiler.measure import PeakMeter, gradient_bytes, optimizer_state_bytes
 from lightning_unitscale.profiler.report import format_bytes
 from lightning_unitscale.remat.api import StepPartitioner
+from lightning_unitscale.remat.measured import MeasuredPartitioner, Parts
 from lightning_unitscale.remat.planner import Budget, check_budget
 from lightning_unitscale.remat.report import RematReport
 
@@ -35,6 +41,9 @@ class RematCallback(StepsCallback):
     the end of a run the predicted and the measured peak are logged as
     ``remat/predicted_peak_bytes`` and ``remat/measured_peak_bytes``.
 
+    Under FSDP2 the budget is for the peak on each rank. The first three steps keep as little as
+    they can, and the third is measured: the graphs of all modules are planned together by it.
+
     Args:
         budget: Limit on all tensor bytes alive at once in a training step: parameters, buffers,
             batch, activations, gradients and the optimizer's state. An int or a string such as
@@ -42,13 +51,13 @@ class RematCallback(StepsCallback):
             rematerialization; ``"min_cut"`` keeps as little as no further matrix product allows.
         compile: Run the captured graphs by Inductor, in a mode of ``torch.compile`` if it is the
             name of such. Results then are those of ``torch.compile`` up to its rounding, and the
-            prediction is an estimate: what it fuses is not stored.
+            prediction is an estimate: what it fuses is not stored. Not under FSDP2.
 
     Raises:
-        ValueError: If the budget is malformed; at the first batch, if it is below the floor, which
-            the message names.
+        ValueError: If the budget is malformed; at the first batch, or when it is measured, if it is
+            below the floor, which the message names.
         MisconfigurationException: At ``setup``, if the module is compiled already, the callback is
-            given twice, or the strategy shards parameters (FSDP).
+            given twice, or the strategy is ``FSDPStrategy`` or one of tensor parallelism.
 
     Examples:
         >>> from lightning.pytorch import Trainer
@@ -65,7 +74,7 @@ class RematCallback(StepsCallback):
         self.compile = compile
         self.measured_peak_bytes: int | None = None
         self._steps: ModuleSteps | None = None
-        self._partitioner: StepPartitioner | None = None
+        self._partitioner: StepPartitioner | MeasuredPartitioner | None = None
         self._meter: PeakMeter | None = None
         self._gradients_seen = 0
         self._has_warned = False
@@ -100,7 +109,7 @@ class RematCallback(StepsCallback):
             return  # without gradients nothing is kept
         self.measured_peak_bytes = None
         self._gradients_seen = 0
-        self._partitioner = step_partitioner(trainer, pl_module, self.budget)
+        self._partitioner = self._new_partitioner(trainer, pl_module)
         self._steps = attach_steps(trainer, pl_module, self)
         self._steps.partition_by(self._partitioner)
         if self.compile:
@@ -113,12 +122,12 @@ class RematCallback(StepsCallback):
         if self.measured_peak_bytes is not None:
             return
         if self._meter is None:
-            # A second profiler would take over the user's own.
-            is_profiled = is_lightning(trainer.profiler, "PyTorchProfiler")  # type: ignore[attr-defined]
             # The first step compiles, and makes the optimizer's state.
-            if trainer.global_step >= 1 and not is_profiled:
+            if trainer.global_step >= 1 and not _is_profiled(trainer):
                 self._meter = PeakMeter(pl_module.device)
                 self._meter.start()
+                if isinstance(self._partitioner, MeasuredPartitioner):
+                    self._partitioner.meter = self._meter
             return
         if self._gradients_seen < trainer.accumulate_grad_batches:
             return
@@ -145,12 +154,19 @@ class RematCallback(StepsCallback):
         self._gradients_seen += 1
         # All batches of an optimizer step: the later ones meet the gradients of the first.
         if self._meter.is_marked and self._gradients_seen == trainer.accumulate_grad_batches:
-            self.measured_peak_bytes = self._meter.stop()
+            peak, parts = self._meter.stop(), self._meter.parts
             self._meter = None
+            if not self._plan_by(parts):
+                self.measured_peak_bytes = peak
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self.predicted_peak_bytes is None:
+            if self._num_waiting:
+                rank_zero_info(
+                    f"RematCallback: the run ended before a step was measured, with the plans that "
+                    f"keep the least; budget={self.budget!r} was not checked"
+                )
             return
         metrics = {"remat/predicted_peak_bytes": float(self.predicted_peak_bytes)}
         if self.measured_peak_bytes is not None:
@@ -159,9 +175,44 @@ class RematCallback(StepsCallback):
             logger.log_metrics(metrics, step=trainer.global_step)
         rank_zero_info(f"RematCallback: {self._summary()}")
 
+    def _new_partitioner(
+        self, trainer: pl.Trainer, module: pl.LightningModule
+    ) -> StepPartitioner | MeasuredPartitioner:
+        if not is_lightning(trainer.strategy, "ModelParallelStrategy"):
+            return step_partitioner(trainer, module, self.budget)
+        if self.compile:
+            raise misconfigured(
+                "compile=True: with ModelParallelStrategy a step is measured from graph to graph, "
+                "which run op by op then; expected compile=False for RematCallback; leave it out."
+            )
+        if _is_profiled(trainer):
+            raise misconfigured(
+                f"budget={self.budget!r}: with ModelParallelStrategy a step is measured, on a CPU "
+                "by torch's profiler, of which there is only one at a time; expected a Trainer "
+                "without PyTorchProfiler; leave it out."
+            )
+        return MeasuredPartitioner(self.budget)
+
+    def _plan_by(self, parts: Parts) -> bool:
+        """Plan the graphs of sharded modules by a measured step; whether that changes them."""
+        partitioner = self._partitioner
+        if not isinstance(partitioner, MeasuredPartitioner) or partitioner.is_planned:
+            return False
+        assert self._steps is not None
+        partitioner.meter = None
+        with failing_together():
+            partitioner.plan(parts)
+        # Without what tells where they begin and end.
+        self._steps.reset()
+        return True
+
     def _refuse_if_unplanned(self, module: pl.LightningModule) -> None:
         """Raise if a step has made gradients without a plan: the budget would mean nothing."""
-        if self.reports or all(param.grad is None for param in module.parameters()):
+        if (
+            self.reports
+            or self._num_waiting
+            or all(param.grad is None for param in module.parameters())
+        ):
             return
         graphs = [] if self._steps is None else self._steps.steps["training_step"].graphs
         if any(graph.executor == "eager" for graph in graphs):
@@ -177,7 +228,14 @@ class RematCallback(StepsCallback):
             "out of its loops, or train without RematCallback."
         )
 
+    @property
+    def _num_waiting(self) -> int:
+        partitioner = self._partitioner
+        return len(partitioner.graphs) if isinstance(partitioner, MeasuredPartitioner) else 0
+
     def _warn_of_breaks(self) -> None:
+        if isinstance(self._partitioner, MeasuredPartitioner):
+            return  # the budget holds for the whole step
         breaks = [] if self._steps is None else self._steps.steps["training_step"].graph_breaks
         if self._has_warned or not breaks:
             return
@@ -222,6 +280,12 @@ class RematCallback(StepsCallback):
         self._partitioner = None
 
 
+def _is_profiled(trainer: pl.Trainer) -> bool:
+    """Whether a meter's profiler would take over the user's own."""
+    on_cpu = trainer.strategy.root_device.type == "cpu"
+    return on_cpu and is_lightning(trainer.profiler, "PyTorchProfiler")  # type: ignore[attr-defined]
+
+
 def step_partitioner(
     trainer: pl.Trainer, module: pl.LightningModule, budget: Budget
 ) -> StepPartitioner:
@@ -239,8 +303,7 @@ def step_partitioner(
         trainer,
         f"budget={budget!r}",
         "plans a step that is captured whole, on whole parameters",
-        "DDP or PipelineStrategy, or checkpoint the blocks yourself: `lightning-unitscale profile` "
-        "predicts what a rank takes then",
+        "DDP or PipelineStrategy, or RematCallback() with FSDP2 by ModelParallelStrategy",
     )
     weak_trainer = weakref.ref(trainer)
 

@@ -12,7 +12,7 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -61,7 +61,8 @@ class _GraphOfEachModule:
 
     def __init__(self, step: CapturedStep, captured: CapturedGraph, executor: Executor) -> None:
         self._step = weakref.ref(step)
-        self._captured = captured
+        # After a graph break they are activations, which would be alive ever after.
+        self._captured = replace(captured, example_inputs=())
         self._executor = executor
         self._position = captured.first_parameter()
         self._first = self._new_graph(step, captured)
@@ -116,7 +117,6 @@ class CompiledGraph:
         expand_composites(self.base)
         find_effects(self.base.graph)  # for all copies of it
         self.inputs = captured.inputs
-        self._example_inputs = captured.example_inputs
         self._variants: dict[bool, Variant] = {}
         self._interpreted: dict[bool, StepGraph] = {}
         self.num_rewrites = 0
@@ -124,7 +124,7 @@ class CompiledGraph:
             # Compiling may specialise on shapes, and only while Dynamo is still collecting its
             # guards do those become part of them. The eager executor specialises on nothing.
             for observed in step.owner.variants():
-                self._variants[observed] = self._build(step, observed)
+                self._variants[observed] = self._build(step, observed, captured.example_inputs)
 
     def __call__(self, *inputs: Any) -> Any:
         """Run the variant that is wanted now, or the step's interpreter if it has one."""
@@ -136,7 +136,7 @@ class CompiledGraph:
             return step.interpreter(self, inputs)
         observed = step.owner.observed
         if observed not in self._variants:
-            self._variants[observed] = self._build(step, observed)
+            self._variants[observed] = self._build(step, observed, inputs)
         return self._variants[observed](*inputs)
 
     def invalidate(self) -> None:
@@ -195,9 +195,9 @@ class CompiledGraph:
         )
         return graph
 
-    def _build(self, step: CapturedStep, observed: bool) -> Variant:
+    def _build(self, step: CapturedStep, observed: bool, examples: Sequence[Any]) -> Variant:
         graph = self._rewrite(step, observed)
-        inputs = graph.example_inputs(self._example_inputs)
+        inputs = graph.example_inputs(examples)
         options: dict[str, Any] = {}
         if step.owner.partition_fn is not None:
             options["partition_fn"] = step.owner.partition_fn

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections import defaultdict
 from collections.abc import Iterable
@@ -14,13 +15,14 @@ from torch.optim import Optimizer
 from lightning_unitscale.graph.nodes import tensors_in
 from lightning_unitscale.profiler.fake import FakeCopies, make_state, optimizer_for, state_tensors
 from lightning_unitscale.profiler.fake_device import SimulatedDevice
+from lightning_unitscale.profiler.sharded import local_tensor
 
 _MARK = "lightning_unitscale.peak_meter"
 
 
 def storages_of(values: Any) -> dict[int, int]:
-    """The storages of all tensors in a nested value, and the bytes of each."""
-    storages = (tensor.untyped_storage() for tensor in tensors_in(values))
+    """The storages of all tensors in a nested value, of shards this rank's, and their bytes."""
+    storages = (local_tensor(tensor).untyped_storage() for tensor in tensors_in(values))
     return {storage._cdata: storage.nbytes() for storage in storages}
 
 
@@ -92,10 +94,17 @@ class PeakMeter:
 
     Args:
         device: Where the step runs.
+
+    Attributes:
+        parts: After :meth:`stop`, the peak of each part, with the label at its end; the last has
+            none.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.parts: list[tuple[Any, int]] = []
+        self._labels: list[Any] = []
+        self._peaks: list[int] = []
         self._alive: int | None = None
         self._profile: Any = None
 
@@ -107,6 +116,7 @@ class PeakMeter:
     def start(self) -> None:
         """Start to record."""
         if self.device.type == "cpu":
+            gc.collect()  # else garbage of a step that was recorded before is freed within this one
             activities = [torch.profiler.ProfilerActivity.CPU]
             self._profile = torch.profiler.profile(
                 activities=activities, profile_memory=True, acc_events=True
@@ -121,29 +131,52 @@ class PeakMeter:
             beside: Bytes of those that nobody can get hold of.
         """
         self._alive = storage_bytes(alive) + beside
+        self._begin_part()
+
+    def note(self, label: Any) -> None:
+        """A part of what is measured ends here, and another begins; nothing before the mark.
+
+        Args:
+            label: What to call the end.
+        """
+        if self.is_marked:
+            self._end_part()
+            self._labels.append(label)
+            self._begin_part()
+
+    def stop(self) -> int | None:
+        """Stop; returns the peak in bytes, or ``None`` if nothing was marked."""
+        if self.is_marked:
+            self._end_part()
+        if self._profile is not None:
+            self._profile.stop()
+            if self._alive is not None:
+                events = list(self._profile.profiler.kineto_results.events())
+                self._peaks = _peaks_after_marks(events, self._alive)
+            self._profile = None
+        self.parts = list(zip([*self._labels, None], self._peaks, strict=False))
+        return max(self._peaks, default=None)
+
+    def _begin_part(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         elif self._profile is not None:
             with torch.profiler.record_function(_MARK):
                 pass
 
-    def stop(self) -> int | None:
-        """Stop; returns the peak in bytes, or ``None`` if nothing was marked."""
-        if self.device.type == "cuda" and self._alive is not None:
-            return int(torch.cuda.max_memory_allocated(self.device))
-        if self._profile is None:
-            return None
-        self._profile.stop()
-        events = list(self._profile.profiler.kineto_results.events())
-        self._profile = None
-        return None if self._alive is None else _peak_after_mark(events, self._alive)
+    def _end_part(self) -> None:
+        if self.device.type == "cuda":
+            self._peaks.append(torch.cuda.max_memory_allocated(self.device))
 
 
-def _peak_after_mark(events: list[Any], alive: int) -> int:
-    marked = next(event.start_ns() for event in events if event.name() == _MARK)
-    changes = [e for e in events if e.name() == "[memory]" and e.start_ns() >= marked]
-    peak = alive
+def _peaks_after_marks(events: list[Any], alive: int) -> list[int]:
+    """The peak after each mark, up to the next one."""
+    marks = sorted(event.start_ns() for event in events if event.name() == _MARK)
+    changes = [e for e in events if e.name() == "[memory]" and e.start_ns() >= marks[0]]
+    peaks = [alive]
     for change in sorted(changes, key=lambda change: change.start_ns()):
+        while len(peaks) < len(marks) and change.start_ns() >= marks[len(peaks)]:
+            peaks.append(alive)
         alive += change.nbytes()
-        peak = max(peak, alive)
-    return peak
+        peaks[-1] = max(peaks[-1], alive)
+    return [*peaks, *[alive] * (len(marks) - len(peaks))]

@@ -21,7 +21,7 @@ from lightning_unitscale.profiler.measure import gradient_bytes, module_bytes, s
 from lightning_unitscale.remat.partitioner import RematPartitioner, aot_backend, real_inputs
 from lightning_unitscale.remat.planner import Budget, Planner, RematPlan, check_budget
 from lightning_unitscale.remat.problem import NodeRegion
-from lightning_unitscale.remat.report import RematReport, plot_front
+from lightning_unitscale.remat.report import RematReport, plot_front, reports_table
 
 # Steps that were planned, after which somebody should know: the first batch, another size of it,
 # and a smaller last batch are usual.
@@ -181,7 +181,7 @@ class StepPartitioner(RematPartitioner):
         """The reports as text."""
         if not self.reports:
             return "Nothing has been planned yet: run a step with gradients."
-        return "\n\n".join(f"graph {i}\n{report.table()}" for i, report in enumerate(self.reports))
+        return reports_table(self.reports)
 
     def __call__(
         self, gm: fx.GraphModule, *args: Any, **kwargs: Any
@@ -190,6 +190,7 @@ class StepPartitioner(RematPartitioner):
         start = time.perf_counter()
         self._inputs = real_inputs(gm.graph)
         graphs = super().__call__(gm, *args, **kwargs)
+        self._inputs = {}  # after a graph break they are activations
         self._num_planned_steps += not self._has_planned
         if not self._has_planned and self._num_planned_steps == _MANY_STEPS:
             self._warn_of_plans(time.perf_counter() - start)

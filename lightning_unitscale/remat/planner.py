@@ -208,7 +208,7 @@ class Planner:
             fitting.append(chosen)
         if not fitting:
             if self.floor.peak_bytes > limit:
-                self._refuse(limit, budget)
+                raise self._refusal(limit, budget)
             fitting.append(self.floor)
         return min(fitting, key=lambda plan: (plan.seconds, plan.peak_bytes))
 
@@ -235,13 +235,21 @@ class Planner:
         Args:
             num_plans: Budgets to plan for, evenly between the default plan's peak and the floor.
         """
+        return non_dominated(self.tried(num_plans), lambda plan: (plan.seconds, plan.peak_bytes))
+
+    def tried(self, num_plans: int) -> list[RematPlan]:
+        """All plans that :meth:`front` looks at; those that it leaves out may keep less.
+
+        Args:
+            num_plans: As of :meth:`front`.
+        """
         plans = [*self.candidates, self.floor]
         top, bottom = self.default.peak_bytes, self.floor.peak_bytes
         for step in range(1, num_plans):
             chosen = self._of_blocks(top - (top - bottom) * step // num_plans)
             if chosen is not None:
                 plans.append(chosen)
-        return non_dominated(plans, lambda plan: (plan.seconds, plan.peak_bytes))
+        return plans
 
     def plan_of(
         self,
@@ -332,18 +340,33 @@ class Planner:
             return self.plan_of("blocks", saved)
         return self.plan_of("blocks", saved, kept, self.blocks.block.tolist())
 
-    def _refuse(self, limit: int, budget: Budget) -> None:
-        floor, default = self.floor, self.default
-        shown = f"{budget}, {format_bytes(limit)}" if budget != limit else format_bytes(limit)
+    def _refusal(self, limit: int, budget: Budget) -> ValueError:
+        floor = self.floor
         where, node = floor.timeline.peak_at
-        raise ValueError(
-            f"budget={shown} ({limit} bytes): no plan needs so little; expected at "
-            f"least {format_bytes(floor.peak_bytes)} ({floor.peak_bytes} bytes), the floor, which "
-            f"the {where} pass reaches at {self.problem.nodes[node].name}; "
-            f"{format_bytes(self._inputs())} of it are parameters, inputs and optimizer state. "
-            f"Without rematerialization the peak is {format_bytes(default.peak_bytes)}. Raise the "
-            "budget, or make the batch, the sequence or the output layer smaller."
+        reached = (
+            f"which the {where} pass reaches at {self.problem.nodes[node].name}; "
+            f"{format_bytes(self._inputs())} of it are parameters, inputs and optimizer state"
         )
+        return refusal(budget, limit, floor.peak_bytes, self.default.peak_bytes, reached)
+
+
+def refusal(budget: Budget, limit: int, floor: int, default: int, reached: str) -> ValueError:
+    """The error of a budget that no plan meets.
+
+    Args:
+        budget: As it was given.
+        limit: Its bytes.
+        floor: The lowest peak.
+        default: The peak without rematerialization.
+        reached: Where the floor is reached, and what is in it.
+    """
+    shown = f"{budget}, {format_bytes(limit)}" if budget != limit else format_bytes(limit)
+    return ValueError(
+        f"budget={shown} ({limit} bytes): no plan needs so little; expected at "
+        f"least {format_bytes(floor)} ({floor} bytes), the floor, {reached}. "
+        f"Without rematerialization the peak is {format_bytes(default)}. Raise the "
+        "budget, or make the batch, the sequence or the output layer smaller."
+    )
 
 
 def _pruned(problem: RematProblem, saved: Mask) -> Mask:

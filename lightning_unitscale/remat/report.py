@@ -82,6 +82,11 @@ class RematReport:
         return tabulate(rows, tablefmt="plain")
 
 
+def reports_table(reports: Sequence[RematReport]) -> str:
+    """The reports of all graphs of a step as text."""
+    return "\n\n".join(f"graph {i}\n{report.table()}" for i, report in enumerate(reports))
+
+
 def plot_front(plans: Sequence[RematPlan], path: str | Path) -> None:
     """Write the front as a picture: estimated time added to a step over its peak.
 

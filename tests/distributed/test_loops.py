@@ -53,7 +53,6 @@ _REFUSED = {
     "lightning:fsdp:held:Blocks": "hold_parameters with ModelParallelStrategy: it shards or moves",
     "lightning:fsdp1:u-mup:Blocks": "method=.*with FSDPInTrainer a rank has a part",
     "lightning:tensor:all:Blocks": "tensor_parallel_size=2: UnitScaleCallback rewrites",
-    "lightning:fsdp:remat:Blocks": "budget=0.8: .*with ModelParallelStrategy a rank has a part",
     "lightning:fsdp1:remat:Blocks": "budget=0.8: .*with FSDPInTrainer a rank has a part",
 }
 
