@@ -15,9 +15,9 @@ from lightning_unitscale.callbacks.half_precision import holding_of, holds_param
 from lightning_unitscale.callbacks.lightning_loop import LightningLoop
 from lightning_unitscale.callbacks.options import Lossless, Rules, mode_of
 from lightning_unitscale.callbacks.packages import is_lightning, misconfigured
-from lightning_unitscale.callbacks.remat import step_partitioner
+from lightning_unitscale.callbacks.remat import RematCallback, step_partitioner
 from lightning_unitscale.callbacks.rules import RuleScaling
-from lightning_unitscale.callbacks.steps import attach_steps
+from lightning_unitscale.callbacks.steps import all_callbacks, attach_steps
 from lightning_unitscale.callbacks.trainer_settings import start_loss_scale_at_one
 from lightning_unitscale.callbacks.units import RecalibrationSchedule
 from lightning_unitscale.capture.gathering import GatherParameters
@@ -160,6 +160,12 @@ class CapturedUnits(GraphUnits):
                 f"compile=True with method={self._method!r}: FSDP gathers parameters in the middle "
                 "of the graph, which Inductor does not compile; expected compile=False with "
                 "ModelParallelStrategy; leave it out, or use DDP."
+            )
+        elif any(isinstance(callback, RematCallback) for callback in all_callbacks(trainer)):
+            raise misconfigured(
+                f"method={self._method!r} with RematCallback: by rules FSDP gathers parameters in "
+                "the middle of the graph, of which nothing can run again then; expected only one "
+                "of them with ModelParallelStrategy; checkpoint the blocks yourself, or use DDP."
             )
 
     def start_fit(self) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
 
-from lightning_unitscale import ScaleMonitor, UnitScaleCallback
+from lightning_unitscale import RematCallback, ScaleMonitor, UnitScaleCallback
 from tests.callbacks.rule_runs import plan_of
 from tests.callbacks.runs import QUIET
 from tests.distributed.launch import quiet_rank
@@ -152,7 +152,8 @@ def train(folder: Path, run: str, resume: Path | None = None) -> dict[str, Any]:
     torch.compiler.reset()  # numbers that differ between runs would not be known to Dynamo
     unit_scale = UnitScaleCallback("u-mup", compile=what == "compiled")
     monitor = ScaleMonitor(every_n_steps=2)
-    module, trainer = _module(run), _trainer(folder, run, unit_scale, monitor)
+    budgets = [RematCallback(0.8)] if what == "budget" else []
+    module, trainer = _module(run), _trainer(folder, run, unit_scale, monitor, *budgets)
     rank = int(os.environ["LOCAL_RANK"])
     data, val = _doubles(name, NUM_BATCHES, rank), _doubles(name, 1, 9 + rank)
     trainer.fit(module, data, val, ckpt_path=resume, weights_only=False)

@@ -29,6 +29,7 @@ _REFUSED = {
     "fsdp:Metric:plain": r"Module.validation_step: .*in one graph, .*FSDP2.*`Tensor.item\(\)`",
     "fsdp:Blocks:manual": r"method: Module.training_step .*FSDP2.*expected automatic optimization",
     "fsdp:Blocks:compiled": r"compile=True with method=.*expected compile=False",
+    "fsdp:Blocks:budget": r"method=.*'u-mup'.* with RematCallback: .*expected only one",
     "tensor:Blocks:tensor": r"tensor_parallel_size=2: UnitScaleCallback rewrites",
     "tensor:Blocks:plain": r"net.blocks.0.up.weight: .* that fully_shard did not make",
 }
