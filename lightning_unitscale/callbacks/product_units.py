@@ -18,8 +18,9 @@ from lightning_unitscale.callbacks.units import (
 from lightning_unitscale.dispatch.attach import AttachedSession
 from lightning_unitscale.dispatch.coverage import Coverage, CoverageCounter
 from lightning_unitscale.dispatch.fp8 import numerics_of
+from lightning_unitscale.dispatch.measurement import Measurement, SentMeasurement
 from lightning_unitscale.dispatch.session import ProductSession
-from lightning_unitscale.dispatch.units import Measurement, SentMeasurement, Units
+from lightning_unitscale.dispatch.units import Units
 from lightning_unitscale.loops.loop import Loop
 from lightning_unitscale.lossless.gauge import Gauge
 from lightning_unitscale.precision.fp8 import FP8Linears

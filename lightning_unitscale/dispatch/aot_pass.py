@@ -24,10 +24,10 @@ from lightning_unitscale.dispatch.compiled_sites import (
     rule_of,
     value_of,
 )
+from lightning_unitscale.dispatch.measurement import FORWARD, Site
 from lightning_unitscale.dispatch.products import ProductRule
 from lightning_unitscale.dispatch.session import LOCAL, ProductSession
 from lightning_unitscale.dispatch.torch_internals import GraphPass, compile_id, fake_mode_of
-from lightning_unitscale.dispatch.units import FORWARD, Site
 from lightning_unitscale.dispatch.unreached import UNREACHED
 
 _ATEN = torch.ops.aten

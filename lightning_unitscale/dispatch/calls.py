@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from lightning_unitscale.dispatch.execute import Product
+from lightning_unitscale.dispatch.measurement import Site
 from lightning_unitscale.dispatch.products import ProductRule, is_turned
 from lightning_unitscale.dispatch.tensors import Extent
 from lightning_unitscale.dispatch.torch_internals import last_sequence_number, saves_elsewhere
-from lightning_unitscale.dispatch.units import Site
 
 # For each operand of a product which forward operand it is; ``None``: the arriving gradient.
 Sources = tuple[int | None, ...]

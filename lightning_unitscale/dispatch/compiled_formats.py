@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 from lightning_unitscale.dispatch.calls import CALLS, Call, Sources, record
 from lightning_unitscale.dispatch.compiled_graphs import mark_caller
 from lightning_unitscale.dispatch.execute import Product
+from lightning_unitscale.dispatch.measurement import FORWARD, Site
 from lightning_unitscale.dispatch.owners import INSTALLED, running_session
 from lightning_unitscale.dispatch.products import RULES, ProductRule
 from lightning_unitscale.dispatch.session import ProductSession, run_inside
@@ -38,7 +39,6 @@ from lightning_unitscale.dispatch.torch_internals import (
     plain_functions,
     sequence_number,
 )
-from lightning_unitscale.dispatch.units import FORWARD, Site
 
 _LIBRARY = torch.library.Library("lightning_unitscale", "FRAGMENT")
 _TAGS = (torch.Tag.cudagraph_unsafe,)

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from lightning_unitscale.dispatch.calls import Sources
 from lightning_unitscale.dispatch.coverage import CoverageCounter, Kind
 from lightning_unitscale.dispatch.execute import combined
+from lightning_unitscale.dispatch.measurement import MeasuredProduct, Site
 from lightning_unitscale.dispatch.products import ProductRule
 from lightning_unitscale.dispatch.session import LOCAL, ProductSession
 from lightning_unitscale.dispatch.sites import frames
 from lightning_unitscale.dispatch.tensors import Extent, smallest_and_rms
 from lightning_unitscale.dispatch.torch_internals import MODULE_CALL, codes
-from lightning_unitscale.dispatch.units import MeasuredProduct, Site
 from lightning_unitscale.scales.transfer import numbers_on
 
 # Beyond it a factor, or its inverse, is no normal number of FP32, in which it is held.

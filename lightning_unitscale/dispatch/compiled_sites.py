@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, fx
 
 from lightning_unitscale.dispatch.execute import are_real
+from lightning_unitscale.dispatch.measurement import Site
 from lightning_unitscale.dispatch.products import RULES, ProductRule
 from lightning_unitscale.dispatch.session import ProductSession
-from lightning_unitscale.dispatch.units import Site
 
 _RULES = {f"aten.{rule.operator}.default": rule for rule in RULES}
 # Other arrangements of a tensor: the factor goes before them, so that a product reads the same

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from lightning_unitscale.dispatch.execute import Product, run_scaled
+from lightning_unitscale.dispatch.measurement import Site
 from lightning_unitscale.dispatch.products import ProductRule
 from lightning_unitscale.dispatch.torch_internals import Kernel
-from lightning_unitscale.dispatch.units import Site
 from lightning_unitscale.lossless.fp8_range import Unrepresentable
 from lightning_unitscale.precision.dither import MovingGrid
 from lightning_unitscale.precision.simulate import SimulateFormat

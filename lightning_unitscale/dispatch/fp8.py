@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lightning_unitscale.dispatch.execute import Product
 from lightning_unitscale.dispatch.formats import Numerics, SimulatedProducts, grid_factor
+from lightning_unitscale.dispatch.measurement import Site
 from lightning_unitscale.dispatch.products import RULES, ProductRule
 from lightning_unitscale.dispatch.session import LOCAL, ProductSession
 from lightning_unitscale.dispatch.sites import frames
@@ -24,7 +25,6 @@ from lightning_unitscale.dispatch.torch_internals import (
     current_node,
     has_subclass,
 )
-from lightning_unitscale.dispatch.units import Site
 from lightning_unitscale.functional.low_precision import (
     GRADIENTS,
     OPERAND,

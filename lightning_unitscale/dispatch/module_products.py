@@ -19,7 +19,8 @@ from lightning_unitscale.capture.rollback import detached_copy, restoring
 from lightning_unitscale.dispatch.attach import AttachedSession, SessionMethod
 from lightning_unitscale.dispatch.coverage import Coverage, CoverageCounter
 from lightning_unitscale.dispatch.fp8 import numerics_of
-from lightning_unitscale.dispatch.units import Measurement, Units
+from lightning_unitscale.dispatch.measurement import Measurement
+from lightning_unitscale.dispatch.units import Units
 from lightning_unitscale.graph.passes import GraphPass
 from lightning_unitscale.lossless.calibrate import (
     find_loss,

@@ -31,11 +31,12 @@ from lightning_unitscale.dispatch.calls import (
 from lightning_unitscale.dispatch.coverage import CoverageCounter, Kind
 from lightning_unitscale.dispatch.execute import Product, are_real, run_in_units
 from lightning_unitscale.dispatch.formats import Numerics
+from lightning_unitscale.dispatch.measurement import FORWARD, MeasuredProduct, Site
 from lightning_unitscale.dispatch.products import ProductRule
 from lightning_unitscale.dispatch.sites import Sites
 from lightning_unitscale.dispatch.tensors import Extent, forget_copy
 from lightning_unitscale.dispatch.torch_internals import Kernel
-from lightning_unitscale.dispatch.units import FORWARD, MeasuredProduct, Site, Units
+from lightning_unitscale.dispatch.units import Units
 
 _Args = tuple[Any, ...]
 

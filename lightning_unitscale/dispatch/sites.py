@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
+from lightning_unitscale.dispatch.measurement import Site
 from lightning_unitscale.dispatch.torch_internals import (
     CHECKPOINT,
     ENGINE,
@@ -25,7 +26,7 @@ from lightning_unitscale.dispatch.torch_internals import (
     graph_task,
     sequence_number,
 )
-from lightning_unitscale.dispatch.units import Site, Units
+from lightning_unitscale.dispatch.units import Units
 from lightning_unitscale.graph.name_patterns import own_path
 
 # Where a loop computes what no module does; no module can be there.

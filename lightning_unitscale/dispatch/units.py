@@ -2,138 +2,17 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-
-import torch
+from collections.abc import Mapping
 
 from lightning_unitscale.dispatch.exactness import why_inexact
-from lightning_unitscale.dispatch.tensors import Extent, reading
-from lightning_unitscale.lossless.calibrate import combined_rms
-from lightning_unitscale.lossless.drift import HIGH, LOW
+from lightning_unitscale.dispatch.measurement import (
+    MeasuredProduct,
+    Measurement,
+    SentMeasurement,
+    Site,
+)
+from lightning_unitscale.dispatch.tensors import reading
 from lightning_unitscale.lossless.gauge import Gauge
-
-# Where a product runs beside the slots of its operands' gradients.
-FORWARD = "forward"
-
-
-@dataclass(eq=False, slots=True)
-class Site:
-    """One product of a module's step, with the units of what it reads.
-
-    Attributes:
-        name: Such as ``blocks.0.up.linear``, with ``_1``, ``_2`` for further calls.
-        module: Path of the module that runs it.
-        roles: What its operands are called.
-        word: What the operation is called.
-        index: How many like it run before it in a call of the module.
-        operand_names: Their names in the gauge.
-        log2_units: Exponents of the units of its operands; ``None`` while nobody has measured.
-        log2_gamma: Exponent of the unit of the arriving gradient.
-        plain: Which of its products run as they are, and why: ``"forward"``, or a backward one.
-        is_settled: Whether all of its units were known when the step began.
-    """
-
-    name: str
-    module: str
-    roles: tuple[str, ...]
-    word: str = ""
-    index: int = 0
-    operand_names: tuple[str, ...] = ()
-    log2_units: tuple[int, ...] | None = None
-    log2_gamma: int | None = None
-    plain: dict[str, str] = field(default_factory=dict)
-    is_settled: bool = False
-
-    def __post_init__(self) -> None:
-        self.operand_names = tuple(f"{self.name}:{role}" for role in self.roles)
-
-    def names_of(self, sources: tuple[int | None, ...]) -> tuple[str, ...]:
-        """Names in the gauge of what a backward product reads; that of the product for ``None``."""
-        return tuple(self.name if k is None else self.operand_names[k] for k in sources)
-
-
-@dataclass(frozen=True)
-class MeasuredProduct:
-    """One product as it was met.
-
-    Attributes:
-        site: Which product of the step.
-        slot: ``"forward"``, or which backward product of it.
-        names: Names of its operands in the gauge; that of the product for its gradient.
-        extents: Of its operands.
-        addends: Of what is added to it.
-        dtype: Type of its operands.
-        log2_units: Exponents of the units that its operands had, ``None`` where they had none.
-    """
-
-    site: Site
-    slot: str
-    names: tuple[str, ...]
-    extents: tuple[Extent, ...]
-    addends: tuple[Extent, ...]
-    dtype: torch.dtype
-    log2_units: tuple[int | None, ...]
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """What one step has shown.
-
-    Attributes:
-        forward: RMS of operands, by their names in the gauge.
-        backward: RMS of arriving gradients, by the names of their products.
-        outside: Those whose RMS has left [1/4, 4] in the units in force, with that RMS.
-        products: Product by product.
-    """
-
-    forward: Mapping[str, float] = field(default_factory=dict)
-    backward: Mapping[str, float] = field(default_factory=dict)
-    outside: Mapping[str, float] = field(default_factory=dict)
-    products: tuple[MeasuredProduct, ...] = ()
-
-
-class SentMeasurement:
-    """What one step has shown, on its way from the device.
-
-    Args:
-        products: Product by product.
-    """
-
-    def __init__(self, products: Sequence[MeasuredProduct]) -> None:
-        self._products = tuple(products)
-        self._read = reading(
-            extent for product in products for extent in (*product.extents, *product.addends)
-        )
-
-    def arrived(self) -> Measurement | None:
-        """The numbers, which are waited for; ``None`` if nothing was measured."""
-        products = self._products
-        if not products:
-            return None
-        self._read()
-        true: dict[str, dict[int, float]] = {}
-        outside: dict[str, float] = {}
-        for product in products:
-            for name, extent, unit in zip(
-                product.names, product.extents, product.log2_units, strict=True
-            ):
-                if not math.isfinite(extent.rms):
-                    continue
-                # One tensor read by several backward products is measured once.
-                true.setdefault(name, {})[id(extent)] = extent.rms
-                stored = 0.0 if unit is None else math.ldexp(extent.rms, -unit)
-                if stored > 0.0 and not LOW <= stored <= HIGH:
-                    outside[name] = stored
-        joint = {name: combined_rms([*of_name.values()]) for name, of_name in true.items()}
-        gradients = {product.site.name for product in products}
-        return Measurement(
-            {name: rms for name, rms in joint.items() if name not in gradients},
-            {name: rms for name, rms in joint.items() if name in gradients},
-            outside,
-            products,
-        )
 
 
 class Units:

@@ -12,6 +12,7 @@ from torch import Tensor
 from lightning_unitscale.dispatch.calls import Call, sources_of
 from lightning_unitscale.dispatch.coverage import CoverageCounter
 from lightning_unitscale.dispatch.exactness import why_inexact
+from lightning_unitscale.dispatch.measurement import Site
 from lightning_unitscale.dispatch.products import RULES, is_turned
 from lightning_unitscale.dispatch.tensors import (
     Extent,
@@ -19,7 +20,6 @@ from lightning_unitscale.dispatch.tensors import (
     scaled_copy,
     smallest_and_rms,
 )
-from lightning_unitscale.dispatch.units import Site
 
 MM = next(rule for rule in RULES if rule.operator == "mm")
 
