@@ -111,7 +111,8 @@ def torch_kernels() -> Iterator[None]:
     """Inductor calls torch's kernels, where otherwise each of its own is a second of C++ compiler.
 
     Its passes, partitioner, order and memory are as ever. For tests of what is compiled and when;
-    those of the numbers that its own kernels compute do without this.
+    those of the numbers that its own kernels compute do without this. So do captured steps with
+    attention in units: who reads a view may then run before who writes into it.
     """
     with importlib.import_module("torch._inductor.config").patch(fallback_by_default=True):
         yield
