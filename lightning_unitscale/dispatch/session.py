@@ -199,12 +199,11 @@ class ProductSession:
         """
         kind: Kind
         reason = ""
-        rounding = (
-            numerics
-            for numerics in self.numerics
-            if numerics.applies_to(product.site, product.rule, args, kwargs, reads_weight)
-        )
-        numerics = next(rounding, None)
+        numerics: Numerics | None = None
+        for each in self.numerics:
+            if each.applies_to(product.site, product.rule, args, kwargs, reads_weight):
+                numerics = each
+                break
         LOCAL.is_inside = True
         try:
             if numerics is not None:
