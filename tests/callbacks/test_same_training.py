@@ -221,6 +221,7 @@ def test_other_optimizers(optimizer: str) -> None:
     assert_same_run(lambda: Regression(configure), max_steps=4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", ["products", "all"])
 def test_300_steps(depth: str) -> None:
     for optimizer in (adamw, momentum):

@@ -63,6 +63,7 @@ def test_half_precision_without_a_loss_scaler(device: torch.device) -> None:
     assert losses(half) == pytest.approx(losses(train(device, steps=8)), rel=0.02)
 
 
+@pytest.mark.slow
 def test_a_memory_budget(device: torch.device) -> None:
     plain = train(device, [RematCallback(1.0)])
     callback = RematCallback(0.8)
