@@ -147,7 +147,6 @@ class ProductUnits(MeasuredUnits):
     def state_dict(self) -> dict[str, Any]:
         if not self.is_calibrated:
             return {}
-        self._end_look()
         gauge = {name: list(pair) for name, pair in self.gauge.state().items()}
         plain = {name: dict(slots) for name, slots in self._units.plain.items() if slots}
         state: dict[str, Any] = {"gauge": gauge, "depth": "products", "plain": plain}

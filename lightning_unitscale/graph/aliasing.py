@@ -26,7 +26,6 @@ from torch import Tensor, fx
 from lightning_unitscale.dynamo.backend import Writes
 from lightning_unitscale.dynamo.graphs import fake_mode_of, is_checkpoint, is_higher_order
 from lightning_unitscale.graph.nodes import (
-    INTERNAL,
     Path,
     argument_at,
     argument_paths,
@@ -294,8 +293,8 @@ def _find(node: fx.Node) -> Effects:
         for path in argument_paths(node)
         if tensors_in(argument_at(node, path).meta.get("example_value"))
     ]
-    if all(_is_state(argument_at(node, path)) for path in paths):
-        # Not to be run: it may enter autocast; and to unbind all factors takes seconds on fakes.
+    if not paths:
+        # Not to be run: it may enter autocast, or turn gradients off.
         return _NOTHING
     if is_higher_order(node):
         return _seen_in_examples(node, paths, _writes_of_checkpoint(node))
@@ -378,10 +377,6 @@ def _storages(value: Any) -> Iterator[Any]:
 
 def _arguments(node: fx.Node, paths: Iterable[Path]) -> tuple[fx.Node, ...]:
     return tuple(dict.fromkeys(argument_at(node, path) for path in paths))
-
-
-def _is_state(node: fx.Node) -> bool:
-    return node.op == "placeholder" and INTERNAL in node.meta
 
 
 def _is_input(node: fx.Node) -> bool:
