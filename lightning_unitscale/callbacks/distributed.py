@@ -5,13 +5,12 @@ There, what is captured, cut and run is the step of one microbatch.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -19,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_unitscale.callbacks.packages import is_lightning, misconfigured
-from lightning_unitscale.loops.loop import world_size
+from lightning_unitscale.loops.loop import gathered, world_size
 from lightning_unitscale.lossless.calibrate import combined_rms
 from lightning_unitscale.scales.reduce import joined_rows, split_rows
 from lightning_unitscale.scales.snapshot import ScaleSnapshot
@@ -31,9 +30,6 @@ if TYPE_CHECKING:
     from lightning_unitscale.strategies.pipeline import PipelineStrategy
 
 
-_Value = TypeVar("_Value")
-
-
 def is_distributed() -> bool:
     """Whether there are other ranks to agree with."""
     return world_size() > 1
@@ -43,7 +39,7 @@ def joint_rms(*measured: Mapping[str, float]) -> tuple[dict[str, float], ...]:
     """RMS over all ranks of named values; ranks may have measured different names."""
     if not is_distributed():
         return tuple(dict(values) for values in measured)
-    return tuple(_joint(values) for values in zip(*_gathered(measured), strict=True))
+    return tuple(_joint(values) for values in zip(*gathered(measured), strict=True))
 
 
 def joint_reasons(*reasons: Mapping[str, str]) -> tuple[dict[str, str], ...]:
@@ -52,7 +48,7 @@ def joint_reasons(*reasons: Mapping[str, str]) -> tuple[dict[str, str], ...]:
         return tuple(dict(texts) for texts in reasons)
     return tuple(
         {name: text for texts in reversed(of_ranks) for name, text in texts.items()}
-        for of_ranks in zip(*_gathered(reasons), strict=True)
+        for of_ranks in zip(*gathered(reasons), strict=True)
     )
 
 
@@ -70,29 +66,6 @@ def joint_snapshot(snapshot: ScaleSnapshot, device: torch.device) -> ScaleSnapsh
         forward, backward = np.split(_reduced(rows, snapshot, device), 2)
         return replace(snapshot, forward=forward, backward=backward)
     return _merged_by_name(snapshot)
-
-
-@contextlib.contextmanager
-def failing_together() -> Iterator[None]:
-    """A ``ValueError`` that one rank raises within this context is raised by all ranks.
-
-    The others would wait for it in their next collective.
-    """
-    problem = ""
-    try:
-        yield
-    except ValueError as error:
-        problem = str(error)
-    problems = _gathered(problem) if is_distributed() else [problem]
-    if any(problems):
-        raise ValueError(next(filter(None, problems)))
-
-
-def _gathered(own: _Value) -> list[_Value]:
-    """What every rank has, in the order of the ranks."""
-    gathered = [own] * dist.get_world_size()
-    dist.all_gather_object(gathered, own)
-    return gathered
 
 
 def _joint(of_ranks: tuple[Mapping[str, float], ...]) -> dict[str, float]:
@@ -122,11 +95,11 @@ def _reduced(rows: FloatArray, snapshot: ScaleSnapshot, device: torch.device) ->
 
 
 def _merged_by_name(snapshot: ScaleSnapshot) -> ScaleSnapshot:
-    gathered = _gathered(snapshot)
-    shared = set.intersection(*(set(_in_units(of_rank)) for of_rank in gathered))
+    snapshots = gathered(snapshot)
+    shared = set.intersection(*(set(_in_units(of_rank)) for of_rank in snapshots))
     # In the order of the first rank: graphs of others may list the same tensors in another.
-    names = [tensor[0] for tensor in _in_units(gathered[0]) if tensor in shared]
-    return functools.reduce(ScaleSnapshot.merge, (of_rank.select(names) for of_rank in gathered))
+    names = [tensor[0] for tensor in _in_units(snapshots[0]) if tensor in shared]
+    return functools.reduce(ScaleSnapshot.merge, (of_rank.select(names) for of_rank in snapshots))
 
 
 def _in_units(snapshot: ScaleSnapshot) -> list[tuple[str, int, int]]:

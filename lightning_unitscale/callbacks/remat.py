@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from lightning_unitscale.callbacks.distributed import failing_together, refuse_sharded_parameters
+from lightning_unitscale.callbacks.distributed import refuse_sharded_parameters
 from lightning_unitscale.callbacks.explanation import Explanation
 from lightning_unitscale.callbacks.options import check_compile, mode_of
 from lightning_unitscale.callbacks.packages import (
@@ -20,6 +20,7 @@ from lightning_unitscale.callbacks.packages import (
 from lightning_unitscale.callbacks.steps import StepsCallback, attach_steps
 from lightning_unitscale.capture.steps import ModuleSteps
 from lightning_unitscale.dynamo.capture import CompileMode
+from lightning_unitscale.loops.loop import failing_together
 from lightning_unitscale.profiler.measure import PeakMeter, gradient_bytes, optimizer_state_bytes
 from lightning_unitscale.profiler.report import format_bytes
 from lightning_unitscale.remat.api import StepPartitioner

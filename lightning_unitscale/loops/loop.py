@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+_Value = TypeVar("_Value")
 # Calls a step of a module with these arguments and keyword arguments.
 StepCaller = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
@@ -163,3 +165,34 @@ def world_size() -> int:
 def rank() -> int:
     """The number of this one, 0 without a process group."""
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def gathered(own: _Value, group: dist.ProcessGroup | None = None) -> list[_Value]:
+    """What every process has, in the order of the ranks.
+
+    Args:
+        own: What this one has.
+        group: Those that are asked; all by default.
+    """
+    values = [own] * dist.get_world_size(group)
+    dist.all_gather_object(values, own, group=group)
+    return values
+
+
+@contextlib.contextmanager
+def failing_together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
+    """A ``ValueError`` that one process raises within this context is raised by all.
+
+    The others would wait for it in their next collective.
+
+    Args:
+        group: Those that fail; all by default.
+    """
+    problem = ""
+    try:
+        yield
+    except ValueError as error:
+        problem = str(error)
+    problems = gathered(problem, group) if world_size() > 1 else [problem]
+    if any(problems):
+        raise ValueError(next(filter(None, problems)))

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_unitscale.capture.steps import ModuleSteps, steps_of
 from lightning_unitscale.graph.nodes import tensors_in
+from lightning_unitscale.loops.loop import gathered
 from lightning_unitscale.pipeline.pipe import Pipe
 from lightning_unitscale.pipeline.schedules import Schedule
 from lightning_unitscale.remat.api import StepPartitioner
@@ -120,7 +121,7 @@ def check_same_cuts(pipe: Pipe, group: dist.ProcessGroup | None) -> None:
         )
         for stage in pipe.stages
     ]
-    digests = _gathered(hashlib.sha256(repr(stages).encode()).hexdigest(), group)
+    digests = gathered(hashlib.sha256(repr(stages).encode()).hexdigest(), group)
     if len(set(digests)) > 1:
         others = [rank for rank, theirs in enumerate(digests) if theirs != digests[0]]
         raise RuntimeError(
@@ -152,17 +153,10 @@ def check_equal(batch: Any, group: dist.ProcessGroup | None, *, what: str = "bat
         digest.update(str(tuple(tensor.shape)).encode())
         as_bytes = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         digest.update(as_bytes.numpy().tobytes())
-    if len(set(_gathered(digest.hexdigest(), group))) > 1:
+    if len(set(gathered(digest.hexdigest(), group))) > 1:
         raise RuntimeError(
             f"the ranks of the pipeline were given different {what}; expected the same on each: "
             "every stage reads the inputs that it needs from its own; call "
             "seed_everything(..., workers=True) before the data is shuffled, and shard no data by "
             "rank."
         )
-
-
-def _gathered(hexdigest: str, group: dist.ProcessGroup | None) -> list[str]:
-    """The digests of all ranks."""
-    digests: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(digests, hexdigest, group=group)
-    return digests

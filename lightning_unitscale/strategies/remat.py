@@ -14,12 +14,12 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, fx, nn
 
 from lightning_unitscale.dynamo.capture import execute_with
 from lightning_unitscale.dynamo.graphs import add_placeholder, copy_graph_module
+from lightning_unitscale.loops.loop import failing_together
 from lightning_unitscale.pipeline.engine import PipelineRunner
 from lightning_unitscale.pipeline.schedules import Schedule
 from lightning_unitscale.pipeline.stage import Passed, StageModule
@@ -150,30 +150,26 @@ def remat_stages(
         ValueError: On all ranks, if one of them cannot keep the budget.
     """
     share = _state_share(module)
-    runs, problem = {}, ""
-    for index, stage in zip(runner.stage_indices, runner.stages, strict=True):
-        info = stage.info
-        in_flight = runner.schedule.num_in_flight(index, info.num_stages, runner.num_microbatches)
-        planner = StagePartitioner(
-            partitioner.budget,
-            stage=index,
-            num_in_flight=in_flight or runner.num_microbatches,
-            resident_bytes=resident_bytes(module, stage, elsewhere, share)
-            # The engine has a buffer to receive in for every microbatch, in both directions.
-            + runner.num_microbatches * (_num_bytes(info.received) + info.sent_bytes),
-            sent_bytes=info.sent_bytes,
-            reports=partitioner.reports,
-            granted=granted.setdefault(index, Granted()),
-        )
-        inputs = [microbatch[position] for position in info.inputs]
-        try:
+    runs = {}
+    with failing_together(runner.group):
+        for index, stage in zip(runner.stage_indices, runner.stages, strict=True):
+            info = stage.info
+            in_flight = runner.schedule.num_in_flight(
+                index, info.num_stages, runner.num_microbatches
+            )
+            planner = StagePartitioner(
+                partitioner.budget,
+                stage=index,
+                num_in_flight=in_flight or runner.num_microbatches,
+                resident_bytes=resident_bytes(module, stage, elsewhere, share)
+                # The engine has a buffer to receive in for every microbatch, in both directions.
+                + runner.num_microbatches * (_num_bytes(info.received) + info.sent_bytes),
+                sent_bytes=info.sent_bytes,
+                reports=partitioner.reports,
+                granted=granted.setdefault(index, Granted()),
+            )
+            inputs = [microbatch[position] for position in info.inputs]
             runs[index] = planned_stage(stage, inputs, planner, runner.device)
-        except ValueError as error:
-            problem = problem or str(error)
-    problems: list[Any] = [None] * dist.get_world_size(runner.group)
-    dist.all_gather_object(problems, problem, group=runner.group)
-    if any(problems):
-        raise ValueError(next(filter(None, problems)))
     return runs
 
 
