@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
@@ -43,7 +44,7 @@ from lightning_unitscale.functional.scale import (
     takes_true_derivatives,
 )
 from lightning_unitscale.lossless.calibrate import Calibrator, Measured, runs_in_fp16
-from lightning_unitscale.lossless.drift import Drift
+from lightning_unitscale.lossless.drift import Drift, SentDrift
 from lightning_unitscale.lossless.fp8_range import Unrepresentable
 from lightning_unitscale.lossless.gauge import Gauge
 from lightning_unitscale.lossless.rehearsal import calibrate
@@ -89,6 +90,7 @@ class GraphUnits(MeasuredUnits):
     @property
     @override
     def gauge(self) -> Gauge:
+        self._end_look()
         return self._rewrite.gauge
 
     def attach(self, loop: LightningLoop, steps: ModuleSteps, *, is_other: bool) -> None:
@@ -136,18 +138,15 @@ class GraphUnits(MeasuredUnits):
             self._adopt_live(self._live)
         if not self._loop.has_stepped:
             return  # the accumulated batches share one gauge
-        drift = self._rewrite.drift.take()
-        if drift is None and pipeline_of(self._trainer) is not None:
-            drift = Drift()  # stages without a product join in with the others
-        is_look = self._schedule.looks_at(self._step_index)
-        if drift is not None and is_look:
-            forward, backward = joint_rms(drift.forward, drift.backward)
-            (outside,) = joint_rms(drift.outside)
-            if self._fp8 is not None:
-                self._make_fit(self._fp8, drift.unrepresentable)
-            if not self._schedule.is_automatic or outside:
-                self._take_gauge(forward, backward, f"step {self._step_index}", outside)
-        if self._holding is not None and is_look:
+        self._end_look()
+        sent = self._rewrite.drift.send()
+        if not self._schedule.looks_at(self._step_index):
+            return  # what a callback beside this has had observed
+        # Stages without a product join in with the others.
+        if sent is not None or pipeline_of(self._trainer) is not None:
+            judge = functools.partial(self._judge, sent)
+            self._begin_look(judge, self._trainer.strategy.root_device)
+        if self._holding is not None:
             always = not self._schedule.is_automatic
             self._holding.after_step(f"step {self._step_index}", always=always)
 
@@ -205,6 +204,7 @@ class GraphUnits(MeasuredUnits):
     def detach(self) -> None:
         self._stop_live()
         self._rewrite.drift.clear()
+        self._pending = None
         if self._steps is not None:
             for step in self._steps.steps.values():
                 step.before_call = None
@@ -214,7 +214,7 @@ class GraphUnits(MeasuredUnits):
     def state_dict(self) -> dict[str, Any]:
         if not self.is_calibrated:
             return {}
-        gauge = {k: list(pair) for k, pair in self._rewrite.gauge.state().items()}
+        gauge = {k: list(pair) for k, pair in self.gauge.state().items()}
         state = {"gauge": gauge, "depth": self._rewrite.depth, **self._fp8_state()}
         if self._holding is not None and (held := self._holding.state_dict()):
             state["held"] = held
@@ -356,14 +356,28 @@ class GraphUnits(MeasuredUnits):
             self._leave_out(self._fp8, joint_unrepresentable(calibrator.unrepresentable()))
         return forward, backward
 
-    def _make_fit(self, fp8: FP8Linears, unrepresentable: Unrepresentable) -> None:
+    def _judge(self, sent: SentDrift | None, when: str) -> None:
+        drift = Drift() if sent is None else sent.arrived()
+        forward, backward = joint_rms(drift.forward, drift.backward)
+        (outside,) = joint_rms(drift.outside)
+        if self._fp8 is not None:
+            self._make_fit(self._fp8, drift.unrepresentable, when)
+        if not self._schedule.is_automatic or outside:
+            self._take_gauge(forward, backward, when, outside)
+
+    @property
+    @override
+    def _changes_numbers(self) -> bool:
+        return self._is_rounded
+
+    def _make_fit(self, fp8: FP8Linears, unrepresentable: Unrepresentable, when: str) -> None:
         """Take out of FP8, or out of its finer format, what no longer fits there."""
         products, gradients = (
             {name: why for name, why in reasons.items() if fp8.runs(name)}
             for reasons in (unrepresentable.products, unrepresentable.gradients)
         )
         new = self._leave_out(fp8, joint_unrepresentable(Unrepresentable(products, gradients)))
-        self._tell_unrepresentable(new, f"step {self._step_index}")
+        self._tell_unrepresentable(new, when)
 
     def _leave_out(self, fp8: FP8Linears, unrepresentable: Unrepresentable) -> Unrepresentable:
         """Tell the pass what does not fit; graphs that have it in FP8 are rewritten again.

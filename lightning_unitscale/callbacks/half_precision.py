@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_unitscale.callbacks.distributed import joint_reasons, pipeline_of
@@ -31,6 +32,7 @@ from lightning_unitscale.lossless.rewrite import LosslessUnitScale
 from lightning_unitscale.lossless.scaled_parameters import HeldParameters
 from lightning_unitscale.optim.clipping import clipping_with
 from lightning_unitscale.optim.optimizers import check_optimizer
+from lightning_unitscale.scales.transfer import numbers_of
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -67,7 +69,7 @@ class ParameterHolding:
         self._rewrite = rewrite
         self._held: HeldParameters | None = None
         self._last_units: dict[str, GaugePair] = {}
-        self._measured: dict[str, tuple[float, float]] = {}
+        self._measured: dict[str, tuple[Tensor, Tensor]] = {}
         self._clipping = contextlib.ExitStack()
         self._hooks: list[Any] = []
         self._restored: dict[int, dict[str, Any]] = {}
@@ -164,10 +166,11 @@ class ParameterHolding:
             self._decline(read[_BREAKS])
             return
         named = dict(trainer.lightning_module.named_parameters())
+        names = [name for name in gradients if name in read and named[name].requires_grad]
+        sizes = numbers_of([root_mean_square(named[name]) for name in names])
         units = {
-            name: GaugePair.of_rms(float(root_mean_square(named[name])), rms)
-            for name, rms in gradients.items()
-            if name in read and named[name].requires_grad
+            name: GaugePair.of_rms(size, gradients[name])
+            for name, size in zip(names, sizes, strict=True)
         }
         self._hold(trainer, units)
 
@@ -186,7 +189,7 @@ class ParameterHolding:
             return
         ours = {id(param) for group in optimizer.param_groups for param in group["params"]}
         self._measured.update(
-            (name, (float(root_mean_square(param)), float(root_mean_square(param.grad))))
+            (name, (root_mean_square(param), root_mean_square(param.grad)))
             for name, param in self._held.named().items()
             if id(param) in ours and param.grad is not None
         )
@@ -197,7 +200,8 @@ class ParameterHolding:
         if self._held is None:
             return
         new, outside = {}, []
-        for name, (value, gradient) in measured.items():
+        sizes_of = numbers_of([size for pair in measured.values() for size in pair])
+        for name, value, gradient in zip(measured, sizes_of[::2], sizes_of[1::2], strict=True):
             old = self._held.units[name]
             sizes = [size for size in (value, gradient) if math.isfinite(size) and size > 0]
             is_outside = any(not LOW <= size <= HIGH for size in sizes)

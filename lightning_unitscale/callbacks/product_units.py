@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
 from typing_extensions import override
 
-from lightning_unitscale.callbacks.distributed import is_distributed, joint_rms
+from lightning_unitscale.callbacks.distributed import joint_rms
 from lightning_unitscale.callbacks.explanation import CountedSteps, Explanation, units_table
 from lightning_unitscale.callbacks.units import (
     MeasuredUnits,
@@ -51,8 +52,6 @@ class ProductUnits(MeasuredUnits):
         # The step, and the count of its products, that an evaluation has come into.
         self._interrupted: tuple[str, CoverageCounter | None] = "", None
         self._loop: Loop | None = None
-        # The last look at the units in force, whose numbers may be on their way, and its step.
-        self._look: tuple[SentMeasurement, int] | None = None
 
     @property
     @override
@@ -90,7 +89,7 @@ class ProductUnits(MeasuredUnits):
 
     @override
     def detach(self) -> None:
-        self._look = None
+        self._pending = None
         if self._attached is not None:
             self._attached.detach()
             self._attached = None
@@ -115,7 +114,9 @@ class ProductUnits(MeasuredUnits):
         # The accumulated batches share one gauge.
         elif self._running.has_stepped:
             if self.is_calibrated:
-                self._begin_look()
+                units.is_looking = False
+                judge = functools.partial(self._judge, units.send())
+                self._begin_look(judge, self._running.device)
             else:
                 self._adopt_first(units.take() or Measurement())
         if self.is_calibrated or self._running.has_stepped:
@@ -191,30 +192,23 @@ class ProductUnits(MeasuredUnits):
         self._units.is_looking = False
         self._tell_new_units(len(self.gauge), "the first batch")
 
-    def _begin_look(self) -> None:
-        """Look at what the step has measured, on a CUDA device after the next one."""
-        self._units.is_looking = False
-        self._look = self._units.send(), self._step_index
-        # Units change no result, so they can be late; formats do, and ranks wait for each other.
-        is_late = self._running.device.type == "cuda" and not self._session.numerics
-        if is_distributed() or not is_late:
-            self._end_look()
-
-    def _end_look(self) -> None:
-        if self._look is None:
-            return
-        (sent, step), self._look = self._look, None
+    def _judge(self, sent: SentMeasurement, when: str) -> None:
         measurement = sent.arrived() or Measurement()
         forward, backward = joint_rms(measurement.forward, measurement.backward)
         (outside,) = joint_rms(measurement.outside)
-        self._make_fit(f"step {step}")
+        self._make_fit(when)
         if self._schedule.is_automatic and not outside:
             self._units.judge(measurement)
             return
         old = self.gauge
         self._units.adopt(measurement, forward, backward)
         changed = sum(self.gauge.pair(name) != old.pair(name) for name in self.gauge)
-        self._tell_new_units(changed, f"step {step}", outside)
+        self._tell_new_units(changed, when, outside)
+
+    @property
+    @override
+    def _changes_numbers(self) -> bool:
+        return bool(self._session.numerics)
 
     def _make_fit(self, when: str) -> None:
         for numerics in self._session.numerics:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import abc
+import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from lightning_unitscale.callbacks.distributed import joint_reasons
+import torch
+
+from lightning_unitscale.callbacks.distributed import is_distributed, joint_reasons
 from lightning_unitscale.callbacks.explanation import Explanation
 from lightning_unitscale.callbacks.packages import rank_zero_info
 from lightning_unitscale.loops.loop import Loop
@@ -76,6 +79,8 @@ class MeasuredUnits(abc.ABC):
         self._schedule = schedule
         self._fp8 = fp8
         self._step_index = 0
+        # Ends the last look, whose numbers may be on their way.
+        self._pending: Callable[[], None] | None = None
 
     @property
     @abc.abstractmethod
@@ -129,6 +134,29 @@ class MeasuredUnits(abc.ABC):
         """Note where a batch begins; returns whether units are looked at in it."""
         self._step_index = loop.step_index
         return self._schedule.looks_at(self._step_index)
+
+    def _begin_look(self, judge: Callable[[str], None], device: torch.device) -> None:
+        """Look at what the step has measured, on a CUDA device after the next one.
+
+        Units change no result, so they can be late; formats do, and ranks wait for each other.
+
+        Args:
+            judge: Called with the step's name when its numbers may be read.
+            device: Where the steps run.
+        """
+        self._pending = functools.partial(judge, f"step {self._step_index}")
+        if is_distributed() or device.type != "cuda" or self._changes_numbers:
+            self._end_look()
+
+    def _end_look(self) -> None:
+        if self._pending is not None:
+            judge, self._pending = self._pending, None
+            judge()
+
+    @property
+    @abc.abstractmethod
+    def _changes_numbers(self) -> bool:
+        """Whether results depend on the units, as those of rounded products do."""
 
     def _tell_new_units(
         self, num_changed: int, when: str, outside: Mapping[str, float] | None = None

@@ -44,6 +44,7 @@ from lightning_unitscale.lossless.fp8_range import (
 )
 from lightning_unitscale.precision.fp8 import NO_LINEAR, FP8Linears
 from lightning_unitscale.precision.simulate import SimulateFormat
+from lightning_unitscale.scales.transfer import numbers_of
 
 _LINEAR = "linear"
 _ROLES = ("input", "weight")
@@ -121,9 +122,7 @@ class FP8Products(Numerics):
     def _unrepresentable(self) -> Unrepresentable:
         """What does not fit of what was measured since the last call."""
         measured, self._shares = self._shares, []
-        if not measured:
-            return Unrepresentable()
-        numbers = torch.stack([row for *_, row in measured]).tolist()
+        numbers = numbers_of([row for *_, row in measured])
         found: list[Shares] = [
             (direction, name, shares)
             for (direction, name, _), (rms, *shares) in zip(measured, numbers, strict=True)

@@ -9,6 +9,7 @@ import contextlib
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from lightning_unitscale.lossless.fp8_range import (
     unrepresentable_among,
 )
 from lightning_unitscale.scales.reduce import row_dtype
+from lightning_unitscale.scales.transfer import numbers_of
 
 Measured = Mapping[str, float]
 
@@ -86,14 +88,18 @@ class Calibrator:
 
         A tensor measured several times (several calls in a step) gets the RMS of all.
         """
-        return _fetch(self._forward), _fetch(self._backward)
+        both = (self._forward, self._backward)
+        rms = [value for values_of in both for values in values_of.values() for value in values]
+        numbers = iter(numbers_of(rms))
+        forward, backward = (
+            {name: combined_rms([*islice(numbers, len(values))]) for name, values in of.items()}
+            for of in both
+        )
+        return forward, backward
 
     def unrepresentable(self) -> Unrepresentable:
         """What FP8 cannot represent of the measured tensors; one transfer from the device."""
-        if not self._lost:
-            return Unrepresentable()
-        device = self._lost[0][2].device
-        shares = torch.stack([lost.to(device) for *_, lost in self._lost]).tolist()
+        shares = numbers_of([lost for *_, lost in self._lost])
         return unrepresentable_among(
             (direction, name, numbers)
             for (direction, name, _), numbers in zip(self._lost, shares, strict=True)
@@ -165,19 +171,6 @@ class Calibrator:
     def _measure_range(self, direction: Direction, name: str, tensor: Tensor, rms: Tensor) -> None:
         if self._measures_range:
             self._lost.append((direction, name, lost_shares(tensor.detach(), rms, direction)))
-
-
-def _fetch(measured: Mapping[str, list[Tensor]]) -> Measured:
-    names = [name for name, values in measured.items() for _ in values]
-    scalars = [rms for values in measured.values() for rms in values]
-    if not scalars:
-        return {}
-    device = scalars[0].device
-    numbers = torch.stack([rms.to(device) for rms in scalars]).tolist()
-    collected: dict[str, list[float]] = defaultdict(list)
-    for name, number in zip(names, numbers, strict=True):
-        collected[name].append(number)
-    return {name: combined_rms(values) for name, values in collected.items()}
 
 
 def combined_rms(values: list[float]) -> float:

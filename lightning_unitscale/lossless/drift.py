@@ -25,6 +25,7 @@ from lightning_unitscale.lossless.fp8_range import (
 )
 from lightning_unitscale.lossless.gauge import Gauge
 from lightning_unitscale.lossless.units import Edit
+from lightning_unitscale.scales.transfer import HostCopy
 
 # The range that lossless unit scaling promises for the stored RMS of an operand.
 LOW, HIGH = 0.25, 4.0
@@ -105,19 +106,32 @@ class DriftProbes:
         """Forget what was measured."""
         self._calls.clear()
 
-    def take(self) -> Drift | None:
-        """What was measured since the last call, or ``None``; one transfer from the device."""
+    def send(self) -> SentDrift | None:
+        """What was measured since the last call, if anything, on its way from the device."""
         calls, self._calls = self._calls, []
-        if not calls:
-            return None
+        return SentDrift(calls) if calls else None
+
+
+class SentDrift:
+    """What a step has shown, on its way from the device as one tensor.
+
+    Args:
+        calls: Its graphs, call by call; at least one.
+    """
+
+    def __init__(self, calls: Sequence[_Call]) -> None:
+        self._calls = calls
         rows = [part for call in calls for part in (call.record.forward, call.record.backward)]
-        width = rows[0].shape[-1]
-        numbers = torch.cat([part.flatten().to(rows[0].device) for part in rows]).view(-1, width)
-        left = iter(numbers.tolist())
+        self._width = rows[0].shape[-1]
+        self._copy = HostCopy(torch.cat([part.flatten().to(rows[0].device) for part in rows]))
+
+    def arrived(self) -> Drift:
+        """The numbers, which are waited for."""
+        left = iter(self._copy.numbers().view(-1, self._width).tolist())
         true: dict[Direction, dict[str, list[float]]] = {"forward": {}, "backward": {}}
         outside: dict[str, float] = {}
         shares: list[Shares] = []
-        for call in calls:
+        for call in self._calls:
             count = len(call.record.forward)
             for direction, units in call.units.items():
                 measured = list(itertools.islice(left, count))

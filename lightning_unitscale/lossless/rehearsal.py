@@ -25,6 +25,7 @@ from lightning_unitscale.lossless.calibrate import (
 )
 from lightning_unitscale.lossless.gauge import Gauge, GaugePair
 from lightning_unitscale.lossless.rewrite import LosslessUnitScale
+from lightning_unitscale.scales.transfer import numbers_of
 
 # Pairs of an output and a gradient for it.
 Seeds = Callable[[Any], Sequence[tuple[Tensor, Tensor]]]
@@ -183,8 +184,7 @@ def _backward(
         and gradient.is_floating_point()
         and gradient.layout is torch.strided
     }
-    values = torch.stack([value.cpu() for value in rms.values()]).tolist() if rms else []
-    return dict(zip(rms, values, strict=True))
+    return dict(zip(rms, numbers_of([*rms.values()]), strict=True))
 
 
 class LiveGradients:

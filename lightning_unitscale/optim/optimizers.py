@@ -37,6 +37,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_unitscale.optim.split_step import Group, SplitStep
+from lightning_unitscale.scales.transfer import numbers_of
 
 
 class Family(enum.Enum):
@@ -252,9 +253,7 @@ class HeldStep(SplitStep[HeldFactors]):
             return [1] * len(parameters)
         states = [self._stand_in.state.get(param, {}) for param in parameters]
         counts = [state.get("step", 0) for state in states]
-        tensors = [count.detach() for count in counts if isinstance(count, Tensor)]
-        # One transfer for all that are on a device.
-        numbers = iter(torch.stack(tensors).tolist() if tensors else [])
+        numbers = iter(numbers_of([count for count in counts if isinstance(count, Tensor)]))
         return [int(next(numbers) if isinstance(count, Tensor) else count) + 1 for count in counts]
 
 

@@ -19,6 +19,7 @@ from lightning_unitscale.graph.passes import GraphPass, Phase, StepGraph
 from lightning_unitscale.lossless.calibrate import combined_rms, root_mean_square
 from lightning_unitscale.optim.learning_rates import Role
 from lightning_unitscale.rules.plan import ParameterPlan
+from lightning_unitscale.scales.transfer import numbers_of
 
 # Beyond this a gradient is taken for zero, or for broken: its unit would be noise.
 _MAX_LOG2 = 100
@@ -171,7 +172,7 @@ class ParameterGradients(GraphPass):
     def watched(self) -> dict[str, float]:
         """RMS of each gradient since :meth:`watch`, before its factor; ends the measuring."""
         seen, self._watched = self._watched or {}, None
-        return {fqn: combined_rms(torch.stack(values).tolist()) for fqn, values in seen.items()}
+        return {fqn: combined_rms(numbers_of(values)) for fqn, values in seen.items()}
 
     def _seen(self, fqn: str, gradient: Tensor) -> Tensor:
         """A gradient that has just been made, times its factor."""

@@ -7,6 +7,7 @@ before; one to or from pinned memory takes its place in the queue.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,6 +44,19 @@ class HostCopy:
         if self._event is not None:
             self._event.synchronize()
         return self._copy
+
+
+def numbers_of(tensors: Sequence[Tensor]) -> list[Any]:
+    """The numbers of tensors of one shape, as nested lists, with one transfer to the host.
+
+    Args:
+        tensors: On any devices.
+    """
+    if not tensors:
+        return []
+    device = tensors[0].device
+    joined = torch.stack([tensor.detach().to(device) for tensor in tensors])
+    return HostCopy(joined).numbers().tolist()
 
 
 def sent_to(device: torch.device, tensor: Tensor) -> Tensor:

@@ -6,198 +6,26 @@ with its place, and answered; so are the kernels that the package's own operator
 
 from __future__ import annotations
 
-import contextlib
-import traceback
-from collections import Counter
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import lightning.pytorch as pl
 import pytest
 import torch
-from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from lightning.pytorch.accelerators import CPUAccelerator
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from torch import Tensor, nn
 from typing_extensions import override
 
-import lightning_unitscale
 from benchmarks.demo_step import DemoLoss
 from lightning_unitscale import ScaleMonitor, UnitScaleCallback, attach
-from lightning_unitscale.callbacks import Simulate
-from lightning_unitscale.dispatch import fp8
-from lightning_unitscale.dispatch.kernels import product_kernel
-from lightning_unitscale.dispatch.products import RULES
-from lightning_unitscale.profiler.fake_device import SimulatedDevice, simulating
-from lightning_unitscale.scales.layout import RowLayout
-from lightning_unitscale.watching import rows, watched_call
+from lightning_unitscale.callbacks import Lossless, Simulate
+from tests.callbacks.absent_gpu import CUDA, Gpu, a_gpu
 from tests.triton_helpers import needs_triton
 
 pytestmark = needs_triton
 
-PACKAGE = str(Path(lightning_unitscale.__file__).parent)
-CUDA = torch.device("cuda")
-READS = {"item", "_local_scalar_dense", "nonzero", "equal", "is_nonzero"}
 LOOK_EVERY, SAMPLED_EVERY, NUM_STEPS = 3, 2, 8
-
-
-class Gpu(TorchDispatchMode):
-    """What the device is asked for, step by step.
-
-    Attributes:
-        waits: Functions of the package in which the host waits, in each step.
-        launches: Kernels of the package, in each step.
-        number: What is read off it.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.waits: list[list[str]] = []
-        self.launches: list[Counter[str]] = []
-        self.number = 2.0**-4
-        self._pinned: dict[int, Tensor] = {}
-
-    def begin_step(self) -> None:
-        self.waits.append([])
-        self.launches.append(Counter())
-
-    def wait(self) -> None:
-        """Note the function of the package that waits, if it is one."""
-        frames = [frame for frame in traceback.extract_stack() if frame.filename != __file__]
-        own = [frame for frame in frames if f"{Path(torch.__file__).parent}" not in frame.filename]
-        if self.waits and own and own[-1].filename.startswith(PACKAGE):
-            self.waits[-1].append(f"{Path(own[-1].filename).stem}.{own[-1].name}")
-
-    @override
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, name = kwargs or {}, func.overloadpacket.__name__
-        if name == "empty" and kwargs.get("pin_memory"):
-            pinned = self._read(args[0], kwargs["dtype"])
-            self._pinned[_address(pinned.untyped_storage())] = pinned
-            return pinned
-        if name == "copy_" and self._is_pinned(args[0]):
-            if isinstance(args[1], FakeTensor) and not (*args, False)[2]:
-                self.wait()
-            return args[0]
-        if name == "to":
-            with self:
-                return func.decompose(*args, **kwargs)
-        if name == "_to_copy" and "device" in kwargs and kwargs["device"] != args[0].device:
-            if not (self._is_pinned(args[0]) and kwargs.get("non_blocking")):
-                self.wait()
-            dtype = kwargs.get("dtype") or args[0].dtype
-            if kwargs["device"].type == "cpu":
-                return self._read(args[0].shape, dtype)
-            return torch.empty(args[0].shape, dtype=dtype, device=CUDA)
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        is_on_host = tensors or kwargs.get("device") in (None, torch.device("cpu"))
-        if is_on_host and not any(isinstance(tensor, FakeTensor) for tensor in tensors):
-            with unset_fake_temporarily():
-                return func(*args, **kwargs)
-        if name in READS:
-            self.wait()
-            return self.number
-        if name == "statistics_row":
-            return self._row(*args)
-        result = func(*args, **kwargs)
-        if name == "fp8_matrices":
-            self._cast(result, *args)
-        return result
-
-    def _read(self, shape: Any, dtype: torch.dtype) -> Tensor:
-        with unset_fake_temporarily():
-            return torch.full(shape, self.number, dtype=dtype)
-
-    def _is_pinned(self, tensor: Tensor) -> bool:
-        is_fake = isinstance(tensor, FakeTensor)
-        return not is_fake and _address(tensor.untyped_storage()) in self._pinned
-
-    def _row(self, tensor: Tensor, factor: list[Tensor], key: str) -> Tensor:
-        from lightning_unitscale.scales import triton_statistics
-
-        kernels = {name: self._kernel(name) for name in ("partial_rows", "joint_row")}
-        with self, mock.patch.multiple(triton_statistics, **kernels):
-            return triton_statistics.triton_row(
-                tensor, RowLayout.from_key(key), factor[0] if factor else None
-            )
-
-    def _cast(self, casts: list[Tensor], matrix: Tensor, factor: Any, *others: Any) -> None:
-        from lightning_unitscale.functional import triton_cast
-
-        number, dtype, has_rows, has_turned = others
-        with self, mock.patch.object(triton_cast, "cast_tiles", self._kernel("cast_tiles")):
-            triton_cast.cast_matrix(
-                matrix,
-                factor[0] if factor else number,
-                dtype,
-                casts[0] if has_rows else None,
-                casts[-1] if has_turned else None,
-            )
-
-    def _kernel(self, name: str) -> Any:
-        def launch(*_: Any, **__: Any) -> None:
-            self.launches[-1][name] += 1
-
-        kernel = mock.MagicMock()
-        kernel.__getitem__.return_value = launch
-        return kernel
-
-    def event(self) -> Any:
-        """An event of the device; one of this step is yet to come."""
-        step = len(self.waits)
-
-        def synchronize() -> None:
-            if len(self.waits) == step:
-                self.wait()
-
-        return mock.Mock(query=lambda: len(self.waits) > step, synchronize=synchronize)
-
-
-def _address(storage: torch.UntypedStorage) -> int:
-    """Fake memory is somewhere else than other memory, on a cache line of its own."""
-    return 64 * storage._cdata
-
-
-def _place(tensor: Tensor) -> int:
-    return _address(tensor.untyped_storage()) + tensor.storage_offset() * tensor.element_size()
-
-
-class Kernels(TorchDispatchMode):
-    """The overridden kernels of products, which fake tensors do not come to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._rules = {rule.operator: rule for rule in RULES}
-
-    @override
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        rule = self._rules.get(str(func).removeprefix("aten.").removesuffix(".default"))
-        kernel = func if rule is None else product_kernel(rule, func)
-        return kernel(*args, **(kwargs or {}))
-
-
-@contextlib.contextmanager
-def a_gpu() -> Iterator[Gpu]:
-    """Within this context there is one, for what knows of fake tensors only."""
-    gpu = Gpu()
-    stand_ins: list[tuple[Any, dict[str, Any]]] = [
-        (torch.cuda, {"Event": gpu.event, "get_device_capability": lambda *_: (9, 0)}),
-        (torch.UntypedStorage, {"data_ptr": _address}),
-        (Tensor, {"data_ptr": _place}),
-        # The monitor and layers in FP8 leave fake tensors alone.
-        (rows, {"is_readable": torch.is_floating_point, "unseen": contextlib.nullcontext}),
-        (watched_call, {"is_readable": torch.is_floating_point, "unseen": contextlib.nullcontext}),
-        (fp8, {"has_subclass": lambda _: False}),
-    ]
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(SimulatedDevice(CUDA))
-        stack.enter_context(simulating(CUDA))
-        for owner, attributes in stand_ins:
-            stack.enter_context(mock.patch.multiple(owner, **attributes))
-        stack.enter_context(gpu)
-        stack.enter_context(Kernels())
-        yield gpu
 
 
 def train(gpu: Gpu, *callbacks: UnitScaleCallback | ScaleMonitor) -> None:
@@ -218,7 +46,7 @@ def train(gpu: Gpu, *callbacks: UnitScaleCallback | ScaleMonitor) -> None:
             optimizer.zero_grad()
 
 
-UNITS = {"transfer.numbers"}
+UNITS = {"tensors.fill_in"}
 FITS = {"fp8._unrepresentable"}
 
 
@@ -261,3 +89,116 @@ def test_casts_to_fp8() -> None:
         # Four layers of three products; where products are measured, each makes its own casts.
         num_casts = 4 * 3 if step % LOOK_EVERY else 4 * 3 * 2
         assert launches == {"cast_tiles": num_casts}
+
+
+class Absent(SingleDeviceStrategy):
+    """Training on the GPU that is not there, where module and batches are already."""
+
+    def __init__(self) -> None:
+        super().__init__(device=CUDA, accelerator=CPUAccelerator())
+
+    @override
+    def setup_environment(self) -> None: ...
+
+    @override
+    def model_to_device(self) -> None: ...
+
+    @override
+    def batch_to_device(self, batch: Any, device: Any = None, dataloader_idx: int = 0) -> Any:
+        return batch
+
+    @override
+    def teardown(self) -> None: ...
+
+
+class Layers(pl.LightningModule):
+    """Embedding, norm, a block of two layers, logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Embedding(11, 16),
+            nn.LayerNorm(16),
+            nn.Linear(16, 32),
+            nn.GELU(),
+            nn.Linear(32, 16),
+            nn.Linear(16, 11),
+        )
+
+    @override
+    def training_step(self, tokens: Tensor, batch_idx: int) -> Tensor:
+        return nn.functional.cross_entropy(self.layers(tokens).flatten(0, 1), tokens.flatten())
+
+    @override
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters())
+
+
+class Batches:
+    """The same tokens in every step, of which the device is told."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        self.gpu = gpu
+        self.tokens = torch.zeros(2, 8, dtype=torch.int64, device=CUDA)
+
+    def __len__(self) -> int:
+        return NUM_STEPS
+
+    def __iter__(self) -> Any:
+        for _ in range(NUM_STEPS):
+            yield self.tokens
+
+
+class Steps(pl.Callback):
+    """Tells the device where a step begins; its scales change at the first look."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        self.gpu = gpu
+
+    @override
+    def on_train_batch_start(self, *args: Any) -> None:
+        self.gpu.begin_step()
+        self.gpu.number = 2.0**-4 if len(self.gpu.waits) <= LOOK_EVERY else 2.0**-9
+
+
+@pytest.mark.filterwarnings("ignore:(?s)ScaleMonitor:UserWarning")
+@pytest.mark.filterwarnings("ignore:Total length of:UserWarning")
+@pytest.mark.parametrize(
+    ("options", "at_looks"),
+    [
+        ({"depth": "all"}, []),
+        ({"depth": "all", "precision": "fp8"}, ["drift.arrived"]),
+        (
+            {"depth": "all", "method": Lossless(hold_parameters=True)},
+            ["half_precision.after_step"],
+        ),
+        ({"method": "u-mup"}, []),
+    ],
+    ids=["units", "fp8", "held", "rules"],
+)
+def test_a_captured_step(options: dict[str, Any], at_looks: list[str]) -> None:
+    callback = UnitScaleCallback(recalibrate=LOOK_EVERY, **options)
+    monitor = ScaleMonitor(every_n_steps=SAMPLED_EVERY)
+    with a_gpu() as gpu:
+        with CUDA:
+            module = Layers()
+        trainer = pl.Trainer(
+            strategy=Absent(),
+            max_steps=NUM_STEPS,
+            gradient_clip_val=1.0,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            callbacks=[Steps(gpu), callback, monitor],
+        )
+        trainer.fit(module, Batches(gpu))
+    assert gpu.waits[0]  # its units are measured
+    assert gpu.waits[1:] == [[] if step % LOOK_EVERY else at_looks for step in range(1, NUM_STEPS)]
+    looks = range(LOOK_EVERY, NUM_STEPS, LOOK_EVERY)
+    assert all(f"at step {step}: layers" in callback.explain() for step in looks)
+    assert [snapshot.step for snapshot in monitor.snapshots] == [*range(0, NUM_STEPS, 2)]
+    # Rows are observed in sampled steps and in looks, of small tensors in one launch each.
+    for step, launches in enumerate(gpu.launches):
+        is_observed = step % SAMPLED_EVERY == 0 or step % LOOK_EVERY == 0
+        assert bool(launches) == is_observed and launches["joint_row"] == 0

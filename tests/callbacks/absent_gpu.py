@@ -1,0 +1,228 @@
+"""A GPU that is not there: steps run on its fake tensors, and what it is asked for is noted."""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from typing_extensions import override
+
+import lightning_unitscale
+from lightning_unitscale.dispatch import fp8
+from lightning_unitscale.dispatch.kernels import product_kernel
+from lightning_unitscale.dispatch.products import RULES
+from lightning_unitscale.profiler.fake_device import SimulatedDevice, simulating
+from lightning_unitscale.scales import transfer
+from lightning_unitscale.scales.layout import RowLayout
+from lightning_unitscale.watching import rows, watched_call
+
+PACKAGE = str(Path(lightning_unitscale.__file__).parent)
+CUDA = torch.device("cuda")
+READS = {"item", "_local_scalar_dense", "nonzero", "equal", "is_nonzero"}
+
+
+class FromOutside(TorchDispatchMode):
+    """A mode that sees what a captured graph runs, and nothing of how it is captured."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+
+class Gpu(FromOutside):
+    """What the device is asked for, step by step.
+
+    Attributes:
+        waits: Functions of the package in which the host waits, in each step.
+        launches: Kernels of the package, in each step.
+        number: What is read off it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits: list[list[str]] = []
+        self.launches: list[Counter[str]] = []
+        self.number = 2.0**-4
+        self._pinned: dict[int, Tensor] = {}
+
+    def begin_step(self) -> None:
+        self.waits.append([])
+        self.launches.append(Counter())
+
+    def wait(self) -> None:
+        """Note the function of the package that waits, if it is one."""
+        others = (__file__, transfer.__file__, str(Path(torch.__file__).parent))
+        own = [f for f in traceback.extract_stack() if not f.filename.startswith(others)]
+        if self.waits and own and own[-1].filename.startswith(PACKAGE):
+            self.waits[-1].append(f"{Path(own[-1].filename).stem}.{own[-1].name}")
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, func.overloadpacket.__name__
+        if name == "empty" and kwargs.get("pin_memory"):
+            pinned = self._read(args[0], kwargs["dtype"])
+            self._pinned[_address(pinned.untyped_storage())] = pinned
+            return pinned
+        if name == "copy_" and self._is_pinned(args[0]):
+            if isinstance(args[1], FakeTensor) and not (*args, False)[2]:
+                self.wait()
+            return args[0]
+        if name == "to":
+            with self:
+                return func.decompose(*args, **kwargs)
+        if name == "_to_copy" and "device" in kwargs and kwargs["device"] != args[0].device:
+            if not (self._is_pinned(args[0]) and kwargs.get("non_blocking")):
+                self.wait()
+            dtype = kwargs.get("dtype") or args[0].dtype
+            if kwargs["device"].type == "cpu":
+                return self._read(args[0].shape, dtype)
+            return torch.empty(args[0].shape, dtype=dtype, device=CUDA)
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        is_on_host = tensors or kwargs.get("device") in (None, torch.device("cpu"))
+        if is_on_host and not any(isinstance(tensor, FakeTensor) for tensor in tensors):
+            with unset_fake_temporarily():
+                return func(*args, **kwargs)
+        if name in READS:
+            self.wait()
+            return self.number
+        modes = {tensor.fake_mode for tensor in tensors if isinstance(tensor, FakeTensor)}
+        if len(modes) == 1 and not isinstance(mode := modes.pop(), Device):
+            # An example of a captured graph, which belongs to its capture.
+            with unset_fake_temporarily(), mode:
+                return func(*args, **kwargs)
+        if name == "statistics_row":
+            return self._row(*args)
+        result = func(*args, **kwargs)
+        if name == "fp8_matrices":
+            self._cast(result, *args)
+        return result
+
+    def _read(self, shape: Any, dtype: torch.dtype) -> Tensor:
+        with unset_fake_temporarily():
+            return torch.full(shape, self.number, dtype=dtype)
+
+    def _is_pinned(self, tensor: Tensor) -> bool:
+        is_fake = isinstance(tensor, FakeTensor)
+        return not is_fake and _address(tensor.untyped_storage()) in self._pinned
+
+    def _row(self, tensor: Tensor, factor: list[Tensor], key: str) -> Tensor:
+        from lightning_unitscale.scales import triton_statistics
+
+        kernels = {name: self._kernel(name) for name in ("partial_rows", "joint_row")}
+        with self, mock.patch.multiple(triton_statistics, **kernels):
+            return triton_statistics.triton_row(
+                tensor, RowLayout.from_key(key), factor[0] if factor else None
+            )
+
+    def _cast(self, casts: list[Tensor], matrix: Tensor, factor: Any, *others: Any) -> None:
+        from lightning_unitscale.functional import triton_cast
+
+        number, dtype, has_rows, has_turned = others
+        with self, mock.patch.object(triton_cast, "cast_tiles", self._kernel("cast_tiles")):
+            triton_cast.cast_matrix(
+                matrix,
+                factor[0] if factor else number,
+                dtype,
+                casts[0] if has_rows else None,
+                casts[-1] if has_turned else None,
+            )
+
+    def _kernel(self, name: str) -> Any:
+        def launch(*_: Any, **__: Any) -> None:
+            self.launches[-1][name] += 1
+
+        kernel = mock.MagicMock()
+        kernel.__getitem__.return_value = launch
+        return kernel
+
+    def event(self) -> Any:
+        """An event of the device; one of this step is yet to come."""
+        step = len(self.waits)
+
+        def synchronize() -> None:
+            if len(self.waits) == step:
+                self.wait()
+
+        return mock.Mock(query=lambda: len(self.waits) > step, synchronize=synchronize)
+
+
+def _address(storage: torch.UntypedStorage) -> int:
+    """Fake memory is somewhere else than other memory, on a cache line of its own."""
+    return 64 * storage._cdata
+
+
+def _place(tensor: Tensor) -> int:
+    return _address(tensor.untyped_storage()) + tensor.storage_offset() * tensor.element_size()
+
+
+class Device(FromOutside, SimulatedDevice):
+    """Where steps run."""
+
+
+class CapturedDevice(SimulatedDevice):
+    """Where Dynamo sees steps run as it captures them.
+
+    Args:
+        *args: As for a mode of fake tensors.
+        **kwargs: Likewise.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        FakeTensorMode.__init__(self, *args, **kwargs)
+        self.device = CUDA
+
+
+class Kernels(FromOutside):
+    """The overridden kernels of products, which fake tensors do not come to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._rules = {rule.operator: rule for rule in RULES}
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        rule = self._rules.get(str(func).removeprefix("aten.").removesuffix(".default"))
+        kernel = func if rule is None else product_kernel(rule, func)
+        return kernel(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def a_gpu() -> Iterator[Gpu]:
+    """Within this context there is one, for what knows of fake tensors only."""
+    gpu = Gpu()
+    stand_ins: list[tuple[Any, dict[str, Any]]] = [
+        (
+            torch.cuda,
+            {
+                "Event": gpu.event,
+                "get_device_capability": lambda *_: (9, 0),
+                "get_rng_state": lambda *_: torch.zeros(16, dtype=torch.uint8, device="cpu"),
+                "set_rng_state": lambda *_: None,
+            },
+        ),
+        (torch._subclasses, {"FakeTensorMode": CapturedDevice}),
+        (torch.UntypedStorage, {"data_ptr": _address}),
+        (Tensor, {"data_ptr": _place}),
+        # The monitor and layers in FP8 leave fake tensors alone.
+        (rows, {"is_readable": torch.is_floating_point, "unseen": contextlib.nullcontext}),
+        (watched_call, {"is_readable": torch.is_floating_point, "unseen": contextlib.nullcontext}),
+        (fp8, {"has_subclass": lambda _: False}),
+    ]
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(Device(CUDA))
+        stack.enter_context(simulating(CUDA))
+        for owner, attributes in stand_ins:
+            stack.enter_context(mock.patch.multiple(owner, **attributes))
+        stack.enter_context(gpu)
+        stack.enter_context(Kernels())
+        yield gpu
