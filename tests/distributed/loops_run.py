@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
     FullyShardedDataParallel,
     MixedPrecisionPolicy,
     fully_shard,
@@ -56,10 +57,15 @@ def _ddp(module: nn.Module, mesh: Any) -> nn.Module:
     return DistributedDataParallel(module)
 
 
-def _fsdp(module: nn.Module, mesh: Any, dtype: torch.dtype | None = None) -> nn.Module:
+def _fsdp(module: nn.Module, mesh: Any, **policies: Any) -> nn.Module:
     mesh = mesh["data_parallel"] if mesh.mesh_dim_names else mesh
+    return _hsdp(module, mesh, **policies)
+
+
+def _hsdp(module: nn.Module, mesh: Any, **policies: Any) -> nn.Module:
+    """Shards over all dimensions of the mesh: over the last one, in copies over a first of two."""
     for part in (*zoo.feeds(module), module):
-        fully_shard(part, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
+        fully_shard(part, mesh=mesh, **policies)
     return module
 
 
@@ -97,14 +103,18 @@ _GLOO: dict[str, Any] = {"process_group_backend": "gloo"}
 SIZES = {
     "fsdp": {"data_parallel_size": 2, "tensor_parallel_size": 1, **_GLOO},
     "tensor": {"data_parallel_size": 1, "tensor_parallel_size": 2, **_GLOO},
+    "fsdp-tensor": {"data_parallel_size": 2, "tensor_parallel_size": 2, **_GLOO},
 }
 SPREADS = {
     "ddp": _ddp,
     "fsdp": _fsdp,
     "fsdp-checkpointed": _checkpointed,
-    "fsdp-bf16": partial(_fsdp, dtype=torch.bfloat16),
+    "fsdp-bf16": partial(_fsdp, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)),
+    "fsdp-offloaded": partial(_fsdp, offload_policy=CPUOffloadPolicy(pin_memory=False)),
     "fsdp1": _fsdp1,
     "tensor": _tensor,
+    "hsdp": _hsdp,
+    "fsdp-tensor": lambda module, mesh: _fsdp(_tensor(module, mesh), mesh),
 }
 
 
@@ -126,12 +136,16 @@ def _in_trainer(spread: str, *arguments: Any) -> Any:
         strategy = FSDPInTrainer(**_GLOO)
     else:
         strategy = trainer_strategies.ModelParallelStrategy(**SIZES[spread])
-    options = {"devices": 2, "strategy": strategy, "spread": SPREADS[spread]}
+    options = {"devices": dist.get_world_size(), "strategy": strategy, "spread": SPREADS[spread]}
     return LOOPS["lightning"](*arguments, **options)
 
 
 def _attached(spread: str, module: nn.Module, *arguments: Any) -> Any:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    names = "data_parallel", "tensor_parallel"
+    if (size := dist.get_world_size()) == 2:
+        mesh = init_device_mesh("cpu", (size,))
+    else:
+        mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=names)
     return LOOPS["plain"](SPREADS[spread](module, mesh), *arguments)
 
 
@@ -152,7 +166,8 @@ def train(folder: Path, run: str) -> None:
     door, spread, method, name = run.split(":")
     rank = int(os.environ["LOCAL_RANK"])
     callbacks = (METHODS | _REFUSED)[method]()
-    seed = 0 if spread == "tensor" else rank
+    # Ranks that share a tensor have the same batch.
+    seed = {"tensor": 0, "fsdp-tensor": rank // 2}.get(spread, rank)
     batches = zoo.batches(name, NUM_STEPS * NUM_ACCUMULATED, seed)
     try:
         with _counting_collectives() as counts:

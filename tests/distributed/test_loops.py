@@ -23,11 +23,13 @@ Results = Callable[[str], list[dict[str, Any]]]
 _WHOLE = ("lightning:fsdp", "fabric:tensor")
 _OTHERS = (
     *("attach:ddp", "attach:fsdp", "attach:fsdp-bf16", "attach:fsdp-checkpointed"),
+    *["attach:fsdp-offloaded"],
     *("attach:fsdp1", "attach:tensor"),
     *("fabric:ddp", "fabric:fsdp", "fabric:fsdp1", "lightning:tensor", "lightning:fsdp1"),
     *(["accelerate:ddp"] if find_spec("accelerate") else []),
     *(["hugging_face:ddp"] if find_spec("transformers") else []),
 )
+_TWO_BY_TWO = ("attach:hsdp", "attach:fsdp-tensor", "lightning:fsdp-tensor")
 # These compute the same; Fabric's loop skips synchronizations, and so adds in another order.
 _SAME = {
     "lightning:fsdp": "attach:fsdp",
@@ -84,6 +86,28 @@ def test_the_same_bits(kind: str, method: str, name: str, results: Results) -> N
         assert not torch.equal(plain[0]["losses"][0], plain[1]["losses"][0])
     for key in ("gauge", "names"):
         assert found[0].get(key) == found[1].get(key)
+
+
+@pytest.fixture(scope="module")
+def results_of_four(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """What each of four processes computed, two by two."""
+    runs = [f"{kind}:{method}:Blocks" for kind in _TWO_BY_TWO for method in ("plain", "both")]
+    module, folder = "tests.distributed.loops_run", tmp_path_factory.mktemp("two_by_two")
+    return results_of_ranks(module, folder, runs, num_ranks=4)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("kind", _TWO_BY_TWO)
+def test_two_by_two(kind: str, results_of_four: Results) -> None:
+    plain, found = (results_of_four(f"{kind}:{method}:Blocks") for method in ("plain", "both"))
+    for without, ours in zip(plain, found, strict=True):
+        for part in ("losses", "weights"):
+            assert_same_bits(ours[part], without[part])
+        num_in_units, num_products = ours["products"]
+        assert num_in_units == num_products > 0
+        assert (ours["gauge"], ours["names"]) == (found[0]["gauge"], found[0]["names"])
+        for way in ("forward", "backward"):
+            assert_same_bits(ours["rms"][way], found[0]["rms"][way])
 
 
 @pytest.mark.parametrize("run", _REFUSED)
