@@ -692,8 +692,8 @@ MUTATIONS = (
     Mutation(
         "the norm over all ranks is the sum of their norms",
         "strategies/ownership.py",
-        "square = norms.float().square().sum()",
-        "square = norms.float().sum().square()",
+        "total = torch.linalg.vector_norm(norms)",
+        "total = norms.sum()",
         "strategies/test_ownership.py",
     ),
 )
