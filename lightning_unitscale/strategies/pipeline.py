@@ -80,6 +80,10 @@ class PipelineStrategy(EvaluatingStrategy):
     Raises:
         ValueError: If an argument is out of range.
 
+    References:
+        Sharded optimizers: Rajbhandari et al. (2020), "ZeRO: Memory Optimizations Toward Training
+        Trillion Parameter Models", section 5.2.
+
     Examples:
         >>> PipelineStrategy("1F1B", num_microbatches=8).schedule.name
         '1F1B'

@@ -52,9 +52,9 @@ class Keeps(Groups):
 
 CASES: dict[str, dict[str, Any]] = {
     "groups": {"module": Groups, "schedule": "ZBVZeroBubble", "accumulate": 2, "clip": 0.05},
-    "gpt": {"module": _gpt, "scaled": True, "clip": 0.5},
+    "gpt": {"module": _gpt, "scaled": True, "clip": 0.05},
     "keeps": {"module": Keeps, "schedule": "GPipe", "clip": 0.05},
-    "resumed": {"module": _gpt, "clip": 0.5, "resume": "gpt", "steps": 2 * STEPS},
+    "resumed": {"module": _gpt, "clip": 0.05, "resume": "gpt", "steps": 2 * STEPS},
 }
 
 
