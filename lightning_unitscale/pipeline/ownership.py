@@ -147,8 +147,8 @@ class Ownership:
     def _share_steps(self) -> None:
         """Give each parameter without a stepper the pipeline whose ranks have the least to step.
 
-        All owners of a parameter are stepped in one pipeline. Every rank decides alike: by sizes
-        and by the order of the module.
+        A parameter with several owners is stepped by those in one pipeline. Every rank decides
+        alike: by sizes and by the order of the module.
         """
         new = {
             name: tensor.numel() * tensor.element_size()
