@@ -2,11 +2,13 @@
 
 A step is recaptured for another batch size and when Python state that it reads has changed. The
 parameters, their optimizer state and their current values stay on the ranks that have them, so the
-cuts of a later graph follow the owners.
+cuts of a later graph follow the owners. So it is with the pipelines that divide optimizer steps
+among themselves.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
@@ -28,14 +30,27 @@ class Ownership:
         module: The module.
         num_ranks: Ranks of the pipeline.
         rank_of: The rank of a stage.
+        num_shares: Pipelines that divide the optimizer's steps among themselves; 1 if each of them
+            steps all of its parameters.
 
     Attributes:
         rank_of: The rank of a stage.
+        steppers: The pipeline that steps each parameter with an owner, by name; empty if all do.
     """
 
-    def __init__(self, module: nn.Module, num_ranks: int, rank_of: Callable[[int], int]) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        num_ranks: int,
+        rank_of: Callable[[int], int],
+        num_shares: int = 1,
+    ) -> None:
         self._num_ranks = num_ranks
         self.rank_of = rank_of
+        self._num_shares = num_shares
+        self.steppers: dict[str, int] = {}
+        # Bytes that a rank of a pipeline steps; of frozen parameters apart.
+        self._loads: Counter[tuple[bool, int, int]] = Counter()
         # The first of a tied tensor's names, whichever of them a graph knows it by.
         self._tensors = named_tensors(module)
         self._names = {id(tensor): name for name, tensor in self._tensors.items()}
@@ -126,6 +141,31 @@ class Ownership:
             self._stages.setdefault(name, frozenset(readers.get(name, ())))
         self._readers, self._written = all_readers, all_written
         self._num_stages = pipe.num_stages
+        if self._num_shares > 1:
+            self._share_steps()
+
+    def _share_steps(self) -> None:
+        """Give each parameter without a stepper the pipeline whose ranks have the least to step.
+
+        A parameter with several owners is stepped by those in one pipeline. Every rank decides
+        alike: by sizes and by the order of the module.
+        """
+        new = {
+            name: tensor.numel() * tensor.element_size()
+            for name, tensor in self._tensors.items()
+            if name in self._stages and name not in self.steppers
+            if isinstance(tensor, nn.Parameter)
+        }
+        for name in sorted(new, key=new.__getitem__, reverse=True):
+            is_trained = self._tensors[name].requires_grad
+            ranks = self._ranks(self._stages[name])
+            loads = [
+                sum(self._loads[is_trained, rank, share] for rank in ranks)
+                for share in range(self._num_shares)
+            ]
+            share = self.steppers[name] = loads.index(min(loads))
+            for rank in ranks:
+                self._loads[is_trained, rank, share] += new[name]
 
     def _uses(self, pipe: Pipe) -> tuple[_Stages, _Stages, frozenset[str]]:
         """Stages of the parameters, stages of the buffers, and the buffers that are written."""

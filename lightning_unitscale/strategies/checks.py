@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from typing import Any
 
 import lightning.pytorch as pl
@@ -13,6 +14,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from lightning_unitscale.capture.steps import ModuleSteps, steps_of
 from lightning_unitscale.graph.nodes import tensors_in
@@ -53,7 +55,8 @@ def refuse_unsupported(
             f"PipelineStrategy: {sharded[0]} is a DTensor, of fully_shard or parallelize_module: a "
             "rank has a part of each parameter, and stages are cut between whole ones; expected "
             "plain parameters; leave configure_model out and take data_parallel=... for more "
-            "devices than stages, or shard them under ModelParallelStrategy."
+            "devices than stages, with shard_optimizer=True to divide gradients and optimizer "
+            "states among them, or shard parameters under ModelParallelStrategy."
         )
     trains = trainer.state.fn == TrainerFn.FITTING
     steps = steps_of(module)
@@ -75,6 +78,28 @@ def refuse_unsupported(
             "over the batch; expected normalization of single samples; use GroupNorm or "
             "LayerNorm."
         )
+
+
+def refuse_optimizers(optimizers: Iterable[Optimizer]) -> None:
+    """Refuse optimizers that must see all parameters, of which a rank steps a part.
+
+    Raises:
+        MisconfigurationException: With the reason.
+    """
+    for optimizer in optimizers:
+        names = {cls.__name__ for cls in type(optimizer).__mro__}
+        if "ZeroRedundancyOptimizer" in names:
+            raise MisconfigurationException(
+                "PipelineStrategy: ZeroRedundancyOptimizer divides all parameters among all ranks, "
+                "and a rank has those of its stages; expected the optimizer that it wraps; return "
+                "that from configure_optimizers, and pass shard_optimizer=True."
+            )
+        if "LBFGS" in names:
+            raise MisconfigurationException(
+                "PipelineStrategy: LBFGS takes one direction for all parameters, and a rank has "
+                "the gradients of its stages; expected an optimizer that steps each parameter by "
+                "itself; use AdamW, say."
+            )
 
 
 def _refuse_steps(steps: ModuleSteps, capture: str, schedule: Schedule) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -50,43 +51,75 @@ class Replicas:
 
     @torch.no_grad()
     def average(
-        self, parameters: Mapping[str, nn.Parameter], names: Iterable[str], device: torch.device
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        names: Iterable[str],
+        device: torch.device,
+        steppers: Mapping[str, int],
     ) -> None:
-        """Give all pipelines the mean of their gradients.
+        """Give the mean of the gradients to all pipelines, or to the one that steps the parameter.
 
         A parameter without a gradient counts as zero where another pipeline has one.
 
         Args:
             parameters: Those of this rank, by name.
-            names: Names of all parameters of the module, which are the same on all ranks.
+            names: Names of all parameters of the module, and perhaps others, the same on all ranks.
             device: Where the group's messages are.
+            steppers: The pipeline that alone steps a parameter; in the others it has no gradient
+                any more.
 
         Raises:
             RuntimeError: If the pipelines do not have the same parameters on their ranks.
         """
         if self.count == 1:
             return
-        present = self._present(parameters, list(names), device)
         # In the order of the names, which is the same for all, whatever made the mapping.
-        chosen = [parameters[name] for name in present]
-        for param in chosen:
-            if param.grad is None:
-                param.grad = torch.zeros_like(param)
-        for bucket in _buckets(chosen):
-            gradients = [param.grad for param in bucket if param.grad is not None]
+        present = self._present(parameters, list(names), device, steppers)
+        for stepper, bucket in _buckets({name: parameters[name] for name in present}, steppers):
+            gradients = [
+                torch.zeros_like(param) if param.grad is None else param.grad for param in bucket
+            ]
             # Divided first, as DDP does: the sum of halves is the half of a sum to the last bit.
             flat = torch.cat([gradient.reshape(-1) for gradient in gradients]).div_(self.count)
-            dist.all_reduce(flat, group=self.group)
+            if stepper is None:
+                dist.all_reduce(flat, group=self.group)
+            else:
+                dist.reduce(flat, group=self.group, group_dst=stepper)
+            if stepper not in (None, self.rank):
+                for param in bucket:
+                    param.grad = None
+                continue
             parts = flat.split([gradient.numel() for gradient in gradients])
-            for gradient, part in zip(gradients, parts, strict=True):
-                gradient.copy_(part.view_as(gradient))
+            for param, gradient, part in zip(bucket, gradients, parts, strict=True):
+                param.grad = gradient.copy_(part.view_as(gradient))
+
+    @torch.no_grad()
+    def share(self, parameters: Mapping[str, nn.Parameter], steppers: Mapping[str, int]) -> None:
+        """Give all pipelines the values of the parameters that others have stepped.
+
+        Args:
+            parameters: Those of this rank, by name, in an order that is the same for all.
+            steppers: The pipeline that steps each of them.
+        """
+        for stepper, bucket in _buckets(parameters, steppers):
+            flat = torch.cat([param.reshape(-1) for param in bucket])
+            dist.broadcast(flat, group=self.group, group_src=stepper)
+            if stepper != self.rank:
+                parts = flat.split([param.numel() for param in bucket])
+                for param, part in zip(bucket, parts, strict=True):
+                    param.copy_(part.view_as(param))
 
     def _present(
-        self, parameters: Mapping[str, nn.Parameter], names: list[str], device: torch.device
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        names: list[str],
+        device: torch.device,
+        steppers: Mapping[str, int],
     ) -> list[str]:
         """Names of the parameters that some pipeline has a gradient of."""
         own = [name for name in names if name in parameters]
-        digest = hashlib.sha256("\n".join(own).encode()).digest()[:7]
+        described = "\n".join(f"{name} {steppers.get(name)}" for name in own)
+        digest = hashlib.sha256(described.encode()).digest()[:7]
         has = [name in parameters and parameters[name].grad is not None for name in names]
         row = torch.tensor([int.from_bytes(digest, "big"), *map(int, has)], device=device)
         rows = [torch.empty_like(row) for _ in range(self.count)]
@@ -104,20 +137,26 @@ class Replicas:
         return [name for name, has_gradient in zip(names, any_has, strict=True) if has_gradient]
 
 
-def _buckets(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """In order; each of one type and device, and of at most ``_BUCKET_BYTES`` or one parameter."""
-    bucket: list[nn.Parameter] = []
-    size = 0
-    for param in parameters:
-        first = bucket[0] if bucket else param
-        fits = (param.dtype, param.device) == (first.dtype, first.device)
-        if bucket and (not fits or size + param.nbytes > _BUCKET_BYTES):
-            yield bucket
-            bucket, size = [], 0
-        bucket.append(param)
-        size += param.nbytes
-    if bucket:
-        yield bucket
+def _buckets(
+    parameters: Mapping[str, nn.Parameter], steppers: Mapping[str, int]
+) -> Iterator[tuple[int | None, list[nn.Parameter]]]:
+    """Parameters that go together, and who steps them: ``None`` for all.
+
+    Each bucket is in order, of one type and device, and of at most ``_BUCKET_BYTES`` or one
+    parameter.
+    """
+    open_buckets: dict[Any, list[nn.Parameter]] = {}
+    sizes: Counter[Any] = Counter()
+    for name, param in parameters.items():
+        stepper = steppers.get(name)
+        kind = stepper, param.dtype, param.device
+        if sizes[kind] and sizes[kind] + param.nbytes > _BUCKET_BYTES:
+            yield stepper, open_buckets.pop(kind)
+            sizes[kind] = 0
+        open_buckets.setdefault(kind, []).append(param)
+        sizes[kind] += param.nbytes
+    for (stepper, *_), bucket in open_buckets.items():
+        yield stepper, bucket
 
 
 @dataclass(frozen=True)

@@ -158,6 +158,9 @@ class Owners:
         module: The whole module.
         names: Names of what each rank of the group has in its stages.
         group: The pipeline's process group.
+        replicas: This rank in every pipeline.
+        steppers: The pipeline that alone steps a parameter, has its mean gradient and its optimizer
+            state; empty if each of them does.
         frees: Whether :meth:`free` frees memory here.
 
     What no stage has is the same on all ranks and counts as the first rank's.
@@ -172,11 +175,17 @@ class Owners:
         module: nn.Module,
         names: list[set[str]],
         group: dist.ProcessGroup | None,
+        replicas: Replicas,
+        steppers: Mapping[str, int],
         *,
         frees: bool = False,
     ) -> None:
         self._group = group
         self._rank = dist.get_rank(group)
+        self._replicas = replicas
+        self._steppers = steppers
+        # The ranks that have all gradients and optimizer states together.
+        self._together = None if steppers else group
         tensors = named_tensors(module)
         self.names = names
         self._device = next(iter(tensors.values())).device
@@ -197,8 +206,10 @@ class Owners:
         self.freed = FreedStorage(others if frees else {}, kept)
 
     def counts_here(self, tensor: Tensor) -> bool:
-        """Whether this rank is the first owner, and so the one that counts it."""
-        return self._first[self._by_id[id(tensor)]] == self._rank
+        """Whether this rank is the first owner that steps it, and so the one that counts it."""
+        name = self._by_id[id(tensor)]
+        is_of_pipeline = not self._steppers or self._steppers.get(name, 0) == self._replicas.rank
+        return is_of_pipeline and self._first[name] == self._rank
 
     @torch.no_grad()
     def synchronize(self) -> None:
@@ -208,9 +219,14 @@ class Owners:
             self._broadcast(tensor.data, self._first[name])
 
     def free(self, optimizers: Iterable[Optimizer]) -> None:
-        """Free the values, gradients and optimizer state of what other ranks own."""
+        """Free values and gradients of what other ranks own, and what they step of the state."""
+        elsewhere = [
+            self._tensors[name]
+            for name, stepper in self._steppers.items()
+            if stepper != self._replicas.rank
+        ]
         for optimizer in optimizers:
-            for param in self.freed.parameters.values():
+            for param in (*self.freed.parameters.values(), *elsewhere):
                 optimizer.state.pop(param, None)
         self.freed.free()
 
@@ -242,26 +258,39 @@ class Owners:
         return on_first
 
     @torch.no_grad()
-    def average_gradients(self, replicas: Replicas) -> None:
-        """Average the gradients over the pipelines.
+    def average_gradients(self) -> None:
+        """Average the gradients over the pipelines, for those that step with them.
 
         The first owner of a tied weight does it for the others: sums over the pipelines, made by
         each owner for itself, could differ in their last bits, and the owners with them.
         """
-        if replicas.count == 1:
+        if self._replicas.count == 1:
             return
-        parameters = {
+        averaged = {
+            name: param for name, param in self._owned.items() if self._first[name] == self._rank
+        }
+        self._replicas.average(averaged, self._tensors, self._device, self._steppers)
+        for name, param in self._owned.items():
+            ranks = [rank for rank, owned in enumerate(self.names) if name in owned]
+            if self._steppers.get(name, self._replicas.rank) != self._replicas.rank:
+                param.grad = None
+            elif len(ranks) > 1:
+                self._hand_out_gradient(param, ranks)
+
+    def share_steps(self) -> None:
+        """After an optimizer's step: what each pipeline has stepped, for all of them."""
+        trained = {name: param for name, param in self._owned.items() if param.requires_grad}
+        if self._steppers:
+            self._replicas.share(trained, self._steppers)
+
+    @property
+    def _owned(self) -> dict[str, nn.Parameter]:
+        """The parameters of this rank's stages, by name, in the order of the module."""
+        return {
             name: tensor
             for name, tensor in self._tensors.items()
-            if isinstance(tensor, nn.Parameter)
+            if isinstance(tensor, nn.Parameter) and name in self.names[self._rank]
         }
-        averaged = {name: param for name, param in parameters.items()
-                    if name in self.names[self._rank] and self.counts_here(param)}  # fmt: skip
-        replicas.average(averaged, parameters, self._device)
-        for name, param in parameters.items():
-            ranks = [rank for rank, owned in enumerate(self.names) if name in owned]
-            if len(ranks) > 1 and self._rank in ranks:
-                self._hand_out_gradient(param, ranks)
 
     def _hand_out_gradient(self, parameter: nn.Parameter, ranks: list[int]) -> None:
         """The first rank's gradient for the other owners."""
@@ -282,10 +311,10 @@ class Owners:
             if self.counts_here(parameters[index])
         }
         parts: list[Any] | None = None
-        if self._rank == 0:
-            parts = [None] * dist.get_world_size(self._group)
+        if dist.get_rank(self._together) == 0:
+            parts = [None] * dist.get_world_size(self._together)
         on_cpu = tree_map_only(Tensor, lambda tensor: tensor.cpu(), own)
-        dist.gather_object(on_cpu, parts, group=self._group, group_dst=0)
+        dist.gather_object(on_cpu, parts, group=self._together, group_dst=0)
         if parts is None:
             return {}
         together = {index: state for part in parts for index, state in part.items()}
@@ -295,26 +324,25 @@ class Owners:
         """Elements with a gradient among the parameters of all ranks."""
         own = [param for param in parameters if param.grad is not None and self.counts_here(param)]
         count = torch.tensor(sum(param.numel() for param in own), device=self._device)
-        dist.all_reduce(count, group=self._group)
+        dist.all_reduce(count, group=self._together)
         return int(count)
 
     @torch.no_grad()
     def clip_norm(self, parameters: Iterable[Tensor], limit: float) -> None:
         """Scale the gradients of all ranks so that their norm together is at most ``limit``."""
-        clipped = [param for param in parameters if param.grad is not None]
-        counted = [param.grad for param in clipped if self.counts_here(param)]
-        square = torch.zeros((), device=self._device)
-        if counted:
-            norms = torch.stack([torch.linalg.vector_norm(gradient) for gradient in counted])
-            square = norms.float().square().sum()
-        # Added in one order everywhere: another norm in another pipeline would part their weights.
-        squares = [torch.empty_like(square) for _ in range(dist.get_world_size(self._group))]
-        dist.all_gather(squares, square, group=self._group)
-        total = torch.stack(squares).sum().sqrt()
+        parameters = list(parameters)
+        norms = torch.zeros(len(parameters), device=self._device)
+        for norm, param in zip(norms, parameters, strict=True):
+            if param.grad is not None and self.counts_here(param):
+                norm.copy_(torch.linalg.vector_norm(param.grad))
+        # Each is added to zeros, so that the norm does not depend on which rank has what. Another
+        # one in another pipeline would part their weights.
+        dist.all_reduce(norms, group=self._together)
+        total = torch.linalg.vector_norm(norms)
         factor = (limit / (total + 1e-6)).clamp(max=1.0)
-        for param in clipped:
-            assert param.grad is not None
-            param.grad.mul_(factor.to(param.grad.dtype))
+        for param in parameters:
+            if param.grad is not None:
+                param.grad.mul_(factor.to(param.grad.dtype))
 
     def _broadcast(self, tensor: Tensor, rank: int) -> None:
         sent = tensor.contiguous()

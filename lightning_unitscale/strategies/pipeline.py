@@ -24,7 +24,12 @@ from lightning_unitscale.pipeline.balance import balanced_split
 from lightning_unitscale.pipeline.cuts import SplitPolicy, annotate_split_points
 from lightning_unitscale.pipeline.ownership import Ownership
 from lightning_unitscale.pipeline.schedules import find_schedule
-from lightning_unitscale.strategies.checks import check_equal, not_one_graph, refuse_unsupported
+from lightning_unitscale.strategies.checks import (
+    check_equal,
+    not_one_graph,
+    refuse_optimizers,
+    refuse_unsupported,
+)
 from lightning_unitscale.strategies.evaluation import EvaluatingStrategy
 from lightning_unitscale.strategies.forward import PipelinedForward
 from lightning_unitscale.strategies.ownership import Owners
@@ -49,6 +54,9 @@ class PipelineStrategy(EvaluatingStrategy):
         num_microbatches: Equal parts of every batch.
         data_parallel: Pipelines side by side, each with batches of its own, whose gradients are
             averaged as in DDP; the devices are divided among them.
+        shard_optimizer: Whether the devices that have one stage in several pipelines divide its
+            optimizer state, its averaged gradients and its optimizer steps among themselves (ZeRO,
+            stage 2). Each parameter is stepped on one of them, and has no gradient on the others.
         stages_per_rank: Stages on each device; ``"auto"`` for as few as the schedule has use for.
         split: ``"auto"`` balances the stages by the profiler's costs, unless the code calls
             ``pipe_split()``; paths of submodules to the edge that is a cut; or a split policy.
@@ -72,6 +80,10 @@ class PipelineStrategy(EvaluatingStrategy):
     Raises:
         ValueError: If an argument is out of range.
 
+    References:
+        Sharded optimizers: Rajbhandari et al. (2020), "ZeRO: Memory Optimizations Toward Training
+        Trillion Parameter Models", section 5.2.
+
     Examples:
         >>> PipelineStrategy("1F1B", num_microbatches=8).schedule.name
         '1F1B'
@@ -83,6 +95,7 @@ class PipelineStrategy(EvaluatingStrategy):
         *,
         num_microbatches: int,
         data_parallel: int = 1,
+        shard_optimizer: bool = False,
         stages_per_rank: int | str = "auto",
         split: str | Mapping[str, SplitPoint] | SplitPolicy = "auto",
         capture: str = "auto",
@@ -96,6 +109,12 @@ class PipelineStrategy(EvaluatingStrategy):
         check_count("num_microbatches", num_microbatches)
         check_count("data_parallel", data_parallel)
         check_count("num_eval_microbatches", num_eval_microbatches)
+        if shard_optimizer and data_parallel == 1:
+            raise ValueError(
+                "shard_optimizer=True with data_parallel=1: there is one device for each stage, "
+                "which needs all of its optimizer state; expected several pipelines; raise "
+                "data_parallel, or leave shard_optimizer out."
+            )
         if stages_per_rank != "auto" and (
             not isinstance(stages_per_rank, int) or stages_per_rank < 1
         ):
@@ -119,6 +138,7 @@ class PipelineStrategy(EvaluatingStrategy):
         self.schedule = find_schedule(schedule)
         self.num_microbatches = num_microbatches
         self.data_parallel = data_parallel
+        self.shard_optimizer = shard_optimizer
         self.stages_per_rank = stages_per_rank
         self.split = split
         self.capture = capture
@@ -131,6 +151,8 @@ class PipelineStrategy(EvaluatingStrategy):
         self._changes = contextlib.ExitStack()
         self._steps_done = 0
         self._stash: dict[nn.Parameter, Tensor] = {}
+        # Whether the gradients, where there are any, are the mean over the pipelines.
+        self._has_means = False
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -147,6 +169,7 @@ class PipelineStrategy(EvaluatingStrategy):
                 dist.broadcast(tensor.data, src=0)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
+            refuse_optimizers(self.optimizers)
         self._prepare_step(module, trains=trainer.state.fn == TrainerFn.FITTING)
         self.setup_precision_plugin()
         # The norm of a rank's own gradients is not the norm of all.
@@ -185,14 +208,29 @@ class PipelineStrategy(EvaluatingStrategy):
         module = self.lightning_module
         assert module is not None
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
+        if self._has_means and self.shard_optimizer:
+            # What was not cleared is on one of the pipelines alone, and will be divided again.
+            for parameter in module.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(self.data_parallel)
         for parameter, gradient in self._stash.items():
             before = parameter.grad
             parameter.grad = gradient if before is None else before + gradient
         self._stash = {}
-        if not self._is_accumulating and self._owners is not None:
-            self._owners.average_gradients(self.grid.replicas)
+        self._has_means = not self._is_accumulating and self._owners is not None
+        if self._has_means:
+            assert self._owners is not None
+            self._owners.average_gradients()
         closure_loss = self.precision_plugin.post_backward(closure_loss, module)
         return closure_loss
+
+    @override
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Steps the parameters of this rank, of which each pipeline may have a share."""
+        result = super().optimizer_step(*args, **kwargs)
+        if self._owners is not None:
+            self._owners.share_steps()
+        return result
 
     def num_gradient_elements(self, parameters: Iterable[Tensor]) -> int:
         """Elements with a gradient among these parameters, on all ranks together."""
@@ -215,7 +253,9 @@ class PipelineStrategy(EvaluatingStrategy):
         if self._owners is None or self._is_interrupted:
             state: dict[str, Any] = inner.state_dict()
             return state
-        return {} if self.grid.replicas.rank else self._owners.optimizer_state(inner)
+        if self.grid.replicas.rank and not self.shard_optimizer:
+            return {}
+        return self._owners.optimizer_state(inner)
 
     @override
     def save_checkpoint(
@@ -266,7 +306,8 @@ class PipelineStrategy(EvaluatingStrategy):
             self._marks = annotate_split_points(module, self.split)
         elif not isinstance(self.split, str):
             policy = self.split
-        ownership = Ownership(module, num_ranks, rank_of)
+        num_shares = self.data_parallel if self.shard_optimizer else 1
+        ownership = Ownership(module, num_ranks, rank_of, num_shares)
         self._pipelining = Pipelining(
             schedule=self.schedule.name,
             num_microbatches=self.num_microbatches,
@@ -326,7 +367,14 @@ class PipelineStrategy(EvaluatingStrategy):
         if self._owners is None or names != self._owners.names:
             if self._owners is not None:
                 self._owners.freed.take()
-            self._owners = Owners(module, names, self.grid.pipeline, frees=self.free_unowned)
+            self._owners = Owners(
+                module,
+                names,
+                self.grid.pipeline,
+                self.grid.replicas,
+                self._pipelining.ownership.steppers,
+                frees=self.free_unowned,
+            )
         self._owners.free(self.optimizers)
         self._has_weights = False
 

@@ -134,6 +134,7 @@ def remat_stages(
     partitioner: StepPartitioner,
     module: nn.Module,
     elsewhere: Collection[str],
+    stepped_elsewhere: Collection[str],
     granted: dict[int, Granted],
 ) -> dict[int, StageRun]:
     """Plan a rank's stages; every rank calls it. Returns what runs in their place, by index.
@@ -144,6 +145,7 @@ def remat_stages(
         partitioner: Has the budget, and keeps the reports.
         module: The module, whose Trainer has the optimizers.
         elsewhere: Names of parameters whose memory is freed here.
+        stepped_elsewhere: Names of parameters that other pipelines step.
         granted: What earlier graphs of the step were granted, by stage; added to.
 
     Raises:
@@ -161,7 +163,14 @@ def remat_stages(
                 partitioner.budget,
                 stage=index,
                 num_in_flight=in_flight or runner.num_microbatches,
-                resident_bytes=resident_bytes(module, stage, elsewhere, share)
+                resident_bytes=resident_bytes(
+                    module,
+                    stage,
+                    elsewhere,
+                    stepped_elsewhere,
+                    share,
+                    accumulates=runner.num_accumulated > 1,
+                )
                 # The engine has a buffer to receive in for every microbatch, in both directions.
                 + runner.num_microbatches * (_num_bytes(info.received) + info.sent_bytes),
                 sent_bytes=info.sent_bytes,
@@ -203,7 +212,13 @@ def planned_stage(
 
 
 def resident_bytes(
-    module: nn.Module, stage: StageModule, elsewhere: Collection[str], state_share: float
+    module: nn.Module,
+    stage: StageModule,
+    elsewhere: Collection[str],
+    stepped_elsewhere: Collection[str],
+    state_share: float,
+    *,
+    accumulates: bool,
 ) -> int:
     """Bytes of a rank beside its stage's parameters and its activations.
 
@@ -211,14 +226,20 @@ def resident_bytes(
         module: The module.
         stage: The rank's stage.
         elsewhere: Names of parameters whose memory is freed here.
+        stepped_elsewhere: Names of parameters that other pipelines step.
         state_share: Bytes of the optimizers' state per byte of a parameter.
+        accumulates: Whether an optimizer step adds up several batches.
     """
     params = {name: param for name, param in module.named_parameters() if name not in elsewhere}
     own = storage_bytes([*stage.parameters(), *stage.buffers()])
-    trained = storage_bytes([param for param in params.values() if param.requires_grad])
+    trained = {name: param for name, param in params.items() if param.requires_grad}
+    stepped = [param for name, param in trained.items() if name not in stepped_elsewhere]
     everything = storage_bytes([*params.values(), *module.buffers()])
-    # The gradients of the step before are alive until Lightning clears them, behind this one.
-    return max(0, everything - own) + int(trained * (2 + state_share))
+    # The gradients of the step before are alive until Lightning clears them, behind this one. Those
+    # of earlier batches are not averaged yet, and whole in every pipeline.
+    earlier = list(trained.values()) if accumulates else stepped
+    gradients = storage_bytes(list(trained.values())) + storage_bytes(earlier)
+    return max(0, everything - own) + gradients + int(storage_bytes(stepped) * state_share)
 
 
 def _state_share(module: nn.Module) -> float:

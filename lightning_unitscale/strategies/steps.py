@@ -104,6 +104,11 @@ class Pipelining:
         names = set[str]().union(*self.ownership.names) - self.owned
         return names if self.free_unowned else set()
 
+    @property
+    def stepped_elsewhere(self) -> set[str]:
+        """Names of the parameters that other pipelines step for this one."""
+        return {n for n, rank in self.ownership.steppers.items() if rank != self.replicas.rank}
+
 
 @dataclass
 class PipelinedGraph:
@@ -364,6 +369,7 @@ class PipelinedStep(PipelinedMethod):
                 partitioner,
                 self.module,
                 self.pipelining.freed,
+                self.pipelining.stepped_elsewhere,
                 self._granted,
             )
         return graph.planned
