@@ -311,9 +311,9 @@ class GraphUnits(MeasuredUnits):
         assert self._steps is not None
         if self._steps.sharded is not None:
             raise misconfigured(
-                f"method: {type(self._steps.module).__name__}.{name} is unit-scaled by rules under "
-                "FSDP2, and a rehearsal of it has no loss that a backward pass could start from; "
-                "expected automatic optimization and a step that takes a batch and returns its "
+                f"method: {type(self._steps.module).__name__}.{name} is unit-scaled by rules with "
+                "ModelParallelStrategy, and a rehearsal of it has no loss that a backward pass "
+                "could start from; expected automatic optimization and a step that takes a batch and returns its "
                 "loss; change it, or use DDP."
             )
         self._stop_live()

@@ -9,7 +9,11 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from lightning_unitscale.callbacks.calibration import GraphUnits
-from lightning_unitscale.callbacks.distributed import pipeline_of, refuse_sharded_parameters
+from lightning_unitscale.callbacks.distributed import (
+    pipeline_of,
+    refuse_distributed_tensors,
+    refuse_sharded_parameters,
+)
 from lightning_unitscale.callbacks.explanation import Explanation, units_table
 from lightning_unitscale.callbacks.half_precision import holding_of, holds_parameters
 from lightning_unitscale.callbacks.lightning_loop import LightningLoop
@@ -120,6 +124,8 @@ class CapturedUnits(GraphUnits):
         if self._fp8 is not None:
             # Stages are cut from one rewritten graph, whether their units are looked at or not.
             self._fp8.takes_units_in = pipeline_of(trainer) is None or self._schedule.is_empty
+        if self._compile:
+            refuse_distributed_tensors(trainer, f"compile={self._compile!r}")
         is_sharded = is_lightning(trainer.strategy, "ModelParallelStrategy")
         if self._rules is not None:
             self._check_sharding(trainer, is_sharded=is_sharded)

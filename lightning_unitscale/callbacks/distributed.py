@@ -114,25 +114,30 @@ def pipeline_of(trainer: pl.Trainer) -> PipelineStrategy | None:
     return cast("PipelineStrategy", trainer.strategy) if is_pipeline else None
 
 
-def refuse_distributed_tensors(trainer: pl.Trainer, owner: str) -> None:
-    """Refuse to rewrite graphs of modules whose parameters are distributed in the step itself.
+def tensor_parallel_size(trainer: pl.Trainer) -> int:
+    """Ranks that have a part each of the tensors of one step; 1 where steps are whole."""
+    strategy: Any = trainer.strategy
+    if not is_lightning(strategy, "ModelParallelStrategy"):
+        return 1
+    return int(strategy.device_mesh["tensor_parallel"].size())
+
+
+def refuse_distributed_tensors(trainer: pl.Trainer, option: str) -> None:
+    """Refuse what takes a captured step apart, where its tensors are distributed.
 
     Args:
         trainer: The Trainer.
-        owner: What would rewrite them.
+        option: What would do that.
 
     Raises:
         MisconfigurationException: If the strategy is one of tensor parallelism.
     """
-    strategy: Any = trainer.strategy
-    if is_lightning(strategy, "ModelParallelStrategy"):
-        num_parts = strategy.device_mesh["tensor_parallel"].size()
-        if num_parts > 1:
-            raise misconfigured(
-                f"tensor_parallel_size={num_parts}: {owner} rewrites captured steps, and these "
-                "have distributed tensors; expected tensor_parallel_size=1 for that; use "
-                "UnitScaleCallback() with method='lossless' at depth='products'."
-            )
+    if (size := tensor_parallel_size(trainer)) > 1:
+        raise misconfigured(
+            f"{option} with tensor_parallel_size={size}: captured steps have distributed tensors "
+            "there, of which AOTAutograd and Inductor make other graphs; expected "
+            "tensor_parallel_size=1 for that; leave it out."
+        )
 
 
 def refuse_sharded_parameters(trainer: pl.Trainer, option: str, why: str, instead: str) -> None:
@@ -163,7 +168,9 @@ def num_microbatches(trainer: pl.Trainer) -> int:
 def num_replicas(trainer: pl.Trainer) -> int:
     """Ranks with data of their own, over whose gradients the mean is taken."""
     strategy = pipeline_of(trainer)
-    return trainer.world_size if strategy is None else strategy.data_parallel
+    if strategy is not None:
+        return strategy.data_parallel
+    return trainer.world_size // tensor_parallel_size(trainer)
 
 
 def rehearsed(trainer: pl.Trainer, batch: Any) -> Any:

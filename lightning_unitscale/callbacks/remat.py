@@ -8,7 +8,10 @@ from typing import TYPE_CHECKING, Any
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from lightning_unitscale.callbacks.distributed import refuse_sharded_parameters
+from lightning_unitscale.callbacks.distributed import (
+    refuse_distributed_tensors,
+    refuse_sharded_parameters,
+)
 from lightning_unitscale.callbacks.explanation import Explanation
 from lightning_unitscale.callbacks.options import check_compile, mode_of
 from lightning_unitscale.callbacks.packages import (
@@ -179,6 +182,7 @@ class RematCallback(StepsCallback):
     def _new_partitioner(
         self, trainer: pl.Trainer, module: pl.LightningModule
     ) -> StepPartitioner | MeasuredPartitioner:
+        refuse_distributed_tensors(trainer, f"budget={self.budget!r}")
         if not is_lightning(trainer.strategy, "ModelParallelStrategy"):
             return step_partitioner(trainer, module, self.budget)
         if self.compile:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_unitscale.callbacks.distributed import pipeline_of, refuse_distributed_tensors
+from lightning_unitscale.callbacks.distributed import pipeline_of
 from lightning_unitscale.callbacks.packages import (
     PACKAGES,
     Callback,
@@ -122,11 +122,10 @@ def attach_steps(
         owner: The callback that asks.
 
     Raises:
-        MisconfigurationException: If the module is compiled already, or tensor-parallel, or
-            ``owner``'s class is in the Trainer twice.
+        MisconfigurationException: If the module is compiled already, or ``owner``'s class is in the
+            Trainer twice.
     """
     name = check_module(trainer, module, owner)
-    refuse_distributed_tensors(trainer, name)
     if is_compiled(module):
         raise misconfigured(
             f"{name}: the LightningModule {type(module).__name__} is compiled already, so its "

@@ -161,7 +161,7 @@ class ShardedModule:
 
     def _check_whole(self) -> None:
         for name, parameter in self.module.named_parameters():
-            if hasattr(parameter, "full_tensor"):
+            if self.parts and hasattr(parameter, "full_tensor"):
                 raise ValueError(
                     f"{name}: it is a distributed tensor that fully_shard did not make, so a step "
                     "cannot be planned on it as a whole; expected parameters that only fully_shard "

@@ -219,7 +219,9 @@ class ModuleSteps:
     @property
     def manner(self) -> str:
         """How Dynamo has to capture the steps, for a message; empty if there may be many graphs."""
-        return "" if self.sharded is None else " in one graph, as rules under FSDP2 ask"
+        return (
+            "" if self.sharded is None else " in one graph, as rules with ModelParallelStrategy ask"
+        )
 
     def shard(self) -> None:
         """Let the module have the parameters that its optimizers have."""
@@ -235,8 +237,8 @@ class ModuleSteps:
         if is_watched():
             raise RuntimeError(
                 f"{type(self.module).__name__}: a mode such as FlopCounterMode looks at every "
-                "operation of a step that is unit-scaled by rules under FSDP2, and Dynamo captures "
-                "nothing then; expected none; leave it out, or use DDP."
+                "operation of a step that is unit-scaled by rules with ModelParallelStrategy, and "
+                "Dynamo captures nothing then; expected none; leave it out, or use DDP."
             )
         with self.sharded.standing_in(), no_graph_breaks():
             yield

@@ -11,6 +11,7 @@ Everything stays purely functional, so eager, AOTAutograd and Inductor run it al
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -102,7 +103,16 @@ class _GradientTap(torch.autograd.Function):
 
 
 def stored_elements(tensor: Tensor) -> Tensor:
-    """The elements that a tensor stores, as a dense tensor; a dense tensor itself."""
+    """The elements that a tensor stores, as a dense tensor; a dense tensor itself.
+
+    Of a distributed tensor they are those of this rank; parts that are terms of a sum are added up.
+    """
+    # A user who has distributed tensors has imported them.
+    distributed = sys.modules.get("torch.distributed.tensor")
+    if distributed is not None and isinstance(tensor, distributed.DTensor):
+        is_sum = any(placement.is_partial() for placement in tensor.placements)
+        with torch.no_grad():
+            tensor = tensor.full_tensor() if is_sum else tensor.to_local()
     if tensor.is_sparse:
         tensor = tensor.coalesce()
     return tensor.values() if tensor.layout in {torch.sparse_coo, torch.jagged} else tensor

@@ -66,7 +66,7 @@ _KEEPS_UNITS = {
     "relu", "leaky_relu", "neg", "clone", "abs", "identity", "positive", "contiguous", "reshape",
     "reshape_as", "flatten", "ravel", "to", "type", "type_as", "float", "half", "bfloat16",
     "double", "cpu", "cuda", "dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout",
-    "feature_alpha_dropout", "feature_dropout",
+    "feature_alpha_dropout", "feature_dropout", "from_local", "to_local", "redistribute",
 }  # fmt: skip
 # They return their argument in evaluation, and add a constant to it in training.
 _NOT_HOMOGENEOUS = {"alpha_dropout", "feature_alpha_dropout"}

@@ -31,6 +31,7 @@ from lightning_unitscale.rules.plan import Decision, ParameterPlan, RuleOptions,
 from lightning_unitscale.rules.roles import Structure, find_structure, plan_parameters
 from lightning_unitscale.rules.weights import prepared_like
 
+Joint = Callable[[float], float]
 # The first run of a step may change what the next one runs.
 _MAX_ATTEMPTS = 3
 
@@ -44,6 +45,7 @@ def plan_step(
     *,
     init_weights: bool = True,
     backward: bool = True,
+    joint: Joint | None = None,
 ) -> RulePlan:
     """Decide on every operation of a step, on one batch.
 
@@ -60,13 +62,15 @@ def plan_step(
             parameters are scaled once.
         init_weights: Whether parameters are set to unit scale.
         backward: Whether the step will be run with gradients.
+        joint: Makes the RMS of a whole tensor out of those of the parts that ranks have, where all
+            of them run the same graphs on parts; called on all ranks together.
 
     Returns:
         ``prior`` and what is new. Parameters are not touched yet.
     """
     _give_shapes(step, args, kwargs)
     for _ in range(_MAX_ATTEMPTS):
-        plan = _plan_once(step, args, kwargs, options, prior, init_weights, backward)
+        plan = _plan_once(step, args, kwargs, options, prior, init_weights, backward, joint)
         if plan is not None:
             return prior.updated(plan)
     raise RuntimeError(
@@ -97,6 +101,7 @@ def _plan_once(
     prior: RulePlan,
     init_weights: bool,
     backward: bool,
+    joint: Joint | None,
 ) -> RulePlan | None:
     """One attempt; ``None`` if the second run was not the recorded one."""
     recorder = Recorder()
@@ -106,7 +111,7 @@ def _plan_once(
     flow = recorder.result()
     structure = _structure_of(flow, prior)
     parameters = {**plan_parameters(structure, init_weights=init_weights), **prior.parameters}
-    scaled_run = _ScaledRun(structure, parameters, options, prior)
+    scaled_run = _ScaledRun(structure, parameters, options, prior, joint)
     decisions = scaled_run.decider.decisions
     with grad(), rehearsed(step, scaled_run, args, kwargs):
         pass
@@ -269,8 +274,10 @@ class _ScaledRun:
         parameters: Mapping[str, ParameterPlan],
         options: RuleOptions,
         prior: RulePlan,
+        joint: Joint | None,
     ) -> None:
         self.flow = structure.flow
+        self._joint = joint
         self.decider = Decider(structure, parameters, options, self.measure, prior=prior)
         self.saw_new_graph = False
         # What was planned before has its values already.
@@ -298,9 +305,10 @@ class _ScaledRun:
             value = self._values.get(alias)
             if value is not None:
                 if alias not in self._measured:
-                    self._measured[alias] = (
-                        float(root_mean_square(value)) if value.numel() else None
-                    )
+                    rms = float(root_mean_square(value)) if value.numel() else None
+                    if self._joint is not None:
+                        rms = self._joint(rms or 0.0)
+                    self._measured[alias] = rms
                 return self._measured[alias]
         return None
 

@@ -87,7 +87,7 @@ _HANDED_ON = (WHOLE_VIEWS - {"detach"}) | frozenset(
      "double", "roll", "flip", "unfold", "cuda", "cpu", "identity", "dropout", "dropout1d",
      "dropout2d", "dropout3d", "alpha_dropout", "feature_dropout", "feature_alpha_dropout",
      "native_dropout", "positive", "rot90", "hsplit", "vsplit", "gather", "take_along_dim",
-     "pixel_shuffle", "pixel_unshuffle", "diagonal"}
+     "pixel_shuffle", "pixel_unshuffle", "diagonal", "from_local", "to_local", "redistribute"}
 )  # fmt: skip
 
 EMBEDDINGS = frozenset({"embedding", "embedding_bag"})

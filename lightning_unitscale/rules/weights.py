@@ -58,6 +58,7 @@ def parameter_rms(value: Tensor) -> float:
     The row of a padding token is zero by choice and no part of the distribution.
     """
     with torch.no_grad():
+        value = whole(value)
         nonzero = int(torch.count_nonzero(value))
         if nonzero == 0:
             return 1.0

@@ -1,7 +1,8 @@
 """Trainings by rules on CPU processes: ``python -m ... FOLDER SPREAD:MODULE:WHAT ...``.
 
-A module of the zoo is spread as copies (``ddp``) or sharded by FSDP2, in FP64. Run it once per
-rank. Every rank writes what it computed to ``FOLDER/RUN-RANK.pt``.
+A module of the zoo is spread as copies (``ddp``), sharded by FSDP2, split by tensor parallelism, or
+whole on each rank (``alone``), in FP64. Run it once per rank. Every rank writes what it computed to
+``FOLDER/RUN-RANK.pt``.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -72,7 +73,7 @@ class Module(pl.LightningModule):
         if self.is_spread:
             return
         self.is_spread = True
-        if not self.spread.startswith("ddp"):
+        if not self.spread.startswith(("ddp", "alone")):
             self.net = SPREADS[self.spread](self.net, self.device_mesh)
         elif self.spread == "ddp-checkpointed":
             for name, part in list(self.net.named_modules()):
@@ -108,17 +109,20 @@ def _doubles(name: str, count: int, seed: int) -> Rows:
 def _trainer(folder: Path, run: str, unit_scale: UnitScaleCallback, *others: Any) -> pl.Trainer:
     spread, _, what = run.split(":")
     strategy: Any = DDPStrategy(process_group_backend="gloo")
-    if not spread.startswith("ddp"):
+    if spread == "alone":
+        strategy = SingleDeviceStrategy("cpu")
+    elif not spread.startswith("ddp"):
         strategy = ModelParallelStrategy(
-            data_parallel_size=1 if what == "tensor" else 2,
-            tensor_parallel_size=2 if what == "tensor" else 1,
+            data_parallel_size=1 if spread == "tensor" else 2,
+            tensor_parallel_size=2 if spread == "tensor" else 1,
             process_group_backend="gloo",
             save_distributed_checkpoint=what == "distributed",
         )
     saves = what in _SAVING
     options: dict[str, Any] = {"num_sanity_val_steps": 0 if saves else 1, "limit_val_batches": 1}
-    if what == "plain":
+    if what == "plain":  # torch does not clip parameters of which only some are distributed
         options["gradient_clip_val"] = 0.1
+    num_devices = 1 if spread == "alone" else 2
     saving = [
         ModelCheckpoint(
             folder / run / name,
@@ -135,7 +139,12 @@ def _trainer(folder: Path, run: str, unit_scale: UnitScaleCallback, *others: Any
         max_epochs=1,
         strategy=strategy,
         accumulate_grad_batches=1 if what == "manual" else NUM_ACCUMULATED,
-        **{**QUIET, "devices": 2, "enable_checkpointing": saves, **options},
+        **{
+            **QUIET,
+            "devices": num_devices,
+            "enable_checkpointing": saves,
+            **options,
+        },
     )
 
 
@@ -148,13 +157,14 @@ def _module(run: str) -> Module:
 
 def train(folder: Path, run: str, resume: Path | None = None) -> dict[str, Any]:
     """Train, from the beginning or from a checkpoint."""
-    _, name, what = run.split(":")
+    spread, name, what = run.split(":")
     torch.compiler.reset()  # numbers that differ between runs would not be known to Dynamo
     unit_scale = UnitScaleCallback("u-mup", compile=what == "compiled")
     monitor = ScaleMonitor(every_n_steps=2)
     budgets = [RematCallback(0.8)] if what == "budget" else []
     module, trainer = _module(run), _trainer(folder, run, unit_scale, monitor, *budgets)
-    rank = int(os.environ["LOCAL_RANK"])
+    # Ranks that have a part each of a tensor have the same batches.
+    rank = 0 if spread in {"alone", "tensor"} else int(os.environ["LOCAL_RANK"])
     data, val = _doubles(name, NUM_BATCHES, rank), _doubles(name, 1, 9 + rank)
     trainer.fit(module, data, val, ckpt_path=resume, weights_only=False)
     if name == "Blocks" and what == "plain":

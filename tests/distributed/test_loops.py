@@ -43,7 +43,9 @@ def _cases() -> list[tuple[str, str, str]]:
     whole = itertools.product(_WHOLE, ("plain", "both", "fp8"), zoo.ZOO)
     # Either callback by itself is tried on all modules in tests/loops/test_matrix.py.
     alone = itertools.product(_WHOLE, ("lossless",), ["Blocks"])
-    captured = itertools.product(("lightning:fsdp", "lightning:fsdp1"), ["all"], ["Blocks"])
+    captured = itertools.product(
+        ("lightning:fsdp", "lightning:fsdp1", "lightning:tensor"), ["all"], ["Blocks"]
+    )
     monitored = itertools.product(
         ("attach:ddp", "attach:fsdp", "attach:tensor", *_WHOLE), ["monitor"], ["Blocks"]
     )
@@ -54,7 +56,7 @@ def _cases() -> list[tuple[str, str, str]]:
 _REFUSED = {
     "lightning:fsdp:held:Blocks": "hold_parameters with ModelParallelStrategy: it shards or moves",
     "lightning:fsdp1:u-mup:Blocks": "method=.*with FSDPInTrainer a rank has a part",
-    "lightning:tensor:all:Blocks": "tensor_parallel_size=2: UnitScaleCallback rewrites",
+    "lightning:tensor:remat:Blocks": "budget=0.8 with tensor_parallel_size=2: captured steps",
     "lightning:fsdp1:remat:Blocks": "budget=0.8: .*with FSDPInTrainer a rank has a part",
 }
 

@@ -1,4 +1,4 @@
-"""Rules under FSDP2 on two CPU processes: the model by rules that DDP trains of the same module."""
+"""Rules on two CPU processes: FSDP2 trains the model of DDP, tensor parallelism that of a rank."""
 
 from __future__ import annotations
 
@@ -15,23 +15,28 @@ from tests.helpers import assert_same_bits
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
 Results = Callable[[str], list[dict[str, Any]]]
 
-# A sharded run, and the one of copies that it must be.
+# A run in parts, and the one of whole models that it must be.
 _PAIRS = {
     "fsdp:Blocks:plain": "ddp:Blocks:plain",
     "fsdp:Transformer:plain": "ddp:Transformer:plain",
     "fsdp:Tied:plain": "ddp:Tied:plain",
     "fsdp:Odd:plain": "ddp:Odd:plain",
     "fsdp-checkpointed:Blocks:plain": "ddp-checkpointed:Blocks:plain",
+    "tensor:Blocks:unclipped": "alone:Blocks:unclipped",
+    "tensor:Transformer:unclipped": "alone:Transformer:unclipped",
 }
 _BF16 = "fsdp-bf16:Blocks:plain"
-_SAVED = ("fsdp:Blocks:distributed", "fsdp:Blocks:file")
+_SAVED = ("fsdp:Blocks:distributed", "fsdp:Blocks:file", "tensor:Blocks:distributed")
+# How tensors get from the layout of a module to that of the next one: operations of the graph.
+_LAYOUTS = {"from_local", "redistribute", "to_local"}
 _REFUSED = {
-    "fsdp:Metric:plain": r"Module.validation_step: .*in one graph, .*FSDP2.*`Tensor.item\(\)`",
-    "fsdp:Blocks:manual": r"method: Module.training_step .*FSDP2.*expected automatic optimization",
+    "fsdp:Metric:plain": r"Module.validation_step: .*in one graph, .*`Tensor.item\(\)`",
+    "fsdp:Blocks:manual": r"method: Module.training_step .*expected automatic optimization",
     "fsdp:Blocks:compiled": r"compile=True with method=.*expected compile=False",
     "fsdp:Blocks:budget": r"method=.*'u-mup'.* with RematCallback: .*expected only one",
-    "tensor:Blocks:tensor": r"tensor_parallel_size=2: UnitScaleCallback rewrites",
-    "tensor:Blocks:plain": r"net.blocks.0.up.weight: .* that fully_shard did not make",
+    "tensor:Blocks:compiled": r"compile=True with tensor_parallel_size=2: captured steps have",
+    "tensor:Blocks:budget": r"method=.*'u-mup'.* with RematCallback: .*expected only one",
+    "fsdp-tensor:Blocks:plain": r"net.blocks.0.up.weight: .* that fully_shard did not make",
 }
 
 
@@ -47,9 +52,14 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
 def test_it_is_the_model_of_ddp(run: str, results: Results) -> None:
     for found, expected in zip(results(run), results(_PAIRS[run]), strict=True):
         # Each operation's factors and each parameter's role, sizes and initial scale.
+        decisions = found["plan"]["decisions"]
+        layouts = [name for name, made in decisions.items() if made["op"] in _LAYOUTS]
+        assert bool(layouts) == run.startswith("tensor")
+        assert {decisions.pop(name)["output"] for name in layouts} <= {1.0}
         assert found["plan"] == expected["plan"]
-        assert len(found["plan"]["decisions"]) > 8
+        assert len(decisions) > 5
         assert found["gauge"] == expected["gauge"]
+        found["rms"], found["names"] = _without(_LAYOUTS, found)
         assert found["names"] == expected["names"]
         for part in ("losses", "val_losses", "rms"):
             assert found[part]
@@ -57,6 +67,12 @@ def test_it_is_the_model_of_ddp(run: str, results: Results) -> None:
                 found[part], expected[part], rtol=1e-10, atol=1e-10, equal_nan=True
             )
         torch.testing.assert_close(_weights(found), _weights(expected), rtol=0.0, atol=1e-13)
+
+
+def _without(operations: set[str], found: dict[str, Any]) -> tuple[list[torch.Tensor], list[str]]:
+    """The monitor's rows and names but for those of some operations."""
+    kept = [i for i, name in enumerate(found["names"]) if name.split(".")[-1] not in operations]
+    return [rows[kept] for rows in found["rms"]], [found["names"][i] for i in kept]
 
 
 def _weights(found: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -73,7 +89,8 @@ def test_ranks_have_one_model_and_their_own_data(run: str, results: Results) -> 
     first, second = results(run)
     assert_same_bits(first["weights"], second["weights"])
     assert first["plan"] == second["plan"]
-    assert not torch.equal(first["losses"][0], second["losses"][0])
+    # Ranks that have a part each of a tensor have the same batches.
+    assert torch.equal(first["losses"][0], second["losses"][0]) == run.startswith("tensor")
 
 
 def test_blocks_are_gathered_by_themselves(results: Results) -> None:
