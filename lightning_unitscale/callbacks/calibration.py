@@ -313,8 +313,8 @@ class GraphUnits(MeasuredUnits):
             raise misconfigured(
                 f"method: {type(self._steps.module).__name__}.{name} is unit-scaled by rules with "
                 "ModelParallelStrategy, and a rehearsal of it has no loss that a backward pass "
-                "could start from; expected automatic optimization and a step that takes a batch and returns its "
-                "loss; change it, or use DDP."
+                "could start from; expected automatic optimization and a step that takes a batch "
+                "and returns its loss; change it, or use DDP."
             )
         self._stop_live()
         self._live = self._rewrite.calibrator()

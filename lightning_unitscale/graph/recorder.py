@@ -102,17 +102,31 @@ class _GradientTap(torch.autograd.Function):
         return grad_output, ctx.on_gradient(grad_output), None, None
 
 
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank has of a distributed tensor; a tensor that is not distributed, as it is."""
+    if not _is_distributed(tensor):
+        return tensor
+    with torch.no_grad():
+        part: Tensor = tensor.to_local()  # type: ignore[attr-defined]
+    return part
+
+
+def _is_distributed(tensor: Tensor) -> bool:
+    # A user who has distributed tensors has imported them.
+    distributed = sys.modules.get("torch.distributed.tensor")
+    return distributed is not None and isinstance(tensor, distributed.DTensor)
+
+
 def stored_elements(tensor: Tensor) -> Tensor:
     """The elements that a tensor stores, as a dense tensor; a dense tensor itself.
 
-    Of a distributed tensor they are those of this rank; parts that are terms of a sum are added up.
+    Of a distributed tensor they are those of this rank. Parts that are terms of a sum are added up,
+    for which all ranks have to ask.
     """
-    # A user who has distributed tensors has imported them.
-    distributed = sys.modules.get("torch.distributed.tensor")
-    if distributed is not None and isinstance(tensor, distributed.DTensor):
-        is_sum = any(placement.is_partial() for placement in tensor.placements)
+    if _is_distributed(tensor) and any(p.is_partial() for p in tensor.placements):  # type: ignore[attr-defined]
         with torch.no_grad():
-            tensor = tensor.full_tensor() if is_sum else tensor.to_local()
+            tensor = tensor.full_tensor()  # type: ignore[attr-defined]
+    tensor = local_part(tensor)
     if tensor.is_sparse:
         tensor = tensor.coalesce()
     return tensor.values() if tensor.layout in {torch.sparse_coo, torch.jagged} else tensor

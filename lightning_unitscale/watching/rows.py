@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from lightning_unitscale.dispatch.calls import RanProduct
-from lightning_unitscale.graph.recorder import stored_elements
+from lightning_unitscale.graph.recorder import local_part, stored_elements
 from lightning_unitscale.lossless.gauge import Factor
 from lightning_unitscale.lossless.units import Held
 from lightning_unitscale.patching import nothing
@@ -21,7 +21,7 @@ from lightning_unitscale.scales.layout import RowLayout
 from lightning_unitscale.scales.reduce import merge_rows
 from lightning_unitscale.scales.statistics import statistics_row
 from lightning_unitscale.tracking.records import ProbedTensor
-from lightning_unitscale.watching.torch_state import is_readable, local_part, unseen
+from lightning_unitscale.watching.torch_state import is_readable, unseen
 
 
 @dataclass(eq=False)
@@ -106,10 +106,9 @@ class Measuring:
         """A row of statistics, with formats counted of the tensor over ``2**log2_unit``."""
         # No operation is recorded in inference mode, not even for forward derivatives.
         with unseen(), torch.inference_mode():
-            part = local_part(tensor)
-            assert part is not None, "it is readable"
-            factor = self._factor(part.device, log2_unit) if log2_unit else None
-            return statistics_row(stored_elements(part), self.layout, factor=factor)
+            elements = stored_elements(tensor)
+            factor = self._factor(elements.device, log2_unit) if log2_unit else None
+            return statistics_row(elements, self.layout, factor=factor)
 
     def _factor(self, device: torch.device, log2_unit: int) -> Tensor:
         if (device, log2_unit) not in self._factors:
@@ -217,9 +216,8 @@ def operands_of(
     floats = [tensor for tensor in arguments if is_readable(tensor)]
     by_storage: dict[int, list[Tensor]] = {}
     for tensor in floats:
-        part = local_part(tensor)
-        assert part is not None, "it is readable"
-        by_storage.setdefault(part.untyped_storage().data_ptr(), []).append(tensor)
+        storage = local_part(tensor).untyped_storage().data_ptr()
+        by_storage.setdefault(storage, []).append(tensor)
     for product in ran:
         if len(ran) == 1 and not any(storage in by_storage for storage in product.storages):
             # Autocast has cast its operands; their order has stayed.

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from lightning_unitscale.dispatch.torch_internals import last_sequence_number
 from lightning_unitscale.dynamo.breaks import is_watched
 from lightning_unitscale.functional.scale import is_transforming
+from lightning_unitscale.graph.recorder import local_part
 from lightning_unitscale.patching import shadowed
 
 plain_functions = torch._C.DisableTorchFunction
@@ -44,34 +45,12 @@ def unseen() -> Iterator[None]:
         yield
 
 
-def local_part(tensor: Tensor) -> Tensor | None:
-    """What this rank has of a distributed tensor, whose statistics are those of all parts together.
-
-    Returns:
-        ``None`` where the parts are terms of a sum; a tensor that is not distributed, as it is.
-    """
-    # A user who has distributed tensors has imported them.
-    distributed = sys.modules.get("torch.distributed.tensor")
-    if distributed is None or not isinstance(tensor, distributed.DTensor):
-        return tensor
-    if any(placement.is_partial() for placement in tensor.placements):
-        return None
-    with torch.no_grad():
-        part: Tensor = tensor.to_local()
-    return part
-
-
 def is_readable(tensor: Tensor) -> bool:
     """Whether a tensor has statistics: real floating-point numbers, at hand, in one strided piece.
 
-    Not so what stands for tensors (fake ones, sums that ranks have yet to take), and a graph that
-    CUDA is recording.
+    Not so what stands for tensors, such as fake ones, and a graph that CUDA is recording.
     """
-    part = local_part(tensor)
-    return part is not None and _is_plain(part)
-
-
-def _is_plain(tensor: Tensor) -> bool:
+    tensor = local_part(tensor)
     return (
         tensor.is_floating_point()
         and tensor.layout is torch.strided

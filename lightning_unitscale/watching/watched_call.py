@@ -19,7 +19,7 @@ from lightning_unitscale.dispatch.torch_internals import sequence_number
 from lightning_unitscale.graph.matmuls import PRODUCT_WORDS, operands_of_call
 from lightning_unitscale.graph.name_patterns import own_path
 from lightning_unitscale.graph.nodes import ATTENTION, ATTENTION_ROLES
-from lightning_unitscale.graph.recorder import CallRecord
+from lightning_unitscale.graph.recorder import CallRecord, local_part
 from lightning_unitscale.lossless.gauge import Gauge
 from lightning_unitscale.tracking.records import ProbedCall
 from lightning_unitscale.watching.names import (
@@ -39,7 +39,6 @@ from lightning_unitscale.watching.rows import (
 from lightning_unitscale.watching.torch_state import (
     has_node,
     is_readable,
-    local_part,
     plain_functions,
     takes_part,
     unseen,
@@ -233,8 +232,7 @@ class WatchedCall:
 
     def _new_rows(self, tensor: Tensor) -> tuple[TensorRow, ...]:
         """Rows of a tensor that no watched function has made."""
-        part = local_part(tensor) if is_readable(tensor) else None
-        if part is None:
+        if not is_readable(tensor):
             return ()
         named = self._start_names.find(tensor)
         if named is not None:
@@ -243,7 +241,7 @@ class WatchedCall:
             self._given.append(row)
             self._show(row, tensor)
             return (row,)
-        base = part._base
+        base = local_part(tensor)._base
         if base is not None and (base in self._rows_of or self._start_names.find(base)):
             return self._inputs((base,), "")
         if tensor.grad_fn is None:

@@ -154,6 +154,9 @@ def test_statistics_are_of_the_tensors_of_all_ranks(kind: str, results: Results)
             assert_same_bits(
                 [inner[name] for name in shared], [attached[way][name] for name in shared]
             )
+    if kind.endswith("tensor"):  # what each rank has computed is a term of it
+        made = {name.removeprefix("net."): rms for name, rms in first["forward"].items()}
+        assert all(made[f"blocks.{block}.down.linear"].isfinite() for block in (0, 1))
     if not kind.endswith("fsdp1"):  # where weights are parts of one tensor
         gradients = {name.removeprefix("net."): rms for name, rms in first["backward"].items()}
         assert all(
