@@ -84,22 +84,6 @@ def fake_mode_in_numbers(mode: Any) -> Any:
     return FakeTensorMode(allow_non_fake_inputs=mode.allow_non_fake_inputs)
 
 
-def number_of(value: Any) -> Any:
-    """A symbolic number as it was when the graph was captured; other values as they are.
-
-    No guard comes of it.
-
-    Raises:
-        LookupError: If it depends on the values of a tensor.
-    """
-    if not isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-        return value
-    hint = value.node.hint if value.node.has_hint() else None
-    if hint is None:
-        raise LookupError(f"{value} depends on the values of a tensor")
-    return hint
-
-
 def is_checkpoint(node: fx.Node) -> bool:
     """Whether the node is a region of ``torch.utils.checkpoint``."""
     return (
