@@ -3,6 +3,7 @@
 import gc
 import importlib
 import itertools
+import logging
 import os
 import random
 import sys
@@ -28,6 +29,9 @@ from tests.process import COLLECTIONS, spare_time
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")
 torch.set_num_threads(1)
+# Torch prints every graph that it makes for whoever listens to its trace, and pytest listens to
+# all loggers that do not hand on what they are told.
+logging.getLogger("torch.__trace").propagate = True
 gc.set_threshold(*COLLECTIONS)
 
 # Marks of tests that may take long.

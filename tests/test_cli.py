@@ -17,8 +17,8 @@ import yaml
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
-from lightning_unitscale import __version__, cli
-from lightning_unitscale.cli import main, tensorboard_command
+from lightning_unitscale import __version__
+from lightning_unitscale.cli import UnitScaleCLI, commands, main, tensorboard_command
 from lightning_unitscale.profiler import GraphProfile
 from lightning_unitscale.profiler.report import format_bytes
 
@@ -219,7 +219,7 @@ def test_an_option_of_a_callback_that_is_wrong_is_one_clear_error(
     scaled = {"class_path": "lightning_unitscale.UnitScaleCallback", "init_args": {name: value}}
     model = {"class_path": "lightning.pytorch.demos.boring_classes.BoringModel"}
     with pytest.raises(ValueError, match=expected):
-        cli.UnitScaleCLI(args={"model": model, "trainer": {"callbacks": [scaled]}}, run=False)
+        UnitScaleCLI(args={"model": model, "trainer": {"callbacks": [scaled]}}, run=False)
 
 
 def test_the_printed_configuration_shows_the_options_of_a_callback(
@@ -267,7 +267,7 @@ def test_a_strategy_that_is_wrong_is_one_clear_error(
 
 
 def test_without_the_extra_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli, "find_spec", lambda name: None)
+    monkeypatch.setattr(commands, "find_spec", lambda name: None)
     with pytest.raises(SystemExit, match=r"jsonargparse.*pip install 'lightning-unitscale\[cli\]'"):
         main(["fit"])
 

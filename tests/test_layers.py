@@ -37,12 +37,12 @@ ROOMS = (
     "transforms",
     "strategies",
     "callbacks",
-    "cli.py",
+    "cli",
     "registration.py",
     "__init__.py",
     "__main__.py",
 )
-MAY_IMPORT_LIGHTNING = ("callbacks/", "strategies/", "cli.py")
+MAY_IMPORT_LIGHTNING = ("callbacks/", "strategies/", "cli/")
 STDLIB_ONLY = ("scales/alerts.py", "formats.py")
 # Read by TensorBoard, which has no torch and must not wait for it.
 MAY_NOT_IMPORT_TORCH = (

@@ -18,8 +18,8 @@ from lightning_unitscale.dispatch.compiled_graphs import GRAPHS, CompiledGraph, 
 from lightning_unitscale.dispatch.compiled_sites import (
     ARRANGED,
     CompiledSites,
+    arguments_of,
     arrangements,
-    examples,
     path_of,
     rule_of,
     value_of,
@@ -29,6 +29,7 @@ from lightning_unitscale.dispatch.products import ProductRule
 from lightning_unitscale.dispatch.session import LOCAL, ProductSession
 from lightning_unitscale.dispatch.torch_internals import GraphPass, compile_id, fake_mode_of
 from lightning_unitscale.dispatch.unreached import UNREACHED
+from lightning_unitscale.profiler.costs import concrete
 
 _ATEN = torch.ops.aten
 _OURS = torch.ops.lightning_unitscale
@@ -150,7 +151,7 @@ class _Rewriting:
                 found.append((node, self._plan(rule, node)))
             elif (left := rule or unreached) is not None:
                 reason = _NUMBER if unreached is None else unreached.reason
-                flops = int(left.flops(examples(node.args), examples(value_of(node))))
+                flops = int(left.flops(arguments_of(node), concrete(value_of(node))))
                 self._compiled.unreached.append((self._path(node), reason, flops))
         if not found and not self._compiled.unreached:
             return
@@ -169,7 +170,7 @@ class _Rewriting:
             self._rewrite(index, node, product)
 
     def _identify(self, rule: ProductRule, node: fx.Node) -> _Identified:
-        word, roles = rule.name_in(examples(node.args))
+        word, roles = rule.name_in(arguments_of(node))
         number = node.meta.get("seq_nr")
         slot = FORWARD
         sources: Sources = tuple(range(len(rule.operands)))
@@ -196,7 +197,7 @@ class _Rewriting:
             identified.site,
             identified.slot,
             identified.sources,
-            int(rule.flops(examples(node.args), examples(value_of(node)))),
+            int(rule.flops(arguments_of(node), concrete(value_of(node)))),
             value_of(node.args[rule.operands[0]]).dtype,
             self._compiled.num_factors,
         )

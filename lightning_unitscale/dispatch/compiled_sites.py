@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
 from torch import Tensor, fx
 
 from lightning_unitscale.dispatch.execute import are_real
 from lightning_unitscale.dispatch.measurement import Site
 from lightning_unitscale.dispatch.products import RULES, ProductRule
 from lightning_unitscale.dispatch.session import ProductSession
+from lightning_unitscale.profiler.costs import concrete
 
 _RULES = {f"aten.{rule.operator}.default": rule for rule in RULES}
 # Other arrangements of a tensor: the factor goes before them, so that a product reads the same
@@ -113,25 +112,6 @@ def arrangements(node: Any) -> Iterator[fx.Node]:
         yield node
 
 
-def examples(value: Any) -> Any:
-    """Tensors without data in place of nodes and fake tensors, whose sizes are plain numbers."""
-    if isinstance(value, fx.Node):
-        return examples(value.meta.get("val"))
-    if isinstance(value, (tuple, list)):
-        return type(value)(examples(item) for item in value)
-    if isinstance(value, Tensor):
-        shape, stride = _numbers(value.shape), _numbers(value.stride())
-        return torch.empty_strided(shape, stride, dtype=value.dtype, device="meta")
-    return _number(value) if isinstance(value, torch.SymInt) else value
-
-
-def _numbers(sizes: Sequence[Any]) -> tuple[int, ...]:
-    return tuple(_number(size) for size in sizes)
-
-
-def _number(size: Any) -> int:
-    """A size, or what it is in the first call: asking for more would bind the graph to it."""
-    if not isinstance(size, torch.SymInt):
-        return int(size)
-    hint = size.node.hint
-    return 1 if hint is None or not math.isfinite(hint) else int(hint)
+def arguments_of(node: fx.Node) -> Any:
+    """Tensors without data in place of the nodes that a node reads; their sizes are numbers."""
+    return concrete(fx.node.map_arg(node.args, lambda read: read.meta.get("val")))

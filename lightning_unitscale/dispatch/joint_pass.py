@@ -26,8 +26,8 @@ from lightning_unitscale.dispatch.compiled_formats import (
 from lightning_unitscale.dispatch.compiled_sites import (
     ARRANGED,
     CAST,
+    arguments_of,
     arrangements,
-    examples,
     path_of,
     rule_of,
     value_of,
@@ -95,7 +95,7 @@ class _Rounding:
 
     def _product(self, rule: ProductRule, node: fx.Node) -> RoundedProduct:
         """What is known of a product before it runs."""
-        word, roles = rule.name_in(examples(node.args))
+        word, roles = rule.name_in(arguments_of(node))
         path, number = path_of(node, self._session, self._root), node.meta.get("seq_nr")
         value = value_of(node)
         results = None

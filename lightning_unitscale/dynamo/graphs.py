@@ -11,11 +11,14 @@ from __future__ import annotations
 import contextlib
 import operator
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, fx
 from torch._dynamo.source import GlobalSource
 from torch._subclasses.fake_tensor import FakeTensorMode
+
+_IN_NUMBERS: WeakKeyDictionary[FakeTensorMode, FakeTensorMode] = WeakKeyDictionary()
 
 
 def copy_graph_module(graph_module: fx.GraphModule) -> fx.GraphModule:
@@ -80,24 +83,10 @@ def fake_mode_of(graph: fx.Graph) -> contextlib.AbstractContextManager[Any]:
 
 
 def fake_mode_in_numbers(mode: Any) -> Any:
-    """A fake mode as another one, without symbols."""
-    return FakeTensorMode(allow_non_fake_inputs=mode.allow_non_fake_inputs)
-
-
-def number_of(value: Any) -> Any:
-    """A symbolic number as it was when the graph was captured; other values as they are.
-
-    No guard comes of it.
-
-    Raises:
-        LookupError: If it depends on the values of a tensor.
-    """
-    if not isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-        return value
-    hint = value.node.hint if value.node.has_hint() else None
-    if hint is None:
-        raise LookupError(f"{value} depends on the values of a tensor")
-    return hint
+    """A fake mode as another one, without symbols; always the same, since to make it takes long."""
+    if mode not in _IN_NUMBERS:
+        _IN_NUMBERS[mode] = FakeTensorMode(allow_non_fake_inputs=mode.allow_non_fake_inputs)
+    return _IN_NUMBERS[mode]
 
 
 def is_checkpoint(node: fx.Node) -> bool:

@@ -187,6 +187,15 @@ def elementwise_factors(
     return Factors(output**-0.5 if output else 1.0, gradients)
 
 
+def hint_of(value: Any) -> Any:
+    """The number that a symbolic number was in the captured call; other values as they are.
+
+    No guard comes of it. It is ``None`` where the number depends on the values of a tensor.
+    """
+    is_symbolic = isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
+    return value.node.hint if is_symbolic else value
+
+
 def concrete_size(size: int | torch.SymInt) -> int:
     """The number behind a symbolic size, without adding a guard on it.
 
@@ -195,8 +204,7 @@ def concrete_size(size: int | torch.SymInt) -> int:
     """
     if isinstance(size, int):
         return size
-    hint = size.node.hint
-    if hint is None:
+    if (hint := hint_of(size)) is None:
         raise ValueError(
             f"size={size}: it depends on the values of a tensor; expected a size that is known "
             "before the step runs."

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_map
 
-from lightning_unitscale.dynamo.graphs import fake_mode_in_numbers, number_of
+from lightning_unitscale.dynamo.graphs import fake_mode_in_numbers
+from lightning_unitscale.functional.rules import hint_of
 
 _Number = Callable[[Any], Any]
 
@@ -27,9 +28,16 @@ def stand_ins(mode: Any, arguments: list[fx.Node]) -> tuple[Any, dict[fx.Node, A
     examples = {node: node.meta.get("example_value") for node in arguments}
     in_numbers = fake_mode_in_numbers(mode)
     try:
-        return in_numbers, _made(in_numbers, examples, number_of)
+        return in_numbers, _made(in_numbers, examples, _known_number)
     except LookupError:
         return mode, _made(mode, examples, lambda symbol: symbol)
+
+
+def _known_number(value: Any) -> Any:
+    number = hint_of(value)
+    if number is None and value is not None:
+        raise LookupError(f"{value} depends on the values of a tensor")
+    return number
 
 
 def _made(mode: Any, examples: Mapping[fx.Node, Any], number: _Number) -> dict[fx.Node, Any]:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils.flop_counter import flop_registry
 
+from lightning_unitscale.functional.rules import hint_of
 from lightning_unitscale.graph.nodes import tensors_in
 from lightning_unitscale.profiler.workspace import by_operator, workspace_bytes
 
@@ -141,11 +142,10 @@ def size_hint(size: Any) -> int:
     """The number behind a symbolic size, without a guard on it; 4096 if there is none."""
     if isinstance(size, int):
         return size
-    node = size.node
-    assumed = _assumed_sizes.get({})
-    if assumed and node.expr.free_symbols <= assumed.keys():
-        return int(node.expr.xreplace(assumed))
-    hint = node.hint if node.has_hint() else None
+    assumed, expression = _assumed_sizes.get({}), size.node.expr
+    if assumed and expression.free_symbols <= assumed.keys():
+        return int(expression.xreplace(assumed))
+    hint = hint_of(size)
     return _UNKNOWN_SIZE if hint is None else int(hint)
 
 

@@ -117,11 +117,10 @@ class PeakMeter:
         """Start to record."""
         if self.device.type == "cpu":
             gc.collect()  # else garbage of a step that was recorded before is freed within this one
-            activities = [torch.profiler.ProfilerActivity.CPU]
-            self._profile = torch.profiler.profile(
-                activities=activities, profile_memory=True, acc_events=True
-            )
-            self._profile.start()
+            # That of torch.profiler would make a tree of the events as well, which takes longer
+            # than the step.
+            self._profile = torch.autograd.profiler.profile(profile_memory=True)
+            self._profile.__enter__()
 
     def mark(self, alive: Any, *, beside: int = 0) -> None:
         """What follows is measured.
@@ -149,9 +148,9 @@ class PeakMeter:
         if self.is_marked:
             self._end_part()
         if self._profile is not None:
-            self._profile.stop()
+            self._profile.__exit__(None, None, None)
             if self._alive is not None:
-                events = list(self._profile.profiler.kineto_results.events())
+                events = list(self._profile.kineto_results.events())
                 self._peaks = _peaks_after_marks(events, self._alive)
             self._profile = None
         self.parts = list(zip([*self._labels, None], self._peaks, strict=False))

@@ -14,6 +14,7 @@ from torch import Tensor, fx
 from lightning_unitscale.dynamo.graphs import is_checkpoint
 from lightning_unitscale.functional.rules import (
     ScaleRule,
+    hint_of,
     numel_of,
     rule_of_function,
     rule_of_method,
@@ -181,7 +182,7 @@ def example_of(argument: Any) -> Any:
     if an earlier module had another.
     """
     value = argument.meta.get("example_value") if isinstance(argument, fx.Node) else argument
-    return value.node.hint if isinstance(value, torch.SymFloat) else value
+    return hint_of(value) if isinstance(value, torch.SymFloat) else value
 
 
 def output_factor(node: fx.Node, *, mult: float = 1.0) -> float | None:

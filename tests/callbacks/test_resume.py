@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -25,9 +25,8 @@ from tests.callbacks.runs import (
     run,
     unit_scale_of,
 )
+from tests.distributed.launch import codes_of_ranks
 from tests.helpers import assert_same_bits
-
-ROOT = Path(__file__).parents[2]
 
 
 class Module(Evaluated):
@@ -79,27 +78,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], dict[str
     return outputs, weights, folder
 
 
-_SCRIPT = """
-import os, signal, sys, warnings
-from pathlib import Path
-import lightning.pytorch as pl
-import torch
-warnings.simplefilter("ignore")
-torch.set_num_threads(1)
-from tests.callbacks.runs import ARRANGEMENTS
-from tests.callbacks.test_resume import train
-
-class Killed(pl.Callback):
-    def on_train_batch_start(self, trainer, module, batch, batch_idx):
-        if trainer.global_step == 23:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-for how in sys.argv[1:]:
-    if not os.fork():  # nothing has run yet that has threads
-        train([*ARRANGEMENTS[how](), Killed()], 40, Path(how))
-    _, status = os.wait()
-    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
-"""
 _KILLED = ("both", "both, all")
 
 
@@ -107,15 +85,9 @@ _KILLED = ("both", "both, all")
 def killed_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with one for each process that was killed at step 23."""
     folder = tmp_path_factory.mktemp("killed")
-    done = subprocess.run(
-        [sys.executable, "-c", _SCRIPT, *_KILLED],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        timeout=250,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
+    for how in _KILLED:
+        codes, output = codes_of_ranks("tests.callbacks.killed_run", folder, how, num_ranks=1)
+        assert codes == [-signal.SIGKILL], output
     return folder
 
 
@@ -214,16 +186,20 @@ def test_what_was_loaded_is_what_is_saved() -> None:
     assert resumed.gauge.state() == gauge
 
 
-def test_load_from_checkpoint_in_a_process_that_has_not_this_package(killed: Any) -> None:
+@pytest.mark.slow
+def test_load_from_checkpoint_in_a_process_that_has_not_this_package(killed_runs: Path) -> None:
     # Loading imports nothing of this package: its state is made of plain types.
     script = (
         "import sys, torch; sys.modules['lightning_unitscale'] = None\n"
-        f"print(len(torch.load({str(killed[1])!r}, weights_only=True)['state_dict']))"
+        "for path in sys.argv[1:]:\n"
+        "    print(len(torch.load(path, weights_only=True)['state_dict']))"
     )
+    paths = [str(killed_runs / how / "step=20.ckpt") for how in _KILLED]
     done = subprocess.run(
-        [sys.executable, "-c", script], timeout=60, capture_output=True, text=True
+        [sys.executable, "-c", script, *paths], timeout=60, capture_output=True, text=True
     )
-    assert done.stdout.strip().isdecimal(), done.stderr
+    counts = done.stdout.split()
+    assert len(counts) == len(paths) and all(map(str.isdecimal, counts)), done.stderr
 
 
 @pytest.mark.parametrize("entry", ["validate", "test"])

@@ -222,17 +222,16 @@ def test_other_optimizers(optimizer: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("depth", ["products", "all"])
-def test_300_steps(depth: str) -> None:
-    for optimizer in (adamw, momentum):
-        found, callbacks = assert_same_run(
-            lambda optimizer=optimizer: Regression(optimizer),
-            lambda: [*ARRANGEMENTS["monitor"](), UnitScaleCallback(depth=depth)],
-            max_steps=300,
-            gradient_clip_val=1.0,
-        )
-        assert len(found.outputs) == 300
-        assert len(monitor_of(callbacks).snapshots) == 100
+@pytest.mark.parametrize(("depth", "optimizer"), [("products", adamw), ("all", momentum)])
+def test_300_steps(depth: str, optimizer: Any) -> None:
+    found, callbacks = assert_same_run(
+        lambda: Regression(optimizer),
+        lambda: [*ARRANGEMENTS["monitor"](), UnitScaleCallback(depth=depth)],
+        max_steps=300,
+        gradient_clip_val=1.0,
+    )
+    assert len(found.outputs) == 300
+    assert len(monitor_of(callbacks).snapshots) == 100
 
 
 @pytest.mark.parametrize("executor_options", [{"compile": True}])

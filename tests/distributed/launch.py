@@ -28,6 +28,7 @@ ROOT = Path(__file__).parents[2]
 _PRELOADED = [
     "lightning.pytorch",
     "torch._dynamo",
+    "torch._inductor.compile_fx",
     "torch.distributed.pipelining",
     "examples.gpt",
     "lightning_unitscale",

@@ -19,15 +19,15 @@ import torch.nn.functional as F
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
+from torch.autograd.profiler import profile
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader
 
 from lightning_unitscale import RematCallback
 from tests.callbacks.runs import QUIET, Rows
 from tests.distributed.launch import quiet_rank
 from tests.distributed.memory_run import through_files
-from tests.profiler.oracles import storage_bytes
+from tests.profiler.oracles import bytes_allocated, storage_bytes
 
 NUM_STEPS = 6
 # Of the module, of the Trainer, and of the data.
@@ -133,10 +133,8 @@ class LastPeak(pl.Callback):
         trainer.optimizers[0].zero_grad()
         state = [value for each in trainer.optimizers[0].state.values() for value in each.values()]
         self._before = storage_bytes([*pl_module.parameters(), *state, batch])
-        self._profile = profile(
-            activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
-        )
-        self._profile.start()
+        self._profile = profile(profile_memory=True)
+        self._profile.__enter__()
 
     def on_train_batch_end(
         self,
@@ -148,14 +146,8 @@ class LastPeak(pl.Callback):
     ) -> None:
         if batch_idx != self.last:
             return
-        self._profile.stop()
-        events = self._profile.profiler.kineto_results.events()
-        live = top = 0
-        for event in sorted(events, key=lambda event: event.start_ns()):
-            if event.name() == "[memory]":
-                live += event.nbytes()
-                top = max(top, live)
-        self.peak = self._before + top
+        self._profile.__exit__(None, None, None)
+        self.peak = self._before + bytes_allocated(self._profile)[0]
 
 
 def train(folder: Path, setting: str, name: str, budget: Any) -> int | None:

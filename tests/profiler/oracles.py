@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.profiler import profile
 from torch.distributed.tensor import DTensor
-from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_leaves
 
 
@@ -45,18 +45,19 @@ def measured_peak(
     gc.collect()
     state = [] if optimizer is None else list(optimizer.state.values())
     before = storage_bytes(tree_leaves([*module.parameters(), *module.buffers(), inputs, state]))
-    with profile(
-        activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
-    ) as profiled:
+    with profile(profile_memory=True) as profiled:
         step()
-    events = [
-        event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"
-    ]
+    return before + bytes_allocated(profiled)[0]
+
+
+def bytes_allocated(profiled: profile) -> tuple[int, int]:
+    """The most bytes alive at once of those that were allocated meanwhile, and those at its end."""
+    events = [event for event in profiled.kineto_results.events() if event.name() == "[memory]"]
     live = top = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
         live += event.nbytes()
         top = max(top, live)
-    return before + top
+    return top, live
 
 
 def measured_saved(

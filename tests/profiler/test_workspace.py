@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_unitscale.profiler.workspace import workspace_bytes
+from tests.profiler.oracles import bytes_allocated
 
 aten = torch.ops.aten
 # The formulas are those of kernels for vectors of 512 bits.
@@ -22,18 +23,11 @@ def _allocated(function: Callable[[], object]) -> int:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        with torch.profiler.profile(
-            activities=activities, profile_memory=True, acc_events=True
-        ) as profile:
+        with torch.autograd.profiler.profile(profile_memory=True) as profiled:
             result = function()
     finally:
         torch.set_num_threads(threads)
-    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
-    alive = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        alive += event.nbytes()
-        peak = max(peak, alive)
+    peak, alive = bytes_allocated(profiled)
     del result
     return peak - alive
 

@@ -19,10 +19,10 @@ from typing_extensions import override
 from lightning_unitscale import __version__
 from lightning_unitscale.callbacks import ScaleMonitor
 from lightning_unitscale.callbacks.steps import step_arguments
+from lightning_unitscale.cli.profiled import ProfiledJob, profiled_job
 from lightning_unitscale.patching import nothing
 from lightning_unitscale.pipeline.explain import explain_step
 from lightning_unitscale.profiler import DeviceType, profile_graph
-from lightning_unitscale.strategies.profiled import ProfiledJob, profiled_job
 from lightning_unitscale.tensorboard.report import main as report_command
 
 # What a shell reports for a program that Ctrl-C ended.
