@@ -61,6 +61,8 @@ def op_name(node: fx.Node) -> str:
         name = "constant"
     else:
         name = getattr(node.target, "__name__", str(node.target))
+    # Dynamo's own forms of methods of distributed tensors (torch 2.11).
+    name = name.removeprefix("prim_").removeprefix("prim ")
     return name.split(".")[0].strip("_") or name
 
 

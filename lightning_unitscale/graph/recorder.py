@@ -124,7 +124,7 @@ def stored_elements(tensor: Tensor) -> Tensor:
     for which all ranks have to ask.
     """
     if _is_distributed(tensor) and any(p.is_partial() for p in tensor.placements):  # type: ignore[attr-defined]
-        with torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():
             tensor = tensor.full_tensor()  # type: ignore[attr-defined]
     tensor = local_part(tensor)
     if tensor.is_sparse:

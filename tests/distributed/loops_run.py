@@ -113,6 +113,7 @@ SPREADS = {
     "fsdp-offloaded": partial(_fsdp, offload_policy=CPUOffloadPolicy(pin_memory=False)),
     "fsdp1": _fsdp1,
     "tensor": _tensor,
+    "whole": lambda module, mesh: module,
     "hsdp": _hsdp,
     "fsdp-tensor": lambda module, mesh: _fsdp(_tensor(module, mesh), mesh),
 }
@@ -167,7 +168,7 @@ def train(folder: Path, run: str) -> None:
     rank = int(os.environ["LOCAL_RANK"])
     callbacks = (METHODS | _REFUSED)[method]()
     # Ranks that share a tensor have the same batch.
-    seed = {"tensor": 0, "fsdp-tensor": rank // 2}.get(spread, rank)
+    seed = {"tensor": 0, "whole": 0, "fsdp-tensor": rank // 2}.get(spread, rank)
     batches = zoo.batches(name, NUM_STEPS * NUM_ACCUMULATED, seed)
     try:
         with _counting_collectives() as counts:
