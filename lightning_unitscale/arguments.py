@@ -31,8 +31,11 @@ def check_count(name: str, value: object) -> None:
     Raises:
         ValueError: With the argument's name and value.
     """
-    if not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name}={value!r}: expected a whole number of at least 1.")
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(
+            f"{name}={value!r}: not a count; expected a whole number of at least 1; "
+            f"pass {name}=1 or more."
+        )
 
 
 def check_flag(name: str, value: object) -> None:

@@ -253,7 +253,7 @@ def test_an_unknown_option_is_named(tiny: list[str], capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize(
     ("option", "expected"),
     [("schedule=1F2B", r"^schedule='1F2B': expected one of GPipe, 1F1B"),
-     ("num_microbatches=0", r"^num_microbatches=0: expected a whole number")],
+     ("num_microbatches=0", r"^num_microbatches=0: not a count; expected a whole number")],
 )  # fmt: skip
 def test_a_strategy_that_is_wrong_is_one_clear_error(
     tiny: list[str], option: str, expected: str

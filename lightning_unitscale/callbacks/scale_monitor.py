@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_unitscale.arguments import check_choice
+from lightning_unitscale.arguments import check_choice, check_count
 from lightning_unitscale.callbacks.alerts import OnViolation, ScaleAlerts, ScaleViolation
 from lightning_unitscale.callbacks.distributed import (
     is_distributed,
@@ -127,15 +127,7 @@ class ScaleMonitor(StepsCallback):
     ) -> None:
         super().__init__()
         self._remember(locals())
-        if (
-            isinstance(every_n_steps, bool)
-            or not isinstance(every_n_steps, int)
-            or every_n_steps < 1
-        ):
-            raise ValueError(
-                f"every_n_steps={every_n_steps!r}: not a number of steps; expected an integer of "
-                "at least 1; pass every_n_steps=50."
-            )
+        check_count("every_n_steps", every_n_steps)
         if not isinstance(histograms, bool) and histograms != "exact":
             raise ValueError(
                 f"histograms={histograms!r}: no such choice; expected True, False or 'exact'; "

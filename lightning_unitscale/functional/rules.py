@@ -53,8 +53,13 @@ class ScaleRule:
             ``mult`` among them is the RMS of the first argument where it is not 1: the operation
             is then seen as one of that argument divided by ``mult``, whose gradient (``mult``
             times the argument's own) is what the first argument's factor is for.
-        kind: ``"linear"`` maps are homogeneous in each tensor argument; a ``"loss"`` keeps its
-            forward value and has the factor of its gradient only.
+        kind: What rules and the unit-scaled form make of it. ``"linear"``: homogeneous in each
+            tensor argument, so that another RMS of the input is one of the output; ``"sum"`` of two
+            tensors as well. ``"activation"``: not homogeneous, elementwise or nearly so; it takes
+            ``mult``, and by rules u-muP's. ``"normalization"``: its output is at RMS 1 for any
+            input. ``"loss"``: keeps its forward value and has the factor of its gradient only.
+            ``"other"``: none of these, such as a variance; the RMS of its input goes into
+            ``factors`` as ``mult``.
         reference: Paper section or equation, or how it was derived.
         weights: Parameters whose gradient is summed over the batch. The second operand of a
             product may be a weight too: only the caller knows.

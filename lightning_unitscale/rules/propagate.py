@@ -19,7 +19,6 @@ from lightning_unitscale.rules.flow import (
     added_tensors,
     example_of,
     handed_on,
-    is_softmax,
     made_rms,
     numel,
     output_factor,
@@ -200,7 +199,7 @@ class Scales:
         if not rms:
             return None, f"{rule.name} of a tensor of unknown scale"
         # Of a homogeneous map the scale goes through; of another it is part of the function.
-        is_homogeneous = rule.kind != "activation" and not is_softmax(node)
+        is_homogeneous = rule.kind in {"linear", "sum"}
         try:
             factor = output_factor(node, mult=1.0 if is_homogeneous else rms * mult)
         except RULE_ERRORS as error:

@@ -7,6 +7,7 @@ import pytest
 
 from lightning_unitscale.scales.tensor_statistics import fraction_from_counts
 from lightning_unitscale.tensorboard.report import BAD, STOPS, ZERO, write_report
+from lightning_unitscale.tensorboard.responses import SHOWN_FORMATS
 from tests.browser.conftest import STEPS
 from tests.tensorboard.runs import NAMES, snapshot, unit_scaled, with_nan, write
 from tests.tensorboard.test_plugin import STATIC
@@ -14,7 +15,7 @@ from tests.tensorboard.test_plugin import STATIC
 pytestmark = pytest.mark.browser
 
 FRAME = "/data/plugin_entry.html?name=scales"
-FORMATS = ("FP16", "BF16", "E4M3FN", "E5M2")
+FORMATS = tuple(item.name for item in SHOWN_FORMATS)
 
 
 @pytest.fixture
@@ -139,7 +140,8 @@ def table(page):
 
 def test_the_shift_slider_moves_fractions_and_bands(dashboard):
     dashboard.click_cell(0, row=3, column=3)
-    dashboard.settle("document.querySelectorAll('.fractions tbody tr').length === 4")
+    rows = "document.querySelectorAll('.fractions tbody tr').length"
+    dashboard.settle(f"{rows} === {len(FORMATS)}")
     counts = snapshot(STEPS[3]).exponent_counts()[3]
     band = "Number(document.querySelector('.band.normal').getAttribute('x'))"
     places = []

@@ -57,6 +57,17 @@ def test_activations_are_predicted(function: Between, on_unknown: str) -> None:
     assert 1 / factor == pytest.approx(_moment(function), rel=0.01)
 
 
+@pytest.mark.parametrize("number", [0.1, 1.0, 10.0])
+def test_what_is_not_homogeneous_is_predicted_at_the_scale_of_its_input(number: float) -> None:
+    def function(x: Tensor) -> Tensor:
+        return F.local_response_norm((x * number).unsqueeze(-1), 5, alpha=1.0).squeeze(-1)
+
+    _, factor = _between(function, on_unknown="keep")
+    channels = torch.randn(100_000, W, generator=torch.Generator().manual_seed(3))
+    # The rule takes the mean square of the neighbours for 1, and not for a random number.
+    assert 1 / factor == pytest.approx(float(function(channels).square().mean().sqrt()), rel=0.2)
+
+
 def _gelu(x: Tensor) -> Tensor:
     return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
 

@@ -20,6 +20,7 @@ from lightning_unitscale.scales.violations import first_nonfinite
 from lightning_unitscale.tensorboard import plugin as plugin_module
 from lightning_unitscale.tensorboard.history import kept_steps, merge_orders, read_run
 from lightning_unitscale.tensorboard.plugin import SAMPLES, STATIC_FILES, ScalesLoader
+from lightning_unitscale.tensorboard.responses import SHOWN_FORMATS
 from lightning_unitscale.tensorboard.writer import ScaleWriter
 from tests.tensorboard.runs import LAYOUT, NAMES, snapshot, unit_scaled, with_nan, write
 
@@ -89,7 +90,7 @@ def test_runs(client):
         ("scaled", {"forward": 20, "backward": 20}),
     ]
     assert all(one["started"] > 1.6e9 for one in answer["runs"])
-    assert [one["name"] for one in answer["formats"]] == ["FP16", "BF16", "E4M3FN", "E5M2"]
+    assert [one["name"] for one in answer["formats"]] == [item.name for item in SHOWN_FORMATS]
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
