@@ -11,15 +11,15 @@ from typing import Any, Self
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_unitscale.capture.steps import LIGHTNING_STEPS
 from lightning_unitscale.loops.hooks import (
     attachment_of,
     called,
     on_optimizers,
+    stepping_optimizers,
     through,
-    torch_optimizers,
     unwrapped,
 )
 from lightning_unitscale.loops.loggers import checked_loggers
@@ -35,6 +35,7 @@ def attach(
     optimizer: Any = None,
     callbacks: LoopCallback | Iterable[LoopCallback] = (),
     *,
+    methods: str | Iterable[str] = (),
     log_dir: str | Path | None = None,
     loggers: Any = (),
     scaler: Any = None,
@@ -48,10 +49,12 @@ def attach(
     Args:
         module: The module, as it is called: after ``DistributedDataParallel``, ``fully_shard`` or
             ``accelerator.prepare``.
-        optimizer: Whose steps end a training step, one or several; by default every optimizer that
-            has a parameter of the module.
+        optimizer: Whose steps end a training step, one or several; by default every optimizer of
+            torch that has a parameter of the module. One that is none of torch's has to be given.
         callbacks: One or several: ``UnitScaleCallback`` at the dispatcher (lossless, simulated
             formats, FP8), ``ScaleMonitor``.
+        methods: Names of other methods of the module that the loop calls: calls of these are calls
+            of the module too. Those of a LightningModule's steps are known.
         log_dir: Folder of TensorBoard's event files, for ``ScaleMonitor``.
         loggers: What ``ScaleMonitor`` writes to as well, one or several: a logger of Lightning or
             Fabric, a ``SummaryWriter``, a run of W&B, Trackio or MLflow.
@@ -75,7 +78,15 @@ def attach(
         ...         optimizer.step()
         ...         optimizer.zero_grad()
     """
-    return Attachment(module, optimizer, callbacks, log_dir=log_dir, loggers=loggers, scaler=scaler)
+    return Attachment(
+        module,
+        optimizer,
+        callbacks,
+        methods=methods,
+        log_dir=log_dir,
+        loggers=loggers,
+        scaler=scaler,
+    )
 
 
 class Attachment(Loop):
@@ -98,6 +109,7 @@ class Attachment(Loop):
         optimizer: Any,
         callbacks: LoopCallback | Iterable[LoopCallback],
         *,
+        methods: str | Iterable[str] = (),
         log_dir: str | Path | None = None,
         loggers: Any = (),
         scaler: Any = None,
@@ -113,26 +125,28 @@ class Attachment(Loop):
                 f"module={type(module).__name__}: callbacks are attached to it already; expected "
                 "all of them in one call; pass them together, or detach() the others first."
             )
-        self.steps = (called(self.module),)
-        self._optimizers = None if optimizer is None else torch_optimizers(optimizer)
+        self.steps = (called(self.module), *_other_methods(self.module, methods))
+        self._optimizers = None if optimizer is None else stepping_optimizers(optimizer)
         self._callbacks: list[LoopCallback] = []
         self._scaler = scaler
         self._log_dir = log_dir
         self._loggers = checked_loggers(loggers)
         self._writer: Any = None
+        # Whether a call of the module is running, which may call it again by another method.
+        self._is_called = False
         # Whether the module has been called in training since the last step.
         self._is_in_batch = False
         # Optimizer steps before the first call: a step or two may make the optimizer's state.
         self._num_idle_steps = 0
         # The optimizer whose step is under way and ends a training step.
-        self._stepping: Optimizer | None = None
+        self._stepping: Any = None
         self._call: StepCaller | None = None
         # What is undone at the end, the calls of the module first.
         self._attached, self._forward = ExitStack(), ExitStack()
         self._is_attached = True
         with ExitStack() as undo:
             undo.callback(self._close)
-            self._attached.callback(on_optimizers(self).close)
+            self._attached.callback(on_optimizers(self, self._optimizers or ()).close)
             self._forward.enter_context(through(self))
             given = (callbacks,) if isinstance(callbacks, LoopCallback) else callbacks
             for callback in given:
@@ -233,6 +247,8 @@ class Attachment(Loop):
         """Leave module and torch as they were; may be called more than once."""
         try:
             if self._is_attached:
+                if self._is_in_batch and not self.step_index:
+                    self._warn_of_no_step()
                 for callback in self._callbacks:
                     callback.finish()
         finally:
@@ -258,6 +274,15 @@ class Attachment(Loop):
             args: Positional arguments.
             kwargs: Keyword arguments.
         """
+        if self._is_called:
+            return forward(*args, **kwargs)
+        self._is_called = True
+        try:
+            return self._run(forward, args, kwargs)
+        finally:
+            self._is_called = False
+
+    def _run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
         if not (self.module.training and torch.is_grad_enabled()):
             for callback in self._callbacks:
                 callback.begin_evaluation(_EVALUATION)
@@ -277,7 +302,7 @@ class Attachment(Loop):
             callback.begin_backward(loss)
         return result
 
-    def before_step(self, optimizer: Optimizer) -> None:
+    def before_step(self, optimizer: Any) -> None:
         """An optimizer begins its step: the gradients are there."""
         if self._is_in_batch and self._ends_with(optimizer):
             self._stepping = optimizer
@@ -288,7 +313,7 @@ class Attachment(Loop):
             if self._num_idle_steps == _IDLE_STEPS:
                 self._warn_of_no_call()
 
-    def after_step(self, optimizer: Optimizer) -> None:
+    def after_step(self, optimizer: Any) -> None:
         """An optimizer has stepped."""
         if self._stepping is not optimizer:
             return
@@ -298,7 +323,7 @@ class Attachment(Loop):
         for callback in self._callbacks:
             callback.end_batch()
 
-    def _ends_with(self, optimizer: Optimizer) -> bool:
+    def _ends_with(self, optimizer: Any) -> bool:
         if self._optimizers is not None:
             return any(optimizer is known for known in self._optimizers)
         own = {id(param) for param in self.module.parameters()}
@@ -312,8 +337,18 @@ class Attachment(Loop):
             f"module={name}: an optimizer has stepped {_IDLE_STEPS} times, and no call of the "
             "module was seen, so that callbacks have done nothing. Expected calls of the module "
             "that was given; if it was compiled or wrapped afterwards, attach what is called; if "
-            "the loop calls another method of it than forward, call the module instead.",
+            "the loop calls another method of it than forward, name that in attach(..., methods=).",
             stacklevel=5,
+        )
+
+    def _warn_of_no_step(self) -> None:
+        name = type(self.module).__name__
+        warnings.warn(
+            f"module={name}: it was called in training, and no step of an optimizer was seen, so "
+            "that callbacks have seen no training step. Expected steps of an optimizer of torch "
+            "with parameters of the module, or of the one that is given; pass the one whose step() "
+            "the loop calls as attach(module, optimizer, ...).",
+            stacklevel=4,
         )
 
     def _close(self) -> None:
@@ -323,6 +358,19 @@ class Attachment(Loop):
         if self._writer is not None:
             self._writer.close()
             self._writer = None
+
+
+def _other_methods(module: nn.Module, methods: str | Iterable[str]) -> Iterator[str]:
+    """Names of what a loop calls beside the module itself: steps of a LightningModule too."""
+    names = (methods,) if isinstance(methods, str) else tuple(methods)
+    for name in names:
+        if not callable(getattr(module, name, None)):
+            raise ValueError(
+                f"methods={methods!r}: {type(module).__name__} has no method {name!r}; expected "
+                "names of methods that the loop calls; correct the name."
+            )
+    steps = (name for name in LIGHTNING_STEPS if callable(getattr(module, name, None)))
+    return (name for name in dict.fromkeys((*steps, *names)) if name != "forward")
 
 
 def attach_in_fabric(callback: LoopCallback, fabric: Any, module: Any) -> Attachment:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -29,11 +30,13 @@ def unwrapped(module: nn.Module) -> nn.Module:
     return module
 
 
-def torch_optimizers(optimizer: Any) -> list[Optimizer]:
-    """The torch optimizers of one or several, which other packages may have wrapped.
+def stepping_optimizers(optimizer: Any) -> list[Any]:
+    """The optimizers that step, of one or several, which other packages may have wrapped.
+
+    Torch's own where there are any; else what has a ``step``.
 
     Raises:
-        TypeError: If one of them is none.
+        TypeError: If one of them has none.
     """
     given = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
     found = []
@@ -41,17 +44,38 @@ def torch_optimizers(optimizer: Any) -> list[Optimizer]:
         inner = item
         while not isinstance(inner, Optimizer) and hasattr(inner, "optimizer"):
             inner = inner.optimizer
-        if not isinstance(inner, Optimizer):
+        if isinstance(inner, Optimizer):
+            found.append(getattr(inner, "optimizer", inner))
+        elif callable(getattr(item, "step", None)):
+            found.append(item)
+        else:
             raise TypeError(
-                f"optimizer={item!r}: no torch.optim.Optimizer; expected one, or several in a "
-                "list; leave it out for every optimizer with parameters of the module."
+                f"optimizer={item!r}: it has no step(); expected an optimizer, or several in a "
+                "list; leave it out for every optimizer of torch with parameters of the module."
             )
-        found.append(getattr(inner, "optimizer", inner))
     return found
 
 
+class _Step(StandIn):
+    """Stands in for the ``step`` of an optimizer that is none of torch's, which has no hooks."""
+
+    def __init__(self, attachment: Attachment, optimizer: Any) -> None:
+        super().__init__(optimizer.step)
+        self._attachment = weakref.ref(attachment)
+        self._optimizer = optimizer
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        attachment = self._attachment()
+        if attachment is None:
+            return self._method(*args, **kwargs)
+        attachment.before_step(self._optimizer)
+        result = self._method(*args, **kwargs)
+        attachment.after_step(self._optimizer)
+        return result
+
+
 class _Forward(StandIn):
-    """Stands in for the ``forward`` of an attached module, or for its compiled call."""
+    """Stands in for what a loop calls of an attached module, such as its ``forward``."""
 
     def __init__(self, attachment: Attachment, method: Any) -> None:
         super().__init__(method)
@@ -70,13 +94,18 @@ def called(module: nn.Module) -> str:
 
 def through(attachment: Attachment) -> AbstractContextManager[None]:
     """Within this context calls of the module go through the attachment."""
-    (name,) = attachment.steps
-    method = _Forward(attachment, getattr(attachment.module, name))
-    return shadowed(attachment.module, **{name: method})
+    module = attachment.module
+    methods = {name: _Forward(attachment, getattr(module, name)) for name in attachment.steps}
+    return shadowed(module, **methods)
 
 
-def on_optimizers(attachment: Attachment) -> ExitStack:
-    """Tell an attachment of the steps of all optimizers, until what is returned is closed."""
+def on_optimizers(attachment: Attachment, optimizers: Iterable[Any]) -> ExitStack:
+    """Tell an attachment of optimizers' steps, until what is returned is closed.
+
+    Args:
+        attachment: The attachment.
+        optimizers: Whose steps it is told of beside those of all optimizers of torch.
+    """
     known = weakref.ref(attachment)
 
     def before(optimizer: Optimizer, *_: Any) -> None:
@@ -90,6 +119,9 @@ def on_optimizers(attachment: Attachment) -> ExitStack:
     handles = ExitStack()
     handles.callback(register_optimizer_step_pre_hook(before).remove)
     handles.callback(register_optimizer_step_post_hook(after).remove)
+    for optimizer in optimizers:
+        if not isinstance(optimizer, Optimizer):
+            handles.enter_context(shadowed(optimizer, step=_Step(attachment, optimizer)))
     # A module that is gone has nobody left to detach it.
     weakref.finalize(attachment, handles.close).atexit = False
     return handles

@@ -287,9 +287,77 @@ def test_what_is_called_is_not_what_is_attached() -> None:
             train(compiled, optimizer, batches(3), parts=1)
 
 
+class LossNet(Net):
+    """What the loop calls is no ``forward``."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self(x), y) + F.cross_entropy(self.down(x.repeat(1, 2)), y)
+
+
+def test_another_method_than_forward() -> None:
+    results = []
+    for methods in ((), "loss"):
+        torch.manual_seed(3)
+        model = LossNet()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        units, monitor = callbacks = METHODS["both"]()
+        losses = []
+        with attach(model, optimizer, callbacks if methods else (), methods=methods):
+            for x, y in batches(3):
+                losses.append(model.loss(x, y))
+                losses[-1].backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        assert not {"forward", "loss"} & vars(model).keys()
+        results.append((losses, model.state_dict()))
+    assert_same_bits(*results)
+    # Three products, two of which ask for gradients of weights only.
+    assert units.coverage.num_in_units == units.coverage.num_products == 7
+    assert [snapshot.step for snapshot in monitor.snapshots] == [0, 2]
+    assert {"up.linear", "down.linear", "down.linear_1"} <= set(monitor.snapshots[-1].names)
+
+
+class Descent:
+    """An optimizer that is none of torch's."""
+
+    def __init__(self, params: Iterator[nn.Parameter]) -> None:
+        self.params = list(params)
+
+    def step(self) -> None:
+        with torch.no_grad():
+            for param in self.params:
+                param.sub_(0.01 * param.grad)
+
+    def zero_grad(self) -> None:
+        for param in self.params:
+            param.grad = None
+
+
+def test_an_optimizer_that_is_not_torchs() -> None:
+    results = []
+    for callbacks in ([], METHODS["both"]()):
+        model, _ = new()
+        optimizer = Descent(model.parameters())
+        with attach(model, optimizer, callbacks) as attachment:
+            results.append((train(model, optimizer, batches()), model.state_dict()))
+        assert attachment.step_index == NUM_STEPS
+        assert "step" not in vars(optimizer)
+    assert_same_bits(*results)
+    assert [snapshot.step for snapshot in callbacks[1].snapshots] == [0, 2, 4]
+
+
+def test_an_optimizer_that_nobody_names() -> None:
+    model, _ = new()
+    attachment = attach(model, None, METHODS["both"]())
+    train(model, Descent(model.parameters()), batches(1))
+    with pytest.warns(UserWarning, match=r"module=Net: .* no step of an optimizer was seen"):
+        attachment.detach()
+
+
 BAD = {
     "module": (lambda m, o: attach("m"), TypeError, "module='m'"),
     "optimizer": (lambda m, o: attach(m, "sgd"), TypeError, "optimizer='sgd'"),
+    "methods": (lambda m, o: attach(m, o, methods=["loss"]), ValueError, "no method 'loss'"),
     "callbacks": (lambda m, o: attach(m, o, ["x"]), TypeError, "callbacks='x'"),
     "twice": (
         lambda m, o: attach(m, o, [ScaleMonitor(), ScaleMonitor()]),
