@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -13,14 +12,15 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from lightning_unitscale.capture.steps import LIGHTNING_STEPS
 from lightning_unitscale.loops.hooks import (
     attachment_of,
-    called,
+    called_methods,
     on_optimizers,
     stepping_optimizers,
     through,
     unwrapped,
+    warn_of_no_call,
+    warn_of_no_step,
 )
 from lightning_unitscale.loops.loggers import checked_loggers
 from lightning_unitscale.loops.loop import Loop, LoopCallback, StepCaller, rank, world_size
@@ -43,8 +43,9 @@ def attach(
     """Let callbacks work on a module in a training loop of any kind.
 
     A training step is what the module's calls in training mode compute, with their backward passes,
-    until an optimizer steps that has parameters of the module; calls in evaluation mode, or without
-    gradients, are an evaluation. The loop itself has to tell nothing.
+    until an optimizer steps that has parameters of the module; calls of a closure, within the step,
+    are of that step. Calls in evaluation mode, or without gradients, are an evaluation. The loop
+    itself has to tell nothing.
 
     Args:
         module: The module, as it is called: after ``DistributedDataParallel``, ``fully_shard`` or
@@ -125,7 +126,7 @@ class Attachment(Loop):
                 f"module={type(module).__name__}: callbacks are attached to it already; expected "
                 "all of them in one call; pass them together, or detach() the others first."
             )
-        self.steps = (called(self.module), *_other_methods(self.module, methods))
+        self.steps = called_methods(self.module, methods)
         self._optimizers = None if optimizer is None else stepping_optimizers(optimizer)
         self._callbacks: list[LoopCallback] = []
         self._scaler = scaler
@@ -248,7 +249,7 @@ class Attachment(Loop):
         try:
             if self._is_attached:
                 if self._is_in_batch and not self.step_index:
-                    self._warn_of_no_step()
+                    warn_of_no_step(self.module)
                 for callback in self._callbacks:
                     callback.finish()
         finally:
@@ -302,19 +303,32 @@ class Attachment(Loop):
             callback.begin_backward(loss)
         return result
 
-    def before_step(self, optimizer: Any) -> None:
-        """An optimizer begins its step: the gradients are there."""
-        if self._is_in_batch and self._ends_with(optimizer):
-            self._stepping = optimizer
-            for callback in self._callbacks:
-                callback.end_backward()
-        elif not self.step_index and self._num_idle_steps < _IDLE_STEPS:
-            self._num_idle_steps += self._ends_with(optimizer)
-            if self._num_idle_steps == _IDLE_STEPS:
-                self._warn_of_no_call()
+    def before_step(self, optimizer: Any, *, has_closure: bool = False) -> None:
+        """An optimizer begins its step: the gradients are there, unless a closure makes them.
 
-    def after_step(self, optimizer: Any) -> None:
-        """An optimizer has stepped."""
+        Args:
+            optimizer: The optimizer.
+            has_closure: Whether it is given one, which calls the module within the step.
+        """
+        if has_closure or not self._ends_with(optimizer):
+            return
+        if self._is_in_batch:
+            self._end_backward(optimizer)
+        else:
+            self._count_idle()
+
+    def after_step(self, optimizer: Any, *, has_closure: bool = False) -> None:
+        """An optimizer has stepped.
+
+        Args:
+            optimizer: The optimizer.
+            has_closure: Whether it was given a closure.
+        """
+        if has_closure and self._ends_with(optimizer):
+            if self._is_in_batch:
+                self._end_backward(optimizer)
+            else:
+                self._count_idle()
         if self._stepping is not optimizer:
             return
         self._stepping = None
@@ -322,6 +336,17 @@ class Attachment(Loop):
         self.step_index += 1
         for callback in self._callbacks:
             callback.end_batch()
+
+    def _end_backward(self, optimizer: Any) -> None:
+        self._stepping = optimizer
+        for callback in self._callbacks:
+            callback.end_backward()
+
+    def _count_idle(self) -> None:
+        if not self.step_index and self._num_idle_steps < _IDLE_STEPS:
+            self._num_idle_steps += 1
+            if self._num_idle_steps == _IDLE_STEPS:
+                warn_of_no_call(self.module, _IDLE_STEPS)
 
     def _ends_with(self, optimizer: Any) -> bool:
         if self._optimizers is not None:
@@ -331,26 +356,6 @@ class Attachment(Loop):
             id(param) in own for group in optimizer.param_groups for param in group["params"]
         )
 
-    def _warn_of_no_call(self) -> None:
-        name = type(self.module).__name__
-        warnings.warn(
-            f"module={name}: an optimizer has stepped {_IDLE_STEPS} times, and no call of the "
-            "module was seen, so that callbacks have done nothing. Expected calls of the module "
-            "that was given; if it was compiled or wrapped afterwards, attach what is called; if "
-            "the loop calls another method of it than forward, name that in attach(..., methods=).",
-            stacklevel=5,
-        )
-
-    def _warn_of_no_step(self) -> None:
-        name = type(self.module).__name__
-        warnings.warn(
-            f"module={name}: it was called in training, and no step of an optimizer was seen, so "
-            "that callbacks have seen no training step. Expected steps of an optimizer of torch "
-            "with parameters of the module, or of the one that is given; pass the one whose step() "
-            "the loop calls as attach(module, optimizer, ...).",
-            stacklevel=4,
-        )
-
     def _close(self) -> None:
         self._is_attached = False
         self._forward.close()
@@ -358,19 +363,6 @@ class Attachment(Loop):
         if self._writer is not None:
             self._writer.close()
             self._writer = None
-
-
-def _other_methods(module: nn.Module, methods: str | Iterable[str]) -> Iterator[str]:
-    """Names of what a loop calls beside the module itself: steps of a LightningModule too."""
-    names = (methods,) if isinstance(methods, str) else tuple(methods)
-    for name in names:
-        if not callable(getattr(module, name, None)):
-            raise ValueError(
-                f"methods={methods!r}: {type(module).__name__} has no method {name!r}; expected "
-                "names of methods that the loop calls; correct the name."
-            )
-    steps = (name for name in LIGHTNING_STEPS if callable(getattr(module, name, None)))
-    return (name for name in dict.fromkeys((*steps, *names)) if name != "forward")
 
 
 def attach_in_fabric(callback: LoopCallback, fabric: Any, module: Any) -> Attachment:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, ExitStack
@@ -16,6 +17,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from lightning_unitscale.capture.steps import LIGHTNING_STEPS
 from lightning_unitscale.patching import StandIn, shadowed
 
 if TYPE_CHECKING:
@@ -56,6 +58,11 @@ def stepping_optimizers(optimizer: Any) -> list[Any]:
     return found
 
 
+def _has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an optimizer's step was given a closure."""
+    return callable(args[0] if args else kwargs.get("closure"))
+
+
 class _Step(StandIn):
     """Stands in for the ``step`` of an optimizer that is none of torch's, which has no hooks."""
 
@@ -68,9 +75,10 @@ class _Step(StandIn):
         attachment = self._attachment()
         if attachment is None:
             return self._method(*args, **kwargs)
-        attachment.before_step(self._optimizer)
+        has_closure = _has_closure(args, kwargs)
+        attachment.before_step(self._optimizer, has_closure=has_closure)
         result = self._method(*args, **kwargs)
-        attachment.after_step(self._optimizer)
+        attachment.after_step(self._optimizer, has_closure=has_closure)
         return result
 
 
@@ -92,6 +100,24 @@ def called(module: nn.Module) -> str:
     return "forward" if module._compiled_call_impl is None else "_compiled_call_impl"
 
 
+def called_methods(module: nn.Module, methods: str | Iterable[str]) -> tuple[str, ...]:
+    """Names of what a loop calls: the module, steps of a LightningModule, and other methods.
+
+    Raises:
+        ValueError: If the module has no such method.
+    """
+    names = (methods,) if isinstance(methods, str) else tuple(methods)
+    for name in names:
+        if not callable(getattr(module, name, None)):
+            raise ValueError(
+                f"methods={methods!r}: {type(module).__name__} has no method {name!r}; expected "
+                "names of methods that the loop calls; correct the name."
+            )
+    steps = (name for name in LIGHTNING_STEPS if callable(getattr(module, name, None)))
+    others = (name for name in dict.fromkeys((*steps, *names)) if name != "forward")
+    return called(module), *others
+
+
 def through(attachment: Attachment) -> AbstractContextManager[None]:
     """Within this context calls of the module go through the attachment."""
     module = attachment.module
@@ -108,13 +134,14 @@ def on_optimizers(attachment: Attachment, optimizers: Iterable[Any]) -> ExitStac
     """
     known = weakref.ref(attachment)
 
-    def before(optimizer: Optimizer, *_: Any) -> None:
+    # Torch hands over all that the step was given, the optimizer first.
+    def before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if (attachment := known()) is not None:
-            attachment.before_step(optimizer)
+            attachment.before_step(optimizer, has_closure=_has_closure(args[1:], kwargs))
 
-    def after(optimizer: Optimizer, *_: Any) -> None:
+    def after(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if (attachment := known()) is not None:
-            attachment.after_step(optimizer)
+            attachment.after_step(optimizer, has_closure=_has_closure(args[1:], kwargs))
 
     handles = ExitStack()
     handles.callback(register_optimizer_step_pre_hook(before).remove)
@@ -131,3 +158,30 @@ def attachment_of(module: nn.Module) -> Attachment | None:
     """What callbacks work in that are attached to a module."""
     forward = vars(module).get(called(module))
     return forward.attachment if isinstance(forward, _Forward) else None
+
+
+def warn_of_no_call(module: nn.Module, num_steps: int) -> None:
+    """Warn that an optimizer steps, and nothing that it learns from was seen.
+
+    Args:
+        module: The attached module.
+        num_steps: How often it has stepped.
+    """
+    warnings.warn(
+        f"module={type(module).__name__}: an optimizer has stepped {num_steps} times, and no call "
+        "of the module was seen, so that callbacks have done nothing. Expected calls of the module "
+        "that was given; if it was compiled or wrapped afterwards, attach what is called; if "
+        "the loop calls another method of it than forward, name that in attach(..., methods=).",
+        stacklevel=6,
+    )
+
+
+def warn_of_no_step(module: nn.Module) -> None:
+    """Warn that a module was called in training, and no optimizer has stepped."""
+    warnings.warn(
+        f"module={type(module).__name__}: it was called in training, and no step of an optimizer "
+        "was seen, so that callbacks have seen no training step. Expected steps of an optimizer of "
+        "torch with parameters of the module, or of the one that is given; pass the one whose "
+        "step() the loop calls as attach(module, optimizer, ...).",
+        stacklevel=4,
+    )
