@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from .entry_point import EntryPoint, Trained, given
 
-_VOCABULARY = 64
+VOCABULARY = 64
 
 
 def litgpt_pretrain(callbacks: list[Any], folder: Path) -> Trained:
@@ -25,7 +25,7 @@ def litgpt_pretrain(callbacks: list[Any], folder: Path) -> Trained:
 
     class Tokens(DataModule):
         def connect(self, **_: Any) -> None:
-            self.rows = torch.randint(_VOCABULARY, (48, 33))
+            self.rows = torch.randint(VOCABULARY, (48, 33))
 
         def train_dataloader(self) -> DataLoader[Any]:
             return DataLoader(self.rows[:40], batch_size=2)
@@ -39,7 +39,7 @@ def litgpt_pretrain(callbacks: list[Any], folder: Path) -> Trained:
     # With a checkpoint it saves the arguments of its command line.
     sys.argv = ["litgpt", "tiny"]
     config = Config(
-        block_size=32, vocab_size=_VOCABULARY, padded_vocab_size=_VOCABULARY, n_layer=2, n_head=4,
+        block_size=32, vocab_size=VOCABULARY, padded_vocab_size=VOCABULARY, n_layer=2, n_head=4,
         n_query_groups=2, n_embd=64, intermediate_size=128, norm_class_name="RMSNorm",
         mlp_class_name="LLaMAMLP", rotary_percentage=1.0, bias=False, parallel_residual=False,
     )  # fmt: skip
@@ -73,7 +73,7 @@ def litgpt_pretrain(callbacks: list[Any], folder: Path) -> Trained:
     return Trained(model, losses)
 
 
-_SENTENCES = tuple(
+SENTENCES = tuple(
     f"the {kind} {thing} is {state}"
     for kind in ("small", "old", "red", "quiet")
     for thing in ("house", "river", "engine", "garden")
@@ -81,13 +81,13 @@ _SENTENCES = tuple(
 )
 
 
-def _tokenizer() -> Any:
+def tokenizer() -> Any:
     """One token for each word."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     special = ["[PAD]", "[UNK]", "[EOS]"]
-    words = sorted({word for sentence in _SENTENCES for word in sentence.split()})
+    words = sorted({word for sentence in SENTENCES for word in sentence.split()})
     vocabulary = {word: index for index, word in enumerate([*special, *words])}
     inner = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
     inner.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -97,22 +97,22 @@ def _tokenizer() -> Any:
     )  # fmt: skip
 
 
-def _hugging_face(callbacks: list[Any]) -> dict[str, list[Any]]:
+def hugging_face(callbacks: list[Any]) -> dict[str, list[Any]]:
     from lightning_unitscale import HFCallback
 
     return {"callbacks": [HFCallback(callbacks)]} if callbacks else {}
 
 
-def _sentence_encoder(folder: Path) -> Any:
+def sentence_encoder(folder: Path) -> Any:
     from sentence_transformers import SentenceTransformer, models
     from transformers import BertConfig, BertModel
 
     config = BertConfig(
-        vocab_size=_VOCABULARY, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
         intermediate_size=64, max_position_embeddings=32,
     )  # fmt: skip
     BertModel(config).save_pretrained(folder / "bert")
-    _tokenizer().save_pretrained(folder / "bert")
+    tokenizer().save_pretrained(folder / "bert")
     words = models.Transformer(str(folder / "bert"))
     return SentenceTransformer(modules=[words, models.Pooling(32)], device="cpu")
 
@@ -125,8 +125,8 @@ def sentence_transformers(callbacks: list[Any], folder: Path) -> Trained:
         losses,
     )
 
-    model = _sentence_encoder(folder)
-    rows = Dataset.from_dict({"anchor": _SENTENCES, "positive": _SENTENCES[::-1]})
+    model = sentence_encoder(folder)
+    rows = Dataset.from_dict({"anchor": SENTENCES, "positive": SENTENCES[::-1]})
     trainer = SentenceTransformerTrainer(
         model=model,
         args=SentenceTransformerTrainingArguments(
@@ -136,10 +136,10 @@ def sentence_transformers(callbacks: list[Any], folder: Path) -> Trained:
         train_dataset=rows,
         eval_dataset=rows.select(range(16)),
         loss=losses.MultipleNegativesRankingLoss(model),
-        **_hugging_face(callbacks),
+        **hugging_face(callbacks),
     )  # fmt: skip
     trainer.train()
-    return Trained(model, [_losses(trainer), model.encode(list(_SENTENCES[:4]))])
+    return Trained(model, [losses_of(trainer), model.encode(list(SENTENCES[:4]))])
 
 
 def trl_sft(callbacks: list[Any], folder: Path) -> Trained:
@@ -148,10 +148,10 @@ def trl_sft(callbacks: list[Any], folder: Path) -> Trained:
     from trl import SFTConfig, SFTTrainer
 
     config = LlamaConfig(
-        vocab_size=_VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
     )  # fmt: skip
-    rows = Dataset.from_dict({"text": _SENTENCES})
+    rows = Dataset.from_dict({"text": SENTENCES})
     trainer = SFTTrainer(
         model=LlamaForCausalLM(config),
         args=SFTConfig(
@@ -161,11 +161,11 @@ def trl_sft(callbacks: list[Any], folder: Path) -> Trained:
         ),
         train_dataset=rows,
         eval_dataset=rows.select(range(16)),
-        processing_class=_tokenizer(),
-        **_hugging_face(callbacks),
+        processing_class=tokenizer(),
+        **hugging_face(callbacks),
     )  # fmt: skip
     trainer.train()
-    return Trained(trainer.model, _losses(trainer))
+    return Trained(trainer.model, losses_of(trainer))
 
 
 def setfit(callbacks: list[Any], folder: Path) -> Trained:
@@ -173,22 +173,22 @@ def setfit(callbacks: list[Any], folder: Path) -> Trained:
     from setfit import SetFitModel, Trainer, TrainingArguments
     from sklearn.linear_model import LogisticRegression
 
-    model = SetFitModel(model_body=_sentence_encoder(folder), model_head=LogisticRegression())
-    labels = [int(sentence.endswith("empty")) for sentence in _SENTENCES]
+    model = SetFitModel(model_body=sentence_encoder(folder), model_head=LogisticRegression())
+    labels = [int(sentence.endswith("empty")) for sentence in SENTENCES]
     trainer = Trainer(
         model=model,
         args=TrainingArguments(
             output_dir=str(folder), batch_size=8, max_steps=20, logging_steps=1, report_to="none",
         ),
-        train_dataset=Dataset.from_dict({"text": _SENTENCES, "label": labels}),
-        **_hugging_face(callbacks),
+        train_dataset=Dataset.from_dict({"text": SENTENCES, "label": labels}),
+        **hugging_face(callbacks),
     )  # fmt: skip
     trainer.train()
-    losses = _losses(trainer.st_trainer)
-    return Trained(model.model_body, [losses, model.predict_proba(list(_SENTENCES[:8]))])
+    found = losses_of(trainer.st_trainer)
+    return Trained(model.model_body, [found, model.predict_proba(list(SENTENCES[:8]))])
 
 
-def _losses(trainer: Any) -> Any:
+def losses_of(trainer: Any) -> Any:
     """What a Hugging Face Trainer has logged, without its times."""
     return [
         {name: row[name] for name in row if "runtime" not in name and "_per_" not in name}

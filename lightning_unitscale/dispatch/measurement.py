@@ -83,6 +83,7 @@ class Measurement:
         forward: RMS of operands, by their names in the gauge.
         backward: RMS of arriving gradients, by the names of their products.
         outside: Those whose RMS has left [1/4, 4] in the units in force, with that RMS.
+            What several calls of a product read is one tensor, which has one unit.
         products: Product by product.
     """
 
@@ -112,7 +113,7 @@ class SentMeasurement:
             return None
         self._read()
         true: dict[str, dict[int, float]] = {}
-        outside: dict[str, float] = {}
+        units: dict[str, int] = {}
         for product in products:
             for name, extent, unit in zip(
                 product.names, product.extents, product.log2_units, strict=True
@@ -121,10 +122,15 @@ class SentMeasurement:
                     continue
                 # One tensor read by several backward products is measured once.
                 true.setdefault(name, {})[id(extent)] = extent.rms
-                stored = 0.0 if unit is None else math.ldexp(extent.rms, -unit)
-                if stored > 0.0 and not LOW <= stored <= HIGH:
-                    outside[name] = stored
+                if unit is not None:
+                    units[name] = unit
         joint = {name: combined_rms([*of_name.values()]) for name, of_name in true.items()}
+        stored = {
+            name: math.ldexp(joint[name], -unit) for name, unit in units.items() if name in joint
+        }
+        outside = {
+            name: rms for name, rms in stored.items() if rms > 0.0 and not LOW <= rms <= HIGH
+        }
         gradients = {product.site.name for product in products}
         return Measurement(
             {name: rms for name, rms in joint.items() if name not in gradients},

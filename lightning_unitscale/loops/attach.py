@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -11,16 +10,17 @@ from typing import Any, Self
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_unitscale.loops.hooks import (
     attachment_of,
-    called,
+    called_methods,
     on_optimizers,
+    stepping_optimizers,
     through,
-    torch_optimizers,
     unwrapped,
+    warn_of_no_call,
+    warn_of_no_step,
 )
 from lightning_unitscale.loops.loggers import checked_loggers
 from lightning_unitscale.loops.loop import Loop, LoopCallback, StepCaller, rank, world_size
@@ -35,6 +35,7 @@ def attach(
     optimizer: Any = None,
     callbacks: LoopCallback | Iterable[LoopCallback] = (),
     *,
+    methods: str | Iterable[str] = (),
     log_dir: str | Path | None = None,
     loggers: Any = (),
     scaler: Any = None,
@@ -42,16 +43,19 @@ def attach(
     """Let callbacks work on a module in a training loop of any kind.
 
     A training step is what the module's calls in training mode compute, with their backward passes,
-    until an optimizer steps that has parameters of the module; calls in evaluation mode, or without
-    gradients, are an evaluation. The loop itself has to tell nothing.
+    until an optimizer steps that has parameters of the module; calls of a closure, within the step,
+    are of that step. Calls in evaluation mode, or without gradients, are an evaluation. The loop
+    itself has to tell nothing.
 
     Args:
         module: The module, as it is called: after ``DistributedDataParallel``, ``fully_shard`` or
             ``accelerator.prepare``.
-        optimizer: Whose steps end a training step, one or several; by default every optimizer that
-            has a parameter of the module.
+        optimizer: Whose steps end a training step, one or several; by default every optimizer of
+            torch that has a parameter of the module. One that is none of torch's has to be given.
         callbacks: One or several: ``UnitScaleCallback`` at the dispatcher (lossless, simulated
             formats, FP8), ``ScaleMonitor``.
+        methods: Names of other methods of the module that the loop calls: calls of these are calls
+            of the module too. Those of a LightningModule's steps are known.
         log_dir: Folder of TensorBoard's event files, for ``ScaleMonitor``.
         loggers: What ``ScaleMonitor`` writes to as well, one or several: a logger of Lightning or
             Fabric, a ``SummaryWriter``, a run of W&B, Trackio or MLflow.
@@ -75,7 +79,15 @@ def attach(
         ...         optimizer.step()
         ...         optimizer.zero_grad()
     """
-    return Attachment(module, optimizer, callbacks, log_dir=log_dir, loggers=loggers, scaler=scaler)
+    return Attachment(
+        module,
+        optimizer,
+        callbacks,
+        methods=methods,
+        log_dir=log_dir,
+        loggers=loggers,
+        scaler=scaler,
+    )
 
 
 class Attachment(Loop):
@@ -98,6 +110,7 @@ class Attachment(Loop):
         optimizer: Any,
         callbacks: LoopCallback | Iterable[LoopCallback],
         *,
+        methods: str | Iterable[str] = (),
         log_dir: str | Path | None = None,
         loggers: Any = (),
         scaler: Any = None,
@@ -113,26 +126,28 @@ class Attachment(Loop):
                 f"module={type(module).__name__}: callbacks are attached to it already; expected "
                 "all of them in one call; pass them together, or detach() the others first."
             )
-        self.steps = (called(self.module),)
-        self._optimizers = None if optimizer is None else torch_optimizers(optimizer)
+        self.steps = called_methods(self.module, methods)
+        self._optimizers = None if optimizer is None else stepping_optimizers(optimizer)
         self._callbacks: list[LoopCallback] = []
         self._scaler = scaler
         self._log_dir = log_dir
         self._loggers = checked_loggers(loggers)
         self._writer: Any = None
+        # Whether a call of the module is running, which may call it again by another method.
+        self._is_called = False
         # Whether the module has been called in training since the last step.
         self._is_in_batch = False
         # Optimizer steps before the first call: a step or two may make the optimizer's state.
         self._num_idle_steps = 0
         # The optimizer whose step is under way and ends a training step.
-        self._stepping: Optimizer | None = None
+        self._stepping: Any = None
         self._call: StepCaller | None = None
         # What is undone at the end, the calls of the module first.
         self._attached, self._forward = ExitStack(), ExitStack()
         self._is_attached = True
         with ExitStack() as undo:
             undo.callback(self._close)
-            self._attached.callback(on_optimizers(self).close)
+            self._attached.callback(on_optimizers(self, self._optimizers or ()).close)
             self._forward.enter_context(through(self))
             given = (callbacks,) if isinstance(callbacks, LoopCallback) else callbacks
             for callback in given:
@@ -233,6 +248,8 @@ class Attachment(Loop):
         """Leave module and torch as they were; may be called more than once."""
         try:
             if self._is_attached:
+                if self._is_in_batch and not self.step_index:
+                    warn_of_no_step(self.module)
                 for callback in self._callbacks:
                     callback.finish()
         finally:
@@ -258,6 +275,15 @@ class Attachment(Loop):
             args: Positional arguments.
             kwargs: Keyword arguments.
         """
+        if self._is_called:
+            return forward(*args, **kwargs)
+        self._is_called = True
+        try:
+            return self._run(forward, args, kwargs)
+        finally:
+            self._is_called = False
+
+    def _run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
         if not (self.module.training and torch.is_grad_enabled()):
             for callback in self._callbacks:
                 callback.begin_evaluation(_EVALUATION)
@@ -277,19 +303,32 @@ class Attachment(Loop):
             callback.begin_backward(loss)
         return result
 
-    def before_step(self, optimizer: Optimizer) -> None:
-        """An optimizer begins its step: the gradients are there."""
-        if self._is_in_batch and self._ends_with(optimizer):
-            self._stepping = optimizer
-            for callback in self._callbacks:
-                callback.end_backward()
-        elif not self.step_index and self._num_idle_steps < _IDLE_STEPS:
-            self._num_idle_steps += self._ends_with(optimizer)
-            if self._num_idle_steps == _IDLE_STEPS:
-                self._warn_of_no_call()
+    def before_step(self, optimizer: Any, *, has_closure: bool = False) -> None:
+        """An optimizer begins its step: the gradients are there, unless a closure makes them.
 
-    def after_step(self, optimizer: Optimizer) -> None:
-        """An optimizer has stepped."""
+        Args:
+            optimizer: The optimizer.
+            has_closure: Whether it is given one, which calls the module within the step.
+        """
+        if has_closure or not self._ends_with(optimizer):
+            return
+        if self._is_in_batch:
+            self._end_backward(optimizer)
+        else:
+            self._count_idle()
+
+    def after_step(self, optimizer: Any, *, has_closure: bool = False) -> None:
+        """An optimizer has stepped.
+
+        Args:
+            optimizer: The optimizer.
+            has_closure: Whether it was given a closure.
+        """
+        if has_closure and self._ends_with(optimizer):
+            if self._is_in_batch:
+                self._end_backward(optimizer)
+            else:
+                self._count_idle()
         if self._stepping is not optimizer:
             return
         self._stepping = None
@@ -298,22 +337,23 @@ class Attachment(Loop):
         for callback in self._callbacks:
             callback.end_batch()
 
-    def _ends_with(self, optimizer: Optimizer) -> bool:
+    def _end_backward(self, optimizer: Any) -> None:
+        self._stepping = optimizer
+        for callback in self._callbacks:
+            callback.end_backward()
+
+    def _count_idle(self) -> None:
+        if not self.step_index and self._num_idle_steps < _IDLE_STEPS:
+            self._num_idle_steps += 1
+            if self._num_idle_steps == _IDLE_STEPS:
+                warn_of_no_call(self.module, _IDLE_STEPS)
+
+    def _ends_with(self, optimizer: Any) -> bool:
         if self._optimizers is not None:
             return any(optimizer is known for known in self._optimizers)
         own = {id(param) for param in self.module.parameters()}
         return any(
             id(param) in own for group in optimizer.param_groups for param in group["params"]
-        )
-
-    def _warn_of_no_call(self) -> None:
-        name = type(self.module).__name__
-        warnings.warn(
-            f"module={name}: an optimizer has stepped {_IDLE_STEPS} times, and no call of the "
-            "module was seen, so that callbacks have done nothing. Expected calls of the module "
-            "that was given; if it was compiled or wrapped afterwards, attach what is called; if "
-            "the loop calls another method of it than forward, call the module instead.",
-            stacklevel=5,
         )
 
     def _close(self) -> None:

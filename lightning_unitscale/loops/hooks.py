@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +17,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from lightning_unitscale.capture.steps import LIGHTNING_STEPS
 from lightning_unitscale.patching import StandIn, shadowed
 
 if TYPE_CHECKING:
@@ -29,11 +32,13 @@ def unwrapped(module: nn.Module) -> nn.Module:
     return module
 
 
-def torch_optimizers(optimizer: Any) -> list[Optimizer]:
-    """The torch optimizers of one or several, which other packages may have wrapped.
+def stepping_optimizers(optimizer: Any) -> list[Any]:
+    """The optimizers that step, of one or several, which other packages may have wrapped.
+
+    Torch's own where there are any; else what has a ``step``.
 
     Raises:
-        TypeError: If one of them is none.
+        TypeError: If one of them has none.
     """
     given = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
     found = []
@@ -41,17 +46,44 @@ def torch_optimizers(optimizer: Any) -> list[Optimizer]:
         inner = item
         while not isinstance(inner, Optimizer) and hasattr(inner, "optimizer"):
             inner = inner.optimizer
-        if not isinstance(inner, Optimizer):
+        if isinstance(inner, Optimizer):
+            found.append(getattr(inner, "optimizer", inner))
+        elif callable(getattr(item, "step", None)):
+            found.append(item)
+        else:
             raise TypeError(
-                f"optimizer={item!r}: no torch.optim.Optimizer; expected one, or several in a "
-                "list; leave it out for every optimizer with parameters of the module."
+                f"optimizer={item!r}: it has no step(); expected an optimizer, or several in a "
+                "list; leave it out for every optimizer of torch with parameters of the module."
             )
-        found.append(getattr(inner, "optimizer", inner))
     return found
 
 
+def _has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an optimizer's step was given a closure."""
+    return callable(args[0] if args else kwargs.get("closure"))
+
+
+class _Step(StandIn):
+    """Stands in for the ``step`` of an optimizer that is none of torch's, which has no hooks."""
+
+    def __init__(self, attachment: Attachment, optimizer: Any) -> None:
+        super().__init__(optimizer.step)
+        self._attachment = weakref.ref(attachment)
+        self._optimizer = optimizer
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        attachment = self._attachment()
+        if attachment is None:
+            return self._method(*args, **kwargs)
+        has_closure = _has_closure(args, kwargs)
+        attachment.before_step(self._optimizer, has_closure=has_closure)
+        result = self._method(*args, **kwargs)
+        attachment.after_step(self._optimizer, has_closure=has_closure)
+        return result
+
+
 class _Forward(StandIn):
-    """Stands in for the ``forward`` of an attached module, or for its compiled call."""
+    """Stands in for what a loop calls of an attached module, such as its ``forward``."""
 
     def __init__(self, attachment: Attachment, method: Any) -> None:
         super().__init__(method)
@@ -68,28 +100,55 @@ def called(module: nn.Module) -> str:
     return "forward" if module._compiled_call_impl is None else "_compiled_call_impl"
 
 
+def called_methods(module: nn.Module, methods: str | Iterable[str]) -> tuple[str, ...]:
+    """Names of what a loop calls: the module, steps of a LightningModule, and other methods.
+
+    Raises:
+        ValueError: If the module has no such method.
+    """
+    names = (methods,) if isinstance(methods, str) else tuple(methods)
+    for name in names:
+        if not callable(getattr(module, name, None)):
+            raise ValueError(
+                f"methods={methods!r}: {type(module).__name__} has no method {name!r}; expected "
+                "names of methods that the loop calls; correct the name."
+            )
+    steps = (name for name in LIGHTNING_STEPS if callable(getattr(module, name, None)))
+    others = (name for name in dict.fromkeys((*steps, *names)) if name != "forward")
+    return called(module), *others
+
+
 def through(attachment: Attachment) -> AbstractContextManager[None]:
     """Within this context calls of the module go through the attachment."""
-    (name,) = attachment.steps
-    method = _Forward(attachment, getattr(attachment.module, name))
-    return shadowed(attachment.module, **{name: method})
+    module = attachment.module
+    methods = {name: _Forward(attachment, getattr(module, name)) for name in attachment.steps}
+    return shadowed(module, **methods)
 
 
-def on_optimizers(attachment: Attachment) -> ExitStack:
-    """Tell an attachment of the steps of all optimizers, until what is returned is closed."""
+def on_optimizers(attachment: Attachment, optimizers: Iterable[Any]) -> ExitStack:
+    """Tell an attachment of optimizers' steps, until what is returned is closed.
+
+    Args:
+        attachment: The attachment.
+        optimizers: Whose steps it is told of beside those of all optimizers of torch.
+    """
     known = weakref.ref(attachment)
 
-    def before(optimizer: Optimizer, *_: Any) -> None:
+    # Torch hands over all that the step was given, the optimizer first.
+    def before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if (attachment := known()) is not None:
-            attachment.before_step(optimizer)
+            attachment.before_step(optimizer, has_closure=_has_closure(args[1:], kwargs))
 
-    def after(optimizer: Optimizer, *_: Any) -> None:
+    def after(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if (attachment := known()) is not None:
-            attachment.after_step(optimizer)
+            attachment.after_step(optimizer, has_closure=_has_closure(args[1:], kwargs))
 
     handles = ExitStack()
     handles.callback(register_optimizer_step_pre_hook(before).remove)
     handles.callback(register_optimizer_step_post_hook(after).remove)
+    for optimizer in optimizers:
+        if not isinstance(optimizer, Optimizer):
+            handles.enter_context(shadowed(optimizer, step=_Step(attachment, optimizer)))
     # A module that is gone has nobody left to detach it.
     weakref.finalize(attachment, handles.close).atexit = False
     return handles
@@ -99,3 +158,30 @@ def attachment_of(module: nn.Module) -> Attachment | None:
     """What callbacks work in that are attached to a module."""
     forward = vars(module).get(called(module))
     return forward.attachment if isinstance(forward, _Forward) else None
+
+
+def warn_of_no_call(module: nn.Module, num_steps: int) -> None:
+    """Warn that an optimizer steps, and nothing that it learns from was seen.
+
+    Args:
+        module: The attached module.
+        num_steps: How often it has stepped.
+    """
+    warnings.warn(
+        f"module={type(module).__name__}: an optimizer has stepped {num_steps} times, and no call "
+        "of the module was seen, so that callbacks have done nothing. Expected calls of the module "
+        "that was given; if it was compiled or wrapped afterwards, attach what is called; if "
+        "the loop calls another method of it than forward, name that in attach(..., methods=).",
+        stacklevel=6,
+    )
+
+
+def warn_of_no_step(module: nn.Module) -> None:
+    """Warn that a module was called in training, and no optimizer has stepped."""
+    warnings.warn(
+        f"module={type(module).__name__}: it was called in training, and no step of an optimizer "
+        "was seen, so that callbacks have seen no training step. Expected steps of an optimizer of "
+        "torch with parameters of the module, or of the one that is given; pass the one whose "
+        "step() the loop calls as attach(module, optimizer, ...).",
+        stacklevel=4,
+    )

@@ -209,6 +209,24 @@ def test_accumulated_batches_are_one_look() -> None:
     assert abs(callback.gauge.pair("first.linear:input").log2_sigma - math.log2(first)) < 1
 
 
+def test_a_batch_of_another_scale_asks_for_no_units() -> None:
+    """What accumulated batches read is one tensor, whose units fit as long as its RMS stays."""
+
+    def in_turns(self: Any, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        return self.loss((x * 2.0**-8 if batch_idx % 2 else x, y))
+
+    callback = UnitScaleCallback()
+    run(
+        regression_with(in_turns),
+        [callback],
+        accumulate_grad_batches=2,
+        max_steps=9,
+        data=lambda: loader(72),
+    )
+    assert "first.linear:input at RMS" not in callback.explain()
+
+
 class Counted(Evaluated):
     """Counts how often its steps run."""
 

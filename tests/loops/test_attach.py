@@ -290,6 +290,7 @@ def test_what_is_called_is_not_what_is_attached() -> None:
 BAD = {
     "module": (lambda m, o: attach("m"), TypeError, "module='m'"),
     "optimizer": (lambda m, o: attach(m, "sgd"), TypeError, "optimizer='sgd'"),
+    "methods": (lambda m, o: attach(m, o, methods=["loss"]), ValueError, "no method 'loss'"),
     "callbacks": (lambda m, o: attach(m, o, ["x"]), TypeError, "callbacks='x'"),
     "twice": (
         lambda m, o: attach(m, o, [ScaleMonitor(), ScaleMonitor()]),

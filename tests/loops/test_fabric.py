@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
+import torch
 import torch.nn.functional as F
 from lightning.fabric import Fabric
 from lightning.fabric.loggers import CSVLogger, TensorBoardLogger
@@ -13,7 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import Tensor
 
 from tests.helpers import assert_same_bits
-from tests.loops.loops import NUM_STEPS, batches, new
+from tests.loops.loops import NUM_STEPS, Net, batches, new
 from tests.loops.methods import METHODS
 
 
@@ -68,6 +70,39 @@ def test_two_models(precision: str, is_compiled: bool, tmp_path: Path) -> None:
                 assert tags["scalars"]
         attachment.detach()
         assert "forward" not in vars(attachment.module)
+
+
+class Stepping(pl.LightningModule):
+    """Fabric's loop calls its step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.cross_entropy(self.net(batch[0]), batch[1])
+
+
+def test_the_steps_of_a_lightning_module() -> None:
+    results = []
+    for callbacks in ([], METHODS["both"]()):
+        torch.manual_seed(3)
+        fabric = Fabric(accelerator="cpu", devices=1, callbacks=callbacks)
+        fabric.launch()
+        module = Stepping()
+        model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
+        for index, batch in enumerate(batches(3)):
+            fabric.backward(model.training_step(batch, index))
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(model.state_dict())
+    assert_same_bits(*results)
+    (attachment,) = callbacks[0].attachments
+    units, monitor = attachment.callbacks
+    assert units.coverage.num_in_units == units.coverage.num_products == 5
+    assert [snapshot.step for snapshot in monitor.snapshots] == [0, 2]
+    assert "net.up.linear" in monitor.snapshots[-1].names
+    attachment.detach()
 
 
 def test_a_model_that_callbacks_are_not_told_of() -> None:

@@ -1,0 +1,130 @@
+"""What a loop calls, and whose steps: other methods than forward, closures, other optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_unitscale import attach
+from tests.helpers import assert_same_bits
+from tests.loops.loops import NUM_STEPS, Net, batches, new
+from tests.loops.methods import METHODS
+
+
+class LossNet(Net):
+    """What the loop calls is no ``forward``."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self(x), y) + F.cross_entropy(self.down(x.repeat(1, 2)), y)
+
+
+def test_another_method_than_forward() -> None:
+    results = []
+    for methods in ((), "loss"):
+        torch.manual_seed(3)
+        model = LossNet()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        units, monitor = callbacks = METHODS["both"]()
+        losses = []
+        with attach(model, optimizer, callbacks if methods else (), methods=methods):
+            for x, y in batches(3):
+                losses.append(model.loss(x, y))
+                losses[-1].backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        assert not {"forward", "loss"} & vars(model).keys()
+        results.append((losses, model.state_dict()))
+    assert_same_bits(*results)
+    # Three products, two of which ask for gradients of weights only.
+    assert units.coverage.num_in_units == units.coverage.num_products == 7
+    assert [snapshot.step for snapshot in monitor.snapshots] == [0, 2]
+    assert {"up.linear", "down.linear", "down.linear_1"} <= set(monitor.snapshots[-1].names)
+
+
+class Descent:
+    """An optimizer that is none of torch's."""
+
+    def __init__(self, params: Iterator[nn.Parameter]) -> None:
+        self.params = list(params)
+
+    def step(self) -> None:
+        with torch.no_grad():
+            for param in self.params:
+                param.sub_(0.01 * param.grad)
+
+    def zero_grad(self) -> None:
+        for param in self.params:
+            param.grad = None
+
+
+def descend(model: nn.Module, optimizer: Descent) -> list[Tensor]:
+    losses = []
+    for x, y in batches():
+        losses.append(F.cross_entropy(model(x), y))
+        losses[-1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def test_an_optimizer_that_is_not_torchs() -> None:
+    results = []
+    for callbacks in ([], METHODS["both"]()):
+        model, _ = new()
+        optimizer = Descent(model.parameters())
+        with attach(model, optimizer, callbacks) as attachment:
+            results.append((descend(model, optimizer), model.state_dict()))
+        assert attachment.step_index == NUM_STEPS
+        assert "step" not in vars(optimizer)
+    assert_same_bits(*results)
+    assert [snapshot.step for snapshot in callbacks[1].snapshots] == [0, 2, 4]
+
+
+def minimize(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    losses = []
+
+    def closure(x: Tensor, y: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        losses.append(F.cross_entropy(model(x), y))
+        losses[-1].backward()
+        return losses[-1].detach()
+
+    for x, y in batches(3):
+        optimizer.step(partial(closure, x, y))
+    return losses
+
+
+def test_closures() -> None:
+    """Calls within a step are of that step."""
+    results = []
+    for callbacks in ([], METHODS["both"]()):
+        model, _ = new()
+        optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
+        with attach(model, optimizer, callbacks) as attachment:
+            results.append((minimize(model, optimizer), model.state_dict()))
+        assert attachment.step_index == 3
+    assert_same_bits(*results)
+    assert [snapshot.step for snapshot in callbacks[1].snapshots] == [0, 2]
+
+
+def test_closures_that_do_not_call_the_module() -> None:
+    model, optimizer = new()
+    other = nn.Linear(16, 16)
+    with (
+        attach(model, optimizer, METHODS["both"]()),
+        pytest.warns(UserWarning, match="stepped 3 times, and no call of the module was seen"),
+    ):
+        minimize(other, optimizer)
+
+
+def test_an_optimizer_that_nobody_names() -> None:
+    model, _ = new()
+    attachment = attach(model, None, METHODS["both"]())
+    descend(model, Descent(model.parameters()))
+    with pytest.warns(UserWarning, match=r"module=Net: .* no step of an optimizer was seen"):
+        attachment.detach()
