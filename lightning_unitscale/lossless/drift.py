@@ -129,7 +129,7 @@ class SentDrift:
         """The numbers, which are waited for."""
         left = iter(self._copy.numbers().view(-1, self._width).tolist())
         true: dict[Direction, dict[str, list[float]]] = {"forward": {}, "backward": {}}
-        outside: dict[str, float] = {}
+        stored: dict[tuple[Direction, str], list[float]] = {}
         shares: list[Shares] = []
         for call in self._calls:
             count = len(call.record.forward)
@@ -139,14 +139,19 @@ class SentDrift:
                     if not math.isfinite(rms) or rms <= 0.0:
                         continue
                     true[direction].setdefault(name, []).append(math.ldexp(rms, exponent))
-                    if not LOW <= rms <= HIGH:
-                        outside[name] = rms
-                    elif lost:
+                    stored.setdefault((direction, name), []).append(rms)
+                    if lost and LOW <= rms <= HIGH:
                         shares.append((direction, name, lost))
         forward, backward = (
             {name: combined_rms(values) for name, values in values_of.items()}
             for values_of in true.values()
         )
+        # What several calls of a graph measure is one tensor, which has one unit.
+        outside = {
+            name: joint
+            for (_, name), values in stored.items()
+            if not LOW <= (joint := combined_rms(values)) <= HIGH
+        }
         return Drift(forward, backward, outside, unrepresentable_among(shares))
 
 

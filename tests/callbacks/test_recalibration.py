@@ -209,14 +209,15 @@ def test_accumulated_batches_are_one_look() -> None:
     assert abs(callback.gauge.pair("first.linear:input").log2_sigma - math.log2(first)) < 1
 
 
-def test_a_batch_of_another_scale_asks_for_no_units() -> None:
+@pytest.mark.parametrize("depth", ["products", "all"])
+def test_a_batch_of_another_scale_asks_for_no_units(depth: Any) -> None:
     """What accumulated batches read is one tensor, whose units fit as long as its RMS stays."""
 
     def in_turns(self: Any, batch: Any, batch_idx: int) -> Any:
         x, y = batch
         return self.loss((x * 2.0**-8 if batch_idx % 2 else x, y))
 
-    callback = UnitScaleCallback()
+    callback = UnitScaleCallback(depth=depth)
     run(
         regression_with(in_turns),
         [callback],
