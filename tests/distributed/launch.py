@@ -36,6 +36,7 @@ _PRELOADED = [
     "lightning_unitscale.pipeline",
     "lightning_unitscale.remat",
     "lightning_unitscale.strategies",
+    "tests.distributed.preloaded",
 ]
 _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload(_PRELOADED)
