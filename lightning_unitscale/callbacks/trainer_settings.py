@@ -20,6 +20,7 @@ from lightning_unitscale.optim.learning_rates import (
     check_group,
     scale_learning_rates,
 )
+from lightning_unitscale.optim.rate_notes import rate_notes
 from lightning_unitscale.patching import shadowed
 
 if TYPE_CHECKING:
@@ -103,8 +104,8 @@ def scale_optimizers(
         for step in steps:
             step.remove()
         raise
-    for step in steps:
-        for note in step.notes:
+    for optimizer in trainer.optimizers:
+        for note in rate_notes(_unwrapped(optimizer), infos, lr_scaling):
             rank_zero_info(f"UnitScaleCallback: {note}")
     return steps
 

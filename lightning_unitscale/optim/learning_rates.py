@@ -24,7 +24,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -77,8 +76,6 @@ class ParameterInfo:
 
 Method = Literal["match", "u-mup"]
 METHODS = ("match", "u-mup")
-# More than this share of a weight in every step is a decay that was meant for AdamW's convention.
-_LARGE_DECAY = 2.0**-8
 
 
 @dataclass(frozen=True)
@@ -232,51 +229,6 @@ def u_mup_rate(info: ParameterInfo) -> float:
     return depth * float(_positive(info, _SIZES[info.role]) ** -0.5)
 
 
-def rate_notes(
-    optimizer: Optimizer, infos: Mapping[Tensor, ParameterInfo], method: Method
-) -> list[str]:
-    """Sentences for the user on the rates of an optimizer; none if all is as expected.
-
-    Args:
-        optimizer: One whose groups passed ``check_group``.
-        infos: Role and scale of each parameter.
-        method: ``"match"`` or ``"u-mup"``.
-    """
-    name = type(optimizer).__name__
-    parameters = [param for group in optimizer.param_groups for param in group["params"]]
-    notes = []
-    if family_of(optimizer) is Family.LINEAR and method == "match":
-        notes.append(
-            f"lr_scaling='match': the steps of {name} are as large as the gradient, which unit "
-            "scaling changes, so no rate makes them what they were; it gets the rates of u-muP, "
-            "and its learning rate wants tuning."
-        )
-    if isinstance(optimizer, torch.optim.RAdam):
-        notes.append(
-            f"{name}: its first steps are not normalized, and with gradients at unit scale they "
-            "are as large as later ones; give them a warm-up."
-        )
-    notes += [
-        f"{info.fqn}: tied to a second role; its rate is that of its role {info.role.value!r}."
-        for info in (infos[param] for param in parameters if param in infos)
-        if info.is_tied
-    ]
-    decays = [float(group.get("weight_decay") or 0.0) for group in optimizer.param_groups]
-    if method == "u-mup" and max(decays, default=0.0) > _LARGE_DECAY:
-        notes.append(
-            f"lr_scaling='u-mup': weight_decay={max(decays):g} is independent of the learning "
-            f"rate: weights shrink by {max(decays):.1%} in every step at the peak rate; u-muP's "
-            "own choice is 2**-13."
-        )
-    unknown = sum(param not in infos and param.requires_grad for param in parameters)
-    if unknown:
-        notes.append(
-            f"{name}: {unknown} of its {len(parameters)} parameters are in no scaled graph; their "
-            "rates stay as they are."
-        )
-    return notes
-
-
 def _scale(info: ParameterInfo) -> float:
     """The plain parameter over the stored one, as far as its updates are concerned.
 
@@ -327,11 +279,7 @@ def scale_learning_rates(
 
 
 class ScaledStep(SplitStep[RateFactors]):
-    """An optimizer's steps with each parameter's own rate; see :func:`scale_learning_rates`.
-
-    Attributes:
-        notes: Notes for the user, to be shown once.
-    """
+    """An optimizer's steps with each parameter's own rate; see :func:`scale_learning_rates`."""
 
     neutral = RateFactors()
     advice = "pass lr_scaling=None and choose the rates yourself"
@@ -347,7 +295,6 @@ class ScaledStep(SplitStep[RateFactors]):
         self._peak_rates: list[float] = []
         for group in optimizer.param_groups:
             self._adopt(group)
-        self.notes = rate_notes(optimizer, infos, method) if self._factors else []
 
     def factors(self, group: Group, index: int) -> Sequence[RateFactors]:
         """Factors on the rate and the decay of each parameter; a new group is checked first."""
@@ -363,10 +310,10 @@ class ScaledStep(SplitStep[RateFactors]):
             settings["lr"] = group["lr"] * factors.lr
         if "weight_decay" in group:
             decay = factors.weight_decay
-            peak_rate = _peak_rate(group) or self._peak_rates[index]
-            if factors.is_decay_independent and peak_rate > 0:
+            peak = peak_rate(group) or self._peak_rates[index]
+            if factors.is_decay_independent and peak > 0:
                 # A rate that peaks at 0 never decays anything, whatever the decay.
-                decay /= peak_rate
+                decay /= peak
             settings["weight_decay"] = group["weight_decay"] * decay
         if factors.floor != 1 and isinstance(group.get("eps"), (tuple, list)):
             smallest_square, floor = group["eps"]
@@ -377,7 +324,7 @@ class ScaledStep(SplitStep[RateFactors]):
         """Check a group that is new, and note the rate that its decay is relative to."""
         rate = group.get("lr")
         # Reading a tensor waits for the device, which a step must not do.
-        self._peak_rates.append(_peak_rate(group, read_tensors=True) or float(rate or 0.0))
+        self._peak_rates.append(peak_rate(group, read_tensors=True) or float(rate or 0.0))
         if not any(param in self._infos for param in group["params"]):
             return
         family = check_group(self._stand_in, group, self._method)
@@ -390,7 +337,7 @@ class ScaledStep(SplitStep[RateFactors]):
             }
 
 
-def _peak_rate(group: Group, *, read_tensors: bool = False) -> float | None:
+def peak_rate(group: Group, *, read_tensors: bool = False) -> float | None:
     """The rate that a scheduler started from or goes up to, if it left word of it."""
     for name in ("max_lr", "initial_lr"):  # OneCycleLR's; that of all other schedulers
         rate = group.get(name)

@@ -18,11 +18,11 @@ from lightning_unitscale.optim.learning_rates import (
     check_group,
     family_of,
     rate_factors,
-    rate_notes,
     scale_learning_rates,
     u_mup_rate,
 )
 from lightning_unitscale.optim.optimizers import Family, is_decay_decoupled
+from lightning_unitscale.optim.rate_notes import rate_notes
 from tests.lossless.stored import TINY, Lion
 
 
@@ -289,9 +289,24 @@ def test_what_a_user_is_told() -> None:
     assert "rates of u-muP" in text
     (text,) = rate_notes(torch.optim.RAdam([weight]), known, "match")
     assert "warm-up" in text
-    (text,) = rate_notes(torch.optim.AdamW([weight], weight_decay=0.1), known, "u-mup")
+    (text,) = rate_notes(torch.optim.AdamW([weight], 0.5, weight_decay=0.1), known, "u-mup")
     assert "weight_decay=0.1" in text and "10.0%" in text
-    (text,) = rate_notes(torch.optim.AdamW([weight], weight_decay=2**-13), tied, "u-mup")
+    (text,) = rate_notes(torch.optim.AdamW([weight], 0.5, weight_decay=2**-13), tied, "u-mup")
     assert text.startswith("layer.weight: tied")
-    (text,) = rate_notes(torch.optim.Adam([weight, unknown]), known, "u-mup")
+    (text,) = rate_notes(torch.optim.Adam([weight, unknown], 0.5), known, "u-mup")
     assert "1 of its 2 parameters" in text
+    assert rate_notes(torch.optim.SGD([unknown]), known, "match") == []
+
+
+def test_a_rate_of_the_plain_model_is_told() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    known = {weight: info()}
+    optimizer = torch.optim.AdamW([weight], 1e-3, weight_decay=0.0)
+    (text,) = rate_notes(optimizer, known, "u-mup")
+    assert "lr=0.001" in text and "'match'" in text
+    assert rate_notes(optimizer, known, "match") == []
+    # A warm-up starts low, and is told by where it goes.
+    optimizer = torch.optim.AdamW([weight], 0.5, weight_decay=0.0)
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1e-4)
+    assert optimizer.param_groups[0]["lr"] < 1e-3
+    assert rate_notes(optimizer, known, "u-mup") == []

@@ -95,8 +95,7 @@ def test_sgd_gets_the_rates_of_u_mup() -> None:
         stored = Stored((0.1, 0.2), 0.13)
         by_hand = copy.deepcopy(stored)
         optimizer = torch.optim.SGD(stored.parameters(), lr=0.1, weight_decay=0.01, **options)
-        handle = scale_learning_rates(optimizer, stored.infos(), "match")
-        assert "rates of u-muP" in handle.notes[0]
+        scale_learning_rates(optimizer, stored.infos(), "match")
         groups = [
             {"params": [by_hand.first], "lr": 0.1 * 6**-0.5, "weight_decay": 0.01 * (1 / 6**-0.5)},
             {
