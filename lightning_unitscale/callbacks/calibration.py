@@ -139,13 +139,17 @@ class GraphUnits(MeasuredUnits):
         if not self._loop.has_stepped:
             return  # the accumulated batches share one gauge
         self._end_look()
-        sent = self._rewrite.drift.send()
         if not self._schedule.looks_at(self._step_index):
-            return  # what a callback beside this has had observed
+            self._rewrite.drift.clear()  # a callback beside this has had the step observed
+            return
+        sent = self._rewrite.drift.send()
         # Stages without a product join in with the others.
         if sent is not None or pipeline_of(self._trainer) is not None:
-            judge = functools.partial(self._judge, sent)
-            self._begin_look(judge, self._trainer.strategy.root_device)
+            self._begin_look(
+                functools.partial(self._judge, sent),
+                self._loop.device,
+                changes_numbers=self._is_rounded,
+            )
         if self._holding is not None:
             always = not self._schedule.is_automatic
             self._holding.after_step(f"step {self._step_index}", always=always)
@@ -358,17 +362,11 @@ class GraphUnits(MeasuredUnits):
 
     def _judge(self, sent: SentDrift | None, when: str) -> None:
         drift = Drift() if sent is None else sent.arrived()
-        forward, backward = joint_rms(drift.forward, drift.backward)
-        (outside,) = joint_rms(drift.outside)
+        forward, backward, outside = joint_rms(drift.forward, drift.backward, drift.outside)
         if self._fp8 is not None:
             self._make_fit(self._fp8, drift.unrepresentable, when)
         if not self._schedule.is_automatic or outside:
             self._take_gauge(forward, backward, when, outside)
-
-    @property
-    @override
-    def _changes_numbers(self) -> bool:
-        return self._is_rounded
 
     def _make_fit(self, fp8: FP8Linears, unrepresentable: Unrepresentable, when: str) -> None:
         """Take out of FP8, or out of its finer format, what no longer fits there."""

@@ -115,8 +115,11 @@ class ProductUnits(MeasuredUnits):
         elif self._running.has_stepped:
             if self.is_calibrated:
                 units.is_looking = False
-                judge = functools.partial(self._judge, units.send())
-                self._begin_look(judge, self._running.device)
+                self._begin_look(
+                    functools.partial(self._judge, units.send()),
+                    self._running.device,
+                    changes_numbers=bool(self._session.numerics),
+                )
             else:
                 self._adopt_first(units.take() or Measurement())
         if self.is_calibrated or self._running.has_stepped:
@@ -194,8 +197,9 @@ class ProductUnits(MeasuredUnits):
 
     def _judge(self, sent: SentMeasurement, when: str) -> None:
         measurement = sent.arrived() or Measurement()
-        forward, backward = joint_rms(measurement.forward, measurement.backward)
-        (outside,) = joint_rms(measurement.outside)
+        forward, backward, outside = joint_rms(
+            measurement.forward, measurement.backward, measurement.outside
+        )
         self._make_fit(when)
         if self._schedule.is_automatic and not outside:
             self._units.judge(measurement)
@@ -204,11 +208,6 @@ class ProductUnits(MeasuredUnits):
         self._units.adopt(measurement, forward, backward)
         changed = sum(self.gauge.pair(name) != old.pair(name) for name in self.gauge)
         self._tell_new_units(changed, when, outside)
-
-    @property
-    @override
-    def _changes_numbers(self) -> bool:
-        return bool(self._session.numerics)
 
     def _make_fit(self, when: str) -> None:
         for numerics in self._session.numerics:

@@ -135,7 +135,9 @@ class MeasuredUnits(abc.ABC):
         self._step_index = loop.step_index
         return self._schedule.looks_at(self._step_index)
 
-    def _begin_look(self, judge: Callable[[str], None], device: torch.device) -> None:
+    def _begin_look(
+        self, judge: Callable[[str], None], device: torch.device, *, changes_numbers: bool
+    ) -> None:
         """Look at what the step has measured, on a CUDA device after the next one.
 
         Units change no result, so they can be late; formats do, and ranks wait for each other.
@@ -143,20 +145,16 @@ class MeasuredUnits(abc.ABC):
         Args:
             judge: Called with the step's name when its numbers may be read.
             device: Where the steps run.
+            changes_numbers: Whether results depend on the units, as those of rounded products do.
         """
         self._pending = functools.partial(judge, f"step {self._step_index}")
-        if is_distributed() or device.type != "cuda" or self._changes_numbers:
+        if is_distributed() or device.type != "cuda" or changes_numbers:
             self._end_look()
 
     def _end_look(self) -> None:
         if self._pending is not None:
             judge, self._pending = self._pending, None
             judge()
-
-    @property
-    @abc.abstractmethod
-    def _changes_numbers(self) -> bool:
-        """Whether results depend on the units, as those of rounded products do."""
 
     def _tell_new_units(
         self, num_changed: int, when: str, outside: Mapping[str, float] | None = None

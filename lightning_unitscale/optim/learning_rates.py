@@ -310,7 +310,7 @@ class ScaledStep(SplitStep[RateFactors]):
             settings["lr"] = group["lr"] * factors.lr
         if "weight_decay" in group:
             decay = factors.weight_decay
-            peak = peak_rate(group) or self._peak_rates[index]
+            peak = _peak_rate(group) or self._peak_rates[index]
             if factors.is_decay_independent and peak > 0:
                 # A rate that peaks at 0 never decays anything, whatever the decay.
                 decay /= peak
@@ -322,9 +322,7 @@ class ScaledStep(SplitStep[RateFactors]):
 
     def _adopt(self, group: Group) -> None:
         """Check a group that is new, and note the rate that its decay is relative to."""
-        rate = group.get("lr")
-        # Reading a tensor waits for the device, which a step must not do.
-        self._peak_rates.append(peak_rate(group, read_tensors=True) or float(rate or 0.0))
+        self._peak_rates.append(first_peak_rate(group))
         if not any(param in self._infos for param in group["params"]):
             return
         family = check_group(self._stand_in, group, self._method)
@@ -337,7 +335,12 @@ class ScaledStep(SplitStep[RateFactors]):
             }
 
 
-def peak_rate(group: Group, *, read_tensors: bool = False) -> float | None:
+def first_peak_rate(group: Group) -> float:
+    """The peak rate of a new group, or else the rate that it has; waits for those on a device."""
+    return _peak_rate(group, read_tensors=True) or float(group.get("lr") or 0.0)
+
+
+def _peak_rate(group: Group, *, read_tensors: bool = False) -> float | None:
     """The rate that a scheduler started from or goes up to, if it left word of it."""
     for name in ("max_lr", "initial_lr"):  # OneCycleLR's; that of all other schedulers
         rate = group.get(name)

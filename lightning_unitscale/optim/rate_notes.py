@@ -8,7 +8,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_unitscale.optim.learning_rates import Method, ParameterInfo, family_of, peak_rate
+from lightning_unitscale.optim.learning_rates import (
+    Method,
+    ParameterInfo,
+    family_of,
+    first_peak_rate,
+)
 from lightning_unitscale.optim.optimizers import Family
 
 # More than this share of a weight in every step is a decay that was meant for AdamW's convention.
@@ -55,9 +60,8 @@ def rate_notes(
             f"rate: weights shrink by {max(decays):.1%} in every step at the peak rate; u-muP's "
             "own choice is 2**-13."
         )
-    rates = [peak_rate(group) or group.get("lr") for group in optimizer.param_groups]
-    rate = max((float(rate) for rate in rates if rate), default=1.0)
-    if method == "u-mup" and family is Family.SCALE_INVARIANT and rate < _SMALL_RATE:
+    rate = max(first_peak_rate(group) for group in optimizer.param_groups)
+    if method == "u-mup" and family is Family.SCALE_INVARIANT and 0 < rate < _SMALL_RATE:
         notes.append(
             f"lr_scaling='u-mup': lr={rate:g} is a usual rate of the plain model, at which this "
             "one learns slowly; u-muP's are near 1. Search it from 2**-2 to 2**3, or pass "

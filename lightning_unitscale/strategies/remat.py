@@ -233,13 +233,13 @@ def resident_bytes(
     params = {name: param for name, param in module.named_parameters() if name not in elsewhere}
     own = storage_bytes([*stage.parameters(), *stage.buffers()])
     trained = {name: param for name, param in params.items() if param.requires_grad}
-    stepped = [param for name, param in trained.items() if name not in stepped_elsewhere]
+    whole = storage_bytes([*trained.values()])
+    stepped = storage_bytes([p for name, p in trained.items() if name not in stepped_elsewhere])
     everything = storage_bytes([*params.values(), *module.buffers()])
     # The gradients of the step before are alive until Lightning clears them, behind this one. Those
     # of earlier batches are not averaged yet, and whole in every pipeline.
-    earlier = list(trained.values()) if accumulates else stepped
-    gradients = storage_bytes(list(trained.values())) + storage_bytes(earlier)
-    return max(0, everything - own) + gradients + int(storage_bytes(stepped) * state_share)
+    gradients = whole + (whole if accumulates else stepped)
+    return max(0, everything - own) + gradients + int(stepped * state_share)
 
 
 def _state_share(module: nn.Module) -> float:

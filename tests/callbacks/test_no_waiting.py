@@ -12,7 +12,6 @@ from unittest import mock
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 from typing_extensions import override
@@ -21,6 +20,7 @@ from benchmarks.demo_step import DemoLoss
 from lightning_unitscale import ScaleMonitor, UnitScaleCallback, attach
 from lightning_unitscale.callbacks import Lossless, Simulate
 from tests.callbacks.absent_gpu import CUDA, Gpu, a_gpu
+from tests.callbacks.runs import QUIET
 from tests.triton_helpers import needs_triton
 
 pytestmark = needs_triton
@@ -95,7 +95,7 @@ class Absent(SingleDeviceStrategy):
     """Training on the GPU that is not there, where module and batches are already."""
 
     def __init__(self) -> None:
-        super().__init__(device=CUDA, accelerator=CPUAccelerator())
+        super().__init__(device=CUDA)
 
     @override
     def setup_environment(self) -> None: ...
@@ -186,11 +186,8 @@ def test_a_captured_step(options: dict[str, Any], at_looks: list[str]) -> None:
             strategy=Absent(),
             max_steps=NUM_STEPS,
             gradient_clip_val=1.0,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
             callbacks=[Steps(gpu), callback, monitor],
+            **QUIET,
         )
         trainer.fit(module, Batches(gpu))
     assert gpu.waits[0]  # its units are measured

@@ -188,6 +188,17 @@ def test_accumulated_batches_are_one_sample(monkeypatch: pytest.MonkeyPatch) -> 
     assert snapshot.column("numel", "backward")[place] == 2 * 4 * 8
 
 
+def run_accumulated(step: Any, callback: UnitScaleCallback, num_steps: int) -> None:
+    """Optimizer steps of two batches of four."""
+    run(
+        regression_with(step),
+        [callback],
+        accumulate_grad_batches=2,
+        max_steps=num_steps,
+        data=lambda: loader(8 * num_steps),
+    )
+
+
 def test_accumulated_batches_are_one_look() -> None:
     """The units of a look are those of the RMS over all batches of the optimizer's step."""
 
@@ -197,13 +208,7 @@ def test_accumulated_batches_are_one_look() -> None:
         return self.loss((x * 2.0**8 if batch_idx == 5 else x, y))
 
     callback = UnitScaleCallback(recalibrate=2)
-    run(
-        regression_with(scaled),
-        [callback],
-        accumulate_grad_batches=2,
-        max_steps=3,
-        data=lambda: loader(24),
-    )
+    run_accumulated(scaled, callback, 3)
     assert callback.explain().count("New units") == 2
     first = 0.01 * 2.0**8 / math.sqrt(2)
     assert abs(callback.gauge.pair("first.linear:input").log2_sigma - math.log2(first)) < 1
@@ -218,13 +223,7 @@ def test_a_batch_of_another_scale_asks_for_no_units(depth: Any) -> None:
         return self.loss((x * 2.0**-8 if batch_idx % 2 else x, y))
 
     callback = UnitScaleCallback(depth=depth)
-    run(
-        regression_with(in_turns),
-        [callback],
-        accumulate_grad_batches=2,
-        max_steps=9,
-        data=lambda: loader(72),
-    )
+    run_accumulated(in_turns, callback, 9)
     assert "first.linear:input at RMS" not in callback.explain()
 
 

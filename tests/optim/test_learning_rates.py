@@ -306,7 +306,8 @@ def test_a_rate_of_the_plain_model_is_told() -> None:
     assert "lr=0.001" in text and "'match'" in text
     assert rate_notes(optimizer, known, "match") == []
     # A warm-up starts low, and is told by where it goes.
-    optimizer = torch.optim.AdamW([weight], 0.5, weight_decay=0.0)
-    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1e-4)
-    assert optimizer.param_groups[0]["lr"] < 1e-3
-    assert rate_notes(optimizer, known, "u-mup") == []
+    for rate in (0.5, torch.tensor(0.5)):
+        optimizer = torch.optim.AdamW([weight], rate, weight_decay=0.0)
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1e-4)
+        assert optimizer.param_groups[0]["lr"] < 1e-3
+        assert rate_notes(optimizer, known, "u-mup") == []
