@@ -35,7 +35,7 @@ from lightning_unitscale.profiler.costs import (
     default_cost_model,
     size_hint,
 )
-from lightning_unitscale.profiler.measure import storages_of
+from lightning_unitscale.profiler.measure import storage_bytes
 from lightning_unitscale.remat.joint_graph import (
     JointGraphReader,
     Recomputable,
@@ -265,7 +265,7 @@ def _device_type(joint_module: fx.GraphModule) -> str:
 def _static_bytes(joint_module: fx.GraphModule, indices: Sequence[int] | None) -> int:
     placeholders = joint_module.graph.find_nodes(op="placeholder")
     values = [placeholders[index].meta.get("val") for index in indices or ()]
-    return sum(map(size_hint, storages_of(values).values()))
+    return storage_bytes(values)
 
 
 def aot_backend(partition_fn: PartitionFn) -> Callable[..., Any]:
