@@ -368,6 +368,20 @@ MUTATIONS = (
         "pass",
         "callbacks/test_checkpoints.py",
     ),
+    Mutation(
+        "weights by rules are saved after the run without a word of it",
+        "callbacks/checkpoints.py",
+        "    save(checkpoint)\n    mark(checkpoint, method)\n",
+        "    save(checkpoint)\n",
+        "callbacks/test_checkpoints.py",
+    ),
+    Mutation(
+        "a marked method has no units",
+        "loops/attach.py",
+        "            callback.start(self)\n        self._forward",
+        "            pass\n        self._forward",
+        "loops/test_fabric.py",
+    ),
     # Number formats.
     Mutation(
         "rounding goes toward zero",
@@ -475,6 +489,13 @@ MUTATIONS = (
         "callbacks/distributed.py",
         "return trainer.world_size // tensor_parallel_size(trainer)",
         "return trainer.world_size",
+        "distributed/test_rules_sharded.py",
+    ),
+    Mutation(
+        "what is measured of a part is measured on ranks with other batches too",
+        "callbacks/distributed.py",
+        "combined_rms(gathered(rms, group))",
+        "combined_rms(gathered(rms))",
         "distributed/test_rules_sharded.py",
     ),
     Mutation(

@@ -13,6 +13,7 @@ import pickle
 import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ import torch
 
 from lightning_unitscale.callbacks.packages import is_lightning, misconfigured, rank_zero_warn
 from lightning_unitscale.patching import shadowed
+from lightning_unitscale.rules.deploy import PLAN_ATTRIBUTE
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -32,7 +34,29 @@ _MARKED = re.compile(re.escape(_MARK).replace(r"\{\}", "(.*)"))
 
 def mark(checkpoint: dict[str, Any], method: str) -> None:
     """Let the weights of a checkpoint say that they were trained by rules."""
+    _taken_mark(checkpoint)
     checkpoint["state_dict"][_MARK.format(method)] = torch.empty(0)
+
+
+def keep_marking(module: Any, method: str) -> None:
+    """Have a module that rules have trained mark what is saved of it when no run is under way.
+
+    Its own hook does that, since those of callbacks are not called for weights alone.
+    """
+    if PLAN_ATTRIBUTE in vars(module):
+        # No bound method: when it is unpickled it asks the module for what hides it here.
+        plain = partial(type(module).on_save_checkpoint, module)
+        save = vars(module).get("on_save_checkpoint", plain)
+        if isinstance(save, partial) and save.func is _save_marked:
+            save = save.args[0]
+        vars(module)["on_save_checkpoint"] = partial(_save_marked, save, method)
+
+
+def _save_marked(
+    save: Callable[[dict[str, Any]], None], method: str, checkpoint: dict[str, Any]
+) -> None:
+    save(checkpoint)
+    mark(checkpoint, method)
 
 
 def checking_checkpoints(
@@ -68,11 +92,6 @@ def checking_checkpoints(
     return shadowed(
         module, on_load_checkpoint=on_load_checkpoint, on_save_checkpoint=on_save_checkpoint
     )
-
-
-def is_checking_checkpoints(module: pl.LightningModule) -> bool:
-    """Whether :func:`checking_checkpoints` is in force for a module."""
-    return "on_save_checkpoint" in vars(module)
 
 
 def _check(

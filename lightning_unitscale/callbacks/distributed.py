@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
@@ -120,6 +120,15 @@ def tensor_parallel_size(trainer: pl.Trainer) -> int:
     if not is_lightning(strategy, "ModelParallelStrategy"):
         return 1
     return int(strategy.device_mesh["tensor_parallel"].size())
+
+
+def joint_over_parts(trainer: pl.Trainer) -> Callable[[float], float] | None:
+    """What makes the RMS of a tensor out of those of its parts; ``None`` where steps are whole."""
+    if tensor_parallel_size(trainer) == 1:
+        return None
+    strategy: Any = trainer.strategy
+    group = strategy.device_mesh["tensor_parallel"].get_group()
+    return lambda rms: combined_rms(gathered(rms, group))
 
 
 def refuse_distributed_tensors(trainer: pl.Trainer, option: str) -> None:

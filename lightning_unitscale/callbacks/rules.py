@@ -11,11 +11,10 @@ from torch import Tensor, nn
 
 from lightning_unitscale.arguments import check_flag
 from lightning_unitscale.callbacks.distributed import (
-    joint_rms,
+    joint_over_parts,
     num_microbatches,
     num_replicas,
     rehearsing,
-    tensor_parallel_size,
 )
 from lightning_unitscale.callbacks.options import Lossless, Rules
 from lightning_unitscale.callbacks.packages import misconfigured, rank_zero_info, rank_zero_warn
@@ -138,7 +137,7 @@ class RuleScaling:
                     earlier,
                     init_weights=self.init_weights and not (is_trained and not train),
                     backward=train,
-                    joint=_joint_number if tensor_parallel_size(trainer) > 1 else None,
+                    joint=joint_over_parts(trainer),
                 )
             # What was measured differs between ranks; the model must not.
             plan = RulePlan.from_state(trainer.strategy.broadcast(planned.state()))
@@ -288,11 +287,6 @@ def rules_of(
     rates = _RATES[method.method] if lr_scaling == "auto" else cast(Method | None, lr_scaling)
     options = method.options(residual=residual, on_unknown=on_unknown)
     return RuleScaling(options, replace, rates, init_weights)
-
-
-def _joint_number(rms: float) -> float:
-    (joint,) = joint_rms({"": rms})
-    return joint[""]
 
 
 _RATES: dict[str, Method] = {"unit-scaling": "match", "u-mup": "u-mup"}

@@ -15,7 +15,7 @@ from lightning_unitscale.callbacks.captured_units import CapturedUnits
 from lightning_unitscale.callbacks.checkpoints import (
     LOSSLESS,
     checking_checkpoints,
-    is_checking_checkpoints,
+    keep_marking,
     mark,
 )
 from lightning_unitscale.callbacks.explanation import Explanation
@@ -262,6 +262,8 @@ class UnitScaleCallback(StepsCallback):
     @override
     def leave(self) -> None:
         self._checkpoints.close()
+        if self._rules is not None and self._loop is not None:
+            keep_marking(self._loop.module, self._method_name)
         self._products.detach()
         self._graphs.detach()
         self._loop = None
@@ -296,14 +298,6 @@ class UnitScaleCallback(StepsCallback):
         if (grid := self._moving_grid()) is not None:
             state["grid_step"] = grid.step
         return state
-
-    @override
-    def on_save_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
-        # While a run lasts, the module's hook does, which comes after those of all callbacks.
-        if not is_checking_checkpoints(pl_module):
-            self._mark(checkpoint)
 
     def _mark(self, checkpoint: dict[str, Any]) -> None:
         if self._rules is not None and self._rules.plan.steps():

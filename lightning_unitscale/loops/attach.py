@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -244,6 +244,25 @@ class Attachment(Loop):
         finally:
             self._forward.enter_context(through(self))
 
+    def keep(self, context: AbstractContextManager[Any]) -> None:
+        """Enter a context, until everything is left as it was."""
+        self._attached.enter_context(context)
+
+    def follow(self, name: str) -> None:
+        """Let calls of one more method of the module be calls of the module.
+
+        Args:
+            name: Of the method.
+        """
+        self._forward.close()
+        # Each stands aside for the methods that it is told of when it starts.
+        for callback in reversed(self._callbacks):
+            callback.leave()
+        self.steps = called_methods(self.module, (*self.steps, name))
+        for callback in self._callbacks:
+            callback.start(self)
+        self._forward.enter_context(through(self))
+
     def detach(self) -> None:
         """Leave module and torch as they were; may be called more than once."""
         try:
@@ -363,24 +382,3 @@ class Attachment(Loop):
         if self._writer is not None:
             self._writer.close()
             self._writer = None
-
-
-def attach_in_fabric(callback: LoopCallback, fabric: Any, module: Any) -> Attachment:
-    """Let a callback of Fabric's work on a module that has just been set up.
-
-    Args:
-        callback: The callback.
-        fabric: The Fabric.
-        module: Fabric's wrapper of the module.
-
-    Returns:
-        The module's attachment, which its other callbacks share.
-    """
-    # Checked with Fabric 2.6: what runs, under the wrapper that sets autocast.
-    inner = unwrapped(module._forward_module)
-    attachment = attachment_of(inner)
-    if attachment is None:
-        scaler = getattr(fabric.strategy.precision, "scaler", None)
-        attachment = Attachment(inner, None, (), loggers=fabric.loggers, scaler=scaler)
-    attachment.add(callback)
-    return attachment

@@ -113,8 +113,11 @@ def _writers(args: TrainingArguments) -> list[NumberWriter]:
         for name in ("wandb", "trackio")
         if name in reports
     ]
-    # The second training of a Trainer finds its run ended.
-    if "mlflow" in reports and (run := import_module("mlflow").active_run()) is not None:
+    if "mlflow" in reports:
+        mlflow = import_module("mlflow")
+        # The Trainer's callback has ended its run with a first training, and would begin another
+        # one when it first logs of a second.
+        run = mlflow.active_run() or mlflow.start_run(run_name=args.run_name)
         writers.append(mlflow_run(run))
     return writers
 

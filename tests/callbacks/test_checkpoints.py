@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import re
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,8 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         trainer, _ = fit(Classifier(), UnitScaleCallback(method), saved, **options)
         paths[method] = folder / f"{method}.ckpt"
         trainer.save_checkpoint(paths[method])
+        paths[f"{method}, weights afterwards"] = folder / f"{method}-weights.ckpt"
+        trainer.save_checkpoint(paths[f"{method}, weights afterwards"], weights_only=True)
     return paths
 
 
@@ -77,8 +81,9 @@ def test_whoever_loads_it_all_the_same_is_told(checkpoints: dict[str, Path]) -> 
         Classifier.load_from_checkpoint(checkpoints["u-mup"], strict=False)
 
 
-def test_a_checkpoint_of_weights_alone(checkpoints: dict[str, Path]) -> None:
-    path = checkpoints["u-mup, weights"]
+@pytest.mark.parametrize("when", ["", " afterwards"])
+def test_a_checkpoint_of_weights_alone(when: str, checkpoints: dict[str, Path]) -> None:
+    path = checkpoints[f"u-mup, weights{when}"]
     with pytest.raises(RuntimeError, match="UnitScaleCallback\\('u-mup'\\)"):
         _start("validate", [], path)
     with pytest.raises(MisconfigurationException, match=r"^method='lossless': .*'u-mup'"):
@@ -90,7 +95,26 @@ def test_a_checkpoint_of_weights_alone(checkpoints: dict[str, Path]) -> None:
 
 def test_a_run_by_rules_goes_on(checkpoints: dict[str, Path]) -> None:
     module, _ = _start("fit", [unit_scale("u-mup")], checkpoints["u-mup"])
-    assert not {"on_load_checkpoint", "on_save_checkpoint"} & set(vars(module))
+    assert "on_load_checkpoint" not in vars(module)
+
+
+class Signing(Classifier):
+    """Says in its checkpoints whose they are."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["module"] = self
+
+
+def test_copies_of_a_trained_module_mark_their_own_checkpoints() -> None:
+    module, callback = Signing(), unit_scale("u-mup")
+    for _ in range(2):
+        fit(module, callback, max_steps=1)
+    copied = copy.deepcopy(module)
+    for own in (module, copied, pickle.loads(pickle.dumps(copied))):
+        checkpoint: dict[str, Any] = {"state_dict": own.state_dict()}
+        own.on_save_checkpoint(checkpoint)
+        assert checkpoint["module"] is own
+        assert len(checkpoint["state_dict"]) == len(own.state_dict()) + 1
 
 
 def test_a_lossless_checkpoint_resumed_by_rules_is_said(checkpoints: dict[str, Path]) -> None:
@@ -102,8 +126,9 @@ def test_a_lossless_checkpoint_resumed_by_rules_is_said(checkpoints: dict[str, P
 
 
 def test_a_lossless_checkpoint_is_plain(checkpoints: dict[str, Path]) -> None:
-    found = torch.load(checkpoints["lossless"], weights_only=True)["state_dict"]
-    assert set(found) == set(Classifier().state_dict())
+    for saved in ("lossless", "lossless, weights", "lossless, weights afterwards"):
+        found = torch.load(checkpoints[saved], weights_only=True)["state_dict"]
+        assert set(found) == set(Classifier().state_dict())
     _start("fit", [], checkpoints["lossless"])
 
 

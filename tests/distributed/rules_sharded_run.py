@@ -114,7 +114,7 @@ def _trainer(folder: Path, run: str, unit_scale: UnitScaleCallback, *others: Any
     elif not spread.startswith("ddp"):
         strategy = ModelParallelStrategy(
             data_parallel_size=1 if spread == "tensor" else 2,
-            tensor_parallel_size=2 if spread == "tensor" else 1,
+            tensor_parallel_size=2 if "tensor" in spread else 1,
             process_group_backend="gloo",
             save_distributed_checkpoint=what == "distributed",
         )
@@ -122,7 +122,7 @@ def _trainer(folder: Path, run: str, unit_scale: UnitScaleCallback, *others: Any
     options: dict[str, Any] = {"num_sanity_val_steps": 0 if saves else 1, "limit_val_batches": 1}
     if what == "plain":  # torch does not clip parameters of which only some are distributed
         options["gradient_clip_val"] = 0.1
-    num_devices = 1 if spread == "alone" else 2
+    num_devices = {"alone": 1, "fsdp-tensor": 4}.get(spread, 2)
     saving = [
         ModelCheckpoint(
             folder / run / name,
@@ -164,7 +164,8 @@ def train(folder: Path, run: str, resume: Path | None = None) -> dict[str, Any]:
     budgets = [RematCallback(0.8)] if what == "budget" else []
     module, trainer = _module(run), _trainer(folder, run, unit_scale, monitor, *budgets)
     # Ranks that have a part each of a tensor have the same batches.
-    rank = 0 if spread in {"alone", "tensor"} else int(os.environ["LOCAL_RANK"])
+    rank = int(os.environ["LOCAL_RANK"])
+    rank = {"alone": 0, "tensor": 0, "fsdp-tensor": rank // 2}.get(spread, rank)
     data, val = _doubles(name, NUM_BATCHES, rank), _doubles(name, 1, 9 + rank)
     trainer.fit(module, data, val, ckpt_path=resume, weights_only=False)
     if name == "Blocks" and what == "plain":

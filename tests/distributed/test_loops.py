@@ -94,6 +94,7 @@ def test_the_same_bits(kind: str, method: str, name: str, results: Results) -> N
 def results_of_four(tmp_path_factory: pytest.TempPathFactory) -> Results:
     """What each of four processes computed, two by two."""
     runs = [f"{kind}:{method}:Blocks" for kind in _TWO_BY_TWO for method in ("plain", "both")]
+    runs.append("lightning:fsdp-tensor:all:Blocks")
     module, folder = "tests.distributed.loops_run", tmp_path_factory.mktemp("two_by_two")
     return results_of_ranks(module, folder, runs, num_ranks=4)
 
@@ -110,6 +111,17 @@ def test_two_by_two(kind: str, results_of_four: Results) -> None:
         assert (ours["gauge"], ours["names"]) == (found[0]["gauge"], found[0]["names"])
         for way in ("forward", "backward"):
             assert_same_bits(ours["rms"][way], found[0]["rms"][way])
+
+
+@pytest.mark.timeout(300)
+def test_two_by_two_all_tensors_are_in_units(results_of_four: Results) -> None:
+    kind = "lightning:fsdp-tensor"
+    plain, found = (results_of_four(f"{kind}:{method}:Blocks") for method in ("plain", "all"))
+    for without, ours in zip(plain, found, strict=True):
+        for part in ("losses", "weights"):
+            assert_same_bits(ours[part], without[part])
+        assert {"net.blocks.0.up.linear", "net.blocks.1.silu"} <= set(ours["gauge"])
+        assert ours["gauge"] == found[0]["gauge"]
 
 
 @pytest.mark.parametrize("run", _REFUSED)

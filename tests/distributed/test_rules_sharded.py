@@ -1,4 +1,4 @@
-"""Rules on two CPU processes: FSDP2 trains the model of DDP, tensor parallelism that of a rank."""
+"""Rules on CPU processes: FSDP2 trains the model of DDP, tensor parallelism that of a rank."""
 
 from __future__ import annotations
 
@@ -24,9 +24,13 @@ _PAIRS = {
     "fsdp-checkpointed:Blocks:plain": "ddp-checkpointed:Blocks:plain",
     "tensor:Blocks:unclipped": "alone:Blocks:unclipped",
     "tensor:Transformer:unclipped": "alone:Transformer:unclipped",
+    "fsdp-tensor:Blocks:unclipped": "ddp:Blocks:unclipped",
 }
 _BF16 = "fsdp-bf16:Blocks:plain"
-_SAVED = ("fsdp:Blocks:distributed", "fsdp:Blocks:file", "tensor:Blocks:distributed")
+_SAVED = (
+    *("fsdp:Blocks:distributed", "fsdp:Blocks:file", "tensor:Blocks:distributed"),
+    "fsdp-tensor:Blocks:distributed",
+)
 # How tensors get from the layout of a module to that of the next one: operations of the graph.
 _LAYOUTS = {"from_local", "redistribute", "to_local"}
 _REFUSED = {
@@ -36,25 +40,35 @@ _REFUSED = {
     "fsdp:Blocks:budget": r"method=.*'u-mup'.* with RematCallback: .*expected only one",
     "tensor:Blocks:compiled": r"compile=True with tensor_parallel_size=2: captured steps have",
     "tensor:Blocks:budget": r"method=.*'u-mup'.* with RematCallback: .*expected only one",
-    "fsdp-tensor:Blocks:plain": r"net.blocks.0.up.weight: .* that fully_shard did not make",
 }
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """What every rank computed; two processes run all of the cases."""
+    """What every rank computed: two processes run all of the cases, four those in two ways."""
     runs = [*_PAIRS, *dict.fromkeys(_PAIRS.values()), _BF16, *_SAVED, *_REFUSED]
-    folder = tmp_path_factory.mktemp("sharded")
-    return results_of_ranks("tests.distributed.rules_sharded_run", folder, runs)
+    of_four = [run for run in runs if _is_in_two_ways(run)]
+    of_two = [run for run in runs if run not in of_four]
+    module, folder = "tests.distributed.rules_sharded_run", tmp_path_factory.mktemp("sharded")
+    by_two = results_of_ranks(module, folder, of_two)
+    by_four = results_of_ranks(module, folder, of_four, num_ranks=4)
+    return lambda run: (by_four if _is_in_two_ways(run) else by_two)(run)
+
+
+def _is_in_two_ways(run: str) -> bool:
+    return run.startswith("fsdp-tensor")
 
 
 @pytest.mark.parametrize("run", _PAIRS)
 def test_it_is_the_model_of_ddp(run: str, results: Results) -> None:
-    for found, expected in zip(results(run), results(_PAIRS[run]), strict=True):
+    of_ranks, expected_of_ranks = results(run), results(_PAIRS[run])
+    num_parts = len(of_ranks) // len(expected_of_ranks)
+    for rank, found in enumerate(of_ranks):
+        expected = expected_of_ranks[rank // num_parts]
         # Each operation's factors and each parameter's role, sizes and initial scale.
         decisions = found["plan"]["decisions"]
         layouts = [name for name, made in decisions.items() if made["op"] in _LAYOUTS]
-        assert bool(layouts) == run.startswith("tensor")
+        assert bool(layouts) == ("tensor" in run)
         assert {decisions.pop(name)["output"] for name in layouts} <= {1.0}
         assert found["plan"] == expected["plan"]
         assert len(decisions) > 5
@@ -86,11 +100,11 @@ def _weights(found: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("run", _PAIRS)
 def test_ranks_have_one_model_and_their_own_data(run: str, results: Results) -> None:
-    first, second = results(run)
-    assert_same_bits(first["weights"], second["weights"])
-    assert first["plan"] == second["plan"]
+    first, *_, last = results(run)
+    assert_same_bits(first["weights"], last["weights"])
+    assert first["plan"] == last["plan"]
     # Ranks that have a part each of a tensor have the same batches.
-    assert torch.equal(first["losses"][0], second["losses"][0]) == run.startswith("tensor")
+    assert torch.equal(first["losses"][0], last["losses"][0]) == run.startswith("tensor")
 
 
 def test_blocks_are_gathered_by_themselves(results: Results) -> None:

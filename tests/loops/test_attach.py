@@ -211,6 +211,21 @@ def test_a_violation(on_violation: Any) -> None:
         assert attachment.should_stop
 
 
+def test_the_gradient_of_a_loss_outside_is_that_of_the_result() -> None:
+    model, optimizer = new()
+    monitor = ScaleMonitor(every_n_steps=1)
+    ((x, y),) = batches(1)
+    with attach(model, optimizer, monitor):
+        result = model(x)
+        result.retain_grad()
+        F.cross_entropy(result, y).backward()
+        optimizer.step()
+    snapshot = monitor.snapshots[0]
+    assert not any("cross_entropy" in name for name in snapshot.names)
+    seen = snapshot.log2_rms("backward", stored=False)[snapshot.names.index("down.linear")]
+    assert seen == pytest.approx(float(result.grad.square().mean().sqrt().log2()), abs=1e-4)
+
+
 def test_gradients_are_shown_without_the_loss_scale() -> None:
     """And a step that the scaler skips is none: its batches are part of the next."""
     rms = []

@@ -105,6 +105,41 @@ def test_the_steps_of_a_lightning_module() -> None:
     attachment.detach()
 
 
+class Scored(Net):
+    """What its loop calls is another method, which calls the parts of it and not itself."""
+
+    def score(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.down(F.gelu(self.norm(self.up(x)))), y)
+
+
+def test_a_method_that_is_marked() -> None:
+    results = []
+    for callbacks in ([], METHODS["both"]()):
+        torch.manual_seed(3)
+        fabric = Fabric(accelerator="cpu", devices=1, callbacks=callbacks)
+        fabric.launch()
+        module = Scored()
+        model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
+        model.mark_forward_method("score")
+        model.mark_forward_method(model.score)
+        with pytest.raises(AttributeError, match="'nothing' as a forward method"):
+            model.mark_forward_method("nothing")
+        for x, y in batches(3):
+            fabric.backward(model.score(x, y))
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(model.state_dict())
+    assert_same_bits(*results)
+    (attachment,) = callbacks[0].attachments
+    units, monitor = attachment.callbacks
+    assert units.coverage.num_in_units == units.coverage.num_products == 5
+    assert [snapshot.step for snapshot in monitor.snapshots] == [0, 2]
+    assert {"up.linear", "down.linear"} <= set(monitor.snapshots[-1].names)
+    attachment.detach()
+    assert "score" not in vars(module)
+    assert "mark_forward_method" not in vars(model)
+
+
 def test_a_model_that_callbacks_are_not_told_of() -> None:
     fabric = Fabric(accelerator="cpu", devices=1, callbacks=METHODS["both"]())
     fabric.launch()

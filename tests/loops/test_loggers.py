@@ -356,6 +356,13 @@ def test_hugging_face(name: str, tmp_path: Path) -> None:
         check_mlflow(client, run.info.run_id, used)
         own = client.get_metric_history(run.info.run_id, "loss")
         assert [item.step for item in own] == losses
+        trainer.train()
+        (again,) = client.search_runs(["0"], order_by=["start_time DESC"], max_results=1)
+        assert again.info.run_id != run.info.run_id
+        assert again.info.status == "FINISHED"
+        for name, steps in (("loss", losses), (next(iter(NUMBERS)), sampled)):
+            seen = client.get_metric_history(again.info.run_id, name)
+            assert [item.step for item in seen] == steps
         return
     if name == "wandb":
         rows = history(package.run)
