@@ -151,7 +151,7 @@ MUTATIONS = (
     ),
     Mutation(
         "sums that overflow on their way run in units",
-        "dispatch/exactness.py",
+        "dispatch/measurement.py",
         "too_large = -limit - _LOG2_TERMS",
         "too_large = -limit",
         "dispatch/test_pieces.py",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from lightning_unitscale.dispatch.exactness import why_inexact
 from lightning_unitscale.dispatch.measurement import (
     MeasuredProduct,
     Measurement,
@@ -143,8 +142,7 @@ class Units:
             pairs = [self.gauge.pair(name) for name in product.names]
             # An operand's pair has no gamma, and a gradient's no sigma.
             exponents = [pair.log2_sigma + pair.log2_gamma for pair in pairs]
-            reason = why_inexact(product.extents, exponents, product.dtype, product.addends)
-            if reason:
+            if reason := product.why_inexact(exponents):
                 product.site.plain[product.slot] = reason
             else:
                 product.site.plain.pop(product.slot, None)
