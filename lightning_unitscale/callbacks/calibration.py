@@ -117,7 +117,7 @@ class GraphUnits(MeasuredUnits):
         return self._loop.trainer
 
     @override
-    def before_batch(self, batch: Any, batch_idx: int) -> None:
+    def begin_batch(self, batch: Any = None, batch_idx: int = 0) -> None:
         assert self._steps is not None and self._loop is not None
         is_look = self._begin(self._loop)
         with self._starting("training_step", batch, batch_idx):
@@ -130,7 +130,7 @@ class GraphUnits(MeasuredUnits):
         self._steps.observe("UnitScaleCallback", is_look)
 
     @override
-    def after_batch(self) -> None:
+    def end_batch(self) -> None:
         assert self._loop is not None
         if self._holding is not None and self._steps is not None:
             self._holding.check_graph_breaks(self._steps.graph_breaks[self._num_breaks :])
@@ -170,7 +170,7 @@ class GraphUnits(MeasuredUnits):
             self._holding.before_step(optimizer)
 
     @override
-    def before_evaluation(self, name: str, batch: Any, *indices: int) -> None:
+    def begin_evaluation(self, name: str, batch: Any = None, *indices: int) -> None:
         with self._starting(name, batch, *indices):
             # Alone, an evaluation measures forward units; within a fit, training has done so.
             if not (self.is_calibrated or self._is_fitting or any(indices)):
@@ -199,13 +199,13 @@ class GraphUnits(MeasuredUnits):
             )
 
     @override
-    def after_evaluation(self, batch_idx: int) -> None:
+    def end_evaluation(self, batch_idx: int = 0) -> None:
         if self._live is not None and not self._is_fitting:
             self._rewrite.update_gauge(*self._joint_results(self._live))
             self._stop_live()
 
     @override
-    def detach(self) -> None:
+    def leave(self) -> None:
         self._stop_live()
         self._rewrite.drift.clear()
         self._pending = None
@@ -225,15 +225,15 @@ class GraphUnits(MeasuredUnits):
         return state
 
     @override
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         # A gauge of the other depth names other tensors; measuring again changes no result.
-        if state.get("depth") == self._rewrite.depth:
-            self._rewrite.set_gauge(Gauge.from_state(state["gauge"]))
+        if state_dict.get("depth") == self._rewrite.depth:
+            self._rewrite.set_gauge(Gauge.from_state(state_dict["gauge"]))
             self.is_calibrated = True
             if self._holding is not None:
-                self._holding.load_state_dict(state.get("held", {}))
+                self._holding.load_state_dict(state_dict.get("held", {}))
             if self._fp8 is not None:
-                self._leave_out(self._fp8, unrepresentable_from_state(state))
+                self._leave_out(self._fp8, unrepresentable_from_state(state_dict))
 
     @contextlib.contextmanager
     def _starting(self, name: str, batch: Any, *indices: int) -> Iterator[None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -209,13 +209,12 @@ class CapturedUnits(GraphUnits):
         return Explanation(self._steps.explain(), *held, *self.events, units)
 
     @override
-    def detach(self) -> None:
-        """Leave module and Trainer as they were; may be called more than once."""
+    def leave(self) -> None:
         steps = self._steps
         if steps is None:
             return
         self._last_explanation = self.explain()
-        super().detach()
+        super().leave()
         self._restore_loss_scale()
         self._restore_loss_scale = nothing
         if self._holding is not None:
@@ -235,10 +234,10 @@ class CapturedUnits(GraphUnits):
         return state
 
     @override
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        super().load_state_dict(state)
-        if self._simulation is not None and "rounding" in state:
-            self._simulation.set_state(state["rounding"])
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        if self._simulation is not None and "rounding" in state_dict:
+            self._simulation.set_state(state_dict["rounding"])
 
     def _passes(self) -> list[GraphPass]:
         rules = [] if self._rules is None else [self._rules.rules, self._rules.gradients]

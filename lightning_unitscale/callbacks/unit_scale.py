@@ -242,28 +242,28 @@ class UnitScaleCallback(StepsCallback):
         assert self._loop is not None
         if (grid := self._moving_grid()) is not None:
             grid.follow(self._loop.step_index)
-        self._units.before_batch(batch, batch_idx)
+        self._units.begin_batch(batch, batch_idx)
 
     @override
     def end_batch(self) -> None:
-        self._units.after_batch()
+        self._units.end_batch()
         if not self._is_checked:
             self._warn_of_unmatched()
             self._is_checked = True
 
     @override
     def begin_evaluation(self, name: str, batch: Any = None, *indices: int) -> None:
-        self._units.before_evaluation(name, batch, *indices)
+        self._units.begin_evaluation(name, batch, *indices)
 
     @override
     def end_evaluation(self, batch_idx: int = 0) -> None:
-        self._units.after_evaluation(batch_idx)
+        self._units.end_evaluation(batch_idx)
 
     @override
     def leave(self) -> None:
         self._checkpoints.close()
-        self._products.detach()
-        self._graphs.detach()
+        self._products.leave()
+        self._graphs.leave()
         self._loop = None
 
     @override

@@ -13,7 +13,7 @@ import torch
 from lightning_unitscale.callbacks.distributed import is_distributed, joint_reasons
 from lightning_unitscale.callbacks.explanation import Explanation
 from lightning_unitscale.callbacks.packages import rank_zero_info
-from lightning_unitscale.loops.loop import Loop
+from lightning_unitscale.loops.loop import Loop, LoopCallback
 from lightning_unitscale.lossless.fp8_range import Unrepresentable
 from lightning_unitscale.lossless.gauge import Gauge
 from lightning_unitscale.precision.fp8 import WIDE_GRADIENT, FP8Linears
@@ -61,8 +61,11 @@ class RecalibrationSchedule:
         return step % int(self._recalibrate) == 0
 
 
-class MeasuredUnits(abc.ABC):
+class MeasuredUnits(LoopCallback, abc.ABC):
     """Measures the units of one module and follows their drift over fits and restarts.
+
+    ``begin_batch`` says whether units are looked at, ``end_batch`` takes those of what was
+    measured, and new ones where they have drifted; after ``leave`` they stay.
 
     Args:
         schedule: When units are looked at again.
@@ -88,47 +91,8 @@ class MeasuredUnits(abc.ABC):
         """The units in force; empty before the first batch."""
 
     @abc.abstractmethod
-    def before_batch(self, batch: Any, batch_idx: int) -> None:
-        """A training batch begins, or the batches of one optimizer step.
-
-        Args:
-            batch: The batch; ``None`` in loops that do not tell.
-            batch_idx: Its index.
-        """
-
-    @abc.abstractmethod
-    def after_batch(self) -> None:
-        """Take units of what was measured, and new ones where they have drifted."""
-
-    @abc.abstractmethod
-    def before_evaluation(self, name: str, batch: Any, *indices: int) -> None:
-        """A batch of an evaluation begins.
-
-        Args:
-            name: Of the step, such as ``"validation_step"``.
-            batch: The batch; ``None`` in loops that do not tell.
-            *indices: Of the batch, and of its loader.
-        """
-
-    @abc.abstractmethod
-    def after_evaluation(self, batch_idx: int) -> None:
-        """Take the units that a batch of an evaluation has shown."""
-
-    @abc.abstractmethod
-    def detach(self) -> None:
-        """Stop measuring; the units stay. May be called more than once."""
-
-    @abc.abstractmethod
     def explain(self) -> Explanation:
         """What became of every product, when units were taken, and which."""
-
-    @abc.abstractmethod
-    def state_dict(self) -> dict[str, Any]:
-        """The units for a checkpoint; empty before the first batch."""
-
-    @abc.abstractmethod
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from :meth:`state_dict`, without measuring again."""
 
     def _begin(self, loop: Loop) -> bool:
         """Note where a batch begins; returns whether units are looked at in it."""
