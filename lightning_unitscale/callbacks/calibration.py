@@ -63,7 +63,7 @@ class GraphUnits(MeasuredUnits):
         schedule: When units are looked at again.
         rules: The scale rules that want to know each parameter's gradient, if there are any.
         fp8: The pass that is told which products FP8 does not fit, if there is one.
-        holding: What holds the parameters in units, if anything does.
+        holding: What holds the parameters in units, where they are to be held.
         is_rounded: Whether products are rounded to fewer bits than the Trainer's precision has.
     """
 
@@ -72,10 +72,10 @@ class GraphUnits(MeasuredUnits):
         rewrite: LosslessUnitScale,
         schedule: RecalibrationSchedule,
         rules: RuleScaling | None,
-        fp8: FP8Linears | None = None,
-        holding: ParameterHolding | None = None,
+        fp8: FP8Linears | None,
+        holding: ParameterHolding,
         *,
-        is_rounded: bool = False,
+        is_rounded: bool,
     ) -> None:
         super().__init__(schedule, fp8)
         self._rewrite = rewrite
@@ -121,18 +121,16 @@ class GraphUnits(MeasuredUnits):
         assert self._steps is not None and self._loop is not None
         is_look = self._begin(self._loop)
         with self._starting("training_step", batch, batch_idx):
-            if self._holding is not None:
-                self._holding.follow(self._trainer)
-            is_held_first = self._holding is not None and self._holding.is_unknown
+            self._holding.follow(self._trainer)
             self._num_breaks = len(self._steps.graph_breaks)
-            if not self.is_calibrated or is_held_first:
+            if not self.is_calibrated or self._holding.is_unknown:
                 self._calibrate(self._trainer, batch, batch_idx)
         self._steps.observe("UnitScaleCallback", is_look)
 
     @override
     def end_batch(self) -> None:
         assert self._loop is not None
-        if self._holding is not None and self._steps is not None:
+        if self._steps is not None:
             self._holding.check_graph_breaks(self._steps.graph_breaks[self._num_breaks :])
         if self._live is not None:
             self._adopt_live(self._live)
@@ -150,9 +148,8 @@ class GraphUnits(MeasuredUnits):
                 self._loop.device,
                 changes_numbers=self._is_rounded,
             )
-        if self._holding is not None:
-            always = not self._schedule.is_automatic
-            self._holding.after_step(f"step {self._step_index}", always=always)
+        always = not self._schedule.is_automatic
+        self._holding.after_step(f"step {self._step_index}", always=always)
 
     def before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Look at the parameters and gradients that an optimizer is about to use.
@@ -160,13 +157,13 @@ class GraphUnits(MeasuredUnits):
         Raises:
             RuntimeError: If second derivatives were taken and parameters are held in units.
         """
-        if self._holding is not None and self._holding.is_wanted and takes_true_derivatives():
+        if self._holding.is_wanted and takes_true_derivatives():
             raise RuntimeError(
                 "hold_parameters: a step took a backward pass with create_graph=True, and second "
                 "derivatives of parameters in units of their own are not those of the model; "
                 "expected first derivatives only; pass Lossless(hold_parameters=False)."
             )
-        if self._holding is not None and self._schedule.looks_at(self._step_index):
+        if self._schedule.looks_at(self._step_index):
             self._holding.before_step(optimizer)
 
     @override
@@ -220,7 +217,7 @@ class GraphUnits(MeasuredUnits):
             return {}
         gauge = {k: list(pair) for k, pair in self.gauge.state().items()}
         state = {"gauge": gauge, "depth": self._rewrite.depth, **self._fp8_state()}
-        if self._holding is not None and (held := self._holding.state_dict()):
+        if held := self._holding.state_dict():
             state["held"] = held
         return state
 
@@ -230,8 +227,7 @@ class GraphUnits(MeasuredUnits):
         if state_dict.get("depth") == self._rewrite.depth:
             self._rewrite.set_gauge(Gauge.from_state(state_dict["gauge"]))
             self.is_calibrated = True
-            if self._holding is not None:
-                self._holding.load_state_dict(state_dict.get("held", {}))
+            self._holding.load_state_dict(state_dict.get("held", {}))
             if self._fp8 is not None:
                 self._leave_out(self._fp8, unrepresentable_from_state(state_dict))
 
@@ -264,8 +260,7 @@ class GraphUnits(MeasuredUnits):
         if not module.automatic_optimization or takes_iterator(module):
             refuse_live(trainer, "it cannot be rehearsed on a batch")
             # Such a step updates weights or consumes batches by itself: it cannot be rehearsed.
-            if self._holding is not None:
-                self._holding.decline("a step that cannot be rehearsed gives no units in time")
+            self._holding.decline("a step that cannot be rehearsed gives no units in time")
             self._measure_live("training_step")
             return
         if not self._needs_units_at_once(trainer, "training_step"):
@@ -293,10 +288,8 @@ class GraphUnits(MeasuredUnits):
             (gradients,) = joint_rms(measured)
             if self._rules is not None:
                 self._rules.measured(trainer, gradients)
-            if self._holding is not None:
-                step = self._steps.steps["training_step"]
-                breaks = self._steps.graph_breaks[self._num_breaks :]
-                self._holding.measured(trainer, step, gradients, breaks)
+            breaks = self._steps.graph_breaks[self._num_breaks :]
+            self._holding.measured(trainer, self._steps.steps["training_step"], gradients, breaks)
         else:
             refuse_live(trainer, "a rehearsal of it has no loss to start from")
             self._measure_live("training_step")
@@ -304,9 +297,9 @@ class GraphUnits(MeasuredUnits):
     def _needs_units_at_once(self, trainer: pl.Trainer, name: str) -> bool:
         """Whether the first real step of this name would be another one without units."""
         assert self._steps is not None
-        if self._steps.changes_numbers(name) or pipeline_of(trainer) is not None:
+        if self._steps.changes_numbers(name) or self._holding.is_wanted:
             return True
-        if self._holding is not None and self._holding.is_wanted:
+        if pipeline_of(trainer) is not None:
             return True
         with trainer.precision_plugin.train_step_context():
             return runs_in_fp16(trainer.lightning_module)

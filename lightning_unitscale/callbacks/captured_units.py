@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
@@ -15,7 +15,7 @@ from lightning_unitscale.callbacks.distributed import (
     refuse_sharded_parameters,
 )
 from lightning_unitscale.callbacks.explanation import Explanation, units_table
-from lightning_unitscale.callbacks.half_precision import holding_of, holds_parameters
+from lightning_unitscale.callbacks.half_precision import ParameterHolding, holds_parameters
 from lightning_unitscale.callbacks.lightning_loop import LightningLoop
 from lightning_unitscale.callbacks.options import Lossless, Rules, mode_of
 from lightning_unitscale.callbacks.packages import is_lightning, misconfigured
@@ -65,7 +65,8 @@ class CapturedUnits(GraphUnits):
     ) -> None:
         rewrite = LosslessUnitScale(depth, measures_range=fp8 is not None)
         is_rounded = simulation is not None or fp8 is not None
-        holding = holding_of(method, rewrite)
+        holds = False if isinstance(method, Rules) else method.hold_parameters
+        holding = ParameterHolding(holds, rewrite)
         super().__init__(rewrite, schedule, rules, fp8, holding, is_rounded=is_rounded)
         self._method = method
         self._simulation = simulation
@@ -130,8 +131,7 @@ class CapturedUnits(GraphUnits):
         if self._rules is not None:
             self._check_sharding(trainer, is_sharded=is_sharded)
             self._rules.attach(trainer, module, is_other=is_other)
-        if self._holding is not None:
-            self._holding.attach(trainer, is_other=is_other)
+        self._holding.attach(trainer, is_other=is_other)
         remat = self._remat
         partitioner = None if remat is None else step_partitioner(trainer, module, remat)
         self._owner = type(owner).__name__
@@ -183,30 +183,26 @@ class CapturedUnits(GraphUnits):
             # Every gradient is near 1 then: a scale of 65,536 would overflow them.
             self._restore_loss_scale()
             self._restore_loss_scale = start_loss_scale_at_one(trainer)
-        if self._holding is not None:
-            self._holding.start_fit(trainer)
+        self._holding.start_fit(trainer)
 
     def start_validation(self) -> None:
         """A validation begins, in which held parameters are what their checkpoint would be."""
-        if self._holding is not None:
-            self._holding.start_evaluation()
+        self._holding.start_evaluation()
 
     def end_validation(self) -> None:
         """Go on with parameters held as before."""
-        if self._holding is not None:
-            self._holding.end_evaluation()
+        self._holding.end_evaluation()
 
     def true_parameters(self) -> AbstractContextManager[None]:
         """Within this context the module's parameters have their true values, held or not."""
-        return nullcontext() if self._holding is None else self._holding.true_parameters()
+        return self._holding.true_parameters()
 
     @override
     def explain(self) -> Explanation:
         if self._steps is None:
             return self._last_explanation
-        held = [] if self._holding is None else self._holding.events
         units = units_table(self.gauge) or ""
-        return Explanation(self._steps.explain(), *held, *self.events, units)
+        return Explanation(self._steps.explain(), *self._holding.events, *self.events, units)
 
     @override
     def leave(self) -> None:
@@ -217,8 +213,7 @@ class CapturedUnits(GraphUnits):
         super().leave()
         self._restore_loss_scale()
         self._restore_loss_scale = nothing
-        if self._holding is not None:
-            self._holding.release()
+        self._holding.release()
         if self._rules is not None:
             self._rules.restore()
         if self._remat is not None:
