@@ -1,4 +1,4 @@
-"""Which settings of a Trainer go with scale rules, and learning-rate searches."""
+"""Which settings of a Trainer go with scale rules, with learning-rate searches, and with FP8."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_unitscale.callbacks.distributed import num_gradient_elements
 from lightning_unitscale.callbacks.packages import is_lightning, misconfigured, rank_zero_info
 from lightning_unitscale.callbacks.steps import all_callbacks
+from lightning_unitscale.functional.low_precision import why_no_fp8
 from lightning_unitscale.optim.learning_rates import (
     Method,
     ParameterInfo,
@@ -29,6 +31,13 @@ if TYPE_CHECKING:
 
 # torch.amp.GradScaler's own default: one that starts elsewhere was chosen by the user.
 _DEFAULT_LOSS_SCALE = 2.0**16
+_CONFLICTS_OF_FP8 = {
+    "TransformerEnginePrecision": "it replaces the layers by its own, which run in FP8 by "
+    "themselves and hide their products from the graph",
+    "BitsandbytesPrecision": "it replaces the layers by its own, which hold quantized weights and "
+    "hide their products from the graph",
+    "DeepSpeedPrecision": "it runs the module in an engine that casts and scales by itself",
+}
 
 
 class RuleSettings:
@@ -213,4 +222,36 @@ def refuse_rate_search(trainer: pl.Trainer) -> None:
             "it would find the rate of the plain model and not of the one that is scaled by rules; "
             "expected no search with method='unit-scaling' or 'u-mup'; leave it out (u-muP's best "
             "rates are near 1), or pass method='lossless', whose rates are the plain model's."
+        )
+
+
+def check_fp8(trainer: pl.Trainer) -> None:
+    """Refuse a Trainer whose device or precision plugin does not go with FP8 linears.
+
+    Raises:
+        MisconfigurationException: With the reason.
+    """
+    plugin = trainer.precision_plugin
+    for kind, why in _CONFLICTS_OF_FP8.items():
+        if is_lightning(plugin, kind):
+            raise misconfigured(
+                f"precision='fp8' with {type(plugin).__name__}: {why}; expected '32-true', "
+                "'bf16-mixed', '16-mixed', 'bf16-true' or '16-true'; change the Trainer's "
+                "precision, or leave out precision='fp8' here."
+            )
+    check_fp8_device(trainer.strategy.root_device)
+
+
+def check_fp8_device(device: torch.device) -> None:
+    """Refuse a device that has no FP8.
+
+    Raises:
+        MisconfigurationException: With the reason.
+    """
+    why_not = why_no_fp8(device)
+    if why_not is not None:
+        raise misconfigured(
+            f"precision='fp8' on {device}: {why_not}; expected a GPU of "
+            "compute capability 8.9 or above, or a CPU; pass simulate='fp8' to see what FP8 would "
+            "do, or leave it out."
         )

@@ -19,13 +19,6 @@ from lightning_unitscale.callbacks.checkpoints import (
     mark,
 )
 from lightning_unitscale.callbacks.explanation import Explanation
-from lightning_unitscale.callbacks.fp8 import (
-    check_fp8,
-    check_fp8_device,
-    fp8_pass,
-    simulation_pass,
-    unmatched_layers,
-)
 from lightning_unitscale.callbacks.lightning_loop import LightningLoop
 from lightning_unitscale.callbacks.options import (
     FP8,
@@ -41,6 +34,7 @@ from lightning_unitscale.callbacks.packages import rank_zero_warn
 from lightning_unitscale.callbacks.product_units import ProductUnits
 from lightning_unitscale.callbacks.rules import rules_of
 from lightning_unitscale.callbacks.steps import StepsCallback, captures_steps, check_module
+from lightning_unitscale.callbacks.trainer_settings import check_fp8, check_fp8_device
 from lightning_unitscale.callbacks.units import MeasuredUnits, RecalibrationSchedule
 from lightning_unitscale.dispatch.coverage import Coverage
 from lightning_unitscale.dynamo.capture import CompileMode
@@ -152,8 +146,11 @@ class UnitScaleCallback(StepsCallback):
             init_weights=init_weights,
             on_unknown=on_unknown,
         )
-        self._fp8 = fp8_pass(self.precision, is_lossless=self._rules is None)
-        self._simulation = simulation_pass(self.simulate)
+        self._fp8 = self._simulation = None
+        if self.precision is not None:
+            self._fp8 = self.precision.linears(is_lossless=self._rules is None)
+        if self.simulate is not None:
+            self._simulation = self.simulate.rounding_pass()
         schedule = RecalibrationSchedule(recalibrate)
         self._products = ProductUnits(schedule, self._simulation, self._fp8)
         self._graphs = CapturedUnits(
@@ -329,5 +326,7 @@ class UnitScaleCallback(StepsCallback):
 
     def _warn_of_unmatched(self) -> None:
         unmatched = [] if self._rules is None else self._rules.rules.unmatched()
-        for text in (*unmatched, *unmatched_layers(self.precision, self._fp8)):
+        if self.precision is not None and self._fp8 is not None:
+            unmatched += self.precision.unmatched(self._fp8)
+        for text in unmatched:
             rank_zero_warn(f"UnitScaleCallback: {text}")
