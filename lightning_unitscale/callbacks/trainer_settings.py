@@ -18,7 +18,6 @@ from lightning_unitscale.functional.low_precision import why_no_fp8
 from lightning_unitscale.optim.learning_rates import (
     Method,
     ParameterInfo,
-    ScaledStep,
     check_group,
     scale_learning_rates,
 )
@@ -52,7 +51,7 @@ class RuleSettings:
         lr_scaling: How learning rates follow; ``None`` leaves them to the user.
     """
 
-    def __init__(self, lr_scaling: Method | None = "match") -> None:
+    def __init__(self, lr_scaling: Method | None) -> None:
         self.lr_scaling = lr_scaling
         self._changes = contextlib.ExitStack()
 
@@ -66,7 +65,9 @@ class RuleSettings:
         """
         self.restore()
         if self.lr_scaling is not None:
-            check_optimizers(trainer, self.lr_scaling)
+            for optimizer in map(_unwrapped, trainer.optimizers):
+                for group in optimizer.param_groups:
+                    check_group(optimizer, group, self.lr_scaling)
         self._changes.enter_context(unit_clipping(trainer))
         self._changes.callback(start_loss_scale_at_one(trainer))
 
@@ -78,56 +79,22 @@ class RuleSettings:
             infos: What is known of the parameters.
 
         Raises:
-            ValueError: If an optimizer's rates cannot follow the rules.
+            ValueError: If an optimizer's rates cannot follow the rules; none is changed then.
         """
-        if self.lr_scaling is not None:
-            for step in scale_optimizers(trainer, infos, self.lr_scaling):
-                self._changes.callback(step.remove)
+        if self.lr_scaling is None:
+            return
+        optimizers = list(map(_unwrapped, trainer.optimizers))
+        with contextlib.ExitStack() as steps:
+            for optimizer in optimizers:
+                steps.callback(scale_learning_rates(optimizer, infos, self.lr_scaling).remove)
+            self._changes.enter_context(steps.pop_all())
+        for optimizer in optimizers:
+            for note in rate_notes(optimizer, infos, self.lr_scaling):
+                rank_zero_info(f"UnitScaleCallback: {note}")
 
     def restore(self) -> None:
         """Put everything back to what it was."""
         self._changes.close()
-
-
-def scale_optimizers(
-    trainer: pl.Trainer, infos: Mapping[Tensor, ParameterInfo], lr_scaling: Method
-) -> list[ScaledStep]:
-    """Let all optimizers of a Trainer step with each parameter's own rate, and say what is odd.
-
-    Args:
-        trainer: A Trainer whose optimizers are set up.
-        infos: What is known of the parameters.
-        lr_scaling: How learning rates follow.
-
-    Returns:
-        One handle for each optimizer, whose ``remove()`` ends it.
-
-    Raises:
-        ValueError: If an optimizer's rates cannot follow the rules; none is changed then.
-    """
-    steps: list[ScaledStep] = []
-    try:
-        for optimizer in trainer.optimizers:
-            steps.append(scale_learning_rates(_unwrapped(optimizer), infos, lr_scaling))
-    except ValueError:
-        for step in steps:
-            step.remove()
-        raise
-    for optimizer in trainer.optimizers:
-        for note in rate_notes(_unwrapped(optimizer), infos, lr_scaling):
-            rank_zero_info(f"UnitScaleCallback: {note}")
-    return steps
-
-
-def check_optimizers(trainer: pl.Trainer, lr_scaling: Method) -> None:
-    """Refuse optimizers whose rates cannot follow, before anything is changed.
-
-    Raises:
-        ValueError: As ``scale_optimizers`` does.
-    """
-    for optimizer in map(_unwrapped, trainer.optimizers):
-        for group in optimizer.param_groups:
-            check_group(optimizer, group, lr_scaling)
 
 
 def unit_clipping(trainer: pl.Trainer) -> AbstractContextManager[None]:
