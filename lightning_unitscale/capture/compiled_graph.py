@@ -168,7 +168,7 @@ class CompiledGraph:
             run_passes(graph, passes, step=step.name, graph_index=self.index, out_of_place=True)
             self._interpreted[observed] = graph
         graph = self._interpreted[observed]
-        return Variant(graph, interpret(graph.graph_module)).run(*inputs)
+        return Variant(graph, interpret(graph.graph_module))(*inputs)
 
     def rewritten(self) -> StepGraph:
         """The plain variant as a graph, out of place: for whoever runs it in another way."""
@@ -219,10 +219,6 @@ class Variant:
             self._wrapped = functools.partial(wrapper, self._wrapped)
 
     def __call__(self, *inputs: Any) -> Any:
-        """Run the graph; the same as :meth:`run`."""
-        return self.run(*inputs)
-
-    def run(self, *inputs: Any) -> Any:
         """The outputs for the user's inputs."""
         return self._wrapped(inputs)
 

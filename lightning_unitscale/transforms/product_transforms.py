@@ -8,15 +8,16 @@ that was wanted before as passes over its graphs.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import MethodType
 from typing import Any, get_args
 
 from torch import nn
 
 from lightning_unitscale.arguments import check_choice
 from lightning_unitscale.capture.attach import (
-    Explain,
     capture,
     captured_forward,
+    explain_forward,
     products_of,
     reject_compiled,
 )
@@ -267,5 +268,5 @@ def _transformed(module: nn.Module, owner: str, *passes: GraphPass) -> nn.Module
         capture(new, owner, passes)
         return new
     ModuleProducts.add(new, passes)
-    new.__dict__["explain"] = Explain(new)
+    new.__dict__["explain"] = MethodType(explain_forward, new)
     return new
