@@ -19,11 +19,10 @@ from lightning_unitscale.arguments import check_choice, check_flag
 from lightning_unitscale.dynamo.capture import CompileMode
 from lightning_unitscale.formats import NumberFormat
 from lightning_unitscale.functional.low_precision import DEFAULT_GRADIENT, Casts, GradientFormat
-from lightning_unitscale.graph.name_patterns import NamePatterns
-from lightning_unitscale.precision.dither import Grid, check_grid
-from lightning_unitscale.precision.fp8 import FP8Linears, check_casts, check_gradient_format
+from lightning_unitscale.precision.dither import Grid
+from lightning_unitscale.precision.fp8 import FP8Linears
 from lightning_unitscale.precision.simulate import SimulateFormat, format_pair
-from lightning_unitscale.quantize import Rounding, check_rounding, checked_format
+from lightning_unitscale.quantize import Rounding
 from lightning_unitscale.rules.plan import RuleOptions
 
 _RULES = ("unit-scaling", "u-mup")
@@ -168,11 +167,8 @@ class FP8:
     casts: Casts = "fused"
 
     def __post_init__(self) -> None:
-        NamePatterns(exclude=self.exclude)
-        check_gradient_format(self.gradient_format)
         check_flag("evaluation", self.evaluation)
-        check_grid(self.grid)
-        check_casts(self.casts)
+        self.linears(is_lossless=True)  # which checks the others
 
     def linears(self, *, is_lossless: bool) -> FP8Linears:
         """The pass that runs linear layers in FP8.
@@ -219,10 +215,7 @@ class Simulate:
     grid: Grid = "fixed"
 
     def __post_init__(self) -> None:
-        for item in self.formats:
-            checked_format(item)
-        check_rounding(self.rounding)
-        check_grid(self.grid)
+        self.rounding_pass()  # which checks them
 
     @property
     def formats(self) -> tuple[Any, Any]:

@@ -78,13 +78,14 @@ class FP8Products(Numerics):
         reads_weight: bool | None = None,
     ) -> bool:
         """Whether a product runs in FP8."""
-        config = self._config
         if not self.is_active:
             return False
-        if site.name not in config.decisions:
-            config.decisions[site.name] = self._why_not(site, rule, args, kwargs, reads_weight)
+        decisions = self._config.decisions
         is_made = rule.operator in ("mm", "addmm") and "out" not in kwargs
-        return is_made and config.decisions[site.name] is None
+        if site.name not in decisions:
+            operands = rule.operands_in(args) if is_made else None
+            decisions[site.name] = self._why_not(site, operands, kwargs, reads_weight)
+        return is_made and decisions[site.name] is None
 
     def measure(self, product: Product, operands: Sequence[Tensor], *, is_first: bool) -> None:
         """Find out what FP8 would lose of operands in their units; see :meth:`fit`.
@@ -199,14 +200,12 @@ class FP8Products(Numerics):
     def _why_not(
         self,
         site: Site,
-        rule: ProductRule,
-        args: Sequence[Any],
+        operands: Sequence[Tensor] | None,
         kwargs: Mapping[str, Any],
         reads_weight: bool | None,
     ) -> str | None:
-        if rule.operator not in ("mm", "addmm") or "out" in kwargs:
+        if operands is None:
             return NO_LINEAR
-        operands = rule.operands_in(args)
         if reads_weight is None:
             weight = operands[1]
             reads_weight = is_weight(site.name, weight, _calling_layer()) or is_parameter(weight)
