@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -44,7 +44,7 @@ from lightning_unitscale.functional.scale import (
     takes_true_derivatives,
 )
 from lightning_unitscale.lossless.calibrate import Calibrator, Measured, runs_in_fp16
-from lightning_unitscale.lossless.drift import Drift, SentDrift
+from lightning_unitscale.lossless.drift import Drift
 from lightning_unitscale.lossless.fp8_range import Unrepresentable
 from lightning_unitscale.lossless.gauge import Gauge
 from lightning_unitscale.lossless.rehearsal import calibrate
@@ -353,8 +353,8 @@ class GraphUnits(MeasuredUnits):
             self._leave_out(self._fp8, joint_unrepresentable(calibrator.unrepresentable()))
         return forward, backward
 
-    def _judge(self, sent: SentDrift | None, when: str) -> None:
-        drift = Drift() if sent is None else sent.arrived()
+    def _judge(self, arrived: Callable[[], Drift] | None, when: str) -> None:
+        drift = Drift() if arrived is None else arrived()
         forward, backward, outside = joint_rms(drift.forward, drift.backward, drift.outside)
         if self._fp8 is not None:
             self._make_fit(self._fp8, drift.unrepresentable, when)

@@ -24,8 +24,8 @@ from lightning_unitscale.graph.nodes import is_whole_view, requires_grad
 from lightning_unitscale.loops.loop import Loop
 from lightning_unitscale.patching import nothing
 from lightning_unitscale.scales.layout import RowLayout
+from lightning_unitscale.scales.snapshot import ScaleSnapshot
 from lightning_unitscale.tracking.probes import ScaleProbes
-from lightning_unitscale.tracking.records import SentSnapshot
 from lightning_unitscale.watching.watcher import StepWatcher
 
 if TYPE_CHECKING:
@@ -73,8 +73,8 @@ class MonitoredSteps(abc.ABC):
         """Forget what was measured and not taken."""
 
     @abc.abstractmethod
-    def take(self, step: int, *, grad_scale: float) -> SentSnapshot | None:
-        """What was measured since the last call, on its way; ``None`` when it was nothing.
+    def take(self, step: int, *, grad_scale: float) -> Callable[[], ScaleSnapshot] | None:
+        """Send for what was measured since the last call; what is returned waits for it.
 
         Args:
             step: Optimizer step that was sampled.
@@ -129,7 +129,7 @@ class WatchedSteps(MonitoredSteps):
         self.is_before_units = False
 
     @override
-    def take(self, step: int, *, grad_scale: float) -> SentSnapshot | None:
+    def take(self, step: int, *, grad_scale: float) -> Callable[[], ScaleSnapshot] | None:
         return self._watcher.take(step, grad_scale=grad_scale)
 
     @override
@@ -189,7 +189,7 @@ class ProbedSteps(MonitoredSteps):
         self.is_before_units = False
 
     @override
-    def take(self, step: int, *, grad_scale: float) -> SentSnapshot | None:
+    def take(self, step: int, *, grad_scale: float) -> Callable[[], ScaleSnapshot] | None:
         return self._probes.take(step, grad_scale=grad_scale)
 
     @override

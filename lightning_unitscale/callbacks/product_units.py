@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 from typing_extensions import override
@@ -18,7 +19,7 @@ from lightning_unitscale.callbacks.units import (
 from lightning_unitscale.dispatch.attach import AttachedSession
 from lightning_unitscale.dispatch.coverage import Coverage, CoverageCounter
 from lightning_unitscale.dispatch.fp8 import numerics_of
-from lightning_unitscale.dispatch.measurement import Measurement, SentMeasurement
+from lightning_unitscale.dispatch.measurement import Measurement
 from lightning_unitscale.dispatch.session import ProductSession
 from lightning_unitscale.dispatch.units import Units
 from lightning_unitscale.loops.loop import Loop
@@ -120,7 +121,7 @@ class ProductUnits(MeasuredUnits):
                     changes_numbers=bool(self._session.numerics),
                 )
             else:
-                self._adopt_first(units.take() or Measurement())
+                self._adopt_first(units.take())
         if self.is_calibrated or self._running.has_stepped:
             # Which products run plain is known with their units.
             self._read_coverage()
@@ -134,8 +135,7 @@ class ProductUnits(MeasuredUnits):
     @override
     def end_evaluation(self, batch_idx: int = 0) -> None:
         # What accumulated batches of training have shown is taken with the last of them.
-        measurement = None if self._units.is_looking else self._units.take()
-        measurement = measurement or Measurement()
+        measurement = Measurement() if self._units.is_looking else self._units.take()
         forward, backward = measurement.forward, measurement.backward
         if not (self._running.is_fitting or self.is_calibrated or batch_idx):
             forward, backward = joint_rms(forward, backward)
@@ -194,8 +194,8 @@ class ProductUnits(MeasuredUnits):
         self._units.is_looking = False
         self._tell_new_units(len(self.gauge), "the first batch")
 
-    def _judge(self, sent: SentMeasurement, when: str) -> None:
-        measurement = sent.arrived() or Measurement()
+    def _judge(self, arrived: Callable[[], Measurement], when: str) -> None:
+        measurement = arrived()
         forward, backward, outside = joint_rms(
             measurement.forward, measurement.backward, measurement.outside
         )

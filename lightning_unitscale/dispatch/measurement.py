@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from lightning_unitscale.dispatch.tensors import Extent, reading
+from lightning_unitscale.dispatch.tensors import Extent
 from lightning_unitscale.lossless.calibrate import combined_rms
 from lightning_unitscale.lossless.drift import HIGH, LOW
 
@@ -124,26 +124,9 @@ class Measurement:
     outside: Mapping[str, float] = field(default_factory=dict)
     products: tuple[MeasuredProduct, ...] = ()
 
-
-class SentMeasurement:
-    """What one step has shown, on its way from the device.
-
-    Args:
-        products: Product by product.
-    """
-
-    def __init__(self, products: Sequence[MeasuredProduct]) -> None:
-        self._products = tuple(products)
-        self._read = reading(
-            extent for product in products for extent in (*product.extents, *product.addends)
-        )
-
-    def arrived(self) -> Measurement | None:
-        """The numbers, which are waited for; ``None`` if nothing was measured."""
-        products = self._products
-        if not products:
-            return None
-        self._read()
+    @staticmethod
+    def of(products: Sequence[MeasuredProduct]) -> Measurement:
+        """What products have shown whose extents are there."""
         true: dict[str, dict[int, float]] = {}
         units: dict[str, int] = {}
         for product in products:
@@ -168,5 +151,5 @@ class SentMeasurement:
             {name: rms for name, rms in joint.items() if name not in gradients},
             {name: rms for name, rms in joint.items() if name in gradients},
             outside,
-            products,
+            tuple(products),
         )

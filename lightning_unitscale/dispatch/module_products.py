@@ -87,7 +87,7 @@ def _measure(
             if loss is not None:
                 loss.backward(torch.ones_like(loss))
         units = attached.session.units
-        return units, units.take() or Measurement()
+        return units, units.take()
     finally:
         attached.detach()
 

@@ -29,8 +29,9 @@ from lightning_unitscale.graph.regions import PRODUCTS, Place, Places
 from lightning_unitscale.lossless.gauge import ONE, Factor, FactorTable, Gauge
 from lightning_unitscale.lossless.units import GAUGE, HELD, FactorNodes, Held
 from lightning_unitscale.scales.layout import RowLayout
+from lightning_unitscale.scales.snapshot import ScaleSnapshot
 from lightning_unitscale.scales.statistics import statistics_row
-from lightning_unitscale.tracking.records import CutGraph, ProbedCall, ProbedTensor, SentSnapshot
+from lightning_unitscale.tracking.records import CutGraph, ProbedCall, ProbedTensor, sent_snapshot
 
 Select = Callable[[fx.Node], bool]
 # Gives a position among the probed tensors, and the region of the tensor, its two factors.
@@ -146,8 +147,8 @@ class ScaleProbes(GraphPass):
         self._calls.clear()
         self._cut.clear()
 
-    def take(self, step: int, *, grad_scale: float = 1.0) -> SentSnapshot | None:
-        """What was recorded since the last call, on its way from the device as one.
+    def take(self, step: int, *, grad_scale: float = 1.0) -> Callable[[], ScaleSnapshot] | None:
+        """Send for what was recorded since the last call; what is returned waits for it.
 
         Args:
             step: Optimizer step of the snapshot.
@@ -162,7 +163,7 @@ class ScaleProbes(GraphPass):
         calls = [*(cut.absent() for cut in self._cut.values() if cut.names), *calls]
         if not calls:
             return None
-        return SentSnapshot(step, calls, self.layout, grad_scale)
+        return sent_snapshot(step, calls, self.layout, grad_scale)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ScaleProbes:
         new = type(self)(self.layout, self.select)
