@@ -190,6 +190,24 @@ class KernelOverrides:
             overload._dispatch_cache.clear()
 
 
+_LIBRARY = torch.library.Library("lightning_unitscale", "FRAGMENT")
+
+
+def define_operator(schema: str, run: Kernel, fake: Kernel, *tags: torch.Tag) -> None:
+    """Define an operator for compiled graphs, on all devices and in no CUDA graph.
+
+    Args:
+        schema: Its name, its arguments and what it returns.
+        run: What it does.
+        fake: What it gives for tensors without data.
+        *tags: What a compiler is told of it as well.
+    """
+    name = schema.partition("(")[0]
+    _LIBRARY.define(schema, tags=(torch.Tag.cudagraph_unsafe, *tags))
+    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"lightning_unitscale::{name}", fake, lib=_LIBRARY)
+
+
 class GraphPass(CustomGraphPass):
     """A pass over what Inductor compiles, after the passes that the user has set.
 
