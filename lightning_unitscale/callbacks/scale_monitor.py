@@ -26,10 +26,9 @@ from lightning_unitscale.graph.name_patterns import NamePatterns
 from lightning_unitscale.loops.loggers import Writer, writer_for
 from lightning_unitscale.loops.loop import Loop
 from lightning_unitscale.scales.alerts import ScaleAlert
-from lightning_unitscale.scales.export import write_csv, write_json_lines
+from lightning_unitscale.scales.export import summarize, write_csv, write_json_lines
 from lightning_unitscale.scales.layout import RowLayout
 from lightning_unitscale.scales.snapshot import ScaleSnapshot
-from lightning_unitscale.scales.summary import summarize
 from lightning_unitscale.scales.violations import Limits
 from lightning_unitscale.tensorboard.table import scale_table
 from lightning_unitscale.tensorboard.writer import TABS, TensorBoardTabs
