@@ -15,7 +15,7 @@ from lightning_unitscale.callbacks.distributed import (
     refuse_sharded_parameters,
 )
 from lightning_unitscale.callbacks.explanation import Explanation, units_table
-from lightning_unitscale.callbacks.half_precision import ParameterHolding, holds_parameters
+from lightning_unitscale.callbacks.half_precision import ParameterHolding
 from lightning_unitscale.callbacks.lightning_loop import LightningLoop
 from lightning_unitscale.callbacks.options import Lossless, Rules, mode_of
 from lightning_unitscale.callbacks.packages import is_lightning, misconfigured
@@ -85,15 +85,8 @@ class CapturedUnits(GraphUnits):
         Raises:
             ValueError: With what was asked for.
         """
-        is_lossless = isinstance(self._method, Lossless)
-        asked = {
-            f"method={self._method!r}": not is_lossless,
-            "depth='all'": self._rewrite.depth == "all",
-            f"compile={self._compile!r}": bool(self._compile),
-            f"remat={self._remat!r}": self._remat is not None,
-            "hold_parameters=True": getattr(self._method, "hold_parameters", None) is True,
-        }
-        for option, is_asked in asked.items():
+        held = getattr(self._method, "hold_parameters", None) is True
+        for option, is_asked in {**self._asked(), "hold_parameters=True": held}.items():
             if is_asked:
                 raise ValueError(
                     f"{option}: it rewrites captured steps, which only a Lightning Trainer's are; "
@@ -103,9 +96,16 @@ class CapturedUnits(GraphUnits):
 
     def are_wanted(self, trainer: pl.Trainer) -> bool:
         """Whether what the callback was asked for needs captured graphs."""
-        if isinstance(self._method, Rules) or self._rewrite.depth == "all" or self._compile:
-            return True
-        return self._remat is not None or holds_parameters(self._method.hold_parameters, trainer)
+        return any(self._asked().values()) or self._holding.wants(trainer)
+
+    def _asked(self) -> dict[str, bool]:
+        """Options that need captured graphs with any Trainer, and whether they were asked for."""
+        return {
+            f"method={self._method!r}": isinstance(self._method, Rules),
+            "depth='all'": self._rewrite.depth == "all",
+            f"compile={self._compile!r}": bool(self._compile),
+            f"remat={self._remat!r}": self._remat is not None,
+        }
 
     def capture(
         self,

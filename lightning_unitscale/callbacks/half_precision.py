@@ -43,12 +43,6 @@ _BREAKS = "graph breaks"
 _CONFLICTING_CALLBACKS = ("StochasticWeightAveraging", "WeightAveraging")
 
 
-def holds_parameters(choice: HoldParameters, trainer: pl.Trainer) -> bool:
-    """Whether a Trainer's parameters are to be held in units; ``"auto"`` does in true 16 bits."""
-    is_half = is_lightning(trainer.precision_plugin, "HalfPrecision")
-    return is_half if choice == "auto" else choice
-
-
 class ParameterHolding:
     """Holds the parameters of one LightningModule in units for the length of a fit.
 
@@ -79,6 +73,12 @@ class ParameterHolding:
         """Whether parameters are to be held in units that were not measured yet."""
         return self.is_wanted and self._held is None
 
+    def wants(self, trainer: pl.Trainer) -> bool:
+        """Whether a Trainer's parameters are to be held."""
+        if self._choice == "auto":
+            return is_lightning(trainer.precision_plugin, "HalfPrecision")
+        return self._choice
+
     def attach(self, trainer: pl.Trainer, *, is_other: bool) -> None:
         """Decide for a Trainer; before anything is captured.
 
@@ -92,7 +92,7 @@ class ParameterHolding:
         if self._choice is False:
             return
         is_half = is_lightning(trainer.precision_plugin, "HalfPrecision")
-        self.is_wanted = holds_parameters(self._choice, trainer)
+        self.is_wanted = self.wants(trainer)
         self._rewrite.holds_parameters = self.is_wanted
         if is_other:
             self._last_units = {}

@@ -56,16 +56,14 @@ class MonitoredSteps(abc.ABC):
     def begin_batch(self, is_sampled: bool) -> None:
         """Called before a batch."""
 
-    @abc.abstractmethod
-    def begin_backward(self) -> None:
+    def begin_backward(self) -> None:  # noqa: B027
         """Called before the backward pass of a sampled batch, by a loop that knows when it is."""
 
     @abc.abstractmethod
     def end_backward(self) -> None:
         """Called after it."""
 
-    @abc.abstractmethod
-    def end_batch(self) -> None:
+    def end_batch(self) -> None:  # noqa: B027
         """Called after a sampled batch."""
 
     @abc.abstractmethod
@@ -169,14 +167,6 @@ class ProbedSteps(MonitoredSteps):
     @override
     def begin_batch(self, is_sampled: bool) -> None:
         self._steps.observe(self._owner, is_sampled)
-
-    @override
-    def begin_backward(self) -> None:
-        """Nothing: probes are in the graphs."""
-
-    @override
-    def end_batch(self) -> None:
-        """Nothing: the next batch chooses its variant."""
 
     @override
     def end_backward(self) -> None:
