@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from lightning_unitscale.dispatch.execute import Product
 from lightning_unitscale.dispatch.formats import Numerics, SimulatedProducts, grid_factor
 from lightning_unitscale.dispatch.measurement import Site
+from lightning_unitscale.dispatch.owners import asking_session
 from lightning_unitscale.dispatch.products import RULES, ProductRule
 from lightning_unitscale.dispatch.session import LOCAL, ProductSession
 from lightning_unitscale.dispatch.sites import frames
@@ -266,15 +267,8 @@ def is_parameter(tensor: Tensor) -> bool:
     )
 
 
-def layer_kernel(
-    asking_session: Callable[[Any], tuple[ProductSession | None, Any]], original: Kernel
-) -> Kernel:
-    """A kernel of ``linear``, above autograd, that keeps FP8 for the backward pass.
-
-    Args:
-        asking_session: Whose a product is that runs within an autograd node.
-        original: torch's own kernel.
-    """
+def layer_kernel(original: Kernel) -> Kernel:
+    """A kernel of ``linear``, above autograd, that keeps FP8 for the backward pass."""
 
     def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
         session, node = LOCAL.session, current_node()

@@ -20,7 +20,6 @@ from lightning_unitscale.dispatch.fp8 import layer_kernel
 from lightning_unitscale.dispatch.owners import (
     INSTALLED,
     OPEN,
-    asking_session,
     owner_of,
     suspend_in_optimizers,
 )
@@ -56,7 +55,7 @@ def open_session(session: ProductSession) -> None:
             _override_products(_overrides(device))
         if session.numerics and (key := f"Autograd{device}") not in _keys:
             # What is kept for the backward pass is chosen above autograd.
-            _overrides(key).put("linear", functools.partial(layer_kernel, asking_session))
+            _overrides(key).put("linear", layer_kernel)
 
 
 def close_session(session: ProductSession) -> None:

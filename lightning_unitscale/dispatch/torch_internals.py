@@ -64,13 +64,9 @@ RECOMPUTATIONS = _RECOMPUTATIONS | {_REENTRANT}
 UNPACK = "unpack_hook"
 
 current_node: Callable[[], Any] = torch._C._current_autograd_node
+# Number of the backward pass that runs on this thread.
+graph_task: Callable[[], int] = torch._C._current_graph_task_id
 fake_mode_of: Callable[[Any], Any] = detect_fake_mode
-
-
-def graph_task() -> int:
-    """Number of the backward pass that runs on this thread."""
-    number: int = torch._C._current_graph_task_id()
-    return number
 
 
 def saves_elsewhere() -> bool:
