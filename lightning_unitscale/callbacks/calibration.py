@@ -50,6 +50,7 @@ from lightning_unitscale.lossless.gauge import Gauge
 from lightning_unitscale.lossless.rehearsal import calibrate
 from lightning_unitscale.lossless.rewrite import LosslessUnitScale
 from lightning_unitscale.precision.fp8 import FP8Linears
+from lightning_unitscale.precision.simulate import SimulateFormat
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -63,8 +64,8 @@ class GraphUnits(MeasuredUnits):
         schedule: When units are looked at again.
         rules: The scale rules that want to know each parameter's gradient, if there are any.
         fp8: The pass that is told which products FP8 does not fit, if there is one.
+        simulation: Formats to simulate, if any.
         holding: What holds the parameters in units, where they are to be held.
-        is_rounded: Whether products are rounded to fewer bits than the Trainer's precision has.
     """
 
     def __init__(
@@ -73,15 +74,13 @@ class GraphUnits(MeasuredUnits):
         schedule: RecalibrationSchedule,
         rules: RuleScaling | None,
         fp8: FP8Linears | None,
+        simulation: SimulateFormat | None,
         holding: ParameterHolding,
-        *,
-        is_rounded: bool,
     ) -> None:
-        super().__init__(schedule, fp8)
+        super().__init__(schedule, simulation, fp8)
         self._rewrite = rewrite
         self._rules = rules
         self._holding = holding
-        self._is_rounded = is_rounded
         self._loop: LightningLoop | None = None
         self._steps: ModuleSteps | None = None
         self._live: Calibrator | None = None
@@ -102,7 +101,7 @@ class GraphUnits(MeasuredUnits):
             is_other: Whether it is another module than before, whose gauge is forgotten.
         """
         self._loop, self._steps = loop, steps
-        if self._is_rounded and searches_rate(loop.trainer):
+        if self._changes_numbers and searches_rate(loop.trainer):
             steps.steps["training_step"].before_call = self._before_search
         forget_recorded_backward()
         if is_other:
@@ -143,11 +142,7 @@ class GraphUnits(MeasuredUnits):
         sent = self._rewrite.drift.send()
         # Stages without a product join in with the others.
         if sent is not None or pipeline_of(self._trainer) is not None:
-            self._begin_look(
-                functools.partial(self._judge, sent),
-                self._loop.device,
-                changes_numbers=self._is_rounded,
-            )
+            self._begin_look(functools.partial(self._judge, sent), self._loop.device)
         always = not self._schedule.is_automatic
         self._holding.after_step(f"step {self._step_index}", always=always)
 
@@ -216,13 +211,17 @@ class GraphUnits(MeasuredUnits):
         if not self.is_calibrated:
             return {}
         gauge = {k: list(pair) for k, pair in self.gauge.state().items()}
-        state = {"gauge": gauge, "depth": self._rewrite.depth, **self._fp8_state()}
+        state: dict[str, Any] = {"gauge": gauge, "depth": self._rewrite.depth, **self._fp8_state()}
         if held := self._holding.state_dict():
             state["held"] = held
+        if self._simulation is not None and self._simulation.rounding == "stochastic":
+            state["rounding"] = self._simulation.state()
         return state
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if self._simulation is not None and "rounding" in state_dict:
+            self._simulation.set_state(state_dict["rounding"])
         # A gauge of the other depth names other tensors; measuring again changes no result.
         if state_dict.get("depth") == self._rewrite.depth:
             self._rewrite.set_gauge(Gauge.from_state(state_dict["gauge"]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
@@ -64,12 +64,10 @@ class CapturedUnits(GraphUnits):
         compile: bool | CompileMode,
     ) -> None:
         rewrite = LosslessUnitScale(depth, measures_range=fp8 is not None)
-        is_rounded = simulation is not None or fp8 is not None
         holds = False if isinstance(method, Rules) else method.hold_parameters
         holding = ParameterHolding(holds, rewrite)
-        super().__init__(rewrite, schedule, rules, fp8, holding, is_rounded=is_rounded)
+        super().__init__(rewrite, schedule, rules, fp8, simulation, holding)
         self._method = method
-        self._simulation = simulation
         self._remat = remat
         self._compile = compile
         self._owner = ""
@@ -220,19 +218,6 @@ class CapturedUnits(GraphUnits):
             steps.partition_by(None)
         steps.detach(self._owner, *self._passes())
         steps.sharded = self._gathering = None
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        state = super().state_dict()
-        if state and self._simulation is not None and self._simulation.rounding == "stochastic":
-            state["rounding"] = self._simulation.state()
-        return state
-
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        if self._simulation is not None and "rounding" in state_dict:
-            self._simulation.set_state(state_dict["rounding"])
 
     def _passes(self) -> list[GraphPass]:
         rules = [] if self._rules is None else [self._rules.rules, self._rules.gradients]

@@ -43,9 +43,8 @@ class ProductUnits(MeasuredUnits):
         simulation: SimulateFormat | None,
         fp8: FP8Linears | None,
     ) -> None:
-        super().__init__(schedule, fp8)
+        super().__init__(schedule, simulation, fp8)
         self._units = Units()
-        self._simulation = simulation
         self._attached: AttachedSession | None = None
         self._counted = CountedSteps()
         self._step_name = ""
@@ -115,11 +114,8 @@ class ProductUnits(MeasuredUnits):
         elif self._running.has_stepped:
             if self.is_calibrated:
                 units.is_looking = False
-                self._begin_look(
-                    functools.partial(self._judge, units.send()),
-                    self._running.device,
-                    changes_numbers=bool(self._session.numerics),
-                )
+                judge = functools.partial(self._judge, units.send())
+                self._begin_look(judge, self._running.device)
             else:
                 self._adopt_first(units.take())
         if self.is_calibrated or self._running.has_stepped:

@@ -17,6 +17,7 @@ from lightning_unitscale.loops.loop import Loop, LoopCallback
 from lightning_unitscale.lossless.fp8_range import Unrepresentable
 from lightning_unitscale.lossless.gauge import Gauge
 from lightning_unitscale.precision.fp8 import WIDE_GRADIENT, FP8Linears
+from lightning_unitscale.precision.simulate import SimulateFormat
 
 # Steps at which "auto" looks: often while the scales of a fresh model move, then rarely.
 _EARLY_LOOKS = frozenset({8, 16, 32, 64})
@@ -69,6 +70,7 @@ class MeasuredUnits(LoopCallback, abc.ABC):
 
     Args:
         schedule: When units are looked at again.
+        simulation: Formats to simulate, if any.
         fp8: The linear layers in FP8, if there are any: which of them fit is part of the units.
 
     Attributes:
@@ -76,11 +78,19 @@ class MeasuredUnits(LoopCallback, abc.ABC):
         events: When new units were taken, and why, one line each.
     """
 
-    def __init__(self, schedule: RecalibrationSchedule, fp8: FP8Linears | None) -> None:
+    def __init__(
+        self,
+        schedule: RecalibrationSchedule,
+        simulation: SimulateFormat | None,
+        fp8: FP8Linears | None,
+    ) -> None:
         self.is_calibrated = False
         self.events: list[str] = []
         self._schedule = schedule
+        self._simulation = simulation
         self._fp8 = fp8
+        # Whether results depend on the units, as those of rounded products do.
+        self._changes_numbers = simulation is not None or fp8 is not None
         self._step_index = 0
         # Ends the last look, whose numbers may be on their way.
         self._pending: Callable[[], None] | None = None
@@ -99,9 +109,7 @@ class MeasuredUnits(LoopCallback, abc.ABC):
         self._step_index = loop.step_index
         return self._schedule.looks_at(self._step_index)
 
-    def _begin_look(
-        self, judge: Callable[[str], None], device: torch.device, *, changes_numbers: bool
-    ) -> None:
+    def _begin_look(self, judge: Callable[[str], None], device: torch.device) -> None:
         """Look at what the step has measured, on a CUDA device after the next one.
 
         Units change no result, so they can be late; formats do, and ranks wait for each other.
@@ -109,10 +117,9 @@ class MeasuredUnits(LoopCallback, abc.ABC):
         Args:
             judge: Called with the step's name when its numbers may be read.
             device: Where the steps run.
-            changes_numbers: Whether results depend on the units, as those of rounded products do.
         """
         self._pending = functools.partial(judge, f"step {self._step_index}")
-        if is_distributed() or device.type != "cuda" or changes_numbers:
+        if is_distributed() or device.type != "cuda" or self._changes_numbers:
             self._end_look()
 
     def _end_look(self) -> None:
