@@ -215,22 +215,22 @@ MUTATIONS = (
     Mutation(
         "the gauge is not restored",
         "callbacks/product_units.py",
-        'restore(Gauge.from_state(state["gauge"]), state["plain"])',
-        'restore(Gauge(), state["plain"])',
+        'restore(Gauge.from_state(state_dict["gauge"]), state_dict["plain"])',
+        'restore(Gauge(), state_dict["plain"])',
         "callbacks/test_resume.py -k what_was_loaded",
     ),
     Mutation(
         "products that have to run plain are not restored",
         "callbacks/product_units.py",
-        """restore(Gauge.from_state(state["gauge"]), state["plain"])""",
-        """restore(Gauge.from_state(state["gauge"]), {})""",
+        """restore(Gauge.from_state(state_dict["gauge"]), state_dict["plain"])""",
+        """restore(Gauge.from_state(state_dict["gauge"]), {})""",
         "callbacks/test_resume.py -k what_was_loaded",
     ),
     Mutation(
         "a look forgets what the other ranks have measured",
         "callbacks/product_units.py",
-        "        (outside,) = joint_rms(measurement.outside)\n",
-        "        outside = dict(measurement.outside)\n",
+        "        if self._schedule.is_automatic and not outside:\n",
+        "        if self._schedule.is_automatic and not measurement.outside:\n",
         "distributed/test_ddp.py",
     ),
     # Graphs: memory and the order of gradients.
