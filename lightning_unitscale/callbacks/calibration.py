@@ -66,6 +66,9 @@ class GraphUnits(MeasuredUnits):
         fp8: The pass that is told which products FP8 does not fit, if there is one.
         simulation: Formats to simulate, if any.
         holding: What holds the parameters in units, where they are to be held.
+
+    Attributes:
+        holding: The same.
     """
 
     def __init__(
@@ -80,7 +83,7 @@ class GraphUnits(MeasuredUnits):
         super().__init__(schedule, simulation, fp8)
         self._rewrite = rewrite
         self._rules = rules
-        self._holding = holding
+        self.holding = holding
         self._loop: LightningLoop | None = None
         self._steps: ModuleSteps | None = None
         self._live: Calibrator | None = None
@@ -120,9 +123,9 @@ class GraphUnits(MeasuredUnits):
         assert self._steps is not None and self._loop is not None
         is_look = self._begin(self._loop)
         with self._starting("training_step", batch, batch_idx):
-            self._holding.follow(self._trainer)
+            self.holding.follow(self._trainer)
             self._num_breaks = len(self._steps.graph_breaks)
-            if not self.is_calibrated or self._holding.is_unknown:
+            if not self.is_calibrated or self.holding.is_unknown:
                 self._calibrate(self._trainer, batch, batch_idx)
         self._steps.observe("UnitScaleCallback", is_look)
 
@@ -130,7 +133,7 @@ class GraphUnits(MeasuredUnits):
     def end_batch(self) -> None:
         assert self._loop is not None
         if self._steps is not None:
-            self._holding.check_graph_breaks(self._steps.graph_breaks[self._num_breaks :])
+            self.holding.check_graph_breaks(self._steps.graph_breaks[self._num_breaks :])
         if self._live is not None:
             self._adopt_live(self._live)
         if not self._loop.has_stepped:
@@ -144,7 +147,7 @@ class GraphUnits(MeasuredUnits):
         if sent is not None or pipeline_of(self._trainer) is not None:
             self._begin_look(functools.partial(self._judge, sent), self._loop.device)
         always = not self._schedule.is_automatic
-        self._holding.after_step(f"step {self._step_index}", always=always)
+        self.holding.after_step(f"step {self._step_index}", always=always)
 
     def before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Look at the parameters and gradients that an optimizer is about to use.
@@ -152,14 +155,14 @@ class GraphUnits(MeasuredUnits):
         Raises:
             RuntimeError: If second derivatives were taken and parameters are held in units.
         """
-        if self._holding.is_wanted and takes_true_derivatives():
+        if self.holding.is_wanted and takes_true_derivatives():
             raise RuntimeError(
                 "hold_parameters: a step took a backward pass with create_graph=True, and second "
                 "derivatives of parameters in units of their own are not those of the model; "
                 "expected first derivatives only; pass Lossless(hold_parameters=False)."
             )
         if self._schedule.looks_at(self._step_index):
-            self._holding.before_step(optimizer)
+            self.holding.before_step(optimizer)
 
     @override
     def begin_evaluation(self, name: str, batch: Any = None, *indices: int) -> None:
@@ -212,7 +215,7 @@ class GraphUnits(MeasuredUnits):
             return {}
         gauge = {k: list(pair) for k, pair in self.gauge.state().items()}
         state: dict[str, Any] = {"gauge": gauge, "depth": self._rewrite.depth, **self._fp8_state()}
-        if held := self._holding.state_dict():
+        if held := self.holding.state_dict():
             state["held"] = held
         if self._simulation is not None and self._simulation.rounding == "stochastic":
             state["rounding"] = self._simulation.state()
@@ -226,7 +229,7 @@ class GraphUnits(MeasuredUnits):
         if state_dict.get("depth") == self._rewrite.depth:
             self._rewrite.set_gauge(Gauge.from_state(state_dict["gauge"]))
             self.is_calibrated = True
-            self._holding.load_state_dict(state_dict.get("held", {}))
+            self.holding.load_state_dict(state_dict.get("held", {}))
             if self._fp8 is not None:
                 self._leave_out(self._fp8, unrepresentable_from_state(state_dict))
 
@@ -259,7 +262,7 @@ class GraphUnits(MeasuredUnits):
         if not module.automatic_optimization or takes_iterator(module):
             refuse_live(trainer, "it cannot be rehearsed on a batch")
             # Such a step updates weights or consumes batches by itself: it cannot be rehearsed.
-            self._holding.decline("a step that cannot be rehearsed gives no units in time")
+            self.holding.decline("a step that cannot be rehearsed gives no units in time")
             self._measure_live("training_step")
             return
         if not self._needs_units_at_once(trainer, "training_step"):
@@ -288,7 +291,7 @@ class GraphUnits(MeasuredUnits):
             if self._rules is not None:
                 self._rules.measured(trainer, gradients)
             breaks = self._steps.graph_breaks[self._num_breaks :]
-            self._holding.measured(trainer, self._steps.steps["training_step"], gradients, breaks)
+            self.holding.measured(trainer, self._steps.steps["training_step"], gradients, breaks)
         else:
             refuse_live(trainer, "a rehearsal of it has no loss to start from")
             self._measure_live("training_step")
@@ -296,7 +299,7 @@ class GraphUnits(MeasuredUnits):
     def _needs_units_at_once(self, trainer: pl.Trainer, name: str) -> bool:
         """Whether the first real step of this name would be another one without units."""
         assert self._steps is not None
-        if self._steps.changes_numbers(name) or self._holding.is_wanted:
+        if self._steps.changes_numbers(name) or self.holding.is_wanted:
             return True
         if pipeline_of(trainer) is not None:
             return True

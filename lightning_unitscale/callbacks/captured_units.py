@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 from typing_extensions import override
@@ -94,7 +93,7 @@ class CapturedUnits(GraphUnits):
 
     def are_wanted(self, trainer: pl.Trainer) -> bool:
         """Whether what the callback was asked for needs captured graphs."""
-        return any(self._asked().values()) or self._holding.wants(trainer)
+        return any(self._asked().values()) or self.holding.wants(trainer)
 
     def _asked(self) -> dict[str, bool]:
         """Options that need captured graphs with any Trainer, and whether they were asked for."""
@@ -129,7 +128,7 @@ class CapturedUnits(GraphUnits):
         if self._rules is not None:
             self._check_sharding(trainer, is_sharded=is_sharded)
             self._rules.attach(trainer, module, is_other=is_other)
-        self._holding.attach(trainer, is_other=is_other)
+        self.holding.attach(trainer, is_other=is_other)
         remat = self._remat
         partitioner = None if remat is None else step_partitioner(trainer, module, remat)
         self._owner = type(owner).__name__
@@ -181,26 +180,14 @@ class CapturedUnits(GraphUnits):
             # Every gradient is near 1 then: a scale of 65,536 would overflow them.
             self._restore_loss_scale()
             self._restore_loss_scale = start_loss_scale_at_one(trainer)
-        self._holding.start_fit(trainer)
-
-    def start_validation(self) -> None:
-        """A validation begins, in which held parameters are what their checkpoint would be."""
-        self._holding.start_evaluation()
-
-    def end_validation(self) -> None:
-        """Go on with parameters held as before."""
-        self._holding.end_evaluation()
-
-    def true_parameters(self) -> AbstractContextManager[None]:
-        """Within this context the module's parameters have their true values, held or not."""
-        return self._holding.true_parameters()
+        self.holding.start_fit(trainer)
 
     @override
     def explain(self) -> Explanation:
         if self._steps is None:
             return self._last_explanation
         units = units_table(self.gauge) or ""
-        return Explanation(self._steps.explain(), *self._holding.events, *self.events, units)
+        return Explanation(self._steps.explain(), *self.holding.events, *self.events, units)
 
     @override
     def leave(self) -> None:
@@ -211,7 +198,7 @@ class CapturedUnits(GraphUnits):
         super().leave()
         self._restore_loss_scale()
         self._restore_loss_scale = nothing
-        self._holding.release()
+        self.holding.release()
         if self._rules is not None:
             self._rules.restore()
         if self._remat is not None:

@@ -197,7 +197,7 @@ class UnitScaleCallback(StepsCallback):
 
     def true_parameters(self) -> AbstractContextManager[None]:
         """Within this context the module's parameters have their true values, held or not."""
-        return self._graphs.true_parameters()
+        return self._graphs.holding.true_parameters()
 
     @property
     def _method_name(self) -> str:
@@ -277,11 +277,11 @@ class UnitScaleCallback(StepsCallback):
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._graphs.start_validation()
+        self._graphs.holding.start_evaluation()
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._graphs.end_validation()
+        self._graphs.holding.end_evaluation()
 
     @override
     def state_dict(self) -> dict[str, Any]:
