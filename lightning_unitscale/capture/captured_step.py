@@ -342,8 +342,10 @@ class CapturedStep:
         return f"{type(self.owner.module).__name__}.{self.name}"
 
     def _not_captured(self, error: BaseException) -> RuntimeError:
+        is_sharded = self.owner.sharded is not None
+        manner = " in one graph, as rules with ModelParallelStrategy ask" if is_sharded else ""
         return RuntimeError(
-            f"{self._title}: Dynamo cannot capture it{self.owner.manner}: {reason_of(error)}. "
+            f"{self._title}: Dynamo cannot capture it{manner}: {reason_of(error)}. "
             "Expected a step that Dynamo captures; move that line out of it, into a hook such as "
             "on_train_batch_start, or mark its function with torch.compiler.disable. TORCH_LOGS="
             "graph_breaks shows what Dynamo says of it."

@@ -52,17 +52,16 @@ _NOBODY = 0
 
 
 @dataclass(frozen=True)
-class Tensors:
-    """Stands for a tensor among the arguments of a product: the one with this index."""
+class Changing:
+    """Stands for what changes among the arguments of a product.
+
+    Attributes:
+        index: Which of the tensors it is, or of the numbers that change with the shapes.
+        is_tensor: Which of the two.
+    """
 
     index: int
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Stands for a number that changes with the shapes: the one with this index."""
-
-    index: int
+    is_tensor: bool
 
 
 @dataclass(eq=False)
@@ -72,7 +71,7 @@ class RoundedProduct:
     Attributes:
         rule: Its operator.
         operator: The same, as torch calls it.
-        args: Its arguments, with :class:`Tensors` and :class:`Sizes` in place of what changes.
+        args: Its arguments, with :class:`Changing` in place of what changes.
         kwargs: Its keyword arguments.
         results: Positions of its results that are tensors; ``None`` for one that is no tuple.
         word: What it is called.
@@ -103,9 +102,9 @@ class RoundedProduct:
         """The arguments of one run."""
 
         def filled(leaf: Any) -> Any:
-            if isinstance(leaf, Tensors):
-                return tensors[leaf.index]
-            return sizes[leaf.index] if isinstance(leaf, Sizes) else leaf
+            if not isinstance(leaf, Changing):
+                return leaf
+            return (tensors if leaf.is_tensor else sizes)[leaf.index]
 
         args, kwargs = pytree.tree_map(filled, (self.args, self.kwargs))
         return tuple(args), dict(kwargs)
