@@ -124,14 +124,8 @@ class Rules:
 
     def options(self, **others: Any) -> RuleOptions:
         """The multipliers as options of the rules, with ``residual`` and ``on_unknown``."""
-        return RuleOptions(
-            residual_mult=self.residual_mult,
-            residual_attn_ratio=self.residual_attn_ratio,
-            attention_mult=self.attention_mult,
-            activation_mult=self.activation_mult,
-            loss_mult=self.loss_mult,
-            **others,
-        )
+        multipliers = {name: value for name, value in vars(self).items() if name != "method"}
+        return RuleOptions(**multipliers, **others)
 
 
 @dataclass(frozen=True)
