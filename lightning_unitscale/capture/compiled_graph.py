@@ -26,6 +26,7 @@ from lightning_unitscale.graph.aliasing import find_effects, memory_roots, writt
 from lightning_unitscale.graph.decompose import expand_composites
 from lightning_unitscale.graph.passes import Phase, Run, StepGraph, run_passes
 from lightning_unitscale.graph.regions import PRODUCTS, Places
+from lightning_unitscale.patching import shadowed
 
 if TYPE_CHECKING:
     from lightning_unitscale.capture.captured_step import CapturedStep
@@ -288,15 +289,14 @@ class GraphCall:
         inputs = tuple(_leaf(value) for value in self.inputs)
         restorers = [restore for value in self._written(inputs) for restore in restorers_of(value)]
         devices = {value.device for value in inputs if isinstance(value, Tensor)}
-        was_rehearsing, self.step.is_rehearsing = self.step.is_rehearsing, True
         with (
             torch.random.fork_rng([device for device in devices if device.type == "cuda"]),
             torch.set_grad_enabled(torch.is_grad_enabled()),
+            shadowed(self.step, is_rehearsing=True),
         ):
             try:
                 yield lambda interpreter: interpreter(self.graph, inputs), inputs
             finally:
-                self.step.is_rehearsing = was_rehearsing
                 for restore in restorers:
                     restore()
 
