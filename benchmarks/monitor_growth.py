@@ -72,7 +72,7 @@ def extra_seconds(num_tensors: int, numel: int, rounds: int) -> tuple[float, int
                 monitored(x).backward()
                 sent = probes.take(round_index)
                 assert sent is not None
-                snapshot = sent.arrived()
+                snapshot = sent()
             if round_index > 1:
                 times[name].append(time.thread_time() - start)
     counts = np.stack([snapshot.column("numel", direction) for direction in DIRECTIONS])
@@ -117,7 +117,7 @@ def demo_elements() -> tuple[int, float]:
     training_step(monitored, batch)()
     sent = probes.take(0)
     assert sent is not None
-    snapshot = sent.arrived()
+    snapshot = sent()
     plain, times = training_step(module, batch), []
     for _ in range(10):
         start = time.thread_time()
@@ -138,7 +138,7 @@ def extra_memory() -> tuple[float, float]:
         sample()
         monitored_step()
         if (sent := probes.take(0)) is not None:
-            sent.arrived()
+            sent()
 
     for _ in range(2):
         plain_step()

@@ -26,8 +26,8 @@ from tabulate import tabulate
 
 from lightning_unitscale import ScaleMonitor, UnitScaleCallback, attach
 from lightning_unitscale.loops.loggers import writer_for
+from lightning_unitscale.scales.export import summarize
 from lightning_unitscale.scales.snapshot import ScaleSnapshot
-from lightning_unitscale.scales.summary import summarize
 
 _WITH_TABLES = 8
 

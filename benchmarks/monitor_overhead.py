@@ -53,7 +53,7 @@ def probed_step(
         captured.owner.observe("monitor", sampled)
         step()
         sent = probes.take(count) if sampled else None
-        snapshot = None if sent is None else sent.arrived()
+        snapshot = None if sent is None else sent()
         if snapshot is not None and writer is not None and experiment is not None:
             writer.write(snapshot)
             experiment.flush()

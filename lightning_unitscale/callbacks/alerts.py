@@ -161,13 +161,10 @@ class ScaleAlerts:
         self.alerts: list[ScaleAlert] = []
         self._horizon = trend_steps
         self._limited = limited
-        self._start()
+        self.start()
 
     def start(self) -> None:
         """Begin a fit; the alerts of an earlier one stay in ``alerts``."""
-        self._start()
-
-    def _start(self) -> None:
         horizon = self._horizon
         self._trends = None if horizon is None else AmaxTrends(self._limited, horizon)
         self._told: dict[tuple[str, ...], int] = {}
@@ -230,7 +227,8 @@ class ScaleAlerts:
             if self._trends is not None:
                 fits += self._trends.add(snapshot, num_merged)
             alerts += [fit for fit in fits if not (has_loss_scaler and _is_too_large(fit))]
-        new = [*self._take_bad_loss(), *(alert for alert in alerts if self._is_news(alert))]
+        news = [alert for alert in alerts if self._key(alert) not in self._told]
+        new = [*self._take_bad_loss(), *news]
         self._age(alerts)
         self.alerts = [*self.alerts, *new][-_KEPT:]
         return tuple(new)
@@ -256,9 +254,6 @@ class ScaleAlerts:
         rank_zero_warn(f"ScaleMonitor: {alerts_text(alerts, _SHOWN)}", category=ScaleWarning)
         if is_violated and self._on_violation == "stop":
             loop.stop()
-
-    def _is_news(self, alert: ScaleAlert) -> bool:
-        return self._key(alert) not in self._told
 
     def _age(self, alerts: Sequence[ScaleAlert]) -> None:
         present = {self._key(alert) for alert in alerts}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -44,12 +44,13 @@ from lightning_unitscale.functional.scale import (
     takes_true_derivatives,
 )
 from lightning_unitscale.lossless.calibrate import Calibrator, Measured, runs_in_fp16
-from lightning_unitscale.lossless.drift import Drift, SentDrift
+from lightning_unitscale.lossless.drift import Drift
 from lightning_unitscale.lossless.fp8_range import Unrepresentable
 from lightning_unitscale.lossless.gauge import Gauge
 from lightning_unitscale.lossless.rehearsal import calibrate
 from lightning_unitscale.lossless.rewrite import LosslessUnitScale
 from lightning_unitscale.precision.fp8 import FP8Linears
+from lightning_unitscale.precision.simulate import SimulateFormat
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -63,8 +64,11 @@ class GraphUnits(MeasuredUnits):
         schedule: When units are looked at again.
         rules: The scale rules that want to know each parameter's gradient, if there are any.
         fp8: The pass that is told which products FP8 does not fit, if there is one.
-        holding: What holds the parameters in units, if anything does.
-        is_rounded: Whether products are rounded to fewer bits than the Trainer's precision has.
+        simulation: Formats to simulate, if any.
+        holding: What holds the parameters in units, where they are to be held.
+
+    Attributes:
+        holding: The same.
     """
 
     def __init__(
@@ -72,16 +76,14 @@ class GraphUnits(MeasuredUnits):
         rewrite: LosslessUnitScale,
         schedule: RecalibrationSchedule,
         rules: RuleScaling | None,
-        fp8: FP8Linears | None = None,
-        holding: ParameterHolding | None = None,
-        *,
-        is_rounded: bool = False,
+        fp8: FP8Linears | None,
+        simulation: SimulateFormat | None,
+        holding: ParameterHolding,
     ) -> None:
-        super().__init__(schedule, fp8)
+        super().__init__(schedule, simulation, fp8)
         self._rewrite = rewrite
         self._rules = rules
-        self._holding = holding
-        self._is_rounded = is_rounded
+        self.holding = holding
         self._loop: LightningLoop | None = None
         self._steps: ModuleSteps | None = None
         self._live: Calibrator | None = None
@@ -102,7 +104,7 @@ class GraphUnits(MeasuredUnits):
             is_other: Whether it is another module than before, whose gauge is forgotten.
         """
         self._loop, self._steps = loop, steps
-        if self._is_rounded and searches_rate(loop.trainer):
+        if self._changes_numbers and searches_rate(loop.trainer):
             steps.steps["training_step"].before_call = self._before_search
         forget_recorded_backward()
         if is_other:
@@ -117,23 +119,21 @@ class GraphUnits(MeasuredUnits):
         return self._loop.trainer
 
     @override
-    def before_batch(self, batch: Any, batch_idx: int) -> None:
+    def begin_batch(self, batch: Any = None, batch_idx: int = 0) -> None:
         assert self._steps is not None and self._loop is not None
         is_look = self._begin(self._loop)
         with self._starting("training_step", batch, batch_idx):
-            if self._holding is not None:
-                self._holding.follow(self._trainer)
-            is_held_first = self._holding is not None and self._holding.is_unknown
+            self.holding.follow(self._trainer)
             self._num_breaks = len(self._steps.graph_breaks)
-            if not self.is_calibrated or is_held_first:
+            if not self.is_calibrated or self.holding.is_unknown:
                 self._calibrate(self._trainer, batch, batch_idx)
         self._steps.observe("UnitScaleCallback", is_look)
 
     @override
-    def after_batch(self) -> None:
+    def end_batch(self) -> None:
         assert self._loop is not None
-        if self._holding is not None and self._steps is not None:
-            self._holding.check_graph_breaks(self._steps.graph_breaks[self._num_breaks :])
+        if self._steps is not None:
+            self.holding.check_graph_breaks(self._steps.graph_breaks[self._num_breaks :])
         if self._live is not None:
             self._adopt_live(self._live)
         if not self._loop.has_stepped:
@@ -145,14 +145,9 @@ class GraphUnits(MeasuredUnits):
         sent = self._rewrite.drift.send()
         # Stages without a product join in with the others.
         if sent is not None or pipeline_of(self._trainer) is not None:
-            self._begin_look(
-                functools.partial(self._judge, sent),
-                self._loop.device,
-                changes_numbers=self._is_rounded,
-            )
-        if self._holding is not None:
-            always = not self._schedule.is_automatic
-            self._holding.after_step(f"step {self._step_index}", always=always)
+            self._begin_look(functools.partial(self._judge, sent), self._loop.device)
+        always = not self._schedule.is_automatic
+        self.holding.after_step(f"step {self._step_index}", always=always)
 
     def before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Look at the parameters and gradients that an optimizer is about to use.
@@ -160,17 +155,17 @@ class GraphUnits(MeasuredUnits):
         Raises:
             RuntimeError: If second derivatives were taken and parameters are held in units.
         """
-        if self._holding is not None and self._holding.is_wanted and takes_true_derivatives():
+        if self.holding.is_wanted and takes_true_derivatives():
             raise RuntimeError(
                 "hold_parameters: a step took a backward pass with create_graph=True, and second "
                 "derivatives of parameters in units of their own are not those of the model; "
                 "expected first derivatives only; pass Lossless(hold_parameters=False)."
             )
-        if self._holding is not None and self._schedule.looks_at(self._step_index):
-            self._holding.before_step(optimizer)
+        if self._schedule.looks_at(self._step_index):
+            self.holding.before_step(optimizer)
 
     @override
-    def before_evaluation(self, name: str, batch: Any, *indices: int) -> None:
+    def begin_evaluation(self, name: str, batch: Any = None, *indices: int) -> None:
         with self._starting(name, batch, *indices):
             # Alone, an evaluation measures forward units; within a fit, training has done so.
             if not (self.is_calibrated or self._is_fitting or any(indices)):
@@ -199,13 +194,13 @@ class GraphUnits(MeasuredUnits):
             )
 
     @override
-    def after_evaluation(self, batch_idx: int) -> None:
+    def end_evaluation(self, batch_idx: int = 0) -> None:
         if self._live is not None and not self._is_fitting:
             self._rewrite.update_gauge(*self._joint_results(self._live))
             self._stop_live()
 
     @override
-    def detach(self) -> None:
+    def leave(self) -> None:
         self._stop_live()
         self._rewrite.drift.clear()
         self._pending = None
@@ -219,21 +214,24 @@ class GraphUnits(MeasuredUnits):
         if not self.is_calibrated:
             return {}
         gauge = {k: list(pair) for k, pair in self.gauge.state().items()}
-        state = {"gauge": gauge, "depth": self._rewrite.depth, **self._fp8_state()}
-        if self._holding is not None and (held := self._holding.state_dict()):
+        state: dict[str, Any] = {"gauge": gauge, "depth": self._rewrite.depth, **self._fp8_state()}
+        if held := self.holding.state_dict():
             state["held"] = held
+        if self._simulation is not None and self._simulation.rounding == "stochastic":
+            state["rounding"] = self._simulation.state()
         return state
 
     @override
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if self._simulation is not None and "rounding" in state_dict:
+            self._simulation.set_state(state_dict["rounding"])
         # A gauge of the other depth names other tensors; measuring again changes no result.
-        if state.get("depth") == self._rewrite.depth:
-            self._rewrite.set_gauge(Gauge.from_state(state["gauge"]))
+        if state_dict.get("depth") == self._rewrite.depth:
+            self._rewrite.set_gauge(Gauge.from_state(state_dict["gauge"]))
             self.is_calibrated = True
-            if self._holding is not None:
-                self._holding.load_state_dict(state.get("held", {}))
+            self.holding.load_state_dict(state_dict.get("held", {}))
             if self._fp8 is not None:
-                self._leave_out(self._fp8, unrepresentable_from_state(state))
+                self._leave_out(self._fp8, unrepresentable_from_state(state_dict))
 
     @contextlib.contextmanager
     def _starting(self, name: str, batch: Any, *indices: int) -> Iterator[None]:
@@ -264,8 +262,7 @@ class GraphUnits(MeasuredUnits):
         if not module.automatic_optimization or takes_iterator(module):
             refuse_live(trainer, "it cannot be rehearsed on a batch")
             # Such a step updates weights or consumes batches by itself: it cannot be rehearsed.
-            if self._holding is not None:
-                self._holding.decline("a step that cannot be rehearsed gives no units in time")
+            self.holding.decline("a step that cannot be rehearsed gives no units in time")
             self._measure_live("training_step")
             return
         if not self._needs_units_at_once(trainer, "training_step"):
@@ -293,10 +290,8 @@ class GraphUnits(MeasuredUnits):
             (gradients,) = joint_rms(measured)
             if self._rules is not None:
                 self._rules.measured(trainer, gradients)
-            if self._holding is not None:
-                step = self._steps.steps["training_step"]
-                breaks = self._steps.graph_breaks[self._num_breaks :]
-                self._holding.measured(trainer, step, gradients, breaks)
+            breaks = self._steps.graph_breaks[self._num_breaks :]
+            self.holding.measured(trainer, self._steps.steps["training_step"], gradients, breaks)
         else:
             refuse_live(trainer, "a rehearsal of it has no loss to start from")
             self._measure_live("training_step")
@@ -304,9 +299,9 @@ class GraphUnits(MeasuredUnits):
     def _needs_units_at_once(self, trainer: pl.Trainer, name: str) -> bool:
         """Whether the first real step of this name would be another one without units."""
         assert self._steps is not None
-        if self._steps.changes_numbers(name) or pipeline_of(trainer) is not None:
+        if self._steps.changes_numbers(name) or self.holding.is_wanted:
             return True
-        if self._holding is not None and self._holding.is_wanted:
+        if pipeline_of(trainer) is not None:
             return True
         with trainer.precision_plugin.train_step_context():
             return runs_in_fp16(trainer.lightning_module)
@@ -360,8 +355,8 @@ class GraphUnits(MeasuredUnits):
             self._leave_out(self._fp8, joint_unrepresentable(calibrator.unrepresentable()))
         return forward, backward
 
-    def _judge(self, sent: SentDrift | None, when: str) -> None:
-        drift = Drift() if sent is None else sent.arrived()
+    def _judge(self, arrived: Callable[[], Drift] | None, when: str) -> None:
+        drift = Drift() if arrived is None else arrived()
         forward, backward, outside = joint_rms(drift.forward, drift.backward, drift.outside)
         if self._fp8 is not None:
             self._make_fit(self._fp8, drift.unrepresentable, when)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
@@ -15,7 +14,7 @@ from lightning_unitscale.callbacks.distributed import (
     refuse_sharded_parameters,
 )
 from lightning_unitscale.callbacks.explanation import Explanation, units_table
-from lightning_unitscale.callbacks.half_precision import holding_of, holds_parameters
+from lightning_unitscale.callbacks.half_precision import ParameterHolding
 from lightning_unitscale.callbacks.lightning_loop import LightningLoop
 from lightning_unitscale.callbacks.options import Lossless, Rules, mode_of
 from lightning_unitscale.callbacks.packages import is_lightning, misconfigured
@@ -64,11 +63,10 @@ class CapturedUnits(GraphUnits):
         compile: bool | CompileMode,
     ) -> None:
         rewrite = LosslessUnitScale(depth, measures_range=fp8 is not None)
-        is_rounded = simulation is not None or fp8 is not None
-        holding = holding_of(method, rewrite)
-        super().__init__(rewrite, schedule, rules, fp8, holding, is_rounded=is_rounded)
+        holds = False if isinstance(method, Rules) else method.hold_parameters
+        holding = ParameterHolding(holds, rewrite)
+        super().__init__(rewrite, schedule, rules, fp8, simulation, holding)
         self._method = method
-        self._simulation = simulation
         self._remat = remat
         self._compile = compile
         self._owner = ""
@@ -84,15 +82,8 @@ class CapturedUnits(GraphUnits):
         Raises:
             ValueError: With what was asked for.
         """
-        is_lossless = isinstance(self._method, Lossless)
-        asked = {
-            f"method={self._method!r}": not is_lossless,
-            "depth='all'": self._rewrite.depth == "all",
-            f"compile={self._compile!r}": bool(self._compile),
-            f"remat={self._remat!r}": self._remat is not None,
-            "hold_parameters=True": getattr(self._method, "hold_parameters", None) is True,
-        }
-        for option, is_asked in asked.items():
+        held = getattr(self._method, "hold_parameters", None) is True
+        for option, is_asked in {**self._asked(), "hold_parameters=True": held}.items():
             if is_asked:
                 raise ValueError(
                     f"{option}: it rewrites captured steps, which only a Lightning Trainer's are; "
@@ -102,9 +93,16 @@ class CapturedUnits(GraphUnits):
 
     def are_wanted(self, trainer: pl.Trainer) -> bool:
         """Whether what the callback was asked for needs captured graphs."""
-        if isinstance(self._method, Rules) or self._rewrite.depth == "all" or self._compile:
-            return True
-        return self._remat is not None or holds_parameters(self._method.hold_parameters, trainer)
+        return any(self._asked().values()) or self.holding.wants(trainer)
+
+    def _asked(self) -> dict[str, bool]:
+        """Options that need captured graphs with any Trainer, and whether they were asked for."""
+        return {
+            f"method={self._method!r}": isinstance(self._method, Rules),
+            "depth='all'": self._rewrite.depth == "all",
+            f"compile={self._compile!r}": bool(self._compile),
+            f"remat={self._remat!r}": self._remat is not None,
+        }
 
     def capture(
         self,
@@ -130,8 +128,7 @@ class CapturedUnits(GraphUnits):
         if self._rules is not None:
             self._check_sharding(trainer, is_sharded=is_sharded)
             self._rules.attach(trainer, module, is_other=is_other)
-        if self._holding is not None:
-            self._holding.attach(trainer, is_other=is_other)
+        self.holding.attach(trainer, is_other=is_other)
         remat = self._remat
         partitioner = None if remat is None else step_partitioner(trainer, module, remat)
         self._owner = type(owner).__name__
@@ -183,62 +180,31 @@ class CapturedUnits(GraphUnits):
             # Every gradient is near 1 then: a scale of 65,536 would overflow them.
             self._restore_loss_scale()
             self._restore_loss_scale = start_loss_scale_at_one(trainer)
-        if self._holding is not None:
-            self._holding.start_fit(trainer)
-
-    def start_validation(self) -> None:
-        """A validation begins, in which held parameters are what their checkpoint would be."""
-        if self._holding is not None:
-            self._holding.start_evaluation()
-
-    def end_validation(self) -> None:
-        """Go on with parameters held as before."""
-        if self._holding is not None:
-            self._holding.end_evaluation()
-
-    def true_parameters(self) -> AbstractContextManager[None]:
-        """Within this context the module's parameters have their true values, held or not."""
-        return nullcontext() if self._holding is None else self._holding.true_parameters()
+        self.holding.start_fit(trainer)
 
     @override
     def explain(self) -> Explanation:
         if self._steps is None:
             return self._last_explanation
-        held = [] if self._holding is None else self._holding.events
         units = units_table(self.gauge) or ""
-        return Explanation(self._steps.explain(), *held, *self.events, units)
+        return Explanation(self._steps.explain(), *self.holding.events, *self.events, units)
 
     @override
-    def detach(self) -> None:
-        """Leave module and Trainer as they were; may be called more than once."""
+    def leave(self) -> None:
         steps = self._steps
         if steps is None:
             return
         self._last_explanation = self.explain()
-        super().detach()
+        super().leave()
         self._restore_loss_scale()
         self._restore_loss_scale = nothing
-        if self._holding is not None:
-            self._holding.release()
+        self.holding.release()
         if self._rules is not None:
             self._rules.restore()
         if self._remat is not None:
             steps.partition_by(None)
         steps.detach(self._owner, *self._passes())
         steps.sharded = self._gathering = None
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        state = super().state_dict()
-        if state and self._simulation is not None and self._simulation.rounding == "stochastic":
-            state["rounding"] = self._simulation.state()
-        return state
-
-    @override
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        super().load_state_dict(state)
-        if self._simulation is not None and "rounding" in state:
-            self._simulation.set_state(state["rounding"])
 
     def _passes(self) -> list[GraphPass]:
         rules = [] if self._rules is None else [self._rules.rules, self._rules.gradients]

@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_unitscale.callbacks.distributed import joint_reasons, pipeline_of
-from lightning_unitscale.callbacks.options import Lossless, Rules
 from lightning_unitscale.callbacks.packages import (
     is_lightning,
     misconfigured,
@@ -44,17 +43,11 @@ _BREAKS = "graph breaks"
 _CONFLICTING_CALLBACKS = ("StochasticWeightAveraging", "WeightAveraging")
 
 
-def holds_parameters(choice: HoldParameters, trainer: pl.Trainer) -> bool:
-    """Whether a Trainer's parameters are to be held in units; ``"auto"`` does in true 16 bits."""
-    is_half = is_lightning(trainer.precision_plugin, "HalfPrecision")
-    return is_half if choice == "auto" else choice
-
-
 class ParameterHolding:
     """Holds the parameters of one LightningModule in units for the length of a fit.
 
     Args:
-        choice: Whether to; ``"auto"`` does for ``16-true`` and ``bf16-true``.
+        choice: Whether to; ``"auto"`` does for ``16-true`` and ``bf16-true``, ``False`` never.
         rewrite: The pass whose gauge knows the units.
 
     Attributes:
@@ -80,6 +73,12 @@ class ParameterHolding:
         """Whether parameters are to be held in units that were not measured yet."""
         return self.is_wanted and self._held is None
 
+    def wants(self, trainer: pl.Trainer) -> bool:
+        """Whether a Trainer's parameters are to be held."""
+        if self._choice == "auto":
+            return is_lightning(trainer.precision_plugin, "HalfPrecision")
+        return self._choice
+
     def attach(self, trainer: pl.Trainer, *, is_other: bool) -> None:
         """Decide for a Trainer; before anything is captured.
 
@@ -90,8 +89,10 @@ class ParameterHolding:
         Raises:
             MisconfigurationException: If holding was asked for and the Trainer does not go with it.
         """
+        if self._choice is False:
+            return
         is_half = is_lightning(trainer.precision_plugin, "HalfPrecision")
-        self.is_wanted = holds_parameters(self._choice, trainer)
+        self.is_wanted = self.wants(trainer)
         self._rewrite.holds_parameters = self.is_wanted
         if is_other:
             self._last_units = {}
@@ -277,7 +278,8 @@ class ParameterHolding:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from :meth:`state_dict` in the next fit."""
-        self._last_units = {name: GaugePair(int(s), int(g)) for name, (s, g) in state.items()}
+        if self._choice is not False:
+            self._last_units = {name: GaugePair(int(s), int(g)) for name, (s, g) in state.items()}
 
     def _keep_restored(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         parameters = (param for group in optimizer.param_groups for param in group["params"])
@@ -317,13 +319,6 @@ class ParameterHolding:
         self.is_wanted = False
         self.events.append(f"Parameters are not held in units: {why}")
         rank_zero_info(f"UnitScaleCallback: {self.events[-1]}.")
-
-
-def holding_of(method: Lossless | Rules, rewrite: LosslessUnitScale) -> ParameterHolding | None:
-    """What holds the parameters in units, for methods that leave them to the user."""
-    if isinstance(method, Rules) or method.hold_parameters is False:
-        return None
-    return ParameterHolding(method.hold_parameters, rewrite)
 
 
 def _check(trainer: pl.Trainer) -> None:

@@ -24,8 +24,8 @@ from lightning_unitscale.graph.nodes import is_whole_view, requires_grad
 from lightning_unitscale.loops.loop import Loop
 from lightning_unitscale.patching import nothing
 from lightning_unitscale.scales.layout import RowLayout
+from lightning_unitscale.scales.snapshot import ScaleSnapshot
 from lightning_unitscale.tracking.probes import ScaleProbes
-from lightning_unitscale.tracking.records import SentSnapshot
 from lightning_unitscale.watching.watcher import StepWatcher
 
 if TYPE_CHECKING:
@@ -56,16 +56,14 @@ class MonitoredSteps(abc.ABC):
     def begin_batch(self, is_sampled: bool) -> None:
         """Called before a batch."""
 
-    @abc.abstractmethod
-    def begin_backward(self) -> None:
+    def begin_backward(self) -> None:  # noqa: B027
         """Called before the backward pass of a sampled batch, by a loop that knows when it is."""
 
     @abc.abstractmethod
     def end_backward(self) -> None:
         """Called after it."""
 
-    @abc.abstractmethod
-    def end_batch(self) -> None:
+    def end_batch(self) -> None:  # noqa: B027
         """Called after a sampled batch."""
 
     @abc.abstractmethod
@@ -73,8 +71,8 @@ class MonitoredSteps(abc.ABC):
         """Forget what was measured and not taken."""
 
     @abc.abstractmethod
-    def take(self, step: int, *, grad_scale: float) -> SentSnapshot | None:
-        """What was measured since the last call, on its way; ``None`` when it was nothing.
+    def take(self, step: int, *, grad_scale: float) -> Callable[[], ScaleSnapshot] | None:
+        """Send for what was measured since the last call; what is returned waits for it.
 
         Args:
             step: Optimizer step that was sampled.
@@ -129,7 +127,7 @@ class WatchedSteps(MonitoredSteps):
         self.is_before_units = False
 
     @override
-    def take(self, step: int, *, grad_scale: float) -> SentSnapshot | None:
+    def take(self, step: int, *, grad_scale: float) -> Callable[[], ScaleSnapshot] | None:
         return self._watcher.take(step, grad_scale=grad_scale)
 
     @override
@@ -171,14 +169,6 @@ class ProbedSteps(MonitoredSteps):
         self._steps.observe(self._owner, is_sampled)
 
     @override
-    def begin_backward(self) -> None:
-        """Nothing: probes are in the graphs."""
-
-    @override
-    def end_batch(self) -> None:
-        """Nothing: the next batch chooses its variant."""
-
-    @override
     def end_backward(self) -> None:
         self.is_before_units |= self._steps.steps["training_step"].interpreter is not None
 
@@ -189,7 +179,7 @@ class ProbedSteps(MonitoredSteps):
         self.is_before_units = False
 
     @override
-    def take(self, step: int, *, grad_scale: float) -> SentSnapshot | None:
+    def take(self, step: int, *, grad_scale: float) -> Callable[[], ScaleSnapshot] | None:
         return self._probes.take(step, grad_scale=grad_scale)
 
     @override

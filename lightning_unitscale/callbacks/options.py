@@ -19,14 +19,29 @@ from lightning_unitscale.arguments import check_choice, check_flag
 from lightning_unitscale.dynamo.capture import CompileMode
 from lightning_unitscale.formats import NumberFormat
 from lightning_unitscale.functional.low_precision import DEFAULT_GRADIENT, Casts, GradientFormat
-from lightning_unitscale.graph.name_patterns import NamePatterns
-from lightning_unitscale.precision.dither import Grid, check_grid
-from lightning_unitscale.precision.fp8 import check_casts, check_gradient_format
-from lightning_unitscale.precision.simulate import format_pair
-from lightning_unitscale.quantize import Rounding, check_rounding, checked_format
+from lightning_unitscale.precision.dither import Grid
+from lightning_unitscale.precision.fp8 import FP8Linears
+from lightning_unitscale.precision.simulate import SimulateFormat, format_pair
+from lightning_unitscale.quantize import Rounding
 from lightning_unitscale.rules.plan import RuleOptions
 
 _RULES = ("unit-scaling", "u-mup")
+# By the names that these layers have in torch, nanoGPT, Hugging Face's and Meta's code.
+_READOUT = ("lm_head", "head", "embed_out", "output_layer")
+_LAST_NAMES = (
+    *("out_proj", "o_proj"),  # attention's output
+    *("down_proj", "fc2", "fc_out", "linear2", "w2", "dense_4h_to_h"),  # a feed-forward's last
+    *_READOUT,
+)
+_PATHS = (
+    *("*attn*.c_proj", "*attn*.proj", "*attention*.dense", "*attention.wo"),
+    *("*mlp*.c_proj", "*mlp.proj", "*DenseReluDense.wo", "*layer.[0-9]*.output.dense"),
+)
+# What u-muP keeps out of FP8 (Blake et al., arXiv 2407.17465).
+U_MUP_EXCLUDE = (*_LAST_NAMES, *(f"*.{name}" for name in _LAST_NAMES), *_PATHS)
+# Nearly all of what FP8 linears cost the demo's loss is the readout's:
+# docs/explanation/low-precision.md.
+READOUT_EXCLUDE = (*_READOUT, *(f"*.{name}" for name in _READOUT))
 
 
 def check_compile(value: object) -> None:
@@ -109,14 +124,8 @@ class Rules:
 
     def options(self, **others: Any) -> RuleOptions:
         """The multipliers as options of the rules, with ``residual`` and ``on_unknown``."""
-        return RuleOptions(
-            residual_mult=self.residual_mult,
-            residual_attn_ratio=self.residual_attn_ratio,
-            attention_mult=self.attention_mult,
-            activation_mult=self.activation_mult,
-            loss_mult=self.loss_mult,
-            **others,
-        )
+        multipliers = {name: value for name, value in vars(self).items() if name != "method"}
+        return RuleOptions(**multipliers, **others)
 
 
 @dataclass(frozen=True)
@@ -152,11 +161,33 @@ class FP8:
     casts: Casts = "fused"
 
     def __post_init__(self) -> None:
-        NamePatterns(exclude=self.exclude)
-        check_gradient_format(self.gradient_format)
         check_flag("evaluation", self.evaluation)
-        check_grid(self.grid)
-        check_casts(self.casts)
+        self.linears(is_lossless=True)  # which checks the others
+
+    def linears(self, *, is_lossless: bool) -> FP8Linears:
+        """The pass that runs linear layers in FP8.
+
+        Args:
+            is_lossless: Whether the method leaves the model as it is, which decides what ``"auto"``
+                excludes.
+        """
+        exclude = self.exclude
+        if exclude == "auto":
+            exclude = READOUT_EXCLUDE if is_lossless else U_MUP_EXCLUDE
+        return FP8Linears(
+            exclude=exclude,
+            gradient_format=self.gradient_format,
+            grid=self.grid,
+            in_evaluation=self.evaluation,
+            casts=self.casts,
+        )
+
+    def unmatched(self, linears: FP8Linears) -> list[str]:
+        """Which layers were excluded by name and are not there, once the pass has seen a step."""
+        # What "auto" excludes are usual names: no model has them all.
+        if self.exclude == "auto":
+            return []
+        return [f"FP8: {text}" for text in linears.patterns.take_unmatched()]
 
 
 @dataclass(frozen=True)
@@ -178,15 +209,16 @@ class Simulate:
     grid: Grid = "fixed"
 
     def __post_init__(self) -> None:
-        for item in self.formats:
-            checked_format(item)
-        check_rounding(self.rounding)
-        check_grid(self.grid)
+        self.rounding_pass()  # which checks them
 
     @property
     def formats(self) -> tuple[Any, Any]:
         """Format of the operands and format of the gradients."""
         return format_pair(self.format)
+
+    def rounding_pass(self) -> SimulateFormat:
+        """The pass that rounds what products read."""
+        return SimulateFormat(*self.formats, rounding=self.rounding, grid=self.grid)
 
 
 def as_method(method: str | Lossless | Rules) -> Lossless | Rules:

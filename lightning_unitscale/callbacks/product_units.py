@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable
 from typing import Any
 
 from typing_extensions import override
@@ -19,7 +19,7 @@ from lightning_unitscale.callbacks.units import (
 from lightning_unitscale.dispatch.attach import AttachedSession
 from lightning_unitscale.dispatch.coverage import Coverage, CoverageCounter
 from lightning_unitscale.dispatch.fp8 import numerics_of
-from lightning_unitscale.dispatch.measurement import Measurement, SentMeasurement
+from lightning_unitscale.dispatch.measurement import Measurement
 from lightning_unitscale.dispatch.session import ProductSession
 from lightning_unitscale.dispatch.units import Units
 from lightning_unitscale.loops.loop import Loop
@@ -43,9 +43,8 @@ class ProductUnits(MeasuredUnits):
         simulation: SimulateFormat | None,
         fp8: FP8Linears | None,
     ) -> None:
-        super().__init__(schedule, fp8)
+        super().__init__(schedule, simulation, fp8)
         self._units = Units()
-        self._simulation = simulation
         self._attached: AttachedSession | None = None
         self._counted = CountedSteps()
         self._step_name = ""
@@ -72,7 +71,7 @@ class ProductUnits(MeasuredUnits):
             is_other: Whether it is another module than before, of which all is forgotten.
         """
         if is_other:
-            self.detach()
+            self.leave()
             self._units, self.is_calibrated, self._counted = Units(), False, CountedSteps()
             if self._fp8 is not None:
                 self._fp8.forget()
@@ -88,7 +87,7 @@ class ProductUnits(MeasuredUnits):
             )
 
     @override
-    def detach(self) -> None:
+    def leave(self) -> None:
         self._pending = None
         if self._attached is not None:
             self._attached.detach()
@@ -96,7 +95,7 @@ class ProductUnits(MeasuredUnits):
         self._loop = None
 
     @override
-    def before_batch(self, batch: Any, batch_idx: int) -> None:
+    def begin_batch(self, batch: Any = None, batch_idx: int = 0) -> None:
         loop = self._running
         # The first step shows everything, what a validation before it has shown included, so that
         # all ranks agree on it.
@@ -104,7 +103,7 @@ class ProductUnits(MeasuredUnits):
         self._enter(loop.training_step, is_training=True, counts=self._units.is_looking)
 
     @override
-    def after_batch(self) -> None:
+    def end_batch(self) -> None:
         units = self._units
         self._session.end_step()
         self._end_look()
@@ -115,28 +114,24 @@ class ProductUnits(MeasuredUnits):
         elif self._running.has_stepped:
             if self.is_calibrated:
                 units.is_looking = False
-                self._begin_look(
-                    functools.partial(self._judge, units.send()),
-                    self._running.device,
-                    changes_numbers=bool(self._session.numerics),
-                )
+                judge = functools.partial(self._judge, units.send())
+                self._begin_look(judge, self._running.device)
             else:
-                self._adopt_first(units.take() or Measurement())
+                self._adopt_first(units.take())
         if self.is_calibrated or self._running.has_stepped:
             # Which products run plain is known with their units.
             self._read_coverage()
 
     @override
-    def before_evaluation(self, name: str, batch: Any, *indices: int) -> None:
+    def begin_evaluation(self, name: str, batch: Any = None, *indices: int) -> None:
         self._interrupted = self._step_name, self._session.counter
         self._session.counter = None
         self._enter(name, is_training=False, counts=name not in self._counted)
 
     @override
-    def after_evaluation(self, batch_idx: int) -> None:
+    def end_evaluation(self, batch_idx: int = 0) -> None:
         # What accumulated batches of training have shown is taken with the last of them.
-        measurement = None if self._units.is_looking else self._units.take()
-        measurement = measurement or Measurement()
+        measurement = Measurement() if self._units.is_looking else self._units.take()
         forward, backward = measurement.forward, measurement.backward
         if not (self._running.is_fitting or self.is_calibrated or batch_idx):
             forward, backward = joint_rms(forward, backward)
@@ -159,19 +154,19 @@ class ProductUnits(MeasuredUnits):
         return {**state, **self._fp8_state()}
 
     @override
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from :meth:`state_dict`, without measuring again.
 
         A gauge of another depth, or of version 0.1.0, names other tensors and does not say where
         powers of two are not exact: units are measured again then, which changes no result.
         """
-        if state.get("depth") != "products" or "plain" not in state:
+        if state_dict.get("depth") != "products" or "plain" not in state_dict:
             return
-        self._units.step = state.get("rounding_step", 0)
-        self._units.restore(Gauge.from_state(state["gauge"]), state["plain"])
+        self._units.step = state_dict.get("rounding_step", 0)
+        self._units.restore(Gauge.from_state(state_dict["gauge"]), state_dict["plain"])
         self.is_calibrated = True
         if self._fp8 is not None:
-            self._fp8.leave_out(unrepresentable_from_state(state))
+            self._fp8.leave_out(unrepresentable_from_state(state_dict))
 
     @override
     def explain(self) -> Explanation:
@@ -195,8 +190,8 @@ class ProductUnits(MeasuredUnits):
         self._units.is_looking = False
         self._tell_new_units(len(self.gauge), "the first batch")
 
-    def _judge(self, sent: SentMeasurement, when: str) -> None:
-        measurement = sent.arrived() or Measurement()
+    def _judge(self, arrived: Callable[[], Measurement], when: str) -> None:
+        measurement = arrived()
         forward, backward, outside = joint_rms(
             measurement.forward, measurement.backward, measurement.outside
         )

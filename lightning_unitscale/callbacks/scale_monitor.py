@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -26,14 +26,12 @@ from lightning_unitscale.graph.name_patterns import NamePatterns
 from lightning_unitscale.loops.loggers import Writer, writer_for
 from lightning_unitscale.loops.loop import Loop
 from lightning_unitscale.scales.alerts import ScaleAlert
-from lightning_unitscale.scales.export import write_csv, write_json_lines
+from lightning_unitscale.scales.export import summarize, write_csv, write_json_lines
 from lightning_unitscale.scales.layout import RowLayout
 from lightning_unitscale.scales.snapshot import ScaleSnapshot
-from lightning_unitscale.scales.summary import summarize
 from lightning_unitscale.scales.violations import Limits
 from lightning_unitscale.tensorboard.table import scale_table
 from lightning_unitscale.tensorboard.writer import TABS, TensorBoardTabs
-from lightning_unitscale.tracking.records import SentSnapshot
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -44,12 +42,12 @@ class _Sample:
     """A sampled step whose statistics are on their way from the device.
 
     Attributes:
-        snapshot: The statistics.
+        snapshot: Waits for the statistics.
         num_merged: Rows that were merged into each of its rows, of batches and ranks.
         is_before_units: Whether units were measured in it, and come after it.
     """
 
-    snapshot: SentSnapshot
+    snapshot: Callable[[], ScaleSnapshot]
     num_merged: int
     is_before_units: bool
 
@@ -318,7 +316,7 @@ class ScaleMonitor(StepsCallback):
             return
         sample, self._sent = self._sent, None
         loop, _ = self._running()
-        snapshot = joint_snapshot(sample.snapshot.arrived(), loop.device)
+        snapshot = joint_snapshot(sample.snapshot(), loop.device)
         self.snapshots = [*self.snapshots[-self._KEPT + 1 :], snapshot]
         alerts = self._alerts.judge(
             snapshot,

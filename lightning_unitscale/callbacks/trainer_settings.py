@@ -1,4 +1,4 @@
-"""Which settings of a Trainer go with scale rules, and learning-rate searches."""
+"""Which settings of a Trainer go with scale rules, with learning-rate searches, and with FP8."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_unitscale.callbacks.distributed import num_gradient_elements
 from lightning_unitscale.callbacks.packages import is_lightning, misconfigured, rank_zero_info
 from lightning_unitscale.callbacks.steps import all_callbacks
+from lightning_unitscale.functional.low_precision import why_no_fp8
 from lightning_unitscale.optim.learning_rates import (
     Method,
     ParameterInfo,
-    ScaledStep,
     check_group,
     scale_learning_rates,
 )
@@ -29,6 +30,13 @@ if TYPE_CHECKING:
 
 # torch.amp.GradScaler's own default: one that starts elsewhere was chosen by the user.
 _DEFAULT_LOSS_SCALE = 2.0**16
+_CONFLICTS_OF_FP8 = {
+    "TransformerEnginePrecision": "it replaces the layers by its own, which run in FP8 by "
+    "themselves and hide their products from the graph",
+    "BitsandbytesPrecision": "it replaces the layers by its own, which hold quantized weights and "
+    "hide their products from the graph",
+    "DeepSpeedPrecision": "it runs the module in an engine that casts and scales by itself",
+}
 
 
 class RuleSettings:
@@ -43,7 +51,7 @@ class RuleSettings:
         lr_scaling: How learning rates follow; ``None`` leaves them to the user.
     """
 
-    def __init__(self, lr_scaling: Method | None = "match") -> None:
+    def __init__(self, lr_scaling: Method | None) -> None:
         self.lr_scaling = lr_scaling
         self._changes = contextlib.ExitStack()
 
@@ -57,7 +65,9 @@ class RuleSettings:
         """
         self.restore()
         if self.lr_scaling is not None:
-            check_optimizers(trainer, self.lr_scaling)
+            for optimizer in map(_unwrapped, trainer.optimizers):
+                for group in optimizer.param_groups:
+                    check_group(optimizer, group, self.lr_scaling)
         self._changes.enter_context(unit_clipping(trainer))
         self._changes.callback(start_loss_scale_at_one(trainer))
 
@@ -69,56 +79,22 @@ class RuleSettings:
             infos: What is known of the parameters.
 
         Raises:
-            ValueError: If an optimizer's rates cannot follow the rules.
+            ValueError: If an optimizer's rates cannot follow the rules; none is changed then.
         """
-        if self.lr_scaling is not None:
-            for step in scale_optimizers(trainer, infos, self.lr_scaling):
-                self._changes.callback(step.remove)
+        if self.lr_scaling is None:
+            return
+        optimizers = list(map(_unwrapped, trainer.optimizers))
+        with contextlib.ExitStack() as steps:
+            for optimizer in optimizers:
+                steps.callback(scale_learning_rates(optimizer, infos, self.lr_scaling).remove)
+            self._changes.enter_context(steps.pop_all())
+        for optimizer in optimizers:
+            for note in rate_notes(optimizer, infos, self.lr_scaling):
+                rank_zero_info(f"UnitScaleCallback: {note}")
 
     def restore(self) -> None:
         """Put everything back to what it was."""
         self._changes.close()
-
-
-def scale_optimizers(
-    trainer: pl.Trainer, infos: Mapping[Tensor, ParameterInfo], lr_scaling: Method
-) -> list[ScaledStep]:
-    """Let all optimizers of a Trainer step with each parameter's own rate, and say what is odd.
-
-    Args:
-        trainer: A Trainer whose optimizers are set up.
-        infos: What is known of the parameters.
-        lr_scaling: How learning rates follow.
-
-    Returns:
-        One handle for each optimizer, whose ``remove()`` ends it.
-
-    Raises:
-        ValueError: If an optimizer's rates cannot follow the rules; none is changed then.
-    """
-    steps: list[ScaledStep] = []
-    try:
-        for optimizer in trainer.optimizers:
-            steps.append(scale_learning_rates(_unwrapped(optimizer), infos, lr_scaling))
-    except ValueError:
-        for step in steps:
-            step.remove()
-        raise
-    for optimizer in trainer.optimizers:
-        for note in rate_notes(_unwrapped(optimizer), infos, lr_scaling):
-            rank_zero_info(f"UnitScaleCallback: {note}")
-    return steps
-
-
-def check_optimizers(trainer: pl.Trainer, lr_scaling: Method) -> None:
-    """Refuse optimizers whose rates cannot follow, before anything is changed.
-
-    Raises:
-        ValueError: As ``scale_optimizers`` does.
-    """
-    for optimizer in map(_unwrapped, trainer.optimizers):
-        for group in optimizer.param_groups:
-            check_group(optimizer, group, lr_scaling)
 
 
 def unit_clipping(trainer: pl.Trainer) -> AbstractContextManager[None]:
@@ -213,4 +189,36 @@ def refuse_rate_search(trainer: pl.Trainer) -> None:
             "it would find the rate of the plain model and not of the one that is scaled by rules; "
             "expected no search with method='unit-scaling' or 'u-mup'; leave it out (u-muP's best "
             "rates are near 1), or pass method='lossless', whose rates are the plain model's."
+        )
+
+
+def check_fp8(trainer: pl.Trainer) -> None:
+    """Refuse a Trainer whose device or precision plugin does not go with FP8 linears.
+
+    Raises:
+        MisconfigurationException: With the reason.
+    """
+    plugin = trainer.precision_plugin
+    for kind, why in _CONFLICTS_OF_FP8.items():
+        if is_lightning(plugin, kind):
+            raise misconfigured(
+                f"precision='fp8' with {type(plugin).__name__}: {why}; expected '32-true', "
+                "'bf16-mixed', '16-mixed', 'bf16-true' or '16-true'; change the Trainer's "
+                "precision, or leave out precision='fp8' here."
+            )
+    check_fp8_device(trainer.strategy.root_device)
+
+
+def check_fp8_device(device: torch.device) -> None:
+    """Refuse a device that has no FP8.
+
+    Raises:
+        MisconfigurationException: With the reason.
+    """
+    why_not = why_no_fp8(device)
+    if why_not is not None:
+        raise misconfigured(
+            f"precision='fp8' on {device}: {why_not}; expected a GPU of "
+            "compute capability 8.9 or above, or a CPU; pass simulate='fp8' to see what FP8 would "
+            "do, or leave it out."
         )

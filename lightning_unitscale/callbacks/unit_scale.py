@@ -19,13 +19,6 @@ from lightning_unitscale.callbacks.checkpoints import (
     mark,
 )
 from lightning_unitscale.callbacks.explanation import Explanation
-from lightning_unitscale.callbacks.fp8 import (
-    check_fp8,
-    check_fp8_device,
-    fp8_pass,
-    simulation_pass,
-    unmatched_layers,
-)
 from lightning_unitscale.callbacks.lightning_loop import LightningLoop
 from lightning_unitscale.callbacks.options import (
     FP8,
@@ -41,6 +34,7 @@ from lightning_unitscale.callbacks.packages import rank_zero_warn
 from lightning_unitscale.callbacks.product_units import ProductUnits
 from lightning_unitscale.callbacks.rules import rules_of
 from lightning_unitscale.callbacks.steps import StepsCallback, captures_steps, check_module
+from lightning_unitscale.callbacks.trainer_settings import check_fp8, check_fp8_device
 from lightning_unitscale.callbacks.units import MeasuredUnits, RecalibrationSchedule
 from lightning_unitscale.dispatch.coverage import Coverage
 from lightning_unitscale.dynamo.capture import CompileMode
@@ -152,8 +146,11 @@ class UnitScaleCallback(StepsCallback):
             init_weights=init_weights,
             on_unknown=on_unknown,
         )
-        self._fp8 = fp8_pass(self.precision, is_lossless=self._rules is None)
-        self._simulation = simulation_pass(self.simulate)
+        self._fp8 = self._simulation = None
+        if self.precision is not None:
+            self._fp8 = self.precision.linears(is_lossless=self._rules is None)
+        if self.simulate is not None:
+            self._simulation = self.simulate.rounding_pass()
         schedule = RecalibrationSchedule(recalibrate)
         self._products = ProductUnits(schedule, self._simulation, self._fp8)
         self._graphs = CapturedUnits(
@@ -200,7 +197,7 @@ class UnitScaleCallback(StepsCallback):
 
     def true_parameters(self) -> AbstractContextManager[None]:
         """Within this context the module's parameters have their true values, held or not."""
-        return self._graphs.true_parameters()
+        return self._graphs.holding.true_parameters()
 
     @property
     def _method_name(self) -> str:
@@ -242,30 +239,30 @@ class UnitScaleCallback(StepsCallback):
         assert self._loop is not None
         if (grid := self._moving_grid()) is not None:
             grid.follow(self._loop.step_index)
-        self._units.before_batch(batch, batch_idx)
+        self._units.begin_batch(batch, batch_idx)
 
     @override
     def end_batch(self) -> None:
-        self._units.after_batch()
+        self._units.end_batch()
         if not self._is_checked:
             self._warn_of_unmatched()
             self._is_checked = True
 
     @override
     def begin_evaluation(self, name: str, batch: Any = None, *indices: int) -> None:
-        self._units.before_evaluation(name, batch, *indices)
+        self._units.begin_evaluation(name, batch, *indices)
 
     @override
     def end_evaluation(self, batch_idx: int = 0) -> None:
-        self._units.after_evaluation(batch_idx)
+        self._units.end_evaluation(batch_idx)
 
     @override
     def leave(self) -> None:
         self._checkpoints.close()
         if self._rules is not None and self._loop is not None:
             keep_marking(self._loop.module, self._method_name)
-        self._products.detach()
-        self._graphs.detach()
+        self._products.leave()
+        self._graphs.leave()
         self._loop = None
 
     @override
@@ -282,11 +279,11 @@ class UnitScaleCallback(StepsCallback):
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._graphs.start_validation()
+        self._graphs.holding.start_evaluation()
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._graphs.end_validation()
+        self._graphs.holding.end_evaluation()
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -323,5 +320,7 @@ class UnitScaleCallback(StepsCallback):
 
     def _warn_of_unmatched(self) -> None:
         unmatched = [] if self._rules is None else self._rules.rules.unmatched()
-        for text in (*unmatched, *unmatched_layers(self.precision, self._fp8)):
+        if self.precision is not None and self._fp8 is not None:
+            unmatched += self.precision.unmatched(self._fp8)
+        for text in unmatched:
             rank_zero_warn(f"UnitScaleCallback: {text}")

@@ -13,10 +13,11 @@ import torch
 from lightning_unitscale.callbacks.distributed import is_distributed, joint_reasons
 from lightning_unitscale.callbacks.explanation import Explanation
 from lightning_unitscale.callbacks.packages import rank_zero_info
-from lightning_unitscale.loops.loop import Loop
+from lightning_unitscale.loops.loop import Loop, LoopCallback
 from lightning_unitscale.lossless.fp8_range import Unrepresentable
 from lightning_unitscale.lossless.gauge import Gauge
 from lightning_unitscale.precision.fp8 import WIDE_GRADIENT, FP8Linears
+from lightning_unitscale.precision.simulate import SimulateFormat
 
 # Steps at which "auto" looks: often while the scales of a fresh model move, then rarely.
 _EARLY_LOOKS = frozenset({8, 16, 32, 64})
@@ -61,11 +62,15 @@ class RecalibrationSchedule:
         return step % int(self._recalibrate) == 0
 
 
-class MeasuredUnits(abc.ABC):
+class MeasuredUnits(LoopCallback, abc.ABC):
     """Measures the units of one module and follows their drift over fits and restarts.
+
+    ``begin_batch`` says whether units are looked at, ``end_batch`` takes those of what was
+    measured, and new ones where they have drifted; after ``leave`` they stay.
 
     Args:
         schedule: When units are looked at again.
+        simulation: Formats to simulate, if any.
         fp8: The linear layers in FP8, if there are any: which of them fit is part of the units.
 
     Attributes:
@@ -73,11 +78,19 @@ class MeasuredUnits(abc.ABC):
         events: When new units were taken, and why, one line each.
     """
 
-    def __init__(self, schedule: RecalibrationSchedule, fp8: FP8Linears | None) -> None:
+    def __init__(
+        self,
+        schedule: RecalibrationSchedule,
+        simulation: SimulateFormat | None,
+        fp8: FP8Linears | None,
+    ) -> None:
         self.is_calibrated = False
         self.events: list[str] = []
         self._schedule = schedule
+        self._simulation = simulation
         self._fp8 = fp8
+        # Whether results depend on the units, as those of rounded products do.
+        self._changes_numbers = simulation is not None or fp8 is not None
         self._step_index = 0
         # Ends the last look, whose numbers may be on their way.
         self._pending: Callable[[], None] | None = None
@@ -88,56 +101,15 @@ class MeasuredUnits(abc.ABC):
         """The units in force; empty before the first batch."""
 
     @abc.abstractmethod
-    def before_batch(self, batch: Any, batch_idx: int) -> None:
-        """A training batch begins, or the batches of one optimizer step.
-
-        Args:
-            batch: The batch; ``None`` in loops that do not tell.
-            batch_idx: Its index.
-        """
-
-    @abc.abstractmethod
-    def after_batch(self) -> None:
-        """Take units of what was measured, and new ones where they have drifted."""
-
-    @abc.abstractmethod
-    def before_evaluation(self, name: str, batch: Any, *indices: int) -> None:
-        """A batch of an evaluation begins.
-
-        Args:
-            name: Of the step, such as ``"validation_step"``.
-            batch: The batch; ``None`` in loops that do not tell.
-            *indices: Of the batch, and of its loader.
-        """
-
-    @abc.abstractmethod
-    def after_evaluation(self, batch_idx: int) -> None:
-        """Take the units that a batch of an evaluation has shown."""
-
-    @abc.abstractmethod
-    def detach(self) -> None:
-        """Stop measuring; the units stay. May be called more than once."""
-
-    @abc.abstractmethod
     def explain(self) -> Explanation:
         """What became of every product, when units were taken, and which."""
-
-    @abc.abstractmethod
-    def state_dict(self) -> dict[str, Any]:
-        """The units for a checkpoint; empty before the first batch."""
-
-    @abc.abstractmethod
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from :meth:`state_dict`, without measuring again."""
 
     def _begin(self, loop: Loop) -> bool:
         """Note where a batch begins; returns whether units are looked at in it."""
         self._step_index = loop.step_index
         return self._schedule.looks_at(self._step_index)
 
-    def _begin_look(
-        self, judge: Callable[[str], None], device: torch.device, *, changes_numbers: bool
-    ) -> None:
+    def _begin_look(self, judge: Callable[[str], None], device: torch.device) -> None:
         """Look at what the step has measured, on a CUDA device after the next one.
 
         Units change no result, so they can be late; formats do, and ranks wait for each other.
@@ -145,10 +117,9 @@ class MeasuredUnits(abc.ABC):
         Args:
             judge: Called with the step's name when its numbers may be read.
             device: Where the steps run.
-            changes_numbers: Whether results depend on the units, as those of rounded products do.
         """
         self._pending = functools.partial(judge, f"step {self._step_index}")
-        if is_distributed() or device.type != "cuda" or changes_numbers:
+        if is_distributed() or device.type != "cuda" or self._changes_numbers:
             self._end_look()
 
     def _end_look(self) -> None:

@@ -7,6 +7,7 @@ wanted before as passes over its graphs.
 
 from __future__ import annotations
 
+from types import MethodType
 from typing import Any
 
 from torch import nn
@@ -72,20 +73,18 @@ def capture(module: nn.Module, owner: str, passes: tuple[GraphPass, ...]) -> Mod
     steps.attach(owner)
     if products is not None:
         products.measure_again(steps.steps["forward"])
-    module.__dict__["explain"] = Explain(module)
+    module.__dict__["explain"] = MethodType(explain_forward, module)
     return steps
 
 
-class Explain:
-    """``module.explain()``: an object rather than a closure, so that a copy explains itself."""
+def explain_forward(module: nn.Module) -> str:
+    """What runs in units or in a format, or what was captured, and what each pass did.
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-
-    def __call__(self) -> str:
-        """What runs in units or in a format, or what was captured, and what each pass did."""
-        products = products_of(self._module)
-        if products is not None:
-            return products.explain()
-        steps = steps_of(self._module)
-        return "" if steps is None else steps.explain()
+    As a method of the module it is ``module.explain()``, and a copy of that explains itself.
+    """
+    products = products_of(module)
+    if products is not None:
+        explanation: str = products.explain()
+        return explanation
+    steps = steps_of(module)
+    return "" if steps is None else steps.explain()

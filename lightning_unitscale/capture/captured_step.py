@@ -37,7 +37,7 @@ from lightning_unitscale.dynamo.capture import Executor
 from lightning_unitscale.dynamo.patches import is_exporting, kept_whole, opened_layers
 from lightning_unitscale.functional.scale import is_transforming
 from lightning_unitscale.graph.nodes import Names
-from lightning_unitscale.patching import nothing
+from lightning_unitscale.patching import nothing, shadowed
 
 if TYPE_CHECKING:
     from lightning_unitscale.capture.steps import ModuleSteps
@@ -142,16 +142,13 @@ class CapturedStep:
     def _rehearsing(
         self, interpreter: Interpreter, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Iterator[None]:
-        previous, self.interpreter = self.interpreter, interpreter
-        self.is_rehearsing = True
-        try:
-            if self.before_rehearsal is not None:
-                self.before_rehearsal(*args, **kwargs)
-            yield
-        finally:
-            self.interpreter = previous
-            self.is_rehearsing = False
-            self._postponed.discard()
+        with shadowed(self, interpreter=interpreter, is_rehearsing=True):
+            try:
+                if self.before_rehearsal is not None:
+                    self.before_rehearsal(*args, **kwargs)
+                yield
+            finally:
+                self._postponed.discard()
 
     def graph_call(self, *args: Any, **kwargs: Any) -> GraphCall:
         """The graph that a call would run, with its inputs; nothing of the step has run then.
@@ -199,11 +196,8 @@ class CapturedStep:
             *args: Arguments of the call.
             **kwargs: Its keyword arguments.
         """
-        previous, self.interpreter = self.interpreter, interpreter
-        try:
+        with shadowed(self, interpreter=interpreter):
             result = self._run("eager", args, kwargs)
-        finally:
-            self.interpreter = previous
         self._postponed.replay()
         return result
 
@@ -342,8 +336,10 @@ class CapturedStep:
         return f"{type(self.owner.module).__name__}.{self.name}"
 
     def _not_captured(self, error: BaseException) -> RuntimeError:
+        is_sharded = self.owner.sharded is not None
+        manner = " in one graph, as rules with ModelParallelStrategy ask" if is_sharded else ""
         return RuntimeError(
-            f"{self._title}: Dynamo cannot capture it{self.owner.manner}: {reason_of(error)}. "
+            f"{self._title}: Dynamo cannot capture it{manner}: {reason_of(error)}. "
             "Expected a step that Dynamo captures; move that line out of it, into a hook such as "
             "on_train_batch_start, or mark its function with torch.compiler.disable. TORCH_LOGS="
             "graph_breaks shows what Dynamo says of it."

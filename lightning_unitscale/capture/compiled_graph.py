@@ -26,6 +26,7 @@ from lightning_unitscale.graph.aliasing import find_effects, memory_roots, writt
 from lightning_unitscale.graph.decompose import expand_composites
 from lightning_unitscale.graph.passes import Phase, Run, StepGraph, run_passes
 from lightning_unitscale.graph.regions import PRODUCTS, Places
+from lightning_unitscale.patching import shadowed
 
 if TYPE_CHECKING:
     from lightning_unitscale.capture.captured_step import CapturedStep
@@ -168,7 +169,7 @@ class CompiledGraph:
             run_passes(graph, passes, step=step.name, graph_index=self.index, out_of_place=True)
             self._interpreted[observed] = graph
         graph = self._interpreted[observed]
-        return Variant(graph, interpret(graph.graph_module)).run(*inputs)
+        return Variant(graph, interpret(graph.graph_module))(*inputs)
 
     def rewritten(self) -> StepGraph:
         """The plain variant as a graph, out of place: for whoever runs it in another way."""
@@ -219,10 +220,6 @@ class Variant:
             self._wrapped = functools.partial(wrapper, self._wrapped)
 
     def __call__(self, *inputs: Any) -> Any:
-        """Run the graph; the same as :meth:`run`."""
-        return self.run(*inputs)
-
-    def run(self, *inputs: Any) -> Any:
         """The outputs for the user's inputs."""
         return self._wrapped(inputs)
 
@@ -292,15 +289,14 @@ class GraphCall:
         inputs = tuple(_leaf(value) for value in self.inputs)
         restorers = [restore for value in self._written(inputs) for restore in restorers_of(value)]
         devices = {value.device for value in inputs if isinstance(value, Tensor)}
-        was_rehearsing, self.step.is_rehearsing = self.step.is_rehearsing, True
         with (
             torch.random.fork_rng([device for device in devices if device.type == "cuda"]),
             torch.set_grad_enabled(torch.is_grad_enabled()),
+            shadowed(self.step, is_rehearsing=True),
         ):
             try:
                 yield lambda interpreter: interpreter(self.graph, inputs), inputs
             finally:
-                self.step.is_rehearsing = was_rehearsing
                 for restore in restorers:
                     restore()
 

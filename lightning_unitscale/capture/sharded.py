@@ -45,7 +45,7 @@ class ShardedPart:
     """
 
     path: str
-    module: nn.Module
+    module: Any
     before: Callable[..., Any]
     after: Callable[..., Any]
 
@@ -91,7 +91,7 @@ class ShardedModule:
         return [
             ShardedPart(path, part, _hook(part._forward_pre_hooks), _hook(part._forward_hooks))
             for path, part in self.module.named_modules()
-            if _is_sharded(part)
+            if any(map(_is_of_fsdp, part._forward_pre_hooks.values()))
         ]
 
     @property
@@ -116,7 +116,7 @@ class ShardedModule:
             return
         self._find_slots()
         for part in self.parts:
-            _gather(part.module)
+            part.module.unshard()
         self.is_gathered = True
         try:
             with self._without_hooks():
@@ -138,13 +138,14 @@ class ShardedModule:
         finally:
             for slot in slots:
                 # FSDP leaves what the root has gathered where it is.
-                if slot.holder[slot.name] is slot.whole and not _is_filled(slot.whole):
+                is_gathered = local_part(slot.whole).untyped_storage().size() > 0
+                if slot.holder[slot.name] is slot.whole and not is_gathered:
                     slot.holder[slot.name] = slot.shard
 
     def shard(self) -> None:
         """Free what is gathered."""
         for part in self.parts:
-            _free(part.module)
+            part.module.reshard()
 
     @cached_property
     def _marked(self) -> list[dict[str, Any]]:
@@ -165,14 +166,14 @@ class ShardedModule:
         holders = [(path, child._parameters) for path, child in self.module.named_modules()]
         for part in self.parts:
             shards = [dict(holder) for _, holder in holders]
-            _gather(part.module)
+            part.module.unshard()
             for (path, holder), before in zip(holders, shards, strict=True):
                 for name, whole in holder.items():
                     shard = before[name]
                     if whole is not None and shard is not None and whole is not shard:
                         slots.append(_Slot(holder, name, shard, whole))
                         self._owners[f"{path}.{name}" if path else name] = part
-            _free(part.module)
+            part.module.reshard()
         self._slots = slots
         return slots
 
@@ -187,7 +188,7 @@ class ShardedModule:
                 marked[_MANAGED] = False
             stack.callback(self._mark)
             for part in self.parts:
-                policy = _policy(part.module)
+                policy = part.module._get_fsdp_state()._mp_policy
                 dtype = policy.param_dtype if policy.cast_forward_inputs else None
                 before = None if dtype is None else partial(_cast_inputs, dtype)
                 dtype = policy.output_dtype
@@ -198,10 +199,6 @@ class ShardedModule:
                 }
                 stack.enter_context(shadowed(part.module, **hooks))
             yield
-
-
-def _is_sharded(module: nn.Module) -> bool:
-    return any(map(_is_of_fsdp, module._forward_pre_hooks.values()))
 
 
 def _is_of_fsdp(hook: Any) -> bool:
@@ -217,22 +214,6 @@ def _replaced(hooks: dict[int, Any], hook: Any) -> OrderedDict[int, Any]:
     """The hooks with another one, or none, in the place of FSDP's."""
     items = ((key, hook if _is_of_fsdp(own) else own) for key, own in hooks.items())
     return OrderedDict((key, own) for key, own in items if own is not None)
-
-
-def _gather(module: Any) -> None:
-    module.unshard()
-
-
-def _free(module: Any) -> None:
-    module.reshard()
-
-
-def _policy(module: Any) -> Any:
-    return module._get_fsdp_state()._mp_policy
-
-
-def _is_filled(parameter: Tensor) -> bool:
-    return local_part(parameter).untyped_storage().size() > 0
 
 
 def _cast_inputs(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -> Any:

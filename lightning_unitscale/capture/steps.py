@@ -216,13 +216,6 @@ class ModuleSteps:
         """Within this context a rehearsal finds whole parameters; all ranks enter it together."""
         return nullcontext() if self.sharded is None else self.sharded.gathered()
 
-    @property
-    def manner(self) -> str:
-        """How Dynamo has to capture the steps, for a message; empty if there may be many graphs."""
-        return (
-            "" if self.sharded is None else " in one graph, as rules with ModelParallelStrategy ask"
-        )
-
     def shard(self) -> None:
         """Let the module have the parameters that its optimizers have."""
         if self.sharded is not None:

@@ -6,9 +6,11 @@ rewritten within that compilation, in the forward and the backward graph of AOTA
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, fx
@@ -17,7 +19,6 @@ from lightning_unitscale.dispatch.calls import Sources, slot_of
 from lightning_unitscale.dispatch.compiled_graphs import GRAPHS, CompiledGraph, CompiledProduct
 from lightning_unitscale.dispatch.compiled_sites import (
     ARRANGED,
-    CompiledSites,
     arguments_of,
     arrangements,
     path_of,
@@ -51,6 +52,8 @@ class _Forward:
         self.products: dict[int, list[tuple[Site, list[set[str]]]]] = defaultdict(list)
 
 
+# By session and the name of a site, the number of the compiled frame that its product is in.
+_CLAIMS: WeakKeyDictionary[ProductSession, dict[str, int | None]] = WeakKeyDictionary()
 _FORWARDS: dict[tuple[int | None, int | None], _Forward] = {}
 _IDENTIFIED: dict[tuple[tuple[int | None, int | None], bool], _Rewriting] = {}
 
@@ -129,7 +132,8 @@ class _Rewriting:
         self._is_backward = is_backward
         self._compiled = CompiledGraph(forward.session)
         self._index = len(GRAPHS)
-        self._sites = CompiledSites(forward.session, frame)
+        self._frame = frame
+        self._taken: set[str] = set()
         self._visits: dict[int, int] = defaultdict(int)
         self._identified: list[_Identified] = []
         self._fake_mode: Any = None
@@ -184,11 +188,23 @@ class _Rewriting:
             else:
                 word += "@backward"
         if site is None:
-            site = self._sites.claim(word, roles, self._path(node))
+            site = self._claim(word, roles, self._path(node))
             if number is not None and not self._is_backward:
                 names = [_names(operand) for operand in rule.operands_in(node.args)]
                 self._forward.products[number].append((site, names))
         return _Identified(node.name, _operands(rule, node), site, slot, sources)
+
+    def _claim(self, word: str, roles: tuple[str, ...], path: str) -> Site:
+        """The site of a forward product; the same one when its frame is compiled again."""
+        session = self._forward.session
+        claims = _CLAIMS.setdefault(session, {})
+        for index in itertools.count():
+            site = session.sites.numbered(word, roles, path, index)
+            owner = claims.setdefault(site.name, self._frame)
+            if owner == self._frame and site.name not in self._taken:
+                break
+        self._taken.add(site.name)
+        return site
 
     def _plan(self, rule: ProductRule, node: fx.Node) -> CompiledProduct:
         identified = self._found(rule, node)

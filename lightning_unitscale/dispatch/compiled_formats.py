@@ -33,6 +33,7 @@ from lightning_unitscale.dispatch.torch_internals import (
     Kernel,
     compiled_parts,
     current_node,
+    define_operator,
     forget_compiled,
     is_by_inductor,
     last_sequence_number,
@@ -40,16 +41,6 @@ from lightning_unitscale.dispatch.torch_internals import (
     sequence_number,
 )
 
-_LIBRARY = torch.library.Library("lightning_unitscale", "FRAGMENT")
-_TAGS = (torch.Tag.cudagraph_unsafe,)
-_LIBRARY.define(
-    "begin(Tensor[] inputs, int graph) -> Tensor", tags=(*_TAGS, torch.Tag.flexible_layout)
-)
-_LIBRARY.define(
-    "product(Tensor[] tensors, SymInt[] sizes, Tensor run, int graph, int product) -> Tensor[]",
-    # BLAS may add in another order for another stride.
-    tags=(*_TAGS, torch.Tag.needs_exact_strides),
-)
 # Numbers of products in runs; by their negative the backward pass finds the calls, beside those of
 # autograd nodes. A run has as many as a graph has products, with room between two runs.
 _MAX_PRODUCTS = 2**16
@@ -61,17 +52,16 @@ _NOBODY = 0
 
 
 @dataclass(frozen=True)
-class Tensors:
-    """Stands for a tensor among the arguments of a product: the one with this index."""
+class Changing:
+    """Stands for what changes among the arguments of a product.
+
+    Attributes:
+        index: Which of the tensors it is, or of the numbers that change with the shapes.
+        is_tensor: Which of the two.
+    """
 
     index: int
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Stands for a number that changes with the shapes: the one with this index."""
-
-    index: int
+    is_tensor: bool
 
 
 @dataclass(eq=False)
@@ -81,7 +71,7 @@ class RoundedProduct:
     Attributes:
         rule: Its operator.
         operator: The same, as torch calls it.
-        args: Its arguments, with :class:`Tensors` and :class:`Sizes` in place of what changes.
+        args: Its arguments, with :class:`Changing` in place of what changes.
         kwargs: Its keyword arguments.
         results: Positions of its results that are tensors; ``None`` for one that is no tuple.
         word: What it is called.
@@ -112,9 +102,9 @@ class RoundedProduct:
         """The arguments of one run."""
 
         def filled(leaf: Any) -> Any:
-            if isinstance(leaf, Tensors):
-                return tensors[leaf.index]
-            return sizes[leaf.index] if isinstance(leaf, Sizes) else leaf
+            if not isinstance(leaf, Changing):
+                return leaf
+            return (tensors if leaf.is_tensor else sizes)[leaf.index]
 
         args, kwargs = pytree.tree_map(filled, (self.args, self.kwargs))
         return tuple(args), dict(kwargs)
@@ -292,27 +282,26 @@ def rounding_compiled(session: ProductSession) -> AbstractContextManager[Any]:
 GRAPHS: list[RoundedGraph] = []
 
 
-@torch.library.impl(_LIBRARY, "begin", "CompositeExplicitAutograd")
-def _begin(inputs: Sequence[Tensor], graph: int) -> Tensor:
-    return torch.tensor(GRAPHS[graph].begin(inputs), dtype=torch.int64)
-
-
-@torch.library.impl(_LIBRARY, "product", "CompositeExplicitAutograd")
-def _product(
-    tensors: Sequence[Tensor], sizes: Sequence[int], run: Tensor, graph: int, product: int
-) -> list[Tensor]:
-    return GRAPHS[graph].run(product, int(run), tensors, sizes)
-
-
-@torch.library.register_fake("lightning_unitscale::begin", lib=_LIBRARY)
-def _fake_begin(inputs: Sequence[Tensor], graph: int) -> Tensor:
-    return torch.empty((), dtype=torch.int64)
-
-
-@torch.library.register_fake("lightning_unitscale::product", lib=_LIBRARY)
 def _fake_product(
     tensors: Sequence[Tensor], sizes: Sequence[int], run: Tensor, graph: int, product: int
 ) -> list[Tensor]:
     rounded = GRAPHS[graph].products[product]
     args, kwargs = rounded.arguments(tensors, sizes)
     return rounded.listed(rounded.operator(*args, **kwargs))
+
+
+define_operator(
+    "begin(Tensor[] inputs, int graph) -> Tensor",
+    lambda inputs, graph: torch.tensor(GRAPHS[graph].begin(inputs), dtype=torch.int64),
+    lambda inputs, graph: torch.empty((), dtype=torch.int64),
+    torch.Tag.flexible_layout,
+)
+define_operator(
+    "product(Tensor[] tensors, SymInt[] sizes, Tensor run, int graph, int product) -> Tensor[]",
+    lambda tensors, sizes, run, graph, product: GRAPHS[graph].run(
+        product, int(run), tensors, sizes
+    ),
+    _fake_product,
+    # BLAS may add in another order for another stride.
+    torch.Tag.needs_exact_strides,
+)

@@ -22,20 +22,12 @@ from lightning_unitscale.dispatch.products import ProductRule
 from lightning_unitscale.dispatch.session import LOCAL, ProductSession
 from lightning_unitscale.dispatch.sites import frames
 from lightning_unitscale.dispatch.tensors import Extent, smallest_and_rms
-from lightning_unitscale.dispatch.torch_internals import MODULE_CALL, codes
+from lightning_unitscale.dispatch.torch_internals import MODULE_CALL, codes, define_operator
+from lightning_unitscale.patching import nothing
 from lightning_unitscale.scales.transfer import numbers_on
 
 # Beyond it a factor, or its inverse, is no normal number of FP32, in which it is held.
 _LARGEST = 126
-_LIBRARY = torch.library.Library("lightning_unitscale", "FRAGMENT")
-_TAGS = (torch.Tag.cudagraph_unsafe,)
-_LIBRARY.define("compiled_factors(int graph, Device device) -> Tensor", tags=_TAGS)
-_LIBRARY.define("compiled_order(Device device) -> Tensor", tags=_TAGS)
-# It writes nothing: what is said to be written keeps Inductor from leaving it out.
-_LIBRARY.define(
-    "look(Tensor[] operands, Tensor(a!) order, int graph, int product) -> ()",
-    tags=(*_TAGS, torch.Tag.flexible_layout),
-)
 
 
 @dataclass(eq=False)
@@ -236,32 +228,21 @@ def _calling_frame(codes: tuple[CodeType, ...]) -> FrameType | None:
     return None
 
 
-@torch.library.impl(_LIBRARY, "compiled_factors", "CompositeExplicitAutograd")
-def _factors(graph: int, device: torch.device) -> Tensor:
+define_operator(
+    "compiled_factors(int graph, Device device) -> Tensor",
     # Inductor may write other results into what an operator has made, when it is read no more.
-    return GRAPHS[graph].factors(device).clone()
-
-
-@torch.library.impl(_LIBRARY, "compiled_order", "CompositeExplicitAutograd")
-def _order(device: torch.device) -> Tensor:
-    return torch.zeros(1, device=device)
-
-
-@torch.library.impl(_LIBRARY, "look", "CompositeExplicitAutograd")
-def _look(operands: Sequence[Tensor], order: Tensor, graph: int, product: int) -> None:
-    GRAPHS[graph].look(operands, product)
-
-
-@torch.library.register_fake("lightning_unitscale::compiled_factors", lib=_LIBRARY)
-def _fake_factors(graph: int, device: torch.device) -> Tensor:
-    return torch.empty(GRAPHS[graph].num_factors, device=device)
-
-
-@torch.library.register_fake("lightning_unitscale::compiled_order", lib=_LIBRARY)
-def _fake_order(device: torch.device) -> Tensor:
-    return torch.empty(1, device=device)
-
-
-@torch.library.register_fake("lightning_unitscale::look", lib=_LIBRARY)
-def _fake_look(operands: Sequence[Tensor], order: Tensor, graph: int, product: int) -> None:
-    return None
+    lambda graph, device: GRAPHS[graph].factors(device).clone(),
+    lambda graph, device: torch.empty(GRAPHS[graph].num_factors, device=device),
+)
+define_operator(
+    "compiled_order(Device device) -> Tensor",
+    lambda device: torch.zeros(1, device=device),
+    lambda device: torch.empty(1, device=device),
+)
+define_operator(
+    # It writes nothing: what is said to be written keeps Inductor from leaving it out.
+    "look(Tensor[] operands, Tensor(a!) order, int graph, int product) -> ()",
+    lambda operands, order, graph, product: GRAPHS[graph].look(operands, product),
+    nothing,
+    torch.Tag.flexible_layout,
+)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from torch import Tensor, fx
 
 from lightning_unitscale.dispatch.execute import are_real
-from lightning_unitscale.dispatch.measurement import Site
 from lightning_unitscale.dispatch.products import RULES, ProductRule
 from lightning_unitscale.dispatch.session import ProductSession
 from lightning_unitscale.profiler.costs import concrete
@@ -34,40 +31,6 @@ ARRANGED = frozenset(
 )
 CAST = "prims.convert_element_type.default"
 _SAME = ARRANGED | {"aten.clone.default", "aten._unsafe_view.default", CAST}
-
-# By session and the name of a site, the number of the compiled frame that its product is in.
-_CLAIMS: WeakKeyDictionary[ProductSession, dict[str, int | None]] = WeakKeyDictionary()
-
-
-class CompiledSites:
-    """The sites of the products of one graph.
-
-    Args:
-        session: Whose they are.
-        frame: Number of the compiled frame.
-    """
-
-    def __init__(self, session: ProductSession, frame: int | None) -> None:
-        self._session = session
-        self._frame = frame
-        self._claims = _CLAIMS.setdefault(session, {})
-        self._taken: set[str] = set()
-
-    def claim(self, word: str, roles: tuple[str, ...], path: str) -> Site:
-        """The site of a forward product; the same one when its frame is compiled again.
-
-        Args:
-            word: What the operation is called.
-            roles: What its operands are called.
-            path: Path of its module.
-        """
-        for index in itertools.count():
-            site = self._session.sites.numbered(word, roles, path, index)
-            owner = self._claims.setdefault(site.name, self._frame)
-            if owner == self._frame and site.name not in self._taken:
-                break
-        self._taken.add(site.name)
-        return site
 
 
 def path_of(node: fx.Node, session: ProductSession, root: str) -> str:

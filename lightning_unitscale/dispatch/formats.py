@@ -93,14 +93,7 @@ class SimulatedProducts(Numerics):
     def __init__(self, *configs: SimulateFormat) -> None:
         self._configs = configs
 
-    def applies_to(
-        self,
-        site: Site,
-        rule: ProductRule,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        reads_weight: bool | None = None,
-    ) -> bool:
+    def applies_to(self, site: Site, *_: Any) -> bool:
         """Whether a product is rounded: all are, but for those that are left out by name."""
         return bool(self._configs_of(site))
 

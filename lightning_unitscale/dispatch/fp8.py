@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from lightning_unitscale.dispatch.execute import Product
 from lightning_unitscale.dispatch.formats import Numerics, SimulatedProducts, grid_factor
 from lightning_unitscale.dispatch.measurement import Site
+from lightning_unitscale.dispatch.owners import asking_session
 from lightning_unitscale.dispatch.products import RULES, ProductRule
 from lightning_unitscale.dispatch.session import LOCAL, ProductSession
 from lightning_unitscale.dispatch.sites import frames
@@ -78,13 +79,14 @@ class FP8Products(Numerics):
         reads_weight: bool | None = None,
     ) -> bool:
         """Whether a product runs in FP8."""
-        config = self._config
         if not self.is_active:
             return False
-        if site.name not in config.decisions:
-            config.decisions[site.name] = self._why_not(site, rule, args, kwargs, reads_weight)
+        decisions = self._config.decisions
         is_made = rule.operator in ("mm", "addmm") and "out" not in kwargs
-        return is_made and config.decisions[site.name] is None
+        if site.name not in decisions:
+            operands = rule.operands_in(args) if is_made else None
+            decisions[site.name] = self._why_not(site, operands, kwargs, reads_weight)
+        return is_made and decisions[site.name] is None
 
     def measure(self, product: Product, operands: Sequence[Tensor], *, is_first: bool) -> None:
         """Find out what FP8 would lose of operands in their units; see :meth:`fit`.
@@ -199,14 +201,12 @@ class FP8Products(Numerics):
     def _why_not(
         self,
         site: Site,
-        rule: ProductRule,
-        args: Sequence[Any],
+        operands: Sequence[Tensor] | None,
         kwargs: Mapping[str, Any],
         reads_weight: bool | None,
     ) -> str | None:
-        if rule.operator not in ("mm", "addmm") or "out" in kwargs:
+        if operands is None:
             return NO_LINEAR
-        operands = rule.operands_in(args)
         if reads_weight is None:
             weight = operands[1]
             reads_weight = is_weight(site.name, weight, _calling_layer()) or is_parameter(weight)
@@ -267,15 +267,8 @@ def is_parameter(tensor: Tensor) -> bool:
     )
 
 
-def layer_kernel(
-    asking_session: Callable[[Any], tuple[ProductSession | None, Any]], original: Kernel
-) -> Kernel:
-    """A kernel of ``linear``, above autograd, that keeps FP8 for the backward pass.
-
-    Args:
-        asking_session: Whose a product is that runs within an autograd node.
-        original: torch's own kernel.
-    """
+def layer_kernel(original: Kernel) -> Kernel:
+    """A kernel of ``linear``, above autograd, that keeps FP8 for the backward pass."""
 
     def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
         session, node = LOCAL.session, current_node()

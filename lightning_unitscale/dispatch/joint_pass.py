@@ -6,6 +6,7 @@ with anything: the products are those of the step as it is written.
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections import defaultdict
 from typing import Any
@@ -18,10 +19,9 @@ from torch.utils.checkpoint import CheckpointPolicy
 from lightning_unitscale.dispatch.calls import Sources
 from lightning_unitscale.dispatch.compiled_formats import (
     GRAPHS,
+    Changing,
     RoundedGraph,
     RoundedProduct,
-    Sizes,
-    Tensors,
 )
 from lightning_unitscale.dispatch.compiled_sites import (
     ARRANGED,
@@ -180,17 +180,13 @@ def _can_move(node: fx.Node) -> bool:
 
 def _template(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a node, with what changes numbered."""
-    num_tensors = num_sizes = 0
+    tensors, sizes = itertools.count(), itertools.count()
 
     def numbered(leaf: Any) -> Any:
-        nonlocal num_tensors, num_sizes
         if not isinstance(leaf, fx.Node):
             return leaf
-        if isinstance(value_of(leaf), Tensor):
-            num_tensors += 1
-            return Tensors(num_tensors - 1)
-        num_sizes += 1
-        return Sizes(num_sizes - 1)
+        is_tensor = isinstance(value_of(leaf), Tensor)
+        return Changing(next(tensors if is_tensor else sizes), is_tensor)
 
     args, kwargs = pytree.tree_map(numbered, (node.args, node.kwargs))
     return tuple(args), dict(kwargs)

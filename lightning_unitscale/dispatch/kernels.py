@@ -17,8 +17,12 @@ from lightning_unitscale.dispatch import aot_pass, joint_pass
 from lightning_unitscale.dispatch.calls import forget
 from lightning_unitscale.dispatch.compiled_graphs import OWN_CALLERS, caller
 from lightning_unitscale.dispatch.fp8 import layer_kernel
-from lightning_unitscale.dispatch.optimizers import suspend_in_optimizers
-from lightning_unitscale.dispatch.owners import INSTALLED, OPEN, asking_session, owner_of
+from lightning_unitscale.dispatch.owners import (
+    INSTALLED,
+    OPEN,
+    owner_of,
+    suspend_in_optimizers,
+)
 from lightning_unitscale.dispatch.products import RULES, ProductRule
 from lightning_unitscale.dispatch.session import LOCAL, ProductSession, run_inside
 from lightning_unitscale.dispatch.torch_internals import (
@@ -40,8 +44,8 @@ def open_session(session: ProductSession) -> None:
     if not _sessions:
         for graph_pass in _PASSES:
             graph_pass.install()
-        for removable in (*_PASSES, *suspend_in_optimizers()):
-            INSTALLED.callback(removable.remove)
+            INSTALLED.callback(graph_pass.remove)
+        suspend_in_optimizers()
     if id(session) not in _sessions:
         _sessions[id(session)] = weakref.finalize(session, _end, id(session), session.ref)
         _sessions[id(session)].atexit = False
@@ -51,7 +55,7 @@ def open_session(session: ProductSession) -> None:
             _override_products(_overrides(device))
         if session.numerics and (key := f"Autograd{device}") not in _keys:
             # What is kept for the backward pass is chosen above autograd.
-            _overrides(key).put("linear", functools.partial(layer_kernel, asking_session))
+            _overrides(key).put("linear", layer_kernel)
 
 
 def close_session(session: ProductSession) -> None:

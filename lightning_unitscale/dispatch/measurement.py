@@ -1,19 +1,24 @@
-"""A product of a step, and what a step has measured of its products."""
+"""A product of a step, what a step has measured of it, and where units would not be exact."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from lightning_unitscale.dispatch.tensors import Extent, reading
+from lightning_unitscale.dispatch.tensors import Extent
 from lightning_unitscale.lossless.calibrate import combined_rms
 from lightning_unitscale.lossless.drift import HIGH, LOW
 
 # Where a product runs beside the slots of its operands' gradients.
 FORWARD = "forward"
+# BLAS sums BF16 in FP32, which has the same smallest normal number.
+_SMALLEST_LOG2 = {torch.float32: -126, torch.bfloat16: -126, torch.float64: -1022}
+# As many terms as a product may add, as an exponent of two.
+_LOG2_TERMS = 20
 
 
 @dataclass(eq=False, slots=True)
@@ -74,6 +79,33 @@ class MeasuredProduct:
     dtype: torch.dtype
     log2_units: tuple[int | None, ...]
 
+    def why_inexact(self, log2_units: Sequence[int]) -> str:
+        """Why it would have other bits with its operands in these units; empty if it would not.
+
+        A product of two elements below the smallest normal number vanishes in the plain product
+        and survives in units, where it may break a tie of larger terms. A sum that overflows on its
+        way is infinite or NaN there and may be a number in units.
+        """
+        limit = _SMALLEST_LOG2.get(self.dtype)
+        if limit is None:
+            return ""
+        smallest = [math.log2(extent.smallest) for extent in self.extents]
+        if any(sum(pair) < limit for pair in itertools.combinations(smallest, 2)):
+            return f"terms below 2**{limit}, which vanish there and not in units"
+        largest = [math.log2(extent.largest) for extent in self.extents if extent.largest]
+        too_large = -limit - _LOG2_TERMS
+        if any(sum(pair) > too_large for pair in itertools.combinations(largest, 2)):
+            return f"terms above 2**{too_large}, whose sums may overflow there and not in units"
+        stored = [log2 - unit for log2, unit in zip(smallest, log2_units, strict=True)]
+        common = sum(log2_units)
+        stored += [math.log2(extent.smallest) - common for extent in self.addends]
+        if any(log2 < limit for log2 in stored):
+            return f"elements that would be below 2**{limit} in units"
+        largest = [math.log2(extent.largest) for extent in self.addends if extent.largest]
+        if any(log2 - common > -limit for log2 in largest):
+            return f"an addend that would be above 2**{-limit} in units"
+        return ""
+
 
 @dataclass(frozen=True)
 class Measurement:
@@ -92,26 +124,9 @@ class Measurement:
     outside: Mapping[str, float] = field(default_factory=dict)
     products: tuple[MeasuredProduct, ...] = ()
 
-
-class SentMeasurement:
-    """What one step has shown, on its way from the device.
-
-    Args:
-        products: Product by product.
-    """
-
-    def __init__(self, products: Sequence[MeasuredProduct]) -> None:
-        self._products = tuple(products)
-        self._read = reading(
-            extent for product in products for extent in (*product.extents, *product.addends)
-        )
-
-    def arrived(self) -> Measurement | None:
-        """The numbers, which are waited for; ``None`` if nothing was measured."""
-        products = self._products
-        if not products:
-            return None
-        self._read()
+    @staticmethod
+    def of(products: Sequence[MeasuredProduct]) -> Measurement:
+        """What products have shown whose extents are there."""
         true: dict[str, dict[int, float]] = {}
         units: dict[str, int] = {}
         for product in products:
@@ -136,5 +151,5 @@ class SentMeasurement:
             {name: rms for name, rms in joint.items() if name not in gradients},
             {name: rms for name, rms in joint.items() if name in gradients},
             outside,
-            products,
+            tuple(products),
         )

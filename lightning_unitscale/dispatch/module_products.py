@@ -27,6 +27,7 @@ from lightning_unitscale.lossless.calibrate import (
     full_precision,
     in_full_precision,
     runs_in_fp16,
+    warning_where_fp16_is_cast_to,
 )
 from lightning_unitscale.lossless.gauge import Gauge
 from lightning_unitscale.lossless.rehearsal import MeasuredAgain
@@ -55,17 +56,8 @@ def units_of_example(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[s
     units, measurement = _measure(module, args, kwargs, is_wide=False)
     forward, backward = dict(measurement.forward), dict(measurement.backward)
     if runs_in_fp16(module):
-        try:
+        with warning_where_fp16_is_cast_to(f"{type(module).__name__}.forward"):
             _, wide = _measure(module, args, kwargs, is_wide=True)
-        except RuntimeError as error:
-            warnings.warn(
-                f"{type(module).__name__}.forward: it runs in FP16 and not in FP32 "
-                f"({str(error).splitlines()[0]}), so units are measured in FP16, where small "
-                "gradients are zero; expected a step without casts to torch.float16 of its "
-                "own; use tensor.to(other.dtype) for them.",
-                stacklevel=4,
-            )
-        else:
             # Products that are there in FP16 only keep what was measured of them.
             forward |= wide.forward
             backward |= wide.backward
@@ -95,7 +87,7 @@ def _measure(
             if loss is not None:
                 loss.backward(torch.ones_like(loss))
         units = attached.session.units
-        return units, units.take() or Measurement()
+        return units, units.take()
     finally:
         attached.detach()
 

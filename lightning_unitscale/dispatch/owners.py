@@ -1,14 +1,24 @@
-"""Whose a product is, also where no step is on the stack: in a backward pass, or in a loss."""
+"""Whose a product is, also where no step is on the stack: in a backward pass, or in a loss.
+
+What an optimizer multiplies is not the model's; a closure that it calls is again.
+"""
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from lightning_unitscale.dispatch.calls import CALLS, Call
 from lightning_unitscale.dispatch.products import ProductRule
@@ -70,3 +80,42 @@ def running_session() -> ProductSession | None:
     """Whose step runs, or whose checkpoint is computed again."""
     node = current_node()
     return LOCAL.session if node is None else asking_session(node)[0]
+
+
+def suspend_in_optimizers() -> None:
+    """Let products of optimizers' steps be nobody's, as long as there is a session."""
+    INSTALLED.callback(register_optimizer_step_pre_hook(_suspend).remove)
+    INSTALLED.callback(register_optimizer_step_post_hook(_resume).remove)
+
+
+# Whose the products were before an optimizer's step; one that raises does not resume.
+_SUSPENDED: WeakKeyDictionary[Optimizer, weakref.ref[ProductSession] | None] = WeakKeyDictionary()
+
+
+def _suspend(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    session, LOCAL.session = LOCAL.session, None
+    _SUSPENDED[optimizer] = None if session is None else session.ref
+    if session is None:
+        return None
+    # A closure runs the model, under manual optimization within the step that is suspended.
+    kwargs = {name: _in_session(session, value) for name, value in kwargs.items()}
+    return tuple(_in_session(session, value) for value in args), kwargs
+
+
+def _in_session(session: ProductSession, value: Any) -> Any:
+    if isinstance(value, Optimizer) or not callable(value):
+        return value
+
+    @functools.wraps(value)
+    def closure(*args: Any, **kwargs: Any) -> Any:
+        with session.running():
+            return value(*args, **kwargs)
+
+    return closure
+
+
+def _resume(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    # Kernels may have been overridden in the middle of a step.
+    if optimizer in _SUSPENDED:
+        session = _SUSPENDED.pop(optimizer)
+        LOCAL.session = None if session is None else session()

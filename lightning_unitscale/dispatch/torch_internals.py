@@ -64,13 +64,9 @@ RECOMPUTATIONS = _RECOMPUTATIONS | {_REENTRANT}
 UNPACK = "unpack_hook"
 
 current_node: Callable[[], Any] = torch._C._current_autograd_node
+# Number of the backward pass that runs on this thread.
+graph_task: Callable[[], int] = torch._C._current_graph_task_id
 fake_mode_of: Callable[[Any], Any] = detect_fake_mode
-
-
-def graph_task() -> int:
-    """Number of the backward pass that runs on this thread."""
-    number: int = torch._C._current_graph_task_id()
-    return number
 
 
 def saves_elsewhere() -> bool:
@@ -188,6 +184,24 @@ class KernelOverrides:
         for overload in self._overloads:
             # A compiler that traces it would take it for an operator with a gradient of its own.
             overload._dispatch_cache.clear()
+
+
+_LIBRARY = torch.library.Library("lightning_unitscale", "FRAGMENT")
+
+
+def define_operator(schema: str, run: Kernel, fake: Kernel, *tags: torch.Tag) -> None:
+    """Define an operator for compiled graphs, on all devices and in no CUDA graph.
+
+    Args:
+        schema: Its name, its arguments and what it returns.
+        run: What it does.
+        fake: What it gives for tensors without data.
+        *tags: What a compiler is told of it as well.
+    """
+    name = schema.partition("(")[0]
+    _LIBRARY.define(schema, tags=(torch.Tag.cudagraph_unsafe, *tags))
+    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"lightning_unitscale::{name}", fake, lib=_LIBRARY)
 
 
 class GraphPass(CustomGraphPass):

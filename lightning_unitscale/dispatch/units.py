@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
-from lightning_unitscale.dispatch.exactness import why_inexact
-from lightning_unitscale.dispatch.measurement import (
-    MeasuredProduct,
-    Measurement,
-    SentMeasurement,
-    Site,
-)
+from lightning_unitscale.dispatch.measurement import MeasuredProduct, Measurement, Site
 from lightning_unitscale.dispatch.tensors import reading
 from lightning_unitscale.lossless.gauge import Gauge
 
@@ -105,19 +99,25 @@ class Units:
         self._measured.clear()
         self.is_looking = False
 
-    def send(self) -> SentMeasurement:
-        """What was measured since the last call, on its way from the device as one."""
+    def send(self) -> Callable[[], Measurement]:
+        """Send for what was measured since the last call; what is returned waits for it."""
         products, self._measured = self._measured, []
-        return SentMeasurement(products)
+        read = reading(extent for each in products for extent in (*each.extents, *each.addends))
 
-    def take(self) -> Measurement | None:
-        """What was measured since the last call; ``None`` if nothing was."""
-        return self.send().arrived()
+        def arrived() -> Measurement:
+            read()
+            return Measurement.of(products)
+
+        return arrived
+
+    def take(self) -> Measurement:
+        """What was measured since the last call."""
+        return self.send()()
 
     def settle(self) -> None:
         """Take the units of what was measured and nobody has taken."""
-        if (measurement := self.take()) is not None:
-            self.adopt(measurement)
+        if self._measured:
+            self.adopt(self.take())
 
     def adopt(
         self,
@@ -143,8 +143,7 @@ class Units:
             pairs = [self.gauge.pair(name) for name in product.names]
             # An operand's pair has no gamma, and a gradient's no sigma.
             exponents = [pair.log2_sigma + pair.log2_gamma for pair in pairs]
-            reason = why_inexact(product.extents, exponents, product.dtype, product.addends)
-            if reason:
+            if reason := product.why_inexact(exponents):
                 product.site.plain[product.slot] = reason
             else:
                 product.site.plain.pop(product.slot, None)

@@ -329,12 +329,8 @@ class Attachment(Loop):
             optimizer: The optimizer.
             has_closure: Whether it is given one, which calls the module within the step.
         """
-        if has_closure or not self._ends_with(optimizer):
-            return
-        if self._is_in_batch:
+        if not has_closure:
             self._end_backward(optimizer)
-        else:
-            self._count_idle()
 
     def after_step(self, optimizer: Any, *, has_closure: bool = False) -> None:
         """An optimizer has stepped.
@@ -343,11 +339,8 @@ class Attachment(Loop):
             optimizer: The optimizer.
             has_closure: Whether it was given a closure.
         """
-        if has_closure and self._ends_with(optimizer):
-            if self._is_in_batch:
-                self._end_backward(optimizer)
-            else:
-                self._count_idle()
+        if has_closure:
+            self._end_backward(optimizer)
         if self._stepping is not optimizer:
             return
         self._stepping = None
@@ -357,12 +350,14 @@ class Attachment(Loop):
             callback.end_batch()
 
     def _end_backward(self, optimizer: Any) -> None:
-        self._stepping = optimizer
-        for callback in self._callbacks:
-            callback.end_backward()
-
-    def _count_idle(self) -> None:
-        if not self.step_index and self._num_idle_steps < _IDLE_STEPS:
+        """The gradients are there, if the optimizer's steps end a training step."""
+        if not self._ends_with(optimizer):
+            return
+        if self._is_in_batch:
+            self._stepping = optimizer
+            for callback in self._callbacks:
+                callback.end_backward()
+        elif not self.step_index and self._num_idle_steps < _IDLE_STEPS:
             self._num_idle_steps += 1
             if self._num_idle_steps == _IDLE_STEPS:
                 warn_of_no_call(self.module, _IDLE_STEPS)

@@ -12,10 +12,14 @@ from typing import Any, Final, TypeAlias
 from typing_extensions import override
 
 from lightning_unitscale.scales.alerts import ScaleAlert, alerts_text
-from lightning_unitscale.scales.export import finite, snapshot_rows
+from lightning_unitscale.scales.export import (
+    ScaleSummary,
+    exponent_histogram,
+    finite,
+    snapshot_rows,
+)
 from lightning_unitscale.scales.layout import DIRECTIONS, FORMAT_KINDS
 from lightning_unitscale.scales.snapshot import ScaleSnapshot
-from lightning_unitscale.scales.summary import ScaleSummary, exponent_histogram
 from lightning_unitscale.tensorboard.table import scale_table
 from lightning_unitscale.tensorboard.writer import ScaleWriter, TensorBoardTabs, Thinning
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
@@ -204,6 +205,25 @@ def runs_in_fp16(module: nn.Module) -> bool:
         and torch.get_autocast_dtype(device_type) == torch.float16
         for device_type in {param.device.type for param in parameters}
     )
+
+
+@contextlib.contextmanager
+def warning_where_fp16_is_cast_to(title: str) -> Iterator[None]:
+    """What a module in FP16 measures in FP32 within this context is left out if it fails.
+
+    Args:
+        title: Name of the module and its method, for the warning.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        warnings.warn(
+            f"{title}: it runs in FP16 and not in FP32 "
+            f"({str(error).splitlines()[0]}), so units are measured in FP16, where small "
+            "gradients are zero; expected a step without casts to torch.float16 of its "
+            "own; use tensor.to(other.dtype) for them.",
+            stacklevel=6,
+        )
 
 
 @contextlib.contextmanager

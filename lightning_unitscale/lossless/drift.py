@@ -106,53 +106,47 @@ class DriftProbes:
         """Forget what was measured."""
         self._calls.clear()
 
-    def send(self) -> SentDrift | None:
-        """What was measured since the last call, if anything, on its way from the device."""
+    def send(self) -> Callable[[], Drift] | None:
+        """Send for what was measured since the last call; what is returned waits for it."""
         calls, self._calls = self._calls, []
-        return SentDrift(calls) if calls else None
-
-
-class SentDrift:
-    """What a step has shown, on its way from the device as one tensor.
-
-    Args:
-        calls: Its graphs, call by call; at least one.
-    """
-
-    def __init__(self, calls: Sequence[_Call]) -> None:
-        self._calls = calls
+        if not calls:
+            return None
         rows = [part for call in calls for part in (call.record.forward, call.record.backward)]
-        self._width = rows[0].shape[-1]
-        self._copy = HostCopy(torch.cat([part.flatten().to(rows[0].device) for part in rows]))
+        copy = HostCopy(torch.cat([part.to(rows[0].device) for part in rows]))
 
-    def arrived(self) -> Drift:
-        """The numbers, which are waited for."""
-        left = iter(self._copy.numbers().view(-1, self._width).tolist())
-        true: dict[Direction, dict[str, list[float]]] = {"forward": {}, "backward": {}}
-        stored: dict[tuple[Direction, str], list[float]] = {}
-        shares: list[Shares] = []
-        for call in self._calls:
-            count = len(call.record.forward)
-            for direction, units in call.units.items():
-                measured = list(itertools.islice(left, count))
-                for (name, exponent), (rms, *lost) in zip(units, measured, strict=False):
-                    if not math.isfinite(rms) or rms <= 0.0:
-                        continue
-                    true[direction].setdefault(name, []).append(math.ldexp(rms, exponent))
-                    stored.setdefault((direction, name), []).append(rms)
-                    if lost and LOW <= rms <= HIGH:
-                        shares.append((direction, name, lost))
-        forward, backward = (
-            {name: combined_rms(values) for name, values in values_of.items()}
-            for values_of in true.values()
-        )
-        # What several calls of a graph measure is one tensor, which has one unit.
-        outside = {
-            name: joint
-            for (_, name), values in stored.items()
-            if not LOW <= (joint := combined_rms(values)) <= HIGH
-        }
-        return Drift(forward, backward, outside, unrepresentable_among(shares))
+        def arrived() -> Drift:
+            return _drift(calls, copy.numbers().tolist())
+
+        return arrived
+
+
+def _drift(calls: Sequence[_Call], rows: Sequence[Sequence[float]]) -> Drift:
+    left = iter(rows)
+    true: dict[Direction, dict[str, list[float]]] = {"forward": {}, "backward": {}}
+    stored: dict[tuple[Direction, str], list[float]] = {}
+    shares: list[Shares] = []
+    for call in calls:
+        count = len(call.record.forward)
+        for direction, units in call.units.items():
+            measured = list(itertools.islice(left, count))
+            for (name, exponent), (rms, *lost) in zip(units, measured, strict=False):
+                if not math.isfinite(rms) or rms <= 0.0:
+                    continue
+                true[direction].setdefault(name, []).append(math.ldexp(rms, exponent))
+                stored.setdefault((direction, name), []).append(rms)
+                if lost and LOW <= rms <= HIGH:
+                    shares.append((direction, name, lost))
+    forward, backward = (
+        {name: combined_rms(values) for name, values in values_of.items()}
+        for values_of in true.values()
+    )
+    # What several calls of a graph measure is one tensor, which has one unit.
+    outside = {
+        name: joint
+        for (_, name), values in stored.items()
+        if not LOW <= (joint := combined_rms(values)) <= HIGH
+    }
+    return Drift(forward, backward, outside, unrepresentable_among(shares))
 
 
 def _tap(tensor: Tensor, slot: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from lightning_unitscale.lossless.calibrate import (
     in_full_precision,
     root_mean_square,
     runs_in_fp16,
+    warning_where_fp16_is_cast_to,
 )
 from lightning_unitscale.lossless.gauge import Gauge, GaugePair
 from lightning_unitscale.lossless.rewrite import LosslessUnitScale
@@ -90,18 +91,10 @@ def calibrate(
         return measured
     # What FP16 loses measures as zero. Tensors that are there in FP16 only (autocast may choose
     # other kernels) keep what was measured above.
-    try:
+    with warning_where_fp16_is_cast_to(f"{type(module).__name__}.{step.name}"):
         wide = measure(is_wide=True)
-    except RuntimeError as error:
-        warnings.warn(
-            f"{type(module).__name__}.{step.name}: it runs in FP16 and not in FP32 "
-            f"({str(error).splitlines()[0]}), so units are measured in FP16, where small "
-            "gradients are zero; expected a step without casts to torch.float16 of its "
-            "own; use tensor.to(other.dtype) for them.",
-            stacklevel=2,
-        )
-        return measure(is_wide=False)  # the error has discarded what was captured
-    return None if measured is None else {**measured, **(wide or {})}
+        return None if measured is None else {**measured, **(wide or {})}
+    return measure(is_wide=False)  # the error has discarded what was captured
 
 
 @contextlib.contextmanager

@@ -101,7 +101,7 @@ class ObservedStages:
         for graph_pass in self._passes:
             graph_pass.observe_part(graph)
         graph.finish()
-        return Variant(graph, execute_with("eager", graph.graph_module, ())).run
+        return Variant(graph, execute_with("eager", graph.graph_module, ()))
 
     def _bring(self, name: str, stage: int, first: int) -> None:
         """Send a stage's parts to the first stage's rank."""

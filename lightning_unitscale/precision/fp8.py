@@ -46,27 +46,6 @@ _TRAINING_ONLY = (
 )
 
 
-def check_gradient_format(format: object) -> None:
-    """Refuse what is no format of gradients in FP8 products.
-
-    Raises:
-        ValueError: If it is not one of ``GradientFormat``.
-    """
-    advice = "pass 'E4M3FN' for gradients in units of their own, 'E5M2' for others"
-    choices = get_args(GradientFormat)
-    check_choice("gradient_format", format, choices, "no format of FP8 gradients", advice)
-
-
-def check_casts(casts: object) -> None:
-    """Refuse what is no way to cast to FP8 under Inductor.
-
-    Raises:
-        ValueError: If it is not one of ``Casts``.
-    """
-    advice = "pass 'fused', or what make bench-gpu has found to be faster on this GPU"
-    check_choice("casts", casts, get_args(Casts), "no way to cast", advice)
-
-
 class FP8Linears(GraphPass):
     """The pass of :func:`fp8_linears`, whose arguments it takes.
 
@@ -97,9 +76,12 @@ class FP8Linears(GraphPass):
     ) -> None:
         advice = "pass 'constant' together with unit scaling, 'dynamic' without it"
         check_choice("scaling", scaling, get_args(Scaling), "unknown scaling", advice)
-        check_gradient_format(gradient_format)
+        advice = "pass 'E4M3FN' for gradients in units of their own, 'E5M2' for others"
+        choices, what = get_args(GradientFormat), "no format of FP8 gradients"
+        check_choice("gradient_format", gradient_format, choices, what, advice)
         check_grid(grid)
-        check_casts(casts)
+        advice = "pass 'fused', or what make bench-gpu has found to be faster on this GPU"
+        check_choice("casts", casts, get_args(Casts), "no way to cast", advice)
         if scaling == "dynamic" and grid == "moving":
             raise ValueError(
                 "grid='moving': with scaling='dynamic' the largest element of a tensor decides "

@@ -26,11 +26,12 @@ from lightning_unitscale.graph.recorder import (
     tap_gradient,
 )
 from lightning_unitscale.graph.regions import PRODUCTS, Place, Places
-from lightning_unitscale.lossless.gauge import ONE, Factor, FactorTable, Gauge
+from lightning_unitscale.lossless.gauge import ONE, FactorTable, Gauge
 from lightning_unitscale.lossless.units import GAUGE, HELD, FactorNodes, Held
 from lightning_unitscale.scales.layout import RowLayout
+from lightning_unitscale.scales.snapshot import ScaleSnapshot
 from lightning_unitscale.scales.statistics import statistics_row
-from lightning_unitscale.tracking.records import CutGraph, ProbedCall, ProbedTensor, SentSnapshot
+from lightning_unitscale.tracking.records import CutGraph, ProbedCall, ProbedTensor, sent_snapshot
 
 Select = Callable[[fx.Node], bool]
 # Gives a position among the probed tensors, and the region of the tensor, its two factors.
@@ -133,7 +134,7 @@ class ScaleProbes(GraphPass):
             self.layout,
             lambda record: self._calls.append(ProbedCall(tensors, record, gauge_in_force())),
             needs_slot=differentiable.__getitem__,
-            factors_of=_CountFactors(graph, tensors, gauge_in_force).of,
+            factors_of=_count_factors(graph, tensors, gauge_in_force),
         )
         return (f"{len(nodes)} tensors probed, {sum(differentiable)} of them in both directions",)
 
@@ -146,8 +147,8 @@ class ScaleProbes(GraphPass):
         self._calls.clear()
         self._cut.clear()
 
-    def take(self, step: int, *, grad_scale: float = 1.0) -> SentSnapshot | None:
-        """What was recorded since the last call, on its way from the device as one.
+    def take(self, step: int, *, grad_scale: float = 1.0) -> Callable[[], ScaleSnapshot] | None:
+        """Send for what was recorded since the last call; what is returned waits for it.
 
         Args:
             step: Optimizer step of the snapshot.
@@ -162,7 +163,7 @@ class ScaleProbes(GraphPass):
         calls = [*(cut.absent() for cut in self._cut.values() if cut.names), *calls]
         if not calls:
             return None
-        return SentSnapshot(step, calls, self.layout, grad_scale)
+        return sent_snapshot(step, calls, self.layout, grad_scale)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ScaleProbes:
         new = type(self)(self.layout, self.select)
@@ -180,6 +181,10 @@ def _is_gathered(node: fx.Node) -> bool:
     return described is not None and described.kind == "input" and len(node.users) > 1
 
 
+def _no_factors(index: int, region: Region) -> tuple[fx.Node | None, fx.Node | None]:
+    return None, None
+
+
 def insert_probes(
     graph: StepGraph,
     places: Places,
@@ -189,7 +194,7 @@ def insert_probes(
     *,
     needs_slot: Callable[[int], bool],
     is_forced: Callable[[fx.Node], bool] = lambda _: True,
-    factors_of: FactorsOf = lambda index, region: (None, None),
+    factors_of: FactorsOf = _no_factors,
 ) -> None:
     """Probe tensors of a graph, a row each; gradients where there is a slot for their rows.
 
@@ -243,36 +248,31 @@ def insert_probes(
     recorder.finish(places.bring_out(selected, rows))
 
 
-class _CountFactors:
+def _count_factors(
+    graph: StepGraph, tensors: Sequence[ProbedTensor], gauge: Callable[[], Gauge]
+) -> FactorsOf:
     """Powers of two that turn each tensor into what is stored, as a state of the graph.
 
     Formats are a question about what is stored; a tensor that the graph itself holds in its units
     is counted as it is.
     """
+    pairs = [
+        (ONE, ONE) if held.in_graph else (held.sigma.inverse(), held.gamma.inverse())
+        for held in (tensor.held for tensor in tensors)
+    ]
+    table = FactorTable(graph.device)
+    for factor in (factor for pair in pairs for factor in pair if factor != ONE):
+        table.row(factor)
+    if not len(table):
+        return _no_factors
+    vector = graph.add_state("count_factors", lambda: table.tensor(gauge()), table.tensor(gauge()))
+    nodes = FactorNodes(vector, table.row)
 
-    def __init__(
-        self, graph: StepGraph, tensors: Sequence[ProbedTensor], gauge: Callable[[], Gauge]
-    ) -> None:
-        self._pairs = [
-            (ONE, ONE) if held.in_graph else (held.sigma.inverse(), held.gamma.inverse())
-            for held in (tensor.held for tensor in tensors)
-        ]
-        table = FactorTable(graph.device)
-        for factor in (factor for pair in self._pairs for factor in pair if factor != ONE):
-            table.row(factor)
-        self._nodes: FactorNodes | None = None
-        if len(table):
-            vector = graph.add_state(
-                "count_factors", lambda: table.tensor(gauge()), table.tensor(gauge())
-            )
-            self._nodes = FactorNodes(vector, table.row)
+    def factors_of(index: int, region: Region) -> tuple[fx.Node | None, fx.Node | None]:
+        forward, backward = pairs[index]
+        return (
+            None if forward == ONE else nodes(region, forward),
+            None if backward == ONE else nodes(region, backward),
+        )
 
-    def of(self, index: int, region: Region) -> tuple[fx.Node | None, fx.Node | None]:
-        """Forward and backward factor of a tensor in a region; ``None`` for 1."""
-        forward, backward = self._pairs[index]
-        return self._node(forward, region), self._node(backward, region)
-
-    def _node(self, factor: Factor, region: Region) -> fx.Node | None:
-        if factor == ONE or self._nodes is None:
-            return None
-        return self._nodes(region, factor)
+    return factors_of

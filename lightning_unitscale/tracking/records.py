@@ -115,8 +115,10 @@ class CutGraph:
         return ProbedCall((tensor,), CallRecord.of_rows(forward, backward), gauge)
 
 
-class SentSnapshot:
-    """The snapshot of several calls, whose rows go to the host as one.
+def sent_snapshot(
+    step: int, calls: Sequence[ProbedCall], layout: RowLayout, grad_scale: float
+) -> Callable[[], ScaleSnapshot]:
+    """Send for the rows of several calls as one; what is returned waits for their snapshot.
 
     Args:
         step: Optimizer step of the snapshot.
@@ -124,20 +126,16 @@ class SentSnapshot:
         layout: Columns of a row.
         grad_scale: Factor that the loss carried; gradients are divided by it.
     """
+    device = calls[0].record.forward.device
+    rows = [call.record.forward.to(device) for call in calls]
+    rows += [call.record.backward.to(device) for call in calls]
+    copy = HostCopy(torch.cat(rows))
+    tensors = [(tensor, call.gauge) for call in calls for tensor in call.tensors]
 
-    def __init__(
-        self, step: int, calls: Sequence[ProbedCall], layout: RowLayout, grad_scale: float
-    ) -> None:
-        device = calls[0].record.forward.device
-        rows = [call.record.forward.to(device) for call in calls]
-        rows += [call.record.backward.to(device) for call in calls]
-        self._rows = HostCopy(torch.cat(rows))
-        tensors = [(tensor, call.gauge) for call in calls for tensor in call.tensors]
-        self._made = functools.partial(_snapshot, step, tensors, layout, grad_scale)
+    def arrived() -> ScaleSnapshot:
+        return _snapshot(step, tensors, layout, grad_scale, copy.numbers())
 
-    def arrived(self) -> ScaleSnapshot:
-        """The snapshot; waits for its rows, if they are still on their way."""
-        return self._made(self._rows.numbers())
+    return arrived
 
 
 def _snapshot(

@@ -139,7 +139,7 @@ class TrackedCall:
         self._watched: dict[int, Tensor] = {}
         self._handles: list[RemovableHandle] = []
         if record is not None and record.slots.requires_grad and not record.slots.is_inference():
-            record.slots.register_hook(_Keep(self._arrived))
+            record.slots.register_hook(functools.partial(_keep, self._arrived))
 
     def watch(self, tensor: Tensor, row: int) -> None:
         """Measure the whole gradient of an input from now on, as its row."""
@@ -175,20 +175,15 @@ def _measure(watched: dict[int, Tensor], row: int, gradient: Tensor) -> None:
     watched[row] = statistics_row(stored_elements(gradient), MOMENTS)
 
 
-class _Keep:
-    """Keeps the newest row of each gradient, from the backward pass that last reached it."""
-
-    def __init__(self, arrived: list[Tensor]) -> None:
-        self.arrived = arrived
-
-    def __call__(self, rows: Tensor | None) -> None:
-        if rows is None:  # no gradient has come to the graph
-            return
-        rows = rows.detach()
-        if self.arrived:
-            rows = torch.where(rows[:, :1] > 0, rows, self.arrived[0])
-        # A copy: autograd goes on to accumulate into the very tensor that it shows to its hooks.
-        self.arrived[:] = [rows.clone()]
+def _keep(arrived: list[Tensor], rows: Tensor | None) -> None:
+    """Keep the newest row of each gradient, from the backward pass that last reached it."""
+    if rows is None:  # no gradient has come to the graph
+        return
+    rows = rows.detach()
+    if arrived:
+        rows = torch.where(rows[:, :1] > 0, rows, arrived[0])
+    # A copy: autograd goes on to accumulate into the very tensor that it shows to its hooks.
+    arrived[:] = [rows.clone()]
 
 
 def assemble(calls: Sequence[TrackedCall]) -> ScalesGraph:

@@ -80,19 +80,9 @@ def track_scales(module: nn.Module) -> nn.Module:
         tracker = ScaleTracker()
         step.owner.add_pass(tracker)
     step.owner.observe("track_scales", True, always=True)
-    new.__dict__["scales_graph"] = _ScalesGraphOf(tracker)
+    # A bound method is copied with what it is bound to: a copy of the module shows its own.
+    new.__dict__["scales_graph"] = tracker.scales_graph
     return new
-
-
-class _ScalesGraphOf:
-    """``module.scales_graph()``: an object rather than a closure, so that a copy shows its own."""
-
-    def __init__(self, tracker: ScaleTracker) -> None:
-        self.tracker = tracker
-
-    def __call__(self) -> ScalesGraph:
-        """All graphs of the last call as one, each node with its metrics."""
-        return self.tracker.scales_graph()
 
 
 class ScaleTracker(GraphPass):

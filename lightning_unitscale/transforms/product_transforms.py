@@ -7,16 +7,18 @@ that was wanted before as passes over its graphs.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from types import MethodType
 from typing import Any, get_args
 
 from torch import nn
 
 from lightning_unitscale.arguments import check_choice
 from lightning_unitscale.capture.attach import (
-    Explain,
     capture,
     captured_forward,
+    explain_forward,
     products_of,
     reject_compiled,
 )
@@ -83,21 +85,15 @@ def lossless_unit_scale(
         measured = calibrate(step, rewrite, example_args, example_kwargs)
         if rewrite.gauge and measured is None:
             LiveGradients(rewrite).attach(step)
-    new.__dict__["gauge"] = _GaugeOf(new, rewrite)
+    # Unlike a closure it is copied with its arguments, so that a copied module has its own.
+    new.__dict__["gauge"] = functools.partial(_gauge_of, new, rewrite)
     return new
 
 
-class _GaugeOf:
-    """``module.gauge()``: an object rather than a closure, so that a copied module has its own."""
-
-    def __init__(self, module: nn.Module, rewrite: LosslessUnitScale) -> None:
-        self._module = module
-        self._rewrite = rewrite
-
-    def __call__(self) -> Gauge:
-        """The units in force."""
-        products = products_of(self._module)
-        return self._rewrite.gauge if products is None else products.gauge
+def _gauge_of(module: nn.Module, rewrite: LosslessUnitScale) -> Gauge:
+    """The units in force."""
+    products = products_of(module)
+    return rewrite.gauge if products is None else products.gauge
 
 
 def simulate_format(
@@ -267,5 +263,5 @@ def _transformed(module: nn.Module, owner: str, *passes: GraphPass) -> nn.Module
         capture(new, owner, passes)
         return new
     ModuleProducts.add(new, passes)
-    new.__dict__["explain"] = Explain(new)
+    new.__dict__["explain"] = MethodType(explain_forward, new)
     return new

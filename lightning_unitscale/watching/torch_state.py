@@ -66,14 +66,9 @@ def version_of(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def has_node(tensor: Tensor) -> bool:
-    """Whether autograd has recorded what made a tensor."""
-    return tensor.grad_fn is not None
-
-
 def takes_part(tensor: Tensor) -> bool:
     """Whether a gradient can arrive: at a node, or at a leaf that is no view of one."""
-    return tensor.requires_grad and (has_node(tensor) or tensor._base is None)
+    return tensor.requires_grad and (tensor.grad_fn is not None or tensor._base is None)
 
 
 def is_transformed() -> bool:

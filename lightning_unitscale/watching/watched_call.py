@@ -37,7 +37,6 @@ from lightning_unitscale.watching.rows import (
     shown_inputs,
 )
 from lightning_unitscale.watching.torch_state import (
-    has_node,
     is_readable,
     plain_functions,
     takes_part,
@@ -131,7 +130,8 @@ class WatchedCall:
                     name = self._unique(_named(caller.path, "getitem"))
                 if versions.get(id(tensor), -1) == version_of(tensor):
                     continue  # handed back as it is
-                if any(row.is_given for row in self._rows(tensor) or ()) and not has_node(tensor):
+                is_given = any(row.is_given for row in self._rows(tensor) or ())
+                if is_given and tensor.grad_fn is None:
                     continue  # a parameter or a buffer that is updated
                 self._note(tensor, name, word, inputs, caller, ran)
         return result
@@ -256,7 +256,7 @@ class WatchedCall:
 
     def _with_gradient(self, row: TensorRow, tensor: Tensor) -> tuple[TensorRow, ...]:
         """Rows of a tensor that has come to take part in the backward pass since it was noted."""
-        if not has_node(tensor):
+        if tensor.grad_fn is None:
             self._show(row, tensor)
         elif row.is_constant:
             # An autograd function has returned what it has computed without gradients.
@@ -310,7 +310,7 @@ class WatchedCall:
             return
         with plain_functions():
             unchanged = {
-                id(tensor) for tensor in arguments if word[0] != "i" and not has_node(tensor)
+                id(tensor) for tensor in arguments if word[0] != "i" and tensor.grad_fn is None
             }
             for tensor in results:
                 if id(tensor) in unchanged or not is_readable(tensor):

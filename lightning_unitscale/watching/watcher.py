@@ -16,7 +16,8 @@ from torch.overrides import TorchFunctionMode, has_torch_function
 from lightning_unitscale.dispatch.calls import watching
 from lightning_unitscale.graph.decompose import open_function
 from lightning_unitscale.scales.layout import RowLayout
-from lightning_unitscale.tracking.records import SentSnapshot
+from lightning_unitscale.scales.snapshot import ScaleSnapshot
+from lightning_unitscale.tracking.records import sent_snapshot
 from lightning_unitscale.watching.names import Callers, StartNames, answers, word_of
 from lightning_unitscale.watching.rows import Measuring
 from lightning_unitscale.watching.torch_state import (
@@ -105,8 +106,8 @@ class StepWatcher:
         self.close()
         self._calls.clear()
 
-    def take(self, step: int, *, grad_scale: float = 1.0) -> SentSnapshot | None:
-        """What was watched since the last call, on its way from the device as one.
+    def take(self, step: int, *, grad_scale: float = 1.0) -> Callable[[], ScaleSnapshot] | None:
+        """Send for what was watched since the last call; what is returned waits for it.
 
         Args:
             step: Optimizer step of the snapshot.
@@ -122,7 +123,7 @@ class StepWatcher:
             self._units.update(call.log2_units)
         if not probed:
             return None
-        return SentSnapshot(step, probed, self._measuring.layout, grad_scale)
+        return sent_snapshot(step, probed, self._measuring.layout, grad_scale)
 
 
 class _WatchMode(TorchFunctionMode):

@@ -15,7 +15,7 @@ from lightning.pytorch.plugins import MixedPrecision, TransformerEnginePrecision
 from torch import Tensor, nn
 
 from lightning_unitscale import FP8, ScaleMonitor, UnitScaleCallback
-from lightning_unitscale.callbacks.fp8 import U_MUP_EXCLUDE
+from lightning_unitscale.callbacks.options import U_MUP_EXCLUDE
 from lightning_unitscale.graph.name_patterns import NamePatterns
 from tests.callbacks.runs import loader, run
 from tests.helpers import assert_same_bits
@@ -291,7 +291,9 @@ def test_a_trainer_that_does_not_go_with_it(monkeypatch: pytest.MonkeyPatch) -> 
     ):
         callback.setup(trainer, module, "fit")
     assert "training_step" not in module.__dict__
-    monkeypatch.setattr("lightning_unitscale.callbacks.fp8.why_no_fp8", lambda device: "too old")
+    monkeypatch.setattr(
+        "lightning_unitscale.callbacks.trainer_settings.why_no_fp8", lambda device: "too old"
+    )
     with pytest.raises(MisconfigurationException, match=r"on cpu: too old; expected a GPU of"):
         _losses([UnitScaleCallback(precision="fp8")])
 

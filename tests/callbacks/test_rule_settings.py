@@ -14,7 +14,7 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor, nn
 
 from lightning_unitscale import UnitScaleCallback
-from lightning_unitscale.callbacks.trainer_settings import scale_optimizers
+from lightning_unitscale.callbacks.trainer_settings import RuleSettings
 from tests.callbacks.runs import QUIET, MemoryLogger, loader
 from tests.callbacks.stored import TINY, Settings, Stored, adamw, fit, half
 from tests.helpers import assert_same_bits
@@ -207,7 +207,8 @@ def test_no_optimizer_and_wrapped_ones() -> None:
     trainer = fit(module, max_epochs=1)
     optimizer = trainer.optimizers[0]
     trainer.strategy.optimizers = [LightningOptimizer(optimizer)]
-    (handle,) = scale_optimizers(trainer, module.infos(), "match")
+    settings = RuleSettings("match")
+    settings.follow_rates(trainer, module.infos())
     before = module.first.weight.detach().clone()
     optimizer.state.clear()
     for one in module.parameters():
@@ -215,7 +216,7 @@ def test_no_optimizer_and_wrapped_ones() -> None:
     optimizer.param_groups[0]["weight_decay"] = 0.0
     optimizer.step()
     torch.testing.assert_close(module.first.weight.detach(), before - 0.02 / 0.07)
-    handle.remove()
+    settings.restore()
     assert not optimizer._optimizer_step_pre_hooks
 
 

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from lightning_unitscale.dispatch.calls import Call, sources_of
 from lightning_unitscale.dispatch.coverage import CoverageCounter
-from lightning_unitscale.dispatch.exactness import why_inexact
-from lightning_unitscale.dispatch.measurement import Site
+from lightning_unitscale.dispatch.measurement import FORWARD, MeasuredProduct, Site
 from lightning_unitscale.dispatch.products import RULES, is_turned
 from lightning_unitscale.dispatch.tensors import (
     Extent,
@@ -63,9 +62,15 @@ def test_extents() -> None:
     assert math.isnan(rms) and (smallest, largest) == (math.inf, 0.0)
 
 
+def _measured(
+    *extents: Extent, addends: Any = (), dtype: torch.dtype = torch.float32
+) -> MeasuredProduct:
+    return MeasuredProduct(Site("x", "", ()), FORWARD, (), extents, addends, dtype, ())
+
+
 def _why_inexact(*smallest: float, units: Any = (0, 0), addends: Any = ()) -> str:
     extents = [Extent(1.0, least, 1.0) for least in smallest]
-    return why_inexact(extents, units, torch.float32, addends)
+    return _measured(*extents, addends=addends).why_inexact(units)
 
 
 def test_where_powers_of_two_are_not_exact() -> None:
@@ -77,12 +82,12 @@ def test_where_powers_of_two_are_not_exact() -> None:
     assert "an addend" in _why_inexact(1.0, 1.0, units=(-20, -10), addends=(huge,))
     small = (Extent(1.0, 2.0**-60, 1.0), Extent(1.0, 2.0**-70, 1.0))
     for dtype in (torch.float16, torch.float64):
-        assert why_inexact(small, (0, 0), dtype) == ""
+        assert _measured(*small, dtype=dtype).why_inexact((0, 0)) == ""
     assert _why_inexact(math.inf, 2.0**-70) == ""
     # A million terms of 2**106 are beyond FP32.
     for exponent, reason in ((56, ""), (57, "terms above 2**106")):
         extents = (Extent(1.0, 1.0, 2.0**50), Extent(1.0, 1.0, 2.0**exponent))
-        found = why_inexact(extents, (0, 0), torch.float32)
+        found = _measured(*extents).why_inexact((0, 0))
         assert found.startswith(reason) and bool(found) == bool(reason)
 
 

@@ -46,7 +46,7 @@ def test_bits_stay_what_they_are(function: Callable[..., Any]) -> None:
     x = torch.randn(32, 64)
     assert_same_bits(run(module, x), run(plain, x))
     sent = probes.take(0)
-    assert sent is not None and "parts.0.linear" in sent.arrived().names
+    assert sent is not None and "parts.0.linear" in sent().names
 
 
 def test_two_backward_passes_through_one_graph() -> None:
@@ -56,7 +56,7 @@ def test_two_backward_passes_through_one_graph() -> None:
     second.backward()
     sent = probes.take(0)
     assert sent is not None
-    snapshot = sent.arrived()
+    snapshot = sent()
     counted = snapshot.backward[:, 0]
     assert (counted[list(map(snapshot.names.index, ("sum", "sum_1")))] == 1).all()
 
@@ -67,6 +67,6 @@ def test_the_gradient_of_a_sum_is_one_number_in_memory() -> None:
     module(torch.randn(500, 4)).backward()
     sent = probes.take(0)
     assert sent is not None
-    snapshot = sent.arrived()
+    snapshot = sent()
     row = snapshot.backward[snapshot.names.index("parts.0.linear")]
     assert row[:9].tolist() == [1500, 0, 0, 0, 1500, 1500, 1500, 1, 1]

@@ -57,7 +57,7 @@ def sample(watcher: StepWatcher, model: Model, step: int) -> ScaleSnapshot:
     loss.backward()
     sent = watcher.take(step)
     assert sent is not None
-    return sent.arrived()
+    return sent()
 
 
 class _Function(torch.overrides.TorchFunctionMode):
