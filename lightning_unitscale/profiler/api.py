@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_map
 
-from lightning_unitscale.profiler.batch_size import batch_size_of, resized
+from lightning_unitscale.graph.nodes import tensors_in
 from lightning_unitscale.profiler.fake import FakeStep, OptimizerLike
 from lightning_unitscale.profiler.fake_device import calls_of
 from lightning_unitscale.profiler.graph_profile import GraphProfile, make_profile
@@ -187,3 +189,23 @@ def _check_parameters(module: nn.Module) -> None:
             f"`module={type(module).__name__}`: its parameters are on several devices ({listed}); "
             "expected one device; profile the part of each device by itself."
         )
+
+
+def batch_size_of(inputs: Any) -> int | None:
+    """The first dimension that most of the input tensors have; ``None`` without one."""
+    sizes = [int(tensor.shape[0]) for tensor in tensors_in(inputs) if tensor.dim()]
+    return Counter(sizes).most_common(1)[0][0] if sizes else None
+
+
+def resized(inputs: Any, batch_size: int) -> Any:
+    """The inputs with another batch size, as tensors without memory."""
+    before = batch_size_of(inputs)
+
+    def resize(value: Any) -> Any:
+        if not isinstance(value, Tensor) or not value.dim() or value.shape[0] != before:
+            return value
+        shape = (batch_size, *value.shape[1:])
+        meta = torch.empty(shape, dtype=value.dtype, device="meta")
+        return meta.requires_grad_(value.requires_grad)
+
+    return tree_map(resize, inputs)
