@@ -21,7 +21,7 @@ from lightning_unitscale.arguments import check_choice, check_count
 from lightning_unitscale.capture.steps import steps_of
 from lightning_unitscale.optim.clipping import clipping_with
 from lightning_unitscale.pipeline.balance import balanced_split
-from lightning_unitscale.pipeline.cuts import SplitPolicy, annotate_split_points
+from lightning_unitscale.pipeline.cuts import SplitPolicy, marked
 from lightning_unitscale.pipeline.ownership import Ownership
 from lightning_unitscale.pipeline.schedules import find_schedule
 from lightning_unitscale.strategies.checks import (
@@ -147,7 +147,6 @@ class PipelineStrategy(EvaluatingStrategy):
         self.num_eval_microbatches = num_eval_microbatches
         self.check_batches = check_batches
         self._step: PipelinedStep | PipelinedForward | None = None
-        self._marks: Any = ()
         self._changes = contextlib.ExitStack()
         self._steps_done = 0
         self._stash: dict[nn.Parameter, Tensor] = {}
@@ -170,10 +169,10 @@ class PipelineStrategy(EvaluatingStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
             refuse_optimizers(self.optimizers)
+        self._changes.close()
         self._prepare_step(module, trains=trainer.state.fn == TrainerFn.FITTING)
         self.setup_precision_plugin()
         # The norm of a rank's own gradients is not the norm of all.
-        self._changes.close()
         self._changes.enter_context(clipping_with(self.precision_plugin, self._clip_by_norm))
         self._changes.enter_context(self.metrics_over_pipelines(module))
         self._changes.enter_context(self.order_of_loaders(trainer))
@@ -303,7 +302,7 @@ class PipelineStrategy(EvaluatingStrategy):
             num_stages, rank_of=rank_of, num_microbatches=self.num_microbatches
         )
         if isinstance(self.split, Mapping):
-            self._marks = annotate_split_points(module, self.split)
+            self._changes.enter_context(marked(module, self.split))
         elif not isinstance(self.split, str):
             policy = self.split
         num_shares = self.data_parallel if self.shard_optimizer else 1
@@ -383,9 +382,6 @@ class PipelineStrategy(EvaluatingStrategy):
         if self._owners is not None:
             self._owners.freed.lose()
         self._changes.close()
-        for mark in self._marks:
-            mark.remove()
-        self._marks = ()
         if isinstance(self._step, PipelinedStep):
             self._step.detach()
         self._step, self._evaluations = None, {}
