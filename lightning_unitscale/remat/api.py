@@ -5,14 +5,12 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import fx, nn
 
 from lightning_unitscale.capture.attach import captured_forward
-from lightning_unitscale.capture.steps import steps_of
 from lightning_unitscale.dynamo.breaks import num_graph_breaks
 from lightning_unitscale.dynamo.capture import compile_function
 from lightning_unitscale.graph.nodes import tensors_in
@@ -182,6 +180,10 @@ class StepPartitioner(RematPartitioner):
             return "Nothing has been planned yet: run a step with gradients."
         return reports_table(self.reports)
 
+    def reports_so_far(self) -> list[RematReport]:
+        """What was planned for each graph, in the order of capture."""
+        return list(self.reports)
+
     def __call__(
         self, gm: fx.GraphModule, *args: Any, **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -276,26 +278,9 @@ def remat(module: nn.Module, budget: Budget) -> nn.Module:
     """
     budget = check_budget(budget)
     new, step = captured_forward(module, "remat")
-    step.owner.partition_by(StepPartitioner(budget, new))
-    # Partial functions rather than closures, so that a copy shows its own.
-    new.__dict__["remat_table"] = partial(_table, new)
-    new.__dict__["remat_reports"] = partial(_reports, new)
+    partitioner = StepPartitioner(budget, new)
+    step.owner.partition_by(partitioner)
+    # A copy of the module shows its own: methods are copied with what they belong to.
+    new.__dict__["remat_table"] = partitioner.table
+    new.__dict__["remat_reports"] = partitioner.reports_so_far
     return new
-
-
-def _partitioner_of(module: nn.Module) -> StepPartitioner:
-    steps = steps_of(module)
-    assert steps is not None
-    partitioner = steps.partition_fn
-    assert isinstance(partitioner, StepPartitioner)
-    return partitioner
-
-
-def _table(module: nn.Module) -> str:
-    """What was planned for each graph, as text."""
-    return _partitioner_of(module).table()
-
-
-def _reports(module: nn.Module) -> list[RematReport]:
-    """What was planned for each graph, in the order of capture."""
-    return list(_partitioner_of(module).reports)
