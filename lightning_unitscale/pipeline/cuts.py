@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_unitscale.graph.aliasing import memory_roots, written_arguments
-from lightning_unitscale.graph.nodes import op_name, tensor_name
+from lightning_unitscale.graph.nodes import op_name
 from lightning_unitscale.pipeline.dataflow import is_operation, is_switch
 from lightning_unitscale.pipeline.program import Program
 
@@ -283,13 +283,10 @@ def _closed_regions(graph: fx.Graph, positions: dict[fx.Node, int]) -> Iterator[
 
 
 def _refuse_nested_marks(graph_module: fx.GraphModule) -> None:
-    for node in graph_module.graph.find_nodes(op="get_attr"):
-        nested = getattr(graph_module, str(node.target), None)
-        if not isinstance(nested, fx.GraphModule):
-            continue
-        if any(is_mark(inner) for inner in nested.graph.nodes):
+    for name, nested in graph_module.named_modules():
+        is_graph = name and isinstance(nested, fx.GraphModule)
+        if is_graph and any(map(is_mark, nested.graph.nodes)):
             raise ValueError(
-                f"pipe_split(): a cut is inside {tensor_name(node)}, which runs as a whole (a "
-                "checkpoint or a branch); expected cuts between such regions; move it out."
+                f"pipe_split(): a cut is inside {name}, which runs as a whole (a checkpoint or a "
+                "branch); expected cuts between such regions; move it out."
             )
-        _refuse_nested_marks(nested)
