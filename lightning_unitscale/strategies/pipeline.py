@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from lightning_unitscale.arguments import check_choice, check_count
 from lightning_unitscale.capture.steps import steps_of
-from lightning_unitscale.optim.clipping import clipping_with
+from lightning_unitscale.patching import shadowed
 from lightning_unitscale.pipeline.balance import balanced_split
 from lightning_unitscale.pipeline.cuts import SplitPolicy, marked
 from lightning_unitscale.pipeline.ownership import Ownership
@@ -172,8 +172,9 @@ class PipelineStrategy(EvaluatingStrategy):
         self._changes.close()
         self._prepare_step(module, trains=trainer.state.fn == TrainerFn.FITTING)
         self.setup_precision_plugin()
-        # The norm of a rank's own gradients is not the norm of all.
-        self._changes.enter_context(clipping_with(self.precision_plugin, self._clip_by_norm))
+        # To it leads ``clip_gradients`` (Lightning 2.6), and a rank's own gradients are not all.
+        clipping = shadowed(self.precision_plugin, clip_grad_by_norm=self._clip_by_norm)
+        self._changes.enter_context(clipping)
         self._changes.enter_context(self.metrics_over_pipelines(module))
         self._changes.enter_context(self.order_of_loaders(trainer))
 
@@ -386,6 +387,7 @@ class PipelineStrategy(EvaluatingStrategy):
             self._step.detach()
         self._step, self._evaluations = None, {}
 
-    def _clip_by_norm(self, parameters: Sequence[Tensor], limit: float) -> None:
+    def _clip_by_norm(self, optimizer: Optimizer, limit: float) -> None:
         if self._owners is not None:
+            parameters = self.precision_plugin.main_params(optimizer)
             self._owners.clip_norm(parameters, float(limit))
