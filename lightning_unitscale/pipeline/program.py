@@ -134,31 +134,6 @@ def named_tensors(module: nn.Module, *, remove_duplicate: bool = True) -> dict[s
     }
 
 
-def add_attribute(root: nn.Module, fqn: str, value: Any, *, persistent: bool = False) -> None:
-    """Put a parameter, buffer or module at its path, creating the containers on the way.
-
-    Args:
-        root: Root of the path.
-        fqn: The path, with dots.
-        value: What to put there.
-        persistent: For a buffer, whether state dicts have it.
-    """
-    *path, name = fqn.split(".")
-    owner = root
-    for part in path:
-        if part not in owner._modules:
-            owner.add_module(part, nn.Module())
-        owner = getattr(owner, part)
-    if isinstance(value, nn.Parameter):
-        owner.register_parameter(name, value)
-    elif isinstance(value, nn.Module):
-        owner.add_module(name, value)
-    elif isinstance(value, Tensor):
-        owner.register_buffer(name, value, persistent=persistent)
-    else:
-        setattr(owner, name, value)
-
-
 def split_batch(
     program: Program, args: tuple[Any, ...], kwargs: Mapping[str, Any], num_microbatches: int
 ) -> list[list[Any]]:

@@ -27,7 +27,7 @@ from lightning_unitscale.pipeline.dataflow import (
     open_switches,
     respect_callers_grad_mode,
 )
-from lightning_unitscale.pipeline.program import Program, TensorInfo, add_attribute
+from lightning_unitscale.pipeline.program import Program, TensorInfo
 from lightning_unitscale.profiler.api import COSTS
 
 
@@ -114,8 +114,9 @@ class StageModule(fx.GraphModule):
     ) -> None:
         super().__init__(dict(attributes), graph, "StageModule")
         self.info = info
-        for name, buffer in list(self.named_buffers(remove_duplicate=False)):
-            add_attribute(self, name, buffer, persistent=name in persistent)
+        for path, buffer in list(self.named_buffers(remove_duplicate=False)):
+            owner, _, name = path.rpartition(".")
+            self.get_submodule(owner).register_buffer(name, buffer, path in persistent)
         # Dynamo's checkpoint regions only tag; from here on they are run.
         execute_with("eager", self, ())
 
