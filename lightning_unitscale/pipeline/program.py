@@ -17,22 +17,20 @@ LossSpec = Any
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Shape, type and layout of a tensor.
+    """Shape and type of a tensor.
 
     Attributes:
         shape: Sizes of the dimensions.
-        stride: Steps between elements.
         dtype: Type of the elements.
     """
 
     shape: tuple[int, ...]
-    stride: tuple[int, ...]
     dtype: torch.dtype
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorInfo:
         """The description of a tensor, fake ones too."""
-        return cls(tuple(map(int, tensor.shape)), tuple(map(int, tensor.stride())), tensor.dtype)
+        return cls(tuple(map(int, tensor.shape)), tensor.dtype)
 
     @property
     def num_bytes(self) -> int:
@@ -194,10 +192,10 @@ def _pieces(value: Any, name: str, example: TensorInfo, count: int) -> list[Tens
     if not isinstance(value, Tensor):
         raise ValueError(f"{name}={value!r}: expected a tensor {example}.")
     given = TensorInfo.of(value)
-    if (given.shape, given.dtype) == (example.shape, example.dtype):
+    if given == example:
         return [value] * count
     size, *others = example.shape or (0,)
-    if (given.shape, given.dtype) == ((count * size, *others), example.dtype):
+    if given == TensorInfo((count * size, *others), example.dtype):
         return list(value.split(size))
     raise ValueError(
         f"{name}: a tensor {given}; expected {count} microbatches of {example}, for which the "

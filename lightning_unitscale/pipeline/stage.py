@@ -77,11 +77,6 @@ class StageInfo:
     num_operations: int
 
     @property
-    def is_first(self) -> bool:
-        """Whether no stage is before it."""
-        return self.index == 0
-
-    @property
     def is_last(self) -> bool:
         """Whether it returns the module's outputs."""
         return self.index == self.num_stages - 1
@@ -342,7 +337,7 @@ def _memory_order(example: Tensor) -> tuple[int, ...] | None:
     """
     if example.is_contiguous():
         return None
-    stride = TensorInfo.of(example).stride
+    stride = tuple(map(int, example.stride()))
     order = tuple(sorted(range(example.ndim), key=lambda d: -stride[d]))
     dense = torch.empty(example.shape, device="meta").permute(order).contiguous()
     return order if dense.stride() == tuple(stride[d] for d in order) else None
