@@ -196,7 +196,7 @@ class PipelineStrategy(EvaluatingStrategy):
             # Lightning clears the gradients between here and backward.
             for param, gradient in zip(parameters, earlier, strict=True):
                 param.grad = gradient
-        self._own(self._pipelining.ownership.names)
+        self._own()
         self._steps_done += 1
         return result
 
@@ -357,23 +357,18 @@ class PipelineStrategy(EvaluatingStrategy):
         """Before the first step runs: free the parameters of others first, to make room for it."""
         if self._owners is not None:
             return contextlib.nullcontext()
-        self._own(self._pipelining.ownership.names)
+        self._own()
         return self._plain_parameters()
 
-    def _own(self, names: list[set[str]]) -> None:
+    def _own(self) -> None:
         """Note the owners after a step; a recaptured step may use more parameters."""
-        module = self.lightning_module
+        module, ownership, grid = self.lightning_module, self._pipelining.ownership, self.grid
         assert module is not None
-        if self._owners is None or names != self._owners.names:
+        if self._owners is None or ownership.names != self._owners.names:
             if self._owners is not None:
                 self._owners.freed.take()
             self._owners = Owners(
-                module,
-                names,
-                self.grid.pipeline,
-                self.grid.replicas,
-                self._pipelining.ownership.steppers,
-                frees=self.free_unowned,
+                module, ownership, grid.pipeline, grid.replicas, frees=self.free_unowned
             )
         self._owners.free(self.optimizers)
         self._has_weights = False
