@@ -73,8 +73,8 @@ class Places:
         if is_of_checkpoint(node, self.bodies):
             call, index = node.args
             body = self.bodies[call]  # type: ignore[index]
-            returned = _returned(body.graph.output_node())[index]  # type: ignore[index]
-            return self.origin(body, returned) if isinstance(returned, fx.Node) else node
+            result = returned_by(body.graph.output_node())[index]  # type: ignore[index]
+            return self.origin(body, result) if isinstance(result, fx.Node) else node
         if region.parent is None or region.call is None or node.op != "placeholder":
             return node
         position = region.graph.find_nodes(op="placeholder").index(node)
@@ -135,7 +135,7 @@ class Places:
             if region.parent is None or region.call is None or not own:
                 continue
             output = region.graph.output_node()
-            outputs = _returned(output)
+            outputs = returned_by(output)
             output.args = ((*outputs, *(brought[index] for index in own)),)
             around = region.parent.graph
             for offset, index in enumerate(own, start=len(outputs)):
@@ -199,6 +199,7 @@ def meant_name(node: fx.Node) -> str:
     return tensor_name(node).partition(":")[0]
 
 
-def _returned(output: fx.Node) -> tuple[Any, ...]:
+def returned_by(output: fx.Node) -> tuple[Any, ...]:
+    """What a graph returns."""
     (returned,) = output.args
     return tuple(returned) if isinstance(returned, (tuple, list)) else (returned,)
