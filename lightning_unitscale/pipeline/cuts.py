@@ -19,6 +19,7 @@ from torch.distributed.pipelining import SplitPoint, pipe_split
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
+from lightning_unitscale.arguments import nearest
 from lightning_unitscale.graph.aliasing import memory_roots, written_arguments
 from lightning_unitscale.graph.nodes import op_name
 from lightning_unitscale.pipeline.dataflow import is_operation, is_switch
@@ -94,14 +95,7 @@ def _check(module: nn.Module, spec: Mapping[str, SplitPoint]) -> None:
     paths = dict(module.named_modules())
     for path, edge in spec.items():
         if not path or path not in paths:
-            near = [
-                candidate
-                for candidate in paths
-                if candidate.rpartition(".")[2] == path.rpartition(".")[2]
-            ]
-            example = next(
-                iter(near or [candidate for candidate in paths if candidate]), "layers.1"
-            )
+            example = nearest(path, filter(None, paths)) or "layers.1"
             raise ValueError(
                 f"split_spec={dict(spec)!r}: {type(module).__name__} has no submodule {path!r}; "
                 f"expected paths of named_modules(), such as {example!r}; correct the path."
