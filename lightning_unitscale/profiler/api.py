@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_map
 
+from lightning_unitscale.arguments import check_choice
 from lightning_unitscale.graph.nodes import tensors_in
 from lightning_unitscale.profiler.fake import FakeStep, OptimizerLike
 from lightning_unitscale.profiler.fake_device import calls_of
@@ -165,24 +166,30 @@ class MetaInfoProp:
 
 def _checked_device(device: str) -> torch.device:
     """The device of this type; an error if its kernels are not known."""
-    if str(device) not in ("cpu", "cuda"):
-        raise ValueError(
-            f"`device={device!r}`: its kernels are not known; expected 'cpu' or 'cuda', whether or "
-            "not there is one; profile for the one of the two that is more like it."
-        )
+    advice = "profile for the one of the two that is more like it, whether it is there or not"
+    check_choice("device", str(device), get_args(DeviceType), "its kernels are not known", advice)
     return torch.device(device)
+
+
+def refuse_lazy(module: nn.Module) -> None:
+    """Raise if a parameter has no shape yet.
+
+    Raises:
+        ValueError: With its name.
+    """
+    for name, param in module.named_parameters():
+        if nn.parameter.is_lazy(param):
+            raise ValueError(
+                f"module={type(module).__name__}: its parameter {name} has no shape yet; "
+                "expected initialized parameters; call the module once on an example before."
+            )
 
 
 def _check_parameters(module: nn.Module) -> None:
     """Raise if parameters have no shape yet, or are on several devices."""
-    devices: dict[str, str] = {}
-    for name, param in module.named_parameters():
-        if nn.parameter.is_lazy(param):
-            raise ValueError(
-                f"`module={type(module).__name__}`: its parameter {name} has no shape yet; "
-                "expected initialized parameters; call the module once on an example before."
-            )
-        devices[str(local_tensor(param).device)] = name
+    refuse_lazy(module)
+    params = module.named_parameters()
+    devices = {str(local_tensor(param).device): name for name, param in params}
     if len(devices) > 1:
         listed = ", ".join(f"{name} on {device}" for device, name in devices.items())
         raise ValueError(
