@@ -69,7 +69,7 @@ class _Chosen(RematPartitioner):
 
     def choose(self, planner: Planner) -> RematPlan:
         plan = self._plan
-        return planner.plan_of(plan.name, plan.saved, plan.kept, plan.segments)
+        return planner.plan_of(plan.name, plan.saved, plan.kept)
 
 
 class _Counting:

@@ -2,13 +2,15 @@
 
 Names are imported when they are first used: TensorBoard executes this package at its own start to
 find the dashboard, and must not wait for torch or Lightning. For the same reason
-``Trainer(strategy="pipeline")`` is registered when Lightning is imported.
+``Trainer(strategy="pipeline")`` is registered when Lightning is imported, by a function that
+imports the strategy when it is used.
 """
 
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from lightning_unitscale.registration import register_strategies
+from lightning_unitscale.patching import when_imported
 
 if TYPE_CHECKING:
     from lightning_unitscale.callbacks import (
@@ -73,7 +75,26 @@ __all__ = [
 ]
 
 
-register_strategies()
+def _register(module: ModuleType) -> None:
+    registry = getattr(module, "StrategyRegistry", None)
+    # Another package may have taken the name, or Lightning may have another registry one day.
+    if registry is not None and "pipeline" not in registry:
+        registry.register(
+            "pipeline",
+            _pipeline_strategy,
+            description="One module over several devices, four microbatches, by 1F1B",
+            num_microbatches=4,
+        )
+
+
+def _pipeline_strategy(**options: Any) -> Any:
+    from lightning_unitscale.strategies import PipelineStrategy
+
+    return PipelineStrategy(**options)
+
+
+# The module with Lightning's registry of strategies (checked on Lightning 2.6).
+when_imported("lightning.pytorch.strategies", _register)
 
 
 def __getattr__(name: str) -> Any:

@@ -38,7 +38,6 @@ ROOMS = (
     "strategies",
     "callbacks",
     "cli",
-    "registration.py",
     "__init__.py",
     "__main__.py",
 )
@@ -48,7 +47,6 @@ STDLIB_ONLY = ("scales/alerts.py", "formats.py")
 MAY_NOT_IMPORT_TORCH = (
     "__init__.py",
     "patching.py",
-    "registration.py",
     "scales/__init__.py",
     "scales/alerts.py",
     "scales/layout.py",

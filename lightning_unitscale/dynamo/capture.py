@@ -55,13 +55,11 @@ class GraphInput:
     """One placeholder of a captured graph.
 
     Attributes:
-        node_name: Name of the placeholder in the graph.
         kind: What it is in the module's eyes; a gradient is one that a step reads off a parameter.
         fqn: Path of the parameter or buffer in the module, else ``None``.
         source: Where the captured code found it, such as ``L['self']._parameters['weight']``.
     """
 
-    node_name: str
     kind: InputKind
     fqn: str | None
     source: str = ""
@@ -223,7 +221,7 @@ def describe(
         else:
             kind = "symbol"
         # A method until torch 2.11.
-        inputs.append(GraphInput(node.name, kind, name, source() if callable(source) else source))
+        inputs.append(GraphInput(kind, name, source() if callable(source) else source))
     compile_id = CompileContext.current_compile_id()
     frame_id = -1 if compile_id is None or compile_id.frame_id is None else compile_id.frame_id
     # A copy, because Dynamo tidies its own up when it is done with it.

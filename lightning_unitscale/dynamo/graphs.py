@@ -1,15 +1,15 @@
-"""Graphs as Dynamo makes them: copy one, add an input, tell its operators apart.
+"""Graphs as Dynamo makes them: copy one, add an input, run one of its operators without numbers.
 
 Private names used here were checked on torch 2.13 and 2.11: ``node._dynamo_source``,
 ``GlobalSource``, ``HigherOrderOperator``, ``_enter_autocast`` and ``_exit_autocast``;
-``FakeTensorMode``, and the ``node`` of a symbolic number with its ``hint``; and, of tensors,
-``_use_count`` and ``torch._C._storage_Use_Count``.
+``FakeTensorMode``; and, of tensors, ``_use_count`` and ``torch._C._storage_Use_Count``.
 """
 
 from __future__ import annotations
 
 import contextlib
 import operator
+from collections.abc import Callable, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -17,6 +17,9 @@ import torch
 from torch import Tensor, fx
 from torch._dynamo.source import GlobalSource
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map
+
+from lightning_unitscale.functional.rules import hint_of
 
 _IN_NUMBERS: WeakKeyDictionary[FakeTensorMode, FakeTensorMode] = WeakKeyDictionary()
 
@@ -56,9 +59,8 @@ def add_placeholder(
         example: A fake tensor of its shape, type and device.
         nested: Whether the graph is the body of a checkpoint, whose inputs have no source.
     """
-    last = list(graph.find_nodes(op="placeholder"))
-    point = graph.inserting_after(last[-1]) if last else graph.inserting_before(_first(graph))
-    with point:
+    placeholders = graph.find_nodes(op="placeholder")
+    with graph.inserting_after(placeholders[-1] if placeholders else None):  # None: at the start
         node = graph.placeholder(name)
     if not nested:
         node._dynamo_source = GlobalSource(name)
@@ -82,11 +84,49 @@ def fake_mode_of(graph: fx.Graph) -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext()
 
 
-def fake_mode_in_numbers(mode: Any) -> Any:
-    """A fake mode as another one, without symbols; always the same, since to make it takes long."""
-    if mode not in _IN_NUMBERS:
+def stand_ins(mode: Any, arguments: list[fx.Node]) -> tuple[Any, dict[fx.Node, Any]]:
+    """What stands in for arguments, with memory of its own, and the fake mode to run it in.
+
+    Symbolic sizes are the numbers that they were in the capture, as long as these are known: with
+    symbols an operator takes up to a hundred times as long.
+
+    Args:
+        mode: The fake mode of the graph.
+        arguments: Nodes with example values.
+    """
+    if mode not in _IN_NUMBERS:  # to make one takes long
         _IN_NUMBERS[mode] = FakeTensorMode(allow_non_fake_inputs=mode.allow_non_fake_inputs)
-    return _IN_NUMBERS[mode]
+    in_numbers = _IN_NUMBERS[mode]
+    examples = {node: node.meta.get("example_value") for node in arguments}
+    try:
+        return in_numbers, _made(in_numbers, examples, _known_number)
+    except LookupError:
+        return mode, _made(mode, examples, lambda symbol: symbol)
+
+
+def _known_number(value: Any) -> Any:
+    number = hint_of(value)
+    if number is None and value is not None:
+        raise LookupError(f"{value} depends on the values of a tensor")
+    return number
+
+
+def _made(
+    mode: Any, examples: Mapping[fx.Node, Any], number: Callable[[Any], Any]
+) -> dict[fx.Node, Any]:
+    def stand_in(example: Any) -> Any:
+        if not isinstance(example, Tensor):
+            return number(example)
+        if example.layout is not torch.strided or example.is_nested:
+            if example.fake_mode is not mode:  # type: ignore[attr-defined]
+                raise LookupError("only its own mode has such a tensor")
+            return example.detach()
+        size, stride = map(number, example.size()), map(number, example.stride())
+        options: Any = {"dtype": example.dtype, "device": example.device}
+        return torch.empty_strided(tuple(size), tuple(stride), **options)
+
+    with mode:
+        return {node: tree_map(stand_in, example) for node, example in examples.items()}
 
 
 def is_checkpoint(node: fx.Node) -> bool:
@@ -107,10 +147,6 @@ def is_custom_operator(node: fx.Node) -> bool:
     if not isinstance(node.target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
         return False
     return str(node.target).partition(".")[0] not in {"aten", "prims"}
-
-
-def _first(graph: fx.Graph) -> fx.Node:
-    return next(iter(graph.nodes))
 
 
 def autocast_dtypes(graph: fx.Graph) -> dict[fx.Node, torch.dtype]:

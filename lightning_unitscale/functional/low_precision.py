@@ -223,7 +223,7 @@ _LIBRARY.define(
 )
 
 
-@torch.library.impl(_LIBRARY, "fp8_matrices", "CUDA")
+@torch.library.impl("lightning_unitscale::fp8_matrices", ("cpu", "cuda"), lib=_LIBRARY)
 def _fp8_matrices(
     matrix: Tensor,
     factor: Sequence[Tensor],
@@ -232,30 +232,15 @@ def _fp8_matrices(
     rows: bool,
     turned: bool,
 ) -> list[Tensor]:
-    from lightning_unitscale.functional.triton_cast import cast_matrix
-
-    casts = _empty_matrices(matrix, factor, number, dtype, rows, turned)
-    cast_matrix(
-        matrix,
-        factor[0] if factor else number,
-        dtype,
-        casts[0] if rows else None,
-        casts[-1] if turned else None,
-    )
-    return casts
-
-
-@torch.library.impl(_LIBRARY, "fp8_matrices", "CPU")
-def _fp8_matrices_of_torch(
-    matrix: Tensor,
-    factor: Sequence[Tensor],
-    number: float,
-    dtype: torch.dtype,
-    rows: bool,
-    turned: bool,
-) -> list[Tensor]:
-    cast = to_fp8(matrix, factor[0] if factor else number, dtype).view(torch.uint8)
+    scale = factor[0] if factor else number
     matrices = _empty_matrices(matrix, factor, number, dtype, rows, turned)
+    if matrix.is_cuda:
+        from lightning_unitscale.functional.triton_cast import cast_matrix
+
+        row_cast, turned_cast = matrices[0] if rows else None, matrices[-1] if turned else None
+        cast_matrix(matrix, scale, dtype, row_cast, turned_cast)
+        return matrices
+    cast = to_fp8(matrix, scale, dtype).view(torch.uint8)
     for made, source in zip(matrices, [cast] * rows + [cast.t()] * turned, strict=True):
         made.view(torch.uint8).zero_()[:, : source.shape[1]] = source
     return matrices

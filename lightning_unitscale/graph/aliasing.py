@@ -24,7 +24,12 @@ import torch
 from torch import Tensor, fx
 
 from lightning_unitscale.dynamo.backend import Writes
-from lightning_unitscale.dynamo.graphs import fake_mode_of, is_checkpoint, is_higher_order
+from lightning_unitscale.dynamo.graphs import (
+    fake_mode_of,
+    is_checkpoint,
+    is_higher_order,
+    stand_ins,
+)
 from lightning_unitscale.graph.nodes import (
     Path,
     argument_at,
@@ -34,7 +39,6 @@ from lightning_unitscale.graph.nodes import (
     tensor_name,
     tensors_in,
 )
-from lightning_unitscale.graph.stand_ins import stand_ins
 
 _OWN_PACKAGE = __name__.partition(".")[0]
 # Key of ``node.meta``: the effects of a node, and the operation that has them.

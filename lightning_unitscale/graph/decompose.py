@@ -132,7 +132,8 @@ def _attention_as_products(autocast_dtype: torch.dtype | None) -> Callable[..., 
         if attn_mask is not None and attn_mask.dtype == torch.bool:
             zeros = torch.zeros(attn_mask.shape, dtype=dtype, device=query.device)
             attn_mask = zeros.masked_fill(attn_mask.logical_not(), -math.inf)
-        if dtype in {torch.float16, torch.bfloat16} and not _reduces_in_16_bits():
+        in_16_bits = torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
+        if dtype in {torch.float16, torch.bfloat16} and not in_16_bits:
             query, key, value = query.float(), key.float(), value.float()
         logit_scale = 1.0 / math.sqrt(query.size(-1)) if scale is None else scale
         root = math.sqrt(abs(logit_scale))
@@ -150,10 +151,6 @@ def _attention_as_products(autocast_dtype: torch.dtype | None) -> Callable[..., 
         return attention_product(weights, value).to(dtype)
 
     return attention
-
-
-def _reduces_in_16_bits() -> bool:
-    return bool(torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed())
 
 
 def _chosen_kernels(graph: fx.Graph) -> dict[fx.Node, list[SDPBackend]]:

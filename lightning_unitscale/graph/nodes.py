@@ -118,18 +118,16 @@ class Names:
             self._frames[key] = self._contents.get(content, len(set(self._frames.values())))
         frame = self._frames[key]
         self._contents.setdefault(content, frame)
-        fqns = {item.node_name: item.fqn for item in captured.inputs if item.fqn}
-        self._assign(graph_module, frame, fqns, roots, Counter())
-        inputs = {item.node_name: item for item in captured.inputs}
-        for node in graph_module.graph.find_nodes(op="placeholder"):
-            if node.name in inputs:
-                node.meta[INPUT] = inputs[node.name]
+        placeholders = graph_module.graph.find_nodes(op="placeholder")
+        # An exported graph says nothing of its inputs.
+        for node, graph_input in zip(placeholders, captured.inputs, strict=False):
+            node.meta[INPUT] = graph_input
+        self._assign(graph_module, frame, roots, Counter())
 
     def _assign(
         self,
         graph_module: fx.GraphModule,
         frame: int,
-        fqns: dict[str, str],
         roots: Mapping[str, str],
         seen: Counter[str],
     ) -> None:
@@ -142,7 +140,7 @@ class Names:
             if depth:
                 node.meta[TRANSFORMED] = True
             if node.op == "placeholder":
-                fqn = fqns.get(node.name)
+                fqn = node.meta[INPUT].fqn if INPUT in node.meta else None
                 # A parameter is one tensor however many graphs read it: no ordinal.
                 node.meta[NAME] = fqn or self._own(f"input.{_input_name(node)}", frame, seen)
                 node.meta[MODULE] = fqn.rpartition(".")[0] if fqn else ""
@@ -157,7 +155,7 @@ class Names:
                 getattr(graph_module, str(node.target), None) if node.op == "get_attr" else None
             )
             if isinstance(nested, fx.GraphModule):
-                self._assign(nested, frame, {}, roots, seen)
+                self._assign(nested, frame, roots, seen)
 
     def _own(self, base: str, frame: int, seen: Counter[str]) -> str:
         name = base

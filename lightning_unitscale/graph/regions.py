@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -73,8 +73,8 @@ class Places:
         if is_of_checkpoint(node, self.bodies):
             call, index = node.args
             body = self.bodies[call]  # type: ignore[index]
-            returned = _returned(body.graph.output_node())[index]  # type: ignore[index]
-            return self.origin(body, returned) if isinstance(returned, fx.Node) else node
+            result = returned_by(body.graph.output_node())[index]  # type: ignore[index]
+            return self.origin(body, result) if isinstance(result, fx.Node) else node
         if region.parent is None or region.call is None or node.op != "placeholder":
             return node
         position = region.graph.find_nodes(op="placeholder").index(node)
@@ -83,9 +83,15 @@ class Places:
 
     def inputs_of(self, probed: Sequence[Place]) -> dict[str, tuple[str, ...]]:
         """For every probed tensor the probed ones that it is computed from, through all others."""
-        inputs: dict[str, dict[str, None]] = {tensor_name(place.node): {} for place in probed}
-        self._follow(self.regions[0], (), inputs, set())
-        return {name: tuple(sources) for name, sources in inputs.items()}
+        inputs: dict[str, _Names] = {tensor_name(place.node): {} for place in probed}
+        sources = self._sources(inputs)
+        for region, node in self.in_order():
+            name = meant_name(node)
+            if name in inputs and node.op != "output" and self.origin(region, node) is node:
+                inputs[name].update(_read(node, sources))
+        for name, read in inputs.items():
+            read.pop(name, None)
+        return {name: tuple(read) for name, read in inputs.items()}
 
     def operands_and_products(self) -> tuple[set[str], set[str]]:
         """Names of the tensors that matrix products read, if only through views, and make.
@@ -93,42 +99,24 @@ class Places:
         Of a graph as it was captured: a pass may put functions of its own in place of products.
         """
         tensors = (node for _, node in self.probeable() if not is_whole_view(node))
-        operands: set[str] = set()
-        self._follow(self.regions[0], (), {tensor_name(node): {} for node in tensors}, operands)
-        return operands, {tensor_name(node) for _, node in self.in_order() if product_of(node)}
+        sources = self._sources({tensor_name(node) for node in tensors})
+        products = [product for _, node in self.in_order() if (product := product_of(node))]
+        operands = [operand.node for product in products for operand in product.operands]
+        return (
+            {name for operand in operands for name in sources[operand]},
+            {tensor_name(product.node) for product in products},
+        )
 
-    def _follow(
-        self,
-        region: Region,
-        passed: Sequence[_Names],
-        inputs: dict[str, _Names],
-        operands: set[str],
-    ) -> tuple[_Names, ...]:
-        """Fill ``inputs`` and ``operands``; returns the sources of what the region returns."""
+    def _sources(self, known: Container[str]) -> dict[fx.Node, _Names]:
+        """For every node the known tensors that it has, or is computed from through all others."""
         sources: dict[fx.Node, _Names] = {}
-        returned: dict[fx.Node, tuple[_Names, ...]] = {}
-        arguments = iter(passed)
-        for node in region.graph.nodes:
-            if node.op == "placeholder" and region.parent is not None:
-                sources[node] = next(arguments)
-                continue
-            if node.op == "output":
-                return tuple(sources.get(node, {}) for node in _returned(node))
-            if node in self.bodies:
-                passed = [sources.get(node, {}) for node in node.args[1:]]
-                returned[node] = self._follow(self.bodies[node], passed, inputs, operands)
-            elif node.target is operator.getitem and node.args[0] in returned:
-                sources[node] = returned[node.args[0]][node.args[1]]
-                continue
-            read = {name: None for source in node.all_input_nodes for name in sources[source]}
-            if (product := product_of(node)) is not None:
-                operands.update(name for item in product.operands for name in sources[item.node])
-            own = meant_name(node)
-            if own in inputs:
-                read.pop(own, None)
-                inputs[own].update(read)
-            sources[node] = {own: None} if own in inputs else read
-        raise AssertionError("a graph without output")
+        for region, node in self.in_order():
+            origin, name = self.origin(region, node), meant_name(node)
+            if origin is not node:
+                sources[node] = sources[origin]
+            else:
+                sources[node] = {name: None} if name in known else _read(node, sources)
+        return sources
 
     def bring_out(self, probed: Sequence[Place], rows: Sequence[fx.Node]) -> list[fx.Node]:
         """Hand rows made in checkpoints through to the outermost graph as further outputs.
@@ -147,7 +135,7 @@ class Places:
             if region.parent is None or region.call is None or not own:
                 continue
             output = region.graph.output_node()
-            outputs = _returned(output)
+            outputs = returned_by(output)
             output.args = ((*outputs, *(brought[index] for index in own)),)
             around = region.parent.graph
             for offset, index in enumerate(own, start=len(outputs)):
@@ -159,6 +147,10 @@ class Places:
 
 # An ordered set.
 _Names = dict[str, None]
+
+
+def _read(node: fx.Node, sources: Mapping[fx.Node, _Names]) -> _Names:
+    return {name: None for read in node.all_input_nodes for name in sources[read]}
 
 
 def probeable_nodes(region: Region, *, internal: bool = False) -> list[fx.Node]:
@@ -207,6 +199,7 @@ def meant_name(node: fx.Node) -> str:
     return tensor_name(node).partition(":")[0]
 
 
-def _returned(output: fx.Node) -> tuple[Any, ...]:
+def returned_by(output: fx.Node) -> tuple[Any, ...]:
+    """What a graph returns."""
     (returned,) = output.args
     return tuple(returned) if isinstance(returned, (tuple, list)) else (returned,)

@@ -43,6 +43,7 @@ from lightning_unitscale.pipeline.program import (
     loss_index,
     named_tensors,
 )
+from lightning_unitscale.profiler.api import refuse_lazy
 
 _EXAMPLE = "example_value"
 # Types that a captured graph can return.
@@ -111,12 +112,7 @@ def _check_module(module: nn.Module) -> None:
             f"module={type(module).__name__}: it is compiled already; expected a plain module; "
             "leave out your torch.compile."
         )
-    for name, parameter in module.named_parameters():
-        if nn.parameter.is_lazy(parameter):
-            raise ValueError(
-                f"module={type(module).__name__}: its parameter {name} has no shape yet; expected "
-                "initialized parameters; call the module once on an example before."
-            )
+    refuse_lazy(module)
 
 
 def _distinct(value: Any) -> Any:

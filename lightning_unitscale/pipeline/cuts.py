@@ -19,8 +19,9 @@ from torch.distributed.pipelining import SplitPoint, pipe_split
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
+from lightning_unitscale.arguments import nearest
 from lightning_unitscale.graph.aliasing import memory_roots, written_arguments
-from lightning_unitscale.graph.nodes import op_name, tensor_name
+from lightning_unitscale.graph.nodes import op_name
 from lightning_unitscale.pipeline.dataflow import is_operation, is_switch
 from lightning_unitscale.pipeline.program import Program
 
@@ -94,14 +95,7 @@ def _check(module: nn.Module, spec: Mapping[str, SplitPoint]) -> None:
     paths = dict(module.named_modules())
     for path, edge in spec.items():
         if not path or path not in paths:
-            near = [
-                candidate
-                for candidate in paths
-                if candidate.rpartition(".")[2] == path.rpartition(".")[2]
-            ]
-            example = next(
-                iter(near or [candidate for candidate in paths if candidate]), "layers.1"
-            )
+            example = nearest(path, filter(None, paths)) or "layers.1"
             raise ValueError(
                 f"split_spec={dict(spec)!r}: {type(module).__name__} has no submodule {path!r}; "
                 f"expected paths of named_modules(), such as {example!r}; correct the path."
@@ -283,13 +277,10 @@ def _closed_regions(graph: fx.Graph, positions: dict[fx.Node, int]) -> Iterator[
 
 
 def _refuse_nested_marks(graph_module: fx.GraphModule) -> None:
-    for node in graph_module.graph.find_nodes(op="get_attr"):
-        nested = getattr(graph_module, str(node.target), None)
-        if not isinstance(nested, fx.GraphModule):
-            continue
-        if any(is_mark(inner) for inner in nested.graph.nodes):
+    for name, nested in graph_module.named_modules():
+        is_graph = name and isinstance(nested, fx.GraphModule)
+        if is_graph and any(map(is_mark, nested.graph.nodes)):
             raise ValueError(
-                f"pipe_split(): a cut is inside {tensor_name(node)}, which runs as a whole (a "
-                "checkpoint or a branch); expected cuts between such regions; move it out."
+                f"pipe_split(): a cut is inside {name}, which runs as a whole (a checkpoint or a "
+                "branch); expected cuts between such regions; move it out."
             )
-        _refuse_nested_marks(nested)

@@ -17,22 +17,20 @@ LossSpec = Any
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Shape, type and layout of a tensor.
+    """Shape and type of a tensor.
 
     Attributes:
         shape: Sizes of the dimensions.
-        stride: Steps between elements.
         dtype: Type of the elements.
     """
 
     shape: tuple[int, ...]
-    stride: tuple[int, ...]
     dtype: torch.dtype
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorInfo:
         """The description of a tensor, fake ones too."""
-        return cls(tuple(map(int, tensor.shape)), tuple(map(int, tensor.stride())), tensor.dtype)
+        return cls(tuple(map(int, tensor.shape)), tensor.dtype)
 
     @property
     def num_bytes(self) -> int:
@@ -134,31 +132,6 @@ def named_tensors(module: nn.Module, *, remove_duplicate: bool = True) -> dict[s
     }
 
 
-def add_attribute(root: nn.Module, fqn: str, value: Any, *, persistent: bool = False) -> None:
-    """Put a parameter, buffer or module at its path, creating the containers on the way.
-
-    Args:
-        root: Root of the path.
-        fqn: The path, with dots.
-        value: What to put there.
-        persistent: For a buffer, whether state dicts have it.
-    """
-    *path, name = fqn.split(".")
-    owner = root
-    for part in path:
-        if part not in owner._modules:
-            owner.add_module(part, nn.Module())
-        owner = getattr(owner, part)
-    if isinstance(value, nn.Parameter):
-        owner.register_parameter(name, value)
-    elif isinstance(value, nn.Module):
-        owner.add_module(name, value)
-    elif isinstance(value, Tensor):
-        owner.register_buffer(name, value, persistent=persistent)
-    else:
-        setattr(owner, name, value)
-
-
 def split_batch(
     program: Program, args: tuple[Any, ...], kwargs: Mapping[str, Any], num_microbatches: int
 ) -> list[list[Any]]:
@@ -219,10 +192,10 @@ def _pieces(value: Any, name: str, example: TensorInfo, count: int) -> list[Tens
     if not isinstance(value, Tensor):
         raise ValueError(f"{name}={value!r}: expected a tensor {example}.")
     given = TensorInfo.of(value)
-    if (given.shape, given.dtype) == (example.shape, example.dtype):
+    if given == example:
         return [value] * count
     size, *others = example.shape or (0,)
-    if (given.shape, given.dtype) == ((count * size, *others), example.dtype):
+    if given == TensorInfo((count * size, *others), example.dtype):
         return list(value.split(size))
     raise ValueError(
         f"{name}: a tensor {given}; expected {count} microbatches of {example}, for which the "

@@ -27,7 +27,7 @@ from lightning_unitscale.pipeline.dataflow import (
     open_switches,
     respect_callers_grad_mode,
 )
-from lightning_unitscale.pipeline.program import Program, TensorInfo, add_attribute
+from lightning_unitscale.pipeline.program import Program, TensorInfo
 from lightning_unitscale.profiler.api import COSTS
 
 
@@ -77,11 +77,6 @@ class StageInfo:
     num_operations: int
 
     @property
-    def is_first(self) -> bool:
-        """Whether no stage is before it."""
-        return self.index == 0
-
-    @property
     def is_last(self) -> bool:
         """Whether it returns the module's outputs."""
         return self.index == self.num_stages - 1
@@ -114,8 +109,9 @@ class StageModule(fx.GraphModule):
     ) -> None:
         super().__init__(dict(attributes), graph, "StageModule")
         self.info = info
-        for name, buffer in list(self.named_buffers(remove_duplicate=False)):
-            add_attribute(self, name, buffer, persistent=name in persistent)
+        for path, buffer in list(self.named_buffers(remove_duplicate=False)):
+            owner, _, name = path.rpartition(".")
+            self.get_submodule(owner).register_buffer(name, buffer, path in persistent)
         # Dynamo's checkpoint regions only tag; from here on they are run.
         execute_with("eager", self, ())
 
@@ -341,7 +337,7 @@ def _memory_order(example: Tensor) -> tuple[int, ...] | None:
     """
     if example.is_contiguous():
         return None
-    stride = TensorInfo.of(example).stride
+    stride = tuple(map(int, example.stride()))
     order = tuple(sorted(range(example.ndim), key=lambda d: -stride[d]))
     dense = torch.empty(example.shape, device="meta").permute(order).contiguous()
     return order if dense.stride() == tuple(stride[d] for d in order) else None

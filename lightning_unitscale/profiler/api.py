@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_map
 
-from lightning_unitscale.profiler.batch_size import batch_size_of, resized
+from lightning_unitscale.arguments import check_choice
+from lightning_unitscale.graph.nodes import tensors_in
 from lightning_unitscale.profiler.fake import FakeStep, OptimizerLike
 from lightning_unitscale.profiler.fake_device import calls_of
 from lightning_unitscale.profiler.graph_profile import GraphProfile, make_profile
@@ -163,27 +166,53 @@ class MetaInfoProp:
 
 def _checked_device(device: str) -> torch.device:
     """The device of this type; an error if its kernels are not known."""
-    if str(device) not in ("cpu", "cuda"):
-        raise ValueError(
-            f"`device={device!r}`: its kernels are not known; expected 'cpu' or 'cuda', whether or "
-            "not there is one; profile for the one of the two that is more like it."
-        )
+    advice = "profile for the one of the two that is more like it, whether it is there or not"
+    check_choice("device", str(device), get_args(DeviceType), "its kernels are not known", advice)
     return torch.device(device)
+
+
+def refuse_lazy(module: nn.Module) -> None:
+    """Raise if a parameter has no shape yet.
+
+    Raises:
+        ValueError: With its name.
+    """
+    for name, param in module.named_parameters():
+        if nn.parameter.is_lazy(param):
+            raise ValueError(
+                f"module={type(module).__name__}: its parameter {name} has no shape yet; "
+                "expected initialized parameters; call the module once on an example before."
+            )
 
 
 def _check_parameters(module: nn.Module) -> None:
     """Raise if parameters have no shape yet, or are on several devices."""
-    devices: dict[str, str] = {}
-    for name, param in module.named_parameters():
-        if nn.parameter.is_lazy(param):
-            raise ValueError(
-                f"`module={type(module).__name__}`: its parameter {name} has no shape yet; "
-                "expected initialized parameters; call the module once on an example before."
-            )
-        devices[str(local_tensor(param).device)] = name
+    refuse_lazy(module)
+    params = module.named_parameters()
+    devices = {str(local_tensor(param).device): name for name, param in params}
     if len(devices) > 1:
         listed = ", ".join(f"{name} on {device}" for device, name in devices.items())
         raise ValueError(
             f"`module={type(module).__name__}`: its parameters are on several devices ({listed}); "
             "expected one device; profile the part of each device by itself."
         )
+
+
+def batch_size_of(inputs: Any) -> int | None:
+    """The first dimension that most of the input tensors have; ``None`` without one."""
+    sizes = [int(tensor.shape[0]) for tensor in tensors_in(inputs) if tensor.dim()]
+    return Counter(sizes).most_common(1)[0][0] if sizes else None
+
+
+def resized(inputs: Any, batch_size: int) -> Any:
+    """The inputs with another batch size, as tensors without memory."""
+    before = batch_size_of(inputs)
+
+    def resize(value: Any) -> Any:
+        if not isinstance(value, Tensor) or not value.dim() or value.shape[0] != before:
+            return value
+        shape = (batch_size, *value.shape[1:])
+        meta = torch.empty(shape, dtype=value.dtype, device="meta")
+        return meta.requires_grad_(value.requires_grad)
+
+    return tree_map(resize, inputs)

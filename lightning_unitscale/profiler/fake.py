@@ -34,7 +34,7 @@ from lightning_unitscale.profiler.fake_device import (
 from lightning_unitscale.profiler.record import StepRecord
 from lightning_unitscale.profiler.recorder import StorageRecorder
 from lightning_unitscale.profiler.sharded import is_sharded, take_over, watching_shards
-from lightning_unitscale.profiler.trace import Trace
+from lightning_unitscale.profiler.trace import GraphTrace, ModuleTrace
 
 OptimizerLike = Optimizer | Callable[[Iterable[nn.Parameter]], Optimizer]
 # What a module may refer to that is neither part of it nor copied with it: Lightning's Trainer.
@@ -146,7 +146,7 @@ class FakeStep:
 
     def run(
         self,
-        trace: Trace,
+        trace: ModuleTrace | GraphTrace,
         forward: Callable[..., Any],
         loss: Callable[[Any], Tensor] | None = None,
         context: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
@@ -188,7 +188,7 @@ class FakeStep:
                 self.optimizer.step()
         return recorder.finished()
 
-    def _declare(self, trace: Trace) -> None:
+    def _declare(self, trace: ModuleTrace | GraphTrace) -> None:
         """Say what is there before the step, and what it is called."""
         for name, param in self.module.named_parameters():
             self.recorder.declare(param, "parameter")

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 
@@ -21,11 +21,9 @@ Phase = Literal["forward", "backward", "optimizer"]
 # buffers that they are gathered in. An activation is saved for the backward pass; the rest is
 # temporary.
 Kind = Literal[
-    "parameter", "buffer", "input", "gradient", "optimizer", "unsharded", "activation", "temporary"
+    "parameter", "buffer", "optimizer", "input", "gradient", "unsharded", "activation", "temporary"
 ]
-KINDS: tuple[Kind, ...] = (
-    "parameter", "buffer", "optimizer", "input", "gradient", "unsharded", "activation", "temporary",
-)  # fmt: skip
+KINDS: tuple[Kind, ...] = get_args(Kind)
 
 OUTSIDE = -1  # instead of the index of a node or of an operator, where there is none
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_unitscale.functional.scale import plain_tensor
 from lightning_unitscale.graph.nodes import tensors_in
+from lightning_unitscale.patching import shadowed
 from lightning_unitscale.profiler.costs import operator_costs
 from lightning_unitscale.profiler.fake_device import (
     DispatchMode,
@@ -107,14 +108,9 @@ class StorageRecorder(DispatchMode):
             self._accumulated_in_place(inputs, len(self._sizes) > num_storages)
         return result
 
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
+    def paused(self) -> AbstractContextManager[None]:
         """Within this context nothing is noted."""
-        before, self._is_paused = self._is_paused, True
-        try:
-            yield
-        finally:
-            self._is_paused = before
+        return shadowed(self, _is_paused=True)
 
     # -- nodes
 

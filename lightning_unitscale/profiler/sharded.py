@@ -120,15 +120,11 @@ class _NewOnDevice(TorchFunctionMode):
         kwargs = kwargs or {}
         device = kwargs.get("device")
         is_new = device is not None and torch.device(device).type == self._mode.device.type
-        if func is not torch.empty or not is_new or is_faking():
+        is_faking = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+        if func is not torch.empty or not is_new or is_faking:
             return func(*args, **kwargs)
         with self._mode:
             return func(*args, **kwargs)
-
-
-def is_faking() -> bool:
-    """Whether new tensors are fake."""
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
 @contextlib.contextmanager

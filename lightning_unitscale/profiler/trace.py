@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
@@ -33,16 +33,6 @@ _CALLS = frozenset({"call_function", "call_method", "call_module"})
 _REFLECTED = {"radd": "add", "rsub": "sub", "rmul": "mul", "rmatmul": "matmul", "rpow": "pow",
               "rtruediv": "truediv", "rdiv": "truediv", "rfloordiv": "floordiv",
               "rmod": "mod"}  # fmt: skip
-
-
-class Trace(Protocol):
-    """Tells a recorder which node of the forward graph is running."""
-
-    def name_input(self, tensor: Tensor, name: str) -> None:
-        """Say what a tensor that the graph starts from is called."""
-
-    def watching(self) -> contextlib.AbstractContextManager[Any]:
-        """Within this context what runs is noted."""
 
 
 class ModuleTrace(TorchFunctionMode):

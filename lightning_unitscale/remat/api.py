@@ -5,20 +5,18 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 from lightning_unitscale.capture.attach import captured_forward
-from lightning_unitscale.capture.steps import steps_of
 from lightning_unitscale.dynamo.breaks import num_graph_breaks
 from lightning_unitscale.dynamo.capture import compile_function
 from lightning_unitscale.graph.nodes import tensors_in
 from lightning_unitscale.profiler.costs import CostModel
 from lightning_unitscale.profiler.measure import gradient_bytes, module_bytes, storages_of
-from lightning_unitscale.remat.partitioner import RematPartitioner, aot_backend, real_inputs
+from lightning_unitscale.remat.partitioner import RematPartitioner, aot_backend
 from lightning_unitscale.remat.planner import Budget, Planner, RematPlan, check_budget
 from lightning_unitscale.remat.problem import NodeRegion
 from lightning_unitscale.remat.report import RematReport, plot_front, reports_table
@@ -161,7 +159,6 @@ class StepPartitioner(RematPartitioner):
         self._around = around
         self._granted = Granted()
         self._num_planned_steps = 0
-        self._inputs: dict[str, Tensor] = {}
         self.begin_step()
 
     def begin_step(self) -> None:
@@ -183,14 +180,16 @@ class StepPartitioner(RematPartitioner):
             return "Nothing has been planned yet: run a step with gradients."
         return reports_table(self.reports)
 
+    def reports_so_far(self) -> list[RematReport]:
+        """What was planned for each graph, in the order of capture."""
+        return list(self.reports)
+
     def __call__(
         self, gm: fx.GraphModule, *args: Any, **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """The forward and the backward graph of a joint graph."""
         start = time.perf_counter()
-        self._inputs = real_inputs(gm.graph)
         graphs = super().__call__(gm, *args, **kwargs)
-        self._inputs = {}  # after a graph break they are activations
         self._num_planned_steps += not self._has_planned
         if not self._has_planned and self._num_planned_steps == _MANY_STEPS:
             self._warn_of_plans(time.perf_counter() - start)
@@ -217,7 +216,7 @@ class StepPartitioner(RematPartitioner):
                 "each graph; explain() shows where it breaks."
             )
         always, forward = self._around()
-        inputs = storages_of(list(self._inputs.values()))
+        inputs = storages_of(list(self.inputs.values()))
         own = storages_of([*self._module.parameters(), *self._module.buffers()])
         if inputs:
             static_bytes = sum(inputs[key] for key in inputs.keys() & own.keys())
@@ -248,7 +247,7 @@ class StepPartitioner(RematPartitioner):
         # The caller of the step holds its batch; later inputs are held by those who saved them.
         holds = (problem.region == NodeRegion.INPUT) & (plan.saved | (not self._has_planned))
         names = [problem.nodes[i].name for i in holds.nonzero()[0]]
-        self._held |= storages_of([self._inputs[name] for name in names if name in self._inputs])
+        self._held |= storages_of([self.inputs[name] for name in names if name in self.inputs])
         self.reports.append(RematReport.of(plan))
 
 
@@ -279,26 +278,9 @@ def remat(module: nn.Module, budget: Budget) -> nn.Module:
     """
     budget = check_budget(budget)
     new, step = captured_forward(module, "remat")
-    step.owner.partition_by(StepPartitioner(budget, new))
-    # Partial functions rather than closures, so that a copy shows its own.
-    new.__dict__["remat_table"] = partial(_table, new)
-    new.__dict__["remat_reports"] = partial(_reports, new)
+    partitioner = StepPartitioner(budget, new)
+    step.owner.partition_by(partitioner)
+    # A copy of the module shows its own: methods are copied with what they belong to.
+    new.__dict__["remat_table"] = partitioner.table
+    new.__dict__["remat_reports"] = partitioner.reports_so_far
     return new
-
-
-def _partitioner_of(module: nn.Module) -> StepPartitioner:
-    steps = steps_of(module)
-    assert steps is not None
-    partitioner = steps.partition_fn
-    assert isinstance(partitioner, StepPartitioner)
-    return partitioner
-
-
-def _table(module: nn.Module) -> str:
-    """What was planned for each graph, as text."""
-    return _partitioner_of(module).table()
-
-
-def _reports(module: nn.Module) -> list[RematReport]:
-    """What was planned for each graph, in the order of capture."""
-    return list(_partitioner_of(module).reports)

@@ -21,10 +21,10 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 from lightning_unitscale.profiler.measure import PeakMeter
-from lightning_unitscale.remat.partitioner import RematPartitioner, limit_reach, real_inputs
+from lightning_unitscale.remat.partitioner import RematPartitioner, limit_reach
 from lightning_unitscale.remat.planner import Budget, Planner, RematPlan, refusal
 from lightning_unitscale.remat.problem import Ints, Mask, NodeRegion, RematProblem
 from lightning_unitscale.remat.report import RematReport, reports_table
@@ -247,7 +247,6 @@ class MeasuredPartitioner(RematPartitioner):
         self._plans: dict[str, list[RematPlan]] = defaultdict(list)
         self._largest = 0
         self._num_later = 0
-        self._inputs: dict[str, Tensor] = {}
         self._name = ""
 
     def table(self) -> str:
@@ -265,9 +264,7 @@ class MeasuredPartitioner(RematPartitioner):
         self, gm: fx.GraphModule, *args: Any, **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """The forward and the backward graph of a joint graph."""
-        self._inputs = real_inputs(gm.graph)
         forward, backward = super().__call__(gm, *args, **kwargs)
-        self._inputs = {}  # activations among them
         if not self.is_planned:
             self._add_boundaries(forward, "forward")
             self._add_boundaries(backward, "backward")
@@ -276,7 +273,7 @@ class MeasuredPartitioner(RematPartitioner):
     def choose(self, planner: Planner) -> RematPlan:
         """The plan of one graph."""
         problem = planner.problem
-        real = [self._inputs.get(node.name) for node in problem.nodes]
+        real = [self.inputs.get(node.name) for node in problem.nodes]
         # A gathered parameter is one as well.
         parameters = np.array([isinstance(value, nn.Parameter) for value in real], dtype=np.bool_)
         graph = _digest(problem, parameters)

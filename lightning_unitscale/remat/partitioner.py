@@ -162,6 +162,9 @@ class RematPartitioner(CustomPartitionerFn):
         recomputable_ops: Operators that may run again; by default all that are pure.
         on_plan: Called with every plan.
 
+    Attributes:
+        inputs: The tensors behind inputs of the graph that is planned, as far as they are known.
+
     Raises:
         ValueError: If the budget is malformed; when a graph is partitioned, if it is below the
             floor.
@@ -179,6 +182,7 @@ class RematPartitioner(CustomPartitionerFn):
         self.cost_model = cost_model
         self.recomputable_ops = recomputable_ops
         self.on_plan = on_plan
+        self.inputs: dict[str, Tensor] = {}
 
     def __call__(  # type: ignore[override]
         self,
@@ -192,6 +196,7 @@ class RematPartitioner(CustomPartitionerFn):
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """The forward and the backward graph of a joint graph."""
         prepare(gm)
+        self.inputs = real_inputs(gm.graph)
         is_fused = compiler == "inductor"
         model = self.cost_model or default_cost_model(_device_type(gm), fused=is_fused)
         reader = JointGraphReader(
@@ -212,6 +217,7 @@ class RematPartitioner(CustomPartitionerFn):
         self.limit_sizes(changing_sizes(gm.graph), lambda: planner.in_problem(plan, reader.read()))
         if self.on_plan is not None:
             self.on_plan(plan)
+        self.inputs = {}  # after a graph break they are activations
         return split(gm, plan, reader.nodes, num_fwd_outputs)
 
     def resident_bytes(self, static_bytes: int) -> tuple[int, int]:

@@ -146,7 +146,7 @@ class Planner:
         self.resident_bytes = resident_bytes
         self.forward_bytes = forward_bytes
         self._chosen: dict[int, RematPlan | None] = {}
-        # Different budgets often lead to the same plan; its segments are always the blocks.
+        # Different budgets often lead to the same plan.
         self._plans: dict[object, RematPlan] = {}
 
     @cached_property
@@ -251,22 +251,16 @@ class Planner:
                 plans.append(chosen)
         return plans
 
-    def plan_of(
-        self,
-        name: str,
-        saved: Mask,
-        kept: Mask | None = None,
-        segments: Sequence[int] | None = None,
-    ) -> RematPlan:
+    def plan_of(self, name: str, saved: Mask, kept: Mask | None = None) -> RematPlan:
         """A plan from what it keeps, without what nobody would read.
 
         Args:
             name: Where it comes from.
             saved: Nodes whose values are kept.
             kept: Nodes that run at most once again; by default all.
-            segments: Block of each node, if ``kept`` is given.
         """
         saved = _pruned(self.problem, saved)
+        segments = None if kept is None else self.blocks.block.tolist()
         key = (name, saved.tobytes(), None if kept is None else kept.tobytes())
         if key not in self._plans:
             order = backward_order(self.problem, saved, segments=segments, kept=kept)
@@ -336,9 +330,7 @@ class Planner:
             saved[members[list(option.saved)]] = True
             kept[members[[position for position in option.dropped if position >= 0]]] = False
         saved |= self.problem.region == NodeRegion.INPUT
-        if kept.all():
-            return self.plan_of("blocks", saved)
-        return self.plan_of("blocks", saved, kept, self.blocks.block.tolist())
+        return self.plan_of("blocks", saved, None if kept.all() else kept)
 
     def _refusal(self, limit: int, budget: Budget) -> ValueError:
         floor = self.floor

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from tabulate import tabulate
 from torch import fx
@@ -59,10 +58,6 @@ class RematReport:
             plan.seconds,
             plan.problem.sizes,
         )
-
-    def to_dict(self) -> dict[str, Any]:
-        """The fields, for JSON."""
-        return {**self.__dict__, "recomputed": dict(self.recomputed)}
 
     def table(self) -> str:
         """The report as text."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -30,6 +29,8 @@ from lightning_unitscale.graph.nodes import (
     op_name,
     tensor_name,
 )
+from lightning_unitscale.graph.passes import StepGraph
+from lightning_unitscale.graph.regions import Places
 from lightning_unitscale.lossless.calibrate import root_mean_square
 
 # What a captured graph calls by another name than people do.
@@ -319,57 +320,37 @@ class Flow:
         for position, node in enumerate(graph_module.graph.find_nodes(op="placeholder")):
             if position in links:
                 self._same[node] = links[position]
-        self._add_nodes(graph_module)
+        places = Places(StepGraph(graph_module, observed=False))
+        for region, node in places.in_order():
+            if (origin := places.origin(region, node)) is not node:
+                self._same[node] = origin
+            elif node.op != "output" and node not in self._same and not is_checkpoint(node):
+                self._add_node(node)
 
-    def _add_nodes(self, graph_module: fx.GraphModule) -> None:
-        for node in graph_module.graph.nodes:
-            if node.op == "output" or node in self._same:
-                continue
-            fqn = parameter_path(node)
-            if fqn in self.parameters:
-                self._same[node] = self.parameters[fqn]
-                continue
-            if is_checkpoint(node):
-                self._add_checkpoint(graph_module, node)
-                continue
-            self._order[node] = len(self.nodes)
-            self.nodes.append(node)
-            if fqn is not None:
-                self.parameters[fqn] = node
-                self._learned.add(node)
-            elif node.op == "placeholder":
-                graph_input = node.meta.get(INPUT)
-                kind = "input" if graph_input is None else graph_input.kind
-                if kind == "gradient":
-                    self._gradients.add(node)
-                if kind not in {"parameter", "buffer"}:
-                    self._of_data.add(node)
-            if is_operation(node):
-                sources = dict.fromkeys(self.sources(node))
-                for source in sources:
-                    self._readers[source].append(node)
-                for source in () if takes_form_only(node) else sources:
-                    for marked in (self._gradients, self._of_data):
-                        if source in marked:
-                            marked.add(node)
-                    if source in self._learned and may_be_float(node):
-                        self._learned.add(node)
-
-    def _add_checkpoint(self, graph_module: fx.GraphModule, call: fx.Node) -> None:
-        body_node, *arguments = call.args
-        assert isinstance(body_node, fx.Node)
-        body = getattr(graph_module, str(body_node.target))
-        placeholders = body.graph.find_nodes(op="placeholder")
-        for inner, outer in zip(placeholders, arguments, strict=False):
-            if isinstance(outer, fx.Node):
-                self._same[inner] = outer
-        self._add_nodes(body)
-        returned: Any = body.graph.output_node().args[0]
-        if isinstance(returned, fx.Node):
-            self._same[call] = returned
+    def _add_node(self, node: fx.Node) -> None:
+        fqn = parameter_path(node)
+        if fqn in self.parameters:
+            self._same[node] = self.parameters[fqn]
             return
-        for reader in call.users:
-            if reader.target is operator.getitem and isinstance(reader.args[1], int):
-                item = returned[reader.args[1]]
-                if isinstance(item, fx.Node):
-                    self._same[reader] = item
+        self._order[node] = len(self.nodes)
+        self.nodes.append(node)
+        if fqn is not None:
+            self.parameters[fqn] = node
+            self._learned.add(node)
+        elif node.op == "placeholder":
+            graph_input = node.meta.get(INPUT)
+            kind = "input" if graph_input is None else graph_input.kind
+            if kind == "gradient":
+                self._gradients.add(node)
+            if kind not in {"parameter", "buffer"}:
+                self._of_data.add(node)
+        if is_operation(node):
+            sources = dict.fromkeys(self.sources(node))
+            for source in sources:
+                self._readers[source].append(node)
+            for source in () if takes_form_only(node) else sources:
+                for marked in (self._gradients, self._of_data):
+                    if source in marked:
+                        marked.add(node)
+                if source in self._learned and may_be_float(node):
+                    self._learned.add(node)

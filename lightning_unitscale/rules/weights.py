@@ -88,7 +88,7 @@ def set_to_unit_scale(
         for fqn, plan in plans.items():
             info = plan.info
             if plan.action == "scaled":
-                sigma = parameter_rms(whole(parameters[fqn]))
+                sigma = parameter_rms(parameters[fqn])
                 parameters[fqn].div_(sigma)
                 info = replace(info, sigma=sigma)
             elif plan.action == "zeroed":
@@ -111,7 +111,7 @@ def already_at_unit_scale(module: nn.Module, plans: Mapping[str, ParameterPlan])
         # What is an embedding too may have been drawn as one, at RMS 1.
         is_weight = info.role in (Role.HIDDEN, Role.INPUT, Role.READOUT) and not info.is_tied
         if plan.action == "scaled" and is_weight and info.fan_in >= _TELLING_FAN_IN:
-            rms = parameter_rms(whole(parameters[fqn].detach()))
+            rms = parameter_rms(parameters[fqn])
             votes.append(rms > (2 / info.fan_in) ** 0.25)
     return bool(votes) and sum(votes) > len(votes) / 2
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map, tree_map_only
 
-from lightning_unitscale.pipeline.ownership import hand_out
+from lightning_unitscale.pipeline.ownership import Ownership, hand_out
 from lightning_unitscale.pipeline.program import named_tensors
 from lightning_unitscale.strategies.grid import Replicas
 
@@ -156,11 +156,9 @@ class Owners:
 
     Args:
         module: The whole module.
-        names: Names of what each rank of the group has in its stages.
+        ownership: Who owns what, as far as that is settled now.
         group: The pipeline's process group.
         replicas: This rank in every pipeline.
-        steppers: The pipeline that alone steps a parameter, has its mean gradient and its optimizer
-            state; empty if each of them does.
         frees: Whether :meth:`free` frees memory here.
 
     What no stage has is the same on all ranks and counts as the first rank's.
@@ -173,21 +171,21 @@ class Owners:
     def __init__(
         self,
         module: nn.Module,
-        names: list[set[str]],
+        ownership: Ownership,
         group: dist.ProcessGroup | None,
         replicas: Replicas,
-        steppers: Mapping[str, int],
         *,
         frees: bool = False,
     ) -> None:
         self._group = group
         self._rank = dist.get_rank(group)
         self._replicas = replicas
-        self._steppers = steppers
+        self._steppers = ownership.steppers
         # The ranks that have all gradients and optimizer states together.
-        self._together = None if steppers else group
+        self._together = None if self._steppers else group
         tensors = named_tensors(module)
-        self.names = names
+        self.names = names = ownership.names
+        self._owned = ownership.parameters_of(self._rank)
         self._device = next(iter(tensors.values())).device
         self._first = {
             name: next((rank for rank, own in enumerate(names) if name in own), 0)
@@ -196,11 +194,10 @@ class Owners:
         self._tensors = tensors
         self._by_id = {id(tensor): name for name, tensor in tensors.items()}
         others = {
-            name: tensor
-            for name, tensor in tensors.items()
-            if isinstance(tensor, nn.Parameter)
-            and any(name in own for own in names)
-            and name not in names[self._rank]
+            name: param
+            for rank in range(len(names))
+            for name, param in ownership.parameters_of(rank).items()
+            if name not in self._owned
         }
         kept = [tensor for name, tensor in tensors.items() if name not in others]
         self.freed = FreedStorage(others if frees else {}, kept)
@@ -282,15 +279,6 @@ class Owners:
         trained = {name: param for name, param in self._owned.items() if param.requires_grad}
         if self._steppers:
             self._replicas.share(trained, self._steppers)
-
-    @property
-    def _owned(self) -> dict[str, nn.Parameter]:
-        """The parameters of this rank's stages, by name, in the order of the module."""
-        return {
-            name: tensor
-            for name, tensor in self._tensors.items()
-            if isinstance(tensor, nn.Parameter) and name in self.names[self._rank]
-        }
 
     def _hand_out_gradient(self, parameter: nn.Parameter, ranks: list[int]) -> None:
         """The first rank's gradient for the other owners."""

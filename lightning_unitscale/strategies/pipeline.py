@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -19,9 +19,9 @@ from typing_extensions import override
 
 from lightning_unitscale.arguments import check_choice, check_count
 from lightning_unitscale.capture.steps import steps_of
-from lightning_unitscale.optim.clipping import clipping_with
+from lightning_unitscale.patching import shadowed
 from lightning_unitscale.pipeline.balance import balanced_split
-from lightning_unitscale.pipeline.cuts import SplitPolicy, annotate_split_points
+from lightning_unitscale.pipeline.cuts import SplitPolicy, marked
 from lightning_unitscale.pipeline.ownership import Ownership
 from lightning_unitscale.pipeline.schedules import find_schedule
 from lightning_unitscale.strategies.checks import (
@@ -147,7 +147,6 @@ class PipelineStrategy(EvaluatingStrategy):
         self.num_eval_microbatches = num_eval_microbatches
         self.check_batches = check_batches
         self._step: PipelinedStep | PipelinedForward | None = None
-        self._marks: Any = ()
         self._changes = contextlib.ExitStack()
         self._steps_done = 0
         self._stash: dict[nn.Parameter, Tensor] = {}
@@ -170,11 +169,12 @@ class PipelineStrategy(EvaluatingStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
             refuse_optimizers(self.optimizers)
+        self._changes.close()
         self._prepare_step(module, trains=trainer.state.fn == TrainerFn.FITTING)
         self.setup_precision_plugin()
-        # The norm of a rank's own gradients is not the norm of all.
-        self._changes.close()
-        self._changes.enter_context(clipping_with(self.precision_plugin, self._clip_by_norm))
+        # To it leads ``clip_gradients`` (Lightning 2.6), and a rank's own gradients are not all.
+        clipping = shadowed(self.precision_plugin, clip_grad_by_norm=self._clip_by_norm)
+        self._changes.enter_context(clipping)
         self._changes.enter_context(self.metrics_over_pipelines(module))
         self._changes.enter_context(self.order_of_loaders(trainer))
 
@@ -196,7 +196,7 @@ class PipelineStrategy(EvaluatingStrategy):
             # Lightning clears the gradients between here and backward.
             for param, gradient in zip(parameters, earlier, strict=True):
                 param.grad = gradient
-        self._own(self._pipelining.ownership.names)
+        self._own()
         self._steps_done += 1
         return result
 
@@ -303,7 +303,7 @@ class PipelineStrategy(EvaluatingStrategy):
             num_stages, rank_of=rank_of, num_microbatches=self.num_microbatches
         )
         if isinstance(self.split, Mapping):
-            self._marks = annotate_split_points(module, self.split)
+            self._changes.enter_context(marked(module, self.split))
         elif not isinstance(self.split, str):
             policy = self.split
         num_shares = self.data_parallel if self.shard_optimizer else 1
@@ -357,23 +357,18 @@ class PipelineStrategy(EvaluatingStrategy):
         """Before the first step runs: free the parameters of others first, to make room for it."""
         if self._owners is not None:
             return contextlib.nullcontext()
-        self._own(self._pipelining.ownership.names)
+        self._own()
         return self._plain_parameters()
 
-    def _own(self, names: list[set[str]]) -> None:
+    def _own(self) -> None:
         """Note the owners after a step; a recaptured step may use more parameters."""
-        module = self.lightning_module
+        module, ownership, grid = self.lightning_module, self._pipelining.ownership, self.grid
         assert module is not None
-        if self._owners is None or names != self._owners.names:
+        if self._owners is None or ownership.names != self._owners.names:
             if self._owners is not None:
                 self._owners.freed.take()
             self._owners = Owners(
-                module,
-                names,
-                self.grid.pipeline,
-                self.grid.replicas,
-                self._pipelining.ownership.steppers,
-                frees=self.free_unowned,
+                module, ownership, grid.pipeline, grid.replicas, frees=self.free_unowned
             )
         self._owners.free(self.optimizers)
         self._has_weights = False
@@ -383,13 +378,11 @@ class PipelineStrategy(EvaluatingStrategy):
         if self._owners is not None:
             self._owners.freed.lose()
         self._changes.close()
-        for mark in self._marks:
-            mark.remove()
-        self._marks = ()
         if isinstance(self._step, PipelinedStep):
             self._step.detach()
         self._step, self._evaluations = None, {}
 
-    def _clip_by_norm(self, parameters: Sequence[Tensor], limit: float) -> None:
+    def _clip_by_norm(self, optimizer: Optimizer, limit: float) -> None:
         if self._owners is not None:
+            parameters = self.precision_plugin.main_params(optimizer)
             self._owners.clip_norm(parameters, float(limit))

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lightning_unitscale.formats import BF16, E4M3FN, E5M2, FP16, NumberFormat
+from lightning_unitscale.formats import BF16, E4M3FN, E5M2, FP16
 from lightning_unitscale.scales.alerts import ScaleAlert
 from lightning_unitscale.scales.layout import MIN_EXPONENT, NUM_EXPONENTS, Direction
 from lightning_unitscale.tensorboard.history import FractionHistory, ScaleHistory
@@ -25,6 +25,8 @@ from lightning_unitscale.tensorboard.schema import ExponentCounts
 
 # The dashboard shows their ranges.
 SHOWN_FORMATS = (FP16, BF16, E4M3FN, E5M2)
+_FORMAT_FIELDS = ("name", "smallest_normal", "flush_threshold", "subnormal_threshold",
+                  "overflow_threshold")  # fmt: skip
 
 
 def frame(header: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]]) -> bytes:
@@ -59,7 +61,9 @@ def runs_json(runs: Sequence[ListedRun]) -> bytes:
     """The runs and the number formats to show."""
     content = {
         "runs": [dataclasses.asdict(run) for run in runs],
-        "formats": [_format_fields(item) for item in SHOWN_FORMATS],
+        "formats": [
+            {field: getattr(item, field) for field in _FORMAT_FIELDS} for item in SHOWN_FORMATS
+        ],
     }
     return json.dumps(content, separators=(",", ":")).encode()
 
@@ -132,15 +136,3 @@ def fractions_frame(history: FractionHistory, tensor: int) -> bytes:
         "formats": [item.name for item in history.formats],
     }
     return frame(header, {"fractions": history.fractions[:, tensor]})
-
-
-def _format_fields(item: NumberFormat) -> dict[str, Any]:
-    return {
-        "name": item.name,
-        "max": item.max,
-        "smallest_normal": item.smallest_normal,
-        "smallest_subnormal": item.smallest_subnormal,
-        "flush_threshold": item.flush_threshold,
-        "subnormal_threshold": item.subnormal_threshold,
-        "overflow_threshold": item.overflow_threshold,
-    }

@@ -14,9 +14,8 @@ from torch.utils.hooks import RemovableHandle
 from lightning_unitscale.dynamo.capture import GraphInput
 from lightning_unitscale.graph.aliasing import WRITTEN_AS, aliased_by_mutation, same_tensor
 from lightning_unitscale.graph.nodes import INPUT, INTERNAL, NAME, requires_grad
-from lightning_unitscale.graph.passes import Region
-from lightning_unitscale.graph.recorder import CallRecord, stored_elements
-from lightning_unitscale.graph.regions import is_passed_through
+from lightning_unitscale.graph.recorder import TAP, CallRecord, stored_elements
+from lightning_unitscale.graph.regions import Places, returned_by
 from lightning_unitscale.scales.statistics import statistics_row
 from lightning_unitscale.tracking.scales_graph import (
     CLEAN_NAME,
@@ -40,8 +39,7 @@ class TrackedGraph:
     The bodies of activation checkpoints stand in line with the rest.
 
     Args:
-        region: The graph after all rewrites and before its probes.
-        bodies: Bodies of the checkpoints at any depth, by the node that calls them.
+        places: Those of the graph after all rewrites and before its probes.
         rows: Row of every node that is probed.
 
     Attributes:
@@ -53,54 +51,38 @@ class TrackedGraph:
         written: Positions of inputs that the graph writes into.
     """
 
-    def __init__(
-        self, region: Region, bodies: Mapping[fx.Node, Region], rows: Mapping[fx.Node, int]
-    ) -> None:
+    def __init__(self, places: Places, rows: Mapping[fx.Node, int]) -> None:
         self.graph = ScalesGraph()
         self.inputs: list[fx.Node] = []
         self.rows: dict[fx.Node, int] = {}
-        self.outputs: tuple[Any, ...] = self._copy(region, bodies, rows, None)
-        (returned,) = region.graph.output_node().args
-        outputs = returned if isinstance(returned, (tuple, list)) else (returned,)
-        self.output_gradients = tuple(map(requires_grad, outputs))
-        aliased = aliased_by_mutation(region.graph)
-        placeholders = region.graph.find_nodes(op="placeholder")
+        graph = places.regions[0].graph
+        returned = returned_by(graph.output_node())
+        copies = self._copy(places, rows)
+        self.outputs: tuple[Any, ...] = fx.map_arg(returned, copies.__getitem__)
+        self.output_gradients = tuple(map(requires_grad, returned))
+        aliased = aliased_by_mutation(graph)
+        placeholders = graph.find_nodes(op="placeholder")
         inputs = [node for node in placeholders if INPUT in node.meta]
         self.written = {position for position, node in enumerate(inputs) if node in aliased}
 
-    def _copy(
-        self,
-        region: Region,
-        bodies: Mapping[fx.Node, Region],
-        rows: Mapping[fx.Node, int],
-        arguments: Sequence[Any] | None,
-    ) -> tuple[Any, ...]:
-        copies: dict[fx.Node, Any] = {}
-        num_placeholders = 0
-        for node in region.graph.nodes:
-            if node.op == "output":
-                (returned,) = fx.map_arg(node.args, copies.__getitem__)
-                return tuple(returned) if isinstance(returned, (tuple, list)) else (returned,)
-            if node.op == "placeholder" and arguments is not None:
-                copies[node] = (
-                    arguments[num_placeholders] if num_placeholders < len(arguments) else None
-                )
-                num_placeholders += 1
-            elif node in bodies:
-                args = fx.map_arg(tuple(node.args[1:]), copies.__getitem__)
-                copies[node] = self._copy(bodies[node], bodies, rows, args)
-            elif is_passed_through(node, bodies):
-                source = copies[node.args[0]]
-                copies[node] = source[node.args[1]] if isinstance(source, tuple) else source
-            elif _is_plumbing(node, bodies):
+    def _copy(self, places: Places, rows: Mapping[fx.Node, int]) -> dict[fx.Node, fx.Node | None]:
+        """The copies of all nodes; ``None`` for what is no part of the step."""
+        copies: dict[fx.Node, fx.Node | None] = {}
+        for region, node in places.in_order():
+            origin = places.origin(region, node)
+            if TAP in node.meta:
+                origin = node.args[0]  # type: ignore[assignment]
+            if origin is not node:
+                copies[node] = copies[origin]
+            elif node.op == "output" or node in places.bodies or _is_plumbing(node, places.bodies):
                 copies[node] = None
             else:
-                copies[node] = self._copy_node(node, copies)
+                copies[node] = copy = self._copy_node(node, copies)
                 source = same_tensor(node)
-                row = rows.get(node) if source is None else self.rows.get(copies[source])
+                row = rows.get(node) if source is None else self.rows.get(copies[source])  # type: ignore[arg-type]
                 if row is not None:
-                    self.rows[copies[node]] = row
-        raise AssertionError("a graph without output")
+                    self.rows[copy] = row
+        return copies
 
     def _copy_node(self, node: fx.Node, copies: Mapping[fx.Node, Any]) -> fx.Node:
         op, target = node.meta.get(WRITTEN_AS, (node.op, node.target))

@@ -118,7 +118,7 @@ class ScaleTracker(GraphPass):
         hooked = {
             i: rows_of[node] for i, node in enumerate(inputs) if node in gathered & {*rows_of}
         }
-        tracked = TrackedGraph(places.regions[0], places.bodies, rows_of)
+        tracked = TrackedGraph(places, rows_of)
         records: list[CallRecord] = []
         graph.wrap(functools.partial(self._around, tracked, records, hooked))
         if not chosen:

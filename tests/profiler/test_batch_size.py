@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lightning_unitscale.profiler import profile_graph
-from lightning_unitscale.profiler.batch_size import batch_size_of, fit, largest_batch, resized
+from lightning_unitscale.profiler.api import batch_size_of, resized
+from lightning_unitscale.profiler.graph_profile import fit, largest_batch
 from tests.profiler.networks import NETWORKS
 from tests.profiler.oracles import sum_of
 

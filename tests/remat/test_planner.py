@@ -305,4 +305,3 @@ def test_a_report_says_what_is_kept_and_run_again(planner: Planner) -> None:
     assert report.saved_bytes < RematReport.of(planner.default).saved_bytes
     assert report.recomputed_flops > 0
     assert "saved for backward" in report.table()
-    assert report.to_dict()["peak_bytes"] == report.peak_bytes

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_unitscale.pipeline.ownership import Ownership
 from lightning_unitscale.strategies.grid import Replicas
 from lightning_unitscale.strategies.ownership import FreedParameter, FreedStorage, Owners
 
@@ -131,7 +132,9 @@ def test_gradients_are_clipped_by_the_norm_of_all(monkeypatch: pytest.MonkeyPatc
         gradients = [torch.randn_like(one) for one in module.parameters()]
         for one, gradient in zip(module.parameters(), gradients, strict=True):
             one.grad = gradient.clone()
-        owners = Owners(module, [{"weight", "bias"}], None, Replicas(None, 0, 1), {})
+        ownership = Ownership(module, 1, lambda stage: 0)
+        ownership.adopt((1, dict.fromkeys(("weight", "bias"), frozenset({0}))))
+        owners = Owners(module, ownership, None, Replicas(None, 0, 1))
         owners.clip_norm(module.parameters(), 0.5)
     finally:
         dist.destroy_process_group()

@@ -14,54 +14,47 @@ export function parseFrame(buffer) {
   return { header, arrays };
 }
 
+/** Answers by route and query, whose bytes `read` resolves to. */
+class Source {
+  runs() {
+    return this.json('runs', {});
+  }
+
+  async json(route, query) {
+    return JSON.parse(new TextDecoder().decode(await this.read(route, query)));
+  }
+
+  async frame(route, query) {
+    return parseFrame(await this.read(route, query));
+  }
+}
+
 /** The routes of the plugin. */
-export class ServerSource {
+export class ServerSource extends Source {
   constructor(base) {
+    super();
     this.base = base;
     this.isLive = true;
   }
 
-  async runs() {
-    return this.json('runs', {});
-  }
-
-  async json(route, query) {
-    return (await this.#get(route, query)).json();
-  }
-
-  async frame(route, query) {
-    return parseFrame(await (await this.#get(route, query)).arrayBuffer());
-  }
-
-  async #get(route, query) {
+  async read(route, query) {
     const url = new URL(route, this.base);
     url.search = new URLSearchParams(query);
     const response = await fetch(url);
     if (!response.ok) throw new Error(`${response.status}: ${(await response.text()).slice(0, 300)}`);
-    return response;
+    return response.arrayBuffer();
   }
 }
 
 /** The same answers, compressed and in base64, from a script element of the page. */
-export class EmbeddedSource {
+export class EmbeddedSource extends Source {
   constructor(answers) {
+    super();
     this.answers = answers;
     this.isLive = false;
   }
 
-  async runs() {
-    return this.json('runs', {});
-  }
-
-  async json(route, query) {
-    return JSON.parse(new TextDecoder().decode(await this.#get(route, query)));
-  }
-
-  async frame(route, query) {
-    return parseFrame(await this.#get(route, query));
-  }
-
-  async #get(route, query) {
+  async read(route, query) {
     const answer = this.answers[[route, ...Object.values(query)].join('\n')];
     if (answer === undefined) throw new Error(`${query.tensor ?? route}: not in this report`);
     const bytes = Uint8Array.from(atob(answer), (letter) => letter.charCodeAt(0));
