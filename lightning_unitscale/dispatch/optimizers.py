@@ -31,6 +31,7 @@ _SUSPENDED: WeakKeyDictionary[Optimizer, weakref.ref[ProductSession] | None] = W
 
 def _suspend(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     session, LOCAL.session = LOCAL.session, None
+    LOCAL.backward = -1, None  # it may step in a hook of the backward pass
     _SUSPENDED[optimizer] = None if session is None else session.ref
     if session is None:
         return None
