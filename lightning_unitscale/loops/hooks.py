@@ -44,10 +44,10 @@ def stepping_optimizers(optimizer: Any) -> list[Any]:
     found = []
     for item in given:
         inner = item
-        while not isinstance(inner, Optimizer) and hasattr(inner, "optimizer"):
-            inner = inner.optimizer
+        while (held := _held_optimizer(inner)) is not None:
+            inner = held
         if isinstance(inner, Optimizer):
-            found.append(getattr(inner, "optimizer", inner))
+            found.append(inner)
         elif callable(getattr(item, "step", None)):
             found.append(item)
         else:
@@ -56,6 +56,14 @@ def stepping_optimizers(optimizer: Any) -> list[Any]:
                 "list; leave it out for every optimizer of torch with parameters of the module."
             )
     return found
+
+
+def _held_optimizer(wrapper: Any) -> Any:
+    """The optimizer within another: only that need be one that torch tells of."""
+    if hasattr(wrapper, "optimizer"):
+        return wrapper.optimizer
+    values = getattr(wrapper, "__dict__", {}).values()
+    return next((value for value in values if isinstance(value, Optimizer)), None)
 
 
 def _has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -62,7 +63,7 @@ class Descent:
             param.grad = None
 
 
-def descend(model: nn.Module, optimizer: Descent) -> list[Tensor]:
+def descend(model: nn.Module, optimizer: Any) -> list[Tensor]:
     losses = []
     for x, y in batches():
         losses.append(F.cross_entropy(model(x), y))
@@ -83,6 +84,28 @@ def test_an_optimizer_that_is_not_torchs() -> None:
         assert "step" not in vars(optimizer)
     assert_same_bits(*results)
     assert [snapshot.step for snapshot in callbacks[1].snapshots] == [0, 2, 4]
+
+
+class Private(torch.optim.Optimizer):
+    """Steps by another optimizer, as Opacus's does: torch hears of that one only."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.original_optimizer = optimizer
+        self.param_groups, self.state = optimizer.param_groups, optimizer.state
+
+    def step(self, closure: Any = None) -> Any:
+        return self.original_optimizer.step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.original_optimizer.zero_grad(set_to_none)
+
+
+def test_an_optimizer_that_holds_another() -> None:
+    model, optimizer = new()
+    optimizer = Private(optimizer)
+    with attach(model, optimizer, METHODS["both"]()) as attachment:
+        descend(model, optimizer)
+    assert attachment.step_index == NUM_STEPS
 
 
 def minimize(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
