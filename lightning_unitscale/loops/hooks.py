@@ -179,7 +179,8 @@ def warn_of_no_call(module: nn.Module, num_steps: int) -> None:
         f"module={type(module).__name__}: an optimizer has stepped {num_steps} times, and no call "
         "of the module was seen, so that callbacks have done nothing. Expected calls of the module "
         "that was given; if it was compiled or wrapped afterwards, attach what is called; if "
-        "the loop calls another method of it than forward, name that in attach(..., methods=).",
+        "the loop calls another method of it than forward, name that in attach(..., methods=); "
+        "if it calls parts of it, attach these.",
         stacklevel=6,
     )
 
@@ -190,6 +191,7 @@ def warn_of_no_step(module: nn.Module) -> None:
         f"module={type(module).__name__}: it was called in training, and no step of an optimizer "
         "was seen, so that callbacks have seen no training step. Expected steps of an optimizer of "
         "torch with parameters of the module, or of the one that is given; pass the one whose "
-        "step() the loop calls as attach(module, optimizer, ...).",
+        "step() the loop calls as attach(module, optimizer, ...), or none if the loop makes its "
+        "own.",
         stacklevel=4,
     )
