@@ -7,7 +7,6 @@ import functools
 import itertools
 import threading
 import weakref
-from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -57,8 +56,10 @@ class Call:
 CALLS: dict[int, tuple[weakref.ref[Any], Call]] = {}
 # Forward products whose backward pass may still come; each is a few numbers.
 _MAX_CALLS = 2**16
-# Numbers of the nodes that the latest calls of modules have made, each with whose call it was.
-_MADE: deque[tuple[range, weakref.ref[Any]]] = deque(maxlen=2**12)
+# Numbers of the nodes that the latest calls of modules have made, each with whose call it was. A
+# list: other threads may add to it while one looks.
+_MADE: list[tuple[range, weakref.ref[Any]]] = []
+_MAX_MADE = 2**12
 
 
 def remember(
@@ -124,8 +125,7 @@ def forget(session: weakref.ref[Any]) -> None:
     """Forget the calls of a session: backward passes that are still to come run plain."""
     for number in [number for number, (whose, _) in list(CALLS.items()) if whose is session]:
         CALLS.pop(number, None)
-    for made in [made for made in _MADE if made[1] is session]:
-        _MADE.remove(made)
+    _MADE[:] = [made for made in _MADE if made[1] is not session]
 
 
 def note_made(numbers: range, session: weakref.ref[Any]) -> None:
@@ -135,6 +135,8 @@ def note_made(numbers: range, session: weakref.ref[Any]) -> None:
         numbers: Of the nodes.
         session: Whose call it was.
     """
+    if len(_MADE) >= _MAX_MADE:
+        del _MADE[: _MAX_MADE // 2]
     if numbers:
         _MADE.append((numbers, session))
 

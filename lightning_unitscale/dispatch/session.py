@@ -120,7 +120,8 @@ class ProductSession:
             yield
         finally:
             LOCAL.session = previous
-            note_made(range(first_node, last_sequence_number() + 1), self.ref)
+            if self.is_open:
+                note_made(range(first_node, last_sequence_number() + 1), self.ref)
             torch.backends.mha.set_fastpath_enabled(has_fused_layers)
 
     @property
