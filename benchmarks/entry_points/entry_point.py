@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import Any
 
 from measure import versions_of
 from torch import nn
+
+from lightning_unitscale import attach
 
 
 @dataclass(frozen=True)
@@ -66,3 +69,13 @@ class EntryPoint:
 def given(callbacks: list[Any]) -> dict[str, list[Any]]:
     """The keyword argument ``callbacks``, left out where there are none, as users do."""
     return {"callbacks": callbacks} if callbacks else {}
+
+
+@contextmanager
+def attached(module: nn.Module, optimizer: Any, callbacks: list[Any], **how: Any) -> Iterator[None]:
+    """Attach the callbacks, if there are any."""
+    if callbacks:
+        with attach(module, optimizer, callbacks, **how):
+            yield
+    else:
+        yield

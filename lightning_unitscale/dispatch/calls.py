@@ -56,6 +56,10 @@ class Call:
 CALLS: dict[int, tuple[weakref.ref[Any], Call]] = {}
 # Forward products whose backward pass may still come; each is a few numbers.
 _MAX_CALLS = 2**16
+# Numbers of the nodes that the latest calls of modules have made, each with whose call it was. A
+# list: other threads may add to it while one looks.
+_MADE: list[tuple[range, weakref.ref[Any]]] = []
+_MAX_MADE = 2**12
 
 
 def remember(
@@ -121,6 +125,34 @@ def forget(session: weakref.ref[Any]) -> None:
     """Forget the calls of a session: backward passes that are still to come run plain."""
     for number in [number for number, (whose, _) in list(CALLS.items()) if whose is session]:
         CALLS.pop(number, None)
+    _MADE[:] = [made for made in _MADE if made[1] is not session]
+
+
+def note_made(numbers: range, session: weakref.ref[Any]) -> None:
+    """Keep which autograd nodes a call has made.
+
+    Args:
+        numbers: Of the nodes.
+        session: Whose call it was.
+    """
+    if len(_MADE) >= _MAX_MADE:
+        del _MADE[: _MAX_MADE // 2]
+    if numbers:
+        _MADE.append((numbers, session))
+
+
+def maker_of(number: int) -> Any:
+    """Whose call has made an autograd node; ``None`` if no call has.
+
+    A function of the user's own may multiply in its backward pass only.
+    """
+    maker: Any = None
+    for numbers, session in reversed(_MADE):
+        if number in numbers:
+            maker = session()  # a call within this one comes next
+        elif number >= numbers.stop:
+            break
+    return maker
 
 
 def may_belong_to(rule: ProductRule, call: Call) -> bool:

@@ -19,12 +19,18 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from torch.utils._pytree import tree_leaves
 
-from lightning_unitscale.dispatch.calls import CALLS, Call
+from lightning_unitscale.dispatch.calls import CALLS, Call, maker_of
 from lightning_unitscale.dispatch.products import ProductRule
 from lightning_unitscale.dispatch.session import LOCAL, ProductSession
-from lightning_unitscale.dispatch.sites import recomputed_checkpoint
-from lightning_unitscale.dispatch.torch_internals import current_node, sequence_number
+from lightning_unitscale.dispatch.sites import frames, recomputed_checkpoint
+from lightning_unitscale.dispatch.torch_internals import (
+    FUNCTION_CALL,
+    current_node,
+    graph_task,
+    sequence_number,
+)
 
 # Sessions that are open, by identity.
 OPEN: dict[int, weakref.ref[ProductSession]] = {}
@@ -57,7 +63,14 @@ def owner_of(rule: ProductRule, args: Any) -> tuple[ProductSession | None, Any, 
     """
     if (node := current_node()) is not None:
         session, call = asking_session(node)
+        if session is None:
+            session = maker_of(sequence_number(node))
+        LOCAL.backward = graph_task(), None if session is None else session.ref
         return session, node, call
+    if LOCAL.session is None and (task := graph_task()) >= 0:
+        # A hook, which no node runs, comes after what it belongs to.
+        latest, ref = LOCAL.backward
+        return (ref() if ref is not None and latest == task else None), None, None
     if LOCAL.session is None and LOCAL.after_call is not None:
         return _session_of_loss(rule.operands_in(args)), None, None
     return LOCAL.session, None, None
@@ -69,11 +82,18 @@ def _session_of_loss(operands: Sequence[Any]) -> ProductSession | None:
     Of the module's step is what needs a gradient, and is no other model's.
     """
     session = None if LOCAL.after_call is None else LOCAL.after_call()
-    if session is None or not session.is_open or not torch.is_grad_enabled():
-        return None
-    if not any(isinstance(operand, Tensor) and operand.requires_grad for operand in operands):
+    if session is None or not session.is_open or not _needs_gradient(operands):
         return None
     return None if session.sites.is_in_other_model() else session
+
+
+def _needs_gradient(operands: Sequence[Any]) -> bool:
+    """Whether autograd records a product, by itself or within a function of the user's own."""
+    read = list(operands)
+    if not torch.is_grad_enabled():
+        calls = (frame for frame in frames() if frame.f_code is FUNCTION_CALL)
+        read = [leaf for frame in calls for leaf in tree_leaves(frame.f_locals["args"])]
+    return any(isinstance(value, Tensor) and value.requires_grad for value in read)
 
 
 def running_session() -> ProductSession | None:
@@ -94,6 +114,7 @@ _SUSPENDED: WeakKeyDictionary[Optimizer, weakref.ref[ProductSession] | None] = W
 
 def _suspend(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     session, LOCAL.session = LOCAL.session, None
+    LOCAL.backward = -1, None  # it may step in a hook of the backward pass
     _SUSPENDED[optimizer] = None if session is None else session.ref
     if session is None:
         return None

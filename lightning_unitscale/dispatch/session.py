@@ -23,6 +23,7 @@ from lightning_unitscale.dispatch.calls import (
     Call,
     Sources,
     may_belong_to,
+    note_made,
     remember,
     show,
     slot_of,
@@ -35,7 +36,11 @@ from lightning_unitscale.dispatch.measurement import FORWARD, MeasuredProduct, S
 from lightning_unitscale.dispatch.products import ProductRule
 from lightning_unitscale.dispatch.sites import Sites
 from lightning_unitscale.dispatch.tensors import Extent, forget_copy
-from lightning_unitscale.dispatch.torch_internals import Kernel
+from lightning_unitscale.dispatch.torch_internals import (
+    Kernel,
+    graph_task,
+    last_sequence_number,
+)
 from lightning_unitscale.dispatch.units import Units
 
 _Args = tuple[Any, ...]
@@ -48,11 +53,13 @@ class _Local(threading.local):
         session: Whose the forward products are.
         after_call: Whose step goes on outside of any call of its module, weakly: a loop of the
             user's computes its loss there.
+        backward: Number of the backward pass in which a product has run last, and whose it was.
         is_inside: Whether a product is running, whose own kernels are nobody's.
     """
 
     session: ProductSession | None = None
     after_call: weakref.ref[ProductSession] | None = None
+    backward: tuple[int, weakref.ref[ProductSession] | None] = (-1, None)
     is_inside: bool = False
 
 
@@ -104,6 +111,7 @@ class ProductSession:
     def running(self) -> Iterator[None]:
         """Within this context forward products of this thread are the session's."""
         previous, LOCAL.session = LOCAL.session, self
+        first_node = last_sequence_number() + 1
         has_fused_layers = torch.backends.mha.get_fastpath_enabled()
         if self.is_rounding:
             # A whole encoder layer in one kernel would be left as it is, in evaluation only.
@@ -112,6 +120,8 @@ class ProductSession:
             yield
         finally:
             LOCAL.session = previous
+            if self.is_open:
+                note_made(range(first_node, last_sequence_number() + 1), self.ref)
             torch.backends.mha.set_fastpath_enabled(has_fused_layers)
 
     @property
@@ -158,25 +168,29 @@ class ProductSession:
             call: The forward product that the node was made for, if it was made for one.
         """
         operands = rule.operands_in(args)
+        if node is not None or LOCAL.session is self:
+            run = self.sites.run_of(node)
+        else:
+            run = self.sites.loss_run() if graph_task() < 0 else None
         if not are_real(operands):
             result = run_inside(original, *args, **kwargs)
-            if self.counter is not None and any(operand.is_complex() for operand in operands):
-                path = self.sites.forward_run().path
-                self.counter.add_complex(path, operands, rule.flops(args, result))
+            is_complex = any(operand.is_complex() for operand in operands)
+            if self.counter is not None and is_complex and run is not None:
+                self.counter.add_complex(run.path, operands, rule.flops(args, result))
             return result
-        is_loss = node is None and LOCAL.session is not self
-        run = self.sites.loss_run() if is_loss else self.sites.run_of(node)
         if run is None and call is not None and may_belong_to(rule, call):
             call.num_visits += 1
             addends = [args[position] for position in rule.addends_in(args)]
             sources = sources_of(rule, call, operands)
             product = self.backward_product(rule, operands, call, sources, addends)
         else:
-            suffix = f"@{node.name()}" if run is None else ""
+            caller = "hook" if node is None else node.name()
+            suffix = f"@{caller}" if run is None else ""
             word, roles = rule.name_in(args)
             site = self.sites.find(word + suffix, roles, run or self.sites.no_module())
             product, extents = self.forward_product(rule, site, args, operands)
-            remember(self.ref, product, site, operands, extents, self.units.step)
+            if run is not None or torch.is_grad_enabled():
+                remember(self.ref, product, site, operands, extents, self.units.step)
             show(site, operands, product.log2_units)
         return self.execute(product, original, args, kwargs)
 

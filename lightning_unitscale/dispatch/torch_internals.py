@@ -51,6 +51,7 @@ MODULE_CALL: CodeType = nn.Module._call_impl.__code__
 # The second is all that is there of a module after its ``compile()``.
 MODULE_CALLS = frozenset({MODULE_CALL, nn.Module._wrapped_call_impl.__code__})
 ENGINE: CodeType = autograd_graph._engine_run_backward.__code__
+FUNCTION_CALL: CodeType = inspect.unwrap(vars(torch.autograd.Function)["apply"]).__code__
 
 CHECKPOINT: CodeType = inspect.unwrap(checkpoints.checkpoint).__code__
 _REENTRANT: CodeType = checkpoints.CheckpointFunction.backward.__code__
@@ -64,7 +65,7 @@ RECOMPUTATIONS = _RECOMPUTATIONS | {_REENTRANT}
 UNPACK = "unpack_hook"
 
 current_node: Callable[[], Any] = torch._C._current_autograd_node
-# Number of the backward pass that runs on this thread.
+# Number of the backward pass that runs on this thread, -1 if none does.
 graph_task: Callable[[], int] = torch._C._current_graph_task_id
 fake_mode_of: Callable[[Any], Any] = detect_fake_mode
 

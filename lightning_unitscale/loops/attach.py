@@ -329,7 +329,11 @@ class Attachment(Loop):
             optimizer: The optimizer.
             has_closure: Whether it is given one, which calls the module within the step.
         """
-        if not has_closure:
+        if has_closure:
+            return
+        if not self._is_in_batch:
+            self._count_idle(optimizer)
+        elif self._ends_with(optimizer):
             self._end_backward(optimizer)
 
     def after_step(self, optimizer: Any, *, has_closure: bool = False) -> None:
@@ -339,7 +343,9 @@ class Attachment(Loop):
             optimizer: The optimizer.
             has_closure: Whether it was given a closure.
         """
-        if has_closure:
+        if has_closure and not self._is_in_batch:
+            self._count_idle(optimizer)
+        elif has_closure and self._ends_with(optimizer):
             self._end_backward(optimizer)
         if self._stepping is not optimizer:
             return
@@ -350,14 +356,16 @@ class Attachment(Loop):
             callback.end_batch()
 
     def _end_backward(self, optimizer: Any) -> None:
-        """The gradients are there, if the optimizer's steps end a training step."""
-        if not self._ends_with(optimizer):
+        """The gradients are there."""
+        self._stepping = optimizer
+        for callback in self._callbacks:
+            callback.end_backward()
+
+    def _count_idle(self, optimizer: Any) -> None:
+        if self.step_index or self._num_idle_steps == _IDLE_STEPS:
             return
-        if self._is_in_batch:
-            self._stepping = optimizer
-            for callback in self._callbacks:
-                callback.end_backward()
-        elif not self.step_index and self._num_idle_steps < _IDLE_STEPS:
+        # One that was not given has parameters of the module where the loop makes its own.
+        if self._ends_with(optimizer) or self._has_parameters_in(optimizer):
             self._num_idle_steps += 1
             if self._num_idle_steps == _IDLE_STEPS:
                 warn_of_no_call(self.module, _IDLE_STEPS)
@@ -365,6 +373,9 @@ class Attachment(Loop):
     def _ends_with(self, optimizer: Any) -> bool:
         if self._optimizers is not None:
             return any(optimizer is known for known in self._optimizers)
+        return self._has_parameters_in(optimizer)
+
+    def _has_parameters_in(self, optimizer: Any) -> bool:
         own = {id(param) for param in self.module.parameters()}
         return any(
             id(param) in own for group in optimizer.param_groups for param in group["params"]

@@ -44,10 +44,10 @@ def stepping_optimizers(optimizer: Any) -> list[Any]:
     found = []
     for item in given:
         inner = item
-        while not isinstance(inner, Optimizer) and hasattr(inner, "optimizer"):
-            inner = inner.optimizer
+        while (held := _held_optimizer(inner)) is not None:
+            inner = held
         if isinstance(inner, Optimizer):
-            found.append(getattr(inner, "optimizer", inner))
+            found.append(inner)
         elif callable(getattr(item, "step", None)):
             found.append(item)
         else:
@@ -56,6 +56,14 @@ def stepping_optimizers(optimizer: Any) -> list[Any]:
                 "list; leave it out for every optimizer of torch with parameters of the module."
             )
     return found
+
+
+def _held_optimizer(wrapper: Any) -> Any:
+    """The optimizer within another: only that need be one that torch tells of."""
+    if hasattr(wrapper, "optimizer"):
+        return wrapper.optimizer
+    values = getattr(wrapper, "__dict__", {}).values()
+    return next((value for value in values if isinstance(value, Optimizer)), None)
 
 
 def _has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -171,7 +179,8 @@ def warn_of_no_call(module: nn.Module, num_steps: int) -> None:
         f"module={type(module).__name__}: an optimizer has stepped {num_steps} times, and no call "
         "of the module was seen, so that callbacks have done nothing. Expected calls of the module "
         "that was given; if it was compiled or wrapped afterwards, attach what is called; if "
-        "the loop calls another method of it than forward, name that in attach(..., methods=).",
+        "the loop calls another method of it than forward, name that in attach(..., methods=); "
+        "if it calls parts of it, attach these.",
         stacklevel=6,
     )
 
@@ -182,6 +191,7 @@ def warn_of_no_step(module: nn.Module) -> None:
         f"module={type(module).__name__}: it was called in training, and no step of an optimizer "
         "was seen, so that callbacks have seen no training step. Expected steps of an optimizer of "
         "torch with parameters of the module, or of the one that is given; pass the one whose "
-        "step() the loop calls as attach(module, optimizer, ...).",
+        "step() the loop calls as attach(module, optimizer, ...), or none if the loop makes its "
+        "own.",
         stacklevel=4,
     )

@@ -48,7 +48,8 @@ def unseen() -> Iterator[None]:
 def is_readable(tensor: Tensor) -> bool:
     """Whether a tensor has statistics: real floating-point numbers, at hand, in one strided piece.
 
-    Not so what stands for tensors, such as fake ones, and a graph that CUDA is recording.
+    Not so what stands for tensors, such as fake ones and those below ``torch.func``, and a graph
+    that CUDA is recording.
     """
     tensor = local_part(tensor)
     return (
@@ -56,6 +57,7 @@ def is_readable(tensor: Tensor) -> bool:
         and tensor.layout is torch.strided
         and not tensor.is_nested
         and not tensor.is_meta
+        and not is_transforming()
         and type(tensor).__torch_dispatch__ is _PLAIN_DISPATCH
         and not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import warnings
 from collections.abc import Callable, Collection, Iterator
 from types import CodeType
 from typing import Any
@@ -70,6 +71,13 @@ class StepWatcher:
             kwargs: Keyword arguments of the step.
         """
         self.close()
+        if is_transformed():
+            warnings.warn(
+                "ScaleMonitor: torch.func calls the module, and what it computes stands for other "
+                "tensors, of which nothing is shown; expected calls of the loop's own.",
+                stacklevel=2,
+            )
+            return step(*args, **kwargs)
         callers = Callers(module, StepWatcher.run.__code__, self._ignored)
         names = StartNames(module, step, args, kwargs)
         with watching() as products:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -62,7 +64,7 @@ class Descent:
             param.grad = None
 
 
-def descend(model: nn.Module, optimizer: Descent) -> list[Tensor]:
+def descend(model: nn.Module, optimizer: Any) -> list[Tensor]:
     losses = []
     for x, y in batches():
         losses.append(F.cross_entropy(model(x), y))
@@ -83,6 +85,28 @@ def test_an_optimizer_that_is_not_torchs() -> None:
         assert "step" not in vars(optimizer)
     assert_same_bits(*results)
     assert [snapshot.step for snapshot in callbacks[1].snapshots] == [0, 2, 4]
+
+
+class Private(torch.optim.Optimizer):
+    """Steps by another optimizer, as Opacus's does: torch hears of that one only."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.original_optimizer = optimizer
+        self.param_groups, self.state = optimizer.param_groups, optimizer.state
+
+    def step(self, closure: Any = None) -> Any:
+        return self.original_optimizer.step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.original_optimizer.zero_grad(set_to_none)
+
+
+def test_an_optimizer_that_holds_another() -> None:
+    model, optimizer = new()
+    optimizer = Private(optimizer)
+    with attach(model, optimizer, METHODS["both"]()) as attachment:
+        descend(model, optimizer)
+    assert attachment.step_index == NUM_STEPS
 
 
 def minimize(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -128,3 +152,45 @@ def test_an_optimizer_that_nobody_names() -> None:
     descend(model, Descent(model.parameters()))
     with pytest.warns(UserWarning, match=r"module=Net: .* no step of an optimizer was seen"):
         attachment.detach()
+
+
+def test_nothing_of_a_module_is_ever_seen() -> None:
+    """The loop has taken its method before, and makes an optimizer of its own."""
+    model, optimizer = new()
+    forward = model.forward
+    own = torch.optim.SGD(model.parameters(), lr=0.1)
+    with (
+        attach(model, optimizer, METHODS["both"]()),
+        pytest.warns(UserWarning, match="stepped 3 times, and no call of the module was seen"),
+    ):
+        for x, y in batches(3):
+            F.cross_entropy(forward(x), y).backward()
+            own.step()
+
+
+def test_a_module_that_torch_func_calls() -> None:
+    """Nothing of it can be shown, which is said."""
+    results = []
+    for callbacks in ([], METHODS["both"]()):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        params = dict(model.named_parameters())
+
+        def loss(values: dict[str, Tensor], x: Tensor, model: nn.Module = model) -> Tensor:
+            return torch.func.functional_call(model, values, (x[None],)).square().mean()
+
+        gradients = torch.func.vmap(torch.func.grad(loss), (None, 0))
+        said = (
+            pytest.warns(UserWarning, match="torch.func calls the module")
+            if callbacks
+            else nullcontext()
+        )
+        with said, attach(model, optimizer, callbacks):
+            for x in torch.randn(3, 8, 4):
+                values = {name: value.detach() for name, value in params.items()}
+                for name, gradient in gradients(values, x).items():
+                    params[name].grad = gradient.mean(0)
+                optimizer.step()
+        results.append(model.state_dict())
+    assert_same_bits(*results)
