@@ -459,8 +459,8 @@ MUTATIONS = (
     Mutation(
         "a decay that is independent of the rate follows its schedule",
         "optim/learning_rates.py",
-        "            decay /= peak_rate\n",
-        "            pass\n",
+        "                decay /= peak\n",
+        "                pass\n",
         "optim/test_scaled_step_training.py -k independent_decay",
     ),
     Mutation(
@@ -713,8 +713,8 @@ MUTATIONS = (
     Mutation(
         "gradients of what another rank owns are kept",
         "strategies/ownership.py",
-        "            param.grad = None\n",
-        "",
+        "            param.grad = None\n            param.untyped",
+        "            param.untyped",
         "strategies/test_ownership.py",
     ),
     Mutation(

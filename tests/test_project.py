@@ -1,4 +1,4 @@
-"""What stands around the package: the Makefile, the audit of the pinned versions."""
+"""What stands around the package: the Makefile, the audit of the pinned versions, the faults."""
 
 import re
 import subprocess
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from tests.mutations import MUTATIONS, ROOT, occurrences
 
 
 def test_make_help_lists_every_target() -> None:
@@ -53,3 +53,8 @@ def test_only_a_known_vulnerability_fails_the_audit(
     done = _audit(tmp_path, answer)
     assert done.returncode == returned, done.stderr
     assert said in done.stdout + done.stderr
+
+
+def test_every_fault_is_of_code_that_is_there() -> None:
+    places = [(mutation.fault, occurrences(ROOT, mutation)) for mutation in MUTATIONS]
+    assert [fault for fault, count in places if count != 1] == []
