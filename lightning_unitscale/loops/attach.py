@@ -329,11 +329,7 @@ class Attachment(Loop):
             optimizer: The optimizer.
             has_closure: Whether it is given one, which calls the module within the step.
         """
-        if has_closure:
-            return
-        if not self._is_in_batch:
-            self._count_idle(optimizer)
-        elif self._ends_with(optimizer):
+        if not has_closure:
             self._end_backward(optimizer)
 
     def after_step(self, optimizer: Any, *, has_closure: bool = False) -> None:
@@ -343,9 +339,7 @@ class Attachment(Loop):
             optimizer: The optimizer.
             has_closure: Whether it was given a closure.
         """
-        if has_closure and not self._is_in_batch:
-            self._count_idle(optimizer)
-        elif has_closure and self._ends_with(optimizer):
+        if has_closure:
             self._end_backward(optimizer)
         if self._stepping is not optimizer:
             return
@@ -356,10 +350,13 @@ class Attachment(Loop):
             callback.end_batch()
 
     def _end_backward(self, optimizer: Any) -> None:
-        """The gradients are there."""
-        self._stepping = optimizer
-        for callback in self._callbacks:
-            callback.end_backward()
+        """The gradients are there, if the optimizer's steps end a training step."""
+        if not self._is_in_batch:
+            self._count_idle(optimizer)
+        elif self._ends_with(optimizer):
+            self._stepping = optimizer
+            for callback in self._callbacks:
+                callback.end_backward()
 
     def _count_idle(self, optimizer: Any) -> None:
         if self.step_index or self._num_idle_steps == _IDLE_STEPS:
