@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -83,16 +84,22 @@ class Stepping(pl.LightningModule):
         return F.cross_entropy(self.net(batch[0]), batch[1])
 
 
-def test_the_steps_of_a_lightning_module() -> None:
+def trained(
+    make: Callable[[], torch.nn.Module],
+    loss_of: Callable[[Any, Any, int], Tensor],
+    prepare: Callable[[Any], None] = lambda model: None,
+) -> tuple[torch.nn.Module, Any, Any]:
+    """Module, wrapper and attachment of a training, which has the bits of one without callbacks."""
     results = []
     for callbacks in ([], METHODS["both"]()):
         torch.manual_seed(3)
         fabric = Fabric(accelerator="cpu", devices=1, callbacks=callbacks)
         fabric.launch()
-        module = Stepping()
+        module = make()
         model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
+        prepare(model)
         for index, batch in enumerate(batches(3)):
-            fabric.backward(model.training_step(batch, index))
+            fabric.backward(loss_of(model, batch, index))
             optimizer.step()
             optimizer.zero_grad()
         results.append(model.state_dict())
@@ -101,7 +108,14 @@ def test_the_steps_of_a_lightning_module() -> None:
     units, monitor = attachment.callbacks
     assert units.coverage.num_in_units == units.coverage.num_products == 5
     assert [snapshot.step for snapshot in monitor.snapshots] == [0, 2]
-    assert "net.up.linear" in monitor.snapshots[-1].names
+    return module, model, attachment
+
+
+def test_the_steps_of_a_lightning_module() -> None:
+    _, _, attachment = trained(
+        Stepping, lambda model, batch, index: model.training_step(batch, index)
+    )
+    assert "net.up.linear" in attachment.callbacks[1].snapshots[-1].names
     attachment.detach()
 
 
@@ -113,28 +127,16 @@ class Scored(Net):
 
 
 def test_a_method_that_is_marked() -> None:
-    results = []
-    for callbacks in ([], METHODS["both"]()):
-        torch.manual_seed(3)
-        fabric = Fabric(accelerator="cpu", devices=1, callbacks=callbacks)
-        fabric.launch()
-        module = Scored()
-        model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    def mark(model: Any) -> None:
         model.mark_forward_method("score")
         model.mark_forward_method(model.score)
         with pytest.raises(AttributeError, match="'nothing' as a forward method"):
             model.mark_forward_method("nothing")
-        for x, y in batches(3):
-            fabric.backward(model.score(x, y))
-            optimizer.step()
-            optimizer.zero_grad()
-        results.append(model.state_dict())
-    assert_same_bits(*results)
-    (attachment,) = callbacks[0].attachments
-    units, monitor = attachment.callbacks
-    assert units.coverage.num_in_units == units.coverage.num_products == 5
-    assert [snapshot.step for snapshot in monitor.snapshots] == [0, 2]
-    assert {"up.linear", "down.linear"} <= set(monitor.snapshots[-1].names)
+
+    module, model, attachment = trained(
+        Scored, lambda model, batch, index: model.score(*batch), mark
+    )
+    assert {"up.linear", "down.linear"} <= set(attachment.callbacks[1].snapshots[-1].names)
     attachment.detach()
     assert "score" not in vars(module)
     assert "mark_forward_method" not in vars(model)
