@@ -137,6 +137,9 @@ class _Rewriting:
         self._visits: dict[int, int] = defaultdict(int)
         self._identified: list[_Identified] = []
         self._fake_mode: Any = None
+        # By site, and whether they are forward: products that read one copy of what both read.
+        self._kin: dict[tuple[str, bool], list[CompiledProduct]] = defaultdict(list)
+        self._copies: dict[tuple[fx.Node, str], fx.Node] = {}
 
     def identify(self) -> None:
         """Find the site of every product."""
@@ -216,7 +219,9 @@ class _Rewriting:
             int(rule.flops(arguments_of(node), concrete(value_of(node)))),
             value_of(node.args[rule.operands[0]]).dtype,
             self._compiled.num_factors,
+            self._kin[identified.site.name, identified.slot == FORWARD],
         )
+        product.kin.append(product)
         self._compiled.products.append(product)
         return product
 
@@ -247,8 +252,10 @@ class _Rewriting:
         with self._graph.inserting_before(node):
             args = list(node.args)
             looked = []
+            names = product.site.names_of(product.sources)
             for offset, position in enumerate(rule.operands):
-                args[position] = self._scaled(args[position], start + offset)
+                if not product.stays(offset):
+                    args[position] = self._scaled(args[position], start + offset, names[offset])
                 looked.append(args[position])
             for position in rule.addends_in(node.args):
                 args[position] = self._scaled(args[position], addend)
@@ -274,13 +281,23 @@ class _Rewriting:
         for user in users:
             user.replace_input_with(node, scaled)
 
-    def _scaled(self, node: Any, factor: int) -> fx.Node:
-        """A tensor times a factor, in the same arrangement."""
+    def _scaled(self, node: Any, factor: int, name: str = "") -> fx.Node:
+        """A tensor times a factor, in the same arrangement.
+
+        Args:
+            node: The tensor.
+            factor: Index of the factor.
+            name: What the factor is the unit of: two products of a site read one copy.
+        """
         chain = []
         while str(node.target) in ARRANGED:
             chain.append(node)
             node = node.args[0]
-        result = self._times(node, factor)
+        result = self._copies.get((node, name))
+        if result is None:
+            result = self._times(node, factor)
+        if name:
+            self._copies[node, name] = result
         for view in reversed(chain):
             result = self._new(view.target, result, *view.args[1:], **view.kwargs)
         return result

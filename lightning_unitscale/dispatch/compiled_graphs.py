@@ -21,7 +21,7 @@ from lightning_unitscale.dispatch.measurement import MeasuredProduct, Site
 from lightning_unitscale.dispatch.products import ProductRule
 from lightning_unitscale.dispatch.session import LOCAL, ProductSession
 from lightning_unitscale.dispatch.sites import frames
-from lightning_unitscale.dispatch.tensors import Extent, smallest_and_rms
+from lightning_unitscale.dispatch.tensors import Extent
 from lightning_unitscale.dispatch.torch_internals import MODULE_CALL, codes, define_operator
 from lightning_unitscale.patching import nothing
 from lightning_unitscale.scales.transfer import numbers_on
@@ -42,6 +42,7 @@ class CompiledProduct:
         flops: Its floating-point operations.
         dtype: Type of its operands.
         start: Where its factors begin among those of the graph.
+        kin: The products of its graph that read copies in common, itself included.
     """
 
     rule: ProductRule
@@ -51,11 +52,19 @@ class CompiledProduct:
     flops: int
     dtype: torch.dtype
     start: int
+    kin: list[CompiledProduct]
 
     @property
     def num_factors(self) -> int:
         """One for each operand, one for addends, one for each result."""
         return len(self.sources) + 1 + len(self.rule.results)
+
+    def stays(self, operand: int) -> bool:
+        """Whether an operand has no unit.
+
+        The temperature of an attention is a Python number in the graph: what it takes stays.
+        """
+        return self.rule.temperature is not None and self.rule.temperature[operand] != 0
 
     def known(self) -> tuple[int | None, ...]:
         """Exponents of the units of its operands, ``None`` where nobody has measured."""
@@ -65,13 +74,15 @@ class CompiledProduct:
 
     def units(self) -> tuple[int, ...]:
         """Exponents of what its operands are divided by, unless it runs plain."""
-        # The temperature of an attention is a Python number in the graph: what it takes stays.
-        temperature = self.rule.temperature or (0,) * len(self.sources)
-        pairs = zip(self.known(), temperature, strict=True)
-        return tuple(0 if power else unit or 0 for unit, power in pairs)
+        return tuple(
+            0 if self.stays(index) else unit or 0 for index, unit in enumerate(self.known())
+        )
 
     def why_plain(self) -> str:
         """Why it runs plain in the units in force; empty where it does not."""
+        return next(filter(None, (product._why_plain() for product in self.kin)), "")
+
+    def _why_plain(self) -> str:
         if reason := self.site.plain.get(self.slot, ""):
             return reason
         if any(abs(exponent) > _LARGEST for exponent in self._exponents()):
@@ -164,7 +175,7 @@ class CompiledGraph:
         units = (0,) * len(known) if product.why_plain() else product.units()
         count, common = len(units), sum(units)
         extents = tuple(
-            Extent(row=smallest_and_rms(tensor) * 2.0**unit)
+            Extent.of(tensor, unit)
             for tensor, unit in zip(tensors, (*units, *[common] * len(tensors)), strict=False)
         )
         session.units.note(

@@ -14,6 +14,9 @@ from torch import Tensor
 from lightning_unitscale.dispatch.torch_internals import current_node
 from lightning_unitscale.functional.scale import empty_placed_like, multiply
 from lightning_unitscale.patching import nothing
+from lightning_unitscale.scales.layout import MOMENTS
+from lightning_unitscale.scales.statistics import statistics_row
+from lightning_unitscale.scales.tensor_statistics import FloatArray, TensorStatistics
 from lightning_unitscale.scales.transfer import HostCopy
 
 _LINE_BYTES = 64
@@ -111,39 +114,33 @@ class Extent:
     """How large the elements of a tensor are.
 
     Attributes:
-        rms: Root of their mean square.
+        rms: Root of their mean square; NaN if there are none, or some that are not finite.
         smallest: Smallest magnitude other than zero; infinite if there is none.
         largest: Largest finite magnitude.
-        row: The three on their device, until they are read; see :func:`smallest_and_rms`.
+        row: The statistics that they are read from, on their device until then.
+        log2_unit: Exponent of what the tensor of the row was divided by.
     """
 
     rms: float = math.nan
     smallest: float = math.inf
     largest: float = 0.0
     row: Tensor | None = None
+    log2_unit: int = 0
 
     @staticmethod
-    def of(tensor: Tensor) -> Extent:
+    def of(tensor: Tensor, log2_unit: int = 0) -> Extent:
         """Measure a tensor, without waiting for its device."""
-        return Extent(row=smallest_and_rms(tensor))
+        return Extent(row=statistics_row(tensor, MOMENTS), log2_unit=log2_unit)
 
-
-def smallest_and_rms(tensor: Tensor) -> Tensor:
-    """RMS, smallest magnitude other than zero, and largest finite one: FP64 of shape ``(3,)``.
-
-    The smallest of a tensor of zeros is infinite, and the RMS of an empty one is NaN: it says
-    nothing of the next. Squares are summed in FP64: a gradient of 1e-25 is ordinary, and its square
-    is 0 in FP32.
-    """
-    if tensor.numel() == 0:
-        row = [float("nan"), float("inf"), 0.0]
-        return torch.tensor(row, dtype=torch.float64, device=tensor.device)
-    magnitudes = tensor.detach().abs()
-    rms = torch.linalg.vector_norm(magnitudes, dtype=torch.float64) / tensor.numel() ** 0.5
-    # An infinity, as in the mask of an attention, is one in any unit.
-    largest = magnitudes.masked_fill(magnitudes == float("inf"), 0.0).amax()
-    smallest = magnitudes.masked_fill_(magnitudes == 0, float("inf")).amin()
-    return torch.stack([rms, smallest.double(), largest.double()])
+    def read(self, row: FloatArray) -> None:
+        """Take the numbers of a row that has arrived."""
+        statistics = TensorStatistics(row, MOMENTS, self.log2_unit)
+        # What is not finite, or not there, says nothing of the next.
+        is_finite = 0 < statistics.numel == statistics.num_finite
+        self.rms = statistics.rms if is_finite else math.nan
+        self.smallest = math.ldexp(row[MOMENTS.index("abs_min")], self.log2_unit)
+        self.largest = math.ldexp(row[MOMENTS.index("abs_max")], self.log2_unit)
+        self.row = None
 
 
 def reading(extents: Iterable[Extent]) -> Callable[[], None]:
@@ -155,8 +152,7 @@ def reading(extents: Iterable[Extent]) -> Callable[[], None]:
     copy = HostCopy(torch.stack([row.to(rows[0].device) for row in rows]))
 
     def fill_in() -> None:
-        for extent, row in zip(unread.values(), copy.numbers().tolist(), strict=True):
-            extent.rms, extent.smallest, extent.largest = row
-            extent.row = None
+        for extent, row in zip(unread.values(), copy.numbers().numpy(), strict=True):
+            extent.read(row)
 
     return fill_in

@@ -167,3 +167,7 @@ def _next_fp32(value: float) -> float:
 def _from_key(key: str) -> RowLayout:
     formats, histogram, sample_size = json.loads(key)
     return RowLayout(tuple(NumberFormat(*item) for item in formats), histogram, sample_size)
+
+
+# The moments alone: no format is asked about and no exponent counted.
+MOMENTS: Final = RowLayout(formats=(), histogram=False)

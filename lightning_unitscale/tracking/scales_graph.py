@@ -18,11 +18,8 @@ from torch import Tensor, fx
 from torch.fx.node import Target
 
 from lightning_unitscale.graph.nodes import MODULE, op_name, tensor_name
-from lightning_unitscale.scales.layout import RowLayout
+from lightning_unitscale.scales.layout import MOMENTS
 from lightning_unitscale.scales.statistics import statistics_row
-
-# The moments alone: no format is asked about and no exponent counted.
-MOMENTS: Final = RowLayout(formats=(), histogram=False)
 
 _FULL_NAMES: Final = {
     "mean_abs": "mean absolute value",

@@ -16,12 +16,12 @@ from lightning_unitscale.graph.aliasing import WRITTEN_AS, aliased_by_mutation, 
 from lightning_unitscale.graph.nodes import INPUT, INTERNAL, NAME, requires_grad
 from lightning_unitscale.graph.recorder import TAP, CallRecord, stored_elements
 from lightning_unitscale.graph.regions import Places, returned_by
+from lightning_unitscale.scales.layout import MOMENTS
 from lightning_unitscale.scales.statistics import statistics_row
 from lightning_unitscale.tracking.scales_graph import (
     CLEAN_NAME,
     FLOAT_TENSOR,
     METRICS,
-    MOMENTS,
     TRAINED,
     Metrics,
     ScalesGraph,

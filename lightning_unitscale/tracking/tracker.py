@@ -28,8 +28,9 @@ from lightning_unitscale.graph.nodes import (
 from lightning_unitscale.graph.passes import GraphPass, Phase, Region, Run, StepGraph
 from lightning_unitscale.graph.recorder import CallRecord
 from lightning_unitscale.graph.regions import Place, Places, is_passed_through, probeable_nodes
+from lightning_unitscale.scales.layout import MOMENTS
 from lightning_unitscale.tracking.probes import insert_probes
-from lightning_unitscale.tracking.scales_graph import MOMENTS, ScalesGraph
+from lightning_unitscale.tracking.scales_graph import ScalesGraph
 from lightning_unitscale.tracking.tracked_graph import TrackedCall, TrackedGraph, assemble
 
 # Sources of inputs that are the module's own state, not an argument or an intermediate tensor.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from importlib import import_module
 from typing import Any
 
 import lightning.pytorch as pl
@@ -13,6 +12,7 @@ import torch.nn.functional as F
 
 from lightning_unitscale import ScaleMonitor, UnitScaleCallback
 from lightning_unitscale.capture.compiled_graph import GraphBackend, Variant
+from lightning_unitscale.dispatch.tensors import Extent
 from lightning_unitscale.graph.recorder import GraphInterpreter
 from tests.callbacks.modules import Evaluated, Regression, regression_with
 from tests.callbacks.runs import (
@@ -68,14 +68,13 @@ class Looks(pl.Callback):
         self.measured: list[bool] = []
         self._steps: list[Any] = []
         self._count = 0
-        extents = import_module("lightning_unitscale.dispatch.tensors")
-        plain = extents.smallest_and_rms
+        measure = Extent.of
 
         def counted(tensor: Any) -> Any:
             self._count += 1
-            return plain(tensor)
+            return measure(tensor)
 
-        patch.setattr(extents, "smallest_and_rms", counted)
+        patch.setattr(Extent, "of", staticmethod(counted))
 
     @property
     def watched(self) -> list[bool]:

@@ -15,9 +15,9 @@ from lightning_unitscale.dispatch.measurement import FORWARD, MeasuredProduct, S
 from lightning_unitscale.dispatch.products import RULES, is_turned
 from lightning_unitscale.dispatch.tensors import (
     Extent,
+    reading,
     scale_in_place,
     scaled_copy,
-    smallest_and_rms,
 )
 
 MM = next(rule for rule in RULES if rule.operator == "mm")
@@ -52,14 +52,23 @@ def test_a_result_is_scaled_in_steps(exponent: int) -> None:
     assert torch.equal(tensor, torch.full((3,), 2.0 ** (exponent + -exponent // 2)))
 
 
-def test_extents() -> None:
-    rms, smallest, largest = smallest_and_rms(torch.tensor([0.0, -3e-25, 4e-25])).tolist()
+@pytest.mark.parametrize("log2_unit", [0, -90, 7])
+def test_extents(log2_unit: int) -> None:
+    def measured(*values: float) -> tuple[float, float, float]:
+        extent = Extent.of(torch.tensor(values), log2_unit)
+        reading([extent])()
+        assert extent.row is None
+        return extent.rms, extent.smallest, extent.largest
+
     # Without abs=0 all such numbers are approximately equal.
-    expected = pytest.approx((5e-25 / math.sqrt(3), 3e-25, 4e-25), rel=1e-6, abs=0)
-    assert (rms, smallest, largest) == expected
-    assert smallest_and_rms(torch.zeros(2)).tolist() == [0.0, math.inf, 0.0]
-    rms, smallest, largest = smallest_and_rms(torch.ones(0, 2)).tolist()
-    assert math.isnan(rms) and (smallest, largest) == (math.inf, 0.0)
+    expected = tuple(x * 2.0**log2_unit for x in (5e-25 / math.sqrt(3), 3e-25, 4e-25))
+    assert measured(0.0, -3e-25, 4e-25) == pytest.approx(expected, rel=1e-6, abs=0)
+    assert measured(0.0, 0.0) == (0.0, math.inf, 0.0)
+    for values in ((), (math.nan,), (math.inf, -math.inf)):
+        rms, smallest, largest = measured(*values)
+        assert math.isnan(rms) and (smallest, largest) == (math.inf, 0.0)
+    rms, smallest, largest = measured(2.0, -math.inf, 0.0)
+    assert math.isnan(rms) and smallest == largest == 2.0 ** (1 + log2_unit)
 
 
 def _measured(

@@ -5,8 +5,7 @@ import math
 import pytest
 import torch
 
-from lightning_unitscale.scales.layout import MOMENT_COLUMNS
-from lightning_unitscale.tracking.scales_graph import MOMENTS
+from lightning_unitscale.scales.layout import MOMENT_COLUMNS, MOMENTS
 from lightning_unitscale.transforms import Metrics
 
 
