@@ -1,15 +1,18 @@
 """Graphs that Inductor has compiled with units around their products, while they run.
 
 The units of a graph's products are numbers in one tensor, which an operator without inputs gives to
-the graph whenever it runs: Inductor cannot fold it, and new units compile nothing.
+the graph whenever it runs: Inductor cannot fold it, and new units compile nothing. It is saved for
+the backward pass, some of whose operands were divided by the units of the forward pass.
 """
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import CodeType, FrameType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +25,12 @@ from lightning_unitscale.dispatch.products import ProductRule
 from lightning_unitscale.dispatch.session import LOCAL, ProductSession
 from lightning_unitscale.dispatch.sites import frames
 from lightning_unitscale.dispatch.tensors import Extent
-from lightning_unitscale.dispatch.torch_internals import MODULE_CALL, codes, define_operator
+from lightning_unitscale.dispatch.torch_internals import (
+    MODULE_CALL,
+    OPERATOR_CALL,
+    codes,
+    define_operator,
+)
 from lightning_unitscale.patching import nothing
 from lightning_unitscale.scales.transfer import numbers_on
 
@@ -42,7 +50,8 @@ class CompiledProduct:
         flops: Its floating-point operations.
         dtype: Type of its operands.
         start: Where its factors begin among those of the graph.
-        kin: The products of its graph that read copies in common, itself included.
+        is_scaled: Whether it runs in units since the graph of both passes was rewritten.
+        kin: The products of its graph that are of its site, itself included.
     """
 
     rule: ProductRule
@@ -52,7 +61,8 @@ class CompiledProduct:
     flops: int
     dtype: torch.dtype
     start: int
-    kin: list[CompiledProduct]
+    is_scaled: bool = False
+    kin: list[CompiledProduct] = field(default_factory=list)
 
     @property
     def num_factors(self) -> int:
@@ -79,15 +89,14 @@ class CompiledProduct:
         )
 
     def why_plain(self) -> str:
-        """Why it runs plain in the units in force; empty where it does not."""
-        return next(filter(None, (product._why_plain() for product in self.kin)), "")
+        """Why it runs plain in the units in force; empty where it does not.
 
-    def _why_plain(self) -> str:
-        if reason := self.site.plain.get(self.slot, ""):
-            return reason
-        if any(abs(exponent) > _LARGEST for exponent in self._exponents()):
-            return f"units that make 2**{_LARGEST} together, in a compiled graph"
-        return ""
+        Products of a site read copies in common, so that all of them do or none.
+        """
+        reasons = list(self.site.plain.values())
+        if any(abs(exponent) > _LARGEST for kin in self.kin for exponent in kin._exponents()):
+            reasons.append(f"units that make 2**{_LARGEST} together, in a compiled graph")
+        return reasons[0] if reasons else ""
 
     def exponents(self) -> list[int]:
         """Exponents of its factors."""
@@ -99,6 +108,23 @@ class CompiledProduct:
         return [*(-unit for unit in units), -sum(units), *results]
 
 
+@dataclass(frozen=True)
+class PlainProduct:
+    """A product of a compiled graph without units.
+
+    Attributes:
+        operator: Name of its operator.
+        module: Path of its module.
+        reason: Why it has none.
+        flops: Its floating-point operations.
+    """
+
+    operator: str
+    module: str
+    reason: str
+    flops: int
+
+
 class CompiledGraph:
     """The products of one compiled graph, with the factors that they run with.
 
@@ -106,25 +132,35 @@ class CompiledGraph:
         session: Whose products they are.
 
     Attributes:
-        products: The products whose operands have factors.
-        unreached: Module, reason and floating-point operations of the others.
+        products: The products.
+        num_factors: Number of all factors.
     """
 
     def __init__(self, session: ProductSession) -> None:
-        self.products: list[CompiledProduct] = []
-        self.unreached: list[tuple[str, str, int]] = []
+        self.products: list[CompiledProduct | PlainProduct] = []
+        self.num_factors = 0
+        self._in_units: list[CompiledProduct] = []
+        self._of_site: dict[str, list[CompiledProduct]] = {}
         self._session: ProductSession | None = session
         module = session.sites.module
         assert module is not None, "it is running"
         self._module: weakref.ref[nn.Module] = weakref.ref(module)
         # By device: the factors, and the exponents that were written there.
         self._factors: dict[torch.device, tuple[Tensor, list[int]]] = {}
-        self._is_known = False
+        # Those of the last run, and what they were made of.
+        self._exponents: list[int] = []
+        self._known: list[tuple[Any, ...]] | None = []
+        # Of the forward and the backward graph, whether their calls are known to be ours.
+        self._are_known = [False, False]
 
-    @property
-    def num_factors(self) -> int:
-        """Of all products."""
-        return sum(product.num_factors for product in self.products)
+    def add(self, product: CompiledProduct | PlainProduct) -> None:
+        """Add a product, which comes last."""
+        self.products.append(product)
+        if isinstance(product, CompiledProduct):
+            product.kin = self._of_site.setdefault(product.site.name, [])
+            product.kin.append(product)
+            self.num_factors += product.num_factors
+            self._in_units.append(product)
 
     def session(self) -> ProductSession | None:
         """Whose products they are now; ``None`` once the session has closed."""
@@ -132,7 +168,7 @@ class CompiledGraph:
         is_new = current is not None and current is not self._session
         if current is not None and is_new and current.sites.module is self._module():
             # Compiled in an earlier run of the same module's.
-            for product in self.products:
+            for product in self._in_units:
                 old = product.site
                 product.site = current.sites.numbered(old.word, old.roles, old.module, old.index)
             self._session = current
@@ -145,13 +181,16 @@ class CompiledGraph:
 
         They stay at one address of each device, and new ones are written there.
         """
-        session = self.session()
-        if session is None:
-            exponents = [0] * self.num_factors
-        else:
-            exponents = [e for product in self.products for e in product.exponents()]
-            if session.counter is not None:
-                self._count(session.counter, is_left=bool(session.numerics))
+        known = None
+        if self.session() is not None:
+            sites = [products[0].site for products in self._of_site.values()]
+            known = [(site.log2_units, site.log2_gamma, *site.plain.values()) for site in sites]
+        if known != self._known:
+            self._known = known
+            self._exponents = [0] * self.num_factors
+            if known is not None:
+                self._exponents = [e for product in self._in_units for e in product.exponents()]
+        exponents = self._exponents
         factors, written = self._factors.get(device, (None, None))
         if factors is None or exponents != written:
             # An evaluation may come first, whose tensors no training could write into.
@@ -159,25 +198,44 @@ class CompiledGraph:
                 values = numbers_on(device, [2.0**e for e in exponents], torch.float32)
                 factors = values if factors is None else factors.copy_(values)
             self._factors[device] = factors, exponents
-        if not self._is_known:
-            self._is_known = True
-            mark_caller()
         return factors
 
+    def note_caller(self, *, is_backward: bool) -> None:
+        """Let the graph that calls be one of ours."""
+        if not self._are_known[is_backward]:
+            self._are_known[is_backward] = True
+            mark_caller()
+
     def look(self, tensors: Sequence[Tensor], index: int) -> None:
-        """Measure the operands of a product, which are in their units, and what is added to it."""
+        """Count a product, and measure its operands and what is added to it.
+
+        Args:
+            tensors: The operands, in their units, and what is added, in that of the result.
+            index: Which product.
+        """
         session, product = self._session, self.products[index]
-        if session is None:
+        if session is None or not session.is_open:
+            return
+        if session.counter is not None:
+            _count(session.counter, product, is_left=bool(session.numerics))
+        if isinstance(product, PlainProduct):
+            return
+        is_looking = session.units.is_looking
+        if product.site.is_settled and not is_looking:
             return
         known = product.known()
-        if None not in known and not session.units.is_looking:
+        if None not in known and not is_looking:
             return
-        units = (0,) * len(known) if product.why_plain() else product.units()
-        count, common = len(units), sum(units)
+        # As they were when the forward pass began, like the factors.
+        exponents = self._exponents[product.start :][: len(known) + 1]
+        shared = [-exponent for exponent in exponents[:-1]]
         extents = tuple(
             Extent.of(tensor, unit)
-            for tensor, unit in zip(tensors, (*units, *[common] * len(tensors)), strict=False)
+            for tensor, unit in zip(
+                tensors, (*shared, *[-exponents[-1]] * len(tensors)), strict=False
+            )
         )
+        count = len(known)
         session.units.note(
             MeasuredProduct(
                 product.site,
@@ -191,24 +249,36 @@ class CompiledGraph:
             takes_units=False,
         )
 
-    def _count(self, counter: CoverageCounter, *, is_left: bool) -> None:
-        for product in self.products:
-            # What was compiled for units alone is not rounded.
-            reason = COMPILED_BEFORE if is_left else product.why_plain()
-            kind: Kind = "plain" if reason else "units"
-            counter.add(product.site.module, kind, reason, product.flops)
-        for module, reason, flops in self.unreached:
-            counter.add(module, "plain", reason, flops)
+
+def _count(
+    counter: CoverageCounter, product: CompiledProduct | PlainProduct, *, is_left: bool
+) -> None:
+    if isinstance(product, PlainProduct):
+        counter.add(product.module, "plain", product.reason, product.flops)
+        return
+    # What was compiled for units alone is not rounded.
+    reason = COMPILED_BEFORE if is_left else product.why_plain()
+    kind: Kind = "plain" if reason else "units"
+    counter.add(product.site.module, kind, reason, product.flops)
 
 
 GRAPHS: list[CompiledGraph] = []
-# Compiled graphs that are ours, by the address of what runs them.
+# Compiled graphs that are ours, by the address of what runs them, and the code made for them.
 _OURS: weakref.WeakValueDictionary[int, object] = weakref.WeakValueDictionary()
+_CODE: weakref.WeakValueDictionary[int, CodeType] = weakref.WeakValueDictionary()
 
 
 # Callers whose products are not to be met again: a graph of ours has its units.
 OWN_CALLERS = ("ours", "compiler")
 COMPILED_BEFORE = "compiled before this callback was attached"
+
+
+def is_ours(frame: FrameType) -> bool:
+    """Whether code that was made for a graph of ours calls from this frame; told at once."""
+    called: FrameType | None = frame
+    if frame.f_code is OPERATOR_CALL:
+        called = frame.f_back
+    return called is not None and id(called.f_code) in _CODE
 
 
 def caller() -> str | None:
@@ -225,10 +295,16 @@ def caller() -> str | None:
 def mark_caller() -> None:
     """Let the compiled graph that calls be one of ours."""
     found = codes()
-    frame = None if found is None else _calling_frame(found[:1])
-    if frame is not None:
-        graph = frame.f_locals["self"]
-        _OURS[id(graph)] = graph
+    calling = None if found is None else _calling_frame(found[:1])
+    if calling is None:
+        return
+    graph = calling.f_locals["self"]
+    _OURS[id(graph)] = graph
+    within = itertools.takewhile(lambda frame: frame is not calling, frames())
+    # In the first run torch watches what operators do, and calls them twice.
+    for frame in [frame for frame in within if frame.f_code is OPERATOR_CALL][-1:]:
+        assert frame.f_back is not None
+        _CODE[id(frame.f_back.f_code)] = frame.f_back.f_code
 
 
 def _calling_frame(codes: tuple[CodeType, ...]) -> FrameType | None:
@@ -239,16 +315,38 @@ def _calling_frame(codes: tuple[CodeType, ...]) -> FrameType | None:
     return None
 
 
-define_operator(
-    "compiled_factors(int graph, Device device) -> Tensor",
+def _factors(index: int, device: torch.device, is_backward: bool) -> Tensor:
+    GRAPHS[index].note_caller(is_backward=is_backward)
     # Inductor may write other results into what an operator has made, when it is read no more.
-    lambda graph, device: GRAPHS[graph].factors(device).clone(),
-    lambda graph, device: torch.empty(GRAPHS[graph].num_factors, device=device),
+    return GRAPHS[index].factors(device).clone()
+
+
+def _saved_factors(factors: Tensor, gradient: Tensor, index: int) -> Tensor:
+    GRAPHS[index].note_caller(is_backward=True)
+    return factors.clone()
+
+
+def _order(index: int, device: torch.device, is_backward: bool) -> Tensor:
+    GRAPHS[index].note_caller(is_backward=is_backward)
+    return torch.zeros(1, device=device)
+
+
+define_operator(
+    "compiled_factors(int graph, Device device, bool is_backward) -> Tensor",
+    _factors,
+    lambda graph, device, is_backward: torch.empty(GRAPHS[graph].num_factors, device=device),
 )
 define_operator(
-    "compiled_order(Device device) -> Tensor",
-    lambda device: torch.zeros(1, device=device),
-    lambda device: torch.empty(1, device=device),
+    # It reads no gradient: it is told of one so that it belongs to the backward pass.
+    "saved_factors(Tensor factors, Tensor gradient, int graph) -> Tensor",
+    _saved_factors,
+    lambda factors, gradient, graph: torch.empty_like(factors),
+    torch.Tag.flexible_layout,
+)
+define_operator(
+    "compiled_order(int graph, Device device, bool is_backward) -> Tensor",
+    _order,
+    lambda graph, device, is_backward: torch.empty(1, device=device),
 )
 define_operator(
     # It writes nothing: what is said to be written keeps Inductor from leaving it out.

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
+from lightning_unitscale.dispatch.calls import Sources
 from lightning_unitscale.dispatch.execute import are_real
 from lightning_unitscale.dispatch.products import RULES, ProductRule
 from lightning_unitscale.dispatch.session import ProductSession
@@ -30,6 +31,8 @@ ARRANGED = frozenset(
     )
 )
 CAST = "prims.convert_element_type.default"
+# In the ``meta`` of a node: number of its compiled graph, and which of that graph's products it is.
+PRODUCT = "lightning_unitscale_product"
 _SAME = ARRANGED | {"aten.clone.default", "aten._unsafe_view.default", CAST}
 
 
@@ -73,6 +76,22 @@ def arrangements(node: Any) -> Iterator[fx.Node]:
     while str(node.target) in _SAME:
         node = node.args[0]
         yield node
+
+
+def known_sources(operands: list[Any], saved: list[Any]) -> Sources:
+    """For each operand of a backward product which forward operand it is; ``None``: none of them.
+
+    Args:
+        operands: What it reads.
+        saved: What its forward product reads.
+    """
+    return tuple(_source(list(arrangements(operand)), saved) for operand in operands)
+
+
+def _source(nodes: list[fx.Node], saved: list[Any]) -> int | None:
+    exact = (k for node in nodes for k, other in enumerate(saved) if other is node)
+    similar = (k for k, other in enumerate(saved) if not set(arrangements(other)).isdisjoint(nodes))
+    return next(exact, next(similar, None))
 
 
 def arguments_of(node: fx.Node) -> Any:

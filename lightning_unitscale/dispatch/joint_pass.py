@@ -28,6 +28,7 @@ from lightning_unitscale.dispatch.compiled_sites import (
     CAST,
     arguments_of,
     arrangements,
+    known_sources,
     path_of,
     rule_of,
     value_of,
@@ -196,8 +197,5 @@ def _sources(rule: ProductRule, operands: list[Any], saved: list[Any]) -> Source
     """For each operand which forward operand it is; ``None`` where it cannot be told."""
     if rule.gradient is not None:
         return (None, *range(len(operands) - 1))
-    found: list[int | None] = []
-    for operand in operands:
-        matches = (k for node in arrangements(operand) for k, s in enumerate(saved) if s is node)
-        found.append(next(matches, None))
-    return tuple(found) if found.count(None) == 1 else None
+    found = known_sources(operands, saved)
+    return found if found.count(None) == 1 else None

@@ -8,14 +8,15 @@ more meanwhile.
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from typing import Any
 
 import torch
 
-from lightning_unitscale.dispatch import aot_pass, joint_pass
+from lightning_unitscale.dispatch import aot_pass, joint_pass, joint_units
 from lightning_unitscale.dispatch.calls import forget
-from lightning_unitscale.dispatch.compiled_graphs import OWN_CALLERS, caller
+from lightning_unitscale.dispatch.compiled_graphs import OWN_CALLERS, caller, is_ours
 from lightning_unitscale.dispatch.fp8 import layer_kernel
 from lightning_unitscale.dispatch.owners import (
     INSTALLED,
@@ -32,7 +33,7 @@ from lightning_unitscale.dispatch.torch_internals import (
 )
 from lightning_unitscale.dispatch.unreached import UNREACHED, unreached_kernel, writing_kernel
 
-_PASSES = (joint_pass.PASS, *aot_pass.PASSES)
+_PASSES = (joint_pass.PASS, joint_units.PASS, *aot_pass.PASSES)
 # By the identity of a session: what ends it, here or when nobody has it any more.
 _sessions: dict[int, weakref.finalize[..., ProductSession]] = {}
 # The dispatch keys whose kernels are overridden.
@@ -108,7 +109,7 @@ def product_kernel(rule: ProductRule, original: Kernel) -> Kernel:
     """
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        if LOCAL.is_inside:
+        if LOCAL.is_inside or is_ours(sys._getframe(1)):
             return original(*args, **kwargs)
         session, node, call = owner_of(rule, args)
         if session is None or caller() in OWN_CALLERS:

@@ -53,6 +53,8 @@ MODULE_CALLS = frozenset({MODULE_CALL, nn.Module._wrapped_call_impl.__code__})
 ENGINE: CodeType = autograd_graph._engine_run_backward.__code__
 FUNCTION_CALL: CodeType = inspect.unwrap(vars(torch.autograd.Function)["apply"]).__code__
 
+OPERATOR_CALL: CodeType = torch._ops.OpOverload.__call__.__code__
+
 CHECKPOINT: CodeType = inspect.unwrap(checkpoints.checkpoint).__code__
 _REENTRANT: CodeType = checkpoints.CheckpointFunction.backward.__code__
 _RECOMPUTATIONS: frozenset[CodeType] = frozenset(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,7 +13,12 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from lightning_unitscale.dispatch.compiled_graphs import COMPILED_BEFORE, OWN_CALLERS, caller
+from lightning_unitscale.dispatch.compiled_graphs import (
+    COMPILED_BEFORE,
+    OWN_CALLERS,
+    caller,
+    is_ours,
+)
 from lightning_unitscale.dispatch.owners import owner_of
 from lightning_unitscale.dispatch.products import Arguments, ProductRule, contraction
 from lightning_unitscale.dispatch.session import LOCAL, run_inside
@@ -135,7 +141,7 @@ def writing_kernel(rule: ProductRule, unreached: UnreachedRule, original: Kernel
         rule = replace(rule, with_factor=None)
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        if LOCAL.is_inside:
+        if LOCAL.is_inside or is_ours(sys._getframe(1)):
             return original(*args, **kwargs)
         session, node, call = owner_of(rule, args)
         if session is None:

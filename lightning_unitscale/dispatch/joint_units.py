@@ -1,0 +1,195 @@
+"""Units in what the user compiles, on AOTAutograd's joint graph of a forward and backward pass.
+
+A module that the user gave to ``torch.compile`` runs no kernel under its own name. Its products get
+their units in its graphs. The partitioner then saves a copy that both passes read in place of the
+tensor that it was made of, and the factors with it, so a backward pass has those of its forward.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from lightning_unitscale.dispatch.calls import Sources, slot_of
+from lightning_unitscale.dispatch.compiled_graphs import (
+    GRAPHS,
+    CompiledGraph,
+    CompiledProduct,
+    PlainProduct,
+)
+from lightning_unitscale.dispatch.compiled_sites import (
+    PRODUCT,
+    arguments_of,
+    known_sources,
+    path_of,
+    rule_of,
+    value_of,
+)
+from lightning_unitscale.dispatch.measurement import FORWARD, Site
+from lightning_unitscale.dispatch.products import ProductRule
+from lightning_unitscale.dispatch.scaled_nodes import Scaling
+from lightning_unitscale.dispatch.session import LOCAL, ProductSession
+from lightning_unitscale.dispatch.torch_internals import (
+    GraphPass,
+    compile_id,
+    fake_mode_of,
+    is_of_backward,
+)
+from lightning_unitscale.dispatch.unreached import UNREACHED
+from lightning_unitscale.profiler.costs import concrete
+
+_ATEN = torch.ops.aten
+_OURS = torch.ops.lightning_unitscale
+_UNREACHED = {
+    f"aten.{rule.operator}" + ("" if "." in rule.operator else ".default"): rule
+    for rule in UNREACHED
+}
+# What formats have left: ``joint_pass.py`` could not take a number that is known at run time only.
+_NUMBER = "a number among its arguments that is known only when it runs, in a compiled graph"
+# By session and the name of a site, the number of the compiled frame that its product is in.
+_CLAIMS: WeakKeyDictionary[ProductSession, dict[str, int | None]] = WeakKeyDictionary()
+
+
+def _give_units(graph: fx.Graph) -> None:
+    """Give units to the products of a graph that is compiled in a step of a session's."""
+    session, identity = LOCAL.session, compile_id()
+    if session is not None and identity is not None:
+        _Units(graph, session, identity[0]).run()
+
+
+PASS = GraphPass("joint_custom_post_pass", _give_units)
+
+
+class _Units:
+    """Rewrites one graph."""
+
+    def __init__(self, graph: fx.Graph, session: ProductSession, frame: int | None) -> None:
+        self._graph = graph
+        self._session = session
+        self._frame = frame
+        self._root = session.sites.forward_run().path
+        self._compiled = CompiledGraph(session)
+        self._index = len(GRAPHS)
+        tangents = [n for n in graph.nodes if n.op == "placeholder" and "tangents" in n.name]
+        self._tangents = [node for node in tangents if isinstance(value_of(node), Tensor)]
+        # What the backward pass computes of the gradients that arrive.
+        self._after_tangents = set(tangents)
+        self._taken: set[str] = set()
+        # By the number of the autograd node: the site, and what its product reads.
+        self._forward: dict[int, list[tuple[Site, list[fx.Node]]]] = defaultdict(list)
+        self._visits: dict[int, int] = defaultdict(int)
+
+    def run(self) -> None:
+        """Rewrite it."""
+        found = []
+        for node in list(self._graph.nodes):
+            if not self._after_tangents.isdisjoint(node.all_input_nodes):
+                self._after_tangents.add(node)
+            rule, unreached = rule_of(node), _UNREACHED.get(str(node.target))
+            if rule is not None and not self._session.numerics:
+                found.append((node, self._product(rule, node)))
+            elif node.op == "call_function" and (left := rule or unreached) is not None:
+                reason = _NUMBER if unreached is None else unreached.reason
+                flops = int(left.flops(arguments_of(node), concrete(value_of(node))))
+                path = path_of(node, self._session, self._root)
+                self._add(node, PlainProduct(str(node.target), path, reason, flops))
+        if not self._compiled.products:
+            return
+        GRAPHS.append(self._compiled)
+        if found:
+            self._rewrite(found)
+
+    def _add(self, node: fx.Node, product: CompiledProduct | PlainProduct) -> None:
+        node.meta[PRODUCT] = self._index, len(self._compiled.products)
+        self._compiled.add(product)
+
+    def _product(self, rule: ProductRule, node: fx.Node) -> CompiledProduct:
+        """What is known of a product before it runs."""
+        word, roles = rule.name_in(arguments_of(node))
+        number = node.meta.get("seq_nr")
+        operands = rule.operands_in(node.args)
+        site: Site | None = None
+        sources: Sources = tuple(range(len(operands)))
+        if node in self._after_tangents or is_of_backward(node):
+            if number is not None and self._forward[number]:
+                site, saved = self._forward[number][0]
+                sources = self._sources(rule, operands, saved, number)
+            else:
+                word += "@backward"
+        slot = FORWARD if site is None else slot_of(sources)
+        if site is None:
+            site = self._claim(word, roles, path_of(node, self._session, self._root))
+            if number is not None and not word.endswith("@backward"):
+                self._forward[number].append((site, operands))
+        product = CompiledProduct(
+            rule,
+            site,
+            slot,
+            sources,
+            int(rule.flops(arguments_of(node), concrete(value_of(node)))),
+            value_of(operands[0]).dtype,
+            self._compiled.num_factors,
+        )
+        self._add(node, product)
+        return product
+
+    def _sources(
+        self, rule: ProductRule, operands: list[fx.Node], saved: list[fx.Node], number: int
+    ) -> Sources:
+        """For each operand which forward operand it is; ``None``: the arriving gradient."""
+        if rule.gradient is not None:
+            return (None, *range(len(operands) - 1))
+        visit, self._visits[number] = self._visits[number], self._visits[number] + 1
+        found = known_sources(operands, saved)
+        if found.count(None) == 1:
+            return found
+        return (None, 1) if visit == 0 else (0, None)
+
+    def _claim(self, word: str, roles: tuple[str, ...], path: str) -> Site:
+        """The site of a forward product; the same one when its frame is compiled again."""
+        claims = _CLAIMS.setdefault(self._session, {})
+        for index in itertools.count():
+            site = self._session.sites.numbered(word, roles, path, index)
+            owner = claims.setdefault(site.name, self._frame)
+            if owner == self._frame and site.name not in self._taken:
+                break
+        self._taken.add(site.name)
+        return site
+
+    def _rewrite(self, found: list[tuple[fx.Node, CompiledProduct]]) -> None:
+        device = value_of(found[0][1].rule.operands_in(found[0][0].args)[0]).device
+        fake_mode = fake_mode_of([value_of(n) for n in self._graph.nodes if "val" in n.meta])
+        first = next(node for node in self._graph.nodes if node.op != "placeholder")
+        # One for each pass, and the copies that each has made of what it may share.
+        forward = Scaling(self._graph, fake_mode)
+        backward = Scaling(self._graph, fake_mode, copies=forward.copies)
+        with self._graph.inserting_before(first):
+            forward.factors = forward.new(
+                _OURS.compiled_factors.default, self._index, device, False
+            )
+            # Another one in the backward graph would be those of another run.
+            forward.factors.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+            if self._tangents:
+                backward.factors = backward.new(
+                    _OURS.saved_factors.default, forward.factors, self._tangents[0], self._index
+                )
+        for node, product in found:
+            product.is_scaled = not _may_join_a_sum(node, product.rule)
+            if product.is_scaled:
+                scaling = backward if node in self._after_tangents else forward
+                scaling.scale(node, product.rule, product)
+
+
+def _may_join_a_sum(node: fx.Node, rule: ProductRule) -> bool:
+    """Whether Inductor may let a product and a sum run as one, as it does without units.
+
+    It decides that later, in the forward and the backward graph: see ``aot_pass.py``.
+    """
+    if rule.operator != "mm":
+        return False
+    return any(getattr(user.target, "overloadpacket", None) is _ATEN.add for user in node.users)
