@@ -145,8 +145,8 @@ MUTATIONS = (
     Mutation(
         "the RMS is the norm",
         "dispatch/tensors.py",
-        "torch.linalg.vector_norm(magnitudes, dtype=torch.float64) / tensor.numel() ** 0.5",
-        "torch.linalg.vector_norm(magnitudes, dtype=torch.float64)",
+        "statistics.rms if is_finite",
+        "statistics.rms * statistics.numel**0.5 if is_finite",
         "dispatch/test_pieces.py",
     ),
     Mutation(
@@ -158,10 +158,31 @@ MUTATIONS = (
     ),
     Mutation(
         "a graph that is compiled leaves its addends in true units",
-        "dispatch/aot_pass.py",
-        "args[position] = self._scaled(args[position], addend)",
+        "dispatch/scaled_nodes.py",
+        "args[position] = self._scaled(args[position], addend, node)",
         "args[position] = args[position]",
         "dispatch/test_aot_pass.py -k submodule",
+    ),
+    Mutation(
+        "a compiled backward pass takes the units in force, not those of its forward pass",
+        "dispatch/compiled_graphs.py",
+        "return factors.clone()",
+        "return GRAPHS[index].factors(factors.device).clone()",
+        "dispatch/test_joint_units.py -k its_forward_pass",
+    ),
+    Mutation(
+        "a compiled module saves copies in units beside what they were made of",
+        "dispatch/scaled_nodes.py",
+        'copies = self._of_inputs if node.op == "placeholder" else self.copies',
+        "copies = self._of_inputs",
+        "dispatch/test_joint_units.py -k in_place_of",
+    ),
+    Mutation(
+        "a product that Inductor adds to something gets its units before that is decided",
+        "dispatch/joint_units.py",
+        "product.is_scaled = not _may_join_a_sum(node, product.rule)",
+        "product.is_scaled = True",
+        "dispatch/test_joint_units.py -k sum_runs_within",
     ),
     Mutation(
         "a rounded product of a compiled graph takes the call of another one",

@@ -49,7 +49,7 @@ _UNREACHED = {
     f"aten.{rule.operator}" + ("" if "." in rule.operator else ".default"): rule
     for rule in UNREACHED
 }
-# What formats have left: ``joint_pass.py`` could not take a number that is known at run time only.
+# What formats have left: ``joint_formats.py`` cannot take a number that is known at run time only.
 _NUMBER = "a number among its arguments that is known only when it runs, in a compiled graph"
 # By session and the name of a site, the number of the compiled frame that its product is in.
 _CLAIMS: WeakKeyDictionary[ProductSession, dict[str, int | None]] = WeakKeyDictionary()

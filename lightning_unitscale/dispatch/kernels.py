@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from lightning_unitscale.dispatch import aot_pass, joint_pass, joint_units
+from lightning_unitscale.dispatch import aot_pass, joint_formats, joint_units
 from lightning_unitscale.dispatch.calls import forget
 from lightning_unitscale.dispatch.compiled_graphs import OWN_CALLERS, caller, is_ours
 from lightning_unitscale.dispatch.fp8 import layer_kernel
@@ -33,7 +33,7 @@ from lightning_unitscale.dispatch.torch_internals import (
 )
 from lightning_unitscale.dispatch.unreached import UNREACHED, unreached_kernel, writing_kernel
 
-_PASSES = (joint_pass.PASS, joint_units.PASS, *aot_pass.PASSES)
+_PASSES = (joint_formats.PASS, joint_units.PASS, *aot_pass.PASSES)
 # By the identity of a session: what ends it, here or when nobody has it any more.
 _sessions: dict[int, weakref.finalize[..., ProductSession]] = {}
 # The dispatch keys whose kernels are overridden.

@@ -6,14 +6,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.utils.checkpoint import CheckpointPolicy
 
 from lightning_unitscale.dispatch.compiled_graphs import CompiledProduct
 from lightning_unitscale.dispatch.compiled_sites import ARRANGED, value_of
 from lightning_unitscale.dispatch.products import ProductRule
 
 _ATEN = torch.ops.aten
-# What a partitioner is told of a node within a checkpoint.
-_CHECKPOINT = ("recompute", "ac_graph_id")
+# What a partitioner is told of a node within a checkpoint: whether it is computed again, and whose.
+_RECOMPUTE, _CHECKPOINT = "recompute", "ac_graph_id"
 
 
 class Scaling:
@@ -22,15 +23,16 @@ class Scaling:
     Args:
         graph: The graph.
         fake_mode: Of its tensors without data.
-        factors: The node that gives all factors of the graph.
         copies: The copies of another one, to share those of what a graph computes. What it is
             given stays in memory anyway, and copies of that would be saved beside it.
+
+    Attributes:
+        factors: The node that gives all factors of the graph.
+        copies: By what they were made of, and by the name of its unit.
     """
 
-    def __init__(
-        self, graph: fx.Graph, fake_mode: Any, factors: Any = None, copies: Any = None
-    ) -> None:
-        self.factors = factors
+    def __init__(self, graph: fx.Graph, fake_mode: Any, copies: Any = None) -> None:
+        self.factors: Any = None
         self.copies: dict[tuple[fx.Node, str], fx.Node] = {} if copies is None else copies
         self._of_inputs: dict[tuple[fx.Node, str], fx.Node] = {}
         self._graph = graph
@@ -77,7 +79,7 @@ class Scaling:
         with self._graph.inserting_after(node):
             marker = node.next
         with self._graph.inserting_before(marker):
-            scaled = self._times(node, factor, node)
+            scaled = self._times(node, factor, node.meta)
         for user in users:
             user.replace_input_with(node, scaled)
 
@@ -97,13 +99,18 @@ class Scaling:
         copies = self._of_inputs if node.op == "placeholder" else self.copies
         result = copies.get((node, name)) if name else None
         if result is None:
-            result = self._times(node, factor, product)
+            meta = dict(product.meta)
+            if _RECOMPUTE in meta:
+                # Also where a policy has the product itself saved.
+                meta[_RECOMPUTE] = CheckpointPolicy.PREFER_RECOMPUTE
+            result = self._times(node, factor, meta)
+        if name:
             copies[node, name] = result
         for view in reversed(chain):
             result = self.new(view.target, result, *view.args[1:], **view.kwargs)
         return result
 
-    def _times(self, node: fx.Node, factor: int, like: fx.Node) -> fx.Node:
+    def _times(self, node: fx.Node, factor: int, meta: dict[str, Any]) -> fx.Node:
         number = self.new(_ATEN.select.int, self.factors, 0, factor)
         dtype = value_of(node).dtype
         if dtype is not torch.float16:
@@ -115,6 +122,5 @@ class Scaling:
             nodes.append(self.new(_ATEN.mul.Tensor, nodes[-1], number))
             nodes.append(self.new(convert, nodes[-1], dtype))
         for new in nodes:
-            # What a checkpoint computes again, it does with its factors.
-            new.meta.update({key: like.meta[key] for key in _CHECKPOINT if key in like.meta})
+            new.meta.update({k: meta[k] for k in (_RECOMPUTE, _CHECKPOINT) if k in meta})
         return nodes[-1]

@@ -1,0 +1,259 @@
+"""Units on the joint graph of both passes: what is shared, what is saved, and whose factors."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from lightning_unitscale.dispatch.attach import AttachedSession
+from lightning_unitscale.dispatch.coverage import CoverageCounter
+from lightning_unitscale.lossless.gauge import Gauge, GaugePair
+
+pytestmark = [
+    pytest.mark.slow,  # Inductor compiles C++
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+
+
+class Block(nn.Module):
+    """A residual block whose second product Inductor adds to what comes in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(32)
+        self.up = nn.Linear(32, 128)
+        self.down = nn.Linear(128, 32, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    """Three blocks, each within a checkpoint of these options if there are any."""
+
+    def __init__(self, **checkpoint: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.checkpoint = checkpoint
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, **self.checkpoint) if self.checkpoint else block(x)
+        return x.square().mean()
+
+
+ALL = {"use_reentrant": False}
+_ATEN = torch.ops.aten
+BUT_PRODUCTS = {
+    "use_reentrant": False,
+    "context_fn": functools.partial(
+        create_selective_checkpoint_contexts, [_ATEN.mm.default, _ATEN.addmm.default]
+    ),
+}
+
+
+class Module(nn.Module):
+    """Calls a net that its user has compiled."""
+
+    def __init__(self, net: nn.Module, **options: Any) -> None:
+        super().__init__()
+        self.net = net
+        self.net.compile(**options)
+
+    def step(self, x: Tensor) -> Tensor:
+        return self.net(x)  # type: ignore[no-any-return]
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def gauge_of(module: nn.Module, exponent: int) -> Gauge:
+    """Other units for each operand and gradient."""
+    pairs = {}
+    for index in range(3):
+        for layer, shift in (("up", 0), ("down", 2)):
+            name = f"net.blocks.{index}.{layer}.linear"
+            pairs[f"{name}:input"] = GaugePair(log2_sigma=exponent + shift)
+            pairs[f"{name}:weight"] = GaugePair(log2_sigma=-exponent)
+            pairs[name] = GaugePair(log2_gamma=-exponent - index)
+    return Gauge(pairs)
+
+
+def gradients(module: Module, x: Tensor) -> list[Tensor]:
+    """Loss and gradients of a step."""
+    loss = module.step(x)
+    loss.backward()
+    return taken(module, loss)
+
+
+def taken(module: Module, loss: Tensor) -> list[Tensor]:
+    found = [loss.detach(), *[p.grad for p in module.parameters() if p.grad is not None]]
+    module.zero_grad()
+    return found
+
+
+def assert_equal(first: list[Tensor], second: list[Tensor]) -> None:
+    assert len(first) == len(second) == 1 + 3 * 5
+    for a, b in zip(first, second, strict=True):
+        assert torch.equal(a, b)
+
+
+def plain(make: Callable[[], Module], x: Tensor) -> list[Tensor]:
+    found = gradients(make(), x)
+    torch._dynamo.reset()
+    return found
+
+
+def assert_same_bits_in_units(num_products: int, **options: Any) -> None:
+    x = torch.randn(64, 32)
+    expected = plain(lambda: Module(Net(**options)), x)
+    module = Module(Net(**options))
+    attached = AttachedSession(module, ["step"])
+    for exponent in (0, 5, -9):
+        attached.session.units.set_gauge(gauge_of(module, exponent))
+        counter = attached.session.counter = CoverageCounter()
+        assert_equal(gradients(module, x), expected)
+        coverage = counter.result()
+        assert coverage.num_products == coverage.num_in_units == num_products
+    attached.detach()
+
+
+def test_same_bits_with_all_products_in_units() -> None:
+    assert_same_bits_in_units(18)
+
+
+def test_a_checkpoint_computes_copies_again(torch_kernels: None) -> None:
+    # Of what a block ends with nothing is computed again but in the last one.
+    assert_same_bits_in_units(18 + 4, **ALL)
+
+
+def test_a_backward_pass_has_the_units_of_its_forward_pass(torch_kernels: None) -> None:
+    """Two steps are under way when units change, and change again between their backward passes."""
+    x, y = torch.randn(2, 64, 32)
+    expected = [plain(lambda: Module(Net()), batch) for batch in (x, y)]
+    module = Module(Net())
+    attached = AttachedSession(module, ["step"])
+    losses = []
+    for exponent, batch in ((3, x), (-4, y)):
+        attached.session.units.set_gauge(gauge_of(module, exponent))
+        losses.append(module.step(batch))
+    for loss, of_batch in zip(losses, expected, strict=True):
+        attached.session.units.set_gauge(gauge_of(module, 7))
+        loss.backward()
+        assert_equal(taken(module, loss), of_batch)
+    attached.detach()
+
+
+def saved_tensors(module: Module, x: Tensor) -> list[Tensor]:
+    """What a step saves for its backward pass beside its parameters."""
+    saved: list[Tensor] = []
+    own = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.untyped_storage().data_ptr() not in own:
+            saved.append(tensor.detach().clone())
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        gradients(module, x)
+    return saved
+
+
+def saved_bytes(module: Module, x: Tensor) -> int:
+    return sum(tensor.nbytes for tensor in saved_tensors(module, x))
+
+
+@pytest.mark.parametrize(
+    "options", [{}, ALL, BUT_PRODUCTS], ids=["saved", "computed again", "but products"]
+)
+def test_copies_are_saved_in_place_of_what_they_were_made_of(
+    options: dict[str, Any], torch_kernels: None
+) -> None:
+    x = torch.randn(4096, 32)
+    module = Module(Net(**options))
+    expected = saved_bytes(module, x)
+    torch._dynamo.reset()
+    module = Module(Net(**options))
+    attached = AttachedSession(module, ["step"])
+    attached.session.units.set_gauge(gauge_of(module, 50))
+    saved = saved_tensors(module, x)
+    copies = [tensor for tensor in saved if tensor.is_floating_point() and tensor.dim() == 2]
+    copies = [tensor for tensor in copies if 0 < tensor.abs().max() < 2.0**-40]
+    # What the first layer of a block reads, unless a checkpoint makes it again.
+    assert len(copies) == (0 if options else 3)
+    # The factors are a few numbers.
+    assert sum(tensor.nbytes for tensor in saved) <= expected + 1000
+    attached.detach()
+
+
+class Twice(nn.Module):
+    """A weight whose two gradients Inductor adds up within a product, of many terms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(24, 24, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(self.layer(x).sin()).square().mean()
+
+
+def test_a_sum_runs_within_a_product_as_it_does_without_units() -> None:
+    x = torch.randn(5000, 24)
+    module = Module(Twice())
+    expected = gradients(module, x)
+    torch._dynamo.reset()
+    module = Module(Twice())
+    attached = AttachedSession(module, ["step"])
+    for exponent in (0, 6):
+        names = [f"net.layer.linear{number}" for number in ("", "_1")]
+        pairs = {f"{name}:input": GaugePair(log2_sigma=exponent) for name in names}
+        pairs |= {f"{name}:weight": GaugePair(log2_sigma=-1) for name in names}
+        pairs |= {name: GaugePair(log2_gamma=-exponent) for name in names}
+        attached.session.units.set_gauge(Gauge(pairs))
+        for a, b in zip(gradients(module, x), expected, strict=True):
+            assert torch.equal(a, b)
+    attached.detach()
+
+
+@pytest.mark.parametrize("budget", [0.0, 0.5])
+def test_a_memory_budget_of_the_users_is_kept(budget: float, torch_kernels: None) -> None:
+    x = torch.randn(4096, 32)
+    with torch._functorch.config.patch(activation_memory_budget=budget):
+        module = Module(Net())
+        expected, size = gradients(module, x), saved_bytes(module, x)
+        torch._dynamo.reset()
+        module = Module(Net())
+        attached = AttachedSession(module, ["step"])
+        attached.session.units.set_gauge(gauge_of(module, 3))
+        assert_equal(gradients(module, x), expected)
+        assert saved_bytes(module, x) <= size + 1000
+        attached.detach()
+
+
+def test_autocast(torch_kernels: None) -> None:
+    def run(module: Module) -> list[Tensor]:
+        with torch.autocast("cpu", torch.bfloat16):
+            return gradients(module, x)
+
+    x = torch.randn(64, 32)
+    expected = run(Module(Net()))
+    torch._dynamo.reset()
+    module = Module(Net())
+    attached = AttachedSession(module, ["step"])
+    attached.session.units.set_gauge(gauge_of(module, 3))
+    assert_equal(run(module), expected)
+    attached.detach()
