@@ -5,7 +5,9 @@ that of ``pytorch_lightning``, by Fabric, by a loop of one's own, by Hugging Fac
 Accelerate. Each variant of a loop has a process of its own, since the callbacks work on operators
 of the whole process; the processes take turns, each as many steps as lie between two samples of the
 monitor, in another order in every round. Times are CPU time of the process, the thread that writes
-the event file included. The plain loop stands twice, so that the table shows what is noise.
+the event file included. The plain loop stands twice, so that the table shows what is noise. The C
+library keeps what is freed: whether it gives memory back to the system after each step, and takes
+10,000 pages of it again in the next, is a matter of luck that costs up to a tenth of a step.
 
 Run: ``python benchmarks/loop_overhead.py [loops...]``
 """
@@ -15,6 +17,7 @@ from __future__ import annotations
 import argparse
 import logging
 import multiprocessing
+import os
 import random
 import tempfile
 import time
@@ -31,6 +34,8 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 STEPS = 50  # from one sample of the monitor to the next, by default
+# Of glibc: all that is freed is kept, and no tensor here is large enough to be mapped by itself.
+ALLOCATOR = {"MALLOC_TRIM_THRESHOLD_": str(2**32 - 1), "MALLOC_MMAP_THRESHOLD_": str(2**25)}
 VARIANTS = ("plain", "plain once more", "with callbacks")
 
 
@@ -214,6 +219,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
+    os.environ.update(ALLOCATOR)  # for the processes that are started
     seconds, baselines = {}, {}
     for loop in options.loops or LOOPS:
         found = measure(loop, options.rounds, options.warmup, options.threads)

@@ -226,16 +226,10 @@ class CompiledGraph:
         known = product.known()
         if None not in known and not is_looking:
             return
-        # As they were when the forward pass began, like the factors.
-        exponents = self._exponents[product.start :][: len(known) + 1]
-        shared = [-exponent for exponent in exponents[:-1]]
-        extents = tuple(
-            Extent.of(tensor, unit)
-            for tensor, unit in zip(
-                tensors, (*shared, *[-exponents[-1]] * len(tensors)), strict=False
-            )
-        )
         count = len(known)
+        # As they were when the forward pass began, like the factors.
+        *units, common = (-exponent for exponent in self._exponents[product.start :][: count + 1])
+        extents = tuple(map(Extent.of, tensors, itertools.chain(units, itertools.repeat(common))))
         session.units.note(
             MeasuredProduct(
                 product.site,
@@ -327,6 +321,7 @@ def _saved_factors(factors: Tensor, gradient: Tensor, index: int) -> Tensor:
 
 
 def _order(index: int, device: torch.device, is_backward: bool) -> Tensor:
+    GRAPHS[index].session()
     GRAPHS[index].note_caller(is_backward=is_backward)
     return torch.zeros(1, device=device)
 

@@ -36,8 +36,9 @@ from lightning_unitscale.dispatch.scaled_nodes import Scaling
 from lightning_unitscale.dispatch.session import LOCAL, ProductSession
 from lightning_unitscale.dispatch.torch_internals import (
     GraphPass,
-    compile_id,
+    compiled_frame,
     fake_mode_of,
+    is_compiling,
     is_of_backward,
 )
 from lightning_unitscale.dispatch.unreached import UNREACHED
@@ -57,9 +58,9 @@ _CLAIMS: WeakKeyDictionary[ProductSession, dict[str, int | None]] = WeakKeyDicti
 
 def _give_units(graph: fx.Graph) -> None:
     """Give units to the products of a graph that is compiled in a step of a session's."""
-    session, identity = LOCAL.session, compile_id()
-    if session is not None and identity is not None:
-        _Units(graph, session, identity[0]).run()
+    session = LOCAL.session
+    if session is not None and is_compiling():
+        _Units(graph, session).run()
 
 
 PASS = GraphPass("joint_custom_post_pass", _give_units)
@@ -68,10 +69,10 @@ PASS = GraphPass("joint_custom_post_pass", _give_units)
 class _Units:
     """Rewrites one graph."""
 
-    def __init__(self, graph: fx.Graph, session: ProductSession, frame: int | None) -> None:
+    def __init__(self, graph: fx.Graph, session: ProductSession) -> None:
         self._graph = graph
         self._session = session
-        self._frame = frame
+        self._frame = compiled_frame()
         self._root = session.sites.forward_run().path
         self._compiled = CompiledGraph(session)
         self._index = len(GRAPHS)

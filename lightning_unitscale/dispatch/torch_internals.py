@@ -11,14 +11,17 @@ unless one of ``CheckpointFunction.backward`` or of ``recompute_fn``, within
 What torch keeps of a checkpoint, ``_CheckpointFrame``, is in the hooks on saved tensors while its
 body runs, and on the stack when it runs again.
 
+``joint_custom_post_pass`` runs on the joint graph of both passes, behind Inductor's patterns for
+attention, and before the graph is parted: a partitioner keeps to ``recompute`` and ``ac_graph_id``
+in the ``meta`` of a node, and does not compute an operator again that it does not know.
 ``post_grad_custom_pre_pass`` and ``post_grad_custom_post_pass`` run on the forward and on the
-backward graph of AOTAutograd, before and after Inductor decides whether a product and a sum run as
-one; its decisions should be those of a graph without units. A pass without a ``uuid`` keeps both of
+backward graph, before and after Inductor decides whether a product and a sum run as one; its
+decisions should be those of a graph without units. A pass without a ``uuid`` keeps both of
 Inductor's caches out, so that nobody else is handed a rewritten graph and no rewritten one is
-missed. The identifier of a compilation is the same for a graph and its backward graph, which may
-be compiled much later, by another thread. Frames of ``CompiledFxGraph.__call__`` tell which
-compiled graph calls a kernel, and those of ``_compile_fx_inner`` that Inductor is only trying
-kernels out.
+missed. The identifier of a compilation has the number of the frame that is compiled, which is the
+same when it is compiled again. Frames of ``CompiledFxGraph.__call__`` tell which
+compiled graph calls a kernel, those of ``_compile_fx_inner`` that Inductor is only trying kernels
+out, and the caller of ``OpOverload.__call__`` is the code that was made for a graph.
 
 ``joint_custom_pre_pass`` runs on the joint graph of both, and on the only one of a step without
 gradients, before Inductor changes anything but what its tables of decompositions take to pieces
@@ -245,10 +248,15 @@ class GraphPass(CustomGraphPass):
         """None: what is compiled with it is not cached."""
 
 
-def compile_id() -> tuple[int | None, int | None] | None:
-    """Numbers of the frame that is being compiled, and of its compilation."""
+def is_compiling() -> bool:
+    """Whether this thread compiles a frame."""
+    return CompileContext.current_compile_id() is not None
+
+
+def compiled_frame() -> int | None:
+    """Number of the frame that this thread compiles."""
     current = CompileContext.current_compile_id()
-    return None if current is None else (current.frame_id, current.frame_compile_id)
+    return None if current is None else current.frame_id
 
 
 def is_of_backward(node: fx.Node) -> bool:

@@ -23,7 +23,7 @@ from lightning_unitscale.dispatch.kernels import product_kernel
 from lightning_unitscale.dispatch.products import RULES
 from lightning_unitscale.profiler.fake_device import SimulatedDevice, simulating
 from lightning_unitscale.scales import transfer
-from lightning_unitscale.scales.layout import RowLayout
+from lightning_unitscale.scales.layout import MOMENTS, RowLayout
 from lightning_unitscale.watching import rows, watched_call
 
 PACKAGE = str(Path(lightning_unitscale.__file__).parent)
@@ -109,7 +109,12 @@ class Gpu(FromOutside):
 
     def _read(self, shape: Any, dtype: torch.dtype) -> Tensor:
         with unset_fake_temporarily():
-            return torch.full(shape, self.number, dtype=dtype)
+            read = torch.full(shape, self.number, dtype=dtype)
+            if tuple(shape)[-1:] == (MOMENTS.num_columns,):
+                # Rows of tensors of one such number each.
+                read[..., : MOMENTS.index("sum")] = torch.tensor([1.0, 0.0, 0.0, 0.0])
+                read[..., MOMENTS.index("square_sum")] = self.number**2
+            return read
 
     def _is_pinned(self, tensor: Tensor) -> bool:
         is_fake = isinstance(tensor, FakeTensor)

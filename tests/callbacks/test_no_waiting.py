@@ -78,7 +78,11 @@ def test_a_step(options: dict[str, Any], at_first: set[str], at_looks: set[str])
         if step % SAMPLED_EVERY == 0:
             num_rows = len(snapshots[step].names) + int((snapshots[step].backward[:, 0] > 0).sum())
         num_launches = launches["partial_rows"] + launches["joint_row"]
-        assert num_rows <= num_launches <= 2 * num_rows
+        if step % LOOK_EVERY:
+            assert num_rows <= num_launches <= 2 * num_rows
+        else:
+            # Units are looked at by the same kernels.
+            assert num_launches > num_rows
 
 
 def test_casts_to_fp8() -> None:
@@ -87,8 +91,9 @@ def test_casts_to_fp8() -> None:
         train(gpu, UnitScaleCallback(recalibrate=LOOK_EVERY, precision="fp8"))
     for step, launches in enumerate(gpu.launches):
         # Four layers of three products; where products are measured, each makes its own casts.
-        num_casts = 4 * 3 if step % LOOK_EVERY else 4 * 3 * 2
-        assert launches == {"cast_tiles": num_casts}
+        is_looking = step % LOOK_EVERY == 0
+        assert launches["cast_tiles"] == 4 * 3 * (1 + is_looking)
+        assert (launches["partial_rows"] > 0) == is_looking
 
 
 class Absent(SingleDeviceStrategy):
