@@ -177,7 +177,8 @@ def _run(loop: str, variant: str, connection: Connection, num_turns: int, thread
     callbacks = [units, ScaleMonitor()] if variant == "with callbacks" else []
     module = DemoLoss()
     module.compile()
-    with tempfile.TemporaryDirectory() as folder:
+    # Events may still be on their way.
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         LOOPS[loop](module, Turns(connection, num_turns), callbacks, folder)
     # What was not applied costs nothing.
     if callbacks and not 0 < units.coverage.num_products == units.coverage.num_in_units:
