@@ -14,10 +14,16 @@ import torch
 from torch import fx
 
 from lightning_unitscale.dispatch.compiled_graphs import GRAPHS, CompiledProduct, PlainProduct
-from lightning_unitscale.dispatch.compiled_sites import PRODUCT, rule_of, value_of
+from lightning_unitscale.dispatch.compiled_sites import (
+    PRODUCT,
+    first_of,
+    rule_of,
+    tangents_of,
+    value_of,
+)
 from lightning_unitscale.dispatch.products import ProductRule
 from lightning_unitscale.dispatch.scaled_nodes import Scaling
-from lightning_unitscale.dispatch.torch_internals import GraphPass, fake_mode_of
+from lightning_unitscale.dispatch.torch_internals import GraphPass
 
 _OURS = torch.ops.lightning_unitscale
 
@@ -79,8 +85,7 @@ class _Finishing:
         self._graph = graph
         self._index = index
         self._known = known
-        values = [value_of(node) for node in graph.nodes if "val" in node.meta]
-        self._scaling = Scaling(graph, fake_mode_of(values))
+        self._scaling = Scaling(graph)
 
     def run(self) -> None:
         """Rewrite it."""
@@ -93,10 +98,9 @@ class _Finishing:
                 found.append((node, rule, index))
         if not found:
             return
-        is_backward = any(node.name.startswith("tangents") for node in self._graph.nodes)
-        node, rule, _ = found[0]
-        device = value_of(node.all_input_nodes[0]).device
-        first = next(node for node in self._graph.nodes if node.op != "placeholder")
+        is_backward = bool(tangents_of(self._graph))
+        device = value_of(found[0][0].all_input_nodes[0]).device
+        first = first_of(self._graph)
         new = self._scaling.new
         with self._graph.inserting_before(first):
             order = new(_OURS.compiled_order.default, self._index, device, is_backward)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lightning_unitscale.dispatch.calls import CALLS, Call, Sources, record
-from lightning_unitscale.dispatch.compiled_graphs import mark_caller
+from lightning_unitscale.dispatch.compiled_graphs import Callers
 from lightning_unitscale.dispatch.execute import Product
 from lightning_unitscale.dispatch.measurement import FORWARD, Site
 from lightning_unitscale.dispatch.owners import INSTALLED, running_session
@@ -134,14 +134,11 @@ class RoundedGraph:
         self._has_backward = False
         # Runs by the number of their autograd node.
         self._runs: dict[int, int] = {}
-        # Of the forward and the backward graph, whether their calls are known to be ours.
-        self._are_known = [False, False]
+        self._callers = Callers()
 
     def begin(self, inputs: Sequence[Tensor]) -> int:
         """Number of the run that begins; that of nobody's where no session has its products."""
-        if not self._are_known[0]:
-            self._are_known[0] = True
-            mark_caller()
+        self._callers.note(is_backward=False)
         session, node = running_session(), current_node()
         run = None if session is None else session.sites.run_of(node)
         if run is None and node is not None:
@@ -183,9 +180,8 @@ class RoundedGraph:
             sizes: The numbers among its arguments that change.
         """
         product = self.products[index]
-        if product.forward is not None and not self._are_known[1]:
-            self._are_known[1] = True
-            mark_caller()
+        if product.forward is not None:
+            self._callers.note(is_backward=True)
         args, kwargs = product.arguments(tensors, sizes)
         # The memory of a gradient may be another's by now, within one autograd node.
         forget_copy()

@@ -134,12 +134,12 @@ class CompiledGraph:
     Attributes:
         products: The products.
         num_factors: Number of all factors.
+        callers: What calls it.
     """
 
     def __init__(self, session: ProductSession) -> None:
         self.products: list[CompiledProduct | PlainProduct] = []
         self.num_factors = 0
-        self._in_units: list[CompiledProduct] = []
         self._of_site: dict[str, list[CompiledProduct]] = {}
         self._session: ProductSession | None = session
         module = session.sites.module
@@ -150,8 +150,7 @@ class CompiledGraph:
         # Those of the last run, and what they were made of.
         self._exponents: list[int] = []
         self._known: list[tuple[Any, ...]] | None = []
-        # Of the forward and the backward graph, whether their calls are known to be ours.
-        self._are_known = [False, False]
+        self.callers = Callers()
 
     def add(self, product: CompiledProduct | PlainProduct) -> None:
         """Add a product, which comes last."""
@@ -160,7 +159,9 @@ class CompiledGraph:
             product.kin = self._of_site.setdefault(product.site.name, [])
             product.kin.append(product)
             self.num_factors += product.num_factors
-            self._in_units.append(product)
+
+    def _in_units(self) -> list[CompiledProduct]:
+        return [product for product in self.products if isinstance(product, CompiledProduct)]
 
     def session(self) -> ProductSession | None:
         """Whose products they are now; ``None`` once the session has closed."""
@@ -168,7 +169,7 @@ class CompiledGraph:
         is_new = current is not None and current is not self._session
         if current is not None and is_new and current.sites.module is self._module():
             # Compiled in an earlier run of the same module's.
-            for product in self._in_units:
+            for product in self._in_units():
                 old = product.site
                 product.site = current.sites.numbered(old.word, old.roles, old.module, old.index)
             self._session = current
@@ -189,7 +190,7 @@ class CompiledGraph:
             self._known = known
             self._exponents = [0] * self.num_factors
             if known is not None:
-                self._exponents = [e for product in self._in_units for e in product.exponents()]
+                self._exponents = [e for product in self._in_units() for e in product.exponents()]
         exponents = self._exponents
         factors, written = self._factors.get(device, (None, None))
         if factors is None or exponents != written:
@@ -199,12 +200,6 @@ class CompiledGraph:
                 factors = values if factors is None else factors.copy_(values)
             self._factors[device] = factors, exponents
         return factors
-
-    def note_caller(self, *, is_backward: bool) -> None:
-        """Let the graph that calls be one of ours."""
-        if not self._are_known[is_backward]:
-            self._are_known[is_backward] = True
-            mark_caller()
 
     def look(self, tensors: Sequence[Tensor], index: int) -> None:
         """Count a product, and measure its operands and what is added to it.
@@ -220,11 +215,8 @@ class CompiledGraph:
             _count(session.counter, product, is_left=bool(session.numerics))
         if isinstance(product, PlainProduct):
             return
-        is_looking = session.units.is_looking
-        if product.site.is_settled and not is_looking:
-            return
         known = product.known()
-        if None not in known and not is_looking:
+        if None not in known and not session.units.is_looking:
             return
         count = len(known)
         # As they were when the forward pass began, like the factors.
@@ -286,8 +278,20 @@ def caller() -> str | None:
     return "ours" if id(frame.f_locals["self"]) in _OURS else "another"
 
 
-def mark_caller() -> None:
-    """Let the compiled graph that calls be one of ours."""
+class Callers:
+    """What calls the operators of a compiled step, its forward and its backward graph."""
+
+    def __init__(self) -> None:
+        self._are_known = [False, False]
+
+    def note(self, *, is_backward: bool) -> None:
+        """Let the graph that calls be one of ours."""
+        if not self._are_known[is_backward]:
+            self._are_known[is_backward] = True
+            _mark_caller()
+
+
+def _mark_caller() -> None:
     found = codes()
     calling = None if found is None else _calling_frame(found[:1])
     if calling is None:
@@ -310,19 +314,19 @@ def _calling_frame(codes: tuple[CodeType, ...]) -> FrameType | None:
 
 
 def _factors(index: int, device: torch.device, is_backward: bool) -> Tensor:
-    GRAPHS[index].note_caller(is_backward=is_backward)
+    GRAPHS[index].callers.note(is_backward=is_backward)
     # Inductor may write other results into what an operator has made, when it is read no more.
     return GRAPHS[index].factors(device).clone()
 
 
 def _saved_factors(factors: Tensor, gradient: Tensor, index: int) -> Tensor:
-    GRAPHS[index].note_caller(is_backward=True)
+    GRAPHS[index].callers.note(is_backward=True)
     return factors.clone()
 
 
 def _order(index: int, device: torch.device, is_backward: bool) -> Tensor:
     GRAPHS[index].session()
-    GRAPHS[index].note_caller(is_backward=is_backward)
+    GRAPHS[index].callers.note(is_backward=is_backward)
     return torch.zeros(1, device=device)
 
 

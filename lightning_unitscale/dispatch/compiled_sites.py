@@ -11,6 +11,7 @@ from lightning_unitscale.dispatch.calls import Sources
 from lightning_unitscale.dispatch.execute import are_real
 from lightning_unitscale.dispatch.products import RULES, ProductRule
 from lightning_unitscale.dispatch.session import ProductSession
+from lightning_unitscale.dispatch.torch_internals import fake_mode_of
 from lightning_unitscale.profiler.costs import concrete
 
 _RULES = {f"aten.{rule.operator}.default": rule for rule in RULES}
@@ -78,20 +79,42 @@ def arrangements(node: Any) -> Iterator[fx.Node]:
         yield node
 
 
-def known_sources(operands: list[Any], saved: list[Any]) -> Sources:
-    """For each operand of a backward product which forward operand it is; ``None``: none of them.
+def known_sources(rule: ProductRule, operands: list[Any], saved: list[Any]) -> Sources | None:
+    """For each operand of a backward product which forward operand it is; ``None``: the gradient.
 
     Args:
+        rule: Its operator.
         operands: What it reads.
         saved: What its forward product reads.
+
+    Returns:
+        ``None`` where it cannot be told.
     """
-    return tuple(_source(list(arrangements(operand)), saved) for operand in operands)
+    if rule.gradient is not None:
+        return (None, *range(len(operands) - 1))
+    found = tuple(_source(list(arrangements(operand)), saved) for operand in operands)
+    return found if found.count(None) == 1 else None
 
 
 def _source(nodes: list[fx.Node], saved: list[Any]) -> int | None:
     exact = (k for node in nodes for k, other in enumerate(saved) if other is node)
     similar = (k for k, other in enumerate(saved) if not set(arrangements(other)).isdisjoint(nodes))
     return next(exact, next(similar, None))
+
+
+def tangents_of(graph: fx.Graph) -> list[fx.Node]:
+    """The gradients that arrive at a step; none in the graph of a forward pass alone."""
+    return [n for n in graph.nodes if n.op == "placeholder" and n.name.startswith("tangents")]
+
+
+def first_of(graph: fx.Graph) -> fx.Node:
+    """The first node that is not an input."""
+    return next(node for node in graph.nodes if node.op != "placeholder")
+
+
+def fake_mode_in(graph: fx.Graph) -> Any:
+    """The mode of a graph's tensors without data."""
+    return fake_mode_of([value_of(node) for node in graph.nodes if "val" in node.meta])
 
 
 def arguments_of(node: fx.Node) -> Any:

@@ -16,7 +16,6 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy
 
-from lightning_unitscale.dispatch.calls import Sources
 from lightning_unitscale.dispatch.compiled_formats import (
     GRAPHS,
     Changing,
@@ -28,6 +27,8 @@ from lightning_unitscale.dispatch.compiled_sites import (
     CAST,
     arguments_of,
     arrangements,
+    fake_mode_in,
+    first_of,
     known_sources,
     path_of,
     rule_of,
@@ -41,7 +42,6 @@ from lightning_unitscale.dispatch.torch_internals import (
     GraphPass,
     Kernel,
     current_node,
-    fake_mode_of,
     is_of_backward,
     note_strides,
 )
@@ -84,9 +84,7 @@ class _Rounding:
         for node, rule in found:
             products.append(self._product(rule, node))
         GRAPHS.append(self._compiled)
-        values = [value_of(node) for node in self._graph.nodes if "val" in node.meta]
-        first = next(node for node in self._graph.nodes if node.op != "placeholder")
-        with fake_mode_of(values), self._graph.inserting_before(first):
+        with fake_mode_in(self._graph), self._graph.inserting_before(first_of(self._graph)):
             begin = self._graph.call_function(_OURS.begin.default, (self._inputs, self._index))
             begin.meta["val"] = torch.empty((), dtype=torch.int64)
             # Another one in the backward graph would be another run.
@@ -108,7 +106,7 @@ class _Rounding:
         )
         if is_of_backward(node):
             for forward, saved in self._forward.get(number, []) if number is not None else []:
-                sources = _sources(rule, operands, saved)
+                sources = known_sources(rule, operands, saved)
                 if sources is not None:
                     product.forward, product.sources = forward, sources
                     return product
@@ -191,11 +189,3 @@ def _template(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
     args, kwargs = pytree.tree_map(numbered, (node.args, node.kwargs))
     return tuple(args), dict(kwargs)
-
-
-def _sources(rule: ProductRule, operands: list[Any], saved: list[Any]) -> Sources | None:
-    """For each operand which forward operand it is; ``None`` where it cannot be told."""
-    if rule.gradient is not None:
-        return (None, *range(len(operands) - 1))
-    found = known_sources(operands, saved)
-    return found if found.count(None) == 1 else None

@@ -25,9 +25,11 @@ from lightning_unitscale.dispatch.compiled_graphs import (
 from lightning_unitscale.dispatch.compiled_sites import (
     PRODUCT,
     arguments_of,
+    first_of,
     known_sources,
     path_of,
     rule_of,
+    tangents_of,
     value_of,
 )
 from lightning_unitscale.dispatch.measurement import FORWARD, Site
@@ -37,7 +39,6 @@ from lightning_unitscale.dispatch.session import LOCAL, ProductSession
 from lightning_unitscale.dispatch.torch_internals import (
     GraphPass,
     compiled_frame,
-    fake_mode_of,
     is_compiling,
     is_of_backward,
 )
@@ -76,7 +77,7 @@ class _Units:
         self._root = session.sites.forward_run().path
         self._compiled = CompiledGraph(session)
         self._index = len(GRAPHS)
-        tangents = [n for n in graph.nodes if n.op == "placeholder" and "tangents" in n.name]
+        tangents = tangents_of(graph)
         self._tangents = [node for node in tangents if isinstance(value_of(node), Tensor)]
         # What the backward pass computes of the gradients that arrive.
         self._after_tangents = set(tangents)
@@ -143,13 +144,9 @@ class _Units:
         self, rule: ProductRule, operands: list[fx.Node], saved: list[fx.Node], number: int
     ) -> Sources:
         """For each operand which forward operand it is; ``None``: the arriving gradient."""
-        if rule.gradient is not None:
-            return (None, *range(len(operands) - 1))
         visit, self._visits[number] = self._visits[number], self._visits[number] + 1
-        found = known_sources(operands, saved)
-        if found.count(None) == 1:
-            return found
-        return (None, 1) if visit == 0 else (0, None)
+        # What cannot be told is in the order in which autograd works.
+        return known_sources(rule, operands, saved) or ((0, None) if visit else (None, 1))
 
     def _claim(self, word: str, roles: tuple[str, ...], path: str) -> Site:
         """The site of a forward product; the same one when its frame is compiled again."""
@@ -164,12 +161,10 @@ class _Units:
 
     def _rewrite(self, found: list[tuple[fx.Node, CompiledProduct]]) -> None:
         device = value_of(found[0][1].rule.operands_in(found[0][0].args)[0]).device
-        fake_mode = fake_mode_of([value_of(n) for n in self._graph.nodes if "val" in n.meta])
-        first = next(node for node in self._graph.nodes if node.op != "placeholder")
         # One for each pass, and the copies that each has made of what it may share.
-        forward = Scaling(self._graph, fake_mode)
-        backward = Scaling(self._graph, fake_mode, copies=forward.copies)
-        with self._graph.inserting_before(first):
+        forward = Scaling(self._graph)
+        backward = Scaling(self._graph, copies=forward.copies)
+        with self._graph.inserting_before(first_of(self._graph)):
             forward.factors = forward.new(
                 _OURS.compiled_factors.default, self._index, device, False
             )

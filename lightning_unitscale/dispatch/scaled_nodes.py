@@ -9,7 +9,7 @@ from torch import Tensor, fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from lightning_unitscale.dispatch.compiled_graphs import CompiledProduct
-from lightning_unitscale.dispatch.compiled_sites import ARRANGED, value_of
+from lightning_unitscale.dispatch.compiled_sites import ARRANGED, fake_mode_in, value_of
 from lightning_unitscale.dispatch.products import ProductRule
 
 _ATEN = torch.ops.aten
@@ -22,7 +22,6 @@ class Scaling:
 
     Args:
         graph: The graph.
-        fake_mode: Of its tensors without data.
         copies: The copies of another one, to share those of what a graph computes. What it is
             given stays in memory anyway, and copies of that would be saved beside it.
 
@@ -31,12 +30,12 @@ class Scaling:
         copies: By what they were made of, and by the name of its unit.
     """
 
-    def __init__(self, graph: fx.Graph, fake_mode: Any, copies: Any = None) -> None:
+    def __init__(self, graph: fx.Graph, copies: Any = None) -> None:
         self.factors: Any = None
         self.copies: dict[tuple[fx.Node, str], fx.Node] = {} if copies is None else copies
         self._of_inputs: dict[tuple[fx.Node, str], fx.Node] = {}
         self._graph = graph
-        self._fake_mode = fake_mode
+        self._fake_mode = fake_mode_in(graph)
 
     def new(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """A new node."""
