@@ -3,11 +3,12 @@
 The demo's GPT, compiled by ``module.compile()`` as users do, is trained by Lightning's Trainer, by
 that of ``pytorch_lightning``, by Fabric, by a loop of one's own, by Hugging Face's Trainer and by
 Accelerate. Each variant of a loop has a process of its own, since the callbacks work on operators
-of the whole process; the processes take turns, each as many steps as lie between two samples of the
-monitor, in another order in every round. Times are CPU time of the process, the thread that writes
-the event file included. The plain loop stands twice, so that the table shows what is noise. The C
-library keeps what is freed: whether it gives memory back to the system after each step, and takes
-10,000 pages of it again in the next, is a matter of luck that costs up to a tenth of a step.
+of the whole process; the processes take turns of ten steps, in another order each time. A round is
+as many turns as lie between two samples of the monitor. Times are CPU time of the process, the
+thread that writes the event file included. The plain loop stands twice, so that the table shows
+what is noise. Two things are a matter of each process's luck, and would be the larger part of it:
+whether the C library gives memory back to the system after a step, only to take 10,000 pages again
+in the next, and where these pages lie. So it keeps what is freed, and takes it in huge pages.
 
 Run: ``python benchmarks/loop_overhead.py [loops...]``
 """
@@ -19,6 +20,7 @@ import logging
 import multiprocessing
 import os
 import random
+import statistics
 import tempfile
 import time
 import warnings
@@ -33,9 +35,14 @@ from measure import report
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
-STEPS = 50  # from one sample of the monitor to the next, by default
-# Of glibc: all that is freed is kept, and no tensor here is large enough to be mapped by itself.
-ALLOCATOR = {"MALLOC_TRIM_THRESHOLD_": str(2**32 - 1), "MALLOC_MMAP_THRESHOLD_": str(2**25)}
+STEPS = 10  # of a turn
+TURNS = 5  # of a round: 50 steps from one sample of the monitor to the next, by default
+# Of glibc: huge pages, all that is freed is kept, and no tensor is large enough to be mapped alone.
+ALLOCATOR = {
+    "MALLOC_TRIM_THRESHOLD_": str(2**32 - 1),
+    "MALLOC_MMAP_THRESHOLD_": str(2**25),
+    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
+}
 VARIANTS = ("plain", "plain once more", "with callbacks")
 
 
@@ -50,8 +57,9 @@ class Turns(IterableDataset[Any]):
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         batch = demo_batch()
         for _ in range(self.num_turns):
-            self.connection.recv()
+            # Before its turn comes: events of the last one may still be written.
             start = time.process_time()
+            self.connection.recv()
             for _ in range(STEPS):
                 yield batch
             self.connection.send((time.process_time() - start) / STEPS)
@@ -186,29 +194,31 @@ def _run(loop: str, variant: str, connection: Connection, num_turns: int, thread
 
 
 def measure(loop: str, rounds: int, warmup: int, threads: int) -> dict[str, list[float]]:
-    """Seconds per step of the variants of one loop, in every round."""
+    """Mean seconds per step of the variants of one loop, in every round."""
     spawn = multiprocessing.get_context("spawn")
     connections, processes = {}, []
     for variant in VARIANTS:
         connections[variant], theirs = spawn.Pipe()
-        arguments = (loop, variant, theirs, warmup + rounds, threads)
+        arguments = (loop, variant, theirs, TURNS * (warmup + rounds), threads)
         processes.append(spawn.Process(target=_run, args=arguments, daemon=True))
         processes[-1].start()
         # Theirs alone has to be open, so that a process that failed is not waited for.
         theirs.close()
-    samples: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
+    taken: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
     dice = random.Random(0)
-    for round_index in range(warmup + rounds):
+    for _ in range(TURNS * (warmup + rounds)):
         for variant in dice.sample(VARIANTS, len(VARIANTS)):
             connections[variant].send("go")
-            seconds = connections[variant].recv()
-            if round_index >= warmup:
-                samples[variant].append(seconds)
+            taken[variant].append(connections[variant].recv())
     for process in processes:
         process.join()
         if process.exitcode:
             raise SystemExit(process.exitcode)
-    return samples
+    starts = [TURNS * index for index in range(warmup, warmup + rounds)]
+    return {
+        variant: [statistics.fmean(means[start : start + TURNS]) for start in starts]
+        for variant, means in taken.items()
+    }
 
 
 def main() -> None:

@@ -249,9 +249,10 @@ def _count(
 
 
 GRAPHS: list[CompiledGraph] = []
-# Compiled graphs that are ours, by the address of what runs them, and the code made for them.
+# Compiled graphs that are ours, by the address of what runs them, and addresses of the code made
+# for them: a set, which every product of such a graph looks into.
 _OURS: weakref.WeakValueDictionary[int, object] = weakref.WeakValueDictionary()
-_CODE: weakref.WeakValueDictionary[int, CodeType] = weakref.WeakValueDictionary()
+_CODE: set[int] = set()
 
 
 # Callers whose products are not to be met again: a graph of ours has its units.
@@ -302,7 +303,9 @@ def _mark_caller() -> None:
     # In the first run torch watches what operators do, and calls them twice.
     for frame in [frame for frame in within if frame.f_code is OPERATOR_CALL][-1:]:
         assert frame.f_back is not None
-        _CODE[id(frame.f_back.f_code)] = frame.f_back.f_code
+        code = frame.f_back.f_code
+        _CODE.add(id(code))
+        weakref.finalize(code, _CODE.discard, id(code)).atexit = False
 
 
 def _calling_frame(codes: tuple[CodeType, ...]) -> FrameType | None:

@@ -144,13 +144,8 @@ def _original_kernel(overload: Any, key: str) -> Kernel | None:
         return None
     if not torch._C._dispatch_has_computed_kernel_for_dispatch_key(overload.name(), key):
         return None
-    kernel = torch.library.get_kernel(overload, key)
     keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return kernel.call_boxed(keys, *args, **kwargs)
-
-    return call
+    return functools.partial(torch.library.get_kernel(overload, key).call_boxed, keys)
 
 
 class KernelOverrides:
