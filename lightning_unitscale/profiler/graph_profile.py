@@ -265,12 +265,10 @@ class BatchFit:
     the highest (at small batches the optimizer, at large ones the backward pass).
 
     Attributes:
-        batch_sizes: The two that were profiled.
         fixed_bytes: What each moment has at batch size 0.
         bytes_per_sample: What each sample adds to each moment.
     """
 
-    batch_sizes: tuple[int, int]
     fixed_bytes: tuple[float, ...] = field(repr=False)
     bytes_per_sample: tuple[float, ...] = field(repr=False)
 
@@ -312,7 +310,7 @@ def fit(batch_sizes: tuple[int, int], first: Sequence[int], second: Sequence[int
     low, high = batch_sizes
     slopes = tuple((b - a) / (high - low) for a, b in zip(first, second, strict=True))
     fixed = tuple(a - slope * low for a, slope in zip(first, slopes, strict=True))
-    return BatchFit(batch_sizes, fixed, slopes)
+    return BatchFit(fixed, slopes)
 
 
 def largest_batch(lines: BatchFit, budget_bytes: int, peak_at: Callable[[int], int]) -> int:
