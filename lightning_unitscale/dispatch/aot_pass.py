@@ -14,16 +14,11 @@ import torch
 from torch import fx
 
 from lightning_unitscale.dispatch.compiled_graphs import GRAPHS, CompiledProduct, PlainProduct
-from lightning_unitscale.dispatch.compiled_sites import (
-    PRODUCT,
-    first_of,
-    rule_of,
-    tangents_of,
-    value_of,
-)
+from lightning_unitscale.dispatch.compiled_sites import PRODUCT, rule_of, tangents_of, value_of
 from lightning_unitscale.dispatch.products import ProductRule
 from lightning_unitscale.dispatch.scaled_nodes import Scaling
 from lightning_unitscale.dispatch.torch_internals import GraphPass
+from lightning_unitscale.graph.nodes import first_operation
 
 _OURS = torch.ops.lightning_unitscale
 
@@ -100,7 +95,7 @@ class _Finishing:
             return
         is_backward = bool(tangents_of(self._graph))
         device = value_of(found[0][0].all_input_nodes[0]).device
-        first = first_of(self._graph)
+        first = first_operation(self._graph)
         new = self._scaling.new
         with self._graph.inserting_before(first):
             order = new(_OURS.compiled_order.default, self._index, device, is_backward)

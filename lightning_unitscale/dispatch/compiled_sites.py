@@ -107,11 +107,6 @@ def tangents_of(graph: fx.Graph) -> list[fx.Node]:
     return [n for n in graph.nodes if n.op == "placeholder" and n.name.startswith("tangents")]
 
 
-def first_of(graph: fx.Graph) -> fx.Node:
-    """The first node that is not an input."""
-    return next(node for node in graph.nodes if node.op != "placeholder")
-
-
 def fake_mode_in(graph: fx.Graph) -> Any:
     """The mode of a graph's tensors without data."""
     return fake_mode_of([value_of(node) for node in graph.nodes if "val" in node.meta])

@@ -28,7 +28,6 @@ from lightning_unitscale.dispatch.compiled_sites import (
     arguments_of,
     arrangements,
     fake_mode_in,
-    first_of,
     known_sources,
     path_of,
     rule_of,
@@ -45,6 +44,7 @@ from lightning_unitscale.dispatch.torch_internals import (
     is_of_backward,
     note_strides,
 )
+from lightning_unitscale.graph.nodes import first_operation
 
 _OURS = torch.ops.lightning_unitscale
 
@@ -84,7 +84,7 @@ class _Rounding:
         for node, rule in found:
             products.append(self._product(rule, node))
         GRAPHS.append(self._compiled)
-        with fake_mode_in(self._graph), self._graph.inserting_before(first_of(self._graph)):
+        with fake_mode_in(self._graph), self._graph.inserting_before(first_operation(self._graph)):
             begin = self._graph.call_function(_OURS.begin.default, (self._inputs, self._index))
             begin.meta["val"] = torch.empty((), dtype=torch.int64)
             # Another one in the backward graph would be another run.

@@ -25,7 +25,6 @@ from lightning_unitscale.dispatch.compiled_graphs import (
 from lightning_unitscale.dispatch.compiled_sites import (
     PRODUCT,
     arguments_of,
-    first_of,
     known_sources,
     path_of,
     rule_of,
@@ -43,6 +42,7 @@ from lightning_unitscale.dispatch.torch_internals import (
     is_of_backward,
 )
 from lightning_unitscale.dispatch.unreached import UNREACHED
+from lightning_unitscale.graph.nodes import first_operation
 from lightning_unitscale.profiler.costs import concrete
 
 _ATEN = torch.ops.aten
@@ -164,7 +164,7 @@ class _Units:
         # One for each pass, and the copies that each has made of what it may share.
         forward = Scaling(self._graph)
         backward = Scaling(self._graph, copies=forward.copies)
-        with self._graph.inserting_before(first_of(self._graph)):
+        with self._graph.inserting_before(first_operation(self._graph)):
             forward.factors = forward.new(
                 _OURS.compiled_factors.default, self._index, device, False
             )
