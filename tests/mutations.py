@@ -171,6 +171,20 @@ MUTATIONS = (
         "dispatch/test_joint_units.py -k its_forward_pass",
     ),
     Mutation(
+        "a compiled graph measures an input after it was written",
+        "dispatch/compiled_looks.py",
+        'node.op == "output" or _writes(node)',
+        'node.op == "output"',
+        "dispatch/test_compiled_looks.py -k measures",
+    ),
+    Mutation(
+        "what is measured in place of a copy in units is taken for the copy",
+        "dispatch/compiled_graphs.py",
+        "key = which, unit if in_units else 0",
+        "key = which, unit",
+        "dispatch/test_compiled_looks.py -k measures",
+    ),
+    Mutation(
         "a compiled module saves copies in units beside what they were made of",
         "dispatch/scaled_nodes.py",
         'copies = self._of_inputs if node.op == "placeholder" else self.copies',

@@ -2,7 +2,7 @@
 
 Inductor decides late whether a product and a sum run as one, and it should decide as it does
 without units. So a product that is added to something gets its units here, when that has been
-decided. All products are looked at before they run.
+decided. Looks at products come last.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from lightning_unitscale.dispatch.compiled_graphs import GRAPHS, CompiledProduct, PlainProduct
+from lightning_unitscale.dispatch.compiled_looks import FoundProduct, looks_of
 from lightning_unitscale.dispatch.compiled_sites import PRODUCT, rule_of, tangents_of, value_of
 from lightning_unitscale.dispatch.products import ProductRule
 from lightning_unitscale.dispatch.scaled_nodes import Scaling
@@ -99,17 +100,22 @@ class _Finishing:
         new = self._scaling.new
         with self._graph.inserting_before(first):
             order = new(_OURS.compiled_order.default, self._index, device, is_backward)
+        looked_at = []
         for node, rule, index in found:
             product = products[index]
-            looked = []
+            site, reads = None, []
             if rule is not None and isinstance(product, CompiledProduct):
                 if not product.is_scaled:
                     self._find_factors(first, device, is_backward)
                     self._scaling.scale(node, rule, product)
-                looked = [*rule.operands_in(node.args)]
-                looked += [node.args[position] for position in rule.addends_in(node.args)]
-            with self._graph.inserting_before(node):
-                new(_OURS.look.default, looked, order, self._index, index)
+                reads = [*rule.operands_in(node.args)]
+                reads += [node.args[position] for position in rule.addends_in(node.args)]
+                site = product.site
+            looked_at.append(FoundProduct(node, index, site, reads))
+        for look in looks_of(self._graph, looked_at, is_backward=is_backward):
+            number = GRAPHS[self._index].add_look(look.products)
+            with self._graph.inserting_before(look.before):
+                new(_OURS.look.default, look.tensors, order, self._index, number)
 
     def _find_factors(self, first: fx.Node, device: torch.device, is_backward: bool) -> None:
         if self._scaling.factors is not None:

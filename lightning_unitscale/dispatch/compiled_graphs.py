@@ -30,6 +30,7 @@ from lightning_unitscale.dispatch.torch_internals import (
     OPERATOR_CALL,
     codes,
     define_operator,
+    pass_by_overrides,
 )
 from lightning_unitscale.patching import nothing
 from lightning_unitscale.scales.transfer import numbers_on
@@ -125,6 +126,20 @@ class PlainProduct:
     flops: int
 
 
+@dataclass(frozen=True)
+class LookedAt:
+    """A product that is looked at together with others.
+
+    Attributes:
+        index: Which product of its graph it is.
+        reads: For each of its operands, and of what is added to it, which of the tensors that the
+            look is given it is, and whether that is in units.
+    """
+
+    index: int
+    reads: tuple[tuple[int, bool], ...]
+
+
 class CompiledGraph:
     """The products of one compiled graph, with the factors that they run with.
 
@@ -134,6 +149,7 @@ class CompiledGraph:
     Attributes:
         products: The products.
         num_factors: Number of all factors.
+        looks: The products that are looked at together.
         callers: What calls it.
     """
 
@@ -150,6 +166,7 @@ class CompiledGraph:
         # Those of the last run, and what they were made of.
         self._exponents: list[int] = []
         self._known: list[tuple[Any, ...]] | None = []
+        self.looks: list[tuple[LookedAt, ...]] = []
         self.callers = Callers()
 
     def add(self, product: CompiledProduct | PlainProduct) -> None:
@@ -177,11 +194,8 @@ class CompiledGraph:
             self._session = None
         return self._session
 
-    def factors(self, device: torch.device) -> Tensor:
-        """All factors of the graph, FP32 of shape ``(factors,)``: 1 where there is no session.
-
-        They stay at one address of each device, and new ones are written there.
-        """
+    def begin(self) -> None:
+        """Take the units in force for a forward pass, and for what comes of it."""
         known = None
         if self.session() is not None:
             sites = [products[0].site for products in self._of_site.values()]
@@ -191,6 +205,13 @@ class CompiledGraph:
             self._exponents = [0] * self.num_factors
             if known is not None:
                 self._exponents = [e for product in self._in_units() for e in product.exponents()]
+
+    def factors(self, device: torch.device) -> Tensor:
+        """All factors of the graph, FP32 of shape ``(factors,)``: 1 where there is no session.
+
+        They stay at one address of each device, and new ones are written there.
+        """
+        self.begin()
         exponents = self._exponents
         factors, written = self._factors.get(device, (None, None))
         if factors is None or exponents != written:
@@ -201,34 +222,60 @@ class CompiledGraph:
             self._factors[device] = factors, exponents
         return factors
 
+    def add_look(self, products: Sequence[LookedAt]) -> int:
+        """Let products be looked at together; returns the number of the look."""
+        self.looks.append(tuple(products))
+        return len(self.looks) - 1
+
     def look(self, tensors: Sequence[Tensor], index: int) -> None:
-        """Count a product, and measure its operands and what is added to it.
+        """Count products, and measure their operands and what is added to them.
 
         Args:
-            tensors: The operands, in their units, and what is added, in that of the result.
-            index: Which product.
+            tensors: The operands, and what is added.
+            index: Which look it is.
         """
-        session, product = self._session, self.products[index]
+        session = self._session
         if session is None or not session.is_open:
             return
-        if session.counter is not None:
-            _count(session.counter, product, is_left=bool(session.numerics))
-        if isinstance(product, PlainProduct):
-            return
-        known = product.known()
-        if None not in known and not session.units.is_looking:
-            return
+        # By which tensor it is, and in which unit.
+        extents: dict[tuple[int, int], Extent] = {}
+        for looked_at in self.looks[index]:
+            product = self.products[looked_at.index]
+            if session.counter is not None:
+                _count(session.counter, product, is_left=bool(session.numerics))
+            if isinstance(product, PlainProduct):
+                continue
+            known = product.known()
+            if None in known or session.units.is_looking:
+                self._measure(session, product, known, looked_at, tensors, extents)
+
+    def _measure(
+        self,
+        session: ProductSession,
+        product: CompiledProduct,
+        known: tuple[int | None, ...],
+        looked_at: LookedAt,
+        tensors: Sequence[Tensor],
+        extents: dict[tuple[int, int], Extent],
+    ) -> None:
         count = len(known)
         # As they were when the forward pass began, like the factors.
         *units, common = (-exponent for exponent in self._exponents[product.start :][: count + 1])
-        extents = tuple(map(Extent.of, tensors, itertools.chain(units, itertools.repeat(common))))
+        measured = []
+        for (which, in_units), unit in zip(
+            looked_at.reads, itertools.chain(units, itertools.repeat(common)), strict=False
+        ):
+            key = which, unit if in_units else 0
+            if key not in extents:
+                extents[key] = Extent.of(tensors[which], key[1])
+            measured.append(extents[key])
         session.units.note(
             MeasuredProduct(
                 product.site,
                 product.slot,
                 product.site.names_of(product.sources),
-                extents[:count],
-                extents[count:],
+                tuple(measured[:count]),
+                tuple(measured[count:]),
                 product.dtype,
                 known,
             ),
@@ -306,6 +353,7 @@ def _mark_caller() -> None:
         code = frame.f_back.f_code
         _CODE.add(id(code))
         weakref.finalize(code, _CODE.discard, id(code)).atexit = False
+        pass_by_overrides(frame.f_back.f_globals)
 
 
 def _calling_frame(codes: tuple[CodeType, ...]) -> FrameType | None:
@@ -328,8 +376,10 @@ def _saved_factors(factors: Tensor, gradient: Tensor, index: int) -> Tensor:
 
 
 def _order(index: int, device: torch.device, is_backward: bool) -> Tensor:
-    GRAPHS[index].session()
-    GRAPHS[index].callers.note(is_backward=is_backward)
+    graph = GRAPHS[index]
+    # Products may be looked at before any of them reads a factor.
+    graph.session() if is_backward else graph.begin()
+    graph.callers.note(is_backward=is_backward)
     return torch.zeros(1, device=device)
 
 
@@ -352,8 +402,8 @@ define_operator(
 )
 define_operator(
     # It writes nothing: what is said to be written keeps Inductor from leaving it out.
-    "look(Tensor[] operands, Tensor(a!) order, int graph, int product) -> ()",
-    lambda operands, order, graph, product: GRAPHS[graph].look(operands, product),
+    "look(Tensor[] tensors, Tensor(a!) order, int graph, int look) -> ()",
+    lambda tensors, order, graph, look: GRAPHS[graph].look(tensors, look),
     nothing,
     torch.Tag.flexible_layout,
 )

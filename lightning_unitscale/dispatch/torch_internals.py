@@ -21,7 +21,9 @@ Inductor's caches out, so that nobody else is handed a rewritten graph and no re
 missed. The identifier of a compilation has the number of the frame that is compiled, which is the
 same when it is compiled again. Frames of ``CompiledFxGraph.__call__`` tell which
 compiled graph calls a kernel, those of ``_compile_fx_inner`` that Inductor is only trying kernels
-out, and the caller of ``OpOverload.__call__`` is the code that was made for a graph.
+out, and the caller of ``OpOverload.__call__`` is the code that was made for a graph. That code calls
+``mm`` and its like by a global name, ``extern_kernels``; ``_len_torch_dispatch_stack`` and
+``_profiler_enabled`` say whether anybody wants to hear of it from the dispatcher.
 
 ``joint_custom_pre_pass`` runs on the joint graph of both, and on the only one of a step without
 gradients, before Inductor changes anything but what its tables of decompositions take to pieces
@@ -35,6 +37,7 @@ import functools
 import inspect
 import sys
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from types import CodeType, FrameType
@@ -72,6 +75,8 @@ UNPACK = "unpack_hook"
 current_node: Callable[[], Any] = torch._C._current_autograd_node
 # Number of the backward pass that runs on this thread, -1 if none does.
 graph_task: Callable[[], int] = torch._C._current_graph_task_id
+num_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+is_profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled
 fake_mode_of: Callable[[Any], Any] = detect_fake_mode
 
 
@@ -148,6 +153,10 @@ def _original_kernel(overload: Any, key: str) -> Kernel | None:
     return functools.partial(torch.library.get_kernel(overload, key).call_boxed, keys)
 
 
+# Of operators that write into ``out``, by name and device: the kernel that another runs for.
+_OVERRIDDEN: dict[str, dict[str, Kernel]] = defaultdict(dict)
+
+
 class KernelOverrides:
     """Kernels of aten operators that are exchanged until :meth:`remove`.
 
@@ -178,13 +187,56 @@ class KernelOverrides:
             self._library.impl(operator, kernel, self._key, allow_override=True)
         overload._dispatch_cache.clear()
         self._overloads.append(overload)
+        name, _, variant = operator.partition(".")
+        if variant == "out":
+            _OVERRIDDEN[name][self._key.lower()] = original
 
     def remove(self) -> None:
         """Put torch's own kernels back, without a trace."""
         self._library._destroy()
+        for kernels in _OVERRIDDEN.values():
+            kernels.pop(self._key.lower(), None)
         for overload in self._overloads:
             # A compiler that traces it would take it for an operator with a gradient of its own.
             overload._dispatch_cache.clear()
+
+
+class _PastDispatcher:
+    """What code of Inductor's calls operators by, which calls torch's own kernels for products.
+
+    Args:
+        functions: What it was before: Inductor's namespace of functions.
+    """
+
+    def __init__(self, functions: Any) -> None:
+        self._functions = functions
+        for name, kernels in _OVERRIDDEN.items():
+            if hasattr(functions, name):
+                setattr(self, name, _past_dispatcher(getattr(functions, name), kernels))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._functions, name)
+
+
+def _past_dispatcher(function: Kernel, kernels: dict[str, Kernel]) -> Kernel:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        # The dispatcher tells a profiler, and modes.
+        if "out" not in kwargs or is_profiling() or num_modes():
+            return function(*args, **kwargs)
+        return kernels.get(args[0].device.type, function)(*args, **kwargs)
+
+    return run
+
+
+def pass_by_overrides(code_globals: dict[str, Any]) -> None:
+    """Let code that was made for a graph call torch's kernels where ``KernelOverrides`` has others.
+
+    Args:
+        code_globals: The global names of the code.
+    """
+    functions = code_globals.get("extern_kernels")
+    if functions is not None and not isinstance(functions, _PastDispatcher):
+        code_globals["extern_kernels"] = _PastDispatcher(functions)
 
 
 _LIBRARY = torch.library.Library("lightning_unitscale", "FRAGMENT")

@@ -1,0 +1,130 @@
+"""Which products of a compiled graph are looked at together: each look costs a call in each step.
+
+Nothing stays in memory for longer because of it. What a forward graph is given and what it returns
+is there when it ends, so that products that read nothing else are looked at then. In a backward
+graph the products of a site read one gradient: they are looked at with the first of them, where all
+that the others read is there by then, and the gradient is measured once.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from lightning_unitscale.dispatch.compiled_graphs import LookedAt
+from lightning_unitscale.dispatch.compiled_sites import ARRANGED
+
+_ATEN = torch.ops.aten
+_OURS = torch.ops.lightning_unitscale
+
+
+@dataclass(frozen=True)
+class FoundProduct:
+    """A product of a graph.
+
+    Attributes:
+        node: Its node.
+        index: Which product of the graph it is.
+        site: Of which it is; ``None`` where it runs plain.
+        reads: Its operands, and what is added to it; empty where it runs plain.
+    """
+
+    node: fx.Node
+    index: int
+    site: Any
+    reads: Sequence[Any]
+
+
+@dataclass
+class Look:
+    """Products that are looked at together.
+
+    Attributes:
+        before: The node before which they are.
+        tensors: What is measured for them.
+        products: The products.
+    """
+
+    before: fx.Node
+    tensors: list[fx.Node] = field(default_factory=list)
+    products: list[LookedAt] = field(default_factory=list)
+
+    def take(self, product: FoundProduct, is_there: Callable[[fx.Node], bool]) -> bool:
+        """Look at a product as well, if all that it reads, or is a copy of, is there by then.
+
+        Args:
+            product: The product.
+            is_there: Whether a tensor is there at the look.
+
+        Returns:
+            Whether it is.
+        """
+        reads = []
+        for node in map(_whole, product.reads):
+            source = _whole(node.args[0]) if _is_copy(node) else node
+            if not (is_there(node) or is_there(source)):
+                return False
+            reads.append((node, True) if is_there(node) else (source, False))
+        self.tensors += dict.fromkeys(node for node, _ in reads if node not in self.tensors)
+        where = tuple((self.tensors.index(node), in_units) for node, in_units in reads)
+        self.products.append(LookedAt(product.index, where))
+        return True
+
+
+def looks_of(graph: fx.Graph, found: Sequence[FoundProduct], *, is_backward: bool) -> list[Look]:
+    """Distribute products over looks.
+
+    Args:
+        graph: Their graph, in which they run in units.
+        found: The products, in the order of the graph.
+        is_backward: Whether it is the graph of a backward pass.
+    """
+    # Inputs may be written at the end.
+    end = next(node for node in graph.nodes if node.op == "output" or _writes(node))
+    kept: set[fx.Node] = set()
+    if not is_backward:
+        nodes = [*graph.find_nodes(op="placeholder"), *graph.output_node().all_input_nodes]
+        kept.update(map(_whole, nodes))
+    place = {node: index for index, node in enumerate(graph.nodes)}
+
+    def is_there(look: Look, node: fx.Node) -> bool:
+        return node in kept if look is at_end else place[node] < place[look.before]
+
+    at_end = Look(end)
+    looks = [at_end]
+    of_site: dict[Any, Look] = {}
+    for product in found:
+        for look in (at_end, of_site.get(product.site)):
+            if look is not None and look.take(product, functools.partial(is_there, look)):
+                break
+        else:
+            look = of_site[product.site] = Look(product.node)
+            look.take(product, lambda node: True)
+            looks.append(look)
+    return [look for look in looks if look.products]
+
+
+def _whole(node: Any) -> fx.Node:
+    """What a node is another arrangement of."""
+    while str(node.target) in ARRANGED:
+        node = node.args[0]
+    assert isinstance(node, fx.Node)
+    return node
+
+
+def _is_copy(node: fx.Node) -> bool:
+    """Whether it is a tensor times a factor."""
+    factor: Any = node.args[1] if node.target is _ATEN.mul.Tensor else None
+    if not isinstance(factor, fx.Node) or factor.target is not _ATEN.select.int:
+        return False
+    factors: Any = factor.args[0]
+    return factors.target in (_OURS.compiled_factors.default, _OURS.saved_factors.default)
+
+
+def _writes(node: fx.Node) -> bool:
+    return node.target is _ATEN.copy_.default
