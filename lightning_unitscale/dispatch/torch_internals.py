@@ -21,9 +21,9 @@ Inductor's caches out, so that nobody else is handed a rewritten graph and no re
 missed. The identifier of a compilation has the number of the frame that is compiled, which is the
 same when it is compiled again. Frames of ``CompiledFxGraph.__call__`` tell which
 compiled graph calls a kernel, those of ``_compile_fx_inner`` that Inductor is only trying kernels
-out, and the caller of ``OpOverload.__call__`` is the code that was made for a graph. That code calls
+out, and the caller of ``OpOverload.__call__`` is the code that was made for a graph. That code has
 ``mm`` and its like by a global name, ``extern_kernels``; ``_len_torch_dispatch_stack`` and
-``_profiler_enabled`` say whether anybody wants to hear of it from the dispatcher.
+``_profiler_enabled`` tell whether anybody wants to hear of their calls from the dispatcher.
 
 ``joint_custom_pre_pass`` runs on the joint graph of both, and on the only one of a step without
 gradients, before Inductor changes anything but what its tables of decompositions take to pieces
