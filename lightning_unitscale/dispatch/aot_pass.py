@@ -118,15 +118,19 @@ class _Finishing:
                 new(_OURS.look.default, look.tensors, order, self._index, number)
 
     def _find_factors(self, first: fx.Node, device: torch.device, is_backward: bool) -> None:
-        if self._scaling.factors is not None:
+        if self._scaling.parts is not None:
             return
-        for operator in (_OURS.saved_factors.default, _OURS.compiled_factors.default):
-            for node in self._graph.find_nodes(op="call_function", target=operator):
-                self._scaling.factors = node
-                return
-        with self._graph.inserting_before(first):
-            args = self._index, device, is_backward
-            self._scaling.factors = self._scaling.new(_OURS.compiled_factors.default, *args)
+        new = self._scaling.new
+        for node in self._graph.find_nodes(
+            op="call_function", target=_OURS.parts_of_factors.default
+        ):
+            self._scaling.parts = node
+        if self._scaling.parts is None:
+            with self._graph.inserting_before(first):
+                factors = new(_OURS.compiled_factors.default, self._index, device, is_backward)
+                self._scaling.parts = new(
+                    _OURS.parts_of_factors.default, factors, None, self._index, []
+                )
 
     def _found(self, rule: ProductRule | None, node: fx.Node) -> int | None:
         """The product that a node was; one that Inductor has joined with a sum has another name."""

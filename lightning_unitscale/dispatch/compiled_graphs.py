@@ -50,6 +50,7 @@ class CompiledProduct:
         sources: For each operand which forward operand it is; ``None``: the arriving gradient.
         flops: Its floating-point operations.
         dtype: Type of its operands.
+        number: Which product of the graph it is.
         start: Where its factors begin among those of the graph.
         is_scaled: Whether it runs in units since the graph of both passes was rewritten.
         kin: The products of its graph that are of its site, itself included.
@@ -61,7 +62,8 @@ class CompiledProduct:
     sources: Sources
     flops: int
     dtype: torch.dtype
-    start: int
+    number: int = 0
+    start: int = 0
     is_scaled: bool = False
     kin: list[CompiledProduct] = field(default_factory=list)
 
@@ -171,11 +173,12 @@ class CompiledGraph:
 
     def add(self, product: CompiledProduct | PlainProduct) -> None:
         """Add a product, which comes last."""
-        self.products.append(product)
         if isinstance(product, CompiledProduct):
+            product.number, product.start = len(self.products), self.num_factors
             product.kin = self._of_site.setdefault(product.site.name, [])
             product.kin.append(product)
             self.num_factors += product.num_factors
+        self.products.append(product)
 
     def _in_units(self) -> list[CompiledProduct]:
         return [product for product in self.products if isinstance(product, CompiledProduct)]
@@ -221,6 +224,33 @@ class CompiledGraph:
                 factors = values if factors is None else factors.copy_(values)
             self._factors[device] = factors, exponents
         return factors
+
+    def parts(self, factors: Tensor, products: Sequence[int]) -> list[Tensor]:
+        """The factors of some products, each with memory of their own.
+
+        Where a factor stands is a part of a kernel's code: kernels of equal layers are one so.
+
+        Args:
+            factors: All factors of the graph.
+            products: The numbers of the products.
+
+        Returns:
+            FP32 tensors of shape ``(factors,)``, in the order of the products.
+        """
+        if not products:
+            return []
+        between = [
+            product
+            for product in self.products[min(products) : max(products) + 1]
+            if isinstance(product, CompiledProduct)
+        ]
+        sizes = [product.num_factors for product in between]
+        parts = [factors.new_empty(size) for size in sizes]
+        torch.split_with_sizes_copy(
+            factors.narrow(0, between[0].start, sum(sizes)), sizes, out=parts
+        )
+        of_number = {product.number: part for product, part in zip(between, parts, strict=True)}
+        return [of_number[number] for number in products]
 
     def add_look(self, products: Sequence[LookedAt]) -> int:
         """Let products be looked at together; returns the number of the look."""
@@ -370,9 +400,11 @@ def _factors(index: int, device: torch.device, is_backward: bool) -> Tensor:
     return GRAPHS[index].factors(device).clone()
 
 
-def _saved_factors(factors: Tensor, gradient: Tensor, index: int) -> Tensor:
-    GRAPHS[index].callers.note(is_backward=True)
-    return factors.clone()
+def _parts(
+    factors: Tensor, gradient: Tensor | None, index: int, products: list[int]
+) -> list[Tensor]:
+    GRAPHS[index].callers.note(is_backward=gradient is not None)
+    return GRAPHS[index].parts(factors, products)
 
 
 def _order(index: int, device: torch.device, is_backward: bool) -> Tensor:
@@ -390,9 +422,9 @@ define_operator(
 )
 define_operator(
     # It reads no gradient: it is told of one so that it belongs to the backward pass.
-    "saved_factors(Tensor factors, Tensor gradient, int graph) -> Tensor",
-    _saved_factors,
-    lambda factors, gradient, graph: torch.empty_like(factors),
+    "parts_of_factors(Tensor factors, Tensor? gradient, int graph, int[] products) -> Tensor[]",
+    _parts,
+    lambda factors, gradient, graph, products: GRAPHS[graph].parts(factors, products),
     torch.Tag.flexible_layout,
 )
 define_operator(

@@ -9,6 +9,7 @@ that the others read is there by then, and the gradient is measured once.
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +21,6 @@ from lightning_unitscale.dispatch.compiled_graphs import LookedAt
 from lightning_unitscale.dispatch.compiled_sites import ARRANGED
 
 _ATEN = torch.ops.aten
-_OURS = torch.ops.lightning_unitscale
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,9 @@ def _is_copy(node: fx.Node) -> bool:
     if not isinstance(factor, fx.Node) or factor.target is not _ATEN.select.int:
         return False
     factors: Any = factor.args[0]
-    return factors.target in (_OURS.compiled_factors.default, _OURS.saved_factors.default)
+    if factors.target is not operator.getitem:
+        return False
+    return factors.args[0].target is torch.ops.lightning_unitscale.parts_of_factors.default
 
 
 def _writes(node: fx.Node) -> bool:

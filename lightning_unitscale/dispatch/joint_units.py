@@ -135,7 +135,6 @@ class _Units:
             sources,
             int(rule.flops(arguments_of(node), concrete(value_of(node)))),
             value_of(operands[0]).dtype,
-            self._compiled.num_factors,
         )
         self._add(node, product)
         return product
@@ -165,15 +164,14 @@ class _Units:
         forward = Scaling(self._graph)
         backward = Scaling(self._graph, copies=forward.copies)
         with self._graph.inserting_before(first_operation(self._graph)):
-            forward.factors = forward.new(
-                _OURS.compiled_factors.default, self._index, device, False
-            )
+            factors = forward.new(_OURS.compiled_factors.default, self._index, device, False)
             # Another one in the backward graph would be those of another run.
-            forward.factors.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-            if self._tangents:
-                backward.factors = backward.new(
-                    _OURS.saved_factors.default, forward.factors, self._tangents[0], self._index
-                )
+            factors.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+            for scaling, gradients in ((forward, [None]), (backward, self._tangents[:1])):
+                for gradient in gradients:
+                    scaling.parts = scaling.new(
+                        _OURS.parts_of_factors.default, factors, gradient, self._index, []
+                    )
         for node, product in found:
             product.is_scaled = not _may_join_a_sum(node, product.rule)
             if product.is_scaled:

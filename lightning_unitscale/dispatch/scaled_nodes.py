@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from lightning_unitscale.dispatch.compiled_sites import ARRANGED, fake_mode_in, 
 from lightning_unitscale.dispatch.products import ProductRule
 
 _ATEN = torch.ops.aten
+_Factor = tuple[fx.Node, int]
 # What a partitioner is told of a node within a checkpoint: whether it is computed again, and whose.
 _RECOMPUTE, _CHECKPOINT = "recompute", "ac_graph_id"
 
@@ -26,12 +28,12 @@ class Scaling:
             given stays in memory anyway, and copies of that would be saved beside it.
 
     Attributes:
-        factors: The node that gives all factors of the graph.
+        parts: The node that gives the factors of products, in a tensor for each.
         copies: By what they were made of, and by the name of its unit.
     """
 
     def __init__(self, graph: fx.Graph, copies: Any = None) -> None:
-        self.factors: Any = None
+        self.parts: Any = None
         self.copies: dict[tuple[fx.Node, str], fx.Node] = {} if copies is None else copies
         self._of_inputs: dict[tuple[fx.Node, str], fx.Node] = {}
         self._graph = graph
@@ -40,10 +42,22 @@ class Scaling:
     def new(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """A new node."""
         node = self._graph.call_function(target, args, kwargs)
-        values = fx.map_arg((args, kwargs), value_of)
-        with self._fake_mode:
-            node.meta["val"] = target(*values[0], **values[1])
+        self._set_value(node)
         return node
+
+    def _set_value(self, node: Any) -> None:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), value_of)
+        with self._fake_mode:
+            node.meta["val"] = node.target(*args, **kwargs)
+
+    def _factors_of(self, product: CompiledProduct) -> fx.Node:
+        *others, numbers = self.parts.args
+        if product.number not in numbers:
+            numbers = [*numbers, product.number]
+            self.parts.args = (*others, numbers)
+            self._set_value(self.parts)
+        with self._graph.inserting_after(self.parts):
+            return self.new(operator.getitem, self.parts, numbers.index(product.number))
 
     def scale(self, node: fx.Node, rule: ProductRule, product: CompiledProduct) -> None:
         """Run a product in units.
@@ -53,27 +67,28 @@ class Scaling:
             rule: Its operator.
             product: What is known of it.
         """
-        start, args = product.start, list(node.args)
-        addend = start + len(product.sources)
+        args, addend = list(node.args), len(product.sources)
+        factors = self._factors_of(product)
         names = product.site.names_of(product.sources)
         with self._graph.inserting_before(node):
             for index, position in enumerate(rule.operands):
                 if not product.stays(index):
-                    args[position] = self._scaled(args[position], start + index, node, names[index])
+                    factor = factors, index
+                    args[position] = self._scaled(args[position], factor, node, names[index])
             for position in rule.addends_in(args):
-                args[position] = self._scaled(args[position], addend, node)
+                args[position] = self._scaled(args[position], (factors, addend), node)
             for position, which in rule.follows:
-                args[position] = self._scaled(args[position], start + which, node)
+                args[position] = self._scaled(args[position], (factors, which), node)
         node.args = tuple(args)
         if isinstance(value_of(node), Tensor):
-            self._scale_result(node, addend + 1)
+            self._scale_result(node, (factors, addend + 1))
             return
         for user in list(node.users):
             item: Any = user.args[1]
             if isinstance(item, int) and item < len(rule.results) and rule.results[item]:
-                self._scale_result(user, addend + 1 + item)
+                self._scale_result(user, (factors, addend + 1 + item))
 
-    def _scale_result(self, node: fx.Node, factor: int) -> None:
+    def _scale_result(self, node: fx.Node, factor: _Factor) -> None:
         users = list(node.users)
         with self._graph.inserting_after(node):
             marker = node.next
@@ -82,12 +97,12 @@ class Scaling:
         for user in users:
             user.replace_input_with(node, scaled)
 
-    def _scaled(self, node: Any, factor: int, product: fx.Node, name: str = "") -> fx.Node:
+    def _scaled(self, node: Any, factor: _Factor, product: fx.Node, name: str = "") -> fx.Node:
         """A tensor times a factor, in the same arrangement.
 
         Args:
             node: The tensor.
-            factor: Index of the factor.
+            factor: The factors of the product, and which of them it is.
             product: What reads it.
             name: What the factor is the unit of: products of a site read one copy.
         """
@@ -109,8 +124,8 @@ class Scaling:
             result = self.new(view.target, result, *view.args[1:], **view.kwargs)
         return result
 
-    def _times(self, node: fx.Node, factor: int, meta: dict[str, Any]) -> fx.Node:
-        number = self.new(_ATEN.select.int, self.factors, 0, factor)
+    def _times(self, node: fx.Node, factor: _Factor, meta: dict[str, Any]) -> fx.Node:
+        number = self.new(_ATEN.select.int, factor[0], 0, factor[1])
         dtype = value_of(node).dtype
         if dtype is not torch.float16:
             nodes = [self.new(_ATEN.mul.Tensor, node, number)]
