@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -43,8 +43,7 @@ from lightning_unitscale.functional.scale import (
     forget_recorded_backward,
     takes_true_derivatives,
 )
-from lightning_unitscale.lossless.calibrate import Calibrator, Measured, runs_in_fp16
-from lightning_unitscale.lossless.drift import Drift
+from lightning_unitscale.lossless.calibrate import Calibrator, Measured, Sizes, runs_in_fp16
 from lightning_unitscale.lossless.fp8_range import Unrepresentable
 from lightning_unitscale.lossless.gauge import Gauge
 from lightning_unitscale.lossless.rehearsal import calibrate
@@ -196,7 +195,7 @@ class GraphUnits(MeasuredUnits):
     @override
     def end_evaluation(self, batch_idx: int = 0) -> None:
         if self._live is not None and not self._is_fitting:
-            self._rewrite.update_gauge(*self._joint_results(self._live))
+            self._rewrite.update_gauge(*self._joint_results(self._live.measured()))
             self._stop_live()
 
     @override
@@ -322,7 +321,7 @@ class GraphUnits(MeasuredUnits):
         self._steps.steps[name].interpreter = self._live
 
     def _adopt_live(self, calibrator: Calibrator) -> None:
-        forward, backward = self._joint_results(calibrator)
+        forward, backward = self._joint_results(calibrator.measured())
         if not backward:
             calibrator.clear()
             return
@@ -340,24 +339,22 @@ class GraphUnits(MeasuredUnits):
             for step in self._steps.steps.values():
                 step.interpreter = None
 
-    def _take_gauge(
-        self, forward: Measured, backward: Measured, when: str, outside: Mapping[str, float]
-    ) -> None:
+    def _take_gauge(self, forward: Sizes, backward: Sizes, when: str, outside: Sizes) -> None:
         old = self._rewrite.gauge
         new = old.updated(Gauge.of_rms(forward, backward))
         changed = sum(new.pair(name) != old.pair(name) for name in new)
         self._rewrite.set_gauge(new)
         self._tell_new_units(changed, when, outside)
 
-    def _joint_results(self, calibrator: Calibrator) -> tuple[Measured, Measured]:
-        forward, backward = joint_rms(*calibrator.results())
+    def _joint_results(self, measured: Measured) -> tuple[Sizes, Sizes]:
+        forward, backward = joint_rms(*measured.sizes())
         if self._fp8 is not None:
-            self._leave_out(self._fp8, joint_unrepresentable(calibrator.unrepresentable()))
+            self._leave_out(self._fp8, joint_unrepresentable(measured.unrepresentable))
         return forward, backward
 
-    def _judge(self, arrived: Callable[[], Drift] | None, when: str) -> None:
-        drift = Drift() if arrived is None else arrived()
-        forward, backward, outside = joint_rms(drift.forward, drift.backward, drift.outside)
+    def _judge(self, arrived: Callable[[], Measured] | None, when: str) -> None:
+        drift = Measured() if arrived is None else arrived()
+        forward, backward, outside = joint_rms(*drift.sizes(), drift.outside)
         if self._fp8 is not None:
             self._make_fit(self._fp8, drift.unrepresentable, when)
         if not self._schedule.is_automatic or outside:

@@ -20,8 +20,7 @@ from lightning_unitscale.callbacks.packages import (
 )
 from lightning_unitscale.callbacks.steps import all_callbacks
 from lightning_unitscale.capture.captured_step import CapturedStep
-from lightning_unitscale.lossless.calibrate import root_mean_square
-from lightning_unitscale.lossless.drift import HIGH, LOW
+from lightning_unitscale.lossless.calibrate import HIGH, LOW, root_mean_square
 from lightning_unitscale.lossless.gauge import (
     MAX_LOG2_GAMMA,
     MAX_LOG2_SIGMA,

@@ -34,15 +34,8 @@ from lightning_unitscale.functional.low_precision import (
     scaled_product,
 )
 from lightning_unitscale.graph.passes import GraphPass
-from lightning_unitscale.lossless.calibrate import root_mean_square
-from lightning_unitscale.lossless.drift import HIGH, LOW
-from lightning_unitscale.lossless.fp8_range import (
-    Direction,
-    Shares,
-    Unrepresentable,
-    stored_shares,
-    unrepresentable_among,
-)
+from lightning_unitscale.lossless.calibrate import Measured, stored_row
+from lightning_unitscale.lossless.fp8_range import Direction, Unrepresentable
 from lightning_unitscale.precision.fp8 import NO_LINEAR, FP8Linears
 from lightning_unitscale.precision.simulate import SimulateFormat
 from lightning_unitscale.scales.transfer import numbers_of
@@ -63,7 +56,7 @@ class FP8Products(Numerics):
     def __init__(self, config: FP8Linears, measures_range: bool) -> None:
         self._config = config
         self._measures_range = measures_range
-        self._shares: list[tuple[Direction, str, Tensor]] = []
+        self._rows: list[tuple[Direction, str, Tensor]] = []
 
     @property
     def is_active(self) -> bool:
@@ -101,9 +94,7 @@ class FP8Products(Numerics):
         for tensor, (_, unit, is_gradient, name) in zip(operands, product.places(), strict=True):
             direction: Direction = "backward" if is_gradient else "forward"
             stored = tensor.detach().float() * 2.0**-unit
-            shares = stored_shares(stored, direction)
-            row = torch.cat([root_mean_square(stored).to(shares.dtype)[None], shares])
-            self._shares.append((direction, name, row))
+            self._rows.append((direction, name, stored_row(stored, direction)))
         if is_first:
             self._leave_out(self._unrepresentable())
 
@@ -123,15 +114,13 @@ class FP8Products(Numerics):
 
     def _unrepresentable(self) -> Unrepresentable:
         """What does not fit of what was measured since the last call."""
-        measured, self._shares = self._shares, []
-        numbers = numbers_of([row for *_, row in measured])
-        found: list[Shares] = [
-            (direction, name, shares)
-            for (direction, name, _), (rms, *shares) in zip(measured, numbers, strict=True)
-            # Out of the range it gets other units first.
-            if LOW <= rms <= HIGH
-        ]
-        return unrepresentable_among(found)
+        rows, self._rows = self._rows, []
+        numbers = numbers_of([row for *_, row in rows])
+        return Measured.of(
+            # As they are stored: in a unit of 1.
+            (direction, name, 0, row)
+            for (direction, name, _), row in zip(rows, numbers, strict=True)
+        ).unrepresentable
 
     def _leave_out(self, unrepresentable: Unrepresentable) -> None:
         for name, reason in self._config.leave_out(unrepresentable).products.items():

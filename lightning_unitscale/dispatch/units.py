@@ -106,7 +106,7 @@ class Units:
 
         def arrived() -> Measurement:
             read()
-            return Measurement.of(products)
+            return Measurement.of_products(products)
 
         return arrived
 

@@ -8,9 +8,8 @@ from __future__ import annotations
 import contextlib
 import math
 import warnings
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from itertools import islice
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,15 +20,25 @@ from torch.utils.hooks import RemovableHandle
 from lightning_unitscale.capture.compiled_graph import CompiledGraph
 from lightning_unitscale.graph.recorder import GraphInterpreter, stored_elements
 from lightning_unitscale.lossless.fp8_range import (
+    NUM_SHARES,
     Direction,
+    Shares,
     Unrepresentable,
     lost_shares,
+    stored_shares,
     unrepresentable_among,
 )
 from lightning_unitscale.scales.reduce import row_dtype
 from lightning_unitscale.scales.transfer import numbers_of
 
-Measured = Mapping[str, float]
+# RMS of tensors, or of their gradients, by name in the gauge.
+Sizes = Mapping[str, float]
+# Direction, name in the gauge, exponent of the unit in force (``None`` without one), and the RMS as
+# the model means it, followed by what FP8 would lose of the tensor where that was measured.
+Row = tuple[Direction, str, int | None, Sequence[float]]
+
+# The range that lossless unit scaling promises for the stored RMS of an operand.
+LOW, HIGH = 0.25, 4.0
 
 
 def root_mean_square(tensor: Tensor) -> Tensor:
@@ -43,6 +52,79 @@ def root_mean_square(tensor: Tensor) -> Tensor:
         return torch.zeros((), dtype=dtype, device=tensor.device)
     norm = torch.linalg.vector_norm(tensor, dtype=dtype)
     return norm / math.sqrt(tensor.numel())
+
+
+def combined_rms(values: list[float]) -> float:
+    """RMS of equal-sized parts, scaled by the largest so that squares stay in range."""
+    largest = max(values)
+    if not math.isfinite(largest) or largest == 0.0:
+        return largest
+    return largest * math.sqrt(sum((rms / largest) ** 2 for rms in values) / len(values))
+
+
+def row_of(rms: Tensor, shares: Tensor | None) -> Tensor:
+    """The numbers of one tensor: its RMS, and what FP8 would lose of it where that is measured."""
+    row = rms.reshape(1)
+    return row if shares is None else torch.cat([row, shares.to(row.dtype)])
+
+
+def stored_row(tensor: Tensor, direction: Direction, *, measures_range: bool = True) -> Tensor:
+    """The numbers of a tensor that is in its units.
+
+    Args:
+        tensor: Floating point, of any shape.
+        direction: Which has the formats that it may be cast to.
+        measures_range: Whether to measure what these would lose.
+    """
+    shares = stored_shares(tensor, direction) if measures_range else None
+    return row_of(root_mean_square(tensor), shares)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What was measured of tensors with units of their own, by name in the gauge.
+
+    Attributes:
+        forward: RMS as the model means it.
+        backward: RMS of the gradient as the model means it.
+        outside: Tensors whose RMS in the units in force has left [1/4, 4], with that RMS.
+        unrepresentable: What FP8 does not represent, though its RMS is within that range.
+    """
+
+    forward: Sizes = field(default_factory=dict)
+    backward: Sizes = field(default_factory=dict)
+    outside: Sizes = field(default_factory=dict)
+    unrepresentable: Unrepresentable = field(default_factory=Unrepresentable)
+
+    @staticmethod
+    def of(rows: Iterable[Row]) -> Measured:
+        """What rows say together: several calls measure one tensor, which has one unit."""
+        true: dict[tuple[Direction, str], list[float]] = {}
+        units: dict[tuple[Direction, str], int] = {}
+        shares: list[Shares] = []
+        for direction, name, unit, (rms, *lost) in rows:
+            true.setdefault((direction, name), []).append(rms)
+            if unit is not None:
+                units[direction, name] = unit
+            # Out of the range it gets other units first.
+            if lost and (unit is None or LOW <= math.ldexp(rms, -unit) <= HIGH):
+                shares.append((direction, name, lost))
+        joint = {key: combined_rms(values) for key, values in true.items()}
+        stored = {key: math.ldexp(joint[key], -unit) for key, unit in units.items()}
+        return Measured(
+            {name: rms for (direction, name), rms in joint.items() if direction == "forward"},
+            {name: rms for (direction, name), rms in joint.items() if direction == "backward"},
+            {
+                name: rms
+                for (_, name), rms in stored.items()
+                if rms > 0.0 and not LOW <= rms <= HIGH
+            },
+            unrepresentable_among(shares),
+        )
+
+    def sizes(self) -> tuple[Sizes, Sizes]:
+        """All RMS, forward and backward."""
+        return self.forward, self.backward
 
 
 class Calibrator:
@@ -70,9 +152,7 @@ class Calibrator:
         self._result_name = result_name
         self._measures_results = measures_results
         self._measures_range = measures_range
-        self._forward: dict[str, list[Tensor]] = defaultdict(list)
-        self._backward: dict[str, list[Tensor]] = defaultdict(list)
-        self._lost: list[tuple[Direction, str, Tensor]] = []
+        self._rows: list[tuple[Direction, str, Tensor]] = []
         self._handles: list[RemovableHandle] = []
 
     def __call__(self, graph: CompiledGraph, inputs: tuple[Any, ...]) -> Any:
@@ -82,36 +162,20 @@ class Calibrator:
     @property
     def saw_gradients(self) -> bool:
         """Whether a backward pass has reached any measured tensor."""
-        return bool(self._backward)
+        return any(direction == "backward" for direction, *_ in self._rows)
 
-    def results(self) -> tuple[Measured, Measured]:
-        """RMS of every tensor, forward and backward, with one transfer from the device.
-
-        A tensor measured several times (several calls in a step) gets the RMS of all.
-        """
-        both = (self._forward, self._backward)
-        rms = [value for values_of in both for values in values_of.values() for value in values]
-        numbers = iter(numbers_of(rms))
-        forward, backward = (
-            {name: combined_rms([*islice(numbers, len(values))]) for name, values in of.items()}
-            for of in both
-        )
-        return forward, backward
-
-    def unrepresentable(self) -> Unrepresentable:
-        """What FP8 cannot represent of the measured tensors; one transfer from the device."""
-        shares = numbers_of([lost for *_, lost in self._lost])
-        return unrepresentable_among(
-            (direction, name, numbers)
-            for (direction, name, _), numbers in zip(self._lost, shares, strict=True)
+    def measured(self) -> Measured:
+        """What was measured of every tensor, with one transfer from the device."""
+        numbers = numbers_of([row for *_, row in self._rows])
+        return Measured.of(
+            (direction, name, None, row)
+            for (direction, name, _), row in zip(self._rows, numbers, strict=True)
         )
 
     def clear(self) -> None:
         """Forget what was measured."""
         self.release()
-        self._forward.clear()
-        self._backward.clear()
-        self._lost.clear()
+        self._rows.clear()
 
     def measure(self, name: str, value: object, *, is_operand: bool = False) -> None:
         """Measure a forward value.
@@ -122,10 +186,7 @@ class Calibrator:
             is_operand: Whether a product reads it, and so may read it in FP8.
         """
         if isinstance(value, Tensor) and value.is_floating_point():
-            rms = root_mean_square(value)
-            self._forward[name].append(rms)
-            if is_operand:
-                self._measure_range("forward", name, value, rms)
+            self._add("forward", name, value, is_read=is_operand)
 
     def watch(self, name: str, value: object) -> None:
         """Measure the gradient of ``value`` when the backward pass gets there."""
@@ -143,9 +204,7 @@ class Calibrator:
             def see(gradient: Tensor | None) -> None:
                 # A function of the user's may say that there is none.
                 if gradient is not None:
-                    rms = root_mean_square(gradient)
-                    self._backward[name].append(rms)
-                    self._measure_range("backward", name, gradient, rms)
+                    self._add("backward", name, gradient, is_read=True)
 
             handle = value.register_hook(see)
             if value.is_leaf:
@@ -169,17 +228,15 @@ class Calibrator:
             self.watch(result_name, result)
         return result
 
-    def _measure_range(self, direction: Direction, name: str, tensor: Tensor, rms: Tensor) -> None:
-        if self._measures_range:
-            self._lost.append((direction, name, lost_shares(tensor.detach(), rms, direction)))
-
-
-def combined_rms(values: list[float]) -> float:
-    """RMS of equal-sized parts, scaled by the largest so that squares stay in range."""
-    largest = max(values)
-    if not math.isfinite(largest) or largest == 0.0:
-        return largest
-    return largest * math.sqrt(sum((rms / largest) ** 2 for rms in values) / len(values))
+    def _add(self, direction: Direction, name: str, tensor: Tensor, *, is_read: bool) -> None:
+        # What a rank has of a distributed tensor is none, like its RMS.
+        elements = stored_elements(tensor.detach())
+        rms, shares = root_mean_square(elements), None
+        if self._measures_range and is_read:
+            shares = lost_shares(elements, rms, direction)
+        elif self._measures_range:
+            shares = rms.new_zeros(NUM_SHARES)
+        self._rows.append((direction, name, row_of(rms, shares)))
 
 
 def find_loss(output: object) -> Tensor | None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, fx
@@ -14,38 +14,11 @@ from lightning_unitscale.functional.scale import takes_true_derivatives
 from lightning_unitscale.graph.nodes import INTERNAL
 from lightning_unitscale.graph.passes import StepGraph
 from lightning_unitscale.graph.recorder import TAP, CallRecord, CallRecorder, tap_gradient
-from lightning_unitscale.lossless.calibrate import combined_rms, root_mean_square
-from lightning_unitscale.lossless.fp8_range import (
-    NUM_SHARES,
-    Direction,
-    Shares,
-    Unrepresentable,
-    stored_shares,
-    unrepresentable_among,
-)
+from lightning_unitscale.lossless.calibrate import Measured, Row, stored_row
+from lightning_unitscale.lossless.fp8_range import NUM_SHARES, Direction
 from lightning_unitscale.lossless.gauge import Gauge
 from lightning_unitscale.lossless.units import Edit
 from lightning_unitscale.scales.transfer import HostCopy
-
-# The range that lossless unit scaling promises for the stored RMS of an operand.
-LOW, HIGH = 0.25, 4.0
-
-
-@dataclass(frozen=True)
-class Drift:
-    """RMS of every tensor with units of its own, by name in the gauge.
-
-    Attributes:
-        forward: RMS as the model means it.
-        backward: RMS of the gradient as the model means it.
-        outside: Tensors whose stored RMS has left [1/4, 4], with that RMS.
-        unrepresentable: What FP8 no longer represents, though its RMS is within that range.
-    """
-
-    forward: Mapping[str, float] = field(default_factory=dict)
-    backward: Mapping[str, float] = field(default_factory=dict)
-    outside: Mapping[str, float] = field(default_factory=dict)
-    unrepresentable: Unrepresentable = field(default_factory=Unrepresentable)
 
 
 @dataclass(frozen=True)
@@ -99,14 +72,20 @@ class DriftProbes:
             # A part of a cut graph may have nothing but gradients to measure.
             source = (forward or backward)[index % len(forward or backward)][1]
             with graph.graph.inserting_after(source):
-                rows.append(graph.graph.call_function(_row, (source, width, "forward")))
+                rows.append(
+                    graph.graph.call_function(
+                        stored_row,
+                        (source, "forward"),
+                        {"measures_range": self._measures_range},
+                    )
+                )
         recorder.finish(rows)
 
     def clear(self) -> None:
         """Forget what was measured."""
         self._calls.clear()
 
-    def send(self) -> Callable[[], Drift] | None:
+    def send(self) -> Callable[[], Measured] | None:
         """Send for what was measured since the last call; what is returned waits for it."""
         calls, self._calls = self._calls, []
         if not calls:
@@ -114,39 +93,21 @@ class DriftProbes:
         rows = [part for call in calls for part in (call.record.forward, call.record.backward)]
         copy = HostCopy(torch.cat([part.to(rows[0].device) for part in rows]))
 
-        def arrived() -> Drift:
-            return _drift(calls, copy.numbers().tolist())
+        def arrived() -> Measured:
+            return Measured.of(_rows(calls, copy.numbers().tolist()))
 
         return arrived
 
 
-def _drift(calls: Sequence[_Call], rows: Sequence[Sequence[float]]) -> Drift:
-    left = iter(rows)
-    true: dict[Direction, dict[str, list[float]]] = {"forward": {}, "backward": {}}
-    stored: dict[tuple[Direction, str], list[float]] = {}
-    shares: list[Shares] = []
+def _rows(calls: Sequence[_Call], numbers: Sequence[Sequence[float]]) -> Iterator[Row]:
+    left = iter(numbers)
     for call in calls:
         count = len(call.record.forward)
         for direction, units in call.units.items():
             measured = list(itertools.islice(left, count))
             for (name, exponent), (rms, *lost) in zip(units, measured, strict=False):
-                if not math.isfinite(rms) or rms <= 0.0:
-                    continue
-                true[direction].setdefault(name, []).append(math.ldexp(rms, exponent))
-                stored.setdefault((direction, name), []).append(rms)
-                if lost and LOW <= rms <= HIGH:
-                    shares.append((direction, name, lost))
-    forward, backward = (
-        {name: combined_rms(values) for name, values in values_of.items()}
-        for values_of in true.values()
-    )
-    # What several calls of a graph measure is one tensor, which has one unit.
-    outside = {
-        name: joint
-        for (_, name), values in stored.items()
-        if not LOW <= (joint := combined_rms(values)) <= HIGH
-    }
-    return Drift(forward, backward, outside, unrepresentable_among(shares))
+                if math.isfinite(rms) and rms > 0.0:
+                    yield direction, name, exponent, (math.ldexp(rms, exponent), *lost)
 
 
 def _tap(tensor: Tensor, slot: Tensor) -> Tensor:
@@ -156,13 +117,6 @@ def _tap(tensor: Tensor, slot: Tensor) -> Tensor:
         if takes_true_derivatives():
             # It is not in the units that it would be judged by; a row of zeros says nothing.
             return gradient.new_zeros(width)
-        return _row(gradient, width, "backward")
+        return stored_row(gradient, "backward", measures_range=width > 1)
 
     return tap_gradient(tensor, slot, row_of)
-
-
-def _row(tensor: Tensor, width: int, direction: Direction) -> Tensor:
-    rms = root_mean_square(tensor).reshape(1)
-    if width == 1:
-        return rms
-    return torch.cat([rms, stored_shares(tensor, direction).to(rms.dtype)])

@@ -15,8 +15,8 @@ from lightning_unitscale.capture.compiled_graph import Interpreter, NotOneGraphE
 from lightning_unitscale.capture.rollback import detached_copy, find_once_only, restoring
 from lightning_unitscale.graph.nodes import tensors_in
 from lightning_unitscale.lossless.calibrate import (
-    Calibrator,
     Measured,
+    Sizes,
     find_loss,
     full_precision,
     in_full_precision,
@@ -30,7 +30,8 @@ from lightning_unitscale.scales.transfer import numbers_of
 
 # Pairs of an output and a gradient for it.
 Seeds = Callable[[Any], Sequence[tuple[Tensor, Tensor]]]
-Reduce = Callable[[Calibrator], tuple[Mapping[str, float], Mapping[str, float]]]
+# RMS forward and backward of what was measured.
+Reduce = Callable[[Measured], tuple[Sizes, Sizes]]
 
 
 def calibrate(
@@ -40,7 +41,7 @@ def calibrate(
     kwargs: Mapping[str, Any],
     *,
     seed_gradient: float = 1.0,
-    results: Reduce = Calibrator.results,
+    results: Reduce = Measured.sizes,
     backward: bool = True,
     seeds: Seeds | None = None,
 ) -> Mapping[str, float] | None:
@@ -54,7 +55,7 @@ def calibrate(
         args: Positional arguments; the step gets a copy.
         kwargs: Keyword arguments; the step gets a copy.
         seed_gradient: Gradient of the loss (a loss scale, one over the accumulated batches).
-        results: Reads the calibrator; a place to agree across ranks.
+        results: What to take of it; a place to agree across ranks.
         backward: Whether to run a backward pass, if the step returns a loss.
         seeds: Makes gradients for what a step without a loss returns.
 
@@ -82,7 +83,7 @@ def calibrate(
             elif backward and seeds is not None:
                 measured = _backward(seeds(output), module, inputs)
         calibrator.release()
-        forward, gradients = results(calibrator)
+        forward, gradients = results(calibrator.measured())
         rewrite.update_gauge(forward, gradients)
         return measured
 
@@ -207,9 +208,8 @@ class LiveGradients:
             step.interpreter = self.calibrator
             self._warn_of_rounding(step)
             return
-        _, backward = self.calibrator.results()
+        measured = Gauge.of_rms({}, self.calibrator.measured().backward)
         self.calibrator.release()
-        measured = Gauge.of_rms({}, backward)
         gauge = self.rewrite.gauge
         self.rewrite.set_gauge(
             gauge.updated(
@@ -253,13 +253,12 @@ class MeasuredAgain:
         """Called before each call of the step."""
         seen: set[str] = set()
 
-        def unknown(calibrator: Calibrator) -> tuple[Measured, Measured]:
-            forward, backward = calibrator.results()
-            seen.update(name.rpartition(":")[0] for name in forward)
+        def unknown(measured: Measured) -> tuple[Sizes, Sizes]:
+            seen.update(name.rpartition(":")[0] for name in measured.forward)
             gauge = self.rewrite.gauge
             return (
-                {name: rms for name, rms in forward.items() if name not in gauge},
-                {name: rms for name, rms in backward.items() if name not in gauge},
+                {name: rms for name, rms in measured.forward.items() if name not in gauge},
+                {name: rms for name, rms in measured.backward.items() if name not in gauge},
             )
 
         calibrate(step, self.rewrite, args, kwargs, results=unknown)

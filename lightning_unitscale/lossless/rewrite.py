@@ -21,7 +21,7 @@ from lightning_unitscale.graph.nodes import (
 )
 from lightning_unitscale.graph.passes import GraphPass, Phase, Region, StepGraph
 from lightning_unitscale.graph.regions import Places
-from lightning_unitscale.lossless.calibrate import Calibrator, Measured
+from lightning_unitscale.lossless.calibrate import Calibrator, Sizes
 from lightning_unitscale.lossless.drift import DriftProbes
 from lightning_unitscale.lossless.gauge import (
     ONE,
@@ -168,7 +168,7 @@ class LosslessUnitScale(GraphPass):
             measures_range=self.measures_range,
         )
 
-    def update_gauge(self, forward: Measured, backward: Measured) -> None:
+    def update_gauge(self, forward: Sizes, backward: Sizes) -> None:
         """Set the units of all that was measured; the others stay as they are."""
         self.set_gauge(self.gauge.updated(Gauge.of_rms(forward, backward)))
 

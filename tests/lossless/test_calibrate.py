@@ -8,7 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from lightning_unitscale.capture.attach import captured_forward
-from lightning_unitscale.lossless.calibrate import Calibrator, find_loss, root_mean_square
+from lightning_unitscale.lossless.calibrate import (
+    Calibrator,
+    Measured,
+    find_loss,
+    root_mean_square,
+)
 from lightning_unitscale.lossless.rehearsal import calibrate
 from lightning_unitscale.lossless.rewrite import LosslessUnitScale
 from lightning_unitscale.transforms import lossless_unit_scale
@@ -36,7 +41,7 @@ def test_the_calibrator_measures_values_and_gradients_of_a_product() -> None:
     seed = torch.randn_like(output)
     output.backward(seed)
     assert calibrator.saw_gradients
-    forward, backward = calibrator.results()
+    forward, backward = calibrator.measured().sizes()
     hidden = module[0](inputs)
     expected_forward = {
         "0.linear:input": inputs,
@@ -56,7 +61,7 @@ def test_the_calibrator_measures_values_and_gradients_of_a_product() -> None:
         }
     )
     calibrator.clear()
-    assert calibrator.results() == ({}, {})
+    assert calibrator.measured() == Measured()
 
 
 def test_a_tensor_measured_twice_gets_the_rms_of_both() -> None:
@@ -71,7 +76,7 @@ def test_a_tensor_measured_twice_gets_the_rms_of_both() -> None:
     ):
         calibrator.measure("ignored", ignored)
     calibrator.watch("constant", torch.ones(3))
-    forward, backward = calibrator.results()
+    forward, backward = calibrator.measured().sizes()
     assert forward == pytest.approx({"x": math.sqrt(12.5) * 1e100})
     assert backward == {}
 
@@ -169,9 +174,8 @@ def test_calibrate_takes_the_results_that_the_ranks_agreed_on() -> None:
     rewrite = LosslessUnitScale()
     _, step = captured_forward(nn.Linear(4, 4), "test", rewrite)
 
-    def agreed(calibrator: Calibrator) -> tuple[dict[str, float], dict[str, float]]:
-        forward, _ = calibrator.results()
-        return {name: 1024.0 for name in forward}, {}
+    def agreed(measured: Measured) -> tuple[dict[str, float], dict[str, float]]:
+        return {name: 1024.0 for name in measured.forward}, {}
 
     calibrate(step, rewrite, (torch.randn(3, 4),), {}, results=agreed)
     assert {pair.log2_sigma for pair in rewrite.gauge.values()} == {10}
