@@ -158,7 +158,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a graph that is compiled leaves its addends in true units",
-        "dispatch/scaled_nodes.py",
+        "dispatch/joint_units.py",
         "args[position] = self._scaled(args[position], addend, node)",
         "args[position] = args[position]",
         "dispatch/test_aot_pass.py -k submodule",
@@ -172,7 +172,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a compiled module saves copies in units beside what they were made of",
-        "dispatch/scaled_nodes.py",
+        "dispatch/joint_units.py",
         'copies = self._of_inputs if node.op == "placeholder" else self.copies',
         "copies = self._of_inputs",
         "dispatch/test_joint_units.py -k in_place_of",

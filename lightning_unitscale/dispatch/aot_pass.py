@@ -15,8 +15,8 @@ from torch import fx
 
 from lightning_unitscale.dispatch.compiled_graphs import GRAPHS, CompiledProduct, PlainProduct
 from lightning_unitscale.dispatch.compiled_sites import PRODUCT, rule_of, tangents_of, value_of
+from lightning_unitscale.dispatch.joint_units import Scaling
 from lightning_unitscale.dispatch.products import ProductRule
-from lightning_unitscale.dispatch.scaled_nodes import Scaling
 from lightning_unitscale.dispatch.torch_internals import GraphPass
 from lightning_unitscale.graph.nodes import first_operation
 

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from lightning_unitscale.dispatch.measurement import Site
 from lightning_unitscale.dispatch.products import ProductRule
-from lightning_unitscale.dispatch.tensors import scale_in_place, scaled_copy, shared_copy
+from lightning_unitscale.dispatch.tensors import scaled_copy, shared_copy
 from lightning_unitscale.dispatch.torch_internals import Kernel
+from lightning_unitscale.functional.scale import scale_in_place
 
 _HAS_MKL = torch.backends.mkl.is_available()
 _FLOATS = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16})

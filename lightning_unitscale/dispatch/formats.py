@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -149,21 +148,5 @@ def rounding_key(seed: int, step: int, name: str, device: torch.device) -> Tenso
 
 
 def grid_factor(grid: MovingGrid | None, name: str, call: int) -> float:
-    """The factor by which the numbers of a format move under an operand.
-
-    Args:
-        grid: What moves them; ``None`` where they stay.
-        name: The operand's.
-        call: How many calls in training there have been, this one included.
-
-    Returns:
-        A number of FP32 in (1/2, 1]; 1 where they stay.
-    """
-    if grid is None:
-        return 1.0
-    turn = grid.at(call) * grid.stride % 1.0
-    moved = 2.0 ** -(zlib.crc32(name.encode()) / 2**32) * 2.0**-turn
-    # Rounded to FP32, in which kernels hold it.
-    factor = moved if moved > 0.5 else 2 * moved
-    mantissa, exponent = math.frexp(factor)
-    return math.ldexp(round(mantissa * 2**24) / 2**24, exponent)
+    """By how much the numbers of a format have moved under an operand: 1 where they stay."""
+    return 1.0 if grid is None else grid.factor(name, call)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -23,8 +24,10 @@ from lightning_unitscale.dispatch.compiled_graphs import (
     PlainProduct,
 )
 from lightning_unitscale.dispatch.compiled_sites import (
+    ARRANGED,
     PRODUCT,
     arguments_of,
+    fake_mode_in,
     known_sources,
     path_of,
     rule_of,
@@ -33,7 +36,6 @@ from lightning_unitscale.dispatch.compiled_sites import (
 )
 from lightning_unitscale.dispatch.measurement import FORWARD, Site
 from lightning_unitscale.dispatch.products import ProductRule
-from lightning_unitscale.dispatch.scaled_nodes import Scaling
 from lightning_unitscale.dispatch.session import LOCAL, ProductSession
 from lightning_unitscale.dispatch.torch_internals import (
     GraphPass,
@@ -53,6 +55,8 @@ _UNREACHED = {
 }
 # What formats have left: ``joint_formats.py`` cannot take a number that is known at run time only.
 _NUMBER = "a number among its arguments that is known only when it runs, in a compiled graph"
+# What a partitioner is told of a node within a checkpoint: whether it is computed again, and whose.
+_RECOMPUTE, _CHECKPOINT = "recompute", "ac_graph_id"
 # By session and the name of a site, the number of the compiled frame that its product is in.
 _CLAIMS: WeakKeyDictionary[ProductSession, dict[str, int | None]] = WeakKeyDictionary()
 
@@ -189,3 +193,111 @@ def _may_join_a_sum(node: fx.Node, rule: ProductRule) -> bool:
     if rule.operator != "mm":
         return False
     return any(getattr(user.target, "overloadpacket", None) is _ATEN.add for user in node.users)
+
+
+class Scaling:
+    """Puts nodes into a graph that divide tensors by units, and multiply results by them.
+
+    Args:
+        graph: The graph.
+        copies: The copies of another one, to share those of what a graph computes. What it is
+            given stays in memory anyway, and copies of that would be saved beside it.
+
+    Attributes:
+        factors: The node that gives all factors of the graph.
+        copies: By what they were made of, and by the name of its unit.
+    """
+
+    def __init__(self, graph: fx.Graph, copies: Any = None) -> None:
+        self.factors: Any = None
+        self.copies: dict[tuple[fx.Node, str], fx.Node] = {} if copies is None else copies
+        self._of_inputs: dict[tuple[fx.Node, str], fx.Node] = {}
+        self._graph = graph
+        self._fake_mode = fake_mode_in(graph)
+
+    def new(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """A new node."""
+        node = self._graph.call_function(target, args, kwargs)
+        values = fx.map_arg((args, kwargs), value_of)
+        with self._fake_mode:
+            node.meta["val"] = target(*values[0], **values[1])
+        return node
+
+    def scale(self, node: fx.Node, rule: ProductRule, product: CompiledProduct) -> None:
+        """Run a product in units.
+
+        Args:
+            node: The product.
+            rule: Its operator.
+            product: What is known of it.
+        """
+        start, args = product.start, list(node.args)
+        addend = start + len(product.sources)
+        names = product.site.names_of(product.sources)
+        with self._graph.inserting_before(node):
+            for index, position in enumerate(rule.operands):
+                if not product.stays(index):
+                    args[position] = self._scaled(args[position], start + index, node, names[index])
+            for position in rule.addends_in(args):
+                args[position] = self._scaled(args[position], addend, node)
+            for position, which in rule.follows:
+                args[position] = self._scaled(args[position], start + which, node)
+        node.args = tuple(args)
+        if isinstance(value_of(node), Tensor):
+            self._scale_result(node, addend + 1)
+            return
+        for user in list(node.users):
+            item: Any = user.args[1]
+            if isinstance(item, int) and item < len(rule.results) and rule.results[item]:
+                self._scale_result(user, addend + 1 + item)
+
+    def _scale_result(self, node: fx.Node, factor: int) -> None:
+        users = list(node.users)
+        with self._graph.inserting_after(node):
+            marker = node.next
+        with self._graph.inserting_before(marker):
+            scaled = self._times(node, factor, node.meta)
+        for user in users:
+            user.replace_input_with(node, scaled)
+
+    def _scaled(self, node: Any, factor: int, product: fx.Node, name: str = "") -> fx.Node:
+        """A tensor times a factor, in the same arrangement.
+
+        Args:
+            node: The tensor.
+            factor: Index of the factor.
+            product: What reads it.
+            name: What the factor is the unit of: products of a site read one copy.
+        """
+        chain = []
+        while str(node.target) in ARRANGED:
+            chain.append(node)
+            node = node.args[0]
+        copies = self._of_inputs if node.op == "placeholder" else self.copies
+        result = copies.get((node, name)) if name else None
+        if result is None:
+            meta = dict(product.meta)
+            if _RECOMPUTE in meta:
+                # Also where a policy has the product itself saved.
+                meta[_RECOMPUTE] = CheckpointPolicy.PREFER_RECOMPUTE
+            result = self._times(node, factor, meta)
+        if name:
+            copies[node, name] = result
+        for view in reversed(chain):
+            result = self.new(view.target, result, *view.args[1:], **view.kwargs)
+        return result
+
+    def _times(self, node: fx.Node, factor: int, meta: dict[str, Any]) -> fx.Node:
+        number = self.new(_ATEN.select.int, self.factors, 0, factor)
+        dtype = value_of(node).dtype
+        if dtype is not torch.float16:
+            nodes = [self.new(_ATEN.mul.Tensor, node, number)]
+        else:
+            # A factor of FP32 need not be a number of FP16.
+            convert = torch.ops.prims.convert_element_type.default
+            nodes = [self.new(convert, node, torch.float32)]
+            nodes.append(self.new(_ATEN.mul.Tensor, nodes[-1], number))
+            nodes.append(self.new(convert, nodes[-1], dtype))
+        for new in nodes:
+            new.meta.update({k: meta[k] for k in (_RECOMPUTE, _CHECKPOINT) if k in meta})
+        return nodes[-1]

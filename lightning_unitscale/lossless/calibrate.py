@@ -229,7 +229,7 @@ class Calibrator:
         return result
 
     def _add(self, direction: Direction, name: str, tensor: Tensor, *, is_read: bool) -> None:
-        # What a rank has of a distributed tensor is none, like its RMS.
+        # Of a distributed tensor a plain one, as the RMS is.
         elements = stored_elements(tensor.detach())
         rms, shares = root_mean_square(elements), None
         if self._measures_range and is_read:

@@ -17,7 +17,7 @@ from lightning_unitscale.graph.recorder import TAP, CallRecord, CallRecorder, ta
 from lightning_unitscale.lossless.calibrate import Measured, Row, stored_row
 from lightning_unitscale.lossless.fp8_range import NUM_SHARES, Direction
 from lightning_unitscale.lossless.gauge import Gauge
-from lightning_unitscale.lossless.units import Edit
+from lightning_unitscale.lossless.units import GAUGE, Edit
 from lightning_unitscale.scales.transfer import HostCopy
 
 
@@ -32,12 +32,10 @@ class DriftProbes:
     """Measures stored operands, and gradients arriving at products, at the scales of a graph.
 
     Args:
-        gauge: Gives the current gauge.
         measures_range: Whether to measure what FP8 would lose as well.
     """
 
-    def __init__(self, gauge: Callable[[], Gauge], *, measures_range: bool = False) -> None:
-        self._gauge = gauge
+    def __init__(self, *, measures_range: bool) -> None:
         self._measures_range = measures_range
         self._calls: list[_Call] = []
 
@@ -50,8 +48,10 @@ class DriftProbes:
         if not count:
             return
 
+        gauge_in_force: Callable[[], Gauge] = graph.notes[GAUGE]
+
         def on_record(record: CallRecord) -> None:
-            gauge = self._gauge()
+            gauge = gauge_in_force()
             units = tuple((str(e.forward_name), e.forward_unit.exponent(gauge)) for e, _ in forward)
             arriving = (str(edit.backward_name) for edit, _ in backward)
             gammas = tuple((name, gauge.pair(name).log2_gamma) for name in arriving)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -26,7 +27,6 @@ from lightning_unitscale.lossless.drift import DriftProbes
 from lightning_unitscale.lossless.gauge import (
     ONE,
     Factor,
-    FactorTable,
     Gauge,
     GaugePair,
     gamma,
@@ -51,7 +51,6 @@ from lightning_unitscale.lossless.units import (
     NodePlan,
     Units,
     apply_plan,
-    held_parameters,
     is_scale,
     left_as_they_are,
     parameter_units,
@@ -97,24 +96,18 @@ class LosslessUnitScale(GraphPass):
         self.holds_parameters = holds_parameters
         self.gauge = Gauge()
         self.is_running = False
-        self.drift = DriftProbes(self._gauge_in_force, measures_range=measures_range)
+        self.drift = DriftProbes(measures_range=measures_range)
 
     def run(self, graph: StepGraph) -> tuple[str, ...]:
         """Rewrite one graph."""
         plans = [plan for region in graph.regions() for plan in self._plans(region)]
-        table = FactorTable(graph.device)
-        for plan in plans:
-            for factor in plan.factors():
-                table.row(factor)
-        if not len(table):
+        factors = [factor for plan in plans for factor in plan.factors()]
+        if not factors:
             return (
                 "no matrix product of floating-point tensors",
                 *left_as_they_are(_unreachable(graph)),
             )
-        vector = graph.add_state(
-            "factors", lambda: table.tensor(self.gauge), table.tensor(self.gauge)
-        )
-        factor_nodes = FactorNodes(vector, table.row)
+        factor_nodes = FactorNodes(graph, "factors", factors, lambda: self.gauge)
         held = self._held(graph)
         applied = [scale for plan in plans for scale in apply_plan(plan, factor_nodes)]
         graph.notes[GAUGE] = lambda: self.gauge
@@ -173,25 +166,24 @@ class LosslessUnitScale(GraphPass):
         self.set_gauge(self.gauge.updated(Gauge.of_rms(forward, backward)))
 
     def __deepcopy__(self, memo: dict[int, object]) -> LosslessUnitScale:
-        new = LosslessUnitScale(
-            self.depth,
-            measures_drift=self.observes,
-            measures_range=self.measures_range,
-            holds_parameters=self.holds_parameters,
-        )
+        new = copy.copy(self)
         memo[id(self)] = new
-        new.gauge = self.gauge
+        new.is_running = False
+        new.drift = DriftProbes(measures_range=self.measures_range)
         return new
 
-    def _gauge_in_force(self) -> Gauge:
-        return self.gauge  # a method, unlike a lambda, can be sent to the processes of ddp_spawn
-
-    def _plans(self, region: Region) -> Iterator[NodePlan]:
+    def _units(self, region: Region) -> Units:
+        """Units of the tensors of a region, as they are stored between its nodes."""
         # Tensors that cross a checkpoint's boundary stay in true units, so only products inside.
         if self.depth == "all" and region.parent is None:
-            yield from plan_stored(region, self.gauge, holds_parameters=self.holds_parameters)
+            return StoredUnits(region.graph, holds_parameters=self.holds_parameters)
+        return parameter_units(region.graph) if self.holds_parameters else Units()
+
+    def _plans(self, region: Region) -> Iterator[NodePlan]:
+        units = self._units(region)
+        if isinstance(units, StoredUnits):
+            yield from plan_stored(region, self.gauge, units)
             return
-        units = parameter_units(region.graph) if self.holds_parameters else Units()
         for node in list(region.graph.nodes):
             product = product_of(node)
             if product is not None:
@@ -201,20 +193,13 @@ class LosslessUnitScale(GraphPass):
 
     def _held(self, graph: StepGraph) -> dict[str, Held]:
         """In which units each tensor is stored, by its name; read before the graph is rewritten."""
-        held: dict[str, Held] = {}
-        if self.depth == "all":
-            units = StoredUnits(graph.graph, holds_parameters=self.holds_parameters)
-            held = {
-                tensor_name(node): Held(units.sigma(node), units.gamma(node), in_graph=True)
-                for node in graph.graph.nodes
-                if units.owner(node) is not None
-            }
-        elif self.holds_parameters:
-            held = {
-                tensor_name(node): Held(sigma(key), gamma(key), in_graph=True)
-                for node, key in held_parameters(graph.graph).items()
-            }
         places = Places(graph)
+        units = self._units(places.regions[0])
+        held = {
+            tensor_name(node): Held(units.sigma(node), units.gamma(node), in_graph=True)
+            for node in graph.graph.nodes
+            if units.owner(node) is not None
+        }
         for region in places.regions:
             if self.depth == "products" or region.parent is not None:
                 _add_held_for_products(held, region, places)

@@ -13,12 +13,8 @@ from lightning_unitscale.dispatch.calls import Call, sources_of
 from lightning_unitscale.dispatch.coverage import CoverageCounter
 from lightning_unitscale.dispatch.measurement import FORWARD, MeasuredProduct, Site
 from lightning_unitscale.dispatch.products import RULES, is_turned
-from lightning_unitscale.dispatch.tensors import (
-    Extent,
-    reading,
-    scale_in_place,
-    scaled_copy,
-)
+from lightning_unitscale.dispatch.tensors import Extent, reading, scaled_copy
+from lightning_unitscale.functional.scale import scale_in_place
 
 MM = next(rule for rule in RULES if rule.operator == "mm")
 
