@@ -96,20 +96,13 @@ class FP8Products(Numerics):
             stored = tensor.detach().float() * 2.0**-unit
             self._rows.append((direction, name, stored_row(stored, direction)))
         if is_first:
-            self._leave_out(self._unrepresentable())
+            self._config.leave_out(self._unrepresentable())
 
     def fit(self, joint: Callable[[Unrepresentable], Unrepresentable]) -> Unrepresentable:
         """Take out of FP8, or out of its finer format, what does not fit of what was measured."""
         # What ranks have taken out by themselves in this step counts for all of them.
-        before, measured = self._config.unfit, self._unrepresentable()
-        self._leave_out(
-            joint(
-                Unrepresentable(
-                    {**before.products, **measured.products},
-                    {**before.gradients, **measured.gradients},
-                )
-            )
-        )
+        before = self._config.unfit
+        self._config.leave_out(joint(before.joined(self._unrepresentable())))
         return self._config.unfit.without(before)
 
     def _unrepresentable(self) -> Unrepresentable:
@@ -121,11 +114,6 @@ class FP8Products(Numerics):
             (direction, name, 0, row)
             for (direction, name, _), row in zip(rows, numbers, strict=True)
         ).unrepresentable
-
-    def _leave_out(self, unrepresentable: Unrepresentable) -> None:
-        for name, reason in self._config.leave_out(unrepresentable).products.items():
-            if self._config.runs(name):
-                self._config.decisions[name] = reason
 
     def run(
         self, product: Product, original: Kernel, args: list[Any], kwargs: dict[str, Any]

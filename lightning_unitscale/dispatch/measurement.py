@@ -130,5 +130,4 @@ class Measurement(Measured):
                     direction: Direction = "backward" if name in gradients else "forward"
                     # One tensor read by several backward products is measured once.
                     rows[name, id(extent)] = direction, name, unit, (extent.rms,)
-        measured = Measured.of(rows.values())
-        return Measurement(*measured.sizes(), measured.outside, products=tuple(products))
+        return Measurement(**vars(Measured.of(rows.values())), products=tuple(products))

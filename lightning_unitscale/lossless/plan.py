@@ -84,14 +84,6 @@ def operand_name(product: Product, operand: Operand) -> str:
     return f"{tensor_name(product.node)}:{operand.role}"
 
 
-def operands_to_measure(node: fx.Node) -> list[tuple[str, fx.Node]]:
-    """What a calibration measures before the node runs: the operands of a product."""
-    product = product_of(node)
-    if product is None:
-        return []
-    return [(operand_name(product, operand), operand.node) for operand in product.operands]
-
-
 def plan_product(product: Product, region: Region, gauge: Gauge, units: Units) -> NodePlan:
     """Decide the factors around one product.
 

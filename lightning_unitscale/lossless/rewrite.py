@@ -22,8 +22,7 @@ from lightning_unitscale.graph.nodes import (
 )
 from lightning_unitscale.graph.passes import GraphPass, Phase, Region, StepGraph
 from lightning_unitscale.graph.regions import Places
-from lightning_unitscale.lossless.calibrate import Calibrator, Sizes
-from lightning_unitscale.lossless.drift import DriftProbes
+from lightning_unitscale.lossless.calibrate import Calibrator, DriftProbes, Measured
 from lightning_unitscale.lossless.gauge import (
     ONE,
     Factor,
@@ -36,7 +35,6 @@ from lightning_unitscale.lossless.plan import (
     StoredUnits,
     kept_argument,
     operand_name,
-    operands_to_measure,
     plan_product,
     plan_stored,
     true_arguments,
@@ -155,15 +153,14 @@ class LosslessUnitScale(GraphPass):
         """A fresh calibrator for what this pass needs to know."""
         is_all = self.depth == "all"
         return Calibrator(
-            operands_to_measure,
             _tensor_with_units if is_all else _name_of_product,
             measures_results=is_all,
             measures_range=self.measures_range,
         )
 
-    def update_gauge(self, forward: Sizes, backward: Sizes) -> None:
+    def update_gauge(self, measured: Measured) -> None:
         """Set the units of all that was measured; the others stay as they are."""
-        self.set_gauge(self.gauge.updated(Gauge.of_rms(forward, backward)))
+        self.set_gauge(self.gauge.updated(Gauge.of_rms(measured.forward, measured.backward)))
 
     def __deepcopy__(self, memo: dict[int, object]) -> LosslessUnitScale:
         new = copy.copy(self)
