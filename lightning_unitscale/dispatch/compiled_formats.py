@@ -220,10 +220,10 @@ class RoundedGraph:
                 call = Call(site, {}, (), run_as.log2_units, run_as.is_gradient, run_as.step)
                 call.extents = extents
                 record(number, session.ref, call)
-        is_weight = product.is_weight
+        run_as.reads_weight = product.is_weight
         if product.input is not None:
-            is_weight = is_weight or self._are_parameters[product.input]
-        return session.execute(run_as, product.operator, args, kwargs, is_weight)
+            run_as.reads_weight = product.is_weight or self._are_parameters[product.input]
+        return session.execute(run_as, product.operator, args, kwargs)
 
 
 def _moved(path: str, root: str, new_root: str) -> str:

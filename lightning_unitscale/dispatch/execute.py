@@ -39,6 +39,8 @@ class Product:
         is_gradient: Which of its operands is an arriving gradient.
         names: Names of the operands in the gauge; that of the product for a gradient.
         step: Number of the step that it belongs to.
+        reads_weight: Whether its second operand is the weight of a linear layer; ``None`` where
+            what calls has to tell.
     """
 
     rule: ProductRule
@@ -48,6 +50,7 @@ class Product:
     is_gradient: tuple[bool, ...]
     names: tuple[str, ...]
     step: int
+    reads_weight: bool | None = None
 
     def places(self) -> Iterator[tuple[int, int, bool, str]]:
         """Position, unit, whether it is a gradient, and name of each operand."""

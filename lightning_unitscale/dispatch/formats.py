@@ -12,7 +12,6 @@ from torch import Tensor
 
 from lightning_unitscale.dispatch.execute import Product, run_scaled
 from lightning_unitscale.dispatch.measurement import Site
-from lightning_unitscale.dispatch.products import ProductRule
 from lightning_unitscale.dispatch.torch_internals import Kernel
 from lightning_unitscale.lossless.fp8_range import Unrepresentable
 from lightning_unitscale.precision.dither import MovingGrid
@@ -36,23 +35,13 @@ class Numerics(abc.ABC):
         return True
 
     @abc.abstractmethod
-    def applies_to(
-        self,
-        site: Site,
-        rule: ProductRule,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        reads_weight: bool | None = None,
-    ) -> bool:
+    def applies_to(self, product: Product, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Whether a product is rounded.
 
         Args:
-            site: Which product of the step it is.
-            rule: Its operator.
+            product: The product.
             args: Arguments.
             kwargs: Keyword arguments.
-            reads_weight: Whether its second operand is the weight of a linear layer; ``None``
-                where what calls has to tell.
         """
 
     @abc.abstractmethod
@@ -92,9 +81,9 @@ class SimulatedProducts(Numerics):
     def __init__(self, *configs: SimulateFormat) -> None:
         self._configs = configs
 
-    def applies_to(self, site: Site, *_: Any) -> bool:
+    def applies_to(self, product: Product, *_: Any) -> bool:
         """Whether a product is rounded: all are, but for those that are left out by name."""
-        return bool(self._configs_of(site))
+        return bool(self._configs_of(product.site))
 
     def run(
         self, product: Product, original: Kernel, args: list[Any], kwargs: dict[str, Any]

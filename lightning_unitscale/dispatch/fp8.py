@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from lightning_unitscale.dispatch.execute import Product
 from lightning_unitscale.dispatch.formats import Numerics, SimulatedProducts, grid_factor
-from lightning_unitscale.dispatch.measurement import Site
+from lightning_unitscale.dispatch.measurement import FORWARD
 from lightning_unitscale.dispatch.owners import asking_session
-from lightning_unitscale.dispatch.products import RULES, ProductRule
+from lightning_unitscale.dispatch.products import RULES
 from lightning_unitscale.dispatch.session import LOCAL, ProductSession
 from lightning_unitscale.dispatch.sites import frames
 from lightning_unitscale.dispatch.torch_internals import (
@@ -63,23 +63,15 @@ class FP8Products(Numerics):
         """Whether the steps that run now are in FP8."""
         return self.is_training or self._config.in_evaluation
 
-    def applies_to(
-        self,
-        site: Site,
-        rule: ProductRule,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        reads_weight: bool | None = None,
-    ) -> bool:
+    def applies_to(self, product: Product, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Whether a product runs in FP8."""
         if not self.is_active:
             return False
-        decisions = self._config.decisions
-        is_made = rule.operator in ("mm", "addmm") and "out" not in kwargs
-        if site.name not in decisions:
-            operands = rule.operands_in(args) if is_made else None
-            decisions[site.name] = self._why_not(site, operands, kwargs, reads_weight)
-        return is_made and decisions[site.name] is None
+        decisions, name = self._config.decisions, product.site.name
+        is_made = product.rule.operator in ("mm", "addmm") and "out" not in kwargs
+        if name not in decisions:
+            decisions[name] = self._why_not(product, args, kwargs) if is_made else NO_LINEAR
+        return is_made and decisions[name] is None
 
     def measure(self, product: Product, operands: Sequence[Tensor], *, is_first: bool) -> None:
         """Find out what FP8 would lose of operands in their units; see :meth:`fit`.
@@ -144,22 +136,22 @@ class FP8Products(Numerics):
         return result.add_(args[0]) if product.rule.addends else result
 
     def run_layer(
-        self, site: Site, step: int, input: Tensor, weight: Tensor, bias: Tensor | None
+        self, product: Product, input: Tensor, weight: Tensor, bias: Tensor | None
     ) -> Tensor:
         """Run a linear layer so that it keeps FP8 for its backward pass.
 
         Args:
-            site: Its product, of which all units are known.
-            step: The training step.
+            product: Its product, of whose site all units are known.
             input: Its input.
             weight: Its weight.
             bias: Its bias, if it has one.
         """
-        config = self._config
-        units = (*(site.log2_units or ()), site.log2_gamma or 0)
-        names = (*site.operand_names, site.name)
-        x, w, g = (2.0**unit for unit in units)
-        x_grid, w_grid, g_grid = (grid_factor(config.moving_grid, name, step) for name in names)
+        config, site = self._config, product.site
+        x, w, g = (2.0**unit for unit in (*product.log2_units, site.log2_gamma or 0))
+        x_grid, w_grid, g_grid = (
+            grid_factor(config.moving_grid, name, product.step)
+            for name in (*product.names, site.name)
+        )
         return fp8_linear(
             input,
             weight,
@@ -176,14 +168,10 @@ class FP8Products(Numerics):
         )
 
     def _why_not(
-        self,
-        site: Site,
-        operands: Sequence[Tensor] | None,
-        kwargs: Mapping[str, Any],
-        reads_weight: bool | None,
+        self, product: Product, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> str | None:
-        if operands is None:
-            return NO_LINEAR
+        site, operands = product.site, product.rule.operands_in(args)
+        reads_weight = product.reads_weight
         if reads_weight is None:
             weight = operands[1]
             reads_weight = is_weight(site.name, weight, _calling_layer()) or is_parameter(weight)
@@ -273,11 +261,13 @@ def _run_layer(
     site = None if run is None else sites.peek(_LINEAR, run)
     if run is None or site is None or not site.is_settled or input.shape[-1:] != weight.shape[1:]:
         return None
-    if not numerics.applies_to(site, _MM, operands, {}):
+    units, names = site.log2_units or (), site.operand_names
+    product = Product(_MM, site, FORWARD, units, (False, False), names, session.units.step)
+    if not numerics.applies_to(product, operands, {}):
         return None
     sites.find(_LINEAR, _ROLES, run)
     if session.counter is not None:
         # The product, and those of its gradients.
         for _ in range(1 + input.requires_grad + weight.requires_grad):
             session.counter.add(site.module, "format", "", _MM.flops(operands, None))
-    return numerics.run_layer(site, session.units.step, input, weight, bias)
+    return numerics.run_layer(product, input, weight, bias)

@@ -200,7 +200,6 @@ class ProductSession:
         original: Kernel,
         args: _Args,
         kwargs: dict[str, Any],
-        reads_weight: bool | None = None,
     ) -> Any:
         """Run a product in a format, in units or as it is, and count it.
 
@@ -209,13 +208,12 @@ class ProductSession:
             original: torch's own kernel.
             args: Arguments.
             kwargs: Keyword arguments.
-            reads_weight: See :meth:`Numerics.applies_to`.
         """
         kind: Kind
         reason = ""
         numerics: Numerics | None = None
         for each in self.numerics:
-            if each.applies_to(product.site, product.rule, args, kwargs, reads_weight):
+            if each.applies_to(product, args, kwargs):
                 numerics = each
                 break
         LOCAL.is_inside = True
