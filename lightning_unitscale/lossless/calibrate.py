@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_unitscale.capture.compiled_graph import CompiledGraph
 from lightning_unitscale.functional.scale import takes_true_derivatives
 from lightning_unitscale.graph.matmuls import product_of
-from lightning_unitscale.graph.nodes import INTERNAL
+from lightning_unitscale.graph.nodes import INTERNAL, TRANSFORMED, tensor_name
 from lightning_unitscale.graph.passes import StepGraph
 from lightning_unitscale.graph.recorder import (
     TAP,
@@ -39,7 +39,7 @@ from lightning_unitscale.lossless.fp8_range import (
     unrepresentable_among,
 )
 from lightning_unitscale.lossless.gauge import Gauge
-from lightning_unitscale.lossless.plan import operand_name
+from lightning_unitscale.lossless.plan import has_own_units, operand_name
 from lightning_unitscale.lossless.units import GAUGE, Edit
 from lightning_unitscale.scales.reduce import row_dtype
 from lightning_unitscale.scales.transfer import HostCopy, numbers_of
@@ -137,26 +137,18 @@ class Measured:
 
 
 class Calibrator:
-    """Runs captured graphs as they are, and measures operands of products and other named tensors.
+    """Runs captured graphs as they are, and measures operands and gradients of their products.
 
     Plain tensor hooks see the gradients, so views do not matter. In-place operations do: the result
     of a linear map is a view of its product, and writing into a view cuts off the hooks on it.
 
     Args:
-        result_name: Name under which the gradient of a node's result is measured, or ``None``.
-        measures_results: Whether the results themselves are measured as well.
+        measures_all: Whether to measure every tensor that may have units of its own as well.
         measures_range: Whether to count what FP8 would lose of operands and gradients.
     """
 
-    def __init__(
-        self,
-        result_name: Callable[[fx.Node], str | None],
-        *,
-        measures_results: bool = False,
-        measures_range: bool = False,
-    ) -> None:
-        self._result_name = result_name
-        self._measures_results = measures_results
+    def __init__(self, *, measures_all: bool = False, measures_range: bool = False) -> None:
+        self._measures_all = measures_all
         self._measures_range = measures_range
         self._rows: list[tuple[Direction, str, Tensor]] = []
         self._handles: list[RemovableHandle] = []
@@ -224,16 +216,18 @@ class Calibrator:
         self._handles.clear()
 
     def _visit(self, interpreter: GraphInterpreter, node: fx.Node) -> Any:
-        if (product := product_of(node)) is not None:
+        product = product_of(node)
+        if product is not None:
             for operand in product.operands:
                 value = interpreter.env[operand.node]
                 self.measure(operand_name(product, operand), value, is_operand=True)
         result = interpreter.evaluate(node)
-        result_name = self._result_name(node)
-        if result_name is not None:
-            if self._measures_results:
-                self.measure(result_name, result)
-            self.watch(result_name, result)
+        if not self._measures_all:
+            if product is not None:
+                self.watch(tensor_name(node), result)
+        elif TRANSFORMED not in node.meta and has_own_units(node):
+            self.measure(tensor_name(node), result)
+            self.watch(tensor_name(node), result)
         return result
 
     def _add(self, direction: Direction, name: str, tensor: Tensor, *, is_read: bool) -> None:

@@ -187,7 +187,7 @@ class StoredUnits(Units):
         super().__init__(held_parameters(graph, excluded) if holds_parameters else None)
         repeated: dict[fx.Node, fx.Node] = {}
         for node, read in repeated_reads(graph).items():
-            if _has_own_units(node) and node not in excluded and len(read) == 1:
+            if has_own_units(node) and node not in excluded and len(read) == 1:
                 repeated[node] = read[0]
             else:
                 excluded.update(read)
@@ -210,12 +210,10 @@ class StoredUnits(Units):
         return self._gammas.get(key) or super().gamma(node)
 
     def _key_of(self, node: fx.Node) -> Key | None:
-        if node.op not in {"call_function", "call_method"}:
-            return None
         source = kept_argument(node)
         if source is not None:
             return self._keys.get(source)
-        return tensor_name(node) if _has_own_units(node) else None
+        return tensor_name(node) if has_own_units(node) else None
 
     def _take_gradient_of(self, node: fx.Node, argument: fx.Node) -> None:
         """Nothing stands between ``node`` and an argument that it reads several times.
@@ -257,9 +255,11 @@ def _has_complex_and_real_arguments(node: fx.Node) -> bool:
     )
 
 
-def _has_own_units(node: fx.Node) -> bool:
+def has_own_units(node: fx.Node) -> bool:
     """Whether an operation makes a tensor that may have units other than its arguments'."""
-    return is_float_tensor(node) and requires_grad(node) and kept_argument(node) is None
+    is_operation = node.op in {"call_function", "call_method"}
+    makes_float = is_operation and is_float_tensor(node) and requires_grad(node)
+    return makes_float and kept_argument(node) is None
 
 
 def kept_argument(node: fx.Node) -> fx.Node | None:

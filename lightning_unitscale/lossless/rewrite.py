@@ -15,9 +15,6 @@ from lightning_unitscale.functional.scale import takes_true_derivatives
 from lightning_unitscale.graph.matmuls import product_of, unreachable_products
 from lightning_unitscale.graph.nodes import (
     ELSEWHERE,
-    TRANSFORMED,
-    is_float_tensor,
-    requires_grad,
     tensor_name,
 )
 from lightning_unitscale.graph.passes import GraphPass, Phase, Region, StepGraph
@@ -33,7 +30,6 @@ from lightning_unitscale.lossless.gauge import (
 )
 from lightning_unitscale.lossless.plan import (
     StoredUnits,
-    kept_argument,
     operand_name,
     plan_product,
     plan_stored,
@@ -151,12 +147,7 @@ class LosslessUnitScale(GraphPass):
 
     def calibrator(self) -> Calibrator:
         """A fresh calibrator for what this pass needs to know."""
-        is_all = self.depth == "all"
-        return Calibrator(
-            _tensor_with_units if is_all else _name_of_product,
-            measures_results=is_all,
-            measures_range=self.measures_range,
-        )
+        return Calibrator(measures_all=self.depth == "all", measures_range=self.measures_range)
 
     def update_gauge(self, measured: Measured) -> None:
         """Set the units of all that was measured; the others stay as they are."""
@@ -237,15 +228,3 @@ def _add_held_for_products(held: dict[str, Held], region: Region, places: Places
 def _constant(node: fx.Node) -> Factor:
     """The power of two nearest to the factor that a rule multiplies by here."""
     return Factor(constant=round(math.log2(abs(node.meta.get(FACTOR, 1.0)))))
-
-
-def _name_of_product(node: fx.Node) -> str | None:
-    return tensor_name(node) if product_of(node) is not None else None
-
-
-def _tensor_with_units(node: fx.Node) -> str | None:
-    if node.op not in {"call_function", "call_method"} or not is_float_tensor(node):
-        return None
-    if not requires_grad(node) or TRANSFORMED in node.meta or kept_argument(node) is not None:
-        return None
-    return tensor_name(node)

@@ -61,7 +61,7 @@ def test_the_calibrator_measures_values_and_gradients_of_a_product() -> None:
 
 
 def test_a_tensor_measured_twice_gets_the_rms_of_both() -> None:
-    calibrator = Calibrator(lambda _: None)
+    calibrator = Calibrator()
     calibrator.measure("x", torch.full((4,), 3e100, dtype=torch.float64))
     calibrator.measure("x", torch.full((4,), 4e100, dtype=torch.float64))
     for ignored in (
