@@ -283,7 +283,7 @@ def kept_argument(node: fx.Node) -> fx.Node | None:
     return first
 
 
-def plan_stored(region: Region, gauge: Gauge, units: StoredUnits) -> Iterator[NodePlan]:
+def plan_region(region: Region, gauge: Gauge, units: Units) -> Iterator[NodePlan]:
     """Plans for every node of a graph that reads or makes a tensor with units.
 
     Args:
@@ -292,25 +292,21 @@ def plan_stored(region: Region, gauge: Gauge, units: StoredUnits) -> Iterator[No
         units: Those of its tensors.
     """
     for node in list(region.graph.nodes):
-        if node.op == "output":
-            yield NodePlan(node, region, tuple(true_arguments(node, units)))
-        elif node.op in {"call_function", "call_method"} and not _hands_on(node, units):
-            product = product_of(node)
-            if product is not None:
-                yield plan_product(product, region, gauge, units)
-            else:
-                yield NodePlan(node, region, tuple(_edits(node, units)))
+        product = product_of(node)
+        if product is not None:
+            yield plan_product(product, region, gauge, units)
+        elif edits := tuple(edit for edit in _edits(node, units) if edit.is_needed):
+            yield NodePlan(node, region, edits)
 
 
-def _hands_on(node: fx.Node, units: StoredUnits) -> bool:
-    source = kept_argument(node)
-    return source is not None and units.owner(source) == units.owner(node)
-
-
-def _edits(node: fx.Node, units: StoredUnits) -> Iterator[Edit]:
-    if units.owner(node) is None:
+def _edits(node: fx.Node, units: Units) -> Iterator[Edit]:
+    source, owner = kept_argument(node), units.owner(node)
+    hands_on = source is not None and units.owner(source) == owner
+    if hands_on or node.op == "placeholder":
+        return
+    if owner is None:
         # Opaque: several results, no gradient, or written into. It sees true units on both sides.
-        yield from true_arguments(node, units)
+        yield from _true_arguments(node, units)
         return
     arguments = list(float_arguments(node))
     if not arguments:
@@ -338,7 +334,7 @@ def _edits(node: fx.Node, units: StoredUnits) -> Iterator[Edit]:
     yield _result(node, own_sigma.inverse(), units)
 
 
-def true_arguments(node: fx.Node, units: Units) -> Iterator[Edit]:
+def _true_arguments(node: fx.Node, units: Units) -> Iterator[Edit]:
     """Changes to true units of every argument that is in others."""
     for path, source in float_arguments(node):
         yield _argument(node, path, source, units.sigma(source), units.gamma(source).inverse())
@@ -352,7 +348,7 @@ def _argument(
     return Edit(path, source, f"{tensor_name(node)}:{'.'.join(map(str, path))}", forward, backward)
 
 
-def _result(node: fx.Node, forward: Factor, units: StoredUnits) -> Edit:
+def _result(node: fx.Node, forward: Factor, units: Units) -> Edit:
     name = tensor_name(node)
     return Edit(None, node, name, forward, ONE, name, units.sigma(node), name)
 

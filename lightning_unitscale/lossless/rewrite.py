@@ -31,9 +31,7 @@ from lightning_unitscale.lossless.gauge import (
 from lightning_unitscale.lossless.plan import (
     StoredUnits,
     operand_name,
-    plan_product,
-    plan_stored,
-    true_arguments,
+    plan_region,
 )
 from lightning_unitscale.lossless.units import (
     EDIT,
@@ -94,7 +92,11 @@ class LosslessUnitScale(GraphPass):
 
     def run(self, graph: StepGraph) -> tuple[str, ...]:
         """Rewrite one graph."""
-        plans = [plan for region in graph.regions() for plan in self._plans(region)]
+        plans = [
+            plan
+            for region in graph.regions()
+            for plan in plan_region(region, self.gauge, self._units(region))
+        ]
         factors = [factor for plan in plans for factor in plan.factors()]
         if not factors:
             return (
@@ -166,18 +168,6 @@ class LosslessUnitScale(GraphPass):
         if self.depth == "all" and region.parent is None:
             return StoredUnits(region.graph, holds_parameters=self.holds_parameters)
         return parameter_units(region.graph) if self.holds_parameters else Units()
-
-    def _plans(self, region: Region) -> Iterator[NodePlan]:
-        units = self._units(region)
-        if isinstance(units, StoredUnits):
-            yield from plan_stored(region, self.gauge, units)
-            return
-        for node in list(region.graph.nodes):
-            product = product_of(node)
-            if product is not None:
-                yield plan_product(product, region, self.gauge, units)
-            elif self.holds_parameters and any(map(units.has_own, node.all_input_nodes)):
-                yield NodePlan(node, region, tuple(true_arguments(node, units)))
 
     def _held(self, graph: StepGraph) -> dict[str, Held]:
         """In which units each tensor is stored, by its name; read before the graph is rewritten."""

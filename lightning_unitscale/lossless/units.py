@@ -104,10 +104,6 @@ class Units:
         key = self._keys.get(node)
         return ONE if key is None else gamma(key)
 
-    def has_own(self, node: fx.Node) -> bool:
-        """Whether the node's tensor may have units other than 1."""
-        return self.sigma(node) != ONE or self.gamma(node) != ONE
-
 
 @dataclass(frozen=True)
 class Edit:
