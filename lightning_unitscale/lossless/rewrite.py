@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal, get_args
 
@@ -40,7 +40,6 @@ from lightning_unitscale.lossless.units import (
     HELD,
     FactorNodes,
     Held,
-    NodePlan,
     Units,
     apply_plan,
     is_scale,
@@ -92,17 +91,16 @@ class LosslessUnitScale(GraphPass):
 
     def run(self, graph: StepGraph) -> tuple[str, ...]:
         """Rewrite one graph."""
+        regions = list(graph.regions())
+        unreachable = [node for region in regions for node in unreachable_products(region.graph)]
         plans = [
             plan
-            for region in graph.regions()
+            for region in regions
             for plan in plan_region(region, self.gauge, self._units(region))
         ]
         factors = [factor for plan in plans for factor in plan.factors()]
         if not factors:
-            return (
-                "no matrix product of floating-point tensors",
-                *left_as_they_are(_unreachable(graph)),
-            )
+            return "no matrix product of floating-point tensors", *left_as_they_are(unreachable)
         factor_nodes = FactorNodes(graph, "factors", factors, lambda: self.gauge)
         held = self._held(graph)
         applied = [scale for plan in plans for scale in apply_plan(plan, factor_nodes)]
@@ -110,7 +108,11 @@ class LosslessUnitScale(GraphPass):
         graph.notes[HELD] = held
         if graph.observed and self.observes:
             self.drift.insert(graph, applied)
-        return tuple(self._changes(graph, plans, len(applied)))
+        products = sum(product_of(plan.node) is not None for plan in plans)
+        return (
+            f"{products} products on operands in their own units, {len(applied)} scales inserted",
+            *left_as_they_are(unreachable),
+        )
 
     def observe_part(self, graph: StepGraph) -> None:
         """Measure the drift at the scales of a part of a graph that was rewritten whole."""
@@ -182,15 +184,6 @@ class LosslessUnitScale(GraphPass):
             if self.depth == "products" or region.parent is not None:
                 _add_held_for_products(held, region, places)
         return held
-
-    def _changes(self, graph: StepGraph, plans: list[NodePlan], num_scales: int) -> Iterator[str]:
-        products = sum(product_of(plan.node) is not None for plan in plans)
-        yield f"{products} products on operands in their own units, {num_scales} scales inserted"
-        yield from left_as_they_are(_unreachable(graph))
-
-
-def _unreachable(graph: StepGraph) -> list[fx.Node]:
-    return [node for region in graph.regions() for node in unreachable_products(region.graph)]
 
 
 def _add_held_for_products(held: dict[str, Held], region: Region, places: Places) -> None:
