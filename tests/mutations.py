@@ -84,6 +84,13 @@ MUTATIONS = (
         "lossless/test_gauge.py",
     ),
     Mutation(
+        "of a tensor that several calls measure the last one counts alone",
+        "lossless/calibrate.py",
+        "true.setdefault((direction, name), []).append(rms)",
+        "true[direction, name] = [rms]",
+        "lossless/test_calibrate.py -k twice",
+    ),
+    Mutation(
         "a graph keeps the factors of the gauge before",
         "lossless/gauge.py",
         "if self._last is None or self._last[0] is not gauge:",
@@ -159,15 +166,15 @@ MUTATIONS = (
     Mutation(
         "a graph that is compiled leaves its addends in true units",
         "dispatch/scaled_nodes.py",
-        "args[position] = self._scaled(args[position], addend, node)",
+        "args[position] = self._scaled(args[position], (factors, addend), node)",
         "args[position] = args[position]",
         "dispatch/test_aot_pass.py -k submodule",
     ),
     Mutation(
         "a compiled backward pass takes the units in force, not those of its forward pass",
         "dispatch/compiled_graphs.py",
-        "return factors.clone()",
-        "return GRAPHS[index].factors(factors.device).clone()",
+        "].parts(factors, products)",
+        "].parts(GRAPHS[index].factors(factors.device), products)",
         "dispatch/test_joint_units.py -k its_forward_pass",
     ),
     Mutation(
@@ -264,8 +271,8 @@ MUTATIONS = (
     Mutation(
         "a look forgets what the other ranks have measured",
         "callbacks/product_units.py",
-        "        if self._schedule.is_automatic and not outside:\n",
-        "        if self._schedule.is_automatic and not measurement.outside:\n",
+        "measurement = joint_measured(arrived())",
+        "measurement = arrived()",
         "distributed/test_ddp.py",
     ),
     # Graphs: memory and the order of gradients.

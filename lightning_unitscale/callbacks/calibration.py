@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_unitscale.callbacks.distributed import (
+    joint_measured,
     joint_rms,
     num_microbatches,
     pipeline_of,
@@ -43,11 +44,10 @@ from lightning_unitscale.functional.scale import (
     forget_recorded_backward,
     takes_true_derivatives,
 )
-from lightning_unitscale.lossless.calibrate import Calibrator, Measured, runs_in_fp16
-from lightning_unitscale.lossless.drift import Drift
+from lightning_unitscale.lossless.calibrate import Calibrator, Measured
 from lightning_unitscale.lossless.fp8_range import Unrepresentable
 from lightning_unitscale.lossless.gauge import Gauge
-from lightning_unitscale.lossless.rehearsal import calibrate
+from lightning_unitscale.lossless.rehearsal import calibrate, runs_in_fp16
 from lightning_unitscale.lossless.rewrite import LosslessUnitScale
 from lightning_unitscale.precision.fp8 import FP8Linears
 from lightning_unitscale.precision.simulate import SimulateFormat
@@ -196,7 +196,7 @@ class GraphUnits(MeasuredUnits):
     @override
     def end_evaluation(self, batch_idx: int = 0) -> None:
         if self._live is not None and not self._is_fitting:
-            self._rewrite.update_gauge(*self._joint_results(self._live))
+            self._rewrite.update_gauge(self._joint_results(self._live.measured()))
             self._stop_live()
 
     @override
@@ -322,11 +322,11 @@ class GraphUnits(MeasuredUnits):
         self._steps.steps[name].interpreter = self._live
 
     def _adopt_live(self, calibrator: Calibrator) -> None:
-        forward, backward = self._joint_results(calibrator)
-        if not backward:
+        measured = self._joint_results(calibrator.measured())
+        if not measured.backward:
             calibrator.clear()
             return
-        self._take_gauge(forward, backward, "the first batch", {})
+        self._take_gauge(measured, "the first batch")
         if self._rules is not None:
             self._rules.measured(self._trainer, *joint_rms(self._rules.gradients.watched()))
         self._stop_live()
@@ -340,28 +340,22 @@ class GraphUnits(MeasuredUnits):
             for step in self._steps.steps.values():
                 step.interpreter = None
 
-    def _take_gauge(
-        self, forward: Measured, backward: Measured, when: str, outside: Mapping[str, float]
-    ) -> None:
+    def _take_gauge(self, measured: Measured, when: str) -> None:
         old = self._rewrite.gauge
-        new = old.updated(Gauge.of_rms(forward, backward))
-        changed = sum(new.pair(name) != old.pair(name) for name in new)
-        self._rewrite.set_gauge(new)
-        self._tell_new_units(changed, when, outside)
+        self._rewrite.update_gauge(measured)
+        self._tell_new_units(self._rewrite.gauge.num_changed(old), when, measured.outside)
 
-    def _joint_results(self, calibrator: Calibrator) -> tuple[Measured, Measured]:
-        forward, backward = joint_rms(*calibrator.results())
+    def _joint_results(self, measured: Measured) -> Measured:
         if self._fp8 is not None:
-            self._leave_out(self._fp8, joint_unrepresentable(calibrator.unrepresentable()))
-        return forward, backward
+            self._leave_out(self._fp8, joint_unrepresentable(measured.unrepresentable))
+        return joint_measured(measured)
 
-    def _judge(self, arrived: Callable[[], Drift] | None, when: str) -> None:
-        drift = Drift() if arrived is None else arrived()
-        forward, backward, outside = joint_rms(drift.forward, drift.backward, drift.outside)
+    def _judge(self, arrived: Callable[[], Measured] | None, when: str) -> None:
+        drift = joint_measured(Measured() if arrived is None else arrived())
         if self._fp8 is not None:
             self._make_fit(self._fp8, drift.unrepresentable, when)
-        if not self._schedule.is_automatic or outside:
-            self._take_gauge(forward, backward, when, outside)
+        if not self._schedule.is_automatic or drift.outside:
+            self._take_gauge(drift, when)
 
     def _make_fit(self, fp8: FP8Linears, unrepresentable: Unrepresentable, when: str) -> None:
         """Take out of FP8, or out of its finer format, what no longer fits there."""

@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lightning_unitscale.callbacks.packages import is_lightning, misconfigured
 from lightning_unitscale.loops.loop import gathered, world_size
-from lightning_unitscale.lossless.calibrate import combined_rms
+from lightning_unitscale.lossless.calibrate import Measured, combined_rms
 from lightning_unitscale.scales.reduce import joined_rows, split_rows
 from lightning_unitscale.scales.snapshot import ScaleSnapshot
 from lightning_unitscale.scales.tensor_statistics import FloatArray
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
     from lightning_unitscale.strategies.pipeline import PipelineStrategy
+
+M = TypeVar("M", bound=Measured)
 
 
 def is_distributed() -> bool:
@@ -40,6 +42,12 @@ def joint_rms(*measured: Mapping[str, float]) -> tuple[dict[str, float], ...]:
     if not is_distributed():
         return tuple(dict(values) for values in measured)
     return tuple(_joint(values) for values in zip(*gathered(measured), strict=True))
+
+
+def joint_measured(measured: M) -> M:
+    """RMS over all ranks of what this one has measured; the rest is this rank's own."""
+    forward, backward, outside = joint_rms(measured.forward, measured.backward, measured.outside)
+    return replace(measured, forward=forward, backward=backward, outside=outside)
 
 
 def joint_reasons(*reasons: Mapping[str, str]) -> tuple[dict[str, str], ...]:

@@ -20,11 +20,11 @@ from lightning_unitscale.callbacks.packages import (
 )
 from lightning_unitscale.callbacks.steps import all_callbacks
 from lightning_unitscale.capture.captured_step import CapturedStep
-from lightning_unitscale.lossless.calibrate import root_mean_square
-from lightning_unitscale.lossless.drift import HIGH, LOW
+from lightning_unitscale.lossless.calibrate import HIGH, LOW, root_mean_square
 from lightning_unitscale.lossless.gauge import (
     MAX_LOG2_GAMMA,
     MAX_LOG2_SIGMA,
+    Gauge,
     GaugePair,
 )
 from lightning_unitscale.lossless.rewrite import LosslessUnitScale
@@ -274,12 +274,12 @@ class ParameterHolding:
     def state_dict(self) -> dict[str, list[int]]:
         """Units of the parameters, for a checkpoint; the parameters there are in true units."""
         units = self._last_units if self._held is None else self._held.units
-        return {name: [pair.log2_sigma, pair.log2_gamma] for name, pair in units.items()}
+        return {name: list(pair) for name, pair in Gauge(units).state().items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from :meth:`state_dict` in the next fit."""
         if self._choice is not False:
-            self._last_units = {name: GaugePair(int(s), int(g)) for name, (s, g) in state.items()}
+            self._last_units = dict(Gauge.from_state(state))
 
     def _keep_restored(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         parameters = (param for group in optimizer.param_groups for param in group["params"])

@@ -8,7 +8,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from lightning_unitscale.callbacks.distributed import joint_rms
+from lightning_unitscale.callbacks.distributed import joint_measured
 from lightning_unitscale.callbacks.explanation import CountedSteps, Explanation, units_table
 from lightning_unitscale.callbacks.units import (
     MeasuredUnits,
@@ -132,11 +132,10 @@ class ProductUnits(MeasuredUnits):
     def end_evaluation(self, batch_idx: int = 0) -> None:
         # What accumulated batches of training have shown is taken with the last of them.
         measurement = Measurement() if self._units.is_looking else self._units.take()
-        forward, backward = measurement.forward, measurement.backward
         if not (self._running.is_fitting or self.is_calibrated or batch_idx):
-            forward, backward = joint_rms(forward, backward)
-        if forward:
-            self._units.adopt(measurement, forward, backward)
+            measurement = joint_measured(measurement)
+        if measurement.forward:
+            self._units.adopt(measurement)
         self._read_coverage()
         name, counter = self._interrupted
         self._enter(name, is_training=True, counts=False)
@@ -180,29 +179,25 @@ class ProductUnits(MeasuredUnits):
         return Explanation(*parts, *self.events, units)
 
     def _adopt_first(self, measurement: Measurement) -> None:
-        forward, backward = joint_rms(measurement.forward, measurement.backward)
+        measurement = joint_measured(measurement)
         self._make_fit("the first batch")
-        if not forward:
+        if not measurement.forward:
             return
-        self._units.adopt(measurement, forward, backward)
+        self._units.adopt(measurement)
         # A batch whose loss asks for no gradient shows half of it.
-        self.is_calibrated = bool(backward)
+        self.is_calibrated = bool(measurement.backward)
         self._units.is_looking = False
-        self._tell_new_units(len(self.gauge), "the first batch")
+        self._tell_new_units(len(self.gauge), "the first batch", {})
 
     def _judge(self, arrived: Callable[[], Measurement], when: str) -> None:
-        measurement = arrived()
-        forward, backward, outside = joint_rms(
-            measurement.forward, measurement.backward, measurement.outside
-        )
+        measurement = joint_measured(arrived())
         self._make_fit(when)
-        if self._schedule.is_automatic and not outside:
+        if self._schedule.is_automatic and not measurement.outside:
             self._units.judge(measurement)
             return
         old = self.gauge
-        self._units.adopt(measurement, forward, backward)
-        changed = sum(self.gauge.pair(name) != old.pair(name) for name in self.gauge)
-        self._tell_new_units(changed, when, outside)
+        self._units.adopt(measurement)
+        self._tell_new_units(self.gauge.num_changed(old), when, measurement.outside)
 
     def _make_fit(self, when: str) -> None:
         for numerics in self._session.numerics:

@@ -127,9 +127,7 @@ class MeasuredUnits(LoopCallback, abc.ABC):
             judge, self._pending = self._pending, None
             judge()
 
-    def _tell_new_units(
-        self, num_changed: int, when: str, outside: Mapping[str, float] | None = None
-    ) -> None:
+    def _tell_new_units(self, num_changed: int, when: str, outside: Mapping[str, float]) -> None:
         """Record that units have changed.
 
         Args:
@@ -137,7 +135,6 @@ class MeasuredUnits(LoopCallback, abc.ABC):
             when: Such as ``"step 64"``.
             outside: RMS, in their old units, of the tensors that asked for it.
         """
-        outside = outside or {}
         worst = sorted(outside.items(), key=lambda item: -abs(math.log2(item[1])))[:3]
         reason = ", ".join(f"{name} at RMS {rms:.3g}" for name, rms in worst)
         event = f"New units for {num_changed} tensors at {when}"

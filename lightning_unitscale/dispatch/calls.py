@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from lightning_unitscale.dispatch.execute import Product
-from lightning_unitscale.dispatch.measurement import Site
 from lightning_unitscale.dispatch.products import ProductRule, is_turned
 from lightning_unitscale.dispatch.tensors import Extent
 from lightning_unitscale.dispatch.torch_internals import last_sequence_number, saves_elsewhere
@@ -34,13 +33,11 @@ def slot_of(sources: Sources) -> str:
 class Call:
     """A product that autograd has recorded: what its backward products need to know."""
 
-    site: Site
+    # As it ran.
+    product: Product
     # By the address of each operand's data, which of the operands it is.
     pointers: dict[int, int]
     shapes: tuple[tuple[int, ...], ...]
-    log2_units: tuple[int, ...]
-    is_gradient: tuple[bool, ...]
-    step: int
     # Operands whose gradients autograd computes, and those that are columns after columns.
     needs: tuple[int, ...] = ()
     turned: tuple[bool, ...] = (False, False)
@@ -65,20 +62,16 @@ _MAX_MADE = 2**12
 def remember(
     session: weakref.ref[Any],
     product: Product,
-    site: Site,
     operands: Sequence[Tensor],
     extents: tuple[Extent, ...],
-    step: int,
 ) -> None:
     """Keep what backward products need of a product that is about to run.
 
     Args:
         session: Whose it is.
-        product: The product.
-        site: Of which its backward products are.
+        product: The product, with the site of which its backward products are.
         operands: What it reads.
         extents: What was measured of them, if they were.
-        step: The training step.
     """
     number = last_sequence_number()
     if not torch.is_grad_enabled():
@@ -94,12 +87,9 @@ def remember(
         if not moves or (tensor if tensor._base is None else tensor._base).is_leaf
     }
     call = Call(
-        site,
+        product,
         pointers,
         tuple(tuple(tensor.shape) for tensor in operands),
-        product.log2_units,
-        product.is_gradient,
-        step,
         tuple(index for index in product.rule.backward_order if operands[index].requires_grad),
         tuple(is_turned(tensor) for tensor in operands),
         extents,
@@ -257,14 +247,9 @@ def watching() -> Iterator[list[RanProduct]]:
         _WATCHED.products = previous
 
 
-def show(site: Site, operands: Sequence[Tensor], units: tuple[int, ...]) -> None:
-    """List a forward product, if somebody watches.
-
-    Args:
-        site: Which one it is.
-        operands: What it reads.
-        units: Exponents of what these were divided by.
-    """
+def show(product: Product, operands: Sequence[Tensor]) -> None:
+    """List a forward product with what it reads, if somebody watches."""
     if _WATCHED.products is not None:
+        site, units = product.site, product.log2_units
         storages = tuple(tensor.untyped_storage().data_ptr() for tensor in operands)
         _WATCHED.products.append(RanProduct(site.name, storages, units, site.log2_gamma or 0))

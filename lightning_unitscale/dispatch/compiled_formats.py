@@ -23,8 +23,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_unitscale.dispatch.calls import CALLS, Call, Sources, record
 from lightning_unitscale.dispatch.compiled_graphs import Callers
-from lightning_unitscale.dispatch.execute import Product
-from lightning_unitscale.dispatch.measurement import FORWARD, Site
+from lightning_unitscale.dispatch.measurement import Site
 from lightning_unitscale.dispatch.owners import INSTALLED, running_session
 from lightning_unitscale.dispatch.products import RULES, ProductRule
 from lightning_unitscale.dispatch.session import ProductSession, run_inside
@@ -212,18 +211,17 @@ class RoundedGraph:
                 return run_inside(product.operator, *args, **kwargs)
             run_as = session.backward_product(product.rule, operands, recorded[1], product.sources)
         elif recorded is not None:
-            run_as = _again(product.rule, recorded[1])
+            # A checkpoint computes it again.
+            run_as = recorded[1].product
         else:
             site = self._sites[index]
             run_as, extents = session.forward_product(product.rule, site, args, operands)
             if self._has_backward:
-                call = Call(site, {}, (), run_as.log2_units, run_as.is_gradient, run_as.step)
-                call.extents = extents
-                record(number, session.ref, call)
-        is_weight = product.is_weight
+                record(number, session.ref, Call(run_as, {}, (), extents=extents))
+        run_as.reads_weight = product.is_weight
         if product.input is not None:
-            is_weight = is_weight or self._are_parameters[product.input]
-        return session.execute(run_as, product.operator, args, kwargs, is_weight)
+            run_as.reads_weight = product.is_weight or self._are_parameters[product.input]
+        return session.execute(run_as, product.operator, args, kwargs)
 
 
 def _moved(path: str, root: str, new_root: str) -> str:
@@ -232,14 +230,6 @@ def _moved(path: str, root: str, new_root: str) -> str:
         return path
     rest = path[len(root) :].lstrip(".")
     return ".".join(filter(None, (new_root, rest)))
-
-
-def _again(rule: ProductRule, call: Call) -> Product:
-    """A forward product that a checkpoint computes again."""
-    site = call.site
-    return Product(
-        rule, site, FORWARD, call.log2_units, call.is_gradient, site.operand_names, call.step
-    )
 
 
 # Sessions that round, and have met parts that the user has compiled.

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from lightning_unitscale.dispatch.measurement import Site
 from lightning_unitscale.dispatch.products import ProductRule
-from lightning_unitscale.dispatch.tensors import scale_in_place, scaled_copy, shared_copy
+from lightning_unitscale.dispatch.tensors import scaled_copy, shared_copy
 from lightning_unitscale.dispatch.torch_internals import Kernel
+from lightning_unitscale.functional.scale import scale_in_place
 
 _HAS_MKL = torch.backends.mkl.is_available()
 _FLOATS = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16})
@@ -38,6 +39,8 @@ class Product:
         is_gradient: Which of its operands is an arriving gradient.
         names: Names of the operands in the gauge; that of the product for a gradient.
         step: Number of the step that it belongs to.
+        reads_weight: Whether its second operand is the weight of a linear layer; ``None`` where
+            what calls has to tell.
     """
 
     rule: ProductRule
@@ -47,6 +50,7 @@ class Product:
     is_gradient: tuple[bool, ...]
     names: tuple[str, ...]
     step: int
+    reads_weight: bool | None = None
 
     def places(self) -> Iterator[tuple[int, int, bool, str]]:
         """Position, unit, whether it is a gradient, and name of each operand."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -13,7 +12,6 @@ from torch import Tensor
 
 from lightning_unitscale.dispatch.execute import Product, run_scaled
 from lightning_unitscale.dispatch.measurement import Site
-from lightning_unitscale.dispatch.products import ProductRule
 from lightning_unitscale.dispatch.torch_internals import Kernel
 from lightning_unitscale.lossless.fp8_range import Unrepresentable
 from lightning_unitscale.precision.dither import MovingGrid
@@ -37,23 +35,13 @@ class Numerics(abc.ABC):
         return True
 
     @abc.abstractmethod
-    def applies_to(
-        self,
-        site: Site,
-        rule: ProductRule,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        reads_weight: bool | None = None,
-    ) -> bool:
+    def applies_to(self, product: Product, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Whether a product is rounded.
 
         Args:
-            site: Which product of the step it is.
-            rule: Its operator.
+            product: The product.
             args: Arguments.
             kwargs: Keyword arguments.
-            reads_weight: Whether its second operand is the weight of a linear layer; ``None``
-                where what calls has to tell.
         """
 
     @abc.abstractmethod
@@ -93,9 +81,9 @@ class SimulatedProducts(Numerics):
     def __init__(self, *configs: SimulateFormat) -> None:
         self._configs = configs
 
-    def applies_to(self, site: Site, *_: Any) -> bool:
+    def applies_to(self, product: Product, *_: Any) -> bool:
         """Whether a product is rounded: all are, but for those that are left out by name."""
-        return bool(self._configs_of(site))
+        return bool(self._configs_of(product.site))
 
     def run(
         self, product: Product, original: Kernel, args: list[Any], kwargs: dict[str, Any]
@@ -149,21 +137,5 @@ def rounding_key(seed: int, step: int, name: str, device: torch.device) -> Tenso
 
 
 def grid_factor(grid: MovingGrid | None, name: str, call: int) -> float:
-    """The factor by which the numbers of a format move under an operand.
-
-    Args:
-        grid: What moves them; ``None`` where they stay.
-        name: The operand's.
-        call: How many calls in training there have been, this one included.
-
-    Returns:
-        A number of FP32 in (1/2, 1]; 1 where they stay.
-    """
-    if grid is None:
-        return 1.0
-    turn = grid.at(call) * grid.stride % 1.0
-    moved = 2.0 ** -(zlib.crc32(name.encode()) / 2**32) * 2.0**-turn
-    # Rounded to FP32, in which kernels hold it.
-    factor = moved if moved > 0.5 else 2 * moved
-    mantissa, exponent = math.frexp(factor)
-    return math.ldexp(round(mantissa * 2**24) / 2**24, exponent)
+    """By how much the numbers of a format have moved under an operand: 1 where they stay."""
+    return 1.0 if grid is None else grid.factor(name, call)

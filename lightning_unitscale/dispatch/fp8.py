@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from lightning_unitscale.dispatch.execute import Product
 from lightning_unitscale.dispatch.formats import Numerics, SimulatedProducts, grid_factor
-from lightning_unitscale.dispatch.measurement import Site
+from lightning_unitscale.dispatch.measurement import FORWARD
 from lightning_unitscale.dispatch.owners import asking_session
-from lightning_unitscale.dispatch.products import RULES, ProductRule
+from lightning_unitscale.dispatch.products import RULES
 from lightning_unitscale.dispatch.session import LOCAL, ProductSession
 from lightning_unitscale.dispatch.sites import frames
 from lightning_unitscale.dispatch.torch_internals import (
@@ -34,15 +34,8 @@ from lightning_unitscale.functional.low_precision import (
     scaled_product,
 )
 from lightning_unitscale.graph.passes import GraphPass
-from lightning_unitscale.lossless.calibrate import root_mean_square
-from lightning_unitscale.lossless.drift import HIGH, LOW
-from lightning_unitscale.lossless.fp8_range import (
-    Direction,
-    Shares,
-    Unrepresentable,
-    stored_shares,
-    unrepresentable_among,
-)
+from lightning_unitscale.lossless.calibrate import Measured, stored_row
+from lightning_unitscale.lossless.fp8_range import Direction, Unrepresentable
 from lightning_unitscale.precision.fp8 import NO_LINEAR, FP8Linears
 from lightning_unitscale.precision.simulate import SimulateFormat
 from lightning_unitscale.scales.transfer import numbers_of
@@ -63,30 +56,22 @@ class FP8Products(Numerics):
     def __init__(self, config: FP8Linears, measures_range: bool) -> None:
         self._config = config
         self._measures_range = measures_range
-        self._shares: list[tuple[Direction, str, Tensor]] = []
+        self._rows: list[tuple[Direction, str, Tensor]] = []
 
     @property
     def is_active(self) -> bool:
         """Whether the steps that run now are in FP8."""
         return self.is_training or self._config.in_evaluation
 
-    def applies_to(
-        self,
-        site: Site,
-        rule: ProductRule,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        reads_weight: bool | None = None,
-    ) -> bool:
+    def applies_to(self, product: Product, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Whether a product runs in FP8."""
         if not self.is_active:
             return False
-        decisions = self._config.decisions
-        is_made = rule.operator in ("mm", "addmm") and "out" not in kwargs
-        if site.name not in decisions:
-            operands = rule.operands_in(args) if is_made else None
-            decisions[site.name] = self._why_not(site, operands, kwargs, reads_weight)
-        return is_made and decisions[site.name] is None
+        decisions, name = self._config.decisions, product.site.name
+        is_made = product.rule.operator in ("mm", "addmm") and "out" not in kwargs
+        if name not in decisions:
+            decisions[name] = self._why_not(product, args, kwargs) if is_made else NO_LINEAR
+        return is_made and decisions[name] is None
 
     def measure(self, product: Product, operands: Sequence[Tensor], *, is_first: bool) -> None:
         """Find out what FP8 would lose of operands in their units; see :meth:`fit`.
@@ -101,42 +86,26 @@ class FP8Products(Numerics):
         for tensor, (_, unit, is_gradient, name) in zip(operands, product.places(), strict=True):
             direction: Direction = "backward" if is_gradient else "forward"
             stored = tensor.detach().float() * 2.0**-unit
-            shares = stored_shares(stored, direction)
-            row = torch.cat([root_mean_square(stored).to(shares.dtype)[None], shares])
-            self._shares.append((direction, name, row))
+            self._rows.append((direction, name, stored_row(stored, direction)))
         if is_first:
-            self._leave_out(self._unrepresentable())
+            self._config.leave_out(self._unrepresentable())
 
     def fit(self, joint: Callable[[Unrepresentable], Unrepresentable]) -> Unrepresentable:
         """Take out of FP8, or out of its finer format, what does not fit of what was measured."""
         # What ranks have taken out by themselves in this step counts for all of them.
-        before, measured = self._config.unfit, self._unrepresentable()
-        self._leave_out(
-            joint(
-                Unrepresentable(
-                    {**before.products, **measured.products},
-                    {**before.gradients, **measured.gradients},
-                )
-            )
-        )
+        before = self._config.unfit
+        self._config.leave_out(joint(before.joined(self._unrepresentable())))
         return self._config.unfit.without(before)
 
     def _unrepresentable(self) -> Unrepresentable:
         """What does not fit of what was measured since the last call."""
-        measured, self._shares = self._shares, []
-        numbers = numbers_of([row for *_, row in measured])
-        found: list[Shares] = [
-            (direction, name, shares)
-            for (direction, name, _), (rms, *shares) in zip(measured, numbers, strict=True)
-            # Out of the range it gets other units first.
-            if LOW <= rms <= HIGH
-        ]
-        return unrepresentable_among(found)
-
-    def _leave_out(self, unrepresentable: Unrepresentable) -> None:
-        for name, reason in self._config.leave_out(unrepresentable).products.items():
-            if self._config.runs(name):
-                self._config.decisions[name] = reason
+        rows, self._rows = self._rows, []
+        numbers = numbers_of([row for *_, row in rows])
+        return Measured.of(
+            # As they are stored: in a unit of 1.
+            (direction, name, 0, row)
+            for (direction, name, _), row in zip(rows, numbers, strict=True)
+        ).unrepresentable
 
     def run(
         self, product: Product, original: Kernel, args: list[Any], kwargs: dict[str, Any]
@@ -167,22 +136,22 @@ class FP8Products(Numerics):
         return result.add_(args[0]) if product.rule.addends else result
 
     def run_layer(
-        self, site: Site, step: int, input: Tensor, weight: Tensor, bias: Tensor | None
+        self, product: Product, input: Tensor, weight: Tensor, bias: Tensor | None
     ) -> Tensor:
         """Run a linear layer so that it keeps FP8 for its backward pass.
 
         Args:
-            site: Its product, of which all units are known.
-            step: The training step.
+            product: Its product, of whose site all units are known.
             input: Its input.
             weight: Its weight.
             bias: Its bias, if it has one.
         """
-        config = self._config
-        units = (*(site.log2_units or ()), site.log2_gamma or 0)
-        names = (*site.operand_names, site.name)
-        x, w, g = (2.0**unit for unit in units)
-        x_grid, w_grid, g_grid = (grid_factor(config.moving_grid, name, step) for name in names)
+        config, site = self._config, product.site
+        x, w, g = (2.0**unit for unit in (*product.log2_units, site.log2_gamma or 0))
+        x_grid, w_grid, g_grid = (
+            grid_factor(config.moving_grid, name, product.step)
+            for name in (*product.names, site.name)
+        )
         return fp8_linear(
             input,
             weight,
@@ -199,14 +168,10 @@ class FP8Products(Numerics):
         )
 
     def _why_not(
-        self,
-        site: Site,
-        operands: Sequence[Tensor] | None,
-        kwargs: Mapping[str, Any],
-        reads_weight: bool | None,
+        self, product: Product, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> str | None:
-        if operands is None:
-            return NO_LINEAR
+        site, operands = product.site, product.rule.operands_in(args)
+        reads_weight = product.reads_weight
         if reads_weight is None:
             weight = operands[1]
             reads_weight = is_weight(site.name, weight, _calling_layer()) or is_parameter(weight)
@@ -296,11 +261,13 @@ def _run_layer(
     site = None if run is None else sites.peek(_LINEAR, run)
     if run is None or site is None or not site.is_settled or input.shape[-1:] != weight.shape[1:]:
         return None
-    if not numerics.applies_to(site, _MM, operands, {}):
+    units, names = site.log2_units or (), site.operand_names
+    product = Product(_MM, site, FORWARD, units, (False, False), names, session.units.step)
+    if not numerics.applies_to(product, operands, {}):
         return None
     sites.find(_LINEAR, _ROLES, run)
     if session.counter is not None:
         # The product, and those of its gradients.
         for _ in range(1 + input.requires_grad + weight.requires_grad):
             session.counter.add(site.module, "format", "", _MM.flops(operands, None))
-    return numerics.run_layer(site, session.units.step, input, weight, bias)
+    return numerics.run_layer(product, input, weight, bias)

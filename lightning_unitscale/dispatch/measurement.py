@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from lightning_unitscale.dispatch.tensors import Extent
-from lightning_unitscale.lossless.calibrate import combined_rms
-from lightning_unitscale.lossless.drift import HIGH, LOW
+from lightning_unitscale.lossless.calibrate import Measured, Row
+from lightning_unitscale.lossless.fp8_range import Direction
 
 # Where a product runs beside the slots of its operands' gradients.
 FORWARD = "forward"
@@ -108,48 +108,26 @@ class MeasuredProduct:
 
 
 @dataclass(frozen=True)
-class Measurement:
+class Measurement(Measured):
     """What one step has shown.
 
     Attributes:
-        forward: RMS of operands, by their names in the gauge.
-        backward: RMS of arriving gradients, by the names of their products.
-        outside: Those whose RMS has left [1/4, 4] in the units in force, with that RMS.
-            What several calls of a product read is one tensor, which has one unit.
         products: Product by product.
     """
 
-    forward: Mapping[str, float] = field(default_factory=dict)
-    backward: Mapping[str, float] = field(default_factory=dict)
-    outside: Mapping[str, float] = field(default_factory=dict)
     products: tuple[MeasuredProduct, ...] = ()
 
     @staticmethod
-    def of(products: Sequence[MeasuredProduct]) -> Measurement:
+    def of_products(products: Sequence[MeasuredProduct]) -> Measurement:
         """What products have shown whose extents are there."""
-        true: dict[str, dict[int, float]] = {}
-        units: dict[str, int] = {}
+        gradients = {product.site.name for product in products}
+        rows: dict[tuple[str, int], Row] = {}
         for product in products:
             for name, extent, unit in zip(
                 product.names, product.extents, product.log2_units, strict=True
             ):
-                if not math.isfinite(extent.rms):
-                    continue
-                # One tensor read by several backward products is measured once.
-                true.setdefault(name, {})[id(extent)] = extent.rms
-                if unit is not None:
-                    units[name] = unit
-        joint = {name: combined_rms([*of_name.values()]) for name, of_name in true.items()}
-        stored = {
-            name: math.ldexp(joint[name], -unit) for name, unit in units.items() if name in joint
-        }
-        outside = {
-            name: rms for name, rms in stored.items() if rms > 0.0 and not LOW <= rms <= HIGH
-        }
-        gradients = {product.site.name for product in products}
-        return Measurement(
-            {name: rms for name, rms in joint.items() if name not in gradients},
-            {name: rms for name, rms in joint.items() if name in gradients},
-            outside,
-            tuple(products),
-        )
+                if math.isfinite(extent.rms):
+                    direction: Direction = "backward" if name in gradients else "forward"
+                    # One tensor read by several backward products is measured once.
+                    rows[name, id(extent)] = direction, name, unit, (extent.rms,)
+        return Measurement(**vars(Measured.of(rows.values())), products=tuple(products))

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,15 +23,15 @@ from lightning_unitscale.dispatch.fp8 import numerics_of
 from lightning_unitscale.dispatch.measurement import Measurement
 from lightning_unitscale.dispatch.units import Units
 from lightning_unitscale.graph.passes import GraphPass
-from lightning_unitscale.lossless.calibrate import (
+from lightning_unitscale.lossless.gauge import Gauge
+from lightning_unitscale.lossless.rehearsal import (
+    MeasuredAgain,
     find_loss,
     full_precision,
     in_full_precision,
     runs_in_fp16,
     warning_where_fp16_is_cast_to,
 )
-from lightning_unitscale.lossless.gauge import Gauge
-from lightning_unitscale.lossless.rehearsal import MeasuredAgain
 from lightning_unitscale.lossless.rewrite import LosslessUnitScale
 from lightning_unitscale.precision.fp8 import FP8Linears
 from lightning_unitscale.precision.simulate import SimulateFormat
@@ -54,14 +55,16 @@ def units_of_example(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[s
         The gauge, and the products that have to run plain.
     """
     units, measurement = _measure(module, args, kwargs, is_wide=False)
-    forward, backward = dict(measurement.forward), dict(measurement.backward)
     if runs_in_fp16(module):
         with warning_where_fp16_is_cast_to(f"{type(module).__name__}.forward"):
             _, wide = _measure(module, args, kwargs, is_wide=True)
             # Products that are there in FP16 only keep what was measured of them.
-            forward |= wide.forward
-            backward |= wide.backward
-    units.adopt(measurement, forward, backward)
+            measurement = replace(
+                measurement,
+                forward={**measurement.forward, **wide.forward},
+                backward={**measurement.backward, **wide.backward},
+            )
+    units.adopt(measurement)
     return units
 
 

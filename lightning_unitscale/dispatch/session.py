@@ -13,6 +13,7 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from types import CodeType
 from typing import Any
 
@@ -190,8 +191,8 @@ class ProductSession:
             site = self.sites.find(word + suffix, roles, run or self.sites.no_module())
             product, extents = self.forward_product(rule, site, args, operands)
             if run is not None or torch.is_grad_enabled():
-                remember(self.ref, product, site, operands, extents, self.units.step)
-            show(site, operands, product.log2_units)
+                remember(self.ref, product, operands, extents)
+            show(product, operands)
         return self.execute(product, original, args, kwargs)
 
     def execute(
@@ -200,7 +201,6 @@ class ProductSession:
         original: Kernel,
         args: _Args,
         kwargs: dict[str, Any],
-        reads_weight: bool | None = None,
     ) -> Any:
         """Run a product in a format, in units or as it is, and count it.
 
@@ -209,13 +209,12 @@ class ProductSession:
             original: torch's own kernel.
             args: Arguments.
             kwargs: Keyword arguments.
-            reads_weight: See :meth:`Numerics.applies_to`.
         """
         kind: Kind
         reason = ""
         numerics: Numerics | None = None
         for each in self.numerics:
-            if each.applies_to(product.site, product.rule, args, kwargs, reads_weight):
+            if each.applies_to(product, args, kwargs):
                 numerics = each
                 break
         LOCAL.is_inside = True
@@ -282,21 +281,21 @@ class ProductSession:
             sources: For each operand which forward operand it is.
             addends: What it is added to.
         """
-        site = call.site
+        forward, site = call.product, call.product.site
         gamma = site.log2_gamma
-        known = tuple(gamma if k is None else call.log2_units[k] for k in sources)
+        known = tuple(gamma if k is None else forward.log2_units[k] for k in sources)
         product = Product(
             rule,
             site,
             slot_of(sources),
             tuple(unit or 0 for unit in known),
-            tuple(k is None or call.is_gradient[k] for k in sources),
+            tuple(k is None or forward.is_gradient[k] for k in sources),
             site.names_of(sources),
-            call.step,
+            forward.step,
         )
         extents: tuple[Extent, ...] = ()
         if gamma is None or self.units.is_looking:
-            before = call.extents or (None,) * len(call.log2_units)
+            before = call.extents or (None,) * len(forward.log2_units)
             measured = tuple(call.gradient_extent if k is None else before[k] for k in sources)
             extents = self._measure(product, operands, known, measured, addends)
             if None in sources:
@@ -307,7 +306,7 @@ class ProductSession:
                     site.log2_gamma = product.log2_units[at]
         if torch.is_grad_enabled():
             derived = self.sites.derive(site, product.slot, tuple(map(str, range(len(operands)))))
-            remember(self.ref, product, derived, operands, extents, self.units.step)
+            remember(self.ref, replace(product, site=derived), operands, extents)
         return product
 
     def _measure(

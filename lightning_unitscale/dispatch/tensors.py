@@ -20,8 +20,6 @@ from lightning_unitscale.scales.tensor_statistics import FloatArray, TensorStati
 from lightning_unitscale.scales.transfer import HostCopy
 
 _LINE_BYTES = 64
-# The largest power of two that is a number in FP32, in which kernels hold a Python factor.
-_LARGEST = 126
 
 
 def scaled_copy(tensor: Tensor, exponent: int) -> Tensor:
@@ -97,16 +95,6 @@ def _is_dense(tensor: Tensor) -> bool:
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         span += (size - 1) * stride
     return span == tensor.numel()
-
-
-def scale_in_place(tensor: Tensor, exponent: int) -> None:
-    """Multiply a result by ``2**exponent``, in two steps where one factor would overflow."""
-    while abs(exponent) > _LARGEST:
-        part = _LARGEST if exponent > 0 else -_LARGEST
-        tensor.mul_(2.0**part)
-        exponent -= part
-    if exponent:
-        tensor.mul_(2.0**exponent)
 
 
 @dataclass(eq=False, slots=True)

@@ -106,7 +106,7 @@ class Units:
 
         def arrived() -> Measurement:
             read()
-            return Measurement.of(products)
+            return Measurement.of_products(products)
 
         return arrived
 
@@ -119,22 +119,14 @@ class Units:
         if self._measured:
             self.adopt(self.take())
 
-    def adopt(
-        self,
-        measurement: Measurement,
-        forward: Mapping[str, float] | None = None,
-        backward: Mapping[str, float] | None = None,
-    ) -> None:
+    def adopt(self, measurement: Measurement) -> None:
         """Take the units of measured tensors, and leave out products in which they are not exact.
 
         Args:
-            measurement: What this rank has measured.
-            forward: RMS of operands of all ranks, where there are others.
-            backward: RMS of gradients of all ranks.
+            measurement: The products of this rank, with the RMS that all ranks have measured.
         """
-        forward = measurement.forward if forward is None else forward
-        backward = measurement.backward if backward is None else backward
-        self.set_gauge(self.gauge.updated(Gauge.of_rms(forward, backward)))
+        measured = Gauge.of_rms(measurement.forward, measurement.backward)
+        self.set_gauge(self.gauge.updated(measured))
         self.judge(measurement)
 
     def judge(self, measurement: Measurement) -> None:

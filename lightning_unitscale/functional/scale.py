@@ -173,6 +173,20 @@ def _product(tensor: Tensor, factor: Factor) -> Tensor:
     return (wide * factor).to(tensor.dtype)
 
 
+# The largest power of two that is a number in FP32, in which kernels hold a Python factor.
+_LARGEST = 126
+
+
+def scale_in_place(tensor: Tensor, exponent: int) -> None:
+    """Multiply a tensor by ``2**exponent``, in two steps where one factor would overflow."""
+    while abs(exponent) > _LARGEST:
+        part = _LARGEST if exponent > 0 else -_LARGEST
+        tensor.mul_(2.0**part)
+        exponent -= part
+    if exponent:
+        tensor.mul_(2.0**exponent)
+
+
 def empty_placed_like(tensor: Tensor, dtype: torch.dtype, offset: int) -> Tensor:
     """Memory whose dimensions merge where those of ``tensor`` do, and nowhere else.
 

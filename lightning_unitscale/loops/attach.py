@@ -24,7 +24,7 @@ from lightning_unitscale.loops.hooks import (
 )
 from lightning_unitscale.loops.loggers import checked_loggers
 from lightning_unitscale.loops.loop import Loop, LoopCallback, StepCaller, rank, world_size
-from lightning_unitscale.lossless.calibrate import find_loss
+from lightning_unitscale.lossless.rehearsal import find_loss
 
 _EVALUATION = "evaluation"
 _IDLE_STEPS = 3

@@ -1,35 +1,57 @@
-"""Measure the operands of every product and the gradient that arrives at it, in one eager step.
+"""Measure the tensors that have units: when there are none yet, and how far they have drifted.
 
-Units are found by measuring, and in FP16 a gradient below 2**-24 measures as zero.
+Units are found by a :class:`Calibrator`, which runs a graph as it was captured. Whether they still
+fit is shown by probes in the observed variant of what the graph was rewritten to.
 """
 
 from __future__ import annotations
 
-import contextlib
+import itertools
 import math
-import warnings
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from itertools import islice
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
-from torch.utils._pytree import tree_map
+from torch import Tensor, fx
 from torch.utils.hooks import RemovableHandle
 
 from lightning_unitscale.capture.compiled_graph import CompiledGraph
-from lightning_unitscale.graph.recorder import GraphInterpreter, stored_elements
+from lightning_unitscale.functional.scale import takes_true_derivatives
+from lightning_unitscale.graph.matmuls import product_of
+from lightning_unitscale.graph.nodes import INTERNAL, TRANSFORMED, tensor_name
+from lightning_unitscale.graph.passes import StepGraph
+from lightning_unitscale.graph.recorder import (
+    TAP,
+    CallRecord,
+    CallRecorder,
+    GraphInterpreter,
+    stored_elements,
+    tap_gradient,
+)
 from lightning_unitscale.lossless.fp8_range import (
+    NUM_SHARES,
     Direction,
+    Shares,
     Unrepresentable,
     lost_shares,
+    stored_shares,
     unrepresentable_among,
 )
+from lightning_unitscale.lossless.gauge import Gauge
+from lightning_unitscale.lossless.plan import has_own_units, operand_name
+from lightning_unitscale.lossless.units import GAUGE, Edit
 from lightning_unitscale.scales.reduce import row_dtype
-from lightning_unitscale.scales.transfer import numbers_of
+from lightning_unitscale.scales.transfer import HostCopy, numbers_of
 
-Measured = Mapping[str, float]
+# RMS of tensors, or of their gradients, by name in the gauge.
+Sizes = Mapping[str, float]
+# Direction, name in the gauge, exponent of the unit in force (``None`` without one), and the RMS as
+# the model means it, followed by what FP8 would lose of the tensor where that was measured.
+Row = tuple[Direction, str, int | None, Sequence[float]]
+
+# The range that lossless unit scaling promises for the stored RMS of an operand.
+LOW, HIGH = 0.25, 4.0
 
 
 def root_mean_square(tensor: Tensor) -> Tensor:
@@ -45,34 +67,90 @@ def root_mean_square(tensor: Tensor) -> Tensor:
     return norm / math.sqrt(tensor.numel())
 
 
+def combined_rms(values: list[float]) -> float:
+    """RMS of equal-sized parts, scaled by the largest so that squares stay in range."""
+    largest = max(values)
+    if not math.isfinite(largest) or largest == 0.0:
+        return largest
+    return largest * math.sqrt(sum((rms / largest) ** 2 for rms in values) / len(values))
+
+
+def row_of(rms: Tensor, shares: Tensor | None) -> Tensor:
+    """The numbers of one tensor: its RMS, and what FP8 would lose of it where that is measured."""
+    row = rms.reshape(1)
+    return row if shares is None else torch.cat([row, shares.to(row.dtype)])
+
+
+def stored_row(tensor: Tensor, direction: Direction, measures_range: bool = True) -> Tensor:
+    """The numbers of a tensor that is in its units.
+
+    Args:
+        tensor: Floating point, of any shape.
+        direction: Which has the formats that it may be cast to.
+        measures_range: Whether to measure what these would lose.
+    """
+    shares = stored_shares(tensor, direction) if measures_range else None
+    return row_of(root_mean_square(tensor), shares)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What was measured of tensors with units of their own, by name in the gauge.
+
+    Attributes:
+        forward: RMS as the model means it.
+        backward: RMS of the gradient as the model means it.
+        outside: Tensors whose RMS in the units in force has left [1/4, 4], with that RMS.
+        unrepresentable: What FP8 does not represent, though its RMS is within that range.
+    """
+
+    forward: Sizes = field(default_factory=dict)
+    backward: Sizes = field(default_factory=dict)
+    outside: Sizes = field(default_factory=dict)
+    unrepresentable: Unrepresentable = field(default_factory=Unrepresentable)
+
+    @staticmethod
+    def of(rows: Iterable[Row]) -> Measured:
+        """What rows say together: several calls measure one tensor, which has one unit."""
+        true: dict[tuple[Direction, str], list[float]] = {}
+        units: dict[tuple[Direction, str], int] = {}
+        shares: list[Shares] = []
+        for direction, name, unit, (rms, *lost) in rows:
+            true.setdefault((direction, name), []).append(rms)
+            if unit is not None:
+                units[direction, name] = unit
+            # Out of the range it gets other units first.
+            if lost and (unit is None or LOW <= math.ldexp(rms, -unit) <= HIGH):
+                shares.append((direction, name, lost))
+        joint = {key: combined_rms(values) for key, values in true.items()}
+        stored = {key: math.ldexp(joint[key], -unit) for key, unit in units.items()}
+        return Measured(
+            {name: rms for (direction, name), rms in joint.items() if direction == "forward"},
+            {name: rms for (direction, name), rms in joint.items() if direction == "backward"},
+            {
+                name: rms
+                for (_, name), rms in stored.items()
+                if rms > 0.0 and not LOW <= rms <= HIGH
+            },
+            unrepresentable_among(shares),
+        )
+
+
 class Calibrator:
-    """Runs captured graphs as they are and measures named tensors on the way.
+    """Runs captured graphs as they are, and measures operands and gradients of their products.
 
     Plain tensor hooks see the gradients, so views do not matter. In-place operations do: the result
     of a linear map is a view of its product, and writing into a view cuts off the hooks on it.
 
     Args:
-        operands_of: What to measure before a node runs, as pairs of a name and an argument.
-        result_name: Name under which the gradient of a node's result is measured, or ``None``.
-        measures_results: Whether the results themselves are measured as well.
+        measures_all: Whether to measure every tensor that may have units of its own as well.
         measures_range: Whether to count what FP8 would lose of operands and gradients.
     """
 
-    def __init__(
-        self,
-        operands_of: Callable[[fx.Node], list[tuple[str, fx.Node]]],
-        result_name: Callable[[fx.Node], str | None],
-        *,
-        measures_results: bool = False,
-        measures_range: bool = False,
-    ) -> None:
-        self._operands_of = operands_of
-        self._result_name = result_name
-        self._measures_results = measures_results
+    def __init__(self, *, measures_all: bool = False, measures_range: bool = False) -> None:
+        self._measures_all = measures_all
         self._measures_range = measures_range
-        self._forward: dict[str, list[Tensor]] = defaultdict(list)
-        self._backward: dict[str, list[Tensor]] = defaultdict(list)
-        self._lost: list[tuple[Direction, str, Tensor]] = []
+        self._rows: list[tuple[Direction, str, Tensor]] = []
         self._handles: list[RemovableHandle] = []
 
     def __call__(self, graph: CompiledGraph, inputs: tuple[Any, ...]) -> Any:
@@ -82,36 +160,20 @@ class Calibrator:
     @property
     def saw_gradients(self) -> bool:
         """Whether a backward pass has reached any measured tensor."""
-        return bool(self._backward)
+        return any(direction == "backward" for direction, *_ in self._rows)
 
-    def results(self) -> tuple[Measured, Measured]:
-        """RMS of every tensor, forward and backward, with one transfer from the device.
-
-        A tensor measured several times (several calls in a step) gets the RMS of all.
-        """
-        both = (self._forward, self._backward)
-        rms = [value for values_of in both for values in values_of.values() for value in values]
-        numbers = iter(numbers_of(rms))
-        forward, backward = (
-            {name: combined_rms([*islice(numbers, len(values))]) for name, values in of.items()}
-            for of in both
-        )
-        return forward, backward
-
-    def unrepresentable(self) -> Unrepresentable:
-        """What FP8 cannot represent of the measured tensors; one transfer from the device."""
-        shares = numbers_of([lost for *_, lost in self._lost])
-        return unrepresentable_among(
-            (direction, name, numbers)
-            for (direction, name, _), numbers in zip(self._lost, shares, strict=True)
+    def measured(self) -> Measured:
+        """What was measured of every tensor, with one transfer from the device."""
+        numbers = numbers_of([row for *_, row in self._rows])
+        return Measured.of(
+            (direction, name, None, row)
+            for (direction, name, _), row in zip(self._rows, numbers, strict=True)
         )
 
     def clear(self) -> None:
         """Forget what was measured."""
         self.release()
-        self._forward.clear()
-        self._backward.clear()
-        self._lost.clear()
+        self._rows.clear()
 
     def measure(self, name: str, value: object, *, is_operand: bool = False) -> None:
         """Measure a forward value.
@@ -122,10 +184,7 @@ class Calibrator:
             is_operand: Whether a product reads it, and so may read it in FP8.
         """
         if isinstance(value, Tensor) and value.is_floating_point():
-            rms = root_mean_square(value)
-            self._forward[name].append(rms)
-            if is_operand:
-                self._measure_range("forward", name, value, rms)
+            self._add("forward", name, value, is_read=is_operand)
 
     def watch(self, name: str, value: object) -> None:
         """Measure the gradient of ``value`` when the backward pass gets there."""
@@ -143,9 +202,7 @@ class Calibrator:
             def see(gradient: Tensor | None) -> None:
                 # A function of the user's may say that there is none.
                 if gradient is not None:
-                    rms = root_mean_square(gradient)
-                    self._backward[name].append(rms)
-                    self._measure_range("backward", name, gradient, rms)
+                    self._add("backward", name, gradient, is_read=True)
 
             handle = value.register_hook(see)
             if value.is_leaf:
@@ -159,127 +216,121 @@ class Calibrator:
         self._handles.clear()
 
     def _visit(self, interpreter: GraphInterpreter, node: fx.Node) -> Any:
-        for name, operand in self._operands_of(node):
-            self.measure(name, interpreter.env[operand], is_operand=True)
+        product = product_of(node)
+        if product is not None:
+            for operand in product.operands:
+                value = interpreter.env[operand.node]
+                self.measure(operand_name(product, operand), value, is_operand=True)
         result = interpreter.evaluate(node)
-        result_name = self._result_name(node)
-        if result_name is not None:
-            if self._measures_results:
-                self.measure(result_name, result)
-            self.watch(result_name, result)
+        if not self._measures_all:
+            if product is not None:
+                self.watch(tensor_name(node), result)
+        elif TRANSFORMED not in node.meta and has_own_units(node):
+            self.measure(tensor_name(node), result)
+            self.watch(tensor_name(node), result)
         return result
 
-    def _measure_range(self, direction: Direction, name: str, tensor: Tensor, rms: Tensor) -> None:
-        if self._measures_range:
-            self._lost.append((direction, name, lost_shares(tensor.detach(), rms, direction)))
+    def _add(self, direction: Direction, name: str, tensor: Tensor, *, is_read: bool) -> None:
+        # Of a distributed tensor a plain one, as the RMS is.
+        elements = stored_elements(tensor.detach())
+        rms, shares = root_mean_square(elements), None
+        if self._measures_range and is_read:
+            shares = lost_shares(elements, rms, direction)
+        elif self._measures_range:
+            shares = rms.new_zeros(NUM_SHARES)
+        self._rows.append((direction, name, row_of(rms, shares)))
 
 
-def combined_rms(values: list[float]) -> float:
-    """RMS of equal-sized parts, scaled by the largest so that squares stay in range."""
-    largest = max(values)
-    if not math.isfinite(largest) or largest == 0.0:
-        return largest
-    return largest * math.sqrt(sum((rms / largest) ** 2 for rms in values) / len(values))
+@dataclass(frozen=True)
+class _Call:
+    # Names of what the rows of each direction are of, with the exponents of their units.
+    units: Mapping[Direction, tuple[tuple[str, int], ...]]
+    record: CallRecord
 
 
-def find_loss(output: object) -> Tensor | None:
-    """The scalar that a step returned for its backward pass, if there is one."""
-    candidates: list[object] = [output, getattr(output, "loss", None)]
-    if isinstance(output, Mapping):
-        candidates.append(output.get("loss"))
-    if isinstance(output, (tuple, list)) and output:
-        candidates.append(output[0])
-    for candidate in candidates:
-        if isinstance(candidate, Tensor) and candidate.numel() == 1 and candidate.requires_grad:
-            return candidate
-    return None
-
-
-def runs_in_fp16(module: nn.Module) -> bool:
-    """Whether parameters of the module are FP16, or autocast casts to it here and now."""
-    parameters = list(module.parameters())
-    if any(param.dtype == torch.float16 for param in parameters):
-        return True
-    return any(
-        torch.is_autocast_enabled(device_type)
-        and torch.get_autocast_dtype(device_type) == torch.float16
-        for device_type in {param.device.type for param in parameters}
-    )
-
-
-@contextlib.contextmanager
-def warning_where_fp16_is_cast_to(title: str) -> Iterator[None]:
-    """What a module in FP16 measures in FP32 within this context is left out if it fails.
+class DriftProbes:
+    """Measures stored operands, and gradients arriving at products, at the scales of a graph.
 
     Args:
-        title: Name of the module and its method, for the warning.
+        measures_range: Whether to measure what FP8 would lose as well.
     """
-    try:
-        yield
-    except RuntimeError as error:
-        warnings.warn(
-            f"{title}: it runs in FP16 and not in FP32 "
-            f"({str(error).splitlines()[0]}), so units are measured in FP16, where small "
-            "gradients are zero; expected a step without casts to torch.float16 of its "
-            "own; use tensor.to(other.dtype) for them.",
-            stacklevel=6,
-        )
+
+    def __init__(self, *, measures_range: bool) -> None:
+        self._measures_range = measures_range
+        self._calls: list[_Call] = []
+
+    def insert(self, graph: StepGraph, applied: Sequence[tuple[Edit, fx.Node]]) -> None:
+        """Add the measurements to a rewritten graph; those inside checkpoints are left out."""
+        inside = set(graph.graph.nodes)
+        forward = [pair for pair in applied if pair[0].forward_name and pair[1] in inside]
+        backward = [pair for pair in applied if pair[0].backward_name and pair[1] in inside]
+        count = max(len(forward), len(backward))
+        if not count:
+            return
+        gauge_in_force: Callable[[], Gauge] = graph.notes[GAUGE]
+
+        def on_record(record: CallRecord) -> None:
+            gauge = gauge_in_force()
+            units = tuple((str(e.forward_name), e.forward_unit.exponent(gauge)) for e, _ in forward)
+            arriving = (str(edit.backward_name) for edit, _ in backward)
+            gammas = tuple((name, gauge.pair(name).log2_gamma) for name in arriving)
+            self._calls.append(_Call({"forward": units, "backward": gammas}, record))
+
+        width = 1 + NUM_SHARES if self._measures_range else 1
+        recorder = CallRecorder(graph, count, width, on_record)
+        for row, (_, node) in enumerate(backward):
+            # Between the product and its scale: there the gradient is as it is stored.
+            slot, product = recorder.slot(row), node.args[0]
+            with graph.graph.inserting_before(node):
+                probe = graph.graph.call_function(_tap, (product, slot))
+            probe.meta.update(node.meta)
+            probe.meta[INTERNAL] = probe.meta[TAP] = True
+            node.args = (probe, *node.args[1:])
+        rows = []
+        for index in range(count):
+            # A part of a cut graph may have nothing but gradients to measure.
+            source = (forward or backward)[index % len(forward or backward)][1]
+            with graph.graph.inserting_after(source):
+                arguments = source, "forward", self._measures_range
+                rows.append(graph.graph.call_function(stored_row, arguments))
+        recorder.finish(rows)
+
+    def clear(self) -> None:
+        """Forget what was measured."""
+        self._calls.clear()
+
+    def send(self) -> Callable[[], Measured] | None:
+        """Send for what was measured since the last call; what is returned waits for it."""
+        calls, self._calls = self._calls, []
+        if not calls:
+            return None
+        rows = [part for call in calls for part in (call.record.forward, call.record.backward)]
+        copy = HostCopy(torch.cat([part.to(rows[0].device) for part in rows]))
+
+        def arrived() -> Measured:
+            return Measured.of(_rows(calls, copy.numbers().tolist()))
+
+        return arrived
 
 
-@contextlib.contextmanager
-def full_precision(module: nn.Module) -> Iterator[None]:
-    """Within this context FP16 parameters and buffers are FP32, and autocast is off.
-
-    So are attributes of the modules that name FP16, to which steps cast: a LightningModule's
-    ``dtype`` is one. The tensors that were there come back afterwards, untouched.
-    """
-    tensors = [*module.parameters(), *module.buffers()]
-    wide = {
-        tensor: nn.Parameter(tensor.detach().float(), tensor.requires_grad)
-        if isinstance(tensor, nn.Parameter)
-        else tensor.float()
-        for tensor in tensors
-        if tensor.dtype == torch.float16
-    }
-    tensor_attributes = [
-        (owner, name, tensor)
-        for owner in module.modules()
-        for name, tensor in (*owner._parameters.items(), *owner._buffers.items())
-        if tensor is not None and tensor in wide
-    ]
-    dtype_attributes = [
-        (attributes, name)
-        for attributes in map(vars, module.modules())
-        for name, value in attributes.items()
-        if value is torch.float16
-    ]
-    default = torch.get_default_dtype()
-    with contextlib.ExitStack() as stack:
-        for device_type in {tensor.device.type for tensor in tensors}:
-            stack.enter_context(torch.autocast(device_type, enabled=False))
-        try:
-            # Other objects, not other ``data`` in them: with a change of type a parameter loses its
-            # node of the autograd graph, and with it DDP's hook that averages the gradient.
-            for owner, name, tensor in tensor_attributes:
-                setattr(owner, name, wide[tensor])
-            for attributes, name in dtype_attributes:
-                attributes[name] = torch.float32
-            if default == torch.float16:
-                torch.set_default_dtype(torch.float32)
-            yield
-        finally:
-            torch.set_default_dtype(default)
-            for attributes, name in dtype_attributes:
-                attributes[name] = torch.float16
-            for owner, name, tensor in tensor_attributes:
-                setattr(owner, name, tensor)
+def _rows(calls: Sequence[_Call], numbers: Sequence[Sequence[float]]) -> Iterator[Row]:
+    left = iter(numbers)
+    for call in calls:
+        count = len(call.record.forward)
+        for direction, units in call.units.items():
+            measured = list(itertools.islice(left, count))
+            for (name, exponent), (rms, *lost) in zip(units, measured, strict=False):
+                if math.isfinite(rms) and rms > 0.0:
+                    yield direction, name, exponent, (math.ldexp(rms, exponent), *lost)
 
 
-def in_full_precision(value: Any) -> Any:
-    """A structure with its FP16 tensors in FP32."""
+def _tap(tensor: Tensor, slot: Tensor) -> Tensor:
+    width = slot.numel()
 
-    def widened(leaf: Any) -> Any:
-        is_half = isinstance(leaf, Tensor) and leaf.dtype == torch.float16
-        return leaf.float() if is_half else leaf
+    def measured(gradient: Tensor) -> Tensor:
+        if takes_true_derivatives():
+            # It is not in the units that it would be judged by; a row of zeros says nothing.
+            return gradient.new_zeros(width)
+        return stored_row(gradient, "backward", width > 1)
 
-    return tree_map(widened, value)
+    return tap_gradient(tensor, slot, measured)

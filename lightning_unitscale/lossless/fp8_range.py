@@ -50,6 +50,12 @@ class Unrepresentable:
     products: Mapping[str, str] = field(default_factory=dict)
     gradients: Mapping[str, str] = field(default_factory=dict)
 
+    def joined(self, other: Unrepresentable) -> Unrepresentable:
+        """Those of both, with the reasons of ``other`` where both have some."""
+        return Unrepresentable(
+            {**self.products, **other.products}, {**self.gradients, **other.gradients}
+        )
+
     def without(self, other: Unrepresentable) -> Unrepresentable:
         """Those that are not in ``other``."""
         return Unrepresentable(

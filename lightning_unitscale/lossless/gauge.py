@@ -113,6 +113,10 @@ class Gauge(Mapping[str, GaugePair]):
         """This gauge with the pairs of ``other`` in place of its own."""
         return Gauge({**self.pairs, **other}, self.parameters)
 
+    def num_changed(self, old: Gauge) -> int:
+        """How many of its tensors had other units in ``old``."""
+        return sum(self.pair(name) != old.pair(name) for name in self)
+
     @staticmethod
     def of_rms(forward: Mapping[str, float], backward: Mapping[str, float]) -> Gauge:
         """The powers of two nearest to the RMS of values and of gradients, by their names."""

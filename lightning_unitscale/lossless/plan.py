@@ -84,14 +84,6 @@ def operand_name(product: Product, operand: Operand) -> str:
     return f"{tensor_name(product.node)}:{operand.role}"
 
 
-def operands_to_measure(node: fx.Node) -> list[tuple[str, fx.Node]]:
-    """What a calibration measures before the node runs: the operands of a product."""
-    product = product_of(node)
-    if product is None:
-        return []
-    return [(operand_name(product, operand), operand.node) for operand in product.operands]
-
-
 def plan_product(product: Product, region: Region, gauge: Gauge, units: Units) -> NodePlan:
     """Decide the factors around one product.
 
@@ -195,7 +187,7 @@ class StoredUnits(Units):
         super().__init__(held_parameters(graph, excluded) if holds_parameters else None)
         repeated: dict[fx.Node, fx.Node] = {}
         for node, read in repeated_reads(graph).items():
-            if _has_own_units(node) and node not in excluded and len(read) == 1:
+            if has_own_units(node) and node not in excluded and len(read) == 1:
                 repeated[node] = read[0]
             else:
                 excluded.update(read)
@@ -205,10 +197,6 @@ class StoredUnits(Units):
             self._keys[node] = None if node in excluded else self._key_of(node)
             if node in repeated:
                 self._take_gradient_of(node, repeated[node])
-
-    def owner(self, node: fx.Node) -> Key | None:
-        """Key in the gauge that holds the node's units, ``None`` for units 1."""
-        return self._keys.get(node)
 
     def sigma(self, node: fx.Node) -> Factor:
         """Forward unit of the node's tensor."""
@@ -222,12 +210,10 @@ class StoredUnits(Units):
         return self._gammas.get(key) or super().gamma(node)
 
     def _key_of(self, node: fx.Node) -> Key | None:
-        if node.op not in {"call_function", "call_method"}:
-            return None
         source = kept_argument(node)
         if source is not None:
             return self._keys.get(source)
-        return tensor_name(node) if _has_own_units(node) else None
+        return tensor_name(node) if has_own_units(node) else None
 
     def _take_gradient_of(self, node: fx.Node, argument: fx.Node) -> None:
         """Nothing stands between ``node`` and an argument that it reads several times.
@@ -269,9 +255,11 @@ def _has_complex_and_real_arguments(node: fx.Node) -> bool:
     )
 
 
-def _has_own_units(node: fx.Node) -> bool:
+def has_own_units(node: fx.Node) -> bool:
     """Whether an operation makes a tensor that may have units other than its arguments'."""
-    return is_float_tensor(node) and requires_grad(node) and kept_argument(node) is None
+    is_operation = node.op in {"call_function", "call_method"}
+    makes_float = is_operation and is_float_tensor(node) and requires_grad(node)
+    return makes_float and kept_argument(node) is None
 
 
 def kept_argument(node: fx.Node) -> fx.Node | None:
@@ -295,37 +283,30 @@ def kept_argument(node: fx.Node) -> fx.Node | None:
     return first
 
 
-def plan_stored(
-    region: Region, gauge: Gauge, *, holds_parameters: bool = False
-) -> Iterator[NodePlan]:
+def plan_region(region: Region, gauge: Gauge, units: Units) -> Iterator[NodePlan]:
     """Plans for every node of a graph that reads or makes a tensor with units.
 
     Args:
         region: The graph.
         gauge: The current gauge.
-        holds_parameters: Whether parameters come in units of their own.
+        units: Those of its tensors.
     """
-    units = StoredUnits(region.graph, holds_parameters=holds_parameters)
     for node in list(region.graph.nodes):
-        if node.op == "output":
-            yield NodePlan(node, region, tuple(true_arguments(node, units)))
-        elif node.op in {"call_function", "call_method"} and not _hands_on(node, units):
-            product = product_of(node)
-            if product is not None:
-                yield plan_product(product, region, gauge, units)
-            else:
-                yield NodePlan(node, region, tuple(_edits(node, units)))
+        product = product_of(node)
+        if product is not None:
+            yield plan_product(product, region, gauge, units)
+        elif edits := tuple(edit for edit in _edits(node, units) if edit.is_needed):
+            yield NodePlan(node, region, edits)
 
 
-def _hands_on(node: fx.Node, units: StoredUnits) -> bool:
-    source = kept_argument(node)
-    return source is not None and units.owner(source) == units.owner(node)
-
-
-def _edits(node: fx.Node, units: StoredUnits) -> Iterator[Edit]:
-    if units.owner(node) is None:
+def _edits(node: fx.Node, units: Units) -> Iterator[Edit]:
+    source, owner = kept_argument(node), units.owner(node)
+    hands_on = source is not None and units.owner(source) == owner
+    if hands_on or node.op == "placeholder":
+        return
+    if owner is None:
         # Opaque: several results, no gradient, or written into. It sees true units on both sides.
-        yield from true_arguments(node, units)
+        yield from _true_arguments(node, units)
         return
     arguments = list(float_arguments(node))
     if not arguments:
@@ -353,7 +334,7 @@ def _edits(node: fx.Node, units: StoredUnits) -> Iterator[Edit]:
     yield _result(node, own_sigma.inverse(), units)
 
 
-def true_arguments(node: fx.Node, units: Units) -> Iterator[Edit]:
+def _true_arguments(node: fx.Node, units: Units) -> Iterator[Edit]:
     """Changes to true units of every argument that is in others."""
     for path, source in float_arguments(node):
         yield _argument(node, path, source, units.sigma(source), units.gamma(source).inverse())
@@ -367,7 +348,7 @@ def _argument(
     return Edit(path, source, f"{tensor_name(node)}:{'.'.join(map(str, path))}", forward, backward)
 
 
-def _result(node: fx.Node, forward: Factor, units: StoredUnits) -> Edit:
+def _result(node: fx.Node, forward: Factor, units: Units) -> Edit:
     name = tensor_name(node)
     return Edit(None, node, name, forward, ONE, name, units.sigma(node), name)
 

@@ -1,4 +1,7 @@
-"""Measure the units of a captured step: in a rehearsal that is undone, or in real calls."""
+"""Measure the units of a captured step: in a rehearsal that is undone, or in real calls.
+
+In FP16 a gradient below 2**-24 measures as zero, so what runs in FP16 is rehearsed in FP32 as well.
+"""
 
 from __future__ import annotations
 
@@ -9,28 +12,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from lightning_unitscale.capture.captured_step import CapturedStep
 from lightning_unitscale.capture.compiled_graph import Interpreter, NotOneGraphError
 from lightning_unitscale.capture.rollback import detached_copy, find_once_only, restoring
 from lightning_unitscale.graph.nodes import tensors_in
-from lightning_unitscale.lossless.calibrate import (
-    Calibrator,
-    Measured,
-    find_loss,
-    full_precision,
-    in_full_precision,
-    root_mean_square,
-    runs_in_fp16,
-    warning_where_fp16_is_cast_to,
-)
+from lightning_unitscale.lossless.calibrate import Measured, root_mean_square
 from lightning_unitscale.lossless.gauge import Gauge, GaugePair
 from lightning_unitscale.lossless.rewrite import LosslessUnitScale
 from lightning_unitscale.scales.transfer import numbers_of
 
 # Pairs of an output and a gradient for it.
 Seeds = Callable[[Any], Sequence[tuple[Tensor, Tensor]]]
-Reduce = Callable[[Calibrator], tuple[Mapping[str, float], Mapping[str, float]]]
+Reduce = Callable[[Measured], Measured]
 
 
 def calibrate(
@@ -40,7 +35,7 @@ def calibrate(
     kwargs: Mapping[str, Any],
     *,
     seed_gradient: float = 1.0,
-    results: Reduce = Calibrator.results,
+    results: Reduce = lambda measured: measured,
     backward: bool = True,
     seeds: Seeds | None = None,
 ) -> Mapping[str, float] | None:
@@ -54,7 +49,7 @@ def calibrate(
         args: Positional arguments; the step gets a copy.
         kwargs: Keyword arguments; the step gets a copy.
         seed_gradient: Gradient of the loss (a loss scale, one over the accumulated batches).
-        results: Reads the calibrator; a place to agree across ranks.
+        results: What to take of it; a place to agree across ranks.
         backward: Whether to run a backward pass, if the step returns a loss.
         seeds: Makes gradients for what a step without a loss returns.
 
@@ -82,8 +77,7 @@ def calibrate(
             elif backward and seeds is not None:
                 measured = _backward(seeds(output), module, inputs)
         calibrator.release()
-        forward, gradients = results(calibrator)
-        rewrite.update_gauge(forward, gradients)
+        rewrite.update_gauge(results(calibrator.measured()))
         return measured
 
     measured = measure(is_wide=False)
@@ -207,9 +201,8 @@ class LiveGradients:
             step.interpreter = self.calibrator
             self._warn_of_rounding(step)
             return
-        _, backward = self.calibrator.results()
+        measured = Gauge.of_rms({}, self.calibrator.measured().backward)
         self.calibrator.release()
-        measured = Gauge.of_rms({}, backward)
         gauge = self.rewrite.gauge
         self.rewrite.set_gauge(
             gauge.updated(
@@ -253,13 +246,12 @@ class MeasuredAgain:
         """Called before each call of the step."""
         seen: set[str] = set()
 
-        def unknown(calibrator: Calibrator) -> tuple[Measured, Measured]:
-            forward, backward = calibrator.results()
-            seen.update(name.rpartition(":")[0] for name in forward)
+        def unknown(measured: Measured) -> Measured:
+            seen.update(name.rpartition(":")[0] for name in measured.forward)
             gauge = self.rewrite.gauge
-            return (
-                {name: rms for name, rms in forward.items() if name not in gauge},
-                {name: rms for name, rms in backward.items() if name not in gauge},
+            return Measured(
+                {name: rms for name, rms in measured.forward.items() if name not in gauge},
+                {name: rms for name, rms in measured.backward.items() if name not in gauge},
             )
 
         calibrate(step, self.rewrite, args, kwargs, results=unknown)
@@ -270,3 +262,106 @@ class MeasuredAgain:
             LiveGradients(self.rewrite).attach(step)
             if step.before_call is not None:
                 step.before_call(step, args, kwargs)
+
+
+def find_loss(output: object) -> Tensor | None:
+    """The scalar that a step returned for its backward pass, if there is one."""
+    candidates: list[object] = [output, getattr(output, "loss", None)]
+    if isinstance(output, Mapping):
+        candidates.append(output.get("loss"))
+    if isinstance(output, (tuple, list)) and output:
+        candidates.append(output[0])
+    for candidate in candidates:
+        if isinstance(candidate, Tensor) and candidate.numel() == 1 and candidate.requires_grad:
+            return candidate
+    return None
+
+
+def runs_in_fp16(module: nn.Module) -> bool:
+    """Whether parameters of the module are FP16, or autocast casts to it here and now."""
+    parameters = list(module.parameters())
+    if any(param.dtype == torch.float16 for param in parameters):
+        return True
+    return any(
+        torch.is_autocast_enabled(device_type)
+        and torch.get_autocast_dtype(device_type) == torch.float16
+        for device_type in {param.device.type for param in parameters}
+    )
+
+
+@contextlib.contextmanager
+def warning_where_fp16_is_cast_to(title: str) -> Iterator[None]:
+    """What a module in FP16 measures in FP32 within this context is left out if it fails.
+
+    Args:
+        title: Name of the module and its method, for the warning.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        warnings.warn(
+            f"{title}: it runs in FP16 and not in FP32 "
+            f"({str(error).splitlines()[0]}), so units are measured in FP16, where small "
+            "gradients are zero; expected a step without casts to torch.float16 of its "
+            "own; use tensor.to(other.dtype) for them.",
+            stacklevel=6,
+        )
+
+
+@contextlib.contextmanager
+def full_precision(module: nn.Module) -> Iterator[None]:
+    """Within this context FP16 parameters and buffers are FP32, and autocast is off.
+
+    So are attributes of the modules that name FP16, to which steps cast: a LightningModule's
+    ``dtype`` is one. The tensors that were there come back afterwards, untouched.
+    """
+    tensors = [*module.parameters(), *module.buffers()]
+    wide = {
+        tensor: nn.Parameter(tensor.detach().float(), tensor.requires_grad)
+        if isinstance(tensor, nn.Parameter)
+        else tensor.float()
+        for tensor in tensors
+        if tensor.dtype == torch.float16
+    }
+    tensor_attributes = [
+        (owner, name, tensor)
+        for owner in module.modules()
+        for name, tensor in (*owner._parameters.items(), *owner._buffers.items())
+        if tensor is not None and tensor in wide
+    ]
+    dtype_attributes = [
+        (attributes, name)
+        for attributes in map(vars, module.modules())
+        for name, value in attributes.items()
+        if value is torch.float16
+    ]
+    default = torch.get_default_dtype()
+    with contextlib.ExitStack() as stack:
+        for device_type in {tensor.device.type for tensor in tensors}:
+            stack.enter_context(torch.autocast(device_type, enabled=False))
+        try:
+            # Other objects, not other ``data`` in them: with a change of type a parameter loses its
+            # node of the autograd graph, and with it DDP's hook that averages the gradient.
+            for owner, name, tensor in tensor_attributes:
+                setattr(owner, name, wide[tensor])
+            for attributes, name in dtype_attributes:
+                attributes[name] = torch.float32
+            if default == torch.float16:
+                torch.set_default_dtype(torch.float32)
+            yield
+        finally:
+            torch.set_default_dtype(default)
+            for attributes, name in dtype_attributes:
+                attributes[name] = torch.float16
+            for owner, name, tensor in tensor_attributes:
+                setattr(owner, name, tensor)
+
+
+def in_full_precision(value: Any) -> Any:
+    """A structure with its FP16 tensors in FP32."""
+
+    def widened(leaf: Any) -> Any:
+        is_half = isinstance(leaf, Tensor) and leaf.dtype == torch.float16
+        return leaf.float() if is_half else leaf
+
+    return tree_map(widened, value)

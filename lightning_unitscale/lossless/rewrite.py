@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal, get_args
 
@@ -14,19 +15,14 @@ from lightning_unitscale.functional.scale import takes_true_derivatives
 from lightning_unitscale.graph.matmuls import product_of, unreachable_products
 from lightning_unitscale.graph.nodes import (
     ELSEWHERE,
-    TRANSFORMED,
-    is_float_tensor,
-    requires_grad,
     tensor_name,
 )
 from lightning_unitscale.graph.passes import GraphPass, Phase, Region, StepGraph
 from lightning_unitscale.graph.regions import Places
-from lightning_unitscale.lossless.calibrate import Calibrator, Measured
-from lightning_unitscale.lossless.drift import DriftProbes
+from lightning_unitscale.lossless.calibrate import Calibrator, DriftProbes, Measured
 from lightning_unitscale.lossless.gauge import (
     ONE,
     Factor,
-    FactorTable,
     Gauge,
     GaugePair,
     gamma,
@@ -34,12 +30,8 @@ from lightning_unitscale.lossless.gauge import (
 )
 from lightning_unitscale.lossless.plan import (
     StoredUnits,
-    kept_argument,
     operand_name,
-    operands_to_measure,
-    plan_product,
-    plan_stored,
-    true_arguments,
+    plan_region,
 )
 from lightning_unitscale.lossless.units import (
     EDIT,
@@ -48,10 +40,8 @@ from lightning_unitscale.lossless.units import (
     HELD,
     FactorNodes,
     Held,
-    NodePlan,
     Units,
     apply_plan,
-    held_parameters,
     is_scale,
     left_as_they_are,
     parameter_units,
@@ -97,31 +87,32 @@ class LosslessUnitScale(GraphPass):
         self.holds_parameters = holds_parameters
         self.gauge = Gauge()
         self.is_running = False
-        self.drift = DriftProbes(self._gauge_in_force, measures_range=measures_range)
+        self.drift = DriftProbes(measures_range=measures_range)
 
     def run(self, graph: StepGraph) -> tuple[str, ...]:
         """Rewrite one graph."""
-        plans = [plan for region in graph.regions() for plan in self._plans(region)]
-        table = FactorTable(graph.device)
-        for plan in plans:
-            for factor in plan.factors():
-                table.row(factor)
-        if not len(table):
-            return (
-                "no matrix product of floating-point tensors",
-                *left_as_they_are(_unreachable(graph)),
-            )
-        vector = graph.add_state(
-            "factors", lambda: table.tensor(self.gauge), table.tensor(self.gauge)
-        )
-        factor_nodes = FactorNodes(vector, table.row)
+        regions = list(graph.regions())
+        unreachable = [node for region in regions for node in unreachable_products(region.graph)]
+        plans = [
+            plan
+            for region in regions
+            for plan in plan_region(region, self.gauge, self._units(region))
+        ]
+        factors = [factor for plan in plans for factor in plan.factors()]
+        if not factors:
+            return "no matrix product of floating-point tensors", *left_as_they_are(unreachable)
+        factor_nodes = FactorNodes(graph, "factors", factors, lambda: self.gauge)
         held = self._held(graph)
         applied = [scale for plan in plans for scale in apply_plan(plan, factor_nodes)]
         graph.notes[GAUGE] = lambda: self.gauge
         graph.notes[HELD] = held
         if graph.observed and self.observes:
             self.drift.insert(graph, applied)
-        return tuple(self._changes(graph, plans, len(applied)))
+        products = sum(product_of(plan.node) is not None for plan in plans)
+        return (
+            f"{products} products on operands in their own units, {len(applied)} scales inserted",
+            *left_as_they_are(unreachable),
+        )
 
     def observe_part(self, graph: StepGraph) -> None:
         """Measure the drift at the scales of a part of a graph that was rewritten whole."""
@@ -160,74 +151,39 @@ class LosslessUnitScale(GraphPass):
 
     def calibrator(self) -> Calibrator:
         """A fresh calibrator for what this pass needs to know."""
-        is_all = self.depth == "all"
-        return Calibrator(
-            operands_to_measure,
-            _tensor_with_units if is_all else _name_of_product,
-            measures_results=is_all,
-            measures_range=self.measures_range,
-        )
+        return Calibrator(measures_all=self.depth == "all", measures_range=self.measures_range)
 
-    def update_gauge(self, forward: Measured, backward: Measured) -> None:
+    def update_gauge(self, measured: Measured) -> None:
         """Set the units of all that was measured; the others stay as they are."""
-        self.set_gauge(self.gauge.updated(Gauge.of_rms(forward, backward)))
+        self.set_gauge(self.gauge.updated(Gauge.of_rms(measured.forward, measured.backward)))
 
     def __deepcopy__(self, memo: dict[int, object]) -> LosslessUnitScale:
-        new = LosslessUnitScale(
-            self.depth,
-            measures_drift=self.observes,
-            measures_range=self.measures_range,
-            holds_parameters=self.holds_parameters,
-        )
+        new = copy.copy(self)
         memo[id(self)] = new
-        new.gauge = self.gauge
+        new.is_running = False
+        new.drift = DriftProbes(measures_range=self.measures_range)
         return new
 
-    def _gauge_in_force(self) -> Gauge:
-        return self.gauge  # a method, unlike a lambda, can be sent to the processes of ddp_spawn
-
-    def _plans(self, region: Region) -> Iterator[NodePlan]:
+    def _units(self, region: Region) -> Units:
+        """Units of the tensors of a region, as they are stored between its nodes."""
         # Tensors that cross a checkpoint's boundary stay in true units, so only products inside.
         if self.depth == "all" and region.parent is None:
-            yield from plan_stored(region, self.gauge, holds_parameters=self.holds_parameters)
-            return
-        units = parameter_units(region.graph) if self.holds_parameters else Units()
-        for node in list(region.graph.nodes):
-            product = product_of(node)
-            if product is not None:
-                yield plan_product(product, region, self.gauge, units)
-            elif self.holds_parameters and any(map(units.has_own, node.all_input_nodes)):
-                yield NodePlan(node, region, tuple(true_arguments(node, units)))
+            return StoredUnits(region.graph, holds_parameters=self.holds_parameters)
+        return parameter_units(region.graph) if self.holds_parameters else Units()
 
     def _held(self, graph: StepGraph) -> dict[str, Held]:
         """In which units each tensor is stored, by its name; read before the graph is rewritten."""
-        held: dict[str, Held] = {}
-        if self.depth == "all":
-            units = StoredUnits(graph.graph, holds_parameters=self.holds_parameters)
-            held = {
-                tensor_name(node): Held(units.sigma(node), units.gamma(node), in_graph=True)
-                for node in graph.graph.nodes
-                if units.owner(node) is not None
-            }
-        elif self.holds_parameters:
-            held = {
-                tensor_name(node): Held(sigma(key), gamma(key), in_graph=True)
-                for node, key in held_parameters(graph.graph).items()
-            }
         places = Places(graph)
+        units = self._units(places.regions[0])
+        held = {
+            tensor_name(node): Held(units.sigma(node), units.gamma(node), in_graph=True)
+            for node in graph.graph.nodes
+            if units.owner(node) is not None
+        }
         for region in places.regions:
             if self.depth == "products" or region.parent is not None:
                 _add_held_for_products(held, region, places)
         return held
-
-    def _changes(self, graph: StepGraph, plans: list[NodePlan], num_scales: int) -> Iterator[str]:
-        products = sum(product_of(plan.node) is not None for plan in plans)
-        yield f"{products} products on operands in their own units, {num_scales} scales inserted"
-        yield from left_as_they_are(_unreachable(graph))
-
-
-def _unreachable(graph: StepGraph) -> list[fx.Node]:
-    return [node for region in graph.regions() for node in unreachable_products(region.graph)]
 
 
 def _add_held_for_products(held: dict[str, Held], region: Region, places: Places) -> None:
@@ -255,15 +211,3 @@ def _add_held_for_products(held: dict[str, Held], region: Region, places: Places
 def _constant(node: fx.Node) -> Factor:
     """The power of two nearest to the factor that a rule multiplies by here."""
     return Factor(constant=round(math.log2(abs(node.meta.get(FACTOR, 1.0)))))
-
-
-def _name_of_product(node: fx.Node) -> str | None:
-    return tensor_name(node) if product_of(node) is not None else None
-
-
-def _tensor_with_units(node: fx.Node) -> str | None:
-    if node.op not in {"call_function", "call_method"} or not is_float_tensor(node):
-        return None
-    if not requires_grad(node) or TRANSFORMED in node.meta or kept_argument(node) is not None:
-        return None
-    return tensor_name(node)

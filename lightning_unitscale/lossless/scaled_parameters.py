@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_unitscale.functional.scale import scale_in_place
 from lightning_unitscale.lossless.gauge import GaugePair
 from lightning_unitscale.optim.optimizers import (
     HeldStep,
@@ -121,9 +122,9 @@ class HeldParameters:
         for fqn, new in units.items():
             parameter = self._parameters[fqn]
             old = self.units_of(parameter)
-            _rescale(parameter, old.log2_sigma - new.log2_sigma)
+            scale_in_place(parameter.detach(), old.log2_sigma - new.log2_sigma)
             if parameter.grad is not None:
-                _rescale(parameter.grad, old.log2_gamma - new.log2_gamma)
+                scale_in_place(parameter.grad.detach(), old.log2_gamma - new.log2_gamma)
             for optimizer in self._optimizers:
                 _rescale_state(optimizer, parameter, old.log2_gamma - new.log2_gamma)
             self._units[id(parameter)] = new
@@ -136,9 +137,9 @@ class HeldParameters:
                 state.update(_in_other_units(kind_of(optimizer), state, pair.log2_gamma))
         for parameter in self._parameters.values():
             pair = self.units_of(parameter)
-            _rescale(parameter, pair.log2_sigma)
+            scale_in_place(parameter.detach(), pair.log2_sigma)
             if parameter.grad is not None:
-                _rescale(parameter.grad, pair.log2_gamma)
+                scale_in_place(parameter.grad.detach(), pair.log2_gamma)
         self._units.clear()
         for attached in (*self._handles, *self._steps):
             attached.remove()
@@ -152,7 +153,7 @@ class HeldParameters:
             return
         copies = {param: param.detach().clone() for param in self.named().values()}
         for parameter in copies:
-            _rescale(parameter, self.units_of(parameter).log2_sigma)
+            scale_in_place(parameter.detach(), self.units_of(parameter).log2_sigma)
         self._shows_true = True
         try:
             yield
@@ -215,14 +216,6 @@ class HeldParameters:
         return {**state, "state": converted}
 
 
-def _rescale(tensor: Tensor, exponent: int) -> None:
-    """Multiply a tensor in place by a power of two, which may be none of FP32's."""
-    half = exponent // 2
-    for part in (half, exponent - half) if abs(exponent) > 100 else (exponent,):
-        if part:
-            tensor.detach().mul_(2.0**part)
-
-
 def _in_other_units(kind: str, state: Mapping[str, Any], exponent: int) -> dict[str, Tensor]:
     """What of a parameter's optimizer state changes with its gradient's unit; FP16 becomes FP32."""
     changed = {}
@@ -231,7 +224,7 @@ def _in_other_units(kind: str, state: Mapping[str, Any], exponent: int) -> dict[
         power = state_power(kind, name) if is_tensor else 0
         if power and exponent:
             changed[name] = value.to(_wide(value), copy=True)
-            _rescale(changed[name], power * exponent)
+            scale_in_place(changed[name], power * exponent)
     return changed
 
 
@@ -257,7 +250,7 @@ def _converting(held: HeldParameters, sign: int) -> Callable[..., None]:
                 if exponent:
                     value = state[prefix + name]
                     state[prefix + name] = value.to(_wide(value), copy=True)
-                    _rescale(state[prefix + name], sign * exponent)
+                    scale_in_place(state[prefix + name].detach(), sign * exponent)
 
     return convert
 

@@ -7,7 +7,7 @@ the model means, forward and backward. A node's edits convert between the units 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,9 +31,18 @@ from lightning_unitscale.graph.nodes import (
     replace_other_uses,
     requires_grad,
 )
-from lightning_unitscale.graph.passes import Region
+from lightning_unitscale.graph.passes import Region, StepGraph
 from lightning_unitscale.graph.regions import meant_name
-from lightning_unitscale.lossless.gauge import ONE, Factor, Key, OfParameter, gamma, sigma
+from lightning_unitscale.lossless.gauge import (
+    ONE,
+    Factor,
+    FactorTable,
+    Gauge,
+    Key,
+    OfParameter,
+    gamma,
+    sigma,
+)
 
 FactorNode = Callable[[Region, Factor], fx.Node]
 
@@ -81,6 +90,10 @@ class Units:
     def __init__(self, keys: Mapping[fx.Node, Key | None] | None = None) -> None:
         self._keys = dict(keys or {})
 
+    def owner(self, node: fx.Node) -> Key | None:
+        """Key in the gauge that holds the node's units, ``None`` for units 1."""
+        return self._keys.get(node)
+
     def sigma(self, node: fx.Node) -> Factor:
         """Forward unit of the node's tensor."""
         key = self._keys.get(node)
@@ -90,10 +103,6 @@ class Units:
         """Gradient unit of the node's tensor."""
         key = self._keys.get(node)
         return ONE if key is None else gamma(key)
-
-    def has_own(self, node: fx.Node) -> bool:
-        """Whether the node's tensor may have units other than 1."""
-        return self.sigma(node) != ONE or self.gamma(node) != ONE
 
 
 @dataclass(frozen=True)
@@ -219,16 +228,23 @@ def is_scale(node: fx.Node) -> bool:
 
 
 class FactorNodes:
-    """Hands out the factors of a graph as 0-d tensors.
+    """Gives a graph factors of the gauge in force, and hands them out as 0-d tensors.
 
     Args:
-        vector: The node of the factor vector in the outermost graph.
-        row: Row of a factor in that vector.
+        graph: The graph under rewrite.
+        name: Readable name of the input that has them.
+        factors: All of them, at least one.
+        gauge: Gives the gauge in force.
     """
 
-    def __init__(self, vector: fx.Node, row: Callable[[Factor], int]) -> None:
-        self._vector = vector
-        self._row = row
+    def __init__(
+        self, graph: StepGraph, name: str, factors: Iterable[Factor], gauge: Callable[[], Gauge]
+    ) -> None:
+        table = FactorTable(graph.device)
+        for factor in factors:
+            table.row(factor)
+        self._vector = graph.add_state(name, lambda: table.tensor(gauge()), table.tensor(gauge()))
+        self._row = table.row
         self._unbound: fx.Node | None = None
         self._example: Any = None
         self._items: dict[int, fx.Node] = {}

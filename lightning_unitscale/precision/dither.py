@@ -30,8 +30,8 @@ from lightning_unitscale.graph.regions import meant_name
 
 Grid = Literal["fixed", "moving"]
 
-_STEP = (math.sqrt(5) - 1) / 2
-_NAMES = 2**32
+# By how much a logarithm goes on at a step: the golden ratio.
+_STRIDE = (math.sqrt(5) - 1) / 2
 
 
 def check_grid(grid: object) -> None:
@@ -51,6 +51,16 @@ def cast_names(product: Product, *, has_gradient: bool = True) -> list[str]:
     return [*names, f"{name} gradient"] if has_gradient else names
 
 
+def _start(name: str) -> float:
+    """Where the factor of a cast is before the first step."""
+    return 2.0 ** -(zlib.crc32(name.encode()) / 2**32)
+
+
+def _moved_by(step: int) -> float:
+    """By how much the factors of all casts have moved, up to a factor of two."""
+    return 2.0 ** -(step * _STRIDE % 1.0)
+
+
 class MovingGrid:
     """The factors of all casts of a module's steps.
 
@@ -60,10 +70,7 @@ class MovingGrid:
 
     Attributes:
         step: How many training steps there have been, evaluation not counted.
-        stride: By how much a logarithm goes on at a step: the golden ratio.
     """
-
-    stride = _STEP
 
     def __init__(self) -> None:
         self.step = 0
@@ -77,14 +84,6 @@ class MovingGrid:
         """
         self.step = step
         self._counts_calls = False
-
-    def at(self, call: int) -> int:
-        """The training step that a call belongs to: the optimizer's, if :meth:`follow` was called.
-
-        Args:
-            call: How many calls in training there have been, this one included.
-        """
-        return max(call - 1, 0) if self._counts_calls else self.step
 
     def after_step(self, module: nn.Module) -> None:
         """Count a call of a module that is being trained, unless :meth:`follow` was called."""
@@ -102,14 +101,29 @@ class MovingGrid:
             A node with the factors of the step, FP32 of shape ``(len(names),)`` in (1/2, 1].
         """
         starts = torch.tensor(
-            [2.0 ** -(zlib.crc32(name.encode()) / _NAMES) for name in names],
-            dtype=torch.float32,
-            device=graph.device,
+            [_start(name) for name in names], dtype=torch.float32, device=graph.device
         )
 
         def supply() -> Tensor:
             # One product and one choice are the same bits on every device and in every place.
-            moved = starts * 2.0 ** -(self.step * _STEP % 1.0)
+            moved = starts * _moved_by(self.step)
             return torch.where(moved > 0.5, moved, 2 * moved)
 
         return graph.add_state("grid", supply, torch.ones_like(starts))
+
+    def factor(self, name: str, call: int) -> float:
+        """The factor of a cast that is no node of a graph.
+
+        Args:
+            name: Of the cast.
+            call: How many calls in training there have been, this one included; of no account
+                where the optimizer's steps are followed.
+
+        Returns:
+            A number of FP32 in (1/2, 1].
+        """
+        step = max(call - 1, 0) if self._counts_calls else self.step
+        moved = _start(name) * _moved_by(step)
+        # Rounded to FP32, in which kernels hold it.
+        mantissa, exponent = math.frexp(moved if moved > 0.5 else 2 * moved)
+        return math.ldexp(round(mantissa * 2**24) / 2**24, exponent)

@@ -111,10 +111,8 @@ class FP8Linears(GraphPass):
         if self.gradient_format == WIDE_GRADIENT:
             unrepresentable = Unrepresentable(unrepresentable.products)
         new = unrepresentable.without(self.unfit)
-        self.unfit = Unrepresentable(
-            {**self.unfit.products, **unrepresentable.products},
-            {**self.unfit.gradients, **unrepresentable.gradients},
-        )
+        self.decisions.update({n: why for n, why in new.products.items() if self.runs(n)})
+        self.unfit = self.unfit.joined(unrepresentable)
         return new
 
     def runs(self, name: str) -> bool:

@@ -26,7 +26,7 @@ from lightning_unitscale.graph.recorder import (
     tap_gradient,
 )
 from lightning_unitscale.graph.regions import PRODUCTS, Place, Places
-from lightning_unitscale.lossless.gauge import ONE, FactorTable, Gauge
+from lightning_unitscale.lossless.gauge import ONE, Gauge
 from lightning_unitscale.lossless.units import GAUGE, HELD, FactorNodes, Held
 from lightning_unitscale.scales.layout import RowLayout
 from lightning_unitscale.scales.snapshot import ScaleSnapshot
@@ -260,13 +260,10 @@ def _count_factors(
         (ONE, ONE) if held.in_graph else (held.sigma.inverse(), held.gamma.inverse())
         for held in (tensor.held for tensor in tensors)
     ]
-    table = FactorTable(graph.device)
-    for factor in (factor for pair in pairs for factor in pair if factor != ONE):
-        table.row(factor)
-    if not len(table):
+    factors = [factor for pair in pairs for factor in pair if factor != ONE]
+    if not factors:
         return _no_factors
-    vector = graph.add_state("count_factors", lambda: table.tensor(gauge()), table.tensor(gauge()))
-    nodes = FactorNodes(vector, table.row)
+    nodes = FactorNodes(graph, "count_factors", factors, gauge)
 
     def factors_of(index: int, region: Region) -> tuple[fx.Node | None, fx.Node | None]:
         forward, backward = pairs[index]

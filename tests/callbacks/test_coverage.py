@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 import re
 import threading
@@ -153,6 +154,7 @@ def test_products_with_a_type_of_their_own_are_told() -> None:
     def widened(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
         return torch.bmm(a[None].to(dtype), b[None].to(dtype))[0]
 
+    gc.collect()  # a session of an earlier test would have no kernel of this one
     library = torch.library.Library("aten", "IMPL")
     library.impl("mm.dtype", widened, "CPU")
     try:

@@ -173,7 +173,7 @@ class Steps(pl.Callback):
     ("options", "at_looks"),
     [
         ({"depth": "all"}, []),
-        ({"depth": "all", "precision": "fp8"}, ["drift.arrived"]),
+        ({"depth": "all", "precision": "fp8"}, ["calibrate.arrived"]),
         (
             {"depth": "all", "method": Lossless(hold_parameters=True)},
             ["half_precision.after_step"],

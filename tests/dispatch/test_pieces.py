@@ -11,14 +11,11 @@ from torch import Tensor
 
 from lightning_unitscale.dispatch.calls import Call, sources_of
 from lightning_unitscale.dispatch.coverage import CoverageCounter
+from lightning_unitscale.dispatch.execute import Product
 from lightning_unitscale.dispatch.measurement import FORWARD, MeasuredProduct, Site
 from lightning_unitscale.dispatch.products import RULES, is_turned
-from lightning_unitscale.dispatch.tensors import (
-    Extent,
-    reading,
-    scale_in_place,
-    scaled_copy,
-)
+from lightning_unitscale.dispatch.tensors import Extent, reading, scaled_copy
+from lightning_unitscale.functional.scale import scale_in_place
 
 MM = next(rule for rule in RULES if rule.operator == "mm")
 
@@ -101,13 +98,11 @@ def test_where_powers_of_two_are_not_exact() -> None:
 
 
 def _call(first: Tensor, second: Tensor, *, knows: bool, needs: tuple[int, ...] = (1, 0)) -> Call:
+    site = Site("x", "", ("input", "other"))
     return Call(
-        Site("x", "", ("input", "other")),
+        Product(MM, site, FORWARD, (0, 0), (False, False), site.operand_names, 0),
         {first.data_ptr(): 0, second.data_ptr(): 1} if knows else {},
         (tuple(first.shape), tuple(second.shape)),
-        (0, 0),
-        (False, False),
-        0,
         needs,
         (is_turned(first), is_turned(second)),
     )

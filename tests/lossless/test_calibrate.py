@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_unitscale.capture.attach import captured_forward
-from lightning_unitscale.lossless.calibrate import Calibrator, find_loss, root_mean_square
-from lightning_unitscale.lossless.rehearsal import calibrate
+from lightning_unitscale.lossless.calibrate import Calibrator, Measured, root_mean_square
+from lightning_unitscale.lossless.rehearsal import calibrate, find_loss
 from lightning_unitscale.lossless.rewrite import LosslessUnitScale
 from lightning_unitscale.transforms import lossless_unit_scale
 from tests.helpers import assert_same_bits, run
@@ -36,7 +36,8 @@ def test_the_calibrator_measures_values_and_gradients_of_a_product() -> None:
     seed = torch.randn_like(output)
     output.backward(seed)
     assert calibrator.saw_gradients
-    forward, backward = calibrator.results()
+    measured = calibrator.measured()
+    forward, backward = measured.forward, measured.backward
     hidden = module[0](inputs)
     expected_forward = {
         "0.linear:input": inputs,
@@ -56,11 +57,11 @@ def test_the_calibrator_measures_values_and_gradients_of_a_product() -> None:
         }
     )
     calibrator.clear()
-    assert calibrator.results() == ({}, {})
+    assert calibrator.measured() == Measured()
 
 
 def test_a_tensor_measured_twice_gets_the_rms_of_both() -> None:
-    calibrator = Calibrator(lambda _: [], lambda _: None)
+    calibrator = Calibrator()
     calibrator.measure("x", torch.full((4,), 3e100, dtype=torch.float64))
     calibrator.measure("x", torch.full((4,), 4e100, dtype=torch.float64))
     for ignored in (
@@ -71,9 +72,9 @@ def test_a_tensor_measured_twice_gets_the_rms_of_both() -> None:
     ):
         calibrator.measure("ignored", ignored)
     calibrator.watch("constant", torch.ones(3))
-    forward, backward = calibrator.results()
-    assert forward == pytest.approx({"x": math.sqrt(12.5) * 1e100})
-    assert backward == {}
+    measured = calibrator.measured()
+    assert measured.forward == pytest.approx({"x": math.sqrt(12.5) * 1e100})
+    assert measured.backward == {}
 
 
 def test_find_loss() -> None:
@@ -169,9 +170,8 @@ def test_calibrate_takes_the_results_that_the_ranks_agreed_on() -> None:
     rewrite = LosslessUnitScale()
     _, step = captured_forward(nn.Linear(4, 4), "test", rewrite)
 
-    def agreed(calibrator: Calibrator) -> tuple[dict[str, float], dict[str, float]]:
-        forward, _ = calibrator.results()
-        return {name: 1024.0 for name in forward}, {}
+    def agreed(measured: Measured) -> Measured:
+        return Measured({name: 1024.0 for name in measured.forward})
 
     calibrate(step, rewrite, (torch.randn(3, 4),), {}, results=agreed)
     assert {pair.log2_sigma for pair in rewrite.gauge.values()} == {10}

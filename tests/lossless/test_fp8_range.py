@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from lightning_unitscale.capture.attach import captured_forward
 from lightning_unitscale.formats import E4M3FN, E5M2, NumberFormat
-from lightning_unitscale.lossless.calibrate import Calibrator, root_mean_square
+from lightning_unitscale.lossless.calibrate import Measured, root_mean_square
 from lightning_unitscale.lossless.fp8_range import (
     FORMATS,
     NUM_SHARES,
@@ -75,9 +75,9 @@ def test_products_that_fp8_does_not_fit(depth: str) -> None:
     _, step = captured_forward(_Tower(), "test", rewrite)
     seen: list[Unrepresentable] = []
 
-    def results(calibrator: Calibrator) -> tuple[dict[str, float], dict[str, float]]:
-        seen.append(calibrator.unrepresentable())
-        return {}, {}
+    def results(measured: Measured) -> Measured:
+        seen.append(measured.unrepresentable)
+        return Measured()
 
     calibrate(step, rewrite, (x, outlier, sparse), {}, results=results)
     (unrepresentable,) = seen
