@@ -173,8 +173,8 @@ MUTATIONS = (
     Mutation(
         "a compiled backward pass takes the units in force, not those of its forward pass",
         "dispatch/compiled_graphs.py",
-        "].parts(factors, products)",
-        "].parts(GRAPHS[index].factors(factors.device), products)",
+        "return GRAPHS[index].parts(factors, products)",
+        "return GRAPHS[index].parts(GRAPHS[index].factors(factors.device), products)",
         "dispatch/test_joint_units.py -k its_forward_pass",
     ),
     Mutation(
