@@ -295,17 +295,14 @@ def kept_argument(node: fx.Node) -> fx.Node | None:
     return first
 
 
-def plan_stored(
-    region: Region, gauge: Gauge, *, holds_parameters: bool = False
-) -> Iterator[NodePlan]:
+def plan_stored(region: Region, gauge: Gauge, units: StoredUnits) -> Iterator[NodePlan]:
     """Plans for every node of a graph that reads or makes a tensor with units.
 
     Args:
         region: The graph.
         gauge: The current gauge.
-        holds_parameters: Whether parameters come in units of their own.
+        units: Those of its tensors.
     """
-    units = StoredUnits(region.graph, holds_parameters=holds_parameters)
     for node in list(region.graph.nodes):
         if node.op == "output":
             yield NodePlan(node, region, tuple(true_arguments(node, units)))

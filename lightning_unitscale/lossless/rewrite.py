@@ -101,7 +101,8 @@ class LosslessUnitScale(GraphPass):
 
     def run(self, graph: StepGraph) -> tuple[str, ...]:
         """Rewrite one graph."""
-        plans = [plan for region in graph.regions() for plan in self._plans(region)]
+        stored = self._stored(graph)
+        plans = [plan for region in graph.regions() for plan in self._plans(region, stored)]
         table = FactorTable(graph.device)
         for plan in plans:
             for factor in plan.factors():
@@ -115,7 +116,7 @@ class LosslessUnitScale(GraphPass):
             "factors", lambda: table.tensor(self.gauge), table.tensor(self.gauge)
         )
         factor_nodes = FactorNodes(vector, table.row)
-        held = self._held(graph)
+        held = self._held(graph, stored)
         applied = [scale for plan in plans for scale in apply_plan(plan, factor_nodes)]
         graph.notes[GAUGE] = lambda: self.gauge
         graph.notes[HELD] = held
@@ -186,10 +187,15 @@ class LosslessUnitScale(GraphPass):
     def _gauge_in_force(self) -> Gauge:
         return self.gauge  # a method, unlike a lambda, can be sent to the processes of ddp_spawn
 
-    def _plans(self, region: Region) -> Iterator[NodePlan]:
+    def _stored(self, graph: StepGraph) -> StoredUnits | None:
+        if self.depth != "all":
+            return None
+        return StoredUnits(graph.graph, holds_parameters=self.holds_parameters)
+
+    def _plans(self, region: Region, stored: StoredUnits | None) -> Iterator[NodePlan]:
         # Tensors that cross a checkpoint's boundary stay in true units, so only products inside.
-        if self.depth == "all" and region.parent is None:
-            yield from plan_stored(region, self.gauge, holds_parameters=self.holds_parameters)
+        if stored is not None and region.parent is None:
+            yield from plan_stored(region, self.gauge, stored)
             return
         units = parameter_units(region.graph) if self.holds_parameters else Units()
         for node in list(region.graph.nodes):
@@ -199,15 +205,14 @@ class LosslessUnitScale(GraphPass):
             elif self.holds_parameters and any(map(units.has_own, node.all_input_nodes)):
                 yield NodePlan(node, region, tuple(true_arguments(node, units)))
 
-    def _held(self, graph: StepGraph) -> dict[str, Held]:
+    def _held(self, graph: StepGraph, stored: StoredUnits | None) -> dict[str, Held]:
         """In which units each tensor is stored, by its name; read before the graph is rewritten."""
         held: dict[str, Held] = {}
-        if self.depth == "all":
-            units = StoredUnits(graph.graph, holds_parameters=self.holds_parameters)
+        if stored is not None:
             held = {
-                tensor_name(node): Held(units.sigma(node), units.gamma(node), in_graph=True)
+                tensor_name(node): Held(stored.sigma(node), stored.gamma(node), in_graph=True)
                 for node in graph.graph.nodes
-                if units.owner(node) is not None
+                if stored.owner(node) is not None
             }
         elif self.holds_parameters:
             held = {
