@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
-from tests.process import forget_garbage, spare_time
+from tests.process import forget_garbage, spare_interpreter, spare_time
 
 # Before torch is imported, and for the processes that a test starts.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -70,6 +70,7 @@ def pytest_collection_modifyitems(
 @pytest.fixture(autouse=True, scope="session")
 def _spared_time() -> None:
     if "TRITON_INTERPRET" in os.environ:
+        spare_interpreter()
         return  # nothing is captured there
     for name in ("lightning.pytorch", "torch._dynamo", "torch._inductor.compile_fx"):
         importlib.import_module(name)

@@ -6,7 +6,9 @@ Torch is imported after this file: garbage is collected rarely from the first im
 import functools
 import gc
 import importlib
+import inspect
 import sys
+from typing import Any
 
 # Thresholds of the three generations.
 gc.set_threshold(100_000, 20, 100)
@@ -33,6 +35,26 @@ def spare_time() -> None:
         registry = sys.modules.get(f"{package}.utilities.registry")
         if registry is not None:
             registry.entry_points = functools.cache(registry.entry_points)
+
+
+def spare_interpreter() -> None:
+    """Lets Triton's interpreter change its language for a kernel, not for each function in it.
+
+    It would look through all of the language each time, and find what it has put there itself.
+    """
+    interpreter = importlib.import_module("triton.runtime.interpreter")
+    scope = getattr(interpreter, "_LangPatchScope", None)
+    if scope is None:
+        return  # Triton 3.6
+    change, language = interpreter._patch_lang, interpreter.tl
+
+    def change_once(function: Any) -> Any:
+        read = [value for value in function.__globals__.values() if inspect.ismodule(value)]
+        modules = [module for module in (language, language.core) if module in read]
+        is_changed = not any(language.core.is_builtin(module.load) for module in modules)
+        return scope() if is_changed else change(function)
+
+    interpreter._patch_lang = change_once
 
 
 def forget_garbage() -> None:
