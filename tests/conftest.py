@@ -1,6 +1,5 @@
 """What every test has in common: one thread, a fixed seed, a working folder of its own."""
 
-import gc
 import importlib
 import itertools
 import logging
@@ -10,6 +9,8 @@ import sys
 from collections import defaultdict
 from collections.abc import Generator, Iterator
 from pathlib import Path
+
+from tests.process import forget_garbage, spare_interpreter, spare_time
 
 # Before torch is imported, and for the processes that a test starts.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -23,8 +24,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from tests.process import COLLECTIONS, spare_time
-
 # A machine may be slow, and no test is about time.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")
@@ -32,7 +31,6 @@ torch.set_num_threads(1)
 # Torch prints every graph that it makes for whoever listens to its trace, and pytest listens to
 # all loggers that do not hand on what they are told.
 logging.getLogger("torch.__trace").propagate = True
-gc.set_threshold(*COLLECTIONS)
 
 # Marks of tests that may take long.
 _LONG = ("slow", "distributed")
@@ -72,10 +70,17 @@ def pytest_collection_modifyitems(
 @pytest.fixture(autouse=True, scope="session")
 def _spared_time() -> None:
     if "TRITON_INTERPRET" in os.environ:
+        spare_interpreter()
         return  # nothing is captured there
     for name in ("lightning.pytorch", "torch._dynamo", "torch._inductor.compile_fx"):
         importlib.import_module(name)
     spare_time()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _young_heap(_spared_time: None) -> None:
+    """Collections in a file's tests do not go through what the files before have left."""
+    forget_garbage()
 
 
 _FOLDERS = itertools.count()

@@ -298,6 +298,13 @@ MUTATIONS = (
         "graph/test_functionalize.py",
     ),
     Mutation(
+        "calls on tensors of other strides are taken for the same",
+        "graph/described_calls.py",
+        "lengths = (*value.size(), *value.stride())",
+        "lengths = (*value.size(),)",
+        "graph/test_described_calls.py",
+    ),
+    Mutation(
         "gradients of one tensor arrive in the other order",
         "graph/grad_order.py",
         "key=lambda path: min(arrivals[path], default=(0, 0))",

@@ -28,7 +28,7 @@ from lightning_unitscale.dynamo.backend import (
     plain_kernels,
 )
 from lightning_unitscale.dynamo.breaks import without_dynamos_texts
-from lightning_unitscale.dynamo.graphs import copy_graph_module, is_checkpoint
+from lightning_unitscale.dynamo.graphs import compiled_forward, copy_graph_module, is_checkpoint
 from lightning_unitscale.dynamo.patches import (
     absent_packages,
     drop_inference_mode,
@@ -260,9 +260,7 @@ def execute_with(
     """
     if executor == "eager":
         _restore_checkpointing(graph_module)
-        graph_module.recompile()
-        forward: Callable[..., Any] = graph_module.forward
-        return forward
+        return compiled_forward(graph_module)
     drop_inference_mode(graph_module)
     if executor == "aot_eager":
         options = {} if partition_fn is None else {"partition_fn": partition_fn}
@@ -296,7 +294,7 @@ def _restore_checkpointing(graph_module: fx.GraphModule) -> None:
         if is_checkpoint(node):
             body = getattr(graph_module, str(node.args[0].target))
             _restore_checkpointing(body)
-            body.recompile()
+            compiled_forward(body)
             node.target = _checkpoint
 
 

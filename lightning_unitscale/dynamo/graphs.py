@@ -2,7 +2,8 @@
 
 Private names used here were checked on torch 2.13 and 2.11: ``node._dynamo_source``,
 ``GlobalSource``, ``HigherOrderOperator``, ``_enter_autocast`` and ``_exit_autocast``;
-``FakeTensorMode``; and, of tensors, ``_use_count`` and ``torch._C._storage_Use_Count``.
+``FakeTensorMode``; ``_LazyGraphModule``; and, of tensors, ``_use_count`` and
+``torch._C._storage_Use_Count``.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, fx
 from torch._dynamo.source import GlobalSource
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.utils._pytree import tree_map
 
 from lightning_unitscale.functional.rules import hint_of
@@ -25,7 +27,11 @@ _IN_NUMBERS: WeakKeyDictionary[FakeTensorMode, FakeTensorMode] = WeakKeyDictiona
 
 
 def copy_graph_module(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """A copy that may be rewritten: nodes, metadata and nested graphs, but not tensors."""
+    """A copy that may be rewritten: nodes, metadata and nested graphs, but not tensors.
+
+    Its code is written when it is first run: most copies are rewritten, copied again or run node by
+    node.
+    """
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in graph_module.graph.nodes:
@@ -36,13 +42,21 @@ def copy_graph_module(graph_module: fx.GraphModule) -> fx.GraphModule:
             copies[node].target = operator.matmul
         if hasattr(node, "_dynamo_source"):
             copies[node]._dynamo_source = node._dynamo_source
-    copy = fx.GraphModule(graph_module, graph)
+    copy = _LazyGraphModule(graph_module, graph)
     copy.meta = dict(graph_module.meta)
     for node in graph.find_nodes(op="get_attr"):
         nested = getattr(graph_module, node.target, None)
         if isinstance(nested, fx.GraphModule):
             setattr(copy, node.target, copy_graph_module(nested))
     return copy
+
+
+def compiled_forward(graph_module: fx.GraphModule) -> Callable[..., Any]:
+    """The function of a graph that was rewritten, as code."""
+    graph_module.recompile()
+    _LazyGraphModule.force_recompile(graph_module)
+    forward: Callable[..., Any] = graph_module.forward
+    return forward
 
 
 def add_placeholder(

@@ -93,16 +93,17 @@ class LosslessUnitScale(GraphPass):
         """Rewrite one graph."""
         regions = list(graph.regions())
         unreachable = [node for region in regions for node in unreachable_products(region.graph)]
+        units = list(map(self._units, regions))
         plans = [
             plan
-            for region in regions
-            for plan in plan_region(region, self.gauge, self._units(region))
+            for region, of_region in zip(regions, units, strict=True)
+            for plan in plan_region(region, self.gauge, of_region)
         ]
         factors = [factor for plan in plans for factor in plan.factors()]
         if not factors:
             return "no matrix product of floating-point tensors", *left_as_they_are(unreachable)
         factor_nodes = FactorNodes(graph, "factors", factors, lambda: self.gauge)
-        held = self._held(graph)
+        held = self._held(graph, units[0])
         applied = [scale for plan in plans for scale in apply_plan(plan, factor_nodes)]
         graph.notes[GAUGE] = lambda: self.gauge
         graph.notes[HELD] = held
@@ -171,10 +172,9 @@ class LosslessUnitScale(GraphPass):
             return StoredUnits(region.graph, holds_parameters=self.holds_parameters)
         return parameter_units(region.graph) if self.holds_parameters else Units()
 
-    def _held(self, graph: StepGraph) -> dict[str, Held]:
+    def _held(self, graph: StepGraph, units: Units) -> dict[str, Held]:
         """In which units each tensor is stored, by its name; read before the graph is rewritten."""
         places = Places(graph)
-        units = self._units(places.regions[0])
         held = {
             tensor_name(node): Held(units.sigma(node), units.gamma(node), in_graph=True)
             for node in graph.graph.nodes

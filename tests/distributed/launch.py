@@ -21,21 +21,22 @@ from typing import Any
 
 import torch
 
-from tests.process import spare_time
-
 ROOT = Path(__file__).parents[2]
 # None of them may start a thread: a process that has threads cannot be forked.
 _PRELOADED = [
+    "tests.process",
     "lightning.pytorch",
     "torch._dynamo",
     "torch._inductor.compile_fx",
     "torch.distributed.pipelining",
+    "torch.distributed.tensor.experimental",
     "examples.gpt",
     "lightning_unitscale",
     "lightning_unitscale.callbacks",
     "lightning_unitscale.pipeline",
     "lightning_unitscale.remat",
     "lightning_unitscale.strategies",
+    "tests.loops.every_loop",
     "tests.distributed.preloaded",
 ]
 _FORKS = multiprocessing.get_context("forkserver")
@@ -142,4 +143,3 @@ def quiet_rank() -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    spare_time()

@@ -1,5 +1,7 @@
-"""Imported once by the server that ranks are forked from: each of them would compile the kernel."""
+"""Imported once, as the last, by the server that ranks are forked from: what each would repeat."""
 
 from lightning_unitscale.scales import cpu_kernel
+from tests.process import spare_time
 
-cpu_kernel.is_available()
+cpu_kernel.is_available()  # compiles the kernel
+spare_time()
