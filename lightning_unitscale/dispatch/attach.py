@@ -13,7 +13,7 @@ from lightning_unitscale.dispatch.compiled_formats import rounding_compiled
 from lightning_unitscale.dispatch.formats import Numerics
 from lightning_unitscale.dispatch.kernels import close_session, open_session
 from lightning_unitscale.dispatch.session import LOCAL, ProductSession
-from lightning_unitscale.dispatch.torch_internals import current_node
+from lightning_unitscale.dispatch.torch_internals import current_node, is_tracing
 from lightning_unitscale.dispatch.units import Units
 from lightning_unitscale.dynamo.patches import is_exporting
 from lightning_unitscale.patching import StandIn
@@ -35,11 +35,6 @@ class SessionMethod(StandIn):
         # Lightning reads parameters one wrapping down: where a decorator of the user's leads.
         self.__wrapped__ = getattr(method, "__wrapped__", method)
 
-    @property
-    def __code__(self) -> Any:
-        """The user's own code, by which Lightning tells whether a method is overridden."""
-        return self._method.__code__
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the method."""
         if torch.compiler.is_compiling():
@@ -47,12 +42,15 @@ class SessionMethod(StandIn):
                 return self._method(*args, **kwargs)
             # What the compiler made of it would not be rounded.
             return torch.compiler.disable(self.run)(*args, **kwargs)
+        if is_tracing():
+            return self._method(*args, **kwargs)  # the tracer reads names off the caller's frame
         return self.run(*args, **kwargs)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Run the method within the session, if it is not within it already."""
         owner, session = self._owner, self._owner.session
-        if LOCAL.session is session:
+        # Somebody may have kept it beyond its session's end.
+        if LOCAL.session is session or not session.is_open:
             return self._method(*args, **kwargs)
         owner.before_call()
         # Within a checkpoint that is computed again it is the same step of training.

@@ -73,6 +73,7 @@ current_node: Callable[[], Any] = torch._C._current_autograd_node
 # Number of the backward pass that runs on this thread, -1 if none does.
 graph_task: Callable[[], int] = torch._C._current_graph_task_id
 fake_mode_of: Callable[[Any], Any] = detect_fake_mode
+is_tracing: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[attr-defined]
 
 
 def saves_elsewhere() -> bool:

@@ -294,7 +294,8 @@ class Attachment(Loop):
             args: Positional arguments.
             kwargs: Keyword arguments.
         """
-        if self._is_called:
+        # Somebody may have kept the method that stood in.
+        if self._is_called or not self._is_attached:
             return forward(*args, **kwargs)
         self._is_called = True
         try:
