@@ -90,11 +90,15 @@ class StandIn(abc.ABC):
         method = self._own()
         if not isinstance(method, MethodType) or caller is method.__self__:
             return self
-        name = method.__name__
-        is_attribute = method.__func__ is not getattr(type(method.__self__), name, None)
-        if is_attribute or getattr(caller, "__dict__", {}).get(name) is not self:
-            return self
+        name = self._name_in(caller)
+        if not name or method.__func__ is not getattr(type(method.__self__), name, None):
+            return self  # no copy, or one that was given the user's own attribute as well
         return self._for(MethodType(getattr(type(caller), name), caller))
+
+    def _name_in(self, owner: Any) -> str:
+        """The attribute that this is of an object; the function may have another name."""
+        attributes = getattr(owner, "__dict__", {}).items()
+        return next((name for name, value in attributes if value is self), "")
 
     def _for(self, method: Any) -> Self:
         other = object.__new__(type(self))
@@ -112,7 +116,7 @@ class StandIn(abc.ABC):
     def __reduce__(self) -> Any:
         method = self._own()
         if isinstance(method, MethodType):
-            return getattr, (method.__self__, method.__name__)
+            return getattr, (method.__self__, self._name_in(method.__self__) or method.__name__)
         return functools.partial, (method,)
 
     def _own(self) -> Any:

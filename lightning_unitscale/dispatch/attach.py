@@ -78,6 +78,7 @@ class AttachedSession:
     Attributes:
         session: The session.
         methods: What stands in for each method.
+        trains: Whether calls are of training, where the loop tells; else the module's mode does.
     """
 
     method_type: type[SessionMethod] = SessionMethod
@@ -92,6 +93,7 @@ class AttachedSession:
         outlasts_calls: bool = False,
     ) -> None:
         self.outlasts_calls = outlasts_calls
+        self.trains: bool | None = None
         self.session = ProductSession(
             module, SessionMethod.run.__code__, units or Units(), numerics
         )
@@ -106,7 +108,9 @@ class AttachedSession:
 
     def is_training(self, name: str) -> bool:
         """Whether a call of a method is one of training."""
-        return name not in EVALUATION_STEPS if name in LIGHTNING_STEPS else self._module.training
+        if name in LIGHTNING_STEPS:
+            return name not in EVALUATION_STEPS
+        return self._module.training if self.trains is None else self.trains
 
     def before_call(self) -> None:
         """A step is about to begin."""

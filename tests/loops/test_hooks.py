@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import pickle
 from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
@@ -16,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_unitscale import attach
+from lightning_unitscale.loops.loop import Loop, LoopCallback
 from tests.helpers import assert_same_bits
 from tests.loops.loops import NUM_STEPS, Net, batches, new
 from tests.loops.methods import METHODS
@@ -149,6 +151,46 @@ def test_closures_that_do_not_call_the_module() -> None:
         minimize(other, optimizer)
 
 
+def test_a_model_that_is_trained_in_evaluation_mode() -> None:
+    """As with frozen norms: the first step shows that calls in this mode are of training."""
+    results = []
+    for callbacks in ([], METHODS["both"]()):
+        model, optimizer = new()
+        model.eval()
+        with attach(model, optimizer, callbacks) as attachment:
+            results.append((descend(model, optimizer), model.state_dict()))
+    assert_same_bits(*results)
+    assert attachment.step_index == NUM_STEPS - 1
+    assert callbacks[0].coverage.num_in_units == callbacks[0].coverage.num_products == 5
+    assert [snapshot.step for snapshot in callbacks[1].snapshots] == [0, 2, 4]
+
+
+class Heard(LoopCallback):
+    """Notes what it is told of."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def start(self, loop: Loop) -> None: ...
+
+    def begin_batch(self, *_: Any) -> None:
+        self.told.append("batch")
+
+    def begin_evaluation(self, *_: Any) -> None:
+        self.told.append("evaluation")
+
+
+def test_an_evaluation_with_gradients_is_not_of_training() -> None:
+    model, optimizer = new()
+    heard = Heard()
+    with attach(model, optimizer, heard):
+        for x, y in batches(3):
+            F.cross_entropy(model.train()(x), y).backward()
+            optimizer.step()
+            model.eval()(x)
+    assert heard.told == 3 * ["batch", "evaluation"]
+
+
 def test_an_optimizer_that_nobody_names() -> None:
     model, _ = new()
     attachment = attach(model, None, METHODS["both"]())
@@ -230,6 +272,19 @@ def test_a_copy_with_all_attributes_has_its_own_weights() -> None:
         results.append((losses, model.state_dict()))
     assert_same_bits(*results)
     assert callbacks[0].coverage.num_in_units == callbacks[0].coverage.num_products == 18
+
+
+class Named(LossNet):
+    """The function of a method has another name, as that of a module without ``forward`` has."""
+
+    loss, forward = Net.forward, LossNet.loss
+
+
+def test_a_method_of_another_name_is_pickled() -> None:
+    model = Named()
+    with attach(model, None, METHODS["both"](), methods="loss"):
+        other = pickle.loads(pickle.dumps(model))
+    assert (other.loss.__func__, other.forward.__func__) == (Named.loss, Named.forward)
 
 
 def test_a_method_that_somebody_has_kept() -> None:
