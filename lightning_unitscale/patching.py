@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from importlib.machinery import ModuleSpec
 from types import MethodType, ModuleType
-from typing import Any
+from typing import Any, Self
 
 _MISSING = object()
 
@@ -60,6 +60,53 @@ class StandIn(abc.ABC):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the method."""
 
+    def __getattr__(self, name: str) -> Any:
+        """What else a method has, such as its code: packages read it to script or export it."""
+        if name == "_method":  # there is none yet
+            raise AttributeError(name)
+        return getattr(self._method, name)
+
+    @property
+    def __func__(self) -> Callable[..., Any]:
+        """A function, as that of a method: bound to another object it is that one's."""
+        own, method = self._own().__func__, self._own()
+
+        @functools.wraps(own)
+        def function(owner: Any, *args: Any, **kwargs: Any) -> Any:
+            run = self if owner is method.__self__ else MethodType(own, owner)
+            return run(*args, **kwargs)
+
+        return function
+
+    def called_by(self, caller: Any) -> Self:
+        """What stands in for the caller's own method, if that is a copy of the object; else this.
+
+        ``copy.copy`` hands all attributes on, and so do packages that make a module of other
+        weights. What an object calls itself is the copy's own method then.
+
+        Args:
+            caller: Whoever calls: the object whose method it is, a copy of it, or somebody else.
+        """
+        method = self._own()
+        if not isinstance(method, MethodType) or caller is method.__self__:
+            return self
+        name = self._name_in(caller)
+        if not name or method.__func__ is not getattr(type(method.__self__), name, None):
+            return self  # no copy, or one that was given the user's own attribute as well
+        return self._for(MethodType(getattr(type(caller), name), caller))
+
+    def _name_in(self, owner: Any) -> str:
+        """The attribute that this is of an object; the function may have another name."""
+        attributes = getattr(owner, "__dict__", {}).items()
+        return next((name for name, value in attributes if value is self), "")
+
+    def _for(self, method: Any) -> Self:
+        other = object.__new__(type(self))
+        vars(other).update(vars(self))
+        inner = self._method
+        other._method = inner._for(method) if isinstance(inner, StandIn) else method
+        return other
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         method = self._own()
         if isinstance(method, MethodType):
@@ -69,7 +116,7 @@ class StandIn(abc.ABC):
     def __reduce__(self) -> Any:
         method = self._own()
         if isinstance(method, MethodType):
-            return getattr, (method.__self__, method.__name__)
+            return getattr, (method.__self__, self._name_in(method.__self__) or method.__name__)
         return functools.partial, (method,)
 
     def _own(self) -> Any:

@@ -411,10 +411,24 @@ MUTATIONS = (
         "scales/test_trends.py",
     ),
     Mutation(
+        "a copy of an attached module runs the original",
+        "patching.py",
+        "return self._for(MethodType(getattr(type(caller), name), caller))",
+        "return self",
+        "loops/test_hooks.py",
+    ),
+    Mutation(
+        "a model that is trained in evaluation mode is never trained",
+        "loops/attach.py",
+        "self._trains_in_evaluation, self._has_evaluated = True, False",
+        "self._has_evaluated = False",
+        "loops/test_hooks.py",
+    ),
+    Mutation(
         "weights by rules are saved without a word of it",
         "callbacks/checkpoints.py",
-        "mark_saved(checkpoint)",
-        "pass",
+        "after=mark_saved",
+        "after=nothing",
         "callbacks/test_checkpoints.py",
     ),
     Mutation(

@@ -90,11 +90,52 @@ def deepxde_equation(callbacks: list[Any], folder: Path) -> Trained:
     return Trained(net, [history.loss_train, model.predict(np.linspace(-1, 1, 5)[:, None])])
 
 
+def higher_maml(callbacks: list[Any], folder: Path) -> Trained:
+    import higher
+
+    model = nn.Sequential(
+        nn.Linear(4, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 2)
+    )
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    with attached(model, optimizer, callbacks):
+        for x, y in zip(torch.randn(20, 2, 16, 4), torch.randn(20, 2, 16, 2), strict=True):
+            optimizer.zero_grad()
+            # The inner loop trains a module of its own, which has the attributes of the model.
+            with higher.innerloop_ctx(model, inner, copy_initial_weights=False) as (fast, descent):
+                for _ in range(3):
+                    descent.step((fast(x[0]) - y[0]).square().mean())
+                losses.append((fast(x[1]) - y[1]).square().mean())
+                losses[-1].backward()
+            optimizer.step()
+    return Trained(model, losses)
+
+
+def laplace_evidence(callbacks: list[Any], folder: Path) -> Trained:
+    from laplace import marglik_training
+    from laplace.curvature.backpack import BackPackGGN
+    from torch.utils.data import DataLoader, TensorDataset
+
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+    loader = DataLoader(TensorDataset(torch.randn(64, 8), torch.randn(64, 1)), batch_size=16)
+    # From its first look at the curvature on, it trains the model in evaluation mode.
+    with attached(model, None, callbacks):
+        posterior, _, evidence, history = marglik_training(
+            model, loader, likelihood="regression", hessian_structure="kron", backend=BackPackGGN,
+            n_epochs=5, n_epochs_burnin=1, marglik_frequency=2, optimizer_kwargs={"lr": 1e-2},
+        )  # fmt: skip
+    return Trained(model, [evidence, history, *posterior(torch.randn(4, 8))])
+
+
 ENTRY_POINTS = (
     EntryPoint("opacus", "PrivacyEngine.make_private", "attach", ("opacus",), "torch", ("opacus",),
                opacus),
     EntryPoint("gpytorch", "ExactMarginalLogLikelihood", "attach", ("gpytorch",), "torch",
                ("gpytorch",), gaussian_process),
+    EntryPoint("higher", "innerloop_ctx", "attach", ("higher",), "torch", ("higher",), higher_maml),
+    EntryPoint("laplace", "marglik_training", "attach", ("laplace-torch", "backpack-for-pytorch"),
+               "torch", ("laplace", "laplace.curvature.backpack"), laplace_evidence),
     EntryPoint("deepxde", "Model.train", "attach", ("deepxde",), "torch", ("deepxde",),
                deepxde_equation),
 )  # fmt: skip

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lightning_unitscale.callbacks.packages import is_lightning, misconfigured, rank_zero_warn
-from lightning_unitscale.patching import shadowed
+from lightning_unitscale.patching import StandIn, nothing, shadowed
 from lightning_unitscale.rules.deploy import PLAN_ATTRIBUTE
 
 if TYPE_CHECKING:
@@ -79,19 +79,33 @@ def checking_checkpoints(
         method: Its method.
         mark_saved: Marks a checkpoint, if its weights were trained by rules.
     """
-    load, save = module.on_load_checkpoint, module.on_save_checkpoint
 
-    def on_load_checkpoint(checkpoint: dict[str, Any]) -> None:
+    def check(checkpoint: dict[str, Any]) -> None:
         _check(trainer, checkpoint, checkpoint.get("callbacks", {}).get(callback.state_key), method)
-        load(checkpoint)
-
-    def on_save_checkpoint(checkpoint: dict[str, Any]) -> None:
-        save(checkpoint)
-        mark_saved(checkpoint)
 
     return shadowed(
-        module, on_load_checkpoint=on_load_checkpoint, on_save_checkpoint=on_save_checkpoint
+        module,
+        on_load_checkpoint=_CheckpointHook(module.on_load_checkpoint, before=check),
+        on_save_checkpoint=_CheckpointHook(module.on_save_checkpoint, after=mark_saved),
     )
+
+
+class _CheckpointHook(StandIn):
+    """Stands in for a module's hook, with more done before it or after it."""
+
+    def __init__(
+        self,
+        method: Any,
+        before: Callable[[dict[str, Any]], None] = nothing,
+        after: Callable[[dict[str, Any]], None] = nothing,
+    ) -> None:
+        super().__init__(method)
+        self._before, self._after = before, after
+
+    def __call__(self, checkpoint: dict[str, Any]) -> None:
+        self._before(checkpoint)
+        self._method(checkpoint)
+        self._after(checkpoint)
 
 
 def _check(

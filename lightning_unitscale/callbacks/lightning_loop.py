@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
@@ -14,10 +13,25 @@ from lightning_unitscale.callbacks.distributed import num_microbatches, num_repl
 from lightning_unitscale.callbacks.packages import is_lightning
 from lightning_unitscale.callbacks.steps import existing_steps
 from lightning_unitscale.loops.loop import Loop, StepCaller
-from lightning_unitscale.patching import shadowed
+from lightning_unitscale.patching import StandIn, shadowed
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
+
+
+class _Step(StandIn):
+    """Stands in for a training step that somebody else runs."""
+
+    def __init__(self, method: Any, call: StepCaller) -> None:
+        super().__init__(method)
+        self._call = call
+        # Lightning reads parameters one wrapping down, where the step may be wrapped already.
+        self.__wrapped__ = getattr(method, "__wrapped__", method)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return self._method(*args, **kwargs)
+        return self._call(self._method, args, kwargs)
 
 
 class LightningLoop(Loop):
@@ -91,17 +105,8 @@ class LightningLoop(Loop):
 
     @override
     def running_steps_by(self, call: StepCaller) -> AbstractContextManager[None]:
-        step = getattr(self.module, self._called)
-
-        @functools.wraps(step)
-        def training_step(*args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling():
-                return step(*args, **kwargs)
-            return call(step, args, kwargs)
-
-        # Lightning reads parameters one wrapping down, where the step may be wrapped already.
-        training_step.__wrapped__ = getattr(step, "__wrapped__", step)
-        return shadowed(self.module, **{self._called: training_step})
+        step = _Step(getattr(self.module, self._called), call)
+        return shadowed(self.module, **{self._called: step})
 
     @override
     def stop(self) -> None:

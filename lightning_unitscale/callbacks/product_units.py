@@ -205,6 +205,8 @@ class ProductUnits(MeasuredUnits):
 
     def _enter(self, name: str, *, is_training: bool, counts: bool) -> None:
         self._step_name = name
+        assert self._attached is not None
+        self._attached.trains = is_training
         for numerics in self._session.numerics:
             numerics.is_training = is_training
         if counts:

@@ -13,7 +13,7 @@ from lightning_unitscale.dispatch.compiled_formats import rounding_compiled
 from lightning_unitscale.dispatch.formats import Numerics
 from lightning_unitscale.dispatch.kernels import close_session, open_session
 from lightning_unitscale.dispatch.session import LOCAL, ProductSession
-from lightning_unitscale.dispatch.torch_internals import current_node
+from lightning_unitscale.dispatch.torch_internals import current_node, is_tracing
 from lightning_unitscale.dispatch.units import Units
 from lightning_unitscale.dynamo.patches import is_exporting
 from lightning_unitscale.patching import StandIn
@@ -35,11 +35,6 @@ class SessionMethod(StandIn):
         # Lightning reads parameters one wrapping down: where a decorator of the user's leads.
         self.__wrapped__ = getattr(method, "__wrapped__", method)
 
-    @property
-    def __code__(self) -> Any:
-        """The user's own code, by which Lightning tells whether a method is overridden."""
-        return self._method.__code__
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the method."""
         if torch.compiler.is_compiling():
@@ -47,12 +42,15 @@ class SessionMethod(StandIn):
                 return self._method(*args, **kwargs)
             # What the compiler made of it would not be rounded.
             return torch.compiler.disable(self.run)(*args, **kwargs)
+        if is_tracing():
+            return self._method(*args, **kwargs)  # the tracer reads names off the caller's frame
         return self.run(*args, **kwargs)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Run the method within the session, if it is not within it already."""
         owner, session = self._owner, self._owner.session
-        if LOCAL.session is session:
+        # Somebody may have kept it beyond its session's end.
+        if LOCAL.session is session or not session.is_open:
             return self._method(*args, **kwargs)
         owner.before_call()
         # Within a checkpoint that is computed again it is the same step of training.
@@ -80,6 +78,7 @@ class AttachedSession:
     Attributes:
         session: The session.
         methods: What stands in for each method.
+        trains: Whether calls are of training, where the loop tells; else the module's mode does.
     """
 
     method_type: type[SessionMethod] = SessionMethod
@@ -94,6 +93,7 @@ class AttachedSession:
         outlasts_calls: bool = False,
     ) -> None:
         self.outlasts_calls = outlasts_calls
+        self.trains: bool | None = None
         self.session = ProductSession(
             module, SessionMethod.run.__code__, units or Units(), numerics
         )
@@ -108,7 +108,9 @@ class AttachedSession:
 
     def is_training(self, name: str) -> bool:
         """Whether a call of a method is one of training."""
-        return name not in EVALUATION_STEPS if name in LIGHTNING_STEPS else self._module.training
+        if name in LIGHTNING_STEPS:
+            return name not in EVALUATION_STEPS
+        return self._module.training if self.trains is None else self.trains
 
     def before_call(self) -> None:
         """A step is about to begin."""

@@ -78,6 +78,7 @@ graph_task: Callable[[], int] = torch._C._current_graph_task_id
 num_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 is_profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled
 fake_mode_of: Callable[[Any], Any] = detect_fake_mode
+is_tracing: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[attr-defined]
 
 
 def saves_elsewhere() -> bool:

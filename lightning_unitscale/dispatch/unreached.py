@@ -92,6 +92,7 @@ UNREACHED: tuple[UnreachedRule, ...] = (
         for name, at in _WIDENING
         for form in ("dtype", "dtype_out")
     ),
+    UnreachedRule("_int_mm", "a product of integers", contraction(0, 1)),
     UnreachedRule("_cdist_forward", "a kernel of distances", contraction(0, 0)),
     UnreachedRule("mkldnn_rnn_layer", _RECURRENT, _rnn_flops, has_backward=True),
     UnreachedRule("_cudnn_rnn", _RECURRENT, _cudnn_rnn_flops, has_backward=True),

@@ -44,8 +44,10 @@ def attach(
 
     A training step is what the module's calls in training mode compute, with their backward passes,
     until an optimizer steps that has parameters of the module; calls of a closure, within the step,
-    are of that step. Calls in evaluation mode, or without gradients, are an evaluation. The loop
-    itself has to tell nothing.
+    are of that step. Calls in evaluation mode, or without gradients, are an evaluation; if an
+    optimizer steps by what the former have computed, they are of training from then on, as of a
+    model that is trained with its norms and dropout switched off. The loop itself has to tell
+    nothing.
 
     Args:
         module: The module, as it is called: after ``DistributedDataParallel``, ``fully_shard`` or
@@ -137,6 +139,9 @@ class Attachment(Loop):
         self._is_called = False
         # Whether the module has been called in training since the last step.
         self._is_in_batch = False
+        # Whether it is trained in evaluation mode, and whether it has been called in it with
+        # gradients since the last step.
+        self._trains_in_evaluation = self._has_evaluated = False
         # Optimizer steps before the first call: a step or two may make the optimizer's state.
         self._num_idle_steps = 0
         # The optimizer whose step is under way and ends a training step.
@@ -294,7 +299,8 @@ class Attachment(Loop):
             args: Positional arguments.
             kwargs: Keyword arguments.
         """
-        if self._is_called:
+        # Somebody may have kept the method that stood in.
+        if self._is_called or not self._is_attached:
             return forward(*args, **kwargs)
         self._is_called = True
         try:
@@ -303,7 +309,9 @@ class Attachment(Loop):
             self._is_called = False
 
     def _run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
-        if not (self.module.training and torch.is_grad_enabled()):
+        is_training = self.module.training or self._trains_in_evaluation
+        if not (is_training and torch.is_grad_enabled()):
+            self._has_evaluated |= torch.is_grad_enabled()
             for callback in self._callbacks:
                 callback.begin_evaluation(_EVALUATION)
             try:
@@ -312,7 +320,7 @@ class Attachment(Loop):
                 for callback in self._callbacks:
                     callback.end_evaluation()
         if not self._is_in_batch:
-            self._is_in_batch, self.has_stepped = True, False
+            self._is_in_batch, self.has_stepped, self._has_evaluated = True, False, False
             for callback in self._callbacks:
                 callback.begin_batch()
         call = self._call
@@ -359,10 +367,15 @@ class Attachment(Loop):
                 callback.end_backward()
 
     def _count_idle(self, optimizer: Any) -> None:
-        if self.step_index or self._num_idle_steps == _IDLE_STEPS:
+        is_done = self.step_index > 0 or self._num_idle_steps == _IDLE_STEPS
+        if is_done and not self._has_evaluated:
             return
         # One that was not given has parameters of the module where the loop makes its own.
-        if self._ends_with(optimizer) or self._has_parameters_in(optimizer):
+        if not (self._ends_with(optimizer) or self._has_parameters_in(optimizer)):
+            return
+        if self._has_evaluated:
+            self._trains_in_evaluation, self._has_evaluated = True, False
+        else:
             self._num_idle_steps += 1
             if self._num_idle_steps == _IDLE_STEPS:
                 warn_of_no_call(self.module, _IDLE_STEPS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 import weakref
 from collections.abc import Iterable
@@ -18,6 +19,7 @@ from torch.optim.optimizer import (
 )
 
 from lightning_unitscale.capture.steps import LIGHTNING_STEPS
+from lightning_unitscale.dispatch.torch_internals import is_tracing
 from lightning_unitscale.patching import StandIn, shadowed
 
 if TYPE_CHECKING:
@@ -98,9 +100,10 @@ class _Forward(StandIn):
         self.attachment = attachment
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or is_tracing():
             return self._method(*args, **kwargs)
-        return self.attachment.run(self._method, args, kwargs)
+        stand_in = self.called_by(sys._getframe(1).f_locals.get("self"))
+        return self.attachment.run(stand_in._method, args, kwargs)
 
 
 def called(module: nn.Module) -> str:

@@ -20,7 +20,7 @@ from torch._dynamo.eval_frame import DisableContext
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode, _push_mode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from lightning_unitscale.dispatch.torch_internals import last_sequence_number
+from lightning_unitscale.dispatch.torch_internals import is_tracing, last_sequence_number
 from lightning_unitscale.dynamo.breaks import is_watched
 from lightning_unitscale.functional.scale import is_transforming
 from lightning_unitscale.graph.recorder import local_part
@@ -75,7 +75,6 @@ def takes_part(tensor: Tensor) -> bool:
 
 def is_transformed() -> bool:
     """Whether tensors stand for others: below ``torch.func``, or while torch traces."""
-    is_tracing: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[attr-defined]
     return is_transforming() or torch.compiler.is_compiling() or is_tracing()
 
 

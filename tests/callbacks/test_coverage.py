@@ -115,6 +115,38 @@ def test_the_same_bits_with_a_recurrent_layer() -> None:
     assert unit_scale_of(callbacks).coverage.num_in_units == 9
 
 
+class _InIntegers(torch.autograd.Function):
+    """Multiplies in INT8; its gradients are those of the product without rounding."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        scale = torch.cat((x, weight)).abs().max() / 127
+        rounded = [(one / scale).round().to(torch.int8) for one in (x, weight)]
+        return torch._int_mm(rounded[0], rounded[1].T) * scale**2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return gradient @ weight, gradient.T @ x
+
+
+class Quantized(Regression):
+    def __init__(self) -> None:
+        super().__init__(norm=False)
+        self.middle = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(_InIntegers.apply(self.first(x), self.middle))
+
+
+def test_products_of_integers_are_told() -> None:
+    with pytest.warns(UserWarning, match="plain: a product of integers"):
+        _, callbacks = assert_same_run(Quantized, lambda: [UnitScaleCallback()])
+    (plain,) = [one for one in unit_scale_of(callbacks).coverage.counts if one.kind == "plain"]
+    assert (plain.reason, plain.num_products) == ("a product of integers", 1)
+
+
 class Fourier(Regression):
     """Mixes frequencies by a complex matrix."""
 

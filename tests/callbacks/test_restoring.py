@@ -214,6 +214,25 @@ def test_the_exported_and_copied_module_is_plain() -> None:
     assert torch.equal(copies[-1].train().loss((x, x[:, :2])) * 0, torch.zeros(()))
 
 
+class _Pickling(pl.Callback):
+    """Sends the whole module elsewhere, with the Trainer that it has, in the middle of a step."""
+
+    def __init__(self) -> None:
+        self.sent: list[bytes] = []
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        self.sent.append(pickle.dumps(pl_module))
+
+
+def test_a_module_that_is_pickled_while_it_trains_is_plain() -> None:
+    pickling = _Pickling()
+    run(_adam_regression, both(), others=lambda: [pickling])
+    module = pickle.loads(pickling.sent[-1])
+    for name in ("training_step", "on_load_checkpoint", "on_save_checkpoint"):
+        assert getattr(module, name).__func__ is getattr(Regression, name)
+        assert getattr(module, name).__self__ is module
+
+
 def _adam(module: torch.nn.Module) -> Any:
     return torch.optim.Adam(module.parameters(), lr=1e-2)
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
+import pickle
 from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -13,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_unitscale import attach
+from lightning_unitscale.loops.loop import Loop, LoopCallback
 from tests.helpers import assert_same_bits
 from tests.loops.loops import NUM_STEPS, Net, batches, new
 from tests.loops.methods import METHODS
@@ -146,6 +151,46 @@ def test_closures_that_do_not_call_the_module() -> None:
         minimize(other, optimizer)
 
 
+def test_a_model_that_is_trained_in_evaluation_mode() -> None:
+    """As with frozen norms: the first step shows that calls in this mode are of training."""
+    results = []
+    for callbacks in ([], METHODS["both"]()):
+        model, optimizer = new()
+        model.eval()
+        with attach(model, optimizer, callbacks) as attachment:
+            results.append((descend(model, optimizer), model.state_dict()))
+    assert_same_bits(*results)
+    assert attachment.step_index == NUM_STEPS - 1
+    assert callbacks[0].coverage.num_in_units == callbacks[0].coverage.num_products == 5
+    assert [snapshot.step for snapshot in callbacks[1].snapshots] == [0, 2, 4]
+
+
+class Heard(LoopCallback):
+    """Notes what it is told of."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def start(self, loop: Loop) -> None: ...
+
+    def begin_batch(self, *_: Any) -> None:
+        self.told.append("batch")
+
+    def begin_evaluation(self, *_: Any) -> None:
+        self.told.append("evaluation")
+
+
+def test_an_evaluation_with_gradients_is_not_of_training() -> None:
+    model, optimizer = new()
+    heard = Heard()
+    with attach(model, optimizer, heard):
+        for x, y in batches(3):
+            F.cross_entropy(model.train()(x), y).backward()
+            optimizer.step()
+            model.eval()(x)
+    assert heard.told == 3 * ["batch", "evaluation"]
+
+
 def test_an_optimizer_that_nobody_names() -> None:
     model, _ = new()
     attachment = attach(model, None, METHODS["both"]())
@@ -194,3 +239,82 @@ def test_a_module_that_torch_func_calls() -> None:
                 optimizer.step()
         results.append(model.state_dict())
     assert_same_bits(*results)
+
+
+def with_weights(model: nn.Module, weights: dict[str, Tensor]) -> nn.Module:
+    """A module with all attributes of another, and other weights; as packages for MAML make it."""
+    copied = copy.copy(model)
+    copied._parameters, copied._modules = {}, {}
+    for name, child in model.named_children():
+        prefix = f"{name}."
+        own = {key.removeprefix(prefix): weights[key] for key in weights if key.startswith(prefix)}
+        copied._modules[name] = with_weights(child, own)
+    copied._parameters.update({key: weights[key] for key in weights if "." not in key})
+    return copied
+
+
+def test_a_copy_with_all_attributes_has_its_own_weights() -> None:
+    results = []
+    for callbacks in ([], METHODS["both"]()):
+        model, optimizer = new()
+        losses = []
+        with attach(model, optimizer, callbacks):
+            for x, y in batches(3):
+                loss = F.cross_entropy(model(x), y)
+                weights = dict(model.named_parameters())
+                gradients = torch.autograd.grad(loss, weights.values(), create_graph=True)
+                steps = zip(weights.items(), gradients, strict=True)
+                fast = {key: weight - 0.5 * gradient for (key, weight), gradient in steps}
+                losses.append(F.cross_entropy(with_weights(model, fast)(x), y))
+                losses[-1].backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        results.append((losses, model.state_dict()))
+    assert_same_bits(*results)
+    assert callbacks[0].coverage.num_in_units == callbacks[0].coverage.num_products == 18
+
+
+class Named(LossNet):
+    """The function of a method has another name, as that of a module without ``forward`` has."""
+
+    loss, forward = Net.forward, LossNet.loss
+
+
+def test_a_method_of_another_name_is_pickled() -> None:
+    model = Named()
+    with attach(model, None, METHODS["both"](), methods="loss"):
+        other = pickle.loads(pickle.dumps(model))
+    assert (other.loss.__func__, other.forward.__func__) == (Named.loss, Named.forward)
+
+
+def test_a_method_that_somebody_has_kept() -> None:
+    """It works after the end as the module's own does."""
+    results = []
+    for callbacks in ([], METHODS["both"]()):
+        model, optimizer = new()
+        with attach(model, optimizer, callbacks):
+            descend(model, optimizer)
+            forward, copied = model.forward, copy.copy(model)
+        losses = []
+        for x, y in batches(2):
+            losses.append(F.cross_entropy(forward(x), y) + F.cross_entropy(copied(x), y))
+            losses[-1].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append((losses, model.state_dict()))
+    assert_same_bits(*results)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_what_reads_a_method_of_an_attached_module() -> None:
+    (model, optimizer), (other, _) = new(), new(4)
+    model.eval(), other.eval()
+    ((x, _),) = batches(1)
+    plain = model(x), inspect.getfullargspec(model.forward), inspect.signature(model.forward)
+    with attach(model, optimizer, METHODS["both"]()):
+        assert_same_bits(torch.jit.trace(model, x)(x), plain[0])
+        assert_same_bits(torch.export.export(model, (x,)).module()(x), plain[0])
+        assert inspect.getfullargspec(model.forward) == plain[1]
+        assert inspect.signature(model.forward) == plain[2]
+        for module in (model, other):
+            assert_same_bits(MethodType(model.forward.__func__, module)(x), module(x))
