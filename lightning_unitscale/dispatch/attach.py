@@ -13,7 +13,7 @@ from lightning_unitscale.dispatch.compiled_formats import rounding_compiled
 from lightning_unitscale.dispatch.formats import Numerics
 from lightning_unitscale.dispatch.kernels import close_session, open_session
 from lightning_unitscale.dispatch.session import LOCAL, ProductSession
-from lightning_unitscale.dispatch.torch_internals import current_node
+from lightning_unitscale.dispatch.torch_internals import current_node, is_recording
 from lightning_unitscale.dispatch.units import Units
 from lightning_unitscale.dynamo.patches import is_exporting
 from lightning_unitscale.patching import StandIn
@@ -35,14 +35,9 @@ class SessionMethod(StandIn):
         # Lightning reads parameters one wrapping down: where a decorator of the user's leads.
         self.__wrapped__ = getattr(method, "__wrapped__", method)
 
-    @property
-    def __code__(self) -> Any:
-        """The user's own code, by which Lightning tells whether a method is overridden."""
-        return self._method.__code__
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the method."""
-        if torch.compiler.is_compiling():
+        if is_recording():
             if not self._owner.session.numerics or is_exporting():
                 return self._method(*args, **kwargs)
             # What the compiler made of it would not be rounded.

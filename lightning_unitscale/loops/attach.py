@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
@@ -44,8 +45,9 @@ def attach(
 
     A training step is what the module's calls in training mode compute, with their backward passes,
     until an optimizer steps that has parameters of the module; calls of a closure, within the step,
-    are of that step. Calls in evaluation mode, or without gradients, are an evaluation. The loop
-    itself has to tell nothing.
+    are of that step. Calls in evaluation mode, or without gradients, are an evaluation, unless an
+    optimizer steps after nothing but such calls with gradients: from then on these are training.
+    The loop itself has to tell nothing.
 
     Args:
         module: The module, as it is called: after ``DistributedDataParallel``, ``fully_shard`` or
@@ -133,10 +135,13 @@ class Attachment(Loop):
         self._log_dir = log_dir
         self._loggers = checked_loggers(loggers)
         self._writer: Any = None
-        # Whether a call of the module is running, which may call it again by another method.
-        self._is_called = False
+        # Threads in which a call of the module is running, which may call it by another method.
+        self._callers: set[int] = set()
         # Whether the module has been called in training since the last step.
         self._is_in_batch = False
+        # Whether only calls in evaluation mode have recorded gradients since the last step, and
+        # whether one has followed them: a model that is fine-tuned in the mode it was loaded in.
+        self._has_evaluated = self._trains_in_evaluation = False
         # Optimizer steps before the first call: a step or two may make the optimizer's state.
         self._num_idle_steps = 0
         # The optimizer whose step is under way and ends a training step.
@@ -294,16 +299,19 @@ class Attachment(Loop):
             args: Positional arguments.
             kwargs: Keyword arguments.
         """
-        if self._is_called:
+        thread = threading.get_ident()
+        if thread in self._callers:
             return forward(*args, **kwargs)
-        self._is_called = True
+        self._callers.add(thread)
         try:
             return self._run(forward, args, kwargs)
         finally:
-            self._is_called = False
+            self._callers.discard(thread)
 
     def _run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
-        if not (self.module.training and torch.is_grad_enabled()):
+        is_training = self.module.training or self._trains_in_evaluation
+        if not (is_training and torch.is_grad_enabled()):
+            self._has_evaluated = self._has_evaluated or torch.is_grad_enabled()
             for callback in self._callbacks:
                 callback.begin_evaluation(_EVALUATION)
             try:
@@ -312,7 +320,7 @@ class Attachment(Loop):
                 for callback in self._callbacks:
                     callback.end_evaluation()
         if not self._is_in_batch:
-            self._is_in_batch, self.has_stepped = True, False
+            self._is_in_batch, self.has_stepped, self._has_evaluated = True, False, False
             for callback in self._callbacks:
                 callback.begin_batch()
         call = self._call
@@ -352,7 +360,9 @@ class Attachment(Loop):
     def _end_backward(self, optimizer: Any) -> None:
         """The gradients are there, if the optimizer's steps end a training step."""
         if not self._is_in_batch:
-            self._count_idle(optimizer)
+            if not self._trains_in_evaluation:
+                self._trains_in_evaluation = self._has_evaluated and self._ends_with(optimizer)
+                self._count_idle(optimizer)
         elif self._ends_with(optimizer):
             self._stepping = optimizer
             for callback in self._callbacks:

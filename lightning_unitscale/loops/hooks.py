@@ -18,6 +18,7 @@ from torch.optim.optimizer import (
 )
 
 from lightning_unitscale.capture.steps import LIGHTNING_STEPS
+from lightning_unitscale.dispatch.torch_internals import is_recording
 from lightning_unitscale.patching import StandIn, shadowed
 
 if TYPE_CHECKING:
@@ -98,7 +99,7 @@ class _Forward(StandIn):
         self.attachment = attachment
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if is_recording():
             return self._method(*args, **kwargs)
         return self.attachment.run(self._method, args, kwargs)
 
@@ -142,11 +143,14 @@ def on_optimizers(attachment: Attachment, optimizers: Iterable[Any]) -> ExitStac
     """
     known = weakref.ref(attachment)
 
-    # Torch hands over all that the step was given, the optimizer first.
+    # Torch hands over all that the step was given, the optimizer first. Not to be compiled with a
+    # step that the user compiles.
+    @torch.compiler.disable
     def before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if (attachment := known()) is not None:
             attachment.before_step(optimizer, has_closure=_has_closure(args[1:], kwargs))
 
+    @torch.compiler.disable
     def after(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if (attachment := known()) is not None:
             attachment.after_step(optimizer, has_closure=_has_closure(args[1:], kwargs))
@@ -169,7 +173,7 @@ def attachment_of(module: nn.Module) -> Attachment | None:
 
 
 def warn_of_no_call(module: nn.Module, num_steps: int) -> None:
-    """Warn that an optimizer steps, and nothing that it learns from was seen.
+    """Warn that an optimizer steps, and no call was seen with gradients that it learns from.
 
     Args:
         module: The attached module.
@@ -177,10 +181,10 @@ def warn_of_no_call(module: nn.Module, num_steps: int) -> None:
     """
     warnings.warn(
         f"module={type(module).__name__}: an optimizer has stepped {num_steps} times, and no call "
-        "of the module was seen, so that callbacks have done nothing. Expected calls of the module "
-        "that was given; if it was compiled or wrapped afterwards, attach what is called; if "
-        "the loop calls another method of it than forward, name that in attach(..., methods=); "
-        "if it calls parts of it, attach these.",
+        "of the module that records gradients was seen, so that callbacks have seen no training "
+        "step. Expected such calls of the module that was given; if it was compiled or wrapped "
+        "afterwards, attach what is called; if the loop calls another method of it than forward, "
+        "name that in attach(..., methods=); if it calls parts of it, attach these.",
         stacklevel=6,
     )
 
