@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -13,7 +14,11 @@ from lightning_unitscale.dispatch.compiled_formats import rounding_compiled
 from lightning_unitscale.dispatch.formats import Numerics
 from lightning_unitscale.dispatch.kernels import close_session, open_session
 from lightning_unitscale.dispatch.session import LOCAL, ProductSession
-from lightning_unitscale.dispatch.torch_internals import current_node, is_recording
+from lightning_unitscale.dispatch.torch_internals import (
+    current_node,
+    is_recording,
+    method_of_copy,
+)
 from lightning_unitscale.dispatch.units import Units
 from lightning_unitscale.dynamo.patches import is_exporting
 from lightning_unitscale.patching import StandIn
@@ -42,6 +47,8 @@ class SessionMethod(StandIn):
                 return self._method(*args, **kwargs)
             # What the compiler made of it would not be rounded.
             return torch.compiler.disable(self.run)(*args, **kwargs)
+        if (of_copy := method_of_copy(self._own(), sys._getframe(1))) is not None:
+            return of_copy(*args, **kwargs)
         return self.run(*args, **kwargs)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:

@@ -40,7 +40,7 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from types import CodeType, FrameType
+from types import CodeType, FrameType, MethodType
 from typing import Any
 
 import torch
@@ -124,6 +124,25 @@ def checkpointed_body(frame: FrameType) -> Any:
     if frame.f_code is CHECKPOINT:
         return values["function"]
     return values["ctx"].run_function if frame.f_code is _REENTRANT else values["fn"]
+
+
+def method_of_copy(method: Any, frame: FrameType) -> Kernel | None:
+    """The method of a shallow copy of a module, if that is what a frame calls; else ``None``.
+
+    A copy has all attributes of its original, and so what stands in for the original's method:
+    that of ``copy.copy``, a replica of ``nn.DataParallel``, a functional one of other packages.
+
+    Args:
+        method: The original's own method.
+        frame: What calls what stands in for it.
+    """
+    if frame.f_code is not MODULE_CALL or not isinstance(method, MethodType):
+        return None
+    called = frame.f_locals["self"]
+    if called is method.__self__:
+        return None
+    own: Kernel = getattr(type(called), method.__name__).__get__(called)
+    return own
 
 
 def has_subclass(args: Sequence[Any]) -> bool:

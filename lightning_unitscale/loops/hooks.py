@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 import weakref
 from collections.abc import Iterable
@@ -18,7 +19,7 @@ from torch.optim.optimizer import (
 )
 
 from lightning_unitscale.capture.steps import LIGHTNING_STEPS
-from lightning_unitscale.dispatch.torch_internals import is_recording
+from lightning_unitscale.dispatch.torch_internals import is_recording, method_of_copy
 from lightning_unitscale.patching import StandIn, shadowed
 
 if TYPE_CHECKING:
@@ -101,6 +102,8 @@ class _Forward(StandIn):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if is_recording():
             return self._method(*args, **kwargs)
+        if (of_copy := method_of_copy(self._own(), sys._getframe(1))) is not None:
+            return of_copy(*args, **kwargs)
         return self.attachment.run(self._method, args, kwargs)
 
 

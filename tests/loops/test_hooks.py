@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_unitscale import attach
+from lightning_unitscale.transforms import lossless_unit_scale
 from tests.helpers import assert_same_bits
 from tests.loops.loops import NUM_STEPS, Net, batches, new
 from tests.loops.methods import METHODS
@@ -239,6 +240,32 @@ def test_a_module_that_is_exported_while_it_is_attached() -> None:
         recorded = torch.jit.trace(model, x), torch.export.export(model, (x,)).module()
     for module in recorded:
         assert_same_bits(module(x), model(x))
+
+
+class Replicated(nn.Module):
+    """Calls shallow copies of a model with weights of their own, as ``nn.DataParallel`` does."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        replica = self.model._replicate_for_data_parallel()
+        replica.weight, replica.bias = self.model.weight * 2, None
+        return replica(x)
+
+
+@pytest.mark.parametrize("how", ["attached", "transformed"])
+def test_a_shallow_copy_is_plain(how: str) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Linear(4, 4, bias=False), torch.randn(8, 4)
+    expected = Replicated(model)(x)
+    if how == "attached":
+        with attach(model, None, METHODS["both"]()):
+            found = Replicated(model)(x)
+    else:
+        found = Replicated(lossless_unit_scale(model, x))(x)
+    assert_same_bits(found, expected)
 
 
 def test_gradients_in_a_batch() -> None:
