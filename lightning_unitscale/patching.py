@@ -78,7 +78,7 @@ class StandIn(abc.ABC):
 
         return function
 
-    def called_by(self, caller: Any) -> Self:
+    def called_by(self, caller: Any) -> Callable[..., Any]:
         """What stands in for the caller's own method, if that is a copy of the object; else this.
 
         ``copy.copy`` hands all attributes on, and so do packages that make a module of other
@@ -93,7 +93,9 @@ class StandIn(abc.ABC):
         name = self._name_in(caller)
         if not name or method.__func__ is not getattr(type(method.__self__), name, None):
             return self  # no copy, or one that was given the user's own attribute as well
-        return self._for(MethodType(getattr(type(caller), name), caller))
+        own = MethodType(getattr(type(caller), name), caller)
+        # Replicas of ``nn.DataParallel`` run at the same time: nobody's products.
+        return own if getattr(caller, "_is_replica", False) else self._for(own)
 
     def _name_in(self, owner: Any) -> str:
         """The attribute that this is of an object; the function may have another name."""

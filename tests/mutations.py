@@ -413,15 +413,15 @@ MUTATIONS = (
     Mutation(
         "a copy of an attached module runs the original",
         "patching.py",
-        "return self._for(MethodType(getattr(type(caller), name), caller))",
+        'return own if getattr(caller, "_is_replica", False) else self._for(own)',
         "return self",
         "loops/test_hooks.py",
     ),
     Mutation(
         "a model that is trained in evaluation mode is never trained",
         "loops/attach.py",
-        "self._trains_in_evaluation, self._has_evaluated = True, False",
-        "self._has_evaluated = False",
+        "self._trains_in_evaluation = self._has_evaluated and self._ends_with(optimizer)",
+        "pass",
         "loops/test_hooks.py",
     ),
     Mutation(

@@ -32,6 +32,7 @@ from lightning_unitscale.scales.snapshot import ScaleSnapshot
 from lightning_unitscale.scales.violations import Limits
 from lightning_unitscale.tensorboard.table import scale_table
 from lightning_unitscale.tensorboard.writer import TABS, TensorBoardTabs
+from lightning_unitscale.watching.torch_state import is_readable
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -231,7 +232,7 @@ class ScaleMonitor(StepsCallback):
     def begin_backward(self, loss: Tensor | None) -> None:
         if self._is_sampling:
             self._running()[1].begin_backward()
-        elif loss is not None:
+        elif loss is not None and is_readable(loss):
             self._alerts.see_loss(self._sampled_step, loss)
 
     @override

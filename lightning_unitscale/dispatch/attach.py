@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from lightning_unitscale.dispatch.compiled_formats import rounding_compiled
 from lightning_unitscale.dispatch.formats import Numerics
 from lightning_unitscale.dispatch.kernels import close_session, open_session
 from lightning_unitscale.dispatch.session import LOCAL, ProductSession
-from lightning_unitscale.dispatch.torch_internals import current_node, is_tracing
+from lightning_unitscale.dispatch.torch_internals import current_node, is_recording, is_tracing
 from lightning_unitscale.dispatch.units import Units
 from lightning_unitscale.dynamo.patches import is_exporting
 from lightning_unitscale.patching import StandIn
@@ -37,14 +38,15 @@ class SessionMethod(StandIn):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the method."""
-        if torch.compiler.is_compiling():
-            if not self._owner.session.numerics or is_exporting():
+        if is_recording():
+            if not self._owner.session.numerics or is_exporting() or is_tracing():
                 return self._method(*args, **kwargs)
             # What the compiler made of it would not be rounded.
             return torch.compiler.disable(self.run)(*args, **kwargs)
-        if is_tracing():
-            return self._method(*args, **kwargs)  # the tracer reads names off the caller's frame
-        return self.run(*args, **kwargs)
+        called = self.called_by(sys._getframe(1).f_locals.get("self"))
+        if not isinstance(called, SessionMethod):
+            return called(*args, **kwargs)
+        return called.run(*args, **kwargs)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Run the method within the session, if it is not within it already."""

@@ -104,8 +104,10 @@ def running_session() -> ProductSession | None:
 
 def suspend_in_optimizers() -> None:
     """Let products of optimizers' steps be nobody's, as long as there is a session."""
-    INSTALLED.callback(register_optimizer_step_pre_hook(_suspend).remove)
-    INSTALLED.callback(register_optimizer_step_post_hook(_resume).remove)
+    # Not to be compiled with a step that the user compiles.
+    before, after = torch.compiler.disable(_suspend), torch.compiler.disable(_resume)
+    INSTALLED.callback(register_optimizer_step_pre_hook(before).remove)
+    INSTALLED.callback(register_optimizer_step_post_hook(after).remove)
 
 
 # Whose the products were before an optimizer's step; one that raises does not resume.

@@ -25,6 +25,9 @@ out, and the caller of ``OpOverload.__call__`` is the code that was made for a g
 ``mm`` and its like by a global name, ``extern_kernels``; ``_len_torch_dispatch_stack`` and
 ``_profiler_enabled`` tell whether anybody wants to hear of their calls from the dispatcher.
 
+``set_code_exec_strategy`` keeps Dynamo away from code and from what it calls, and
+``innermost_backend`` tells who compiles, of the context that a compiled function keeps.
+
 ``joint_custom_pre_pass`` runs on the joint graph of both, and on the only one of a step without
 gradients, before Inductor changes anything but what its tables of decompositions take to pieces
 while the step is traced. An operator that a pass has put there is given tensors with the strides
@@ -45,6 +48,12 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._C._dynamo.eval_frame import (
+    _FrameAction,
+    _FrameExecStrategy,
+    set_code_exec_strategy,
+)
+from torch._dynamo.eval_frame import innermost_backend
 from torch._guards import CompileContext, detect_fake_mode
 from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass
@@ -154,6 +163,18 @@ def _original_kernel(overload: Any, key: str) -> Kernel | None:
     return functools.partial(torch.library.get_kernel(overload, key).call_boxed, keys)
 
 
+def _leave_uncompiled(function: Kernel) -> None:
+    """Let Dynamo compile neither a function nor what it calls.
+
+    A layer of torch's own that is compiled by itself, as by ``linear.compile()``, runs as it is
+    written, and Dynamo would compile whatever Python its products come to.
+    """
+    while isinstance(function, functools.partial):
+        function = function.func
+    skip = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
+    set_code_exec_strategy(function.__code__, skip)
+
+
 # Of operators that write into ``out``, by name and device: the kernel that another runs for.
 _OVERRIDDEN: dict[str, dict[str, Kernel]] = defaultdict(dict)
 
@@ -185,6 +206,7 @@ class KernelOverrides:
             # torch says once per process that a kernel was overridden, which is on purpose.
             warnings.filterwarnings("ignore", message="(?s).*verriding a previously registered")
             kernel = make_kernel(original)
+            _leave_uncompiled(kernel)
             self._library.impl(operator, kernel, self._key, allow_override=True)
         overload._dispatch_cache.clear()
         self._overloads.append(overload)
@@ -296,6 +318,11 @@ class GraphPass(CustomGraphPass):
         """None: what is compiled with it is not cached."""
 
 
+def is_recording() -> bool:
+    """Whether what runs is recorded for later: by a compiler, an export or ``torch.jit.trace``."""
+    return torch.compiler.is_compiling() or is_tracing()
+
+
 def is_compiling() -> bool:
     """Whether this thread compiles a frame."""
     return CompileContext.current_compile_id() is not None
@@ -365,10 +392,13 @@ def compiled_parts(module: torch.nn.Module) -> list[Any]:
             parts.append(child)
         elif child._compiled_call_impl is not None:
             parts.append(child._compiled_call_impl)
+    # Not what ``torch.compiler.disable`` has made, which looks like it but for its configuration.
     methods = vars(module).values()
-    return parts + [method for method in methods if hasattr(method, "_torchdynamo_orig_callable")]
+    return parts + [method for method in methods if hasattr(method, "get_compiler_config")]
 
 
 def is_by_inductor(compiled: Any) -> bool:
-    """Whether Inductor compiles it, of which other backends have no configuration."""
-    return compiled.get_compiler_config() is not None
+    """Whether Inductor compiles it."""
+    # Of a whole graph (``fullgraph=True``) torch does not tell the configuration.
+    context = inspect.getclosurevars(compiled.get_compiler_config).nonlocals["self"]
+    return getattr(innermost_backend(context.callback), "compiler_name", "") == "inductor"

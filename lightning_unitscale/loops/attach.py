@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
@@ -44,10 +45,9 @@ def attach(
 
     A training step is what the module's calls in training mode compute, with their backward passes,
     until an optimizer steps that has parameters of the module; calls of a closure, within the step,
-    are of that step. Calls in evaluation mode, or without gradients, are an evaluation; if an
-    optimizer steps by what the former have computed, they are of training from then on, as of a
-    model that is trained with its norms and dropout switched off. The loop itself has to tell
-    nothing.
+    are of that step. Calls in evaluation mode, or without gradients, are an evaluation, unless an
+    optimizer steps after nothing but such calls with gradients: from then on these are training.
+    The loop itself has to tell nothing.
 
     Args:
         module: The module, as it is called: after ``DistributedDataParallel``, ``fully_shard`` or
@@ -135,13 +135,13 @@ class Attachment(Loop):
         self._log_dir = log_dir
         self._loggers = checked_loggers(loggers)
         self._writer: Any = None
-        # Whether a call of the module is running, which may call it again by another method.
-        self._is_called = False
+        # Threads in which a call of the module is running, which may call it by another method.
+        self._callers: set[int] = set()
         # Whether the module has been called in training since the last step.
         self._is_in_batch = False
-        # Whether it is trained in evaluation mode, and whether it has been called in it with
-        # gradients since the last step.
-        self._trains_in_evaluation = self._has_evaluated = False
+        # Whether only calls in evaluation mode have recorded gradients since the last step, and
+        # whether one has followed them: a model that is fine-tuned in the mode it was loaded in.
+        self._has_evaluated = self._trains_in_evaluation = False
         # Optimizer steps before the first call: a step or two may make the optimizer's state.
         self._num_idle_steps = 0
         # The optimizer whose step is under way and ends a training step.
@@ -299,14 +299,15 @@ class Attachment(Loop):
             args: Positional arguments.
             kwargs: Keyword arguments.
         """
+        thread = threading.get_ident()
         # Somebody may have kept the method that stood in.
-        if self._is_called or not self._is_attached:
+        if thread in self._callers or not self._is_attached:
             return forward(*args, **kwargs)
-        self._is_called = True
+        self._callers.add(thread)
         try:
             return self._run(forward, args, kwargs)
         finally:
-            self._is_called = False
+            self._callers.discard(thread)
 
     def _run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
         is_training = self.module.training or self._trains_in_evaluation
@@ -360,22 +361,19 @@ class Attachment(Loop):
     def _end_backward(self, optimizer: Any) -> None:
         """The gradients are there, if the optimizer's steps end a training step."""
         if not self._is_in_batch:
-            self._count_idle(optimizer)
+            if not self._trains_in_evaluation:
+                self._trains_in_evaluation = self._has_evaluated and self._ends_with(optimizer)
+                self._count_idle(optimizer)
         elif self._ends_with(optimizer):
             self._stepping = optimizer
             for callback in self._callbacks:
                 callback.end_backward()
 
     def _count_idle(self, optimizer: Any) -> None:
-        is_done = self.step_index > 0 or self._num_idle_steps == _IDLE_STEPS
-        if is_done and not self._has_evaluated:
+        if self.step_index or self._num_idle_steps == _IDLE_STEPS:
             return
         # One that was not given has parameters of the module where the loop makes its own.
-        if not (self._ends_with(optimizer) or self._has_parameters_in(optimizer)):
-            return
-        if self._has_evaluated:
-            self._trains_in_evaluation, self._has_evaluated = True, False
-        else:
+        if self._ends_with(optimizer) or self._has_parameters_in(optimizer):
             self._num_idle_steps += 1
             if self._num_idle_steps == _IDLE_STEPS:
                 warn_of_no_call(self.module, _IDLE_STEPS)

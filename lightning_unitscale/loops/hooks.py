@@ -19,7 +19,7 @@ from torch.optim.optimizer import (
 )
 
 from lightning_unitscale.capture.steps import LIGHTNING_STEPS
-from lightning_unitscale.dispatch.torch_internals import is_tracing
+from lightning_unitscale.dispatch.torch_internals import is_recording
 from lightning_unitscale.patching import StandIn, shadowed
 
 if TYPE_CHECKING:
@@ -100,10 +100,12 @@ class _Forward(StandIn):
         self.attachment = attachment
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or is_tracing():
+        if is_recording():
             return self._method(*args, **kwargs)
-        stand_in = self.called_by(sys._getframe(1).f_locals.get("self"))
-        return self.attachment.run(stand_in._method, args, kwargs)
+        called = self.called_by(sys._getframe(1).f_locals.get("self"))
+        if not isinstance(called, _Forward):
+            return called(*args, **kwargs)
+        return self.attachment.run(called._method, args, kwargs)
 
 
 def called(module: nn.Module) -> str:
@@ -145,11 +147,14 @@ def on_optimizers(attachment: Attachment, optimizers: Iterable[Any]) -> ExitStac
     """
     known = weakref.ref(attachment)
 
-    # Torch hands over all that the step was given, the optimizer first.
+    # Torch hands over all that the step was given, the optimizer first. Not to be compiled with a
+    # step that the user compiles.
+    @torch.compiler.disable
     def before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if (attachment := known()) is not None:
             attachment.before_step(optimizer, has_closure=_has_closure(args[1:], kwargs))
 
+    @torch.compiler.disable
     def after(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if (attachment := known()) is not None:
             attachment.after_step(optimizer, has_closure=_has_closure(args[1:], kwargs))
@@ -172,7 +177,7 @@ def attachment_of(module: nn.Module) -> Attachment | None:
 
 
 def warn_of_no_call(module: nn.Module, num_steps: int) -> None:
-    """Warn that an optimizer steps, and nothing that it learns from was seen.
+    """Warn that an optimizer steps, and no call was seen with gradients that it learns from.
 
     Args:
         module: The attached module.
@@ -180,10 +185,10 @@ def warn_of_no_call(module: nn.Module, num_steps: int) -> None:
     """
     warnings.warn(
         f"module={type(module).__name__}: an optimizer has stepped {num_steps} times, and no call "
-        "of the module was seen, so that callbacks have done nothing. Expected calls of the module "
-        "that was given; if it was compiled or wrapped afterwards, attach what is called; if "
-        "the loop calls another method of it than forward, name that in attach(..., methods=); "
-        "if it calls parts of it, attach these.",
+        "of the module that records gradients was seen, so that callbacks have seen no training "
+        "step. Expected such calls of the module that was given; if it was compiled or wrapped "
+        "afterwards, attach what is called; if the loop calls another method of it than forward, "
+        "name that in attach(..., methods=); if it calls parts of it, attach these.",
         stacklevel=6,
     )
 

@@ -1,8 +1,9 @@
 """The only file here that looks into torch's modes, by private names of torch.
 
-``torch._C.DisableTorchFunction``, ``_pop_mode`` and ``_push_mode`` of ``torch.overrides``,
-``_disable_current_modes`` of ``torch.utils._python_dispatch``, and ``DisableContext`` and
-``set_skip_guard_eval_unsafe`` of ``torch._dynamo.eval_frame``; checked on torch 2.13 and 2.11.
+``torch._C.DisableTorchFunction``, ``torch._C._functorch.is_legacy_batchedtensor``, ``_pop_mode``
+and ``_push_mode`` of ``torch.overrides``, ``_disable_current_modes`` of
+``torch.utils._python_dispatch``, and ``DisableContext`` and ``set_skip_guard_eval_unsafe`` of
+``torch._dynamo.eval_frame``; checked on torch 2.13 and 2.11.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch._dynamo.eval_frame import DisableContext
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode, _push_mode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from lightning_unitscale.dispatch.torch_internals import is_tracing, last_sequence_number
+from lightning_unitscale.dispatch.torch_internals import is_recording, last_sequence_number
 from lightning_unitscale.dynamo.breaks import is_watched
 from lightning_unitscale.functional.scale import is_transforming
 from lightning_unitscale.graph.recorder import local_part
@@ -48,8 +49,8 @@ def unseen() -> Iterator[None]:
 def is_readable(tensor: Tensor) -> bool:
     """Whether a tensor has statistics: real floating-point numbers, at hand, in one strided piece.
 
-    Not so what stands for tensors, such as fake ones and those below ``torch.func``, and a graph
-    that CUDA is recording.
+    Not so what stands for tensors, such as fake ones, those below ``torch.func`` and gradients of
+    which ``torch.autograd.grad`` makes a batch, and a graph that CUDA is recording.
     """
     tensor = local_part(tensor)
     return (
@@ -58,6 +59,7 @@ def is_readable(tensor: Tensor) -> bool:
         and not tensor.is_nested
         and not tensor.is_meta
         and not is_transforming()
+        and not torch._C._functorch.is_legacy_batchedtensor(tensor)
         and type(tensor).__torch_dispatch__ is _PLAIN_DISPATCH
         and not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
     )
@@ -75,7 +77,7 @@ def takes_part(tensor: Tensor) -> bool:
 
 def is_transformed() -> bool:
     """Whether tensors stand for others: below ``torch.func``, or while torch traces."""
-    return is_transforming() or torch.compiler.is_compiling() or is_tracing()
+    return is_transforming() or is_recording()
 
 
 @contextlib.contextmanager

@@ -25,6 +25,7 @@ from lightning_unitscale.dispatch.attach import AttachedSession
 from lightning_unitscale.dispatch.coverage import Coverage, CoverageCounter
 from lightning_unitscale.dispatch.formats import Numerics, SimulatedProducts
 from lightning_unitscale.dispatch.fp8 import FP8Products
+from lightning_unitscale.dispatch.torch_internals import compiled_parts, is_by_inductor
 from lightning_unitscale.dispatch.units import Units
 from lightning_unitscale.lossless.gauge import Gauge, GaugePair
 from lightning_unitscale.precision.fp8 import FP8Linears
@@ -331,6 +332,25 @@ def test_another_backend_runs_uncompiled_and_says_so() -> None:
     assert_same_bits(results, expected)
     assert coverage.fraction_of_flops("format") == 1.0
     assert counters["stats"]["unique_graphs"] == 0
+
+
+@pytest.mark.parametrize("options", [{}, {"fullgraph": True, "dynamic": True}], ids=str)
+def test_whether_inductor_compiles_it(options: dict[str, Any]) -> None:
+    module = Steps(torch.compile(Mlp(), **options))
+    module.net._orig_mod.up.compile(**options)
+    module.net._orig_mod.down.forward = torch.compiler.disable(Mlp().forward)
+    parts = compiled_parts(module)
+    assert len(parts) == 2 and all(map(is_by_inductor, parts))
+    assert not is_by_inductor(torch.compile(Mlp(), **options, backend="aot_eager"))
+
+
+def test_a_layer_of_torchs_own_that_is_compiled() -> None:
+    """Dynamo runs it as it is written, and does not look into its products."""
+    module = Steps(Mlp())
+    module.net.up.compile()
+    coverage = run(module, trained(inputs(1, 4, 16)), [])[1]
+    assert counters["frames"]["total"] == 0
+    assert coverage.fraction_of_flops("units") == 1.0
 
 
 def test_what_is_compiled_afterwards_has_all_of_its_gradients() -> None:

@@ -8,6 +8,7 @@ import pickle
 from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
+from threading import Event, Thread
 from types import MethodType
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 from lightning_unitscale import attach
 from lightning_unitscale.loops.loop import Loop, LoopCallback
+from lightning_unitscale.transforms import lossless_unit_scale
 from tests.helpers import assert_same_bits
 from tests.loops.loops import NUM_STEPS, Net, batches, new
 from tests.loops.methods import METHODS
@@ -114,6 +116,26 @@ def test_an_optimizer_that_holds_another() -> None:
     assert attachment.step_index == NUM_STEPS
 
 
+class Compiled:
+    """An optimizer whose user has compiled its step."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.step = torch.compile(optimizer.step, backend="eager")
+        self.zero_grad = optimizer.zero_grad
+
+
+def test_a_step_that_is_compiled() -> None:
+    results = []
+    for callbacks in ([], METHODS["both"]()):
+        torch._dynamo.reset()
+        model, optimizer = new()
+        with attach(model, optimizer, callbacks) as attachment:
+            results.append((descend(model, Compiled(optimizer)), model.state_dict()))
+        assert attachment.step_index == NUM_STEPS
+    assert_same_bits(*results)
+    assert [snapshot.step for snapshot in callbacks[1].snapshots] == [0, 2, 4]
+
+
 def minimize(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
     losses = []
 
@@ -146,7 +168,7 @@ def test_closures_that_do_not_call_the_module() -> None:
     other = nn.Linear(16, 16)
     with (
         attach(model, optimizer, METHODS["both"]()),
-        pytest.warns(UserWarning, match="stepped 3 times, and no call of the module was seen"),
+        pytest.warns(UserWarning, match="stepped 3 times, and no call of the module that records"),
     ):
         minimize(other, optimizer)
 
@@ -206,11 +228,89 @@ def test_nothing_of_a_module_is_ever_seen() -> None:
     own = torch.optim.SGD(model.parameters(), lr=0.1)
     with (
         attach(model, optimizer, METHODS["both"]()),
-        pytest.warns(UserWarning, match="stepped 3 times, and no call of the module was seen"),
+        pytest.warns(UserWarning, match="stepped 3 times, and no call of the module that records"),
     ):
         for x, y in batches(3):
             F.cross_entropy(forward(x), y).backward()
             own.step()
+
+
+def test_a_thread_that_evaluates_meanwhile() -> None:
+    """Its call is under way while the model is trained."""
+    is_within, may_leave = Event(), Event()
+
+    def wait(*_: Any) -> None:
+        if not torch.is_grad_enabled():
+            is_within.set()
+            may_leave.wait()
+
+    def evaluate(model: nn.Module, x: Tensor) -> None:
+        with torch.no_grad():
+            model(x)
+
+    model, optimizer = new()
+    model.norm.register_forward_hook(wait)
+    units, monitor = METHODS["both"]()
+    with attach(model, optimizer, [units, monitor]) as attachment:
+        thread = Thread(target=evaluate, args=(model, batches(1)[0][0]))
+        thread.start()
+        is_within.wait()
+        descend(model, optimizer)
+        may_leave.set()
+        thread.join()
+    assert attachment.step_index == NUM_STEPS
+    assert [snapshot.step for snapshot in monitor.snapshots] == [0, 2, 4]
+    assert units.coverage.num_in_units == units.coverage.num_products == 5
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace:DeprecationWarning")
+def test_a_module_that_is_exported_while_it_is_attached() -> None:
+    """As loggers do that draw it."""
+    model, optimizer = new()
+    x = batches(1)[0][0]
+    with attach(model.eval(), optimizer, METHODS["both"]()):
+        recorded = torch.jit.trace(model, x), torch.export.export(model, (x,)).module()
+    for module in recorded:
+        assert_same_bits(module(x), model(x))
+
+
+class Replicated(nn.Module):
+    """Calls shallow copies of a model with weights of their own, as ``nn.DataParallel`` does."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        replica = self.model._replicate_for_data_parallel()
+        replica.weight, replica.bias = self.model.weight * 2, None
+        return replica(x)
+
+
+@pytest.mark.parametrize("how", ["attached", "transformed"])
+def test_a_replica_is_plain(how: str) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Linear(4, 4, bias=False), torch.randn(8, 4)
+    expected = Replicated(model)(x)
+    if how == "attached":
+        with attach(model, None, METHODS["both"]()):
+            found = Replicated(model)(x)
+    else:
+        found = Replicated(lossless_unit_scale(model, x))(x)
+    assert_same_bits(found, expected)
+
+
+def test_gradients_in_a_batch() -> None:
+    """Their statistics are not taken."""
+    model, optimizer = new()
+    units, monitor = METHODS["both"]()
+    with attach(model, optimizer, [units, monitor]):
+        y = model(x := batches(1)[0][0].requires_grad_())
+        rows = torch.eye(16)[:, None].expand(-1, 8, -1)
+        torch.autograd.grad(y, x, rows, is_grads_batched=True, retain_graph=True)
+        y.square().mean().backward()
+        optimizer.step()
+    assert [snapshot.step for snapshot in monitor.snapshots] == [0]
 
 
 def test_a_module_that_torch_func_calls() -> None:
@@ -218,7 +318,7 @@ def test_a_module_that_torch_func_calls() -> None:
     results = []
     for callbacks in ([], METHODS["both"]()):
         torch.manual_seed(0)
-        model = nn.Linear(4, 4)
+        model = nn.Linear(4, 1)  # one number, which might be a loss
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         params = dict(model.named_parameters())
 
