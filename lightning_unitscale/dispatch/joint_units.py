@@ -53,6 +53,9 @@ _UNREACHED = {
 }
 # What formats have left: ``joint_formats.py`` cannot take a number that is known at run time only.
 _NUMBER = "a number among its arguments that is known only when it runs, in a compiled graph"
+# Its strides are those of either layout: Inductor goes by whether what it reads is saved for the
+# backward pass, and a copy is not.
+_ONE_CHANNEL = "a convolution of one channel, whose layout Inductor chooses, in a compiled graph"
 # By session and the name of a site, the number of the compiled frame that its product is in.
 _CLAIMS: WeakKeyDictionary[ProductSession, dict[str, int | None]] = WeakKeyDictionary()
 
@@ -93,10 +96,12 @@ class _Units:
             if not self._after_tangents.isdisjoint(node.all_input_nodes):
                 self._after_tangents.add(node)
             rule, unreached = rule_of(node), _UNREACHED.get(str(node.target))
-            if rule is not None and not self._session.numerics:
+            has_one = rule is not None and _reads_one_channel(rule, node)
+            if rule is not None and not (self._session.numerics or has_one):
                 found.append((node, self._product(rule, node)))
             elif node.op == "call_function" and (left := rule or unreached) is not None:
-                reason = _NUMBER if unreached is None else unreached.reason
+                reason = _ONE_CHANNEL if has_one else _NUMBER
+                reason = reason if unreached is None else unreached.reason
                 flops = int(left.flops(arguments_of(node), concrete(value_of(node))))
                 path = path_of(node, self._session, self._root)
                 self._add(node, PlainProduct(str(node.target), path, reason, flops))
@@ -177,6 +182,15 @@ class _Units:
             if product.is_scaled:
                 scaling = backward if node in self._after_tangents else forward
                 scaling.scale(node, product.rule, product)
+
+
+def _reads_one_channel(rule: ProductRule, node: fx.Node) -> bool:
+    """Whether it is a convolution of images with one channel, or the backward product of one."""
+    if not rule.operator.startswith("convolution"):
+        return False
+    is_backward = rule.operator == "convolution_backward"
+    shape = value_of(rule.operands_in(node.args)[is_backward]).shape
+    return len(shape) == 4 and shape[1] == 1
 
 
 def _may_join_a_sum(node: fx.Node, rule: ProductRule) -> bool:

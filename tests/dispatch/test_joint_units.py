@@ -226,6 +226,35 @@ def test_a_sum_runs_within_a_product_as_it_does_without_units() -> None:
     attached.detach()
 
 
+class Images(nn.Module):
+    """Inductor chooses in which layout the first convolution runs by what is saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Conv2d(1, 8, 3, padding=1)
+        self.second = nn.Conv2d(8, 4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).relu()).square().mean()
+
+
+def test_a_convolution_of_one_channel_runs_as_it_is() -> None:
+    x = torch.randn(6, 1, 8, 8)
+    expected = plain(lambda: Module(Images()), x)
+    module = Module(Images())
+    attached = AttachedSession(module, ["step"])
+    for _ in range(2):
+        attached.session.begin_step()
+        counter = attached.session.counter = CoverageCounter()
+        assert_same_bits(gradients(module, x), expected)
+        attached.session.units.settle()
+    coverage = counter.result()
+    assert (coverage.num_products, coverage.num_in_units) == (4, 2)
+    assert "a convolution of one channel" in next(iter(coverage.reasons))
+    attached.detach()
+
+
 @pytest.mark.parametrize("budget", [0.0, 0.5])
 def test_a_memory_budget_of_the_users_is_kept(budget: float, torch_kernels: None) -> None:
     x = torch.randn(4096, 32)
