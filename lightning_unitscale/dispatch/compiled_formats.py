@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lightning_unitscale.dispatch.calls import CALLS, Call, Sources, record
-from lightning_unitscale.dispatch.compiled_graphs import Callers
+from lightning_unitscale.dispatch.compiled_callers import Callers
 from lightning_unitscale.dispatch.measurement import Site
 from lightning_unitscale.dispatch.owners import INSTALLED, running_session
 from lightning_unitscale.dispatch.products import RULES, ProductRule

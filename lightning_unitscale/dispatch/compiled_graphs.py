@@ -11,27 +11,20 @@ import itertools
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from types import CodeType, FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_unitscale.dispatch.calls import Sources
+from lightning_unitscale.dispatch.compiled_callers import Callers
 from lightning_unitscale.dispatch.coverage import CoverageCounter, Kind
 from lightning_unitscale.dispatch.execute import combined
 from lightning_unitscale.dispatch.measurement import MeasuredProduct, Site
 from lightning_unitscale.dispatch.products import ProductRule
 from lightning_unitscale.dispatch.session import LOCAL, ProductSession
-from lightning_unitscale.dispatch.sites import frames
 from lightning_unitscale.dispatch.tensors import Extent
-from lightning_unitscale.dispatch.torch_internals import (
-    MODULE_CALL,
-    OPERATOR_CALL,
-    codes,
-    define_operator,
-    pass_by_overrides,
-)
+from lightning_unitscale.dispatch.torch_internals import define_operator
 from lightning_unitscale.patching import nothing
 from lightning_unitscale.scales.transfer import numbers_on
 
@@ -326,72 +319,7 @@ def _count(
 
 
 GRAPHS: list[CompiledGraph] = []
-# Compiled graphs that are ours, by the address of what runs them, and addresses of the code made
-# for them: a set, which every product of such a graph looks into.
-_OURS: weakref.WeakValueDictionary[int, object] = weakref.WeakValueDictionary()
-_CODE: set[int] = set()
-
-
-# Callers whose products are not to be met again: a graph of ours has its units.
-OWN_CALLERS = ("ours", "compiler")
 COMPILED_BEFORE = "compiled before this callback was attached"
-
-
-def is_ours(frame: FrameType) -> bool:
-    """Whether code that was made for a graph of ours calls from this frame; told at once."""
-    called: FrameType | None = frame
-    if frame.f_code is OPERATOR_CALL:
-        called = frame.f_back
-    return called is not None and id(called.f_code) in _CODE
-
-
-def caller() -> str | None:
-    """Who of Inductor calls a kernel: ``"ours"``, ``"another"`` graph, or ``"compiler"``."""
-    found = codes()
-    frame = None if found is None else _calling_frame(found)
-    if found is None or frame is None:
-        return None
-    if frame.f_code is found[1]:
-        return "compiler"
-    return "ours" if id(frame.f_locals["self"]) in _OURS else "another"
-
-
-class Callers:
-    """What calls the operators of a compiled step, its forward and its backward graph."""
-
-    def __init__(self) -> None:
-        self._are_known = [False, False]
-
-    def note(self, *, is_backward: bool) -> None:
-        """Let the graph that calls be one of ours."""
-        if not self._are_known[is_backward]:
-            self._are_known[is_backward] = True
-            _mark_caller()
-
-
-def _mark_caller() -> None:
-    found = codes()
-    calling = None if found is None else _calling_frame(found[:1])
-    if calling is None:
-        return
-    graph = calling.f_locals["self"]
-    _OURS[id(graph)] = graph
-    within = itertools.takewhile(lambda frame: frame is not calling, frames())
-    # In the first run torch watches what operators do, and calls them twice.
-    for frame in [frame for frame in within if frame.f_code is OPERATOR_CALL][-1:]:
-        assert frame.f_back is not None
-        code = frame.f_back.f_code
-        _CODE.add(id(code))
-        weakref.finalize(code, _CODE.discard, id(code)).atexit = False
-        pass_by_overrides(frame.f_back.f_globals)
-
-
-def _calling_frame(codes: tuple[CodeType, ...]) -> FrameType | None:
-    """The innermost frame that runs one of these codes, unless a module is called before it."""
-    for frame in frames():
-        if frame.f_code in codes or frame.f_code is MODULE_CALL:
-            return None if frame.f_code is MODULE_CALL else frame
-    return None
 
 
 def _factors(index: int, device: torch.device, is_backward: bool) -> Tensor:

@@ -16,7 +16,7 @@ import torch
 
 from lightning_unitscale.dispatch import aot_pass, joint_formats, joint_units
 from lightning_unitscale.dispatch.calls import forget
-from lightning_unitscale.dispatch.compiled_graphs import OWN_CALLERS, caller, is_ours
+from lightning_unitscale.dispatch.compiled_callers import OWN_CALLERS, caller, is_ours
 from lightning_unitscale.dispatch.fp8 import layer_kernel
 from lightning_unitscale.dispatch.owners import (
     INSTALLED,
