@@ -1,4 +1,4 @@
-"""What calls a kernel: a compiled graph of ours, another one, or Inductor that tries kernels out."""
+"""What calls a kernel: a graph of ours, another one, or Inductor, which tries kernels out."""
 
 from __future__ import annotations
 
