@@ -43,7 +43,7 @@ def described_call(node: fx.Node) -> Hashable | None:
     """What two calls have in common that do the same with the memory of what they are given.
 
     It is the operation, whether autocast is on, the constants among the arguments, and of tensors
-    their types, devices, sizes and strides, with the numbers that symbols were in the capture.
+    their classes, types, devices, sizes and strides, with the numbers that symbols were in the capture.
     ``None`` if the operation is not torch's, or if there is more to the call: a function among its
     arguments, a tensor that is not strided, a size that depends on values.
     """
@@ -65,7 +65,8 @@ def _described(value: Any, places: Mapping[fx.Node, int]) -> Hashable:
         if value.layout is not torch.strided or value.is_nested:
             raise LookupError("no sizes and strides tell what it is")
         lengths = (*value.size(), *value.stride())
-        return Tensor, value.dtype, value.device, tuple(_described(each, {}) for each in lengths)
+        sizes = tuple(_described(each, {}) for each in lengths)
+        return type(value), value.dtype, value.device, sizes
     if isinstance(value, Mapping):
         return Mapping, tuple((name, _described(item, places)) for name, item in value.items())
     if isinstance(value, (list, tuple)):
