@@ -43,9 +43,9 @@ def described_call(node: fx.Node) -> Hashable | None:
     """What two calls have in common that do the same with the memory of what they are given.
 
     It is the operation, whether autocast is on, the constants among the arguments, and of tensors
-    their classes, types, devices, sizes and strides, with the numbers that symbols were in the capture.
-    ``None`` if the operation is not torch's, or if there is more to the call: a function among its
-    arguments, a tensor that is not strided, a size that depends on values.
+    their classes, types, devices, sizes and strides, with the numbers that symbols were in the
+    capture. ``None`` if the operation is not torch's, or if there is more to the call: a function
+    among its arguments, a tensor that is not strided, a size that depends on values.
     """
     root = (getattr(node.target, "__module__", None) or "").partition(".")[0]
     if node.op == "call_function" and root not in {"torch", "_operator"}:
