@@ -120,17 +120,13 @@ class _Finishing:
     def _find_factors(self, first: fx.Node, device: torch.device, is_backward: bool) -> None:
         if self._scaling.parts is not None:
             return
-        new = self._scaling.new
-        for node in self._graph.find_nodes(
-            op="call_function", target=_OURS.parts_of_factors.default
-        ):
+        new, parts_of = self._scaling.new, _OURS.parts_of_factors.default
+        for node in self._graph.find_nodes(op="call_function", target=parts_of):
             self._scaling.parts = node
-        if self._scaling.parts is None:
-            with self._graph.inserting_before(first):
-                factors = new(_OURS.compiled_factors.default, self._index, device, is_backward)
-                self._scaling.parts = new(
-                    _OURS.parts_of_factors.default, factors, None, self._index, []
-                )
+            return
+        with self._graph.inserting_before(first):
+            factors = new(_OURS.compiled_factors.default, self._index, device, is_backward)
+            self._scaling.parts = new(parts_of, factors, None, self._index, [])
 
     def _found(self, rule: ProductRule | None, node: fx.Node) -> int | None:
         """The product that a node was; one that Inductor has joined with a sum has another name."""

@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from lightning_unitscale.dispatch.compiled_graphs import LookedAt
-from lightning_unitscale.dispatch.compiled_sites import ARRANGED
+from lightning_unitscale.dispatch.compiled_sites import arranged
 
 _ATEN = torch.ops.aten
 
@@ -111,10 +111,8 @@ def looks_of(graph: fx.Graph, found: Sequence[FoundProduct], *, is_backward: boo
 
 def _whole(node: Any) -> fx.Node:
     """What a node is another arrangement of."""
-    while str(node.target) in ARRANGED:
-        node = node.args[0]
-    assert isinstance(node, fx.Node)
-    return node
+    *_, whole = arranged(node)
+    return whole
 
 
 def _is_copy(node: fx.Node) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from typing import Any
 
 from torch import Tensor, fx
@@ -71,12 +71,17 @@ def value_of(node: Any) -> Any:
     return node.meta["val"]
 
 
-def arrangements(node: Any) -> Iterator[fx.Node]:
+def arrangements(node: Any, operators: Container[str] = _SAME) -> Iterator[fx.Node]:
     """A node, and those that it is another arrangement of."""
     yield node
-    while str(node.target) in _SAME:
+    while str(node.target) in operators:
         node = node.args[0]
         yield node
+
+
+def arranged(node: Any) -> Iterator[fx.Node]:
+    """A node, and those that it is another arrangement of in the same memory; the whole is last."""
+    return arrangements(node, ARRANGED)
 
 
 def known_sources(rule: ProductRule, operands: list[Any], saved: list[Any]) -> Sources | None:

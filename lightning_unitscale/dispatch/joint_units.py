@@ -172,11 +172,10 @@ class _Units:
             factors = forward.new(_OURS.compiled_factors.default, self._index, device, False)
             # Another one in the backward graph would be those of another run.
             factors.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-            for scaling, gradients in ((forward, [None]), (backward, self._tangents[:1])):
-                for gradient in gradients:
-                    scaling.parts = scaling.new(
-                        _OURS.parts_of_factors.default, factors, gradient, self._index, []
-                    )
+            parts_of = _OURS.parts_of_factors.default
+            forward.parts = forward.new(parts_of, factors, None, self._index, [])
+            if self._tangents:
+                backward.parts = backward.new(parts_of, factors, self._tangents[0], self._index, [])
         for node, product in found:
             product.is_scaled = not _may_join_a_sum(node, product.rule)
             if product.is_scaled:

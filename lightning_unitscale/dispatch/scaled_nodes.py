@@ -10,7 +10,7 @@ from torch import Tensor, fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from lightning_unitscale.dispatch.compiled_graphs import CompiledProduct
-from lightning_unitscale.dispatch.compiled_sites import ARRANGED, fake_mode_in, value_of
+from lightning_unitscale.dispatch.compiled_sites import arranged, fake_mode_in, value_of
 from lightning_unitscale.dispatch.products import ProductRule
 
 _ATEN = torch.ops.aten
@@ -42,22 +42,27 @@ class Scaling:
     def new(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """A new node."""
         node = self._graph.call_function(target, args, kwargs)
-        self._set_value(node)
+        node.meta["val"] = self._run(target, args, kwargs)
         return node
 
-    def _set_value(self, node: Any) -> None:
-        args, kwargs = fx.map_arg((node.args, node.kwargs), value_of)
+    def _run(self, target: Any, args: Any, kwargs: Any) -> Any:
+        args, kwargs = fx.map_arg((args, kwargs), value_of)
         with self._fake_mode:
-            node.meta["val"] = node.target(*args, **kwargs)
+            return target(*args, **kwargs)
 
     def _factors_of(self, product: CompiledProduct) -> fx.Node:
         *others, numbers = self.parts.args
         if product.number not in numbers:
+            # Those that are there already are not made again: there is a product for each layer.
+            added = self._run(self.parts.target, (*others, [product.number]), {})
             numbers = [*numbers, product.number]
             self.parts.args = (*others, numbers)
-            self._set_value(self.parts)
+            self.parts.meta["val"] = [*value_of(self.parts), *added]
+        position = numbers.index(product.number)
         with self._graph.inserting_after(self.parts):
-            return self.new(operator.getitem, self.parts, numbers.index(product.number))
+            factors = self._graph.call_function(operator.getitem, (self.parts, position))
+        factors.meta["val"] = value_of(self.parts)[position]
+        return factors
 
     def scale(self, node: fx.Node, rule: ProductRule, product: CompiledProduct) -> None:
         """Run a product in units.
@@ -106,10 +111,7 @@ class Scaling:
             product: What reads it.
             name: What the factor is the unit of: products of a site read one copy.
         """
-        chain = []
-        while str(node.target) in ARRANGED:
-            chain.append(node)
-            node = node.args[0]
+        *chain, node = arranged(node)
         copies = self._of_inputs if node.op == "placeholder" else self.copies
         result = copies.get((node, name)) if name else None
         if result is None:
