@@ -54,26 +54,36 @@ class Look:
     tensors: list[fx.Node] = field(default_factory=list)
     products: list[LookedAt] = field(default_factory=list)
 
-    def take(self, product: FoundProduct, is_there: Callable[[fx.Node], bool]) -> bool:
+    def take(self, product: FoundProduct, there: Callable[[fx.Node], fx.Node | None]) -> bool:
         """Look at a product as well, if all that it reads, or is a copy of, is there by then.
 
         Args:
             product: The product.
-            is_there: Whether a tensor is there at the look.
+            there: The arrangement of a tensor that is there at the look, if one is.
 
         Returns:
             Whether it is.
         """
         reads = []
-        for node in map(_whole, product.reads):
-            source = _whole(node.args[0]) if _is_copy(node) else node
-            if not (is_there(node) or is_there(source)):
+        for read in product.reads:
+            node, whole = there(read), _whole(read)
+            is_copy = node is None and _is_copy(whole)
+            if is_copy:
+                source: Any = whole.args[0]
+                node = there(source)
+            if node is None:
                 return False
-            reads.append((node, True) if is_there(node) else (source, False))
-        self.tensors += dict.fromkeys(node for node, _ in reads if node not in self.tensors)
-        where = tuple((self.tensors.index(node), in_units) for node, in_units in reads)
+            reads.append((node, not is_copy))
+        where = tuple((self._position(node), in_units) for node, in_units in reads)
         self.products.append(LookedAt(product.index, where))
         return True
+
+    def _position(self, node: fx.Node) -> int:
+        wholes = list(map(_whole, self.tensors))
+        if _whole(node) not in wholes:
+            self.tensors.append(node)
+            return len(wholes)
+        return wholes.index(_whole(node))
 
 
 def looks_of(graph: fx.Graph, found: Sequence[FoundProduct], *, is_backward: bool) -> list[Look]:
@@ -86,25 +96,28 @@ def looks_of(graph: fx.Graph, found: Sequence[FoundProduct], *, is_backward: boo
     """
     # Inputs may be written at the end.
     end = next(node for node in graph.nodes if node.op == "output" or _writes(node))
-    kept: set[fx.Node] = set()
+    kept: dict[fx.Node, fx.Node] = {}
     if not is_backward:
         nodes = [*graph.find_nodes(op="placeholder"), *graph.output_node().all_input_nodes]
-        kept.update(map(_whole, nodes))
+        kept.update((_whole(node), node) for node in nodes)
     place = {node: index for index, node in enumerate(graph.nodes)}
 
-    def is_there(look: Look, node: fx.Node) -> bool:
-        return node in kept if look is at_end else place[node] < place[look.before]
+    def there(look: Look, node: fx.Node) -> fx.Node | None:
+        if look is at_end:
+            return kept.get(_whole(node))
+        # What the product itself reads: Inductor would write another arrangement beside it.
+        return next((n for n in arranged(node) if place[n] < place[look.before]), None)
 
     at_end = Look(end)
     looks = [at_end]
     of_site: dict[Any, Look] = {}
     for product in found:
         for look in (at_end, of_site.get(product.site)):
-            if look is not None and look.take(product, functools.partial(is_there, look)):
+            if look is not None and look.take(product, functools.partial(there, look)):
                 break
         else:
             look = of_site[product.site] = Look(product.node)
-            look.take(product, lambda node: True)
+            look.take(product, lambda node: node)
             looks.append(look)
     return [look for look in looks if look.products]
 

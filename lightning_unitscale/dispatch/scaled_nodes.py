@@ -12,6 +12,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from lightning_unitscale.dispatch.compiled_graphs import CompiledProduct
 from lightning_unitscale.dispatch.compiled_sites import arranged, fake_mode_in, value_of
 from lightning_unitscale.dispatch.products import ProductRule
+from lightning_unitscale.profiler.costs import concrete
 
 _ATEN = torch.ops.aten
 _Factor = tuple[fx.Node, int]
@@ -83,17 +84,19 @@ class Scaling:
             for position in rule.addends_in(args):
                 args[position] = self._scaled(args[position], (factors, addend), node)
             for position, which in rule.follows:
-                args[position] = self._scaled(args[position], (factors, which), node)
+                args[position] = self._scaled(args[position], (factors, which), node, names[which])
         node.args = tuple(args)
-        if isinstance(value_of(node), Tensor):
-            self._scale_result(node, (factors, addend + 1))
-            return
-        for user in list(node.users):
-            item: Any = user.args[1]
-            if isinstance(item, int) and item < len(rule.results) and rule.results[item]:
-                self._scale_result(user, (factors, addend + 1 + item))
+        results: list[tuple[Any, fx.Node]] = [(0, node)]
+        if not isinstance(value_of(node), Tensor):
+            results = [(user.args[1], user) for user in node.users]
+        for index, result in results:
+            if index < len(rule.results) and (powers := rule.results[index]) is not None:
+                scaled = self._scale_result(result, (factors, addend + 1 + index))
+                if sorted(powers) == [*(0 for _ in powers[1:]), 1]:
+                    # What the operator has made is the copy of its result in that operand's unit.
+                    self.copies[scaled, names[powers.index(1)]] = result
 
-    def _scale_result(self, node: fx.Node, factor: _Factor) -> None:
+    def _scale_result(self, node: fx.Node, factor: _Factor) -> fx.Node:
         users = list(node.users)
         with self._graph.inserting_after(node):
             marker = node.next
@@ -101,6 +104,7 @@ class Scaling:
             scaled = self._times(node, factor, node.meta)
         for user in users:
             user.replace_input_with(node, scaled)
+        return scaled
 
     def _scaled(self, node: Any, factor: _Factor, product: fx.Node, name: str = "") -> fx.Node:
         """A tensor times a factor, in the same arrangement.
@@ -111,8 +115,11 @@ class Scaling:
             product: What reads it.
             name: What the factor is the unit of: products of a site read one copy.
         """
-        *chain, node = arranged(node)
-        copies = self._of_inputs if node.op == "placeholder" else self.copies
+        chain = list(arranged(node))
+        copies = self._of_inputs if chain[-1].op == "placeholder" else self.copies
+        # Inductor would write a copy of what lies out of order twice: in order, and as it is read.
+        in_order = [k for k, node in enumerate(chain) if concrete(value_of(node)).is_contiguous()]
+        *chain, node = chain[: max(in_order, default=len(chain)) + 1]
         result = copies.get((node, name)) if name else None
         if result is None:
             meta = dict(product.meta)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._inductor.utils import run_and_get_code
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
@@ -196,6 +198,49 @@ def test_copies_are_saved_in_place_of_what_they_were_made_of(
     assert len(copies) == (0 if options else 3)
     # The factors are a few numbers.
     assert sum(tensor.nbytes for tensor in saved) <= expected + 1000
+    attached.detach()
+
+
+class Attention(nn.Module):
+    """Reads slices of a product, and gives another product what attention leaves out of order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm = nn.LayerNorm(32)
+        self.inputs = nn.Linear(32, 96)
+        self.output = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = (
+            self.inputs(self.norm(x)).unflatten(-1, (3, 4, 8)).permute(2, 0, 3, 1, 4)
+        )
+        y = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        loss: Tensor = (x + self.output(y.transpose(1, 2).flatten(2))).square().mean()
+        return loss
+
+
+def test_copies_are_written_once_and_what_attention_made_is_saved() -> None:
+    x = torch.randn(4, 16, 32)
+    expected = plain(lambda: Module(Attention()), x)
+    module = Module(Attention())
+    attached = AttachedSession(module, ["step"])
+    site = "net.scaled_dot_product_attention"
+    pairs = {f"{site}:{name}": GaugePair(log2_sigma=40) for name in ("query", "key", "value")}
+    attached.session.units.set_gauge(Gauge({site: GaugePair(log2_gamma=3), **pairs}))
+    found, codes = run_and_get_code(gradients, module, x)
+    assert_same_bits(found, expected)
+    # A look at another arrangement of a copy would have Inductor write the copy twice.
+    for code in codes:
+        looked_at = re.findall(r"look\.default\(\[(.*?)\], buf", code)
+        read = re.findall(r"(?:extern_kernels\.|attention.*\.default\()(.*)", code)
+        names, of_products = (
+            set(re.findall(r"\bbuf\d+", " ".join(text))) for text in (looked_at, read)
+        )
+        assert names and names <= of_products
+    # In the unit of its values, in which the backward pass reads it.
+    saved = [tensor for tensor in saved_tensors(module, x) if tensor.shape == (4, 4, 16, 8)]
+    assert [float(tensor.abs().max()) < 2.0**-30 for tensor in saved] == [False, False, True, True]
     attached.detach()
 
 
