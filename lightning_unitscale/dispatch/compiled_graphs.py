@@ -62,8 +62,8 @@ class CompiledProduct:
 
     @property
     def num_factors(self) -> int:
-        """One for each operand, one for addends, one for each result."""
-        return len(self.sources) + 1 + len(self.rule.results)
+        """One for each operand, one for addends, one for each result, and back for a gradient."""
+        return len(self.sources) + 1 + len(self.rule.results) + (None in self.sources)
 
     def stays(self, operand: int) -> bool:
         """Whether an operand has no unit.
@@ -101,7 +101,8 @@ class CompiledProduct:
     def _exponents(self) -> list[int]:
         units = self.units()
         results = [combined(row, units) if row else 0 for row in self.rule.results]
-        return [*(-unit for unit in units), -sum(units), *results]
+        back = [units[index] for index, source in enumerate(self.sources) if source is None]
+        return [*(-unit for unit in units), -sum(units), *results, *back]
 
 
 @dataclass(frozen=True)

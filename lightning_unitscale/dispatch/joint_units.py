@@ -3,6 +3,7 @@
 A module that the user gave to ``torch.compile`` runs no kernel under its own name. Its products get
 their units in its graphs. The partitioner then saves a copy that both passes read in place of the
 tensor that it was made of, and the factors with it, so a backward pass has those of its forward.
+Likewise, on a CPU, a gradient is written in its unit alone where whoever else reads it is fused.
 """
 
 from __future__ import annotations
@@ -166,8 +167,9 @@ class _Units:
     def _rewrite(self, found: list[tuple[fx.Node, CompiledProduct]]) -> None:
         device = value_of(found[0][1].rule.operands_in(found[0][0].args)[0]).device
         # One for each pass, and the copies that each has made of what it may share.
+        in_units = {node for node, product in found if not _may_join_a_sum(node, product.rule)}
         forward = Scaling(self._graph)
-        backward = Scaling(self._graph, copies=forward.copies)
+        backward = Scaling(self._graph, forward.copies, in_units)
         with self._graph.inserting_before(first_operation(self._graph)):
             factors = forward.new(_OURS.compiled_factors.default, self._index, device, False)
             # Another one in the backward graph would be those of another run.
@@ -177,7 +179,7 @@ class _Units:
             if self._tangents:
                 backward.parts = backward.new(parts_of, factors, self._tangents[0], self._index, [])
         for node, product in found:
-            product.is_scaled = not _may_join_a_sum(node, product.rule)
+            product.is_scaled = node in in_units
             if product.is_scaled:
                 scaling = backward if node in self._after_tangents else forward
                 scaling.scale(node, product.rule, product)

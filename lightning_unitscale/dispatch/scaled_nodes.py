@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Container
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from lightning_unitscale.dispatch.compiled_graphs import CompiledProduct
-from lightning_unitscale.dispatch.compiled_sites import arranged, fake_mode_in, value_of
+from lightning_unitscale.dispatch.compiled_sites import ARRANGED, arranged, fake_mode_in, value_of
 from lightning_unitscale.dispatch.products import ProductRule
 from lightning_unitscale.profiler.costs import concrete
 
@@ -27,16 +28,20 @@ class Scaling:
         graph: The graph.
         copies: The copies of another one, to share those of what a graph computes. What it is
             given stays in memory anyway, and copies of that would be saved beside it.
+        in_units: All products that will run in units.
 
     Attributes:
         parts: The node that gives the factors of products, in a tensor for each.
         copies: By what they were made of, and by the name of its unit.
     """
 
-    def __init__(self, graph: fx.Graph, copies: Any = None) -> None:
+    def __init__(
+        self, graph: fx.Graph, copies: Any = None, in_units: Container[fx.Node] = ()
+    ) -> None:
         self.parts: Any = None
         self.copies: dict[tuple[fx.Node, str], fx.Node] = {} if copies is None else copies
         self._of_inputs: dict[tuple[fx.Node, str], fx.Node] = {}
+        self._in_units = in_units
         self._graph = graph
         self._fake_mode = fake_mode_in(graph)
 
@@ -80,7 +85,8 @@ class Scaling:
             for index, position in enumerate(rule.operands):
                 if not product.stays(index):
                     factor = factors, index
-                    args[position] = self._scaled(args[position], factor, node, names[index])
+                    back = product.num_factors - 1 if product.sources[index] is None else None
+                    args[position] = self._scaled(args[position], factor, node, names[index], back)
             for position in rule.addends_in(args):
                 args[position] = self._scaled(args[position], (factors, addend), node)
             for position, which in rule.follows:
@@ -106,7 +112,14 @@ class Scaling:
             user.replace_input_with(node, scaled)
         return scaled
 
-    def _scaled(self, node: Any, factor: _Factor, product: fx.Node, name: str = "") -> fx.Node:
+    def _scaled(
+        self,
+        node: Any,
+        factor: _Factor,
+        product: fx.Node,
+        name: str = "",
+        back: int | None = None,
+    ) -> fx.Node:
         """A tensor times a factor, in the same arrangement.
 
         Args:
@@ -114,6 +127,7 @@ class Scaling:
             factor: The factors of the product, and which of them it is.
             product: What reads it.
             name: What the factor is the unit of: products of a site read one copy.
+            back: Which of the factors takes a gradient out of its unit again.
         """
         chain = list(arranged(node))
         copies = self._of_inputs if chain[-1].op == "placeholder" else self.copies
@@ -126,12 +140,46 @@ class Scaling:
             if _RECOMPUTE in meta:
                 # Also where a policy has the product itself saved.
                 meta[_RECOMPUTE] = CheckpointPolicy.PREFER_RECOMPUTE
-            result = self._times(node, factor, meta)
+            if back is not None and copies is self.copies and self._may_stand_for(node):
+                result = self._in_place_of(node, factor, (factor[0], back), name, meta)
+            else:
+                result = self._times(node, factor, meta)
         if name:
             copies[node, name] = result
         for view in reversed(chain):
             result = self.new(view.target, result, *view.args[1:], **view.kwargs)
         return result
+
+    def _may_stand_for(self, node: fx.Node) -> bool:
+        """Whether Inductor fuses what reads a tensor with reading it from a copy, exactly."""
+        value = value_of(node)
+        is_exact = value.dtype in (torch.float32, torch.float64)
+        # A GPU may add a product that it has not rounded, but not with a scaling in between.
+        is_rounded = value.device.type == "cpu"
+        return is_exact and is_rounded and all(map(self._is_fused, node.users))
+
+    def _is_fused(self, node: fx.Node) -> bool:
+        if str(node.target) in ARRANGED:
+            return all(map(self._is_fused, node.users))
+        tags = getattr(node.target, "tags", ())
+        is_sum = node.target is _ATEN.sum.dim_IntList
+        return node in self._in_units or is_sum or torch.Tag.pointwise in tags
+
+    def _in_place_of(
+        self, node: fx.Node, factor: _Factor, back: _Factor, name: str, meta: dict[str, Any]
+    ) -> fx.Node:
+        """A copy of a gradient that all others read it from: it is written once, as without units.
+
+        Where elements would be lost in its unit its products run plain, and the factor is 1.
+        """
+        with self._graph.inserting_after(node):
+            marker = node.next
+        with self._graph.inserting_before(marker):
+            copy = self._times(node, factor, meta)
+            gradient = self._times(copy, back, meta)
+        node.replace_all_uses_with(gradient, delete_user_cb=lambda user: user is not copy)
+        self.copies[gradient, name] = copy
+        return copy
 
     def _times(self, node: fx.Node, factor: _Factor, meta: dict[str, Any]) -> fx.Node:
         number = self.new(_ATEN.select.int, factor[0], 0, factor[1])

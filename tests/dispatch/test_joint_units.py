@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._inductor import config
 from torch._inductor.utils import run_and_get_code
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -220,27 +222,71 @@ class Attention(nn.Module):
         return loss
 
 
+def codes_of(module: Module, x: Tensor) -> tuple[list[Tensor], list[str]]:
+    """Loss and gradients of a step, and the code of its forward and of its backward graph."""
+    torch._dynamo.reset()
+    with config.patch(fx_graph_cache=False):
+        return run_and_get_code(gradients, module, x)
+
+
+def allocated(code: str) -> int:
+    """How many elements the code of a graph makes room for."""
+    shapes = re.findall(r"empty_strided_cpu\(\((.*?)\),", code)
+    return sum(math.prod(map(int, re.findall(r"\d+", shape))) for shape in shapes)
+
+
 def test_copies_are_written_once_and_what_attention_made_is_saved() -> None:
     x = torch.randn(4, 16, 32)
-    expected = plain(lambda: Module(Attention()), x)
+    expected, (_, plain_backward) = codes_of(Module(Attention()), x)
     module = Module(Attention())
     attached = AttachedSession(module, ["step"])
     site = "net.scaled_dot_product_attention"
     pairs = {f"{site}:{name}": GaugePair(log2_sigma=40) for name in ("query", "key", "value")}
     attached.session.units.set_gauge(Gauge({site: GaugePair(log2_gamma=3), **pairs}))
-    found, codes = run_and_get_code(gradients, module, x)
+    found, codes = codes_of(module, x)
     assert_same_bits(found, expected)
     # A look at another arrangement of a copy would have Inductor write the copy twice.
     for code in codes:
         looked_at = re.findall(r"look\.default\(\[(.*?)\], buf", code)
         read = re.findall(r"(?:extern_kernels\.|attention.*\.default\()(.*)", code)
-        names, of_products = (
-            set(re.findall(r"\bbuf\d+", " ".join(text))) for text in (looked_at, read)
-        )
+        names, of_products = (set(re.findall(r"\bbuf\d+", str(text))) for text in (looked_at, read))
         assert names and names <= of_products
+    # Whoever reads a gradient reads it from the copy, so that nobody writes the gradient itself.
+    assert 0 < allocated(codes[1]) <= allocated(plain_backward)
     # In the unit of its values, in which the backward pass reads it.
     saved = [tensor for tensor in saved_tensors(module, x) if tensor.shape == (4, 4, 16, 8)]
     assert [float(tensor.abs().max()) < 2.0**-30 for tensor in saved] == [False, False, True, True]
+    attached.detach()
+
+
+class Uneven(nn.Module):
+    """Gradients of a thousand, and in one column of numbers that have no room below them."""
+
+    weights: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(6, 4)
+        self.second = nn.Linear(6, 4)
+        self.register_buffer("weights", torch.tensor([1e3, -2e3, 3e3, 1.1e-40]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ((self.first(x) + self.second(x).sin()) * self.weights).sum()
+
+
+def test_a_gradient_is_read_from_its_copy_only_where_it_is_exact() -> None:
+    x = torch.randn(64, 6)
+    expected = plain(lambda: Module(Uneven()), x)
+    assert 0 < expected[2][3].abs() < 2.0**-126
+    module = Module(Uneven())
+    attached = AttachedSession(module, ["step"])
+    for is_plain in (False, True):
+        attached.session.begin_step()
+        counter = attached.session.counter = CoverageCounter()
+        assert_same_bits(gradients(module, x), expected)
+        attached.session.units.settle()
+        assert any("below" in reason for reason in counter.result().reasons) == is_plain
     attached.detach()
 
 
