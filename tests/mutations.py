@@ -206,6 +206,13 @@ MUTATIONS = (
         "dispatch/test_joint_units.py -k written_once",
     ),
     Mutation(
+        "a look at a compiled product has Inductor write a gradient twice",
+        "dispatch/compiled_looks.py",
+        "look.take(product, lambda node: node)",
+        "look.take(product, _whole)",
+        "dispatch/test_joint_units.py -k sixteen_bits",
+    ),
+    Mutation(
         "a compiled module saves copies in units beside what they were made of",
         "dispatch/scaled_nodes.py",
         'copies = self._of_inputs if chain[-1].op == "placeholder" else self.copies',

@@ -53,6 +53,8 @@ class Look:
     before: fx.Node
     tensors: list[fx.Node] = field(default_factory=list)
     products: list[LookedAt] = field(default_factory=list)
+    # By what they are arrangements of.
+    _positions: dict[fx.Node, int] = field(default_factory=dict)
 
     def take(self, product: FoundProduct, there: Callable[[fx.Node], fx.Node | None]) -> bool:
         """Look at a product as well, if all that it reads, or is a copy of, is there by then.
@@ -79,11 +81,10 @@ class Look:
         return True
 
     def _position(self, node: fx.Node) -> int:
-        wholes = list(map(_whole, self.tensors))
-        if _whole(node) not in wholes:
+        position = self._positions.setdefault(_whole(node), len(self.tensors))
+        if position == len(self.tensors):
             self.tensors.append(node)
-            return len(wholes)
-        return wholes.index(_whole(node))
+        return position
 
 
 def looks_of(graph: fx.Graph, found: Sequence[FoundProduct], *, is_backward: bool) -> list[Look]:

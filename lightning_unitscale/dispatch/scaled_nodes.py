@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from typing import Any
 
 import torch
@@ -97,20 +97,27 @@ class Scaling:
             results = [(user.args[1], user) for user in node.users]
         for index, result in results:
             if index < len(rule.results) and (powers := rule.results[index]) is not None:
-                scaled = self._scale_result(result, (factors, addend + 1 + index))
-                if sorted(powers) == [*(0 for _ in powers[1:]), 1]:
+                factor = factors, addend + 1 + index
+                (scaled,) = self._read_through(result, [factor], result.meta)
+                if 1 in powers and powers.count(0) == len(powers) - 1:
                     # What the operator has made is the copy of its result in that operand's unit.
                     self.copies[scaled, names[powers.index(1)]] = result
 
-    def _scale_result(self, node: fx.Node, factor: _Factor) -> fx.Node:
-        users = list(node.users)
-        with self._graph.inserting_after(node):
-            marker = node.next
-        with self._graph.inserting_before(marker):
-            scaled = self._times(node, factor, node.meta)
+    def _read_through(
+        self, node: fx.Node, factors: Sequence[_Factor], meta: dict[str, Any]
+    ) -> list[fx.Node]:
+        """Let whoever reads a node read it times all of these factors, one after the other.
+
+        Returns:
+            The node times the first of them, that times the second, and so on.
+        """
+        users, products = list(node.users), [node]
+        with self._graph.inserting_before(node.next):
+            for factor in factors:
+                products.append(self._times(products[-1], factor, meta))
         for user in users:
-            user.replace_input_with(node, scaled)
-        return scaled
+            user.replace_input_with(node, products[-1])
+        return products[1:]
 
     def _scaled(
         self,
@@ -141,7 +148,11 @@ class Scaling:
                 # Also where a policy has the product itself saved.
                 meta[_RECOMPUTE] = CheckpointPolicy.PREFER_RECOMPUTE
             if back is not None and copies is self.copies and self._may_stand_for(node):
-                result = self._in_place_of(node, factor, (factor[0], back), name, meta)
+                # Written once, as it is without units. Where elements would be lost in its unit
+                # its products run plain, and the factor is 1.
+                factors = [factor, (factor[0], back)]
+                result, gradient = self._read_through(node, factors, meta)
+                copies[gradient, name] = result
             else:
                 result = self._times(node, factor, meta)
         if name:
@@ -164,22 +175,6 @@ class Scaling:
         tags = getattr(node.target, "tags", ())
         is_sum = node.target is _ATEN.sum.dim_IntList
         return node in self._in_units or is_sum or torch.Tag.pointwise in tags
-
-    def _in_place_of(
-        self, node: fx.Node, factor: _Factor, back: _Factor, name: str, meta: dict[str, Any]
-    ) -> fx.Node:
-        """A copy of a gradient that all others read it from: it is written once, as without units.
-
-        Where elements would be lost in its unit its products run plain, and the factor is 1.
-        """
-        with self._graph.inserting_after(node):
-            marker = node.next
-        with self._graph.inserting_before(marker):
-            copy = self._times(node, factor, meta)
-            gradient = self._times(copy, back, meta)
-        node.replace_all_uses_with(gradient, delete_user_cb=lambda user: user is not copy)
-        self.copies[gradient, name] = copy
-        return copy
 
     def _times(self, node: fx.Node, factor: _Factor, meta: dict[str, Any]) -> fx.Node:
         number = self.new(_ATEN.select.int, factor[0], 0, factor[1])

@@ -235,6 +235,24 @@ def allocated(code: str) -> int:
     return sum(math.prod(map(int, re.findall(r"\d+", shape))) for shape in shapes)
 
 
+def assert_looks_read_what_products_read(codes: list[str]) -> None:
+    """A look at another arrangement of a copy would have Inductor write the copy twice."""
+    for code in codes:
+        looked_at = re.findall(r"look\.default\(\[(.*?)\], buf", code)
+        read = re.findall(r"(?:extern_kernels\.|attention.*\.default\()(.*)", code)
+        names, of_products = (set(re.findall(r"\bbuf\d+", str(text))) for text in (looked_at, read))
+        assert names and names <= of_products
+
+
+def test_in_sixteen_bits_copies_are_written_once_too() -> None:
+    module = Module(Attention())
+    attached = AttachedSession(module, ["step"])
+    with torch.autocast("cpu", torch.bfloat16):
+        _, codes = codes_of(module, torch.randn(4, 16, 32))
+    assert_looks_read_what_products_read(codes)
+    attached.detach()
+
+
 def test_copies_are_written_once_and_what_attention_made_is_saved() -> None:
     x = torch.randn(4, 16, 32)
     expected, (_, plain_backward) = codes_of(Module(Attention()), x)
@@ -245,12 +263,7 @@ def test_copies_are_written_once_and_what_attention_made_is_saved() -> None:
     attached.session.units.set_gauge(Gauge({site: GaugePair(log2_gamma=3), **pairs}))
     found, codes = codes_of(module, x)
     assert_same_bits(found, expected)
-    # A look at another arrangement of a copy would have Inductor write the copy twice.
-    for code in codes:
-        looked_at = re.findall(r"look\.default\(\[(.*?)\], buf", code)
-        read = re.findall(r"(?:extern_kernels\.|attention.*\.default\()(.*)", code)
-        names, of_products = (set(re.findall(r"\bbuf\d+", str(text))) for text in (looked_at, read))
-        assert names and names <= of_products
+    assert_looks_read_what_products_read(codes)
     # Whoever reads a gradient reads it from the copy, so that nobody writes the gradient itself.
     assert 0 < allocated(codes[1]) <= allocated(plain_backward)
     # In the unit of its values, in which the backward pass reads it.
