@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
+import random
 import runpy
 import socket
 import subprocess
@@ -83,9 +84,7 @@ def codes_of_ranks(
     Raises:
         subprocess.TimeoutExpired: If they take longer than ``timeout`` seconds.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = _free_port()
     logs = [folder / f"{rank}.txt" for rank in range(num_ranks)]
     processes = [
         _FORKS.Process(
@@ -109,6 +108,21 @@ def codes_of_ranks(
                 process.join()
     codes = [process.exitcode for process in processes]
     return [code for code in codes if code is not None], [log.read_text() for log in logs]
+
+
+def _free_port() -> int:
+    """A port that the system gives to no connection by itself.
+
+    Else a rank that asks for it before the first rank listens may be given it, and meet itself.
+    """
+    for port in random.SystemRandom().sample(range(20_000, 32_000), 100):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        return port
+    raise RuntimeError("no port is free")
 
 
 def _run_rank(
