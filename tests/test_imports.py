@@ -1,5 +1,6 @@
 """The package's own import is light: TensorBoard runs it each time it starts."""
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -138,3 +139,10 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 def test_every_export_is_listed() -> None:
     assert {"ScaleMonitor", "UnitScaleCallback", "transforms"} <= set(dir(lightning_unitscale))
     assert set(lightning_unitscale.__all__) <= set(dir(lightning_unitscale))
+    # What is exported lazily is imported for type checkers too.
+    exports = set(lightning_unitscale._EXPORTS)
+    assert set(lightning_unitscale.__all__) == {*exports, "__version__"}
+    tree = ast.parse(Path(lightning_unitscale.__file__).read_text())
+    blocks = [node for node in tree.body if isinstance(node, ast.If)]
+    imported = {name.name for block in blocks for one in block.body for name in one.names}
+    assert imported == exports

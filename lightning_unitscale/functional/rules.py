@@ -49,7 +49,8 @@ class ScaleRule:
     Attributes:
         name: Name of the operation, as in ``torch.nn.functional`` where it is there.
         parameters: Names of its parameters in positional order.
-        factors: From the arguments by name (tensors for their shapes only) to the factors.
+        factors: From the arguments by name (tensors for their shapes only) to the factors; raises
+            ``ValueError`` for arguments that the rule does not cover.
             ``mult`` among them is the RMS of the first argument where it is not 1: the operation
             is then seen as one of that argument divided by ``mult``, whose gradient (``mult``
             times the argument's own) is what the first argument's factor is for.

@@ -1,1 +1,1 @@
-"""Capture of a module's steps as FX graphs, and ordered passes over them."""
+"""What captured graphs are made of (nodes, products, views), and ordered passes over them."""

@@ -2,7 +2,9 @@
 
 A row is one vector per tensor, so that the rows of a whole training step are one matrix: one
 transfer to the host, one collective across ranks. Standard library only, for TensorBoard's server
-reads rows too; ``statistics.py`` computes them, ``reduce.py`` combines them.
+reads rows too. ``statistics.py`` computes them, and so do the kernels in ``csrc/`` and in
+``triton_statistics.py``, whose columns have the same order: a new one is the last moment.
+``reduce.py`` combines rows and shifts them, and ``expected_row`` in the tests defines them.
 """
 
 from __future__ import annotations
