@@ -74,7 +74,8 @@ def add_placeholder(
         nested: Whether the graph is the body of a checkpoint, whose inputs have no source.
     """
     placeholders = graph.find_nodes(op="placeholder")
-    with graph.inserting_after(placeholders[-1] if placeholders else None):  # None: at the start
+    first = next(iter(graph.nodes))
+    with graph.inserting_after(placeholders[-1]) if placeholders else graph.inserting_before(first):
         node = graph.placeholder(name)
     if not nested:
         node._dynamo_source = GlobalSource(name)
