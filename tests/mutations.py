@@ -296,7 +296,14 @@ MUTATIONS = (
         "measurement = arrived()",
         "distributed/test_ddp.py",
     ),
-    # Graphs: memory and the order of gradients.
+    # Graphs: inputs of our own, memory and the order of gradients.
+    Mutation(
+        "an input of ours stands behind the output of a graph that has no other",
+        "dynamo/graphs.py",
+        "graph.inserting_before(first)",
+        "graph.inserting_after(None)",
+        "tracking/test_track_scales_effects.py -k without_inputs",
+    ),
     Mutation(
         "whether a result has memory of its own is answered the wrong way",
         "graph/aliasing.py",
