@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import socket
 import statistics
 import subprocess
 import sys
@@ -25,6 +24,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from measure import RESULTS, machine
+from ranks import free_port
 from torch.utils.tensorboard import SummaryWriter
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -120,9 +120,7 @@ def main() -> None:
         folder = Path(name)
         run = folder / "logs/run"
         written = synthetic_run(run, num_tensors=options.tensors, num_steps=options.steps)
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(folder / "logs")]
         command += ["--port", str(port)]
         server = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import socket
 import subprocess
 import sys
 import tempfile
@@ -25,6 +24,7 @@ import torch
 from dashboard import LAYOUT, OPS, scaled_rows, wait_until_loaded
 from demo_step import DemoLoss, demo_batch, training_step
 from measure import RESULTS, machine
+from ranks import free_port
 from tabulate import tabulate
 from torch.utils.tensorboard import SummaryWriter
 
@@ -67,9 +67,7 @@ def write_run(folder: Path, num_tensors: int, num_steps: int) -> tuple[float, fl
 
 def seconds_to_open(logdir: Path, last_step: int) -> float:
     """Seconds from TensorBoard's start until the Scales dashboard has the run's last step."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(logdir)]
     start = time.perf_counter()
     server = subprocess.Popen(

@@ -9,9 +9,7 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
-import random
 import runpy
-import socket
 import subprocess
 import sys
 import time
@@ -21,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from benchmarks.ranks import free_port
 
 ROOT = Path(__file__).parents[2]
 # None of them may start a thread: a process that has threads cannot be forked.
@@ -84,7 +84,7 @@ def codes_of_ranks(
     Raises:
         subprocess.TimeoutExpired: If they take longer than ``timeout`` seconds.
     """
-    port = _free_port()
+    port = free_port()
     logs = [folder / f"{rank}.txt" for rank in range(num_ranks)]
     processes = [
         _FORKS.Process(
@@ -108,21 +108,6 @@ def codes_of_ranks(
                 process.join()
     codes = [process.exitcode for process in processes]
     return [code for code in codes if code is not None], [log.read_text() for log in logs]
-
-
-def _free_port() -> int:
-    """A port that the system gives to no connection by itself.
-
-    Else a rank that asks for it before the first rank listens may be given it, and meet itself.
-    """
-    for port in random.SystemRandom().sample(range(20_000, 32_000), 100):
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-        return port
-    raise RuntimeError("no port is free")
 
 
 def _run_rank(
