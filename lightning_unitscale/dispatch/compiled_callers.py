@@ -24,12 +24,15 @@ _CODE: set[int] = set()
 OWN_CALLERS = ("ours", "compiler")
 
 
-def is_ours(frame: FrameType) -> bool:
-    """Whether code that was made for a graph of ours calls from this frame; told at once."""
-    called: FrameType | None = frame
-    if frame.f_code is OPERATOR_CALL:
-        called = frame.f_back
-    return called is not None and id(called.f_code) in _CODE
+def is_ours(frame: FrameType | None) -> bool:
+    """Return whether code that was made for a graph of ours calls from a kernel's caller.
+
+    Args:
+        frame: The kernel's caller; ``None`` on a thread of the autograd engine, which has none.
+    """
+    if frame is not None and frame.f_code is OPERATOR_CALL:
+        frame = frame.f_back
+    return frame is not None and id(frame.f_code) in _CODE
 
 
 def caller() -> str | None:

@@ -109,7 +109,7 @@ def product_kernel(rule: ProductRule, original: Kernel) -> Kernel:
     """
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        if LOCAL.is_inside or is_ours(sys._getframe(1)):
+        if LOCAL.is_inside or is_ours(sys._getframe().f_back):
             return original(*args, **kwargs)
         session, node, call = owner_of(rule, args)
         if session is None or caller() in OWN_CALLERS:

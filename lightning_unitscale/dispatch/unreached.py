@@ -138,7 +138,7 @@ def writing_kernel(rule: ProductRule, unreached: UnreachedRule, original: Kernel
         rule = replace(rule, with_factor=None)
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        if LOCAL.is_inside or is_ours(sys._getframe(1)):
+        if LOCAL.is_inside or is_ours(sys._getframe().f_back):
             return original(*args, **kwargs)
         session, node, call = owner_of(rule, args)
         if session is None:
