@@ -7,6 +7,11 @@ PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3
 PIP_ARGS ?=
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
+# Of `make gpu`: names of steps, and options, such as --minutes 9. With WHEELS=folder nothing is
+# fetched: the steps run by $(PYTHON) as it is, with wheels from there of what it lacks.
+STEPS ?=
+GPU_ARGS ?=
+WHEELS ?=
 # Processes that run tests side by side; files are not divided, and those with slow tests come first.
 TEST_WORKERS ?= 2
 BENCHMARKS ?= unit_scale_overhead monitor_overhead same_training operator_bits architectures rule_coverage rule_transform_cost best_rates lr_transfer low_precision_gradients low_precision_training memory_prediction remat_pareto planning_time pipeline_bubble pipeline_balance pipeline_scale pipeline_sharding
@@ -16,9 +21,11 @@ PYTEST := $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadsc
 # A stamp is younger than what it was installed from, so that a second call installs nothing.
 INSTALLED_DEMO := $(VENV)/.installed-demo
 INSTALLED_ALL := $(VENV)/.installed-all
+INSTALLED_GPU := $(if $(WHEELS),,$(INSTALLED_ALL))
+ON_A_GPU := $(if $(WHEELS),$(PYTHON),$(BIN)/python) benchmarks/on_a_gpu.py $(if $(WHEELS),--wheels $(WHEELS)) $(GPU_ARGS)
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 
-.PHONY: help demo demo-baseline demo-pipeline test test-fast test-gpu bench-gpu browser mutations lint format types docs tensorboard bench clean
+.PHONY: help demo demo-baseline demo-pipeline test test-fast gpu test-gpu bench-gpu browser mutations lint format types docs tensorboard bench clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' Makefile
@@ -45,11 +52,14 @@ test: $(INSTALLED_ALL) ## every test; those of a browser need `make browser` bef
 test-fast: $(INSTALLED_ALL) ## a case of every test that is quick
 	$(PYTEST) -m "not slow and not distributed and not browser" --cases 1 $(PYTEST_ARGS)
 
-test-gpu: $(INSTALLED_ALL) ## what only a GPU can show, on the one that is there
-	$(BIN)/python -m pytest -m gpu --device cuda tests $(PYTEST_ARGS)
+gpu: $(INSTALLED_GPU) ## both of what follows, in short steps; STEPS="bits demo" for some
+	$(ON_A_GPU) $(STEPS)
 
-bench-gpu: $(INSTALLED_ALL) ## what everything takes on the GPU that is there: a table, and a JSON
-	$(BIN)/python benchmarks/gpu.py
+test-gpu: $(INSTALLED_GPU) ## what only a GPU can show, on the one that is there
+	$(ON_A_GPU) tests --pytest-args='$(PYTEST_ARGS)'
+
+bench-gpu: $(INSTALLED_GPU) ## what everything takes on the GPU that is there: tables, and JSONs
+	$(ON_A_GPU) benchmarks
 
 browser: $(INSTALLED_ALL) ## fetch by npm what the tests of the dashboard drive Chromium with
 	$(BIN)/python -m tests.browser.browser

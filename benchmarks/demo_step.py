@@ -54,17 +54,26 @@ def training_step(module: nn.Module, batch: tuple[Tensor, Tensor]) -> Callable[[
     return step
 
 
-def watched_step(
-    module: nn.Module, batch: tuple[Tensor, Tensor], every_n_steps: int, folder: str | None
-) -> Callable[[], object]:
+class WatchedStep:
     """One training step with ``ScaleMonitor`` attached; without a folder nothing is written."""
-    attachment = attach(module, callbacks=ScaleMonitor(every_n_steps=every_n_steps), log_dir=folder)
-    step = training_step(module, batch)
 
-    def run() -> None:
-        step()
+    def __init__(
+        self,
+        module: nn.Module,
+        batch: tuple[Tensor, Tensor],
+        every_n_steps: int,
+        folder: str | None,
+    ) -> None:
+        monitor = ScaleMonitor(every_n_steps=every_n_steps)
+        self._attachment = attach(module, callbacks=monitor, log_dir=folder)
+        self._step = training_step(module, batch)
+
+    def __call__(self) -> None:
+        self._step()
         # Events are written by a thread: without this, during the next variant's step.
-        for experiment in attachment.loggers:
+        for experiment in self._attachment.loggers:
             experiment.flush()
 
-    return run
+    def close(self) -> None:
+        """Detach the monitor, after which nothing keeps the module."""
+        self._attachment.detach()

@@ -1,4 +1,4 @@
-"""What everything takes on a GPU: one table, and one JSON with the device's name.
+"""What everything takes on a GPU: tables, and one JSON with the device's name.
 
 A GPT in BF16 autocast, forward, backward and AdamW:
 
@@ -8,6 +8,9 @@ A GPT in BF16 autocast, forward, backward and AdamW:
 - FP8 linears over BF16 and torchao's dynamic scales, in a block of width 4,096 (``fp8_matmul.py``),
   and whether ``FP8(casts="fused")`` or ``"kernel"`` is faster under Inductor.
 
+A step is timed beside its plain one, a budget has the device to itself, and what a measurement has
+allocated is freed before the next: the script fails if it is not.
+
 Run: ``make bench-gpu``, or ``python benchmarks/gpu.py``; with ``--rehearse`` in a small size on a
 CPU, to see that it starts.
 """
@@ -15,20 +18,22 @@ CPU, to see that it starts.
 from __future__ import annotations
 
 import argparse
-import copy
+import contextlib
+import gc
 import importlib
 import json
 import statistics
+import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from operator import truediv
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from demo_step import NEVER, VOCABULARY, training_step, watched_step
+from demo_step import NEVER, VOCABULARY, WatchedStep, training_step
 from fp8_matmul import faster_casts
 from fp8_matmul import measure as measure_fp8
 from measure import RESULTS, interleaved, machine
@@ -38,7 +43,7 @@ from torch import Tensor, nn
 from examples.gpt import GPT
 from lightning_unitscale.functional.low_precision import why_no_fp8
 from lightning_unitscale.profiler import profile_graph
-from lightning_unitscale.profiler.measure import PeakMeter
+from lightning_unitscale.profiler.measure import PeakMeter, storage_bytes
 from lightning_unitscale.remat import remat
 from lightning_unitscale.transforms import compile as compile_graphs
 from lightning_unitscale.transforms import lossless_unit_scale, unit_scale
@@ -53,6 +58,7 @@ _SIZES: dict[str, dict[str, Any]] = {
         "budgets": (1.0, 0.95),
     },
 }
+Batch = tuple[Tensor, Tensor]
 Step = Callable[[], object]
 
 
@@ -70,132 +76,219 @@ class Loss(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
-def overheads(plain: nn.Module, batch: tuple[Tensor, Tensor], folder: str) -> dict[str, Step]:
-    """Steps by name; what each is compared with is named before the comma, with "plain"."""
-
-    def compiled(module: nn.Module, mode: str) -> nn.Module:
-        return torch.compile(module, mode=mode)  # type: ignore[return-value]
-
-    rules = unit_scale(plain)
-    rules(*batch)  # decides, before it is copied
-    everything = lossless_unit_scale(plain, *batch, depth="all")
-    modules = {
-        "eager, plain": copy.deepcopy(plain),
-        "eager, plain once more": copy.deepcopy(plain),
-        "eager, lossless products": lossless_unit_scale(plain, *batch),
-        "eager, lossless all": everything,
-        "eager, by rules": rules,
-        "Inductor, plain": compiled(copy.deepcopy(plain), "default"),
-        "Inductor, lossless products": compiled(lossless_unit_scale(plain, *batch), "default"),
-        "Inductor, lossless all": compile_graphs(everything),
-        "Inductor, by rules": compile_graphs(rules),
-        "CUDA graphs, plain": compiled(copy.deepcopy(plain), "reduce-overhead"),
-        "CUDA graphs, lossless products": compiled(
-            lossless_unit_scale(plain, *batch), "reduce-overhead"
-        ),
-        "CUDA graphs, lossless all": compile_graphs(everything, "reduce-overhead"),
-    }
-    return {name: training_step(module, batch) for name, module in modules.items()} | {
-        "eager, monitor, not sampled": watched_step(copy.deepcopy(plain), batch, NEVER, None),
-        "eager, monitor, every step": watched_step(copy.deepcopy(plain), batch, 1, folder),
-    }
+def _compiled(module: nn.Module, mode: str = "default") -> nn.Module:
+    return torch.compile(module, mode=mode)  # type: ignore[return-value]
 
 
-def ratios(seconds: dict[str, list[float]]) -> list[dict[str, Any]]:
-    """A row for each variant, with the median of the rounds' own ratios."""
+def _by_rules(module: nn.Module, batch: Batch) -> nn.Module:
+    scaled = unit_scale(module)
+    scaled(*batch)  # decides
+    return scaled
+
+
+def _graphs(module: nn.Module) -> nn.Module:
+    return _compiled(module, "reduce-overhead")
+
+
+# By what each is compared with, the plain module in another way of running it.
+PLAIN: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "eager": lambda module: module,
+    "Inductor": _compiled,
+    "CUDA graphs": _graphs,
+}
+VARIANTS: dict[str, Callable[[nn.Module, Batch], nn.Module]] = {
+    "eager, plain once more": lambda module, batch: module,
+    "eager, lossless products": lambda module, batch: lossless_unit_scale(module, *batch),
+    "eager, lossless all": lambda module, batch: lossless_unit_scale(module, *batch, depth="all"),
+    "eager, by rules": _by_rules,
+    "Inductor, lossless products": lambda module, batch: _compiled(
+        lossless_unit_scale(module, *batch)
+    ),
+    "Inductor, lossless all": lambda module, batch: compile_graphs(
+        lossless_unit_scale(module, *batch, depth="all")
+    ),
+    "Inductor, by rules": lambda module, batch: compile_graphs(_by_rules(module, batch)),
+    "CUDA graphs, lossless products": lambda module, batch: _graphs(
+        lossless_unit_scale(module, *batch)
+    ),
+    "CUDA graphs, lossless all": lambda module, batch: compile_graphs(
+        lossless_unit_scale(module, *batch, depth="all"), "reduce-overhead"
+    ),
+}
+
+
+class Bench:
+    """A device, the sizes for it and a batch on it.
+
+    Args:
+        device: Where everything runs.
+
+    Attributes:
+        left: By measurement, bytes that it has left allocated.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.sizes = device, _SIZES[device.type]
+        self.left: dict[str, int] = {}
+        generator = torch.Generator().manual_seed(1)
+        shape = (self.sizes["batch"], self.sizes["context"] + 1)
+        tokens = torch.randint(VOCABULARY, shape, generator=generator).to(device)
+        self.batch = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+    def module(self) -> nn.Module:
+        """The plain module, always with the same parameters."""
+        sizes = self.sizes
+        return Loss(sizes["width"], sizes["depth"], sizes["context"]).to(self.device)
+
+    def clock(self) -> float:
+        """The time at which the device has done what it was asked for."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    @contextlib.contextmanager
+    def alone(self, name: str) -> Iterator[None]:
+        """Note what is left on the device of what is made within."""
+        before = self._allocated()
+        yield
+        torch._dynamo.reset()
+        self.left[name] = self._allocated() - before
+
+    def _allocated(self) -> int:
+        gc.collect()
+        if self.device.type == "cuda":
+            # Each thread that has multiplied has a workspace, for good.
+            torch._C._cuda_clearCublasWorkspaces()
+            return torch.cuda.memory_allocated()
+        tensors = (Tensor, nn.Parameter)  # and no fake ones, of what was compiled
+        return storage_bytes([one for one in gc.get_objects() if type(one) in tensors])
+
+
+def overheads(bench: Bench) -> list[dict[str, Any]]:
+    """A row for each variant, timed in turn with the plain step that it is compared with."""
     rows = []
-    for name, taken in seconds.items():
-        baseline = f"{name.partition(',')[0]}, plain"
-        ratio = statistics.median(map(truediv, taken, seconds[baseline]))
-        rows.append(
-            {
-                "variant": name,
-                "ms per step": round(1e3 * statistics.median(taken), 3),
-                "compared with": baseline,
-                "ratio": round(ratio, 3),
-            }
-        )
+    for name, make in VARIANTS.items():
+        with bench.alone(name):
+            step = training_step(make(bench.module(), bench.batch), bench.batch)
+            rows.append(_row(bench, name, step))
+            del step
+    for name, every_n_steps in {"not sampled": NEVER, "every step": 1}.items():
+        name = f"eager, monitor, {name}"
+        with bench.alone(name), tempfile.TemporaryDirectory() as folder:
+            to = None if every_n_steps == NEVER else folder
+            with contextlib.closing(
+                WatchedStep(bench.module(), bench.batch, every_n_steps, to)
+            ) as watched:
+                rows.append(_row(bench, name, watched))
+            del watched
     return rows
 
 
-def budgets(
-    plain: nn.Module,
-    batch: tuple[Tensor, Tensor],
-    clock: Callable[[], float],
-    sizes: dict[str, Any],
-) -> list[dict[str, Any]]:
+def _row(bench: Bench, name: str, step: Step) -> dict[str, Any]:
+    way = name.partition(",")[0]
+    plain = training_step(PLAIN[way](bench.module()), bench.batch)
+    taken = interleaved(
+        {"plain": plain, name: step},
+        rounds=bench.sizes["rounds"],
+        warmup=bench.sizes["warmup"],
+        clock=bench.clock,
+    )
+    # Each round has a ratio of its own: what else the machine did then is on both sides.
+    ratio = statistics.median(map(truediv, taken[name], taken["plain"]))
+    return {
+        "variant": name,
+        "ms per step": round(1e3 * statistics.median(taken[name]), 3),
+        "plain, ms": round(1e3 * statistics.median(taken["plain"]), 3),
+        "ratio": round(ratio, 3),
+    }
+
+
+def budgets(bench: Bench) -> list[dict[str, Any]]:
     """A row for each budget: predicted and measured peak, and the time of a step."""
-    device = batch[0].device
     rows = []
-    for budget in sizes["budgets"]:
-        module = copy.deepcopy(plain) if budget == 1.0 else remat(plain, budget)
-        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4)
-
-        def step(module: nn.Module = module, optimizer: Any = optimizer) -> None:
-            module(*batch).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-        step()
-        meter = PeakMeter(device)
-        meter.start()
-        step()
-        state = [dict(values) for values in optimizer.state.values()]
-        meter.mark([*module.parameters(), *module.buffers(), state, *batch])
-        step()
-        measured = meter.stop() or 0
-        taken = interleaved({"step": step}, rounds=sizes["rounds"], warmup=1, clock=clock)["step"]
-        row = {"budget": budget, "measured peak, MiB": round(measured / 2**20, 1)}
-        if budget == 1.0:
-            profile = profile_graph(plain, *batch, device=device.type, optimizer=torch.optim.AdamW)
-            row["predicted peak, MiB"] = round(profile.peak_bytes / 2**20, 1)
-        rows.append({**row, "ms per step": round(1e3 * statistics.median(taken), 3)})
+    for budget in bench.sizes["budgets"]:
+        with bench.alone(f"budget {budget}"):
+            rows.append(_with_budget(bench, budget))
     return rows
 
 
-def main() -> None:
-    """Measure, print the tables and write the JSON."""
+def _with_budget(bench: Bench, budget: float) -> dict[str, Any]:
+    row: dict[str, Any] = {"budget": budget}
+    module = bench.module()
+    if budget == 1.0:
+        profile = profile_graph(
+            module, *bench.batch, device=bench.device.type, optimizer=torch.optim.AdamW
+        )
+        row["predicted peak, MiB"] = round(profile.peak_bytes / 2**20, 1)
+    else:
+        module = remat(module, budget)
+    gc.collect()  # the plain module, in whose place there is a copy
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4)
+
+    def step() -> None:
+        module(*bench.batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    meter = PeakMeter(bench.device)
+    meter.start()
+    step()
+    state = [dict(values) for values in optimizer.state.values()]
+    meter.mark([*module.parameters(), *module.buffers(), state, *bench.batch])
+    del state
+    step()
+    row["measured peak, MiB"] = round((meter.stop() or 0) / 2**20, 1)
+    rounds = bench.sizes["rounds"]
+    taken = interleaved({"step": step}, rounds=rounds, warmup=1, clock=bench.clock)["step"]
+    return {**row, "ms per step": round(1e3 * statistics.median(taken), 3)}
+
+
+def fp8(bench: Bench) -> list[dict[str, Any]]:
+    """Rows of ``fp8_matmul.py``; none where the device has no such products."""
+    if bench.device.type != "cuda" or why_no_fp8(bench.device) is not None:
+        return []
+    with bench.alone("fp8"):
+        return measure_fp8("block", 4096, 16384)
+
+
+PARTS: dict[str, Callable[[Bench], list[dict[str, Any]]]] = {
+    "overheads": overheads,
+    "budgets": budgets,
+    "fp8": fp8,
+}
+
+
+def main() -> int:
+    """Measure, print the tables and write the JSON, after each part; 1 if memory was not freed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--rehearse", action="store_true", help="in a small size on the CPU")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--output", type=Path, default=RESULTS / "gpu.json")
     options = parser.parse_args()
     if not options.rehearse and not torch.cuda.is_available():
         parser.error("torch finds no CUDA device; pass --rehearse to see that this starts.")
-    device = torch.device("cpu" if options.rehearse else "cuda")
     if options.rehearse:
         # Torch's own kernels in what is compiled: nobody waits for a C++ compiler.
         importlib.import_module("torch._inductor.config").fallback_by_default = True
-    sizes = _SIZES[device.type]
-
-    def clock() -> float:
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter()
-
-    generator = torch.Generator().manual_seed(1)
-    shape = (sizes["batch"], sizes["context"] + 1)
-    tokens = torch.randint(VOCABULARY, shape, generator=generator).to(device)
-    batch = (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
-    plain = Loss(sizes["width"], sizes["depth"], sizes["context"]).to(device)
-    results: dict[str, Any] = {"machine": machine(), "sizes": sizes}
-    with tempfile.TemporaryDirectory() as folder:
-        steps = overheads(plain, batch, folder)
-        results["overheads"] = ratios(
-            interleaved(steps, rounds=sizes["rounds"], warmup=sizes["warmup"], clock=clock)
-        )
-    results["budgets"] = budgets(plain, batch, clock, sizes)
-    if device.type == "cuda" and why_no_fp8(device) is None:
-        results["fp8"] = measure_fp8("block", 4096, 16384)
-        results["casts"] = faster_casts(results["fp8"])
-    for name in ("overheads", "budgets", "fp8"):
-        if name in results:
-            print(f"{name}\n{tabulate(results[name], headers='keys')}\n")
-    if "casts" in results:
-        print(f"Under Inductor set FP8(casts={results['casts']!r}) on this GPU.\n")
-    print(", ".join(f"{key} {value}" for key, value in results["machine"].items()))
+    bench = Bench(torch.device("cpu" if options.rehearse else "cuda"))
+    results: dict[str, Any] = {"machine": machine(), "sizes": bench.sizes}
     options.output.parent.mkdir(exist_ok=True)
-    options.output.write_text(json.dumps(results, indent=1) + "\n")
+    for name in options.only:
+        if not (rows := PARTS[name](bench)):
+            continue
+        results[name] = rows
+        print(f"{name}\n{tabulate(rows, headers='keys')}\n", flush=True)
+        if name == "fp8":
+            results["casts"] = faster_casts(rows)
+            print(f"Under Inductor set FP8(casts={results['casts']!r}) on this GPU.\n")
+        options.output.write_text(json.dumps(results, indent=1) + "\n")
+    print(", ".join(f"{key} {value}" for key, value in results["machine"].items()))
+    left = {name: size for name, size in bench.left.items() if size > 0}
+    if left:
+        print(f"still allocated, in bytes: {left}", file=sys.stderr)
+    return bool(left)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from demo_step import NEVER, DemoLoss, demo_batch, training_step, watched_step
+from demo_step import NEVER, DemoLoss, WatchedStep, demo_batch, training_step
 from measure import interleaved, report
 from small_models import Batch, small_models
 from torch import nn
@@ -66,7 +66,7 @@ def watched_steps(name: str, module: nn.Module, batch: Batch, folder: str) -> di
     """The variants of one model's eager step; each has a copy of its own."""
 
     def watched(every_n_steps: int, to: str | None = None) -> Callable[[], object]:
-        return watched_step(copy.deepcopy(module), batch, every_n_steps, to)
+        return WatchedStep(copy.deepcopy(module), batch, every_n_steps, to)
 
     return {
         f"{name}, plain": training_step(copy.deepcopy(module), batch),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.fp8_matmul import faster_casts
+from benchmarks.on_a_gpu import tests_of
 
 _SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu.py"
 
@@ -21,12 +23,54 @@ def test_a_rehearsal(tmp_path: Path) -> None:
     finished = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert finished.returncode == 0, finished.stderr
     results = json.loads(output.read_text())
-    assert {row["ratio"] for row in results["overheads"] if row["variant"].endswith("plain")} == {1}
-    assert len(results["overheads"]) == 14
+    assert len({row["variant"] for row in results["overheads"]}) == 11
+    assert all(row["ratio"] > 0 for row in results["overheads"])
     predicted, measured = (
         results["budgets"][0][f"{word} peak, MiB"] for word in ("predicted", "measured")
     )
     assert predicted == pytest.approx(measured, rel=0.1)
+
+
+def test_what_tests_leave_is_added_up() -> None:
+    def line(test: str, outcome: str, said: str = "") -> dict[str, str]:
+        return {"test": test, "outcome": outcome, "said": said}
+
+    lines = [line("a", "passed"), line("b", "failed", "x" * 5000), line("b", "passed")]
+    lines += [line("c", "skipped", "no GPU"), line("d", "skipped", "no GPU")]
+    found = tests_of([*lines, line("a", "failed", "in its teardown")])
+    assert found["tests"] == {"failed": 2, "skipped": 2}
+    assert found["skips"] == {"no GPU": ["c", "d"]}
+    assert found["failures"]["a"] == "in its teardown" and len(found["failures"]["b"]) == 4000
+
+
+_FILE = """
+import pytest
+
+@pytest.fixture
+def broken():
+    yield
+    raise OSError("at the end")
+
+def test_right(): ...
+def test_wrong(): assert 1 == 2
+def test_left_out(): pytest.skip("there is none")
+def test_broken(broken): ...
+"""
+
+
+def test_outcomes_are_written_as_they_come(tmp_path: Path) -> None:
+    (tmp_path / "test_some.py").write_text(_FILE)
+    (tmp_path / "test_none.py").write_text("import nothing_of_this_name")
+    written = tmp_path / "outcomes"
+    command = [sys.executable, "-m", "pytest", "-n", "2", "-p", "tests.gpu.outcomes"]
+    command += ["--continue-on-collection-errors", "--outcomes", str(written), str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": str(_SCRIPT.parents[1])}
+    subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, timeout=120)
+    found = tests_of([json.loads(line) for line in written.read_text().splitlines()])
+    assert found["tests"] == {"passed": 1, "failed": 3, "skipped": 1}
+    assert list(found["skips"]) == ["there is none"]
+    assert sum("nothing_of_this_name" in said for said in found["failures"].values()) == 1
+    assert sum("at the end" in said for said in found["failures"].values()) == 1
 
 
 def test_the_faster_casts_are_told() -> None:

@@ -13,11 +13,7 @@ import torch
 from lightning_unitscale import RematCallback, ScaleMonitor, UnitScaleCallback
 from tests.callbacks.modules import Regression
 from tests.callbacks.runs import run
-from tests.conformance.cases import Case
-from tests.conformance.harness import differences
-from tests.conformance.harness import train as train_case
-from tests.conformance.test_conformance import CASES, INEXACT
-from tests.gpu.models import device_name, losses, train
+from tests.gpu.models import losses, train
 from tests.helpers import assert_same_bits
 
 _ARRANGEMENTS: dict[str, Callable[[], list[pl.Callback]]] = {
@@ -25,27 +21,6 @@ _ARRANGEMENTS: dict[str, Callable[[], list[pl.Callback]]] = {
     "both": lambda: [UnitScaleCallback(), ScaleMonitor(every_n_steps=2)],
     "all": lambda: [UnitScaleCallback(depth="all")],
 }
-
-
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """All odd modules on a GPU; in a rehearsal the first of each theme: elsewhere all are run."""
-    if "case" in metafunc.fixturenames:
-        first = {case.name.partition("-")[0]: case for case in reversed(CASES)}
-        cases = CASES if device_name(metafunc.config) == "cuda" else list(first.values())
-        metafunc.parametrize("case", cases, ids=lambda case: case.name)
-
-
-@pytest.mark.parametrize("method", ["lossless", "both"])
-def test_odd_modules(case: Case, method: str, device: torch.device) -> None:
-    if case.name in INEXACT:
-        pytest.skip(INEXACT[case.name])
-    try:
-        plain, again = (train_case(case, "plain", device.type) for _ in range(2))
-    except (RuntimeError, NotImplementedError, TypeError) as error:
-        pytest.skip(f"plainly, it does not run there: {error}")
-    if differences(again, plain):
-        pytest.skip("plainly, it has other bits in another run")
-    assert differences(train_case(case, method, device.type), plain) == []
 
 
 @pytest.mark.parametrize("arrangement", _ARRANGEMENTS)

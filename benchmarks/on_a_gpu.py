@@ -1,0 +1,280 @@
+"""Everything that only a GPU can show, in short steps that each leave what they found at once.
+
+Run: ``make gpu`` (all steps), ``make test-gpu``, ``make bench-gpu``, or::
+
+    python benchmarks/on_a_gpu.py --list
+    python benchmarks/on_a_gpu.py bits conformance --minutes 9 --wheels FOLDER --output FOLDER
+
+Steps run in the order of the list. A step that fails or exceeds its limit does not stop the others.
+The output folder has ``gpu.json``, with the numbers of tests, the skips with their reasons and the
+failures of each step; ``gpu.log``, with all that the steps print; ``tests.jsonl``, with a line for
+each test; and a JSON of each benchmark. All are written while the steps run, and a later call adds
+to them. Without a network, ``--wheels`` names a folder with wheels of what this Python lacks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+# Of what a failed test says, its last characters are kept.
+KEPT = 4000
+
+
+@dataclass(frozen=True)
+class Step:
+    """A command and what it shows.
+
+    Args:
+        name: For the command line and the results.
+        shows: One line for the list.
+        command: Arguments of Python, in which ``{device}`` and ``{output}`` are filled in.
+        rehearsal: Further arguments where there is no GPU; ``None`` if the step needs one.
+        workers: Processes that share the tests; ``None`` for a benchmark.
+    """
+
+    name: str
+    shows: str
+    command: str
+    rehearsal: str | None = ""
+    workers: int | None = None
+
+
+_GPU_TESTS = "--device {device} tests/gpu -m"
+STEPS = (
+    Step(
+        "bits",
+        "bits of a GPT, TF32, formats, memory, and that no step waits for the device",
+        f'{_GPU_TESTS} "gpu and not slow" --deselect tests/gpu/test_odd_modules.py',
+        workers=4,
+    ),
+    Step(
+        "conformance",
+        "bits of the conformance matrix, with its tensors on the device",
+        f"{_GPU_TESTS} gpu -k test_odd_modules",
+        workers=8,
+    ),
+    Step(
+        "demo",
+        "the demo, and how many of its operands are near RMS 1",
+        "-m lightning_unitscale fit --config configs/gpt_unit_scaled.yaml"
+        " --trainer.accelerator {device} --trainer.logger.init_args.save_dir {logs}",
+        "--trainer.max_steps 3 --trainer.limit_val_batches 1",
+    ),
+    Step(
+        "training",
+        "the demo with the callbacks and without: losses and weights, bit for bit",
+        "benchmarks/same_training.py --device {device} --output {output}",
+        "--steps 2",
+    ),
+    Step(
+        "compiled",
+        "bits under Inductor and in CUDA graphs, and a memory budget",
+        f'{_GPU_TESTS} "gpu and slow" -k "not rehearsal"',
+        workers=4,
+    ),
+    Step("fp8", "FP8 beside BF16", "benchmarks/gpu.py --only fp8 --output {output}", None),
+    Step(
+        "overheads",
+        "what unit scaling and the monitor take of a step",
+        "benchmarks/gpu.py --only overheads --output {output}",
+        "--rehearse",
+    ),
+    Step(
+        "budgets",
+        "predicted and measured peaks of memory budgets",
+        "benchmarks/gpu.py --only budgets --output {output}",
+        "--rehearse",
+    ),
+    Step(
+        "suite",
+        "two cases of every quick test on the CPU, by this Python and this torch",
+        'tests --cases 2 -m "not slow and not distributed and not browser and not gpu"',
+        workers=12,
+    ),
+)
+# The plugin of pytest-benchmark, where an image has it, warns of xdist, and warnings are errors.
+_PYTEST = "-m pytest -q -ra -p no:cacheprovider -p no:benchmark -p tests.gpu.outcomes"
+
+
+class Folder:
+    """Where the results go.
+
+    Args:
+        path: The folder; it is made.
+    """
+
+    def __init__(self, path: Path) -> None:
+        path.mkdir(parents=True, exist_ok=True)
+        self.path = path.resolve()
+        self.log = self.path / "gpu.log"
+        self.outcomes = self.path / "tests.jsonl"
+        self._summary = self.path / "gpu.json"
+
+    def add(self, name: str, result: Mapping[str, Any]) -> None:
+        """Write the result of a step, or another entry, beside those that are there."""
+        summary = json.loads(self._summary.read_text()) if self._summary.exists() else {}
+        summary[name] = result
+        unfinished = self._summary.with_suffix(".new")
+        unfinished.write_text(json.dumps(summary, indent=1) + "\n")
+        unfinished.replace(self._summary)
+
+
+def run(step: Step, folder: Folder, environment: Mapping[str, str], args: Any) -> dict[str, Any]:
+    """Run a step and say what became of it."""
+    with tempfile.TemporaryDirectory() as logs:
+        command = _filled_in(step, folder, Path(logs), args)
+        known = folder.outcomes.stat().st_size if folder.outcomes.exists() else 0
+        start = time.monotonic()
+        with folder.log.open("a") as log:
+            print(f"\n== {step.name}: {shlex.join(command)}", file=log, flush=True)
+            process = subprocess.Popen(
+                command, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True
+            )
+            try:
+                ended = f"exit code {process.wait(timeout=args.limit)}"
+            except subprocess.TimeoutExpired:
+                ended = f"stopped after {args.limit} s"
+            finally:
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
+    result = {
+        "shows": step.shows,
+        "device": args.device,
+        "ended": ended,
+        "seconds": round(time.monotonic() - start, 1),
+    }
+    if step.workers is not None:
+        with folder.outcomes.open() if folder.outcomes.exists() else open(os.devnull) as file:
+            file.seek(known)
+            result |= tests_of([json.loads(line) for line in file])
+    return result
+
+
+def _filled_in(step: Step, folder: Folder, logs: Path, args: Any) -> list[str]:
+    line = step.command
+    if step.workers is not None:
+        line = f"{_PYTEST} --outcomes {{outcomes}} {line} {args.pytest_args}"
+        if step.workers:
+            line += f" -n {min(step.workers, os.cpu_count() or 1)}"
+    if args.device == "cpu":
+        line += f" {step.rehearsal}"
+    places = {
+        "device": args.device,
+        "output": folder.path / f"{step.name}.json",
+        "outcomes": folder.outcomes,
+        "logs": logs,
+    }
+    return [sys.executable, *(word.format_map(places) for word in shlex.split(line))]
+
+
+def tests_of(outcomes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Numbers of tests by outcome, skips by reason, and what failed tests say.
+
+    Args:
+        outcomes: The lines of ``tests.gpu.outcomes``: of one test there may be several.
+    """
+    of_test: dict[str, Mapping[str, Any]] = {}
+    for line in outcomes:
+        if of_test.get(line["test"], line)["outcome"] != "failed":
+            of_test[line["test"]] = line
+    counts: dict[str, int] = defaultdict(int)
+    skips: dict[str, list[str]] = defaultdict(list)
+    for test, line in of_test.items():
+        counts[line["outcome"]] += 1
+        if line["outcome"] == "skipped":
+            skips[line["said"]].append(test)
+    failures = {
+        test: line["said"][-KEPT:] for test, line in of_test.items() if line["outcome"] == "failed"
+    }
+    return {"tests": dict(counts), "failures": failures, "skips": dict(skips)}
+
+
+def environment_with(wheels: Path | None, site: Path, log: Path) -> dict[str, str]:
+    """Environment variables of the steps: this checkout, and what the wheels bring."""
+    paths = [str(ROOT)]
+    if wheels is not None:
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps"]
+        command += ["--no-compile", "--no-cache-dir", "--target", str(site)]
+        with log.open("a") as file:
+            names = map(str, sorted(wheels.glob("*.whl")))
+            subprocess.run([*command, *names], check=True, stdout=file, stderr=file)
+        paths.append(str(site))
+    if "PYTHONPATH" in os.environ:
+        paths.append(os.environ["PYTHONPATH"])
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(paths),
+        "PYTHONUNBUFFERED": "1",
+        # Without it cuBLAS may add up in another order in another run.
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    }
+
+
+_MACHINE = "import json; from benchmarks.measure import machine; print(json.dumps(machine()))"
+
+
+def main() -> int:
+    """Run the steps that were asked for; 1 if one of them failed."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("steps", nargs="*", help="by name, or 'tests' or 'benchmarks'")
+    parser.add_argument("--list", action="store_true", help="say what each step shows")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: rehearse")
+    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results" / "gpu")
+    parser.add_argument("--wheels", type=Path, help="folder of wheels to install for the steps")
+    parser.add_argument("--limit", type=float, default=240, help="seconds of a step")
+    parser.add_argument("--minutes", type=float, default=60, help="of all steps")
+    parser.add_argument("--pytest-args", default="", help="further arguments of the tests")
+    args = parser.parse_args()
+    kinds = {step.name: "benchmarks" if step.workers is None else "tests" for step in STEPS}
+    if unknown := {*args.steps} - {*kinds, *kinds.values()}:
+        parser.error(f"no step is named {', '.join(sorted(unknown))}; expected {', '.join(kinds)}")
+    steps = [s for s in STEPS if not args.steps or {s.name, kinds[s.name]} & {*args.steps}]
+    if args.list:
+        for step in steps:
+            print(f"{step.name:12} {kinds[step.name]:11} {step.shows}")
+        return 0
+    end, start = time.monotonic() + 60 * args.minutes, time.monotonic()
+    limit, folder, failed = args.limit, Folder(args.output), []
+    with tempfile.TemporaryDirectory() as site:
+        environment = environment_with(args.wheels, Path(site), folder.log)
+        command = [sys.executable, "-c", _MACHINE]
+        about = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE).stdout
+        folder.add("machine", json.loads(about))
+        for step in steps:
+            if args.device == "cpu" and step.rehearsal is None:
+                continue
+            args.limit = min(limit, end - time.monotonic())
+            if args.limit < 10:
+                result: dict[str, Any] = {"shows": step.shows, "ended": "no time was left for it"}
+            else:
+                result = run(step, folder, environment, args)
+            folder.add(step.name, result)
+            failed += [step.name] if result["ended"] != "exit code 0" else []
+            print(f"{step.name:12} {result.get('seconds', 0):6} s, {result['ended']}", flush=True)
+            for outcome, count in result.get("tests", {}).items():
+                print(f"{count:8} {outcome}")
+            for reason, tests in result.get("skips", {}).items():
+                print(f"{len(tests):8} skipped: {reason.splitlines()[0][:100] if reason else ''}")
+            for test in result.get("failures", {}):
+                print(f"         failed: {test}", flush=True)
+    print(f"{time.monotonic() - start:.0f} s; results in {folder.path}; failed: {failed or 'none'}")
+    return bool(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

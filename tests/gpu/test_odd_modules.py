@@ -1,0 +1,33 @@
+"""On an accelerator, too, every odd module trains bit for bit as it does without the package."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.conformance.cases import Case
+from tests.conformance.harness import differences, train
+from tests.conformance.test_conformance import CASES, INEXACT
+from tests.gpu.models import device_name
+
+METHODS = ("lossless", "both")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """All odd modules on a GPU; in a rehearsal the first of each theme: elsewhere all are run."""
+    first = {case.name.partition("-")[0]: case for case in reversed(CASES)}
+    cases = CASES if device_name(metafunc.config) == "cuda" else list(first.values())
+    metafunc.parametrize("case", cases, ids=lambda case: case.name)
+
+
+def test_odd_modules(case: Case, device: torch.device) -> None:
+    if case.name in INEXACT:
+        pytest.skip(INEXACT[case.name])
+    try:
+        plain, again = (train(case, "plain", device.type) for _ in range(2))
+    except (RuntimeError, NotImplementedError, TypeError) as error:
+        pytest.skip(f"plainly, it does not run there: {error}")
+    if differences(again, plain):
+        pytest.skip("plainly, it has other bits in another run")
+    found = {method: differences(train(case, method, device.type), plain) for method in METHODS}
+    assert found == {method: [] for method in METHODS}
