@@ -161,7 +161,7 @@ def run(step: Step, folder: Folder, environment: Mapping[str, str], args: Any) -
     if step.workers is not None:
         with folder.outcomes.open() if folder.outcomes.exists() else open(os.devnull) as file:
             file.seek(known)
-            result |= tests_of([json.loads(line) for line in file])
+            result |= summary_of([json.loads(line) for line in file])
     return result
 
 
@@ -182,7 +182,7 @@ def _filled_in(step: Step, folder: Folder, logs: Path, args: Any) -> list[str]:
     return [sys.executable, *(word.format_map(places) for word in shlex.split(line))]
 
 
-def tests_of(outcomes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def summary_of(outcomes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Numbers of tests by outcome, skips by reason, and what failed tests say.
 
     Args:

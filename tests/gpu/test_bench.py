@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.fp8_matmul import faster_casts
-from benchmarks.on_a_gpu import tests_of
+from benchmarks.on_a_gpu import summary_of
 
 _SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu.py"
 
@@ -37,7 +37,7 @@ def test_what_tests_leave_is_added_up() -> None:
 
     lines = [line("a", "passed"), line("b", "failed", "x" * 5000), line("b", "passed")]
     lines += [line("c", "skipped", "no GPU"), line("d", "skipped", "no GPU")]
-    found = tests_of([*lines, line("a", "failed", "in its teardown")])
+    found = summary_of([*lines, line("a", "failed", "in its teardown")])
     assert found["tests"] == {"failed": 2, "skipped": 2}
     assert found["skips"] == {"no GPU": ["c", "d"]}
     assert found["failures"]["a"] == "in its teardown" and len(found["failures"]["b"]) == 4000
@@ -66,7 +66,7 @@ def test_outcomes_are_written_as_they_come(tmp_path: Path) -> None:
     command += ["--continue-on-collection-errors", "--outcomes", str(written), str(tmp_path)]
     environment = {**os.environ, "PYTHONPATH": str(_SCRIPT.parents[1])}
     subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, timeout=120)
-    found = tests_of([json.loads(line) for line in written.read_text().splitlines()])
+    found = summary_of([json.loads(line) for line in written.read_text().splitlines()])
     assert found["tests"] == {"passed": 1, "failed": 3, "skipped": 1}
     assert list(found["skips"]) == ["there is none"]
     assert sum("nothing_of_this_name" in said for said in found["failures"].values()) == 1
