@@ -190,7 +190,7 @@ def summary_of(outcomes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """
     of_test: dict[str, Mapping[str, Any]] = {}
     for line in outcomes:
-        if of_test.get(line["test"], line)["outcome"] != "failed":
+        if of_test.get(line["test"], {}).get("outcome") != "failed":
             of_test[line["test"]] = line
     counts: dict[str, int] = defaultdict(int)
     skips: dict[str, list[str]] = defaultdict(list)
