@@ -63,6 +63,7 @@ class Case:
         loss: From the module's output to a scalar.
         is_finite: Whether losses and gradients must be finite numbers, which makes sure that a
             case has not become one of NaNs by chance.
+        on_cpu: Why it runs on a CPU only; empty if it runs anywhere.
     """
 
     name: str
@@ -70,6 +71,7 @@ class Case:
     batches: Batches
     loss: Callable[[Any], Tensor] = weighted_sum
     is_finite: bool = True
+    on_cpu: str = ""
 
 
 def noise(index: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -135,6 +137,7 @@ class Zoo:
         name: str | None = None,
         loss: Callable[[Any], Tensor] = weighted_sum,
         is_finite: bool = True,
+        on_cpu: str = "",
         **attributes: Callable[[], Any],
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         """Adds the decorated function as a :class:`Step`, by default of two linear layers."""
@@ -147,6 +150,7 @@ class Zoo:
                 batches,
                 loss=loss,
                 is_finite=is_finite,
+                on_cpu=on_cpu,
             )
             return function
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import random
 import warnings
@@ -59,9 +60,11 @@ class Record:
                 parts[f"gradient of input {index}"] = tensor.grad
         self.values |= {f"call {call}: {name}": _kept(value) for name, value in parts.items()}
 
-    def add_random_states(self) -> None:
+    def add_random_states(self, device: str) -> None:
         """Adds the states of torch's, Python's and NumPy's generators."""
         self.values["random state of torch"] = torch.get_rng_state()
+        if device == "cuda":
+            self.values["random state of the device"] = torch.cuda.get_rng_state()
         self.values["random state of Python"] = random.getstate()
         self.values["random state of NumPy"] = np.random.get_state()[1].tolist()
 
@@ -89,32 +92,47 @@ def plain(case: Case, method: str = "plain") -> Record:
 
 
 def train(case: Case, method: str, device: str = "cpu") -> Record:
-    """Three calls forward and backward, and a step of SGD after each."""
+    """Three calls forward and backward, and a step of SGD after each.
+
+    Args:
+        case: Its module and batches are made on the device, and so is what they make.
+        method: Of `CALLBACKS` or `TRANSFORMS`.
+        device: The type of the device.
+    """
     with warnings.catch_warnings():
         # Warnings are not what is compared here, and torch has some for many of the modules.
         warnings.simplefilter("ignore")
         torch.manual_seed(5)
-        module = case.module()
-        batches = case.batches()
+        with made_on(device):
+            module = case.module()
+            batches = case.batches()
         random.seed(6)
         np.random.seed(6)
         torch.manual_seed(6)
         if method in CALLBACKS:
             return _fit(case, module, batches, CALLBACKS[method](), device)
-        return _loop(case, TRANSFORMS[method](module, *batches[0]), batches)
+        return _loop(case, TRANSFORMS[method](module, *batches[0]), batches, device)
+
+
+def made_on(device: str) -> contextlib.AbstractContextManager[Any]:
+    """A context in which tensors are made on the device, unless another one is named."""
+    # On a CPU they are without it, and nothing stands between a module and torch.
+    return contextlib.nullcontext() if device == "cpu" else torch.device(device)
 
 
 class _Training(pl.LightningModule):
     """A LightningModule around a case's module."""
 
-    def __init__(self, module: nn.Module, loss: Callable[[Any], Tensor]) -> None:
+    def __init__(self, module: nn.Module, loss: Callable[[Any], Tensor], device: str) -> None:
         super().__init__()
         self.module = module
         self.loss = loss
+        self.made_on = device
 
     def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
-        output = self.module(*batch)
-        return {"loss": self.loss(output), "outputs": tensors_in(output)}
+        with made_on(self.made_on):
+            output = self.module(*batch)
+            return {"loss": self.loss(output), "outputs": tensors_in(output)}
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return _optimizer(self)
@@ -151,22 +169,23 @@ def _fit(
         max_epochs=1,
         callbacks=[*callbacks, recorder],
     )
-    trainer.fit(_Training(module, case.loss), _Batches(batches))
-    recorder.record.add_random_states()
+    trainer.fit(_Training(module, case.loss, device), _Batches(batches))
+    recorder.record.add_random_states(device)
     recorder.record.coverage = coverage_of(callbacks)
     return recorder.record
 
 
-def _loop(case: Case, module: nn.Module, batches: Any) -> Record:
+def _loop(case: Case, module: nn.Module, batches: Any, device: str) -> Record:
     record, optimizer = Record(), _optimizer(module)
     for call, batch in enumerate(batches):
         optimizer.zero_grad()
-        output = module(*batch)
-        loss = case.loss(output)
+        with made_on(device):
+            output = module(*batch)
+            loss = case.loss(output)
         loss.backward()
         optimizer.step()
         record.add(call, module, batch, loss, tensors_in(output))
-    record.add_random_states()
+    record.add_random_states(device)
     return record
 
 

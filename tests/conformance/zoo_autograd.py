@@ -177,7 +177,10 @@ def checkpoint_of_a_frozen_input(m: Any, x: Tensor) -> Tensor:
 
 @zoo.step()
 def saved_tensors_are_packed(m: Any, x: Tensor) -> Tensor:
-    with saved_tensors_hooks(lambda t: t.detach().numpy().copy(), torch.from_numpy):
+    def pack(tensor: Tensor) -> tuple[Any, torch.device]:
+        return tensor.detach().cpu().numpy().copy(), tensor.device
+
+    with saved_tensors_hooks(pack, lambda packed: torch.from_numpy(packed[0]).to(packed[1])):
         return m.b(torch.tanh(m.a(x)))
 
 

@@ -158,9 +158,9 @@ def strings_and_none(m: Any, batch: dict[str, Tensor], how: str, mask: None) -> 
     return getattr(h if mask is None else h * mask, how)()
 
 
-@zoo.step(each(lambda i: (noise(i, 4, 8).numpy(), i, 0.3 * i)))
+@zoo.step(each(lambda i: (noise(i, 4, 8).cpu().numpy(), i, 0.3 * i)))
 def arrays_and_numbers(m: Any, x: np.ndarray, index: int, factor: float) -> Tensor:
-    return m.b(m.a(torch.from_numpy(x)) * factor) + index
+    return m.b(m.a(torch.from_numpy(x).to(m.a.weight.device)) * factor) + index
 
 
 @zoo.step(each(lambda i: ([noise(i, 1 + j, 8) for j in range(3)],)))
@@ -201,7 +201,7 @@ def a_python_generator(m: Any, x: Tensor) -> Tensor:
 
 @zoo.step()
 def a_torch_generator(m: Any, x: Tensor) -> Tensor:
-    generator = torch.Generator().manual_seed(len(x))
+    generator = torch.Generator(x.device).manual_seed(len(x))
     mask = torch.rand(4, 8, generator=generator) > 0.5
     return m.b(m.a(x) * mask) + torch.randn(4, 8, generator=generator)
 
@@ -212,7 +212,7 @@ class OwnGenerator(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(8, 8)
-        self.generator = torch.Generator().manual_seed(3)
+        self.generator = torch.Generator(torch.get_default_device()).manual_seed(3)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layer(x + torch.randn(4, 8, generator=self.generator)) @ x.mT
@@ -240,8 +240,8 @@ def forked_random_numbers(m: Any, x: Tensor) -> Tensor:
 @zoo.step()
 def numpy_in_the_step(m: Any, x: Tensor) -> Tensor:
     h = m.a(x)
-    angles = np.angle(np.fft.fft(h.detach().numpy())).astype(np.float32)
-    return m.b(h) * torch.from_numpy(angles)
+    angles = np.angle(np.fft.fft(h.detach().cpu().numpy())).astype(np.float32)
+    return m.b(h) * torch.from_numpy(angles).to(h.device)
 
 
 @zoo.step()

@@ -36,7 +36,7 @@ zoo.add("gru_cell", lambda: nn.GRUCell(8, 8))
 
 @zoo.step(SEQUENCE, a=lambda: nn.LSTM(8, 8), b=lambda: nn.Linear(8, 8))
 def lstm_of_packed_sequences(m: Any, x: Tensor) -> Tensor:
-    packed = nn.utils.rnn.pack_padded_sequence(x, torch.tensor([5, 3]))
+    packed = nn.utils.rnn.pack_padded_sequence(x, torch.tensor([5, 3], device="cpu"))
     out, _ = nn.utils.rnn.pad_packed_sequence(m.a(packed)[0])
     return m.b(out)
 

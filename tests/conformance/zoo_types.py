@@ -59,29 +59,29 @@ for _name, _dtype in FLOATS.items():
 
 @zoo.step()
 def autocast(m: Any, x: Tensor) -> Tensor:
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(x.device.type, dtype=torch.bfloat16):
         h = F.gelu(m.a(x))
         return F.layer_norm(m.b(h) @ h.mT, (4,))
 
 
 @zoo.step(each(lambda i: (_signs(i, 4, 8),)), loss=_scaled_up)
 def autocast_half(m: Any, x: Tensor) -> Tensor:
-    with torch.autocast("cpu", dtype=torch.float16):
+    with torch.autocast(x.device.type, dtype=torch.float16):
         return m.b(F.gelu(m.a(x)))
 
 
 @zoo.step()
 def autocast_switched_off_within(m: Any, x: Tensor) -> Tensor:
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(x.device.type, dtype=torch.bfloat16):
         h = m.a(x)
-        with torch.autocast("cpu", enabled=False):
+        with torch.autocast(x.device.type, enabled=False):
             h = m.b(h.float())
         return m.a(h)
 
 
 @zoo.step(rows(4, 8), a=linear(), b=linear())
 def autocast_attention(m: Any, x: Tensor) -> Tensor:
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(x.device.type, dtype=torch.bfloat16):
         q = m.a(x).view(1, 2, 4, 4)
         h = F.scaled_dot_product_attention(q, q, q, is_causal=True, dropout_p=0.1)
         return m.b(h.reshape(4, 8))
@@ -89,13 +89,13 @@ def autocast_attention(m: Any, x: Tensor) -> Tensor:
 
 @zoo.step(rows(2, 3, 6, 6), a=lambda: nn.Conv2d(3, 4, 3), b=lambda: nn.Conv2d(4, 2, 1))
 def autocast_convolutions(m: Any, x: Tensor) -> Tensor:
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(x.device.type, dtype=torch.bfloat16):
         return m.b(F.relu(m.a(x)))
 
 
 @zoo.step()
 def autocast_under_a_checkpoint(m: Any, x: Tensor) -> Tensor:
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(x.device.type, dtype=torch.bfloat16):
         h = m.a(x)
         return torch.utils.checkpoint.checkpoint(
             lambda y: m.b(F.gelu(m.a(y))), h, use_reentrant=False
@@ -162,7 +162,7 @@ def spectral_layer(m: Any, x: Tensor) -> Tensor:
     return torch.fft.irfft(mixed, n=8)
 
 
-@zoo.step()
+@zoo.step(on_cpu="torch multiplies matrices of integers on a CPU only")
 def integer_products(m: Any, x: Tensor) -> Tensor:
     counts = (x > 0).long() @ torch.arange(16).view(8, 2)
     return m.b(m.a(x)) * counts.sum(1, keepdim=True)

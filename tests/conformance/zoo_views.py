@@ -196,14 +196,14 @@ def view_of_another_type(m: Any, x: Tensor) -> Tensor:
     return m.b(h) * signs
 
 
-@zoo.step()
+@zoo.step(on_cpu="NumPy shares no memory with a GPU")
 def numpy_shares(m: Any, x: Tensor) -> Tensor:
     h = m.a(x)
     h.detach().numpy()[:] *= 2
     return m.b(h)
 
 
-@zoo.step()
+@zoo.step(on_cpu="NumPy shares no memory with a GPU")
 def numpy_of_an_input(m: Any, x: Tensor) -> Tensor:
     values = x.numpy()
     values[0] = np.float32(0.5)
@@ -213,7 +213,7 @@ def numpy_of_an_input(m: Any, x: Tensor) -> Tensor:
 @zoo.step()
 def from_numpy_in_the_step(m: Any, x: Tensor) -> Tensor:
     table = torch.from_numpy(np.sin(np.arange(32, dtype=np.float32)).reshape(4, 8))
-    return m.b(m.a(x) + table)
+    return m.b(m.a(x) + table.to(x.device))
 
 
 @zoo.step(rows(4, 8, grad=True))
