@@ -35,7 +35,8 @@ Arguments = Sequence[Any]
 Coefficients = tuple[int, ...] | None
 # What a person calls a call, and the roles of its operands.
 Word = Callable[[Arguments], tuple[str, tuple[str, ...]]]
-# For each operand of a backward product which forward operand it is; ``None``: the arriving gradient.
+# For each operand of a backward product which forward operand it is; ``None``: the gradient that
+# arrives.
 Sources = tuple[int | None, ...]
 
 

@@ -18,7 +18,7 @@ from types import CodeType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_unitscale.dispatch.calls import (
     Call,

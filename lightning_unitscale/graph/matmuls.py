@@ -143,7 +143,10 @@ def product_of(node: fx.Node) -> Product | None:
     operands = tuple(operand for name in rule.operands for operand in _tensors(node, rule, name))
     if len(operands) < 2 or not all(is_float_tensor(operand.node) for operand in operands):
         return None
-    addends = tuple(operand for name in rule.addends for operand in _tensors(node, rule, name))
+    # What is added times zero is not even read: it may be memory that nothing has written.
+    is_added = node.kwargs.get("beta", 1) != 0
+    names = rule.addends if is_added else ()
+    addends = tuple(operand for name in names for operand in _tensors(node, rule, name))
     if not all(is_float_tensor(operand.node) for operand in addends):
         return None
     return Product(node, rule, operands, addends)
