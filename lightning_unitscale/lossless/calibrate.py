@@ -93,6 +93,11 @@ def stored_row(tensor: Tensor, direction: Direction, measures_range: bool = True
     return row_of(root_mean_square(tensor), shares)
 
 
+def usable_sizes(sizes: Sizes) -> dict[str, float]:
+    """Those that a unit can be taken from: of what is zero, empty or not finite none can."""
+    return {name: rms for name, rms in sizes.items() if 0.0 < rms < math.inf}
+
+
 @dataclass(frozen=True)
 class Measured:
     """What was measured of tensors with units of their own, by name in the gauge.
@@ -253,9 +258,13 @@ class DriftProbes:
 
     Args:
         measures_range: Whether to measure what FP8 would lose as well.
+
+    Attributes:
+        names: Of all tensors that were measured so far, zeros among them.
     """
 
     def __init__(self, *, measures_range: bool) -> None:
+        self.names: frozenset[str] = frozenset()
         self._measures_range = measures_range
         self._calls: list[_Call] = []
 
@@ -304,6 +313,8 @@ class DriftProbes:
         calls, self._calls = self._calls, []
         if not calls:
             return None
+        units = (units for call in calls for units in call.units.values())
+        self.names |= {name for names in units for name, _ in names}
         rows = [part for call in calls for part in (call.record.forward, call.record.backward)]
         copy = HostCopy(torch.cat([part.to(rows[0].device) for part in rows]))
 
