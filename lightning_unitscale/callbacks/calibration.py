@@ -22,12 +22,15 @@ from lightning_unitscale.callbacks.half_precision import ParameterHolding
 from lightning_unitscale.callbacks.late_units import LateUnits
 from lightning_unitscale.callbacks.lightning_loop import LightningLoop
 from lightning_unitscale.callbacks.packages import misconfigured
-from lightning_unitscale.callbacks.rehearsals import can_be_rehearsed, rehearse_training
+from lightning_unitscale.callbacks.rehearsals import (
+    can_be_rehearsed,
+    rehearse_evaluation,
+    rehearse_training,
+)
 from lightning_unitscale.callbacks.rules import RuleScaling
 from lightning_unitscale.callbacks.steps import (
     starting_batch,
     step_arguments,
-    step_context,
 )
 from lightning_unitscale.callbacks.trainer_settings import searches_rate
 from lightning_unitscale.callbacks.units import (
@@ -45,7 +48,7 @@ from lightning_unitscale.functional.scale import (
 from lightning_unitscale.lossless.calibrate import Calibrator, Measured
 from lightning_unitscale.lossless.fp8_range import Unrepresentable
 from lightning_unitscale.lossless.gauge import Gauge, GaugePair
-from lightning_unitscale.lossless.rehearsal import calibrate, runs_in_fp16
+from lightning_unitscale.lossless.rehearsal import runs_in_fp16
 from lightning_unitscale.lossless.rewrite import LosslessUnitScale
 from lightning_unitscale.precision.fp8 import FP8Linears
 from lightning_unitscale.precision.simulate import SimulateFormat
@@ -161,6 +164,10 @@ class GraphUnits(MeasuredUnits):
         Raises:
             RuntimeError: If second derivatives were taken and parameters are held in units.
         """
+        if self._rules is not None:
+            # In a format, what has no unit yet may be flushed: that says nothing of a gradient.
+            is_exact = not (self._changes_numbers and self._rewrite.missing)
+            self._rules.before_optimizer_step(self._trainer.lightning_module, optimizer, is_exact)
         if self.holding.is_wanted and takes_true_derivatives():
             raise RuntimeError(
                 "hold_parameters: a step took a backward pass with create_graph=True, and second "
@@ -187,17 +194,9 @@ class GraphUnits(MeasuredUnits):
         if not self._needs_units_at_once(trainer, name):
             self._measure_live(name)
             return
-        module = trainer.lightning_module
-        arguments = step_arguments(module, name, batch, *indices)
-        with step_context(trainer, name), self._steps.gathered():
-            calibrate(
-                self._steps.steps[name],
-                self._rewrite,
-                arguments,
-                {},
-                results=self._joint_results,
-                backward=False,
-            )
+        rehearse_evaluation(
+            trainer, self._steps, self._rewrite, name, (batch, *indices), self._joint_results
+        )
 
     @override
     def end_evaluation(self, batch_idx: int = 0) -> None:

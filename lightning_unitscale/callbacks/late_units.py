@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from lightning_unitscale.callbacks.distributed import is_distributed
 from lightning_unitscale.loops.loop import gathered
-from lightning_unitscale.lossless.calibrate import Measured
+from lightning_unitscale.lossless.calibrate import Measured, is_late_look
 from lightning_unitscale.lossless.fp8_range import Unrepresentable
 from lightning_unitscale.lossless.rewrite import LosslessUnitScale
 
 # In each of the first steps, in which most of them come; a tensor may be zero for ever.
 _FIRST_STEPS = 64
-# What costs a second run of the step, or a meeting of all ranks, waits longer from time to time.
-_EARLY = frozenset({1, 2, 4})
-_EVERY = 8
 
 
 class LateUnits:
@@ -31,23 +30,28 @@ class LateUnits:
         # shows now.
         self._seen: frozenset[str] | None = None
         self._new: frozenset[str] = frozenset()
+        # Whether some of several got units: in a format, what was flushed there hides the others.
+        self._has_found = False
 
     def is_due(self, step: int) -> bool:
         """Whether to measure at an optimizer step what probes see."""
         if not self._rewrite.missing:
             self._first_step = None
         elif self._first_step is None:
-            self._first_step = step
+            self._first_step = step - 1  # at the latest
         if self._new or self._first_step is None:
             return bool(self._new)
         count = step - self._first_step
-        return self._is_early(count) or (not is_distributed() and 0 < count < _FIRST_STEPS)
+        return is_late_look(count) or (not is_distributed() and 0 < count < _FIRST_STEPS)
 
     def needs_rehearsal(self, step: int) -> bool:
-        """Whether to rehearse an optimizer step, since no probe sees a tensor without a unit."""
-        if self._first_step is None or self._seen is None or self._rewrite.missing <= self._seen:
+        """Whether to rehearse an optimizer step, for what probes do not see, or not as it is."""
+        missing = self._rewrite.missing
+        if not missing or self._first_step is None or self._seen is None:
             return False
-        return self._is_early(step - self._first_step)
+        return self._has_found or (
+            not missing <= self._seen and is_late_look(step - self._first_step)
+        )
 
     def of(self, measured: Measured, *, rehearsed: bool = False) -> Measured:
         """What was measured of tensors without units, and what a format would lose of them.
@@ -58,14 +62,13 @@ class LateUnits:
                 which probes see in the next step.
         """
         missing, before = self._rewrite.missing, self._new
-        probed = self._rewrite.drift.names
-        self._seen = probed.union(*(gathered(probed) if is_distributed() else ()))
-        forward, backward = (
-            {name: rms for name, rms in sizes.items() if name in missing}
-            for sizes in (measured.forward, measured.backward)
-        )
-        late = frozenset((*forward, *backward))
+        if missing:
+            probed = self._rewrite.drift.names
+            self._seen = probed.union(*(gathered(probed) if is_distributed() else ()))
+        own = measured.of_names(missing)
+        late = frozenset((*own.forward, *own.backward))
         self._new = frozenset() if rehearsed else late
+        self._has_found = bool(late) and not rehearsed
         lost = measured.unrepresentable
         products, gradients = (
             {
@@ -75,7 +78,7 @@ class LateUnits:
             }
             for reasons in (lost.products, lost.gradients)
         )
-        return Measured(forward, backward, unrepresentable=Unrepresentable(products, gradients))
+        return replace(own, unrepresentable=Unrepresentable(products, gradients))
 
     def report(self) -> str:
         """What ``explain()`` says of tensors without units."""
@@ -83,10 +86,6 @@ class LateUnits:
         if not names:
             return ""
         return f"No units yet, since they were zero whenever measured: {', '.join(names)}."
-
-    @staticmethod
-    def _is_early(count: int) -> bool:
-        return count in _EARLY or (count > 0 and count % _EVERY == 0)
 
 
 def _is_of(product: str, names: frozenset[str]) -> bool:

@@ -1,4 +1,4 @@
-"""Rehearsals of a Trainer's captured training step: it is measured and leaves no trace."""
+"""Rehearsals of a Trainer's captured steps: they are measured and leave no trace."""
 
 from __future__ import annotations
 
@@ -6,7 +6,12 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from lightning_unitscale.callbacks.distributed import num_microbatches, rehearsed, rehearsing
-from lightning_unitscale.callbacks.steps import loss_scale, step_arguments, takes_iterator
+from lightning_unitscale.callbacks.steps import (
+    loss_scale,
+    step_arguments,
+    step_context,
+    takes_iterator,
+)
 from lightning_unitscale.capture.steps import ModuleSteps
 from lightning_unitscale.lossless.rehearsal import Reduce, calibrate
 from lightning_unitscale.lossless.rewrite import LosslessUnitScale
@@ -57,3 +62,27 @@ def rehearse_training(
             seed_gradient=loss_scale(trainer) / accumulated,
             results=results,
         )
+
+
+def rehearse_evaluation(
+    trainer: pl.Trainer,
+    steps: ModuleSteps,
+    rewrite: LosslessUnitScale,
+    name: str,
+    batch: tuple[Any, ...],
+    results: Reduce,
+) -> None:
+    """Run an evaluation step to measure the units of its forward pass.
+
+    Args:
+        trainer: The Trainer.
+        steps: The captured steps of its module.
+        rewrite: The pass that gets the units.
+        name: Of the step.
+        batch: The batch, with its indices.
+        results: What to take of what was measured; a place to agree across ranks.
+    """
+    arguments = step_arguments(trainer.lightning_module, name, *batch)
+    with step_context(trainer, name), steps.gathered():
+        step = steps.steps[name]
+        calibrate(step, rewrite, arguments, {}, results=results, backward=False)
