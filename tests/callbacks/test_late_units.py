@@ -18,7 +18,7 @@ from lightning_unitscale.lossless.rewrite import LosslessUnitScale
 from lightning_unitscale.rules.weights import ParameterGradients
 from lightning_unitscale.transforms import simulate_fp8, unit_scale
 from tests.callbacks.late_modules import LATE, WIDTH
-from tests.callbacks.runs import QUIET
+from tests.callbacks.runs import QUIET, Capturing
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*lr_scaling='u-mup'.*:UserWarning")
 
@@ -26,13 +26,17 @@ FORMATS: dict[str, dict[str, Any]] = {"simulated": {"simulate": "fp8"}, "FP8": {
 
 
 def _run(
-    make: Any, method: str = "unit-scaling", steps: int = 24, **options: Any
+    make: Any,
+    method: str = "unit-scaling",
+    steps: int = 24,
+    others: tuple[pl.Callback, ...] = (),
+    **options: Any,
 ) -> tuple[Any, UnitScaleCallback]:
     callback = UnitScaleCallback(method, recalibrate=None, **options)  # type: ignore[arg-type]
     module = make() if callable(make) else make
     pl.seed_everything(4, verbose=False)
     settings = {"max_steps": steps, "max_epochs": -1, **QUIET}
-    pl.Trainer(callbacks=[callback], **settings).fit(module)
+    pl.Trainer(callbacks=[callback, *others], **settings).fit(module)
     return module, callback
 
 
@@ -52,7 +56,7 @@ def _watched(name: str) -> Any:
     return type(kind.__name__, (_Watched, kind), {})
 
 
-@pytest.mark.parametrize("method", ["unit-scaling", "u-mup"])
+@pytest.mark.parametrize("method", ["unit-scaling", "u-mup", "lossless"])
 @pytest.mark.parametrize("name", LATE)
 def test_formats_train_as_fp32_does(name: str, method: str) -> None:
     make: Any = LATE[name]
@@ -64,9 +68,11 @@ def test_formats_train_as_fp32_does(name: str, method: str) -> None:
                 return torch.optim.Adam([p for p in self.parameters() if p.requires_grad], rate)
 
         make = Fast
-    wide, _ = _run(make, method)
+    # By rules steps are captured anyway.
+    others = (Capturing(),) if method == "lossless" else ()
+    wide, _ = _run(make, method, others=others)
     for options in FORMATS.values():
-        module, callback = _run(make, method, **options)
+        module, callback = _run(make, method, others=others, **options)
         assert module.losses[-1] == pytest.approx(wide.losses[-1], rel=0.05)
         # With the units of the first batch only, whatever the schedule.
         assert "First units at step" in callback.explain()
