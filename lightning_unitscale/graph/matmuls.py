@@ -55,6 +55,11 @@ class Product:
     operands: tuple[Operand, ...]
     addends: tuple[Operand, ...]
 
+    @property
+    def reads_addends(self) -> bool:
+        """Whether it reads what it is added to: times zero it does not, whatever that holds."""
+        return self.node.kwargs.get("beta", 1) != 0
+
 
 # Products by the names that torch has for them, as functions, methods and operators: parameters,
 # operands and addends.
@@ -143,10 +148,7 @@ def product_of(node: fx.Node) -> Product | None:
     operands = tuple(operand for name in rule.operands for operand in _tensors(node, rule, name))
     if len(operands) < 2 or not all(is_float_tensor(operand.node) for operand in operands):
         return None
-    # What is added times zero is not even read: it may be memory that nothing has written.
-    is_added = node.kwargs.get("beta", 1) != 0
-    names = rule.addends if is_added else ()
-    addends = tuple(operand for name in names for operand in _tensors(node, rule, name))
+    addends = tuple(operand for name in rule.addends for operand in _tensors(node, rule, name))
     if not all(is_float_tensor(operand.node) for operand in addends):
         return None
     return Product(node, rule, operands, addends)

@@ -72,12 +72,6 @@ _FORMS: dict[str, _Form] = {
         {"batch1": _A, "batch2": _B},
         _C,
     ),
-    "baddbmm_times_zero": (
-        lambda a, b, c: torch.baddbmm(c, a, b, beta=0.0),
-        (*_BMM, (2, 4, 3)),
-        {"batch1": _A, "batch2": _B},
-        "",
-    ),
     "addbmm": (
         lambda a, b, c: c.addbmm(a, b),
         (*_BMM, (4, 3)),
