@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.architecture_tables import Result, Shares, markdown, summary, table
-from benchmarks.executed_products import PRODUCT_OPERANDS, below_all_kernels
+from benchmarks.executed_products import below_all_kernels, operands_read
 from benchmarks.model_zoo import CORE, ZOO
 from lightning_unitscale import transforms
 from lightning_unitscale.capture.steps import steps_of
@@ -108,9 +108,9 @@ class ProductObserver(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         name = func._schema.name
-        positions = PRODUCT_OPERANDS.get(name, ())
+        positions = operands_read(name, args)
         operator = name.removeprefix("aten::")
-        if name in _BACKWARD:
+        if name in _BACKWARD and positions:
             groups = [self.operands.gradients, *[self.operands.stored] * (len(positions) - 1)]
             self._expected = [(group, operator) for group in groups]
         else:

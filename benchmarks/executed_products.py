@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import gc
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -38,6 +38,21 @@ PRODUCT_OPERANDS = {
     "aten::_scaled_dot_product_flash_attention_for_cpu_backward": (0, 1, 2, 3),
 }
 
+
+def operands_read(name: str, args: Sequence[Any]) -> tuple[int, ...]:
+    """Positions of the matrices that a call reads: not all for some of a convolution's gradients.
+
+    Args:
+        name: Of the operator, such as ``aten::mm``; others than products read none.
+        args: Arguments of the call.
+    """
+    if name != "aten::convolution_backward":
+        return PRODUCT_OPERANDS.get(name, ())
+    of_input, of_weight, _ = args[10]
+    read = ((1,) if of_weight else ()) + ((2,) if of_input else ())
+    return (0, *read) if read else ()
+
+
 # Called with the name of a product's operand, such as ``aten::mm[0]``, and the operand.
 See = Callable[[str, Tensor], None]
 
@@ -64,7 +79,7 @@ def below_all_kernels(see: See) -> Iterator[None]:
         def kernel(*args: Any, **kwargs: Any) -> Any:
             if getattr(running, "is_inside", False):
                 return original(*args, **kwargs)
-            for position in PRODUCT_OPERANDS[name]:
+            for position in operands_read(name, args):
                 see(f"{name}[{position}]", args[position].detach())
             running.is_inside = True
             try:

@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-from benchmarks.executed_products import PRODUCT_OPERANDS, below_all_kernels
+from benchmarks.executed_products import below_all_kernels, operands_read
 from lightning_unitscale.dynamo import capture
 from lightning_unitscale.dynamo.graphs import copy_graph_module
 from lightning_unitscale.graph.nodes import Names
@@ -134,7 +134,7 @@ class OperandMeter(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        for position in PRODUCT_OPERANDS.get(func._schema.name, ()):
+        for position in operands_read(func._schema.name, args):
             rms = float(args[position].detach().double().square().mean().sqrt())
             if math.isfinite(rms) and rms > 0:
                 self.readings.append((f"{func._schema.name}[{position}]", rms))

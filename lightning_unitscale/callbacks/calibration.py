@@ -14,22 +14,23 @@ from typing_extensions import override
 from lightning_unitscale.callbacks.distributed import (
     joint_measured,
     joint_rms,
-    num_microbatches,
     pipeline_of,
     refuse_live,
     rehearsed,
-    rehearsing,
 )
 from lightning_unitscale.callbacks.half_precision import ParameterHolding
+from lightning_unitscale.callbacks.late_units import LateUnits
 from lightning_unitscale.callbacks.lightning_loop import LightningLoop
 from lightning_unitscale.callbacks.packages import misconfigured
+from lightning_unitscale.callbacks.rehearsals import (
+    can_be_rehearsed,
+    rehearse_evaluation,
+    rehearse_training,
+)
 from lightning_unitscale.callbacks.rules import RuleScaling
 from lightning_unitscale.callbacks.steps import (
-    loss_scale,
     starting_batch,
     step_arguments,
-    step_context,
-    takes_iterator,
 )
 from lightning_unitscale.callbacks.trainer_settings import searches_rate
 from lightning_unitscale.callbacks.units import (
@@ -46,8 +47,8 @@ from lightning_unitscale.functional.scale import (
 )
 from lightning_unitscale.lossless.calibrate import Calibrator, Measured
 from lightning_unitscale.lossless.fp8_range import Unrepresentable
-from lightning_unitscale.lossless.gauge import Gauge
-from lightning_unitscale.lossless.rehearsal import calibrate, runs_in_fp16
+from lightning_unitscale.lossless.gauge import Gauge, GaugePair
+from lightning_unitscale.lossless.rehearsal import runs_in_fp16
 from lightning_unitscale.lossless.rewrite import LosslessUnitScale
 from lightning_unitscale.precision.fp8 import FP8Linears
 from lightning_unitscale.precision.simulate import SimulateFormat
@@ -87,6 +88,9 @@ class GraphUnits(MeasuredUnits):
         self._loop: LightningLoop | None = None
         self._steps: ModuleSteps | None = None
         self._live: Calibrator | None = None
+        self._late = LateUnits(rewrite)
+        # Whether this step measures units by the schedule, and whether it measures any.
+        self._is_scheduled = self._is_looking = False
         self._num_breaks = 0
 
     @property
@@ -109,6 +113,7 @@ class GraphUnits(MeasuredUnits):
         forget_recorded_backward()
         if is_other:
             self._rewrite.set_gauge(Gauge())
+            self._rewrite.missing = frozenset()
             self.is_calibrated = False
             if self._fp8 is not None:
                 self._fp8.forget()
@@ -121,13 +126,16 @@ class GraphUnits(MeasuredUnits):
     @override
     def begin_batch(self, batch: Any = None, batch_idx: int = 0) -> None:
         assert self._steps is not None and self._loop is not None
-        is_look = self._begin(self._loop)
+        self._is_scheduled = self._begin(self._loop)
+        self._is_looking = self._is_scheduled or self._late.is_due(self._step_index)
         with self._starting("training_step", batch, batch_idx):
             self.holding.follow(self._trainer)
             self._num_breaks = len(self._steps.graph_breaks)
             if not self.is_calibrated or self.holding.is_unknown:
                 self._calibrate(self._trainer, batch, batch_idx)
-        self._steps.observe("UnitScaleCallback", is_look)
+            elif self._late.needs_rehearsal(self._step_index):
+                self._measure_late(self._trainer, batch, batch_idx)
+        self._steps.observe("UnitScaleCallback", self._is_looking)
 
     @override
     def end_batch(self) -> None:
@@ -139,15 +147,16 @@ class GraphUnits(MeasuredUnits):
         if not self._loop.has_stepped:
             return  # the accumulated batches share one gauge
         self._end_look()
-        if not self._schedule.looks_at(self._step_index):
+        if not self._is_looking:
             self._rewrite.drift.clear()  # a callback beside this has had the step observed
             return
-        sent = self._rewrite.drift.send()
         # Stages without a product join in with the others.
-        if sent is not None or pipeline_of(self._trainer) is not None:
-            self._begin_look(functools.partial(self._judge, sent), self._loop.device)
-        always = not self._schedule.is_automatic
-        self.holding.after_step(f"step {self._step_index}", always=always)
+        sent = self._rewrite.drift.send()
+        judge = functools.partial(self._judge, sent, is_scheduled=self._is_scheduled)
+        self._begin_look(judge, self._loop.device, is_frequent=not self._is_scheduled)
+        if self._is_scheduled:
+            always = not self._schedule.is_automatic
+            self.holding.after_step(self._now, always=always)
 
     def before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Look at the parameters and gradients that an optimizer is about to use.
@@ -155,6 +164,10 @@ class GraphUnits(MeasuredUnits):
         Raises:
             RuntimeError: If second derivatives were taken and parameters are held in units.
         """
+        if self._rules is not None:
+            # In a format, what has no unit yet may be flushed: that says nothing of a gradient.
+            is_exact = not (self._changes_numbers and self._rewrite.missing)
+            self._rules.before_optimizer_step(self._trainer.lightning_module, optimizer, is_exact)
         if self.holding.is_wanted and takes_true_derivatives():
             raise RuntimeError(
                 "hold_parameters: a step took a backward pass with create_graph=True, and second "
@@ -181,17 +194,9 @@ class GraphUnits(MeasuredUnits):
         if not self._needs_units_at_once(trainer, name):
             self._measure_live(name)
             return
-        module = trainer.lightning_module
-        arguments = step_arguments(module, name, batch, *indices)
-        with step_context(trainer, name), self._steps.gathered():
-            calibrate(
-                self._steps.steps[name],
-                self._rewrite,
-                arguments,
-                {},
-                results=self._joint_results,
-                backward=False,
-            )
+        rehearse_evaluation(
+            trainer, self._steps, self._rewrite, name, (batch, *indices), self._joint_results
+        )
 
     @override
     def end_evaluation(self, batch_idx: int = 0) -> None:
@@ -215,6 +220,7 @@ class GraphUnits(MeasuredUnits):
             return {}
         gauge = {k: list(pair) for k, pair in self.gauge.state().items()}
         state: dict[str, Any] = {"gauge": gauge, "depth": self._rewrite.depth, **self._fp8_state()}
+        state["missing"] = sorted(self._rewrite.missing)
         if held := self.holding.state_dict():
             state["held"] = held
         if self._simulation is not None and self._simulation.rounding == "stochastic":
@@ -227,7 +233,11 @@ class GraphUnits(MeasuredUnits):
             self._simulation.set_state(state_dict["rounding"])
         # A gauge of the other depth names other tensors; measuring again changes no result.
         if state_dict.get("depth") == self._rewrite.depth:
-            self._rewrite.set_gauge(Gauge.from_state(state_dict["gauge"]))
+            gauge = Gauge.from_state(state_dict["gauge"])
+            # Earlier versions wrote 1 for a tensor that was zero.
+            ones = [name for name, pair in gauge.items() if pair == GaugePair()]
+            self._rewrite.set_gauge(gauge)
+            self._rewrite.missing = frozenset(state_dict.get("missing", ones))
             self.is_calibrated = True
             self.holding.load_state_dict(state_dict.get("held", {}))
             if self._fp8 is not None:
@@ -258,8 +268,7 @@ class GraphUnits(MeasuredUnits):
 
     def _calibrate(self, trainer: pl.Trainer, batch: Any, batch_idx: int) -> None:
         assert self._steps is not None
-        module = trainer.lightning_module
-        if not module.automatic_optimization or takes_iterator(module):
+        if not can_be_rehearsed(trainer.lightning_module):
             refuse_live(trainer, "it cannot be rehearsed on a batch")
             # Such a step updates weights or consumes batches by itself: it cannot be rehearsed.
             self.holding.decline("a step that cannot be rehearsed gives no units in time")
@@ -269,22 +278,9 @@ class GraphUnits(MeasuredUnits):
             # The first real step has the same bits without units, and nothing is done twice.
             self._measure_live("training_step")
             return
-        batch = rehearsed(trainer, batch)
-        arguments = step_arguments(module, "training_step", batch, batch_idx)
-        accumulated = trainer.accumulate_grad_batches * num_microbatches(trainer)
-        with (
-            trainer.precision_plugin.train_step_context(),
-            rehearsing(trainer),
-            self._steps.gathered(),
-        ):
-            measured = calibrate(
-                self._steps.steps["training_step"],
-                self._rewrite,
-                arguments,
-                {},
-                seed_gradient=loss_scale(trainer) / accumulated,
-                results=self._joint_results,
-            )
+        measured = rehearse_training(
+            trainer, self._steps, self._rewrite, batch, batch_idx, self._joint_results
+        )
         if measured is not None:
             self.is_calibrated = True
             (gradients,) = joint_rms(measured)
@@ -295,6 +291,22 @@ class GraphUnits(MeasuredUnits):
         else:
             refuse_live(trainer, "a rehearsal of it has no loss to start from")
             self._measure_live("training_step")
+
+    def _measure_late(self, trainer: pl.Trainer, batch: Any, batch_idx: int) -> None:
+        """Rehearse a step for tensors without units that no probe sees, as in a checkpoint."""
+        assert self._steps is not None
+        # The stages of a pipeline have no whole step any more.
+        if pipeline_of(trainer) is not None or not can_be_rehearsed(trainer.lightning_module):
+            return
+
+        def of_missing(measured: Measured) -> Measured:
+            late, when = self._late.of(joint_measured(measured), rehearsed=True), self._now
+            if self._fp8 is not None:
+                self._make_fit(self._fp8, late.unrepresentable, when)
+            self._tell_first_units(late, when)
+            return late
+
+        rehearse_training(trainer, self._steps, self._rewrite, batch, batch_idx, of_missing)
 
     def _needs_units_at_once(self, trainer: pl.Trainer, name: str) -> bool:
         """Whether the first real step of this name would be another one without units."""
@@ -350,12 +362,19 @@ class GraphUnits(MeasuredUnits):
             self._leave_out(self._fp8, joint_unrepresentable(measured.unrepresentable))
         return joint_measured(measured)
 
-    def _judge(self, arrived: Callable[[], Measured] | None, when: str) -> None:
+    def _judge(
+        self, arrived: Callable[[], Measured] | None, when: str, *, is_scheduled: bool
+    ) -> None:
         drift = joint_measured(Measured() if arrived is None else arrived())
+        late = self._late.of(drift)
         if self._fp8 is not None:
-            self._make_fit(self._fp8, drift.unrepresentable, when)
-        if not self._schedule.is_automatic or drift.outside:
+            judged = drift if is_scheduled else late
+            self._make_fit(self._fp8, judged.unrepresentable, when)
+        self._tell_first_units(late, when)
+        if is_scheduled and (not self._schedule.is_automatic or drift.outside):
             self._take_gauge(drift, when)
+        else:
+            self._rewrite.update_gauge(late)
 
     def _make_fit(self, fp8: FP8Linears, unrepresentable: Unrepresentable, when: str) -> None:
         """Take out of FP8, or out of its finer format, what no longer fits there."""

@@ -120,8 +120,9 @@ class CapturedUnits(GraphUnits):
         """
         trainer, module = loop.trainer, loop.module
         if self._fp8 is not None:
-            # Stages are cut from one rewritten graph, whether their units are looked at or not.
-            self._fp8.takes_units_in = pipeline_of(trainer) is None or self._schedule.is_empty
+            # Stages are cut from one rewritten graph, whether their units are looked at or not;
+            # those of what is zero at first have to be, on any schedule.
+            self._fp8.takes_units_in = pipeline_of(trainer) is None
         if self._compile:
             refuse_distributed_tensors(trainer, f"compile={self._compile!r}")
         is_sharded = is_lightning(trainer.strategy, "ModelParallelStrategy")
@@ -187,7 +188,8 @@ class CapturedUnits(GraphUnits):
         if self._steps is None:
             return self._last_explanation
         units = units_table(self.gauge) or ""
-        return Explanation(self._steps.explain(), *self.holding.events, *self.events, units)
+        events = (*self.holding.events, *self.events, self._late.report())
+        return Explanation(self._steps.explain(), *events, units)
 
     @override
     def leave(self) -> None:

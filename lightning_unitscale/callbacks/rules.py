@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lightning_unitscale.arguments import check_flag
 from lightning_unitscale.callbacks.distributed import (
@@ -166,6 +167,16 @@ class RuleScaling:
             num_replicas=num_replicas(trainer),
         )
 
+    def before_optimizer_step(
+        self, module: nn.Module, optimizer: Optimizer, is_exact: bool
+    ) -> None:
+        """Bring gradients to RMS 1 that were zero until now; if exact, their factors are kept."""
+        updated = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        self.gradients.scale_late(
+            ((fqn, p) for fqn, p in module.named_parameters() if id(p) in updated),
+            keeps=is_exact,
+        )
+
     def restore(self) -> None:
         """End what reaches beyond the module's steps; idempotent."""
         self._settings.restore()
@@ -175,9 +186,11 @@ class RuleScaling:
 
     def state_dict(self) -> dict[str, Any]:
         """For the checkpoint: with it, nothing is decided, measured or scaled a second time."""
+        self.gradients.settle()
         return {
             "plan": self.plan.state(),
             "log2_gradients": dict(self.gradients.log2_factors),
+            "measures_late": self.gradients.measures_late,
             "num_accumulated": self.gradients.num_accumulated,
         }
 
@@ -186,6 +199,8 @@ class RuleScaling:
         self.rules.plan = RulePlan.from_state(state["plan"])
         self.gradients.log2_factors = dict(state["log2_gradients"])
         self.gradients.num_accumulated = state["num_accumulated"]
+        # Earlier versions have trained with a factor of 1 for gradients that were zero.
+        self.gradients.measures_late = state.get("measures_late", False)
         if module is not None:
             vars(module)[PLAN_ATTRIBUTE] = self.plan
 

@@ -14,6 +14,7 @@ from lightning_unitscale.callbacks.distributed import is_distributed, joint_reas
 from lightning_unitscale.callbacks.explanation import Explanation
 from lightning_unitscale.callbacks.packages import rank_zero_info
 from lightning_unitscale.loops.loop import Loop, LoopCallback
+from lightning_unitscale.lossless.calibrate import Measured, usable_sizes
 from lightning_unitscale.lossless.fp8_range import Unrepresentable
 from lightning_unitscale.lossless.gauge import Gauge
 from lightning_unitscale.precision.fp8 import WIDE_GRADIENT, FP8Linears
@@ -104,12 +105,18 @@ class MeasuredUnits(LoopCallback, abc.ABC):
     def explain(self) -> Explanation:
         """What became of every product, when units were taken, and which."""
 
+    @property
+    def _now(self) -> str:
+        return f"step {self._step_index}"
+
     def _begin(self, loop: Loop) -> bool:
         """Note where a batch begins; returns whether units are looked at in it."""
         self._step_index = loop.step_index
         return self._schedule.looks_at(self._step_index)
 
-    def _begin_look(self, judge: Callable[[str], None], device: torch.device) -> None:
+    def _begin_look(
+        self, judge: Callable[[str], None], device: torch.device, *, is_frequent: bool = False
+    ) -> None:
         """Look at what the step has measured, on a CUDA device after the next one.
 
         Units change no result, so they can be late; formats do, and ranks wait for each other.
@@ -117,9 +124,11 @@ class MeasuredUnits(LoopCallback, abc.ABC):
         Args:
             judge: Called with the step's name when its numbers may be read.
             device: Where the steps run.
+            is_frequent: Whether there is a look in most steps, so that none may wait.
         """
-        self._pending = functools.partial(judge, f"step {self._step_index}")
-        if is_distributed() or device.type != "cuda" or self._changes_numbers:
+        self._pending = functools.partial(judge, self._now)
+        waits = self._changes_numbers and not is_frequent
+        if is_distributed() or device.type != "cuda" or waits:
             self._end_look()
 
     def _end_look(self) -> None:
@@ -141,6 +150,13 @@ class MeasuredUnits(LoopCallback, abc.ABC):
         self.events.append(f"{event}: {reason}" if reason else event)
         if outside:
             rank_zero_info(f"UnitScaleCallback: {self.events[-1]}")
+
+    def _tell_first_units(self, measured: Measured, when: str) -> None:
+        """Record that tensors got units that had none, since they were zero."""
+        names = [*usable_sizes(measured.forward), *usable_sizes(measured.backward)]
+        if names:
+            what = f"{len(names)} tensors that were zero before"
+            self.events.append(f"First units at {when} for {what}: {', '.join(names)}")
 
     def _tell_unrepresentable(self, new: Unrepresentable, when: str) -> None:
         """Record what left FP8, or its finer format."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
@@ -15,12 +14,9 @@ import torch
 from torch import Tensor
 
 from lightning_unitscale.dispatch.execute import Product
-from lightning_unitscale.dispatch.products import ProductRule, is_turned
+from lightning_unitscale.dispatch.products import ProductRule, Sources, is_turned
 from lightning_unitscale.dispatch.tensors import Extent
 from lightning_unitscale.dispatch.torch_internals import last_sequence_number, saves_elsewhere
-
-# For each operand of a product which forward operand it is; ``None``: the arriving gradient.
-Sources = tuple[int | None, ...]
 
 
 @functools.cache
@@ -150,8 +146,8 @@ def may_belong_to(rule: ProductRule, call: Call) -> bool:
 
     The backward pass of a user's own function may run whatever it likes.
     """
-    num_saved = len(rule.operands) - (rule.gradient is not None)
-    return num_saved <= len(call.shapes)
+    sources = rule.sources or tuple(range(len(rule.operands)))
+    return all(k is None or k < len(call.shapes) for k in sources)
 
 
 def sources_of(rule: ProductRule, call: Call, operands: Sequence[Tensor]) -> Sources:
@@ -165,11 +161,8 @@ def sources_of(rule: ProductRule, call: Call, operands: Sequence[Tensor]) -> Sou
         call: The forward product.
         operands: What it reads.
     """
-    if rule.gradient is not None:
-        order = itertools.count()
-        return tuple(
-            None if index == rule.gradient else next(order) for index in range(len(operands))
-        )
+    if rule.sources:
+        return rule.sources
     known = tuple(call.pointers.get(tensor.data_ptr()) for tensor in operands)
     is_plausible = sum(index is None for index in known) == 1
     candidates = _sources_by_shape(call, operands)
@@ -188,7 +181,7 @@ def sources_of(rule: ProductRule, call: Call, operands: Sequence[Tensor]) -> Sou
 
 def _sources_by_shape(call: Call, operands: Sequence[Tensor]) -> list[Sources]:
     """What two matrices may be: the gradient and an operand, in either order, turned or not."""
-    if len(operands) != 2 or len(call.shapes) != 2:
+    if len(operands) != 2 or len(call.shapes) != 2 or call.product.rule.sources:
         return []
     first, second = (shape[-2:] for shape in call.shapes)
     a, b = (tuple(tensor.shape[-2:]) for tensor in operands)

@@ -21,11 +21,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from lightning_unitscale.dispatch.calls import CALLS, Call, Sources, record
+from lightning_unitscale.dispatch.calls import CALLS, Call, record
 from lightning_unitscale.dispatch.compiled_callers import Callers
 from lightning_unitscale.dispatch.measurement import Site
 from lightning_unitscale.dispatch.owners import INSTALLED, running_session
-from lightning_unitscale.dispatch.products import RULES, ProductRule
+from lightning_unitscale.dispatch.products import RULES, ProductRule, Sources
 from lightning_unitscale.dispatch.session import ProductSession, run_inside
 from lightning_unitscale.dispatch.tensors import forget_copy
 from lightning_unitscale.dispatch.torch_internals import (
@@ -198,10 +198,10 @@ class RoundedGraph:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        if run == _NOBODY:
+        if run == _NOBODY or not product.rule.multiplies(args, kwargs):
             return run_inside(product.operator, *args, **kwargs)
         first = index if product.forward is None else product.forward
-        number, operands = -(run + first), product.rule.operands_in(args)
+        number = -(run + first)
         recorded = CALLS.get(number)
         session = (self._session if recorded is None else recorded[0])()
         if session is None or not session.is_open:
@@ -209,13 +209,13 @@ class RoundedGraph:
         if product.forward is not None:
             if recorded is None:
                 return run_inside(product.operator, *args, **kwargs)
-            run_as = session.backward_product(product.rule, operands, recorded[1], product.sources)
+            run_as = session.backward_product(product.rule, args, recorded[1], product.sources)
         elif recorded is not None:
             # A checkpoint computes it again.
             run_as = recorded[1].product
         else:
             site = self._sites[index]
-            run_as, extents = session.forward_product(product.rule, site, args, operands)
+            run_as, extents = session.forward_product(product.rule, site, args)
             if self._has_backward:
                 record(number, session.ref, Call(run_as, {}, (), extents=extents))
         run_as.reads_weight = product.is_weight

@@ -16,12 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_unitscale.dispatch.calls import Sources
 from lightning_unitscale.dispatch.compiled_callers import Callers
 from lightning_unitscale.dispatch.coverage import CoverageCounter, Kind
 from lightning_unitscale.dispatch.execute import combined
 from lightning_unitscale.dispatch.measurement import MeasuredProduct, Site
-from lightning_unitscale.dispatch.products import ProductRule
+from lightning_unitscale.dispatch.products import ProductRule, Sources
 from lightning_unitscale.dispatch.session import LOCAL, ProductSession
 from lightning_unitscale.dispatch.tensors import Extent
 from lightning_unitscale.dispatch.torch_internals import define_operator

@@ -7,9 +7,8 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from lightning_unitscale.dispatch.calls import Sources
 from lightning_unitscale.dispatch.execute import are_real
-from lightning_unitscale.dispatch.products import RULES, ProductRule
+from lightning_unitscale.dispatch.products import RULES, ProductRule, Sources
 from lightning_unitscale.dispatch.session import ProductSession
 from lightning_unitscale.dispatch.torch_internals import fake_mode_of
 from lightning_unitscale.profiler.costs import concrete
@@ -54,9 +53,9 @@ def path_of(node: fx.Node, session: ProductSession, root: str) -> str:
 
 
 def rule_of(node: fx.Node) -> ProductRule | None:
-    """The rule of a node that is a product of real tensors."""
+    """The rule of what a node reads that is a product of real tensors."""
     rule = _RULES.get(str(node.target)) if node.op == "call_function" else None
-    if rule is None:
+    if rule is None or len((rule := rule.reading(node.args, node.kwargs)).operands) < 2:
         return None
     operands = rule.operands_in(node.args)
     if not all(isinstance(operand, fx.Node) for operand in operands):
@@ -95,8 +94,8 @@ def known_sources(rule: ProductRule, operands: list[Any], saved: list[Any]) -> S
     Returns:
         ``None`` where it cannot be told.
     """
-    if rule.gradient is not None:
-        return (None, *range(len(operands) - 1))
+    if rule.sources:
+        return rule.sources
     found = tuple(_source(list(arrangements(operand)), saved) for operand in operands)
     return found if found.count(None) == 1 else None
 

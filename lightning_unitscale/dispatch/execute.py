@@ -89,7 +89,8 @@ def run_scaled(product: Product, original: Kernel, args: list[Any], kwargs: dict
     common = sum(units)
     if common and rule.with_factor is not None and _takes_factor(args[rule.operands[0]]):
         first, second = rule.operands_in(args)
-        if rule.addends:
+        if rule.operands[0] > 0:
+            # What it is added to comes first, read or not: it has a factor itself.
             kwargs = {**kwargs, "alpha": kwargs.get("alpha", 1) * 2.0**common}
             return original(args[0], first, second, **kwargs)
         # Without a share of what it would be added to, which is not even read.

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from lightning_unitscale.dispatch.calls import Sources, slot_of
+from lightning_unitscale.dispatch.calls import slot_of
 from lightning_unitscale.dispatch.compiled_graphs import (
     GRAPHS,
     CompiledGraph,
@@ -33,7 +33,7 @@ from lightning_unitscale.dispatch.compiled_sites import (
     value_of,
 )
 from lightning_unitscale.dispatch.measurement import FORWARD, Site
-from lightning_unitscale.dispatch.products import ProductRule
+from lightning_unitscale.dispatch.products import ProductRule, Sources
 from lightning_unitscale.dispatch.scaled_nodes import Scaling
 from lightning_unitscale.dispatch.session import LOCAL, ProductSession
 from lightning_unitscale.dispatch.torch_internals import (
@@ -189,8 +189,8 @@ def _reads_one_channel(rule: ProductRule, node: fx.Node) -> bool:
     """Whether it is a convolution of images with one channel, or the backward product of one."""
     if not rule.operator.startswith("convolution"):
         return False
-    is_backward = rule.operator == "convolution_backward"
-    shape = value_of(rule.operands_in(node.args)[is_backward]).shape
+    # The gradient comes first, whether the input is read or not.
+    shape = value_of(node.args[1 if rule.sources else 0]).shape
     return len(shape) == 4 and shape[1] == 1
 
 

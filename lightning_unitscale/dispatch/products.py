@@ -13,13 +13,17 @@ attention's backward             ``g, q, k, v``           ``dq: g v/q, dk: g v/k
 ================================ ======================== =======================================
 
 An addend (the bias of ``addmm``) is divided by the units of the product that it is added to.
+
+A call need not read all that it is given: :meth:`ProductRule.reading` gives the rule of what it
+reads. The rest may be memory that nothing has written, as torch's batching rules pass it.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -31,6 +35,9 @@ Arguments = Sequence[Any]
 Coefficients = tuple[int, ...] | None
 # What a person calls a call, and the roles of its operands.
 Word = Callable[[Arguments], tuple[str, tuple[str, ...]]]
+# For each operand of a backward product which forward operand it is; ``None``: the gradient that
+# arrives.
+Sources = tuple[int | None, ...]
 
 
 @dataclass(frozen=True)
@@ -45,8 +52,10 @@ class ProductRule:
         addends: Positions of arguments that are added to the first result.
         follows: Arguments that are stored in the units of an operand: position and which operand.
         temperature: Coefficients of the ``scale`` argument of an attention.
-        gradient: Which operand is an arriving gradient, for an operator that is always a backward
-            one.
+        sources: For an operator that is always a backward one, what its operands are.
+        mask: Position of the argument that says which results are wanted.
+        ragged: Position of the argument that says where groups end; what lies beyond the last one
+            is not read.
         with_factor: The function of torch that multiplies the product by a number, ``alpha``, and
             adds it to its first argument; the operator itself, if it has that argument.
         backward_order: The operands of a product of two in the order in which autograd computes
@@ -62,18 +71,64 @@ class ProductRule:
     addends: tuple[int, ...] = ()
     follows: tuple[tuple[int, int], ...] = ()
     temperature: tuple[int, ...] | None = None
-    gradient: int | None = None
+    sources: Sources = ()
+    mask: int | None = None
+    ragged: int | None = None
     with_factor: Callable[..., Tensor] | None = None
     backward_order: tuple[int, ...] = (0, 1)
+
+    def reading(self, args: Arguments, kwargs: Mapping[str, Any]) -> ProductRule:
+        """The rule without the operands and the addends that a call does not read.
+
+        Args:
+            args: Arguments, or the nodes of a graph in their place.
+            kwargs: Keyword arguments.
+        """
+        rule = self
+        if self.mask is not None:
+            rule = _masked(self, tuple(args[self.mask]))
+        if self.addends and kwargs and kwargs.get("beta", 1) == 0:
+            rule = _without_addends(rule)
+        return rule
+
+    def multiplies(self, args: Arguments, kwargs: Mapping[str, Any]) -> bool:
+        """Whether a call reads two operands at all: not for a sum, nor for empty matrices.
+
+        Args:
+            args: Arguments of the call that this rule is :meth:`reading`.
+            kwargs: Keyword arguments.
+        """
+        is_empty = any(operand.numel() == 0 for operand in self.operands_in(args))
+        is_nothing = bool(self.addends) and kwargs.get("alpha", 1) == 0
+        return len(self.operands) > 1 and not is_empty and not is_nothing
 
     def name_in(self, args: Arguments) -> tuple[str, tuple[str, ...]]:
         """What a person calls a call of it, and the roles of all of its operands."""
         word, roles = self.word(args)
-        return word, roles if self.gradient is None else ("gradient", *roles)
+        if not self.sources:
+            return word, roles
+        read = tuple("gradient" if k is None else roles[k] for k in self.sources)
+        # One of another mask has other operands, and is not to be taken for it.
+        return word if len(read) > len(roles) else "_".join((word, *read)), read
 
     def operands_in(self, args: Arguments) -> list[Any]:
         """The operands among the arguments of a call."""
         return [args[position] for position in self.operands]
+
+    def measured_in(self, args: Arguments) -> list[Tensor]:
+        """The operands of a call as they are measured: without what lies beyond the last group."""
+        first, *others = operands = self.operands_in(args)
+        ends = args[self.ragged] if self.ragged is not None and self.ragged < len(args) else None
+        if ends is None:
+            return operands
+        (second,) = others
+        # One matrix beside a stack of them is cut into groups along the dimension that stays, and
+        # two matrices along the one that is summed over.
+        if first.dim() == 2:
+            first = _up_to(ends[-1], first, 1 if second.dim() == 2 else 0)
+        if second.dim() == 2:
+            second = _up_to(ends[-1], second, 0 if operands[0].dim() == 2 else 1)
+        return [first, second]
 
     def addends_in(self, args: Arguments) -> list[int]:
         """Positions of the addends that a call has."""
@@ -82,8 +137,35 @@ class ProductRule:
     def scale_in(self, args: Arguments, kwargs: Mapping[str, Any]) -> float:
         """The factor of an attention's logits, given or torch's own."""
         scale = kwargs.get("scale")
-        query = args[self.operands[0 if self.gradient is None else 1]]
+        query = args[self.operands[1 if self.sources else 0]]
         return 1.0 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
+
+
+@functools.cache
+def _masked(rule: ProductRule, wanted: tuple[bool, ...]) -> ProductRule:
+    """A rule with the operands that the wanted ones of its results are made of."""
+    made_of = [powers for powers, is_wanted in zip(rule.results, wanted, strict=True) if is_wanted]
+    kept = [k for k in range(len(rule.operands)) if any(powers and powers[k] for powers in made_of)]
+    return replace(
+        rule,
+        operands=tuple(rule.operands[k] for k in kept),
+        results=tuple(powers and tuple(powers[k] for k in kept) for powers in rule.results),
+        sources=tuple(rule.sources[k] for k in kept),
+    )
+
+
+@functools.cache
+def _without_addends(rule: ProductRule) -> ProductRule:
+    return replace(rule, addends=())
+
+
+def _up_to(end: Tensor, tensor: Tensor, dim: int) -> Tensor:
+    """A tensor with what lies before ``end`` in place of what does not; NaN if nothing does.
+
+    The device is not waited for: the size stays, and slices before ``end`` come again and again.
+    """
+    index = torch.arange(tensor.shape[dim], device=tensor.device) % end.clamp(min=1)
+    return torch.where(end > 0, tensor.detach().index_select(dim, index), math.nan)
 
 
 def _word(word: str, *roles: str) -> Word:
@@ -147,6 +229,8 @@ def _trilinear_flops(args: Arguments, result: Any) -> int:
 
 
 def _grouped_flops(args: Arguments, result: Any) -> int:
+    if args[0].dim() == args[1].dim() == 2:  # each group sums over columns of its own
+        return contraction(0, 1)(args, result)
     return 2 * int(result.numel()) * int(args[0].shape[-1])
 
 
@@ -175,7 +259,7 @@ def _attention_backward(operator: str, output: int, *, has_bias: bool = False) -
         _attention_flops(1, num_products=5),
         follows=((output, 3),),
         temperature=(0, 1, 1, 0),
-        gradient=0,
+        sources=(None, 0, 1, 2),
     )
 
 
@@ -213,7 +297,8 @@ RULES: tuple[ProductRule, ...] = (
         ((1, 0, 1), (1, 1, 0), (1, 0, 0)),
         _word("convolution", "input", "weight"),
         _registered("convolution_backward"),
-        gradient=0,
+        sources=(None, 0, 1),
+        mask=10,
     ),
     ProductRule(
         "conv_tbc", (0, 1), _BOTH, _word("conv_tbc", "input", "weight"), _conv_tbc_flops, (2,)
@@ -224,7 +309,7 @@ RULES: tuple[ProductRule, ...] = (
         ((1, 0, 1), (1, 1, 0), (1, 0, 0)),
         _word("conv_tbc", "input", "weight"),
         lambda args, _: 4 * int(args[0].numel()) * int(math.prod(args[2].shape[:2])),
-        gradient=0,
+        sources=(None, 0, 1),
     ),
     ProductRule(
         "_trilinear",
@@ -240,6 +325,7 @@ RULES: tuple[ProductRule, ...] = (
         _word("grouped_mm", "mat_a", "mat_b"),
         _grouped_flops,
         addends=(3,),
+        ragged=2,
     ),
     _attention(f"{_SDPA}_flash_attention_for_cpu"),
     _attention(f"{_SDPA}_flash_attention"),

@@ -18,11 +18,10 @@ from types import CodeType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_unitscale.dispatch.calls import (
     Call,
-    Sources,
     may_belong_to,
     note_made,
     remember,
@@ -34,7 +33,7 @@ from lightning_unitscale.dispatch.coverage import CoverageCounter, Kind
 from lightning_unitscale.dispatch.execute import Product, are_real, run_in_units
 from lightning_unitscale.dispatch.formats import Numerics
 from lightning_unitscale.dispatch.measurement import FORWARD, MeasuredProduct, Site
-from lightning_unitscale.dispatch.products import ProductRule
+from lightning_unitscale.dispatch.products import ProductRule, Sources
 from lightning_unitscale.dispatch.sites import Sites
 from lightning_unitscale.dispatch.tensors import Extent, forget_copy
 from lightning_unitscale.dispatch.torch_internals import (
@@ -168,6 +167,7 @@ class ProductSession:
             node: The autograd node within which it runs, if it runs within one.
             call: The forward product that the node was made for, if it was made for one.
         """
+        rule = rule.reading(args, kwargs)
         operands = rule.operands_in(args)
         if node is not None or LOCAL.session is self:
             run = self.sites.run_of(node)
@@ -181,15 +181,17 @@ class ProductSession:
             return result
         if run is None and call is not None and may_belong_to(rule, call):
             call.num_visits += 1
-            addends = [args[position] for position in rule.addends_in(args)]
-            sources = sources_of(rule, call, operands)
-            product = self.backward_product(rule, operands, call, sources, addends)
+            if not rule.multiplies(args, kwargs):
+                return run_inside(original, *args, **kwargs)
+            product = self.backward_product(rule, args, call, sources_of(rule, call, operands))
         else:
             caller = "hook" if node is None else node.name()
             suffix = f"@{caller}" if run is None else ""
             word, roles = rule.name_in(args)
             site = self.sites.find(word + suffix, roles, run or self.sites.no_module())
-            product, extents = self.forward_product(rule, site, args, operands)
+            if not rule.multiplies(args, kwargs):
+                return run_inside(original, *args, **kwargs)
+            product, extents = self.forward_product(rule, site, args)
             if run is not None or torch.is_grad_enabled():
                 remember(self.ref, product, operands, extents)
             show(product, operands)
@@ -235,16 +237,16 @@ class ProductSession:
         return result
 
     def forward_product(
-        self, rule: ProductRule, site: Site, args: _Args, operands: Sequence[Tensor]
+        self, rule: ProductRule, site: Site, args: _Args
     ) -> tuple[Product, tuple[Extent, ...]]:
         """A forward product with what it runs with, and what was measured of its operands.
 
         Args:
-            rule: Its operator.
+            rule: Its operator, as the call reads it.
             site: Which product of the step it is.
             args: Arguments.
-            operands: The operands among them.
         """
+        operands = rule.operands_in(args)
         units, unknown = site.log2_units, (None,) * len(operands)
         product = Product(
             rule,
@@ -257,8 +259,7 @@ class ProductSession:
         )
         extents: tuple[Extent, ...] = ()
         if units is None or self.units.is_looking:
-            addends = [args[position] for position in rule.addends_in(args)]
-            extents = self._measure(product, operands, units or unknown, unknown, addends)
+            extents = self._measure(product, args, units or unknown, unknown)
             for numerics in self.numerics:
                 numerics.measure(product, operands, is_first=units is None)
                 site.log2_units = product.log2_units
@@ -267,20 +268,19 @@ class ProductSession:
     def backward_product(
         self,
         rule: ProductRule,
-        operands: Sequence[Tensor],
+        args: _Args,
         call: Call,
         sources: Sources,
-        addends: Sequence[Tensor] = (),
     ) -> Product:
         """A backward product of a call with what it runs with.
 
         Args:
-            rule: Its operator.
-            operands: What it reads.
+            rule: Its operator, as the call reads it.
+            args: Arguments.
             call: The forward product.
             sources: For each operand which forward operand it is.
-            addends: What it is added to.
         """
+        operands = rule.operands_in(args)
         forward, site = call.product, call.product.site
         gamma = site.log2_gamma
         known = tuple(gamma if k is None else forward.log2_units[k] for k in sources)
@@ -297,7 +297,7 @@ class ProductSession:
         if gamma is None or self.units.is_looking:
             before = call.extents or (None,) * len(forward.log2_units)
             measured = tuple(call.gradient_extent if k is None else before[k] for k in sources)
-            extents = self._measure(product, operands, known, measured, addends)
+            extents = self._measure(product, args, known, measured)
             if None in sources:
                 at = sources.index(None)
                 call.gradient_extent = extents[at]
@@ -312,17 +312,18 @@ class ProductSession:
     def _measure(
         self,
         product: Product,
-        operands: Sequence[Tensor],
+        args: _Args,
         known: tuple[int | None, ...],
         before: Sequence[Extent | None],
-        addends: Sequence[Tensor] = (),
     ) -> tuple[Extent, ...]:
         """Measure operands, of which ``before`` is known from this step, and give them units."""
+        rule = product.rule
+        operands = rule.measured_in(args)
         extents = tuple(
             Extent.of(tensor) if extent is None else extent
             for tensor, extent in zip(operands, before, strict=True)
         )
-        added = tuple(map(Extent.of, addends))
+        added = tuple(Extent.of(args[position]) for position in rule.addends_in(args))
         measured = MeasuredProduct(
             product.site, product.slot, product.names, extents, added, operands[0].dtype, known
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -93,6 +93,20 @@ def stored_row(tensor: Tensor, direction: Direction, measures_range: bool = True
     return row_of(root_mean_square(tensor), shares)
 
 
+def is_late_look(count: int) -> bool:
+    """Whether what has been zero so far is worth a second run of a step, or a meeting of ranks.
+
+    Args:
+        count: Steps since it was first measured.
+    """
+    return count in (1, 2, 4) or (count > 0 and count % 8 == 0)
+
+
+def usable_sizes(sizes: Sizes) -> dict[str, float]:
+    """Those that a unit can be taken from: of what is zero, empty or not finite none can."""
+    return {name: rms for name, rms in sizes.items() if 0.0 < rms < math.inf}
+
+
 @dataclass(frozen=True)
 class Measured:
     """What was measured of tensors with units of their own, by name in the gauge.
@@ -108,6 +122,14 @@ class Measured:
     backward: Sizes = field(default_factory=dict)
     outside: Sizes = field(default_factory=dict)
     unrepresentable: Unrepresentable = field(default_factory=Unrepresentable)
+
+    def of_names(self, names: Collection[str]) -> Measured:
+        """The RMS of tensors of these names alone."""
+        forward, backward = (
+            {name: rms for name, rms in sizes.items() if name in names}
+            for sizes in (self.forward, self.backward)
+        )
+        return Measured(forward, backward)
 
     @staticmethod
     def of(rows: Iterable[Row]) -> Measured:
@@ -253,9 +275,13 @@ class DriftProbes:
 
     Args:
         measures_range: Whether to measure what FP8 would lose as well.
+
+    Attributes:
+        names: Of all tensors that were measured so far, zeros among them.
     """
 
     def __init__(self, *, measures_range: bool) -> None:
+        self.names: frozenset[str] = frozenset()
         self._measures_range = measures_range
         self._calls: list[_Call] = []
 
@@ -304,6 +330,8 @@ class DriftProbes:
         calls, self._calls = self._calls, []
         if not calls:
             return None
+        units = (units for call in calls for units in call.units.values())
+        self.names |= {name for names in units for name, _ in names}
         rows = [part for call in calls for part in (call.record.forward, call.record.backward)]
         copy = HostCopy(torch.cat([part.to(rows[0].device) for part in rows]))
 

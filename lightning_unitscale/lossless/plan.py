@@ -133,7 +133,7 @@ def plan_product(product: Product, region: Region, gauge: Gauge, units: Units) -
             forward=units.sigma(addend.node) / common,
             backward=arriving / units.gamma(addend.node),
         )
-        for addend in product.addends
+        for addend in (product.addends if product.reads_addends else ())
     ]
     if product.rule.fused_attention:
         edits += _mask_edit(product, arriving * common, units)

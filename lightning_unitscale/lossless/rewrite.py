@@ -19,7 +19,12 @@ from lightning_unitscale.graph.nodes import (
 )
 from lightning_unitscale.graph.passes import GraphPass, Phase, Region, StepGraph
 from lightning_unitscale.graph.regions import Places
-from lightning_unitscale.lossless.calibrate import Calibrator, DriftProbes, Measured
+from lightning_unitscale.lossless.calibrate import (
+    Calibrator,
+    DriftProbes,
+    Measured,
+    usable_sizes,
+)
 from lightning_unitscale.lossless.gauge import (
     ONE,
     Factor,
@@ -64,6 +69,8 @@ class LosslessUnitScale(GraphPass):
 
     Attributes:
         gauge: The current units, which only the methods of this class replace.
+        missing: Names of tensors that were zero, empty or not finite whenever they were measured:
+            they have no units of their own yet.
         is_running: Whether a step of the module runs as captured graphs at this moment.
     """
 
@@ -86,6 +93,7 @@ class LosslessUnitScale(GraphPass):
         self.measures_range = measures_range
         self.holds_parameters = holds_parameters
         self.gauge = Gauge()
+        self.missing: frozenset[str] = frozenset()
         self.is_running = False
         self.drift = DriftProbes(measures_range=measures_range)
 
@@ -155,8 +163,14 @@ class LosslessUnitScale(GraphPass):
         return Calibrator(measures_all=self.depth == "all", measures_range=self.measures_range)
 
     def update_gauge(self, measured: Measured) -> None:
-        """Set the units of all that was measured; the others stay as they are."""
-        self.set_gauge(self.gauge.updated(Gauge.of_rms(measured.forward, measured.backward)))
+        """Set the units of all that was measured; the others stay as they are.
+
+        What is zero, empty or not finite gets none, and is ``missing`` if it had none before.
+        """
+        forward, backward = usable_sizes(measured.forward), usable_sizes(measured.backward)
+        unusable = {*measured.forward, *measured.backward} - {*forward, *backward}
+        self.missing = (self.missing | (unusable - self.gauge.keys())) - {*forward, *backward}
+        self.set_gauge(self.gauge.updated(Gauge.of_rms(forward, backward)))
 
     def __deepcopy__(self, memo: dict[int, object]) -> LosslessUnitScale:
         new = copy.copy(self)

@@ -15,6 +15,7 @@ from lightning_unitscale.capture.attach import captured_forward
 from lightning_unitscale.capture.captured_step import CapturedStep
 from lightning_unitscale.capture.steps import steps_of
 from lightning_unitscale.graph.nodes import tensors_in
+from lightning_unitscale.lossless.calibrate import Measured, is_late_look
 from lightning_unitscale.lossless.rehearsal import calibrate
 from lightning_unitscale.lossless.rewrite import LosslessUnitScale
 from lightning_unitscale.rules.build_plan import plan_step
@@ -113,6 +114,9 @@ class _FirstCall:
     A module that returns no loss gets a random gradient at RMS 1 for each of its outputs; if the
     first real one is of another size, units follow it in the next call. An object rather than a
     closure, so that a copied module decides for itself.
+
+    What is zero in the first call is measured at later ones that record gradients, until it is not:
+    at three of the next four, and at each eighth.
     """
 
     rules: RuleRewrite
@@ -120,12 +124,17 @@ class _FirstCall:
     lossless: LosslessUnitScale
     init_weights: bool
     is_planned: bool = False
+    is_measured: bool = False
+    num_later_calls: int = 0
 
     def __call__(
         self, step: CapturedStep, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
         """Called before each call of the step."""
         module = step.owner.module
+        if self.is_measured:
+            self._measure_late(step, args, kwargs)
+            return
         if not self.is_planned:
             options, prior = self.rules.options, self.rules.plan
             plan = plan_step(step, args, kwargs, options, prior, init_weights=self.init_weights)
@@ -144,7 +153,32 @@ class _FirstCall:
         measured = calibrate(step, self.lossless, args, kwargs, seeds=_random_seeds)
         if measured is not None:
             self.gradients.set_measured(measured)
-        step.before_call = None
+        self.is_measured = True
+        self._end(step)
+
+    def _measure_late(
+        self, step: CapturedStep, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
+        """Measure units, and factors of gradients, that could not be measured before."""
+        if not torch.is_grad_enabled():
+            return
+        self.num_later_calls += 1
+        if not is_late_look(self.num_later_calls):
+            return
+
+        def of_missing(measured: Measured) -> Measured:
+            return measured.of_names(self.lossless.missing)
+
+        measured = calibrate(
+            step, self.lossless, args, kwargs, seeds=_random_seeds, results=of_missing
+        )
+        if measured is not None:
+            self.gradients.set_late(measured)
+        self._end(step)
+
+    def _end(self, step: CapturedStep) -> None:
+        if not self.lossless.missing:
+            step.before_call = None
 
 
 def _random_seeds(output: Any) -> Sequence[tuple[Tensor, Tensor]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,10 +16,15 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from lightning_unitscale.graph.grad_order import autograd_operations
 from lightning_unitscale.graph.nodes import tensors_in
 from lightning_unitscale.graph.passes import GraphPass, Phase, StepGraph
-from lightning_unitscale.lossless.calibrate import combined_rms, root_mean_square
+from lightning_unitscale.graph.recorder import stored_elements
+from lightning_unitscale.lossless.calibrate import (
+    combined_rms,
+    root_mean_square,
+    usable_sizes,
+)
 from lightning_unitscale.optim.learning_rates import Role
 from lightning_unitscale.rules.plan import ParameterPlan
-from lightning_unitscale.scales.transfer import numbers_of
+from lightning_unitscale.scales.transfer import HostCopy, numbers_of, numbers_on
 
 # Beyond this a gradient is taken for zero, or for broken: its unit would be noise.
 _MAX_LOG2 = 100
@@ -125,9 +130,13 @@ class ParameterGradients(GraphPass):
     A hook on the parameter does it, not an operation in a graph: it sees the sum of all gradients,
     also of uses that lie outside of every captured graph.
 
+    A gradient that was zero when it was measured has no factor yet; :meth:`scale_late` gives it one
+    when it is not, before an optimizer has seen anything of it: no training changes by that.
+
     Attributes:
         log2_factors: Exponent of the factor on the gradient, by path of the parameter.
         num_accumulated: Batches that were accumulated when gradients were measured.
+        measures_late: Whether gradients without a factor may still get one.
     """
 
     name = "parameter gradients at RMS 1"
@@ -136,7 +145,10 @@ class ParameterGradients(GraphPass):
     def __init__(self) -> None:
         self.log2_factors: dict[str, int] = {}
         self.num_accumulated = 1
+        self.measures_late = False
         self._log2_shift = 0
+        # Factors of the last step, on their way: the parameters, and what is read of each.
+        self._sent: tuple[list[str], HostCopy] | None = None
         self._watched: dict[str, list[Tensor]] | None = None
         self._hooks: MutableMapping[Tensor, RemovableHandle] = WeakTensorKeyDictionary()
 
@@ -160,6 +172,7 @@ class ParameterGradients(GraphPass):
     def clear(self) -> None:
         """Leave gradients as they are, until they have been measured."""
         self.log2_factors.clear()
+        self.measures_late, self._sent = False, None
 
     def accumulate(self, num_accumulated: int) -> None:
         """Follow a number of accumulated batches that has changed since the measuring."""
@@ -197,18 +210,82 @@ class ParameterGradients(GraphPass):
         # Gradients of different batches are nearly independent: a sum of n grows by sqrt(n), a
         # mean over n shrinks by as much.
         global_batch = math.sqrt(num_accumulated / num_replicas)
-        self.num_accumulated, self._log2_shift = num_accumulated, 0
+        self.num_accumulated, self._log2_shift, self.measures_late = num_accumulated, 0, True
+        self._set({fqn: rms * global_batch for fqn, rms in measured.items()})
+
+    def set_late(self, measured: Mapping[str, float]) -> None:
+        """Take over what gradients measured that had no factor so far; see :meth:`set_measured`."""
+        known = self.log2_factors
+        self._set({fqn: rms for fqn, rms in measured.items() if fqn not in known})
+
+    def _set(self, measured: Mapping[str, float]) -> None:
         largest = _largest_by_module(measured)
-        for fqn, rms in measured.items():
+        for fqn, rms in usable_sizes(measured).items():
             of_module = largest[_module_of(fqn)]
-            total = (of_module if 0 < rms < _ROUNDING * of_module else rms) * global_batch
-            is_usable = total > 0 and math.isfinite(total)
-            exponent = -round(math.log2(total)) if is_usable else 0
+            total = of_module if rms < _ROUNDING * of_module else rms
+            exponent = -round(math.log2(total))
             self.log2_factors[fqn] = max(-_MAX_LOG2, min(_MAX_LOG2, exponent))
+
+    def scale_late(self, parameters: Iterable[tuple[str, Tensor]], *, keeps: bool = True) -> None:
+        """Bring gradients without a factor to RMS 1; the device is not waited for.
+
+        All ranks find the same: their gradients have been reduced.
+
+        Args:
+            parameters: With their paths, those that an optimizer is about to update.
+            keeps: Whether the factors are kept, for the backward passes to come.
+        """
+        gradients = {fqn: self._late_gradient(fqn, parameter) for fqn, parameter in parameters}
+        late = {fqn: grad for fqn, grad in gradients.items() if grad is not None}
+        sent = None
+        if late:
+            rms = torch.stack([root_mean_square(whole(grad)) for grad in late.values()])
+            exponents = self._late_exponents(list(late), rms)
+            for grad, exponent in zip(late.values(), exponents, strict=True):
+                # A rank has a part of a gradient that is sharded.
+                stored_elements(grad).mul_(torch.exp2(exponent.nan_to_num()).to(grad.dtype))
+            sent = (list(late), HostCopy(exponents)) if keeps else None
+        # Those of the last step come after this one, whose backward pass did not have them.
+        self.settle()
+        self._sent = sent
+
+    def settle(self) -> None:
+        """Take over the factors of the last step, which backward passes have from now on."""
+        if self._sent is not None:
+            (names, copy), self._sent = self._sent, None
+            for fqn, exponent in zip(names, copy.numbers().tolist(), strict=True):
+                if math.isfinite(exponent):
+                    self.log2_factors.setdefault(fqn, int(exponent) - self._log2_shift)
+
+    def _late_gradient(self, fqn: str, parameter: Tensor) -> Tensor | None:
+        grad = parameter.grad
+        if not self.measures_late or fqn in self.log2_factors or grad is None:
+            return None
+        is_plain = grad.is_floating_point() and grad.layout is torch.strided
+        return grad.detach() if is_plain else None
+
+    def _late_exponents(self, names: Sequence[str], rms: Tensor) -> Tensor:
+        """Exponents of the factors; NaN where a gradient is still zero, or not finite."""
+        rms = torch.where(rms.isfinite() & (rms > 0), rms, math.nan)
+        known: dict[str, float] = {}
+        for fqn, exponent in self.log2_factors.items():
+            module = _module_of(fqn)
+            known[module] = max(known.get(module, 0.0), math.ldexp(1.0, -exponent))
+        modules = [_module_of(fqn) for fqn in names]
+        late: dict[str, Tensor] = {}
+        for module, number in zip(modules, rms.nan_to_num().unbind(), strict=True):
+            late[module] = number if module not in late else number.maximum(late[module])
+        before = [known.get(module, 0.0) for module in modules]
+        largest = torch.stack([late[module] for module in modules])
+        largest = largest.maximum(numbers_on(rms.device, before, rms.dtype))
+        total = torch.where(rms < _ROUNDING * largest, largest, rms)
+        return -torch.log2(total).round().clamp(-_MAX_LOG2, _MAX_LOG2)
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the hooks: what cannot be pickled is the captured step, and it says so."""
-        return {"log2_factors": self.log2_factors, "num_accumulated": self.num_accumulated}
+        self.settle()
+        names = ("log2_factors", "num_accumulated", "measures_late")
+        return {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__()  # type: ignore[misc]

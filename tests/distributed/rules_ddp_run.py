@@ -14,6 +14,8 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.strategies import DDPStrategy
 
+from lightning_unitscale import UnitScaleCallback
+from tests.callbacks.late_modules import LateExpert
 from tests.callbacks.rule_runs import Classifier, Gradients, loader, plan_of, unit_scale, weights
 from tests.callbacks.runs import QUIET, Recorder
 from tests.distributed.launch import quiet_rank
@@ -58,11 +60,36 @@ def train(folder: Path, kind: str) -> None:
     torch.save(found, folder / f"{kind}-{trainer.global_rank}.pt")
 
 
+class Late(LateExpert):
+    """An expert that one rank sends tokens to from the third step on, and the other much later."""
+
+    def late_share(self, step: int) -> float:
+        return float(step >= (3 if self.global_rank else 12))
+
+
+def train_late(folder: Path) -> None:
+    """Train in a format what is zero at first, on one rank for longer, and write down what came."""
+    pl.seed_everything(4, verbose=False)
+    module = Late()
+    callback = UnitScaleCallback("unit-scaling", simulate="fp8", recalibrate=None)
+    trainer = pl.Trainer(
+        callbacks=[callback],
+        max_steps=24,
+        max_epochs=-1,
+        strategy=DDPStrategy(process_group_backend="gloo"),
+        **{**QUIET, "devices": 2},
+    )
+    trainer.fit(module)
+    found = {"weights": weights(module), "losses": module.losses, "state": callback.state_dict()}
+    torch.save(found, folder / f"late-{trainer.global_rank}.pt")
+
+
 def main(folder: Path) -> None:
     """All of the trainings, one after the other, in one process group."""
     quiet_rank()
     for kind in KINDS:
         train(folder, kind)
+    train_late(folder)
 
 
 if __name__ == "__main__":

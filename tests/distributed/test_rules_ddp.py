@@ -11,7 +11,7 @@ import torch
 
 from tests.callbacks.rule_runs import rms
 from tests.distributed.launch import run_ranks
-from tests.distributed.rules_ddp_run import KINDS
+from tests.distributed.rules_ddp_run import KINDS, Late
 from tests.helpers import assert_same_bits
 
 NUM_RANKS = 2
@@ -58,3 +58,16 @@ def test_gradients_are_at_rms_1_at_the_step(kind: str, results: Callable[[str], 
         found = [one for name, one in row.items() if name.endswith("weight") and "norm" not in name]
         assert 0.5 < statistics.geometric_mean(found) < 2
         assert all(0.3 < one < 3.3 for one in found)
+
+
+def test_ranks_agree_on_late_units(results: Callable[[str], Ranks]) -> None:
+    first, second = results("late")
+    assert_same_bits(first["weights"], second["weights"])
+    assert_same_bits(first["state"], second["state"])
+    assert first["losses"] != second["losses"]
+    assert not first["state"]["missing"]
+    assert first["state"]["gauge"]["experts.1.0.linear:unscaled"][1] < -8
+    # Factors of its gradients, which were zero as well.
+    factors = first["state"]["rules"]["log2_gradients"]
+    assert {name for name, _ in Late().named_parameters()} == factors.keys()
+    assert factors["experts.1.2.weight"] > 4

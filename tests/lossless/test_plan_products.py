@@ -90,6 +90,15 @@ def test_the_factors_of_a_linear_cancel_in_both_directions(units: Units) -> None
     assert exponent(b.backward) == arriving - stored_gamma["bias"]
 
 
+@pytest.mark.parametrize("beta", [1, 0.5, 0, 0.0])
+def test_what_is_added_times_zero_is_left_alone(beta: float) -> None:
+    def added(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        return torch.baddbmm(x, a, b, beta=beta)
+
+    _, plan = _planned(added, *_inputs((2, 3, 5), (2, 3, 4), (2, 4, 5)), units=Apart())
+    assert ("input" in _edits(plan)) == (beta != 0)
+
+
 def test_names_and_what_is_measured() -> None:
     product, plan = _planned(F.linear, *_inputs((5, 4), (3, 4), (3,)), units=Units())
     measured = [operand_name(product, one) for one in product.operands]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from benchmarks.executed_products import PRODUCT_OPERANDS
+from benchmarks.executed_products import operands_read
 from lightning_unitscale.capture.attach import captured_forward
 from lightning_unitscale.capture.steps import ModuleSteps, steps_of
 from lightning_unitscale.rules.build_plan import Recorder
@@ -123,7 +123,7 @@ class ProductMeter(OperandMeter):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name = func._schema.name
-        for position in PRODUCT_OPERANDS.get(name, ()):
+        for position in operands_read(name, args):
             operand = args[position]
             address = operand.untyped_storage().data_ptr()
             if not self.in_backward:
