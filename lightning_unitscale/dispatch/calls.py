@@ -21,6 +21,8 @@ from lightning_unitscale.dispatch.torch_internals import last_sequence_number, s
 
 # For each operand of a product which forward operand it is; ``None``: the arriving gradient.
 Sources = tuple[int | None, ...]
+# What was measured of each operand in this step; empty where nothing was.
+Extents = tuple[Extent | None, ...]
 
 
 @functools.cache
@@ -42,7 +44,7 @@ class Call:
     needs: tuple[int, ...] = ()
     turned: tuple[bool, ...] = (False, False)
     # What was measured of the operands, and of the arriving gradient.
-    extents: tuple[Extent, ...] = ()
+    extents: Extents = ()
     gradient_extent: Extent | None = None
     num_visits: int = 0
 
@@ -63,7 +65,7 @@ def remember(
     session: weakref.ref[Any],
     product: Product,
     operands: Sequence[Tensor],
-    extents: tuple[Extent, ...],
+    extents: Extents,
 ) -> None:
     """Keep what backward products need of a product that is about to run.
 

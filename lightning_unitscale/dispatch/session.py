@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from lightning_unitscale.dispatch.calls import (
     Call,
+    Extents,
     Sources,
     may_belong_to,
     note_made,
@@ -33,7 +34,12 @@ from lightning_unitscale.dispatch.calls import (
 from lightning_unitscale.dispatch.coverage import CoverageCounter, Kind
 from lightning_unitscale.dispatch.execute import Product, are_real, run_in_units
 from lightning_unitscale.dispatch.formats import Numerics
-from lightning_unitscale.dispatch.measurement import FORWARD, MeasuredProduct, Site
+from lightning_unitscale.dispatch.measurement import (
+    FORWARD,
+    MeasuredProduct,
+    Measurement,
+    Site,
+)
 from lightning_unitscale.dispatch.products import ProductRule
 from lightning_unitscale.dispatch.sites import Sites
 from lightning_unitscale.dispatch.tensors import Extent, forget_copy
@@ -43,8 +49,11 @@ from lightning_unitscale.dispatch.torch_internals import (
     last_sequence_number,
 )
 from lightning_unitscale.dispatch.units import Units
+from lightning_unitscale.lossless.fp8_range import Unrepresentable
 
 _Args = tuple[Any, ...]
+# Why a product runs outside of a format.
+NO_UNIT = "no unit yet"
 
 
 class _Local(threading.local):
@@ -131,7 +140,7 @@ class ProductSession:
         return any(numerics.is_active for numerics in self.numerics)
 
     def begin_step(self, *, is_training: bool = True) -> None:
-        """Products are counted from the first again; what nobody has taken gives units."""
+        """Begin a step: products are counted from the first again."""
         self.sites.begin()
         forget_copy()
         self.units.begin_step(is_training=is_training)
@@ -215,7 +224,11 @@ class ProductSession:
         numerics: Numerics | None = None
         for each in self.numerics:
             if each.applies_to(product, args, kwargs):
-                numerics = each
+                # Cast in a unit of 1, the first values that are not zero could all be flushed.
+                if product.lacking or each.awaits(product):
+                    reason = NO_UNIT
+                else:
+                    numerics = each
                 break
         LOCAL.is_inside = True
         try:
@@ -223,8 +236,8 @@ class ProductSession:
                 kind, result = "format", numerics.run(product, original, list(args), kwargs)
             elif not self.units.is_used:
                 kind, result = "left out", original(*args, **kwargs)
-            elif reason := product.site.plain.get(product.slot, ""):
-                kind, result = "plain", original(*args, **kwargs)
+            elif why := product.site.plain.get(product.slot, ""):
+                kind, reason, result = "plain", why, original(*args, **kwargs)
             else:
                 kind, result = "units", run_in_units(product, original, list(args), kwargs)
         finally:
@@ -236,7 +249,7 @@ class ProductSession:
 
     def forward_product(
         self, rule: ProductRule, site: Site, args: _Args, operands: Sequence[Tensor]
-    ) -> tuple[Product, tuple[Extent, ...]]:
+    ) -> tuple[Product, Extents]:
         """A forward product with what it runs with, and what was measured of its operands.
 
         Args:
@@ -245,23 +258,23 @@ class ProductSession:
             args: Arguments.
             operands: The operands among them.
         """
-        units, unknown = site.log2_units, (None,) * len(operands)
+        units = site.log2_units
         product = Product(
             rule,
             site,
             FORWARD,
-            units or (),
+            (),
             (False,) * len(operands),
             site.operand_names,
             self.units.step,
         )
-        extents: tuple[Extent, ...] = ()
-        if units is None or self.units.is_looking:
+        product.take(units)
+        extents: Extents = ()
+        if product.lacking or self.units.is_looking:
             addends = [args[position] for position in rule.addends_in(args)]
-            extents = self._measure(product, operands, units or unknown, unknown, addends)
-            for numerics in self.numerics:
-                numerics.measure(product, operands, is_first=units is None)
-                site.log2_units = product.log2_units
+            extents = self._measure(product, operands, units, (None,) * len(units), addends)
+        elif self.numerics:
+            self._show_formats(product, operands)
         return product, extents
 
     def backward_product(
@@ -282,28 +295,27 @@ class ProductSession:
             addends: What it is added to.
         """
         forward, site = call.product, call.product.site
-        gamma = site.log2_gamma
-        known = tuple(gamma if k is None else forward.log2_units[k] for k in sources)
+        gamma, known_before = site.log2_gamma, forward.known()
+        known = tuple(gamma if k is None else known_before[k] for k in sources)
         product = Product(
             rule,
             site,
             slot_of(sources),
-            tuple(unit or 0 for unit in known),
+            (),
             tuple(k is None or forward.is_gradient[k] for k in sources),
             site.names_of(sources),
             forward.step,
         )
-        extents: tuple[Extent, ...] = ()
+        product.take(known)
+        extents: Extents = ()
         if gamma is None or self.units.is_looking:
             before = call.extents or (None,) * len(forward.log2_units)
             measured = tuple(call.gradient_extent if k is None else before[k] for k in sources)
             extents = self._measure(product, operands, known, measured, addends)
             if None in sources:
-                at = sources.index(None)
-                call.gradient_extent = extents[at]
-                for numerics in self.numerics:
-                    numerics.measure(product, operands, is_first=gamma is None)
-                    site.log2_gamma = product.log2_units[at]
+                call.gradient_extent = extents[sources.index(None)]
+        elif self.numerics:
+            self._show_formats(product, operands)
         if torch.is_grad_enabled():
             derived = self.sites.derive(site, product.slot, tuple(map(str, range(len(operands)))))
             remember(self.ref, replace(product, site=derived), operands, extents)
@@ -316,15 +328,74 @@ class ProductSession:
         known: tuple[int | None, ...],
         before: Sequence[Extent | None],
         addends: Sequence[Tensor] = (),
-    ) -> tuple[Extent, ...]:
-        """Measure operands, of which ``before`` is known from this step, and give them units."""
+    ) -> Extents:
+        """Measure operands, and give them units at once where a format is waiting for them.
+
+        The first time, and in a look, all operands are measured, else those without a unit.
+
+        Args:
+            product: The product.
+            operands: What it reads.
+            known: Exponents of the units of these, ``None`` for one without.
+            before: What was measured of them in this step.
+            addends: What is added to the product.
+
+        Returns:
+            What was measured of each operand.
+        """
+        site, slot = product.site, product.slot
+        is_whole = self.units.is_looking or slot not in site.seen
+        is_first = None in known and slot not in site.seen
         extents = tuple(
-            Extent.of(tensor) if extent is None else extent
-            for tensor, extent in zip(operands, before, strict=True)
+            (Extent.of(tensor) if extent is None else extent) if is_whole or unit is None else None
+            for tensor, extent, unit in zip(operands, before, known, strict=True)
         )
-        added = tuple(map(Extent.of, addends))
+        chosen = [index for index, extent in enumerate(extents) if extent is not None]
         measured = MeasuredProduct(
-            product.site, product.slot, product.names, extents, added, operands[0].dtype, known
+            site,
+            slot,
+            tuple(product.names[index] for index in chosen),
+            tuple(extent for extent in extents if extent is not None),
+            tuple(map(Extent.of, addends)) if is_whole else (),
+            operands[0].dtype,
+            tuple(known[index] for index in chosen),
+            is_whole,
         )
-        product.log2_units = self.units.note(measured, takes_units=bool(self.numerics))
+        self.units.note(measured)
+        if is_first and self.numerics:
+            product.take(self.units.take_at_once(measured))
+        if is_whole:
+            for numerics in self.numerics:
+                numerics.measure(product, operands, is_first=is_first)
+        else:
+            self._show_formats(product, operands)
         return extents
+
+    def _show_formats(self, product: Product, operands: Sequence[Tensor]) -> None:
+        """Show operands to formats that have not seen them in the units that they have now."""
+        for numerics in self.numerics:
+            if numerics.awaits(product):
+                numerics.measure(product, operands, is_first=False)
+
+    def receive(self) -> list[Unrepresentable]:
+        """Receive what was measured in the step before, without waiting for the device.
+
+        Returns:
+            What formats cannot represent of it.
+        """
+        self.units.receive()
+        return [numerics.receive() for numerics in self.numerics]
+
+    def adopt_new(self, measurement: Measurement) -> list[str]:
+        """Take the units of tensors that have none.
+
+        Args:
+            measurement: What has arrived, with the RMS that all ranks have measured.
+
+        Returns:
+            Names of the tensors that gave no unit before.
+        """
+        late = self.units.adopt_new(measurement)
+        for numerics in self.numerics:
+            numerics.await_units(late)
+        return late
