@@ -152,7 +152,7 @@ class ProductUnits(MeasuredUnits):
         # What accumulated batches of training have shown is taken with the last of them.
         elif not units.is_looking:
             self._receive()
-            if not (self._is_in_batch or self._agreement.is_open and is_distributed()):
+            if not (self._is_in_batch or (self._agreement.is_open and is_distributed())):
                 self._adopt_new(units.received(), name)
         self._read_coverage()
         interrupted, counter = self._interrupted

@@ -111,8 +111,8 @@ class Coverage:
             return ""
         wanted = "in units" if self.has_units else "rounded"
         return (
-            f"{self.line()}. What runs plain is in {listed(modules)}; expected at least {ENOUGH:.0%} of the "
-            f"FLOPs {wanted}; explain() lists all products."
+            f"{self.line()}. What runs plain is in {listed(modules)}; expected at least "
+            f"{ENOUGH:.0%} of the FLOPs {wanted}; explain() lists all products."
         )
 
     def table(self) -> str:

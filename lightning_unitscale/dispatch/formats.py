@@ -19,6 +19,9 @@ from lightning_unitscale.precision.simulate import SimulateFormat
 from lightning_unitscale.quantize import rounded
 from lightning_unitscale.scales.transfer import numbers_on
 
+# Why a product runs outside of a format.
+NO_UNIT = "no unit yet"
+
 
 class Numerics(abc.ABC):
     """What a format does to products: simulated, or run in it.

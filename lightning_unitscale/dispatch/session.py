@@ -33,16 +33,12 @@ from lightning_unitscale.dispatch.calls import (
 )
 from lightning_unitscale.dispatch.coverage import CoverageCounter, Kind
 from lightning_unitscale.dispatch.execute import Product, are_real, run_in_units
-from lightning_unitscale.dispatch.formats import Numerics
-from lightning_unitscale.dispatch.measurement import (
-    FORWARD,
-    MeasuredProduct,
-    Measurement,
-    Site,
-)
+from lightning_unitscale.dispatch.formats import NO_UNIT, Numerics
+from lightning_unitscale.dispatch.measurement import FORWARD, Measurement, Site
+from lightning_unitscale.dispatch.measuring import Measuring
 from lightning_unitscale.dispatch.products import ProductRule
 from lightning_unitscale.dispatch.sites import Sites
-from lightning_unitscale.dispatch.tensors import Extent, forget_copy
+from lightning_unitscale.dispatch.tensors import forget_copy
 from lightning_unitscale.dispatch.torch_internals import (
     Kernel,
     graph_task,
@@ -52,8 +48,6 @@ from lightning_unitscale.dispatch.units import Units
 from lightning_unitscale.lossless.fp8_range import Unrepresentable
 
 _Args = tuple[Any, ...]
-# Why a product runs outside of a format.
-NO_UNIT = "no unit yet"
 
 
 class _Local(threading.local):
@@ -113,6 +107,7 @@ class ProductSession:
         self.ref = weakref.ref(self)
         self.units = units
         self.numerics = tuple(numerics)
+        self._measuring = Measuring(units, self.numerics)
         self.sites = Sites(module, boundary, units)
         self.counter: CoverageCounter | None = None
         self.is_open = True
@@ -272,9 +267,9 @@ class ProductSession:
         extents: Extents = ()
         if product.lacking or self.units.is_looking:
             addends = [args[position] for position in rule.addends_in(args)]
-            extents = self._measure(product, operands, units, (None,) * len(units), addends)
+            extents = self._measuring.measure(product, operands, units, (), addends)
         elif self.numerics:
-            self._show_formats(product, operands)
+            self._measuring.show(product, operands)
         return product, extents
 
     def backward_product(
@@ -311,71 +306,15 @@ class ProductSession:
         if gamma is None or self.units.is_looking:
             before = call.extents or (None,) * len(forward.log2_units)
             measured = tuple(call.gradient_extent if k is None else before[k] for k in sources)
-            extents = self._measure(product, operands, known, measured, addends)
+            extents = self._measuring.measure(product, operands, known, measured, addends)
             if None in sources:
                 call.gradient_extent = extents[sources.index(None)]
         elif self.numerics:
-            self._show_formats(product, operands)
+            self._measuring.show(product, operands)
         if torch.is_grad_enabled():
             derived = self.sites.derive(site, product.slot, tuple(map(str, range(len(operands)))))
             remember(self.ref, replace(product, site=derived), operands, extents)
         return product
-
-    def _measure(
-        self,
-        product: Product,
-        operands: Sequence[Tensor],
-        known: tuple[int | None, ...],
-        before: Sequence[Extent | None],
-        addends: Sequence[Tensor] = (),
-    ) -> Extents:
-        """Measure operands, and give them units at once where a format is waiting for them.
-
-        The first time, and in a look, all operands are measured, else those without a unit.
-
-        Args:
-            product: The product.
-            operands: What it reads.
-            known: Exponents of the units of these, ``None`` for one without.
-            before: What was measured of them in this step.
-            addends: What is added to the product.
-
-        Returns:
-            What was measured of each operand.
-        """
-        site, slot = product.site, product.slot
-        is_whole = self.units.is_looking or slot not in site.seen
-        is_first = None in known and slot not in site.seen
-        extents = tuple(
-            (Extent.of(tensor) if extent is None else extent) if is_whole or unit is None else None
-            for tensor, extent, unit in zip(operands, before, known, strict=True)
-        )
-        chosen = [index for index, extent in enumerate(extents) if extent is not None]
-        measured = MeasuredProduct(
-            site,
-            slot,
-            tuple(product.names[index] for index in chosen),
-            tuple(extent for extent in extents if extent is not None),
-            tuple(map(Extent.of, addends)) if is_whole else (),
-            operands[0].dtype,
-            tuple(known[index] for index in chosen),
-            is_whole,
-        )
-        self.units.note(measured)
-        if is_first and self.numerics:
-            product.take(self.units.take_at_once(measured))
-        if is_whole:
-            for numerics in self.numerics:
-                numerics.measure(product, operands, is_first=is_first)
-        else:
-            self._show_formats(product, operands)
-        return extents
-
-    def _show_formats(self, product: Product, operands: Sequence[Tensor]) -> None:
-        """Show operands to formats that have not seen them in the units that they have now."""
-        for numerics in self.numerics:
-            if numerics.awaits(product):
-                numerics.measure(product, operands, is_first=False)
 
     def receive(self) -> list[Unrepresentable]:
         """Receive what was measured in the step before, without waiting for the device.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from lightning_unitscale.dispatch.measurement import MeasuredProduct, Measurement, Site

@@ -47,7 +47,7 @@ def train(gpu: Gpu, *callbacks: UnitScaleCallback | ScaleMonitor) -> None:
 
 
 UNITS = {"tensors.fill_in"}
-FITS = {"fp8._unrepresentable"}
+FITS = {"fp8.arrived"}
 
 
 @pytest.mark.filterwarnings("ignore:(?s)ScaleMonitor:UserWarning")

@@ -1,0 +1,90 @@
+"""What is measured of a product's operands as it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from lightning_unitscale.dispatch.calls import Extents
+from lightning_unitscale.dispatch.execute import Product
+from lightning_unitscale.dispatch.formats import Numerics
+from lightning_unitscale.dispatch.measurement import MeasuredProduct
+from lightning_unitscale.dispatch.tensors import Extent
+from lightning_unitscale.dispatch.units import Units
+
+
+@dataclass(frozen=True)
+class Measuring:
+    """Measures operands for units and for formats.
+
+    Attributes:
+        units: The units in force, and those to come.
+        numerics: What rounds products, by precedence.
+    """
+
+    units: Units
+    numerics: Sequence[Numerics]
+
+    def measure(
+        self,
+        product: Product,
+        operands: Sequence[Tensor],
+        known: tuple[int | None, ...],
+        before: Extents,
+        addends: Sequence[Tensor],
+    ) -> Extents:
+        """Measure operands, and give them units at once where a format waits for them.
+
+        The first time, and in a look, all operands are measured. At other times those without a
+        unit are, so that one that stays zero costs a row in each step.
+
+        Args:
+            product: The product.
+            operands: What it reads.
+            known: Exponents of their units, ``None`` for one without.
+            before: What was measured of them in this step; empty if nothing was.
+            addends: What is added to the product.
+
+        Returns:
+            What was measured of each operand.
+        """
+        site, slot = product.site, product.slot
+        is_new = slot not in site.seen
+        is_whole = is_new or self.units.is_looking
+        extents: list[Extent | None] = list(before) or [None] * len(operands)
+        chosen = [index for index, unit in enumerate(known) if is_whole or unit is None]
+        measured = []
+        for index in chosen:
+            extent = extents[index]
+            if extent is None:
+                extent = extents[index] = Extent.of(operands[index])
+            measured.append(extent)
+        noted = MeasuredProduct(
+            site,
+            slot,
+            tuple(product.names[index] for index in chosen),
+            tuple(measured),
+            tuple(map(Extent.of, addends)) if is_whole else (),
+            operands[0].dtype,
+            tuple(known[index] for index in chosen),
+            is_whole,
+        )
+        self.units.note(noted)
+        # What is late, no step waits for.
+        is_first = is_new and None in known
+        if is_first and self.numerics:
+            product.take(self.units.take_at_once(noted))
+        if not is_whole:
+            self.show(product, operands)
+            return tuple(extents)
+        for numerics in self.numerics:
+            numerics.measure(product, operands, is_first=is_first)
+        return tuple(extents)
+
+    def show(self, product: Product, operands: Sequence[Tensor]) -> None:
+        """Show operands to formats that have not seen them in the units that they have now."""
+        for numerics in self.numerics:
+            if numerics.awaits(product):
+                numerics.measure(product, operands, is_first=False)
