@@ -61,8 +61,8 @@ class Numerics(abc.ABC):
     def await_units(self, names: Iterable[str]) -> None:  # noqa: B027
         """Note operands that have got a unit, and were zero when they were first measured."""
 
-    def awaits(self, product: Product) -> bool:
-        """Whether a product reads such an operand, and :meth:`measure` has not seen it since."""
+    def awaits(self, names: Sequence[str]) -> bool:
+        """Whether one of these is such an operand, and :meth:`measure` has not seen it since."""
         return False
 
     def receive(self) -> Unrepresentable:

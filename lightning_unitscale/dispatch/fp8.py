@@ -103,9 +103,9 @@ class FP8Products(Numerics):
             self._config.unseen.update(names)
 
     @override
-    def awaits(self, product: Product) -> bool:
+    def awaits(self, names: Sequence[str]) -> bool:
         unseen = self._config.unseen
-        return bool(unseen) and not unseen.isdisjoint(product.names)
+        return bool(unseen) and not unseen.isdisjoint(names)
 
     @override
     def receive(self) -> Unrepresentable:
@@ -308,7 +308,7 @@ def _run_layer(
     names = site.operand_names
     product = Product(_MM, site, FORWARD, (), (False, False), names, session.units.step)
     product.take(site.log2_units)
-    if numerics.awaits(product) or not numerics.applies_to(product, operands, {}):
+    if numerics.awaits((*names, site.name)) or not numerics.applies_to(product, operands, {}):
         return None
     sites.find(_LINEAR, _ROLES, run)
     if session.counter is not None:

@@ -86,5 +86,5 @@ class Measuring:
     def show(self, product: Product, operands: Sequence[Tensor]) -> None:
         """Show operands to formats that have not seen them in the units that they have now."""
         for numerics in self.numerics:
-            if numerics.awaits(product):
+            if numerics.awaits(product.names):
                 numerics.measure(product, operands, is_first=False)

@@ -220,7 +220,7 @@ class ProductSession:
         for each in self.numerics:
             if each.applies_to(product, args, kwargs):
                 # Cast in a unit of 1, the first values that are not zero could all be flushed.
-                if product.lacking or each.awaits(product):
+                if product.lacking or each.awaits(product.names):
                     reason = NO_UNIT
                 else:
                     numerics = each
