@@ -153,7 +153,7 @@ class ProductUnits(MeasuredUnits):
         elif not units.is_looking:
             self._receive()
             if not (self._is_in_batch or (self._agreement.is_open and is_distributed())):
-                self._adopt_new(units.received(), name)
+                self._adopt(units.new_in(units.received()), name)
         self._read_coverage()
         interrupted, counter = self._interrupted
         self._enter(interrupted, is_training=True, counts=False)
@@ -226,22 +226,22 @@ class ProductUnits(MeasuredUnits):
         # Each rank counts each step.
         when, meets = f"step {self._step_index}", self._agreement.meets()
         if not (self._agreement.is_open and is_distributed()):
-            self._adopt_new(self._units.received(), when)
+            self._adopt(self._units.new_in(self._units.received()), when)
         elif meets:
             measured, meets_again = joint_late(self._units.received(), self._units.lacking)
-            self._adopt_new(measured, when)
+            self._adopt(measured, when)
             self._make_fit(when)
             self._agreement.is_open = meets_again
 
-    def _adopt_new(self, measurement: Measurement, when: str) -> None:
-        if late := self._session.adopt_new(measurement):
+    def _adopt(self, measurement: Measurement, when: str) -> None:
+        if late := self._session.adopt(measurement):
             self._tell_late_units(late, when)
 
     def _judge(self, arrived: Callable[[], Measurement], when: str) -> None:
         measurement = joint_measured(arrived())
         self._make_fit(when)
         # What had no unit gets one, whatever became of the others.
-        self._adopt_new(measurement, when)
+        self._adopt(self._units.new_in(measurement), when)
         if self._schedule.is_automatic and not measurement.outside:
             self._units.judge(measurement)
             return

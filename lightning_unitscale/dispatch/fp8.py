@@ -112,7 +112,7 @@ class FP8Products(Numerics):
         sent, self._sent = self._sent, None
         found = Unrepresentable() if sent is None else sent()
         if self._rows:
-            is_late = self._rows[0][2].is_cuda
+            is_late = self._rows[0][2].device.type == "cuda"
             arrived = self._send()
             if is_late:
                 self._sent = arrived

@@ -209,7 +209,8 @@ class ModuleProducts(AttachedSession):
         if current_node() is None:
             # A checkpoint's body, computed again, has the units that it had.
             self.session.receive()
-            self.session.adopt_new(self.session.units.received())
+            units = self.session.units
+            self.session.adopt(units.new_in(units.received()))
         self._num_calls += 1
         if self._num_calls == 1:
             self.session.counter = CoverageCounter()

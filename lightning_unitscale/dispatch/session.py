@@ -325,16 +325,9 @@ class ProductSession:
         self.units.receive()
         return [numerics.receive() for numerics in self.numerics]
 
-    def adopt_new(self, measurement: Measurement) -> list[str]:
-        """Take the units of tensors that have none.
-
-        Args:
-            measurement: What has arrived, with the RMS that all ranks have measured.
-
-        Returns:
-            Names of the tensors that gave no unit before.
-        """
-        late = self.units.adopt_new(measurement)
+    def adopt(self, measurement: Measurement) -> list[str]:
+        """:meth:`Units.adopt`; formats see what was late before they round it."""
+        late = self.units.adopt(measurement)
         for numerics in self.numerics:
             numerics.await_units(late)
         return late

@@ -38,9 +38,9 @@ class Units:
         self.sites: dict[str, Site] = {}
         self.lacking: dict[str, str] = {}
         self._measured: list[MeasuredProduct] = []
-        # What was sent for, and by site and slot what has arrived and gives new units.
+        # What was sent for, and by slot and names what has arrived and gives new units.
         self._sent: Callable[[], Measurement] | None = None
-        self._arrived: dict[tuple[str, str], MeasuredProduct] = {}
+        self._arrived: dict[tuple[str, ...], MeasuredProduct] = {}
 
     def set_gauge(self, gauge: Gauge) -> None:
         """Put units into force from the next product on."""
@@ -152,7 +152,7 @@ class Units:
         if not self._measured:
             return
         rows = [extent.row for product in self._measured for extent in product.extents]
-        is_late = any(row is not None and row.is_cuda for row in rows)
+        is_late = any(row is not None and row.device.type == "cuda" for row in rows)
         arrived = self.send()
         if is_late:
             self._sent = arrived
@@ -161,15 +161,15 @@ class Units:
 
     def _keep(self, measurement: Measurement) -> None:
         for product in measurement.products:
-            operands = zip(product.names, product.extents, strict=True)
-            if any(extent.gives_unit and name not in self.gauge for name, extent in operands):
+            operands = zip(product.extents, product.log2_units, strict=True)
+            if any(extent.gives_unit and unit is None for extent, unit in operands):
                 # One for each, however many steps an evaluation has.
-                self._arrived[product.site.name, product.slot] = product
+                self._arrived[product.slot, *product.names] = product
             elif product.is_whole:
                 self._judge(product.site)
 
     def received(self) -> Measurement:
-        """What has arrived since the last call and gives new units."""
+        """What has arrived since the last call, of what had no unit when it was measured."""
         products, self._arrived = list(self._arrived.values()), {}
         return Measurement.of_products(products)
 
@@ -177,32 +177,31 @@ class Units:
         """Wait for all that was measured, and take the units of what has none."""
         self.receive()
         self.receive()
-        self.adopt_new(self.received())
+        self.adopt(self.new_in(self.received()))
 
-    def adopt(self, measurement: Measurement) -> None:
+    def adopt(self, measurement: Measurement) -> list[str]:
         """Take the units of measured tensors, and leave out products in which they are not exact.
 
         Args:
             measurement: The products of this rank, with the RMS that all ranks have measured.
-        """
-        measured = Gauge.of_rms(measurement.forward, measurement.backward)
-        self.set_gauge(self.gauge.updated(measured))
-        self.judge(measurement)
-
-    def adopt_new(self, measurement: Measurement) -> list[str]:
-        """:meth:`adopt` for tensors without a unit; the units of others stay.
 
         Returns:
-            Names of the tensors with new units that were measured before and gave none.
+            Names of tensors that were measured before and gave no unit.
         """
+        measured = Gauge.of_rms(measurement.forward, measurement.backward)
+        late = [name for name in measured if name in self.lacking]
+        if measured:
+            self.set_gauge(self.gauge.updated(measured))
+        self.judge(measurement)
+        return late
+
+    def new_in(self, measurement: Measurement) -> Measurement:
+        """The part of a measurement that is of tensors without a unit."""
         forward, backward = (
             {name: rms for name, rms in sizes.items() if name not in self.gauge}
             for sizes in (measurement.forward, measurement.backward)
         )
-        late = [name for name in (*forward, *backward) if name in self.lacking]
-        if forward or backward:
-            self.adopt(replace(measurement, forward=forward, backward=backward))
-        return late
+        return replace(measurement, forward=forward, backward=backward)
 
     def judge(self, measurement: Measurement) -> None:
         """Run products plain in which powers of two are not exact in the units in force."""
