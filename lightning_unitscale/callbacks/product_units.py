@@ -171,6 +171,8 @@ class ProductUnits(MeasuredUnits):
             "plain": plain,
             "version": STATE_VERSION,
         }
+        if self._units.lacking:
+            state["lacking"] = dict(self._units.lacking)
         if self._fp8 is not None and self._fp8.unseen:
             state["fp8_unseen"] = sorted(self._fp8.unseen)
         if self._simulation is not None and self._simulation.rounding == "stochastic":
@@ -188,7 +190,8 @@ class ProductUnits(MeasuredUnits):
         if state_dict.get("depth") != "products" or "plain" not in state_dict:
             return
         self._units.step = state_dict.get("rounding_step", 0)
-        self._units.restore(gauge_from_state(state_dict), state_dict["plain"])
+        gauge, lacking = gauge_from_state(state_dict), state_dict.get("lacking", {})
+        self._units.restore(gauge, state_dict["plain"], lacking)
         self.is_calibrated = True
         if self._fp8 is not None:
             self._fp8.leave_out(unrepresentable_from_state(state_dict))

@@ -72,15 +72,17 @@ class Measuring:
             is_whole,
         )
         self.units.note(noted)
-        # What is late, no step waits for.
-        is_first = is_new and None in known
-        if is_first and self.numerics:
-            product.take(self.units.take_at_once(noted))
-        if not is_whole:
-            self.show(product, operands)
+        if not self.numerics:
             return tuple(extents)
-        for numerics in self.numerics:
-            numerics.measure(product, operands, is_first=is_first)
+        # No step waits for a unit that is late.
+        is_first = is_new and not self.units.lacking.keys() >= _without(noted)
+        if is_first:
+            product.take(self.units.take_at_once(noted))
+        if is_first or self.units.is_looking:
+            for numerics in self.numerics:
+                numerics.measure(product, operands, is_first=is_first)
+        else:
+            self.show(product, operands)
         return tuple(extents)
 
     def show(self, product: Product, operands: Sequence[Tensor]) -> None:
@@ -88,3 +90,9 @@ class Measuring:
         for numerics in self.numerics:
             if numerics.awaits(product.names):
                 numerics.measure(product, operands, is_first=False)
+
+
+def _without(product: MeasuredProduct) -> set[str]:
+    """Names of the operands without a unit."""
+    named = zip(product.names, product.log2_units, strict=True)
+    return {name for name, unit in named if unit is None}

@@ -255,4 +255,4 @@ class ModuleProducts(AttachedSession):
         units.settle()
         self.session.units.step = units.step
         if units.is_used:
-            self.session.units.restore(units.gauge, units.plain)
+            self.session.units.restore(units.gauge, units.plain, units.lacking)

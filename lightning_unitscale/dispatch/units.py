@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 
 from lightning_unitscale.dispatch.measurement import MeasuredProduct, Measurement, Site
 from lightning_unitscale.dispatch.tensors import Extent, reading
@@ -52,9 +53,15 @@ class Units:
             if before != (site.log2_units, site.log2_gamma):
                 self._judge(site)
 
-    def restore(self, gauge: Gauge, plain: Mapping[str, Mapping[str, str]]) -> None:
-        """Go on from what was in force, and from what ran plain in it."""
+    def restore(
+        self,
+        gauge: Gauge,
+        plain: Mapping[str, Mapping[str, str]],
+        lacking: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """Go on from what was in force, from what ran plain in it, and what had no unit yet."""
         self.plain = {name: dict(slots) for name, slots in plain.items()}
+        self.lacking = dict(lacking)
         self.set_gauge(gauge)
 
     def add_site(self, site: Site) -> None:
@@ -89,15 +96,17 @@ class Units:
         """Wait for what was measured of a product, and put its units into force.
 
         Returns:
-            Exponents of the units of its operands, ``None`` for one that gives none.
+            Exponents of the units of its operands, ``None`` for one that gives none, or has been
+            measured before and gave none then.
         """
         operands = list(zip(product.names, product.extents, product.log2_units, strict=True))
-        reading(extent for _, extent, unit in operands if unit is None)()
-        new = {
-            name: extent.rms
+        new_ones = {
+            name: extent
             for name, extent, unit in operands
-            if unit is None and extent.gives_unit
+            if unit is None and name not in self.lacking
         }
+        reading(new_ones.values())()
+        new = {name: extent.rms for name, extent in new_ones.items() if extent.gives_unit}
         gradient = {name: new.pop(name) for name in [product.site.name] if name in new}
         taken = Gauge.of_rms(new, gradient)
         self.gauge = self.gauge.updated(taken)

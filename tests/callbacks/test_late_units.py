@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
-from lightning_unitscale import UnitScaleCallback, attach
+from lightning_unitscale import UnitScaleCallback, attach, transforms
 from lightning_unitscale.dispatch.tensors import Extent
 from tests.callbacks.late import (
     LATE,
@@ -20,6 +25,7 @@ from tests.callbacks.late import (
     exponents,
     optimizer_of,
 )
+from tests.callbacks.runs import Run, run
 from tests.helpers import assert_same_bits
 
 NUM_STEPS = 8
@@ -168,3 +174,204 @@ def test_a_tensor_that_stays_zero_costs_a_row(monkeypatch: pytest.MonkeyPatch) -
         assert counts[0] > 1 and counts[1:] == [1] * (NUM_STEPS - 1)
         text = str(callback.explain())
         assert "1 operand has no unit yet (zero or not finite so far): the gradient at aux" in text
+
+
+class Trained(pl.LightningModule):
+    """A module in a Trainer, by automatic or by manual optimization with two optimizers."""
+
+    def __init__(self, make: Callable[[], Late], *, is_manual: bool = False) -> None:
+        super().__init__()
+        self.net, self.automatic_optimization = make(), not is_manual
+        self.first: dict[str, int] = {}
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = self.net(batch, batch_idx // self.trainer.accumulate_grad_batches)
+        if not self.automatic_optimization:
+            self.manual_backward(loss)
+            for optimizer in self.optimizers():
+                optimizer.step()
+                optimizer.zero_grad()
+        return loss
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("val_loss", self.net(batch, 10))
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for name, param in self.named_parameters():
+            if param.grad is not None and param.grad.any():
+                self.first.setdefault(name, self.trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+    def configure_optimizers(self) -> Any:
+        if self.automatic_optimization:
+            return optimizer_of(self)
+        half = torch.optim.AdamW(self.net.body.parameters(), lr=3e-3)
+        others = [one for name, one in self.named_parameters() if not name.startswith("net.body")]
+        return [half, torch.optim.SGD(others, lr=0.1)]
+
+
+TRAINERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "automatic": ({}, {}),
+    "accumulating": ({}, {"accumulate_grad_batches": 2}),
+    "manual": ({"is_manual": True}, {}),
+}
+
+
+@pytest.mark.parametrize("name", ["ZeroHead", "Annealed", "LateExpert", "DeadLayer"])
+@pytest.mark.parametrize("how", TRAINERS)
+def test_in_a_trainer(name: str, how: str) -> None:
+    options, settings = TRAINERS[how]
+
+    def fit(callbacks: list[Any]) -> Run:
+        data = batches(16 * settings.get("accumulate_grad_batches", 1))
+        return run(
+            lambda: Trained(LATE[name], **options),
+            callbacks,
+            data=lambda: DataLoader(data, batch_size=None),
+            max_steps=-1,
+            max_epochs=1,
+            val_check_interval=4,
+            limit_val_batches=2,
+            entry_options={"val_dataloaders": DataLoader(batches(2), batch_size=None)},
+            **settings,
+        )
+
+    plain = fit([])
+    for format, formats in FORMATS.items():
+        callback = UnitScaleCallback(**formats)
+        found = fit([callback])
+        assert found.module.first == plain.module.first
+        if format == "units":
+            assert_same_bits(found.compared(), plain.compared())
+        else:
+            losses = [one.trainer.callback_metrics["val_loss"] for one in (found, plain)]
+            torch.testing.assert_close(*losses, rtol=0.05, atol=0.0)
+        assert {f"net.{tensor}" for tensor in LATE[name].first} <= callback.gauge.keys()
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_first_gradients_that_overflow(format: str) -> None:
+    """The scale of a ``GradScaler`` begins too high, so that the first steps are dropped."""
+
+    def fit(callbacks: list[Any]) -> Run:
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24)
+        with warnings.catch_warnings():
+            # A scheduler or a CPU in FP16.
+            warnings.simplefilter("ignore")
+            return run(
+                lambda: Trained(LATE["ZeroHead"]),
+                callbacks,
+                data=lambda: DataLoader(batches(24), batch_size=None),
+                max_steps=24,
+                plugins=[MixedPrecision("16-mixed", "cpu", scaler)],
+            )
+
+    gauges: list[Any] = []
+
+    class Gauges(pl.Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            gauges.append(callback.gauge)
+
+    plain = fit([])
+    callback = UnitScaleCallback(**FORMATS[format])
+    found = fit([callback, Gauges()])
+    # Nothing finite has arrived there at first.
+    is_known = ["net.head.linear" in gauge for gauge in gauges]
+    assert not is_known[0] and is_known[-1]
+    assert found.module.first == plain.module.first
+    last = [run.outputs[-1]["loss"] for run in (found, plain)]
+    torch.testing.assert_close(*last, rtol=0.05, atol=0.0)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("name", ["Lora", "Annealed", "LateExpert"])
+def test_a_run_goes_on_after_each_step(name: str, format: str) -> None:
+    """Also between a value that is not zero and the step in which its unit is in force."""
+
+    def part(state: dict[str, Any], start: int, stop: int) -> list[Tensor]:
+        module = LATE[name]()
+        optimizer = optimizer_of(module)
+        callback = UnitScaleCallback(**FORMATS[format])
+        losses = []
+        with attach(module, optimizer, [callback]) as attachment:
+            if state:
+                module.load_state_dict(state["module"])
+                optimizer.load_state_dict(state["optimizer"])
+                attachment.load_state_dict(state["attachment"])
+            for step, batch in list(enumerate(batches(NUM_STEPS)))[start:stop]:
+                loss = module(batch, step)
+                loss.backward()
+                losses.append(loss.detach())
+                optimizer.step()
+                optimizer.zero_grad()
+            state["module"] = copy.deepcopy(module.state_dict())
+            state["optimizer"] = copy.deepcopy(optimizer.state_dict())
+            state["attachment"] = copy.deepcopy(attachment.state_dict())
+        return losses
+
+    whole = part({}, 0, NUM_STEPS)
+    for stop in range(1, NUM_STEPS):
+        state: dict[str, Any] = {}
+        assert_same_bits(part(state, 0, stop) + part(state, stop, NUM_STEPS), whole)
+
+
+@pytest.mark.parametrize("has_version", [False, True])
+def test_units_of_an_older_version(has_version: bool) -> None:
+    """It gave tensors of zeros the unit 1, as one that it has measured may have."""
+    callback = UnitScaleCallback()
+    train(LATE["Lora"](), [callback], num_steps=3)
+    state = callback.state_dict()
+    expected = callback.gauge.state()
+    assert state["gauge"]["a.linear:weight"][0] < 0 and state["gauge"]["a.linear"][1] < 0
+    for tensor in ("b.linear:weight", "a.linear"):
+        state["gauge"][tensor] = [0, 0]
+    if not has_version:
+        del state["version"]
+    resumed, gauges = UnitScaleCallback(recalibrate=None), []
+    resumed.load_state_dict(state)
+    train(
+        LATE["Lora"](),
+        [resumed],
+        num_steps=3,
+        after_step=lambda _: gauges.append(resumed.gauge.state()),
+    )
+    kept = {tensor: pair for tensor, pair in expected.items() if tensor not in LATE["Lora"].first}
+    for tensor, pair in kept.items():
+        assert gauges[-1][tensor] == pair or not any(pair)
+    for tensor in ("b.linear:weight", "a.linear"):
+        if has_version:
+            assert gauges[-1][tensor] == (0, 0)
+        else:
+            assert tensor not in gauges[0] and any(gauges[-1][tensor])
+
+
+@pytest.mark.parametrize("name", LATE)
+@pytest.mark.parametrize("format", FORMATS)
+def test_transforms(name: str, format: str) -> None:
+    def losses(module: nn.Module) -> list[Tensor]:
+        optimizer, found = optimizer_of(module), []
+        for step, batch in enumerate(batches(16)):
+            loss = module(batch, step)
+            loss.backward()
+            found.append(loss.detach())
+            drop_what_is_not_finite(module)
+            optimizer.step()
+            optimizer.zero_grad()
+        return found
+
+    plain = losses(LATE[name]())
+    module = transforms.lossless_unit_scale(LATE[name](), batches(1)[0], 0)
+    late = LATE[name].first.keys() - ({"body.linear"} if name == "Unfrozen" else set())
+    assert not late & module.gauge().keys()
+    if late:
+        assert "no unit yet" not in module.explain()
+    if format == "simulated":
+        module = transforms.simulate_fp8(module)
+    elif format == "fp8":
+        module = transforms.fp8_linears(module)
+    found = losses(module)
+    if format == "units":
+        assert_same_bits(found, plain)
+    else:
+        torch.testing.assert_close(found[-1], plain[-1], rtol=0.05, atol=0.0)
+        assert not torch.equal(found[-1], plain[-1])
+    assert LATE[name].first.keys() <= module.gauge().keys()
