@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +20,7 @@ class Late(nn.Module):
         first: The step at which each tensor gives a unit, of those that give none at step 0.
     """
 
-    first: Mapping[str, int] = {}
+    first: ClassVar[Mapping[str, int]] = {}
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Late(nn.Module):
 class Lora(Late):
     """A frozen layer with two factors, of which the second begins with zeros."""
 
-    first = {"b.linear:weight": 1, "a.linear": 1}
+    first: ClassVar = {"b.linear:weight": 1, "a.linear": 1}
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Lora(Late):
 class ZeroHead(Late):
     """A head that begins with zeros, bias included."""
 
-    first = {"head.linear:weight": 1, "body.linear": 1}
+    first: ClassVar = {"head.linear:weight": 1, "body.linear": 1}
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class ZeroHead(Late):
 class Annealed(Late):
     """A second loss whose weight is zero for three steps."""
 
-    first = {"aux.linear": 3}
+    first: ClassVar = {"aux.linear": 3}
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class Annealed(Late):
 class LateExpert(Late):
     """An expert without tokens for two steps, whose gradients are small later."""
 
-    first = {"expert.linear:input": 2, "expert.linear": 2}
+    first: ClassVar = {"expert.linear:input": 2, "expert.linear": 2}
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class LateExpert(Late):
 class DeadLayer(Late):
     """A layer behind ReLUs of which none is alive for two steps."""
 
-    first = {"down.linear:input": 2, "body.linear": 2}
+    first: ClassVar = {"down.linear:input": 2, "body.linear": 2}
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ class DeadLayer(Late):
 class NotFinite(Late):
     """A loss of which nothing is finite in the first two steps, whose gradients are dropped."""
 
-    first = {"head.linear:input": 2, "head.linear": 2, "body.linear": 2}
+    first: ClassVar = {"head.linear:input": 2, "head.linear": 2, "body.linear": 2}
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ class NotFinite(Late):
 class Unfrozen(Late):
     """A layer that gets gradients from the third step on."""
 
-    first = {"body.linear": 2}
+    first: ClassVar = {"body.linear": 2}
 
     def __init__(self) -> None:
         super().__init__()

@@ -86,7 +86,9 @@ def test_units_are_those_of_the_first_value(name: str, how: str, recalibrate: An
     for tensor, step in make.first.items():
         # An evaluation sees a weight that is no longer zero before the next step does.
         known = step - (evaluates and tensor.endswith("weight"))
-        assert [tensor in gauge for gauge in gauges] == [index >= known for index in range(NUM_STEPS)]
+        assert [tensor in gauge for gauge in gauges] == [
+            index >= known for index in range(NUM_STEPS)
+        ]
         if how == "plain":
             (exponent, *_) = [one for one in first[tensor] if one is not None]
             assert sum(gauges[step][tensor]) == exponent
