@@ -303,7 +303,7 @@ class GraphUnits(MeasuredUnits):
             late, when = self._late.of(joint_measured(measured), rehearsed=True), self._now
             if self._fp8 is not None:
                 self._make_fit(self._fp8, late.unrepresentable, when)
-            self._tell_first_units(late, when)
+            self._tell_late_units(late.names(), when)
             return late
 
         rehearse_training(trainer, self._steps, self._rewrite, batch, batch_idx, of_missing)
@@ -370,7 +370,7 @@ class GraphUnits(MeasuredUnits):
         if self._fp8 is not None:
             judged = drift if is_scheduled else late
             self._make_fit(self._fp8, judged.unrepresentable, when)
-        self._tell_first_units(late, when)
+        self._tell_late_units(late.names(), when)
         if is_scheduled and (not self._schedule.is_automatic or drift.outside):
             self._take_gauge(drift, when)
         else:

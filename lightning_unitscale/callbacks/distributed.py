@@ -50,6 +50,28 @@ def joint_measured(measured: M) -> M:
     return replace(measured, forward=forward, backward=backward, outside=outside)
 
 
+def joint_late(measured: M, lacking: Iterable[str]) -> tuple[M, bool]:
+    """RMS over all ranks of what each has measured late, in one collective.
+
+    Args:
+        measured: What this rank has measured.
+        lacking: Names of what gave this rank no unit so far.
+
+    Returns:
+        What all ranks have measured, and whether they have to meet again: some rank still lacks a
+        unit, or there are new ones.
+    """
+    own = dict(measured.forward), dict(measured.backward), tuple(lacking)
+    forward, backward, names = zip(*gathered(own), strict=True)
+    result = replace(measured, forward=_joint(forward), backward=_joint(backward))
+    return result, any(names) or bool(result.forward or result.backward)
+
+
+def joint_flag(flag: bool) -> bool:
+    """Whether a flag is set on any rank."""
+    return any(gathered(flag)) if is_distributed() else flag
+
+
 def joint_reasons(*reasons: Mapping[str, str]) -> tuple[dict[str, str], ...]:
     """What any rank has found, by name; where several have, the words of the first."""
     if not is_distributed():

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import html
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 
 from tabulate import tabulate
 
 from lightning_unitscale.callbacks.packages import rank_zero_info, rank_zero_warn
-from lightning_unitscale.dispatch.coverage import Coverage
+from lightning_unitscale.dispatch.coverage import Coverage, lacking_line
 from lightning_unitscale.lossless.gauge import Gauge, GaugePair
+
+# In place of the unit of a tensor that was zero, or not finite, whenever it was measured.
+_NONE_YET = "none yet"
 
 
 @dataclass(frozen=True)
@@ -93,23 +97,37 @@ class CountedSteps:
         if matters and (shortfall := coverage.shortfall()):
             rank_zero_warn(f"UnitScaleCallback: {name}: {shortfall}")
 
-    def explain(self) -> list[str]:
-        """A line for each step, and a table of the main one; empty before the first."""
-        lines = [f"{name}: {coverage.line()}" for name, coverage in self._coverages.items()]
-        return ["\n".join(lines), self.main.table()] if lines else []
+    def explain(self, lacking: Mapping[str, str]) -> list[str]:
+        """A line for each step, and a table of the main one; empty before the first.
+
+        Args:
+            lacking: Tensors that have no unit now, as in :class:`Units`.
+        """
+        if not self._coverages:
+            return []
+        lines = [
+            f"{name}: {replace(coverage, lacking=()).line()}"
+            for name, coverage in self._coverages.items()
+        ]
+        return ["\n".join(lines), self.main.table(), lacking_line(tuple(lacking.values()))]
 
 
-def units_table(gauge: Gauge) -> Table | None:
+def units_table(gauge: Gauge, lacking: Iterable[str] = ()) -> Table | None:
     """The units of a gauge, a row for each tensor, by the module that makes it.
 
     A product has units for its operands and for the gradient that arrives at its result; results
     themselves have units where everything has (``depth="all"``).
 
+    Args:
+        gauge: The gauge.
+        lacking: Names of tensors that have no unit yet.
+
     Returns:
         ``None`` before units are taken.
     """
     rows: dict[str, _Units] = {}
-    for name, pair in (*gauge.pairs.items(), *gauge.parameters.items()):
+    known: dict[str, GaugePair | None] = {**gauge.pairs, **gauge.parameters}
+    for name, pair in (known | dict.fromkeys(lacking)).items():
         # As in "head.linear:unscaled:weight": what it is of, how it is made, its operand.
         result, *others = name.split(":")
         role = next((other for other in others if other != "unscaled"), "")
@@ -132,15 +150,20 @@ def units_table(gauge: Gauge) -> Table | None:
 
 @dataclass
 class _Units:
-    pairs: dict[str, GaugePair]
+    # None for a tensor without a unit.
+    pairs: dict[str, GaugePair | None]
 
     def columns(self) -> tuple[str, str, str]:
         """Of the operands, of the value and of the gradient."""
-        own = self.pairs.get("")
         operands = ", ".join(
-            f"{role} 2^{pair.log2_sigma}" for role, pair in self.pairs.items() if role
+            f"{role} {_NONE_YET if pair is None else f'2^{pair.log2_sigma}'}"
+            for role, pair in self.pairs.items()
+            if role
         )
-        if own is None:
+        if "" not in self.pairs:
             return operands, "", ""
+        own = self.pairs[""]
+        if own is None:
+            return operands, "", _NONE_YET
         value = f"2^{own.log2_sigma}" if own.log2_sigma else ""
         return operands, value, f"2^{own.log2_gamma}"

@@ -8,11 +8,19 @@ from typing import Any
 
 from typing_extensions import override
 
-from lightning_unitscale.callbacks.distributed import joint_measured
+from lightning_unitscale.callbacks.distributed import (
+    is_distributed,
+    joint_flag,
+    joint_late,
+    joint_measured,
+)
 from lightning_unitscale.callbacks.explanation import CountedSteps, Explanation, units_table
 from lightning_unitscale.callbacks.units import (
+    STATE_VERSION,
+    LateAgreement,
     MeasuredUnits,
     RecalibrationSchedule,
+    gauge_from_state,
     joint_unrepresentable,
     unrepresentable_from_state,
 )
@@ -48,6 +56,9 @@ class ProductUnits(MeasuredUnits):
         self._attached: AttachedSession | None = None
         self._counted = CountedSteps()
         self._step_name = ""
+        self._agreement = LateAgreement()
+        # Whether a training step has begun, whose units stay until it ends.
+        self._is_in_batch = False
         # The step, and the count of its products, that an evaluation has come into.
         self._interrupted: tuple[str, CoverageCounter | None] = "", None
         self._loop: Loop | None = None
@@ -75,7 +86,7 @@ class ProductUnits(MeasuredUnits):
             self._units, self.is_calibrated, self._counted = Units(), False, CountedSteps()
             if self._fp8 is not None:
                 self._fp8.forget()
-        self._loop = loop
+        self._loop, self._agreement, self._is_in_batch = loop, LateAgreement(), False
         if self._attached is None:
             numerics = numerics_of((self._simulation, self._fp8), measures_range=True)
             self._attached = AttachedSession(
@@ -97,6 +108,8 @@ class ProductUnits(MeasuredUnits):
     @override
     def begin_batch(self, batch: Any = None, batch_idx: int = 0) -> None:
         loop = self._running
+        self._agreement.start()
+        self._is_in_batch = True
         # The first step shows everything, what a validation before it has shown included, so that
         # all ranks agree on it.
         self._units.is_looking = self._begin(loop) or not self.is_calibrated
@@ -105,11 +118,13 @@ class ProductUnits(MeasuredUnits):
     @override
     def end_batch(self) -> None:
         units = self._units
+        self._is_in_batch = False
         self._session.end_step()
         self._end_look()
         if not units.is_looking:
-            # Products that have not run before.
-            units.settle()
+            self._receive()
+            if self._running.has_stepped:
+                self._take_late()
         # The accumulated batches share one gauge.
         elif self._running.has_stepped:
             if self.is_calibrated:
@@ -118,6 +133,7 @@ class ProductUnits(MeasuredUnits):
                 self._begin_look(judge, self._running.device)
             else:
                 self._adopt_first(units.take())
+            self._agreement.begin()
         if self.is_calibrated or self._running.has_stepped:
             # Which products run plain is known with their units.
             self._read_coverage()
@@ -130,15 +146,17 @@ class ProductUnits(MeasuredUnits):
 
     @override
     def end_evaluation(self, batch_idx: int = 0) -> None:
-        # What accumulated batches of training have shown is taken with the last of them.
-        measurement = Measurement() if self._units.is_looking else self._units.take()
+        units, name = self._units, self._step_name
         if not (self._running.is_fitting or self.is_calibrated or batch_idx):
-            measurement = joint_measured(measurement)
-        if measurement.forward:
-            self._units.adopt(measurement)
+            units.adopt(joint_measured(units.take()))
+        # What accumulated batches of training have shown is taken with the last of them.
+        elif not units.is_looking:
+            self._receive()
+            if not (self._is_in_batch or (self._agreement.is_open and is_distributed())):
+                self._adopt(units.new_in(units.received()), name)
         self._read_coverage()
-        name, counter = self._interrupted
-        self._enter(name, is_training=True, counts=False)
+        interrupted, counter = self._interrupted
+        self._enter(interrupted, is_training=True, counts=False)
         self._session.counter = counter
 
     @override
@@ -147,7 +165,16 @@ class ProductUnits(MeasuredUnits):
             return {}
         gauge = {name: list(pair) for name, pair in self.gauge.state().items()}
         plain = {name: dict(slots) for name, slots in self._units.plain.items() if slots}
-        state: dict[str, Any] = {"gauge": gauge, "depth": "products", "plain": plain}
+        state: dict[str, Any] = {
+            "gauge": gauge,
+            "depth": "products",
+            "plain": plain,
+            "version": STATE_VERSION,
+        }
+        if self._units.lacking:
+            state["lacking"] = dict(self._units.lacking)
+        if self._fp8 is not None and self._fp8.unseen:
+            state["fp8_unseen"] = sorted(self._fp8.unseen)
         if self._simulation is not None and self._simulation.rounding == "stochastic":
             state["rounding_step"] = self._units.step
         return {**state, **self._fp8_state()}
@@ -157,19 +184,23 @@ class ProductUnits(MeasuredUnits):
         """Go on from :meth:`state_dict`, without measuring again.
 
         A gauge of another depth, or of version 0.1.0, names other tensors and does not say where
-        powers of two are not exact: units are measured again then, which changes no result.
+        powers of two are not exact: units are measured again then, which changes no result. So are
+        units of 1 of a state without a version, which may be of tensors of zeros.
         """
         if state_dict.get("depth") != "products" or "plain" not in state_dict:
             return
         self._units.step = state_dict.get("rounding_step", 0)
-        self._units.restore(Gauge.from_state(state_dict["gauge"]), state_dict["plain"])
+        gauge, lacking = gauge_from_state(state_dict), state_dict.get("lacking", {})
+        self._units.restore(gauge, state_dict["plain"], lacking)
         self.is_calibrated = True
         if self._fp8 is not None:
             self._fp8.leave_out(unrepresentable_from_state(state_dict))
+            self._fp8.unseen.update(state_dict.get("fp8_unseen", ()))
 
     @override
     def explain(self) -> Explanation:
-        parts, units = self._counted.explain(), units_table(self.gauge) or ""
+        lacking = self._units.lacking
+        parts, units = self._counted.explain(lacking), units_table(self.gauge, lacking) or ""
         if not parts:
             return Explanation("No step has run yet: run fit, validate, test or predict.", units)
         if self._simulation is not None:
@@ -181,17 +212,39 @@ class ProductUnits(MeasuredUnits):
     def _adopt_first(self, measurement: Measurement) -> None:
         measurement = joint_measured(measurement)
         self._make_fit("the first batch")
-        if not measurement.forward:
+        if not joint_flag(bool(measurement.products)):
             return
         self._units.adopt(measurement)
         # A batch whose loss asks for no gradient shows half of it.
-        self.is_calibrated = bool(measurement.backward)
+        self.is_calibrated = joint_flag(measurement.has_backward)
         self._units.is_looking = False
         self._tell_new_units(len(self.gauge), "the first batch", {})
+
+    def _receive(self) -> None:
+        for unfit in self._session.receive():
+            self._tell_unrepresentable(unfit, f"step {self._step_index}")
+
+    def _take_late(self) -> None:
+        """Take the units of what was zero at first, or has not run before."""
+        # Each rank counts each step.
+        when, meets = f"step {self._step_index}", self._agreement.meets()
+        if not (self._agreement.is_open and is_distributed()):
+            self._adopt(self._units.new_in(self._units.received()), when)
+        elif meets:
+            measured, meets_again = joint_late(self._units.received(), self._units.lacking)
+            self._adopt(measured, when)
+            self._make_fit(when)
+            self._agreement.is_open = meets_again
+
+    def _adopt(self, measurement: Measurement, when: str) -> None:
+        if late := self._session.adopt(measurement):
+            self._tell_late_units(late, when)
 
     def _judge(self, arrived: Callable[[], Measurement], when: str) -> None:
         measurement = joint_measured(arrived())
         self._make_fit(when)
+        # What had no unit gets one, whatever became of the others.
+        self._adopt(self._units.new_in(measurement), when)
         if self._schedule.is_automatic and not measurement.outside:
             self._units.judge(measurement)
             return
@@ -217,7 +270,7 @@ class ProductUnits(MeasuredUnits):
         if session.counter is not None:
             self._counted.add(
                 self._step_name,
-                session.counter.result(),
+                session.counter.result(lacking=tuple(self._units.lacking.values())),
                 is_training=self._step_name == self._running.training_step,
                 is_rounding=session.is_rounding,
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -13,13 +13,15 @@ import torch
 from lightning_unitscale.callbacks.distributed import is_distributed, joint_reasons
 from lightning_unitscale.callbacks.explanation import Explanation
 from lightning_unitscale.callbacks.packages import rank_zero_info
+from lightning_unitscale.dispatch.coverage import listed
 from lightning_unitscale.loops.loop import Loop, LoopCallback
-from lightning_unitscale.lossless.calibrate import Measured, usable_sizes
 from lightning_unitscale.lossless.fp8_range import Unrepresentable
-from lightning_unitscale.lossless.gauge import Gauge
+from lightning_unitscale.lossless.gauge import Gauge, GaugePair
 from lightning_unitscale.precision.fp8 import WIDE_GRADIENT, FP8Linears
 from lightning_unitscale.precision.simulate import SimulateFormat
 
+# Of what :meth:`MeasuredUnits.state_dict` returns. Without one, a tensor of zeros had unit 1.
+STATE_VERSION = 1
 # Steps at which "auto" looks: often while the scales of a fresh model move, then rarely.
 _EARLY_LOOKS = frozenset({8, 16, 32, 64})
 _LOOK_EVERY = 128
@@ -61,6 +63,38 @@ class RecalibrationSchedule:
         if self._recalibrate == "auto":
             return step in _EARLY_LOOKS or step % _LOOK_EVERY == 0
         return step % int(self._recalibrate) == 0
+
+
+class LateAgreement:
+    """The optimizer steps at which ranks agree on the units of tensors that were zero at first.
+
+    Each rank counts the same steps. They meet at the steps 1, 2, 4, 8 and every 8th, while any rank
+    lacks a unit, and all of them learn that when they meet. Between, a rank waits for no other.
+    Ranks begin to meet when a training begins, and again after each look at all units.
+
+    Attributes:
+        is_open: Whether they go on to meet.
+    """
+
+    _EVERY = 8
+
+    def __init__(self) -> None:
+        self._num_steps: int | None = None
+        self.is_open = False
+
+    def start(self) -> None:
+        """Begin to meet, if ranks have never met."""
+        if self._num_steps is None:
+            self.begin()
+
+    def begin(self) -> None:
+        """Begin to meet."""
+        self._num_steps, self.is_open = 0, True
+
+    def meets(self) -> bool:
+        """Count an optimizer step, and return whether ranks meet after it."""
+        self._num_steps = count = (self._num_steps or 0) + 1
+        return self.is_open and (count % self._EVERY == 0 or count in (1, 2, 4))
 
 
 class MeasuredUnits(LoopCallback, abc.ABC):
@@ -151,12 +185,10 @@ class MeasuredUnits(LoopCallback, abc.ABC):
         if outside:
             rank_zero_info(f"UnitScaleCallback: {self.events[-1]}")
 
-    def _tell_first_units(self, measured: Measured, when: str) -> None:
-        """Record that tensors got units that had none, since they were zero."""
-        names = [*usable_sizes(measured.forward), *usable_sizes(measured.backward)]
+    def _tell_late_units(self, names: Sequence[str], when: str) -> None:
+        """Record that tensors that gave no unit before have one."""
         if names:
-            what = f"{len(names)} tensors that were zero before"
-            self.events.append(f"First units at {when} for {what}: {', '.join(names)}")
+            self.events.append(f"First units for {len(names)} tensors at {when}: {listed(names)}")
 
     def _tell_unrepresentable(self, new: Unrepresentable, when: str) -> None:
         """Record what left FP8, or its finer format."""
@@ -179,6 +211,14 @@ class MeasuredUnits(LoopCallback, abc.ABC):
 def joint_unrepresentable(unrepresentable: Unrepresentable) -> Unrepresentable:
     """What any rank has found not to fit."""
     return Unrepresentable(*joint_reasons(unrepresentable.products, unrepresentable.gradients))
+
+
+def gauge_from_state(state: Mapping[str, Any]) -> Gauge:
+    """The units of matmuls in a saved state, without those that may be of a tensor of zeros."""
+    gauge = Gauge.from_state(state["gauge"])
+    if "version" in state:
+        return gauge
+    return Gauge({name: pair for name, pair in gauge.items() if pair != GaugePair()})
 
 
 def unrepresentable_from_state(state: Mapping[str, Any]) -> Unrepresentable:

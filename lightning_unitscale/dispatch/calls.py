@@ -18,6 +18,9 @@ from lightning_unitscale.dispatch.products import ProductRule, Sources, is_turne
 from lightning_unitscale.dispatch.tensors import Extent
 from lightning_unitscale.dispatch.torch_internals import last_sequence_number, saves_elsewhere
 
+# What was measured of each operand in this step; empty where nothing was.
+Extents = tuple[Extent | None, ...]
+
 
 @functools.cache
 def slot_of(sources: Sources) -> str:
@@ -38,7 +41,7 @@ class Call:
     needs: tuple[int, ...] = ()
     turned: tuple[bool, ...] = (False, False)
     # What was measured of the operands, and of the arriving gradient.
-    extents: tuple[Extent, ...] = ()
+    extents: Extents = ()
     gradient_extent: Extent | None = None
     num_visits: int = 0
 
@@ -59,7 +62,7 @@ def remember(
     session: weakref.ref[Any],
     product: Product,
     operands: Sequence[Tensor],
-    extents: tuple[Extent, ...],
+    extents: Extents,
 ) -> None:
     """Keep what backward products need of a product that is about to run.
 

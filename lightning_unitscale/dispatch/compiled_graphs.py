@@ -7,7 +7,6 @@ the backward pass, some of whose operands were divided by the units of the forwa
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -74,8 +73,7 @@ class CompiledProduct:
     def known(self) -> tuple[int | None, ...]:
         """Exponents of the units of its operands, ``None`` where nobody has measured."""
         site = self.site
-        known = site.log2_units or (None,) * len(site.roles)
-        return tuple(site.log2_gamma if k is None else known[k] for k in self.sources)
+        return tuple(site.log2_gamma if k is None else site.log2_units[k] for k in self.sources)
 
     def units(self) -> tuple[int, ...]:
         """Exponents of what its operands are divided by, unless it runs plain."""
@@ -281,28 +279,32 @@ class CompiledGraph:
         tensors: Sequence[Tensor],
         extents: dict[tuple[int, int], Extent],
     ) -> None:
-        count = len(known)
+        count, site = len(known), product.site
+        is_whole = session.units.is_looking or product.slot not in site.seen
         # As they were when the forward pass began, like the factors.
         *units, common = (-exponent for exponent in self._exponents[product.start :][: count + 1])
+        units += [common] * (len(looked_at.reads) - count)
+        names = site.names_of(product.sources)
+        chosen = [k for k in range(len(units)) if is_whole or (k < count and known[k] is None)]
         measured = []
-        for (which, in_units), unit in zip(
-            looked_at.reads, itertools.chain(units, itertools.repeat(common)), strict=False
-        ):
-            key = which, unit if in_units else 0
+        for index in chosen:
+            which, in_units = looked_at.reads[index]
+            key = which, units[index] if in_units else 0
             if key not in extents:
                 extents[key] = Extent.of(tensors[which], key[1])
             measured.append(extents[key])
+        operands = [index for index in chosen if index < count]
         session.units.note(
             MeasuredProduct(
-                product.site,
+                site,
                 product.slot,
-                product.site.names_of(product.sources),
-                tuple(measured[:count]),
-                tuple(measured[count:]),
+                tuple(names[index] for index in operands),
+                tuple(measured[: len(operands)]),
+                tuple(measured[len(operands) :]),
                 product.dtype,
-                known,
-            ),
-            takes_units=False,
+                tuple(known[index] for index in operands),
+                is_whole,
+            )
         )
 
 

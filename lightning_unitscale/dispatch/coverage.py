@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,7 +16,7 @@ Kind = Literal["units", "format", "plain", "left out"]
 PlainProduct = tuple[Mapping[str, str], str]
 # Below this share of a step's floating-point operations a user is warned.
 ENOUGH = 0.9
-_NAMED = 5
+_NUM_NAMED = 5
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class ProductCount:
         module: Path of the module; empty for the root.
         kind: ``"units"``, ``"format"`` (rounded to fewer bits, in units if there are any),
             ``"plain"``, or ``"left out"`` of the format where there are no units.
-        reason: Why they ran plain; empty otherwise.
+        reason: Why they ran plain, or outside of a format; empty otherwise.
         num_products: How many there were in a step.
         flops: Their floating-point operations.
     """
@@ -46,10 +46,12 @@ class Coverage:
     Attributes:
         counts: By module, kind and reason, in the order in which they ran.
         has_units: Whether products run in units; if not, they are only rounded.
+        lacking: Operands, and gradients, that had no unit after the step.
     """
 
     counts: tuple[ProductCount, ...] = ()
     has_units: bool = True
+    lacking: tuple[str, ...] = ()
 
     @property
     def num_products(self) -> int:
@@ -100,18 +102,17 @@ class Coverage:
             share = _percent(self.fraction_of_flops("format"))
             text += f", {rounded} of them rounded to a format ({share})"
         reasons = [f"{_percent(share)} plain: {why}" for why, share in self.reasons.items()]
-        return "; ".join([text, *reasons])
+        return "; ".join(filter(None, [text, *reasons, lacking_line(self.lacking)]))
 
     def shortfall(self) -> str:
         """What to warn of where much of a step ran plain; empty where enough did not."""
         modules = self.uncovered_modules()
         if not modules or 1.0 - self.fraction_of_flops("plain") >= ENOUGH:
             return ""
-        named = ", ".join(modules[:_NAMED]) + (", ..." if len(modules) > _NAMED else "")
         wanted = "in units" if self.has_units else "rounded"
         return (
-            f"{self.line()}. What runs plain is in {named}; expected at least {ENOUGH:.0%} of the "
-            f"FLOPs {wanted}; explain() lists all products."
+            f"{self.line()}. What runs plain is in {listed(modules)}; expected at least "
+            f"{ENOUGH:.0%} of the FLOPs {wanted}; explain() lists all products."
         )
 
     def table(self) -> str:
@@ -149,7 +150,7 @@ class CoverageCounter:
         Args:
             module: Path of its module.
             kind: How it ran.
-            reason: Why it ran plain, if it did.
+            reason: Why it ran plain, or outside of a format, if it did.
             flops: Its floating-point operations.
             plain: The products of its site that run plain, and which of them it is: whether one in
                 units will be plain from now on is known after the first step.
@@ -170,21 +171,35 @@ class CoverageCounter:
         for _ in range(1 + num_gradients if torch.is_grad_enabled() else 1):
             self.add(module, "plain", "complex numbers", 4 * flops)
 
-    def result(self, *, has_units: bool = True) -> Coverage:
+    def result(self, *, has_units: bool = True, lacking: Iterable[str] = ()) -> Coverage:
         """What was counted, as it runs from now on.
 
         Args:
             has_units: Whether products run in units, rather than only rounded.
+            lacking: Operands, and gradients, that have no unit.
         """
         joint: dict[tuple[str, Kind, str], list[int]] = {}
         for module, kind, reason, flops, plain in self._counted:
-            if kind == "units" and plain is not None and (reason := plain[0].get(plain[1], "")):
-                kind = "plain"
+            if kind == "units" and plain is not None and (why := plain[0].get(plain[1], "")):
+                kind, reason = "plain", why
             entry = joint.setdefault((module, kind, reason), [0, 0])
             entry[0] += 1
             entry[1] += flops
         counts = tuple(ProductCount(*key, *entry) for key, entry in joint.items())
-        return Coverage(counts, has_units)
+        return Coverage(counts, has_units, tuple(lacking))
+
+
+def lacking_line(names: Sequence[str]) -> str:
+    """Name operands without a unit; empty if there are none."""
+    if not names:
+        return ""
+    some = "1 operand has" if len(names) == 1 else f"{len(names)} operands have"
+    return f"{some} no unit yet (zero or not finite so far): {listed(names)}"
+
+
+def listed(names: Sequence[str]) -> str:
+    """Name the first few."""
+    return ", ".join(names[:_NUM_NAMED]) + (", ..." if len(names) > _NUM_NAMED else "")
 
 
 def _percent(share: float) -> str:

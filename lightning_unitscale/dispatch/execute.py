@@ -35,12 +35,13 @@ class Product:
         rule: Its operator.
         site: Which product of the step it is, or the backward product of.
         slot: ``"forward"``, or which gradient it makes.
-        log2_units: Exponents of the units of its operands.
+        log2_units: Exponents of the units of its operands; 0 for one without a unit.
         is_gradient: Which of its operands is an arriving gradient.
         names: Names of the operands in the gauge; that of the product for a gradient.
         step: Number of the step that it belongs to.
         reads_weight: Whether its second operand is the weight of a linear layer; ``None`` where
             what calls has to tell.
+        lacking: Which of its operands have no unit; empty if all have one.
     """
 
     rule: ProductRule
@@ -51,6 +52,21 @@ class Product:
     names: tuple[str, ...]
     step: int
     reads_weight: bool | None = None
+    lacking: tuple[bool, ...] = ()
+
+    def take(self, log2_units: Sequence[int | None]) -> None:
+        """Take the units of its operands, ``None`` for one without."""
+        self.lacking = ()
+        if None in log2_units:
+            self.lacking = tuple(unit is None for unit in log2_units)
+        self.log2_units = tuple(unit or 0 for unit in log2_units)
+
+    def known(self) -> tuple[int | None, ...]:
+        """Exponents of the units of its operands, ``None`` for one without."""
+        if not self.lacking:
+            return self.log2_units
+        pairs = zip(self.log2_units, self.lacking, strict=True)
+        return tuple(None if is_lacking else unit for unit, is_lacking in pairs)
 
     def places(self) -> Iterator[tuple[int, int, bool, str]]:
         """Position, unit, whether it is a gradient, and name of each operand."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,9 @@ from lightning_unitscale.precision.dither import MovingGrid
 from lightning_unitscale.precision.simulate import SimulateFormat
 from lightning_unitscale.quantize import rounded
 from lightning_unitscale.scales.transfer import numbers_on
+
+# Why a product runs outside of a format.
+NO_UNIT = "no unit yet"
 
 
 class Numerics(abc.ABC):
@@ -54,6 +57,21 @@ class Numerics(abc.ABC):
         self, product: Product, operands: Sequence[Tensor], *, is_first: bool
     ) -> None:
         """Look at operands in their units, for the first time or again."""
+
+    def await_units(self, names: Iterable[str]) -> None:  # noqa: B027
+        """Note operands that have got a unit, and were zero when they were first measured."""
+
+    def awaits(self, names: Sequence[str]) -> bool:
+        """Whether one of these is such an operand, and :meth:`measure` has not seen it since."""
+        return False
+
+    def receive(self) -> Unrepresentable:
+        """Leave out what :meth:`measure` has seen not to fit, without waiting for the device.
+
+        Returns:
+            What is new.
+        """
+        return Unrepresentable()
 
     def fit(self, joint: Callable[[Unrepresentable], Unrepresentable]) -> Unrepresentable:
         """Leave out what does not fit the format, of what was measured.

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from lightning_unitscale.dispatch.execute import Product
 from lightning_unitscale.dispatch.formats import Numerics, SimulatedProducts, grid_factor
@@ -38,7 +39,7 @@ from lightning_unitscale.lossless.calibrate import Measured, stored_row
 from lightning_unitscale.lossless.fp8_range import Direction, Unrepresentable
 from lightning_unitscale.precision.fp8 import NO_LINEAR, FP8Linears
 from lightning_unitscale.precision.simulate import SimulateFormat
-from lightning_unitscale.scales.transfer import numbers_of
+from lightning_unitscale.scales.transfer import joint_copy
 
 _LINEAR = "linear"
 _ROLES = ("input", "weight")
@@ -57,6 +58,7 @@ class FP8Products(Numerics):
         self._config = config
         self._measures_range = measures_range
         self._rows: list[tuple[Direction, str, Tensor]] = []
+        self._sent: Callable[[], Unrepresentable] | None = None
 
     @property
     def is_active(self) -> bool:
@@ -78,34 +80,76 @@ class FP8Products(Numerics):
 
         At first sight it is decided at once: what does not fit is not to be cast even once.
         """
-        if not self._measures_range or product.rule.operator not in ("mm", "addmm"):
+        if not self._measures_range:
             return
-        if self._config.decisions.get(product.site.name) is not None:
+        is_made = product.rule.operator in ("mm", "addmm")
+        if not is_made or self._config.decisions.get(product.site.name) is not None:
             # It is not in FP8 anyway.
+            self._config.unseen.difference_update(product.names)
             return
-        for tensor, (_, unit, is_gradient, name) in zip(operands, product.places(), strict=True):
+        known = product.known()
+        for index, (_, unit, is_gradient, name) in enumerate(product.places()):
+            if known[index] is None:
+                continue
             direction: Direction = "backward" if is_gradient else "forward"
-            stored = tensor.detach().float() * 2.0**-unit
+            stored = operands[index].detach().float() * 2.0**-unit
             self._rows.append((direction, name, stored_row(stored, direction)))
         if is_first:
-            self._config.leave_out(self._unrepresentable())
+            self._config.leave_out(self._send()())
+
+    @override
+    def await_units(self, names: Iterable[str]) -> None:
+        if self._measures_range:
+            self._config.unseen.update(names)
+
+    @override
+    def awaits(self, names: Sequence[str]) -> bool:
+        unseen = self._config.unseen
+        return bool(unseen) and not unseen.isdisjoint(names)
+
+    @override
+    def receive(self) -> Unrepresentable:
+        sent, self._sent = self._sent, None
+        found = Unrepresentable() if sent is None else sent()
+        if self._rows:
+            is_late = self._rows[0][2].device.type == "cuda"
+            arrived = self._send()
+            if is_late:
+                self._sent = arrived
+            else:
+                found = found.joined(arrived())
+        return self._config.leave_out(found)
 
     def fit(self, joint: Callable[[Unrepresentable], Unrepresentable]) -> Unrepresentable:
         """Take out of FP8, or out of its finer format, what does not fit of what was measured."""
         # What ranks have taken out by themselves in this step counts for all of them.
         before = self._config.unfit
-        self._config.leave_out(joint(before.joined(self._unrepresentable())))
+        self._config.leave_out(joint(before.joined(self._send()())))
         return self._config.unfit.without(before)
 
-    def _unrepresentable(self) -> Unrepresentable:
-        """What does not fit of what was measured since the last call."""
+    def _send(self) -> Callable[[], Unrepresentable]:
+        """Send for what was measured since the last call.
+
+        Returns:
+            What waits for it, and tells what does not fit.
+        """
         rows, self._rows = self._rows, []
-        numbers = numbers_of([row for *_, row in rows])
-        return Measured.of(
-            # As they are stored: in a unit of 1.
-            (direction, name, 0, row)
-            for (direction, name, _), row in zip(rows, numbers, strict=True)
-        ).unrepresentable
+        if not rows:
+            return Unrepresentable
+        copy = joint_copy([row for *_, row in rows])
+
+        def arrived() -> Unrepresentable:
+            numbers = copy.numbers().tolist()
+            # A tensor of zeros shows nothing.
+            seen = {name for (_, name, _), row in zip(rows, numbers, strict=True) if row[0] > 0.0}
+            self._config.unseen -= seen
+            return Measured.of(
+                # As they are stored: in a unit of 1.
+                (direction, name, 0, row)
+                for (direction, name, _), row in zip(rows, numbers, strict=True)
+            ).unrepresentable
+
+        return arrived
 
     def run(
         self, product: Product, original: Kernel, args: list[Any], kwargs: dict[str, Any]
@@ -261,9 +305,10 @@ def _run_layer(
     site = None if run is None else sites.peek(_LINEAR, run)
     if run is None or site is None or not site.is_settled or input.shape[-1:] != weight.shape[1:]:
         return None
-    units, names = site.log2_units or (), site.operand_names
-    product = Product(_MM, site, FORWARD, units, (False, False), names, session.units.step)
-    if not numerics.applies_to(product, operands, {}):
+    names = site.operand_names
+    product = Product(_MM, site, FORWARD, (), (False, False), names, session.units.step)
+    product.take(site.log2_units)
+    if numerics.awaits((*names, site.name)) or not numerics.applies_to(product, operands, {}):
         return None
     sites.find(_LINEAR, _ROLES, run)
     if session.counter is not None:

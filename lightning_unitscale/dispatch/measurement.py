@@ -32,10 +32,12 @@ class Site:
         word: What the operation is called.
         index: How many like it run before it in a call of the module.
         operand_names: Their names in the gauge.
-        log2_units: Exponents of the units of its operands; ``None`` while nobody has measured.
-        log2_gamma: Exponent of the unit of the arriving gradient.
+        log2_units: Exponent of the unit of each operand; ``None`` for one without a unit.
+        log2_gamma: Exponent of the unit of the arriving gradient; ``None`` likewise.
         plain: Which of its products run as they are, and why: ``"forward"``, or a backward one.
         is_settled: Whether all of its units were known when the step began.
+        seen: By slot, the last matmul whose operands and addends were all measured.
+        latest: By name in the gauge, the last extent that gives a unit.
     """
 
     name: str
@@ -44,13 +46,16 @@ class Site:
     word: str = ""
     index: int = 0
     operand_names: tuple[str, ...] = ()
-    log2_units: tuple[int, ...] | None = None
+    log2_units: tuple[int | None, ...] = ()
     log2_gamma: int | None = None
     plain: dict[str, str] = field(default_factory=dict)
     is_settled: bool = False
+    seen: dict[str, MeasuredProduct] = field(default_factory=dict)
+    latest: dict[str, Extent] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.operand_names = tuple(f"{self.name}:{role}" for role in self.roles)
+        self.log2_units = self.log2_units or (None,) * len(self.roles)
 
     def names_of(self, sources: tuple[int | None, ...]) -> tuple[str, ...]:
         """Names in the gauge of what a backward product reads; that of the product for ``None``."""
@@ -64,11 +69,13 @@ class MeasuredProduct:
     Attributes:
         site: Which product of the step.
         slot: ``"forward"``, or which backward product of it.
-        names: Names of its operands in the gauge; that of the product for its gradient.
-        extents: Of its operands.
+        names: Names in the gauge of the operands that were measured; that of the product for its
+            gradient.
+        extents: Of these operands.
         addends: Of what is added to it.
         dtype: Type of its operands.
         log2_units: Exponents of the units that its operands had, ``None`` where they had none.
+        is_whole: Whether all operands and addends were measured, not only those without a unit.
     """
 
     site: Site
@@ -78,6 +85,7 @@ class MeasuredProduct:
     addends: tuple[Extent, ...]
     dtype: torch.dtype
     log2_units: tuple[int | None, ...]
+    is_whole: bool = True
 
     def why_inexact(self, log2_units: Sequence[int]) -> str:
         """Why it would have other bits with its operands in these units; empty if it would not.
@@ -117,16 +125,21 @@ class Measurement(Measured):
 
     products: tuple[MeasuredProduct, ...] = ()
 
+    @property
+    def has_backward(self) -> bool:
+        """Whether a backward product was among them."""
+        return any(product.slot != FORWARD for product in self.products)
+
     @staticmethod
     def of_products(products: Sequence[MeasuredProduct]) -> Measurement:
-        """What products have shown whose extents are there."""
+        """Collect the RMS of operands that give a unit; the products' extents have arrived."""
         gradients = {product.site.name for product in products}
         rows: dict[tuple[str, int], Row] = {}
         for product in products:
             for name, extent, unit in zip(
                 product.names, product.extents, product.log2_units, strict=True
             ):
-                if math.isfinite(extent.rms):
+                if extent.gives_unit:
                     direction: Direction = "backward" if name in gradients else "forward"
                     # One tensor read by several backward products is measured once.
                     rows[name, id(extent)] = direction, name, unit, (extent.rms,)

@@ -18,9 +18,10 @@ from lightning_unitscale.capture.attach import PRODUCTS, products_of
 from lightning_unitscale.capture.captured_step import CapturedStep
 from lightning_unitscale.capture.rollback import detached_copy, restoring
 from lightning_unitscale.dispatch.attach import AttachedSession, SessionMethod
-from lightning_unitscale.dispatch.coverage import Coverage, CoverageCounter
+from lightning_unitscale.dispatch.coverage import Coverage, CoverageCounter, lacking_line
 from lightning_unitscale.dispatch.fp8 import numerics_of
 from lightning_unitscale.dispatch.measurement import Measurement
+from lightning_unitscale.dispatch.torch_internals import current_node
 from lightning_unitscale.dispatch.units import Units
 from lightning_unitscale.graph.passes import GraphPass
 from lightning_unitscale.lossless.gauge import Gauge
@@ -150,7 +151,8 @@ class ModuleProducts(AttachedSession):
         """What became of the products of the first call and of its backward pass."""
         if self.session.counter is None:
             return self._coverage
-        return self.session.counter.result(has_units=self.session.units.is_used)
+        units = self.session.units
+        return self.session.counter.result(has_units=units.is_used, lacking=units.lacking.values())
 
     def measure(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Take the units of an example; what it does not show is measured when it first runs."""
@@ -177,11 +179,13 @@ class ModuleProducts(AttachedSession):
 
     def explain(self) -> str:
         """What became of the products of the first call, of FP8's layers, and the units."""
-        coverage = self.coverage
+        self.session.units.settle()
+        coverage = replace(self.coverage, lacking=())
         if coverage.counts:
             parts = [f"In the first call {coverage.line()}.", coverage.table()]
         else:
             parts = ["No product has run yet: the first call is counted."]
+        parts.append(lacking_line(tuple(self.session.units.lacking.values())))
         for graph_pass in self.passes:
             if isinstance(graph_pass, LosslessUnitScale):
                 parts.append(str(self.gauge))
@@ -201,7 +205,12 @@ class ModuleProducts(AttachedSession):
 
     @override
     def before_call(self) -> None:
-        """Count the first call, and end it with the second."""
+        """Take late units; count the first call, and end it with the second."""
+        if current_node() is None:
+            # A checkpoint's body, computed again, has the units that it had.
+            self.session.receive()
+            units = self.session.units
+            self.session.adopt(units.new_in(units.received()))
         self._num_calls += 1
         if self._num_calls == 1:
             self.session.counter = CoverageCounter()
@@ -246,4 +255,4 @@ class ModuleProducts(AttachedSession):
         units.settle()
         self.session.units.step = units.step
         if units.is_used:
-            self.session.units.restore(units.gauge, units.plain)
+            self.session.units.restore(units.gauge, units.plain, units.lacking)

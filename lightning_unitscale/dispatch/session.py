@@ -22,6 +22,7 @@ from torch import nn
 
 from lightning_unitscale.dispatch.calls import (
     Call,
+    Extents,
     may_belong_to,
     note_made,
     remember,
@@ -31,17 +32,19 @@ from lightning_unitscale.dispatch.calls import (
 )
 from lightning_unitscale.dispatch.coverage import CoverageCounter, Kind
 from lightning_unitscale.dispatch.execute import Product, are_real, run_in_units
-from lightning_unitscale.dispatch.formats import Numerics
-from lightning_unitscale.dispatch.measurement import FORWARD, MeasuredProduct, Site
+from lightning_unitscale.dispatch.formats import NO_UNIT, Numerics
+from lightning_unitscale.dispatch.measurement import FORWARD, Measurement, Site
+from lightning_unitscale.dispatch.measuring import Measuring
 from lightning_unitscale.dispatch.products import ProductRule, Sources
 from lightning_unitscale.dispatch.sites import Sites
-from lightning_unitscale.dispatch.tensors import Extent, forget_copy
+from lightning_unitscale.dispatch.tensors import forget_copy
 from lightning_unitscale.dispatch.torch_internals import (
     Kernel,
     graph_task,
     last_sequence_number,
 )
 from lightning_unitscale.dispatch.units import Units
+from lightning_unitscale.lossless.fp8_range import Unrepresentable
 
 _Args = tuple[Any, ...]
 
@@ -103,6 +106,7 @@ class ProductSession:
         self.ref = weakref.ref(self)
         self.units = units
         self.numerics = tuple(numerics)
+        self._measuring = Measuring(units, self.numerics)
         self.sites = Sites(module, boundary, units)
         self.counter: CoverageCounter | None = None
         self.is_open = True
@@ -130,7 +134,7 @@ class ProductSession:
         return any(numerics.is_active for numerics in self.numerics)
 
     def begin_step(self, *, is_training: bool = True) -> None:
-        """Products are counted from the first again; what nobody has taken gives units."""
+        """Begin a step: products are counted from the first again."""
         self.sites.begin()
         forget_copy()
         self.units.begin_step(is_training=is_training)
@@ -217,7 +221,11 @@ class ProductSession:
         numerics: Numerics | None = None
         for each in self.numerics:
             if each.applies_to(product, args, kwargs):
-                numerics = each
+                # Cast in a unit of 1, the first values that are not zero could all be flushed.
+                if product.lacking or each.awaits(product.names):
+                    reason = NO_UNIT
+                else:
+                    numerics = each
                 break
         LOCAL.is_inside = True
         try:
@@ -225,8 +233,8 @@ class ProductSession:
                 kind, result = "format", numerics.run(product, original, list(args), kwargs)
             elif not self.units.is_used:
                 kind, result = "left out", original(*args, **kwargs)
-            elif reason := product.site.plain.get(product.slot, ""):
-                kind, result = "plain", original(*args, **kwargs)
+            elif why := product.site.plain.get(product.slot, ""):
+                kind, reason, result = "plain", why, original(*args, **kwargs)
             else:
                 kind, result = "units", run_in_units(product, original, list(args), kwargs)
         finally:
@@ -238,7 +246,7 @@ class ProductSession:
 
     def forward_product(
         self, rule: ProductRule, site: Site, args: _Args
-    ) -> tuple[Product, tuple[Extent, ...]]:
+    ) -> tuple[Product, Extents]:
         """A forward product with what it runs with, and what was measured of its operands.
 
         Args:
@@ -247,22 +255,22 @@ class ProductSession:
             args: Arguments.
         """
         operands = rule.operands_in(args)
-        units, unknown = site.log2_units, (None,) * len(operands)
+        units = site.log2_units
         product = Product(
             rule,
             site,
             FORWARD,
-            units or (),
+            (),
             (False,) * len(operands),
             site.operand_names,
             self.units.step,
         )
-        extents: tuple[Extent, ...] = ()
-        if units is None or self.units.is_looking:
-            extents = self._measure(product, args, units or unknown, unknown)
-            for numerics in self.numerics:
-                numerics.measure(product, operands, is_first=units is None)
-                site.log2_units = product.log2_units
+        product.take(units)
+        extents: Extents = ()
+        if product.lacking or self.units.is_looking:
+            extents = self._measuring.measure(product, args, units, ())
+        elif self.numerics:
+            self._measuring.show(product, operands)
         return product, extents
 
     def backward_product(
@@ -282,50 +290,44 @@ class ProductSession:
         """
         operands = rule.operands_in(args)
         forward, site = call.product, call.product.site
-        gamma = site.log2_gamma
-        known = tuple(gamma if k is None else forward.log2_units[k] for k in sources)
+        gamma, known_before = site.log2_gamma, forward.known()
+        known = tuple(gamma if k is None else known_before[k] for k in sources)
         product = Product(
             rule,
             site,
             slot_of(sources),
-            tuple(unit or 0 for unit in known),
+            (),
             tuple(k is None or forward.is_gradient[k] for k in sources),
             site.names_of(sources),
             forward.step,
         )
-        extents: tuple[Extent, ...] = ()
+        product.take(known)
+        extents: Extents = ()
         if gamma is None or self.units.is_looking:
             before = call.extents or (None,) * len(forward.log2_units)
             measured = tuple(call.gradient_extent if k is None else before[k] for k in sources)
-            extents = self._measure(product, args, known, measured)
+            extents = self._measuring.measure(product, args, known, measured)
             if None in sources:
-                at = sources.index(None)
-                call.gradient_extent = extents[at]
-                for numerics in self.numerics:
-                    numerics.measure(product, operands, is_first=gamma is None)
-                    site.log2_gamma = product.log2_units[at]
+                call.gradient_extent = extents[sources.index(None)]
+        elif self.numerics:
+            self._measuring.show(product, operands)
         if torch.is_grad_enabled():
             derived = self.sites.derive(site, product.slot, tuple(map(str, range(len(operands)))))
             remember(self.ref, replace(product, site=derived), operands, extents)
         return product
 
-    def _measure(
-        self,
-        product: Product,
-        args: _Args,
-        known: tuple[int | None, ...],
-        before: Sequence[Extent | None],
-    ) -> tuple[Extent, ...]:
-        """Measure operands, of which ``before`` is known from this step, and give them units."""
-        rule = product.rule
-        operands = rule.measured_in(args)
-        extents = tuple(
-            Extent.of(tensor) if extent is None else extent
-            for tensor, extent in zip(operands, before, strict=True)
-        )
-        added = tuple(Extent.of(args[position]) for position in rule.addends_in(args))
-        measured = MeasuredProduct(
-            product.site, product.slot, product.names, extents, added, operands[0].dtype, known
-        )
-        product.log2_units = self.units.note(measured, takes_units=bool(self.numerics))
-        return extents
+    def receive(self) -> list[Unrepresentable]:
+        """Receive what was measured in the step before, without waiting for the device.
+
+        Returns:
+            What formats cannot represent of it.
+        """
+        self.units.receive()
+        return [numerics.receive() for numerics in self.numerics]
+
+    def adopt(self, measurement: Measurement) -> list[str]:
+        """:meth:`Units.adopt`; formats see what was late before they round it."""
+        late = self.units.adopt(measurement)
+        for numerics in self.numerics:
+            numerics.await_units(late)
+        return late

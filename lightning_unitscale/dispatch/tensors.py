@@ -17,7 +17,7 @@ from lightning_unitscale.patching import nothing
 from lightning_unitscale.scales.layout import MOMENTS
 from lightning_unitscale.scales.statistics import statistics_row
 from lightning_unitscale.scales.tensor_statistics import FloatArray, TensorStatistics
-from lightning_unitscale.scales.transfer import HostCopy
+from lightning_unitscale.scales.transfer import joint_copy
 
 _LINE_BYTES = 64
 
@@ -115,6 +115,11 @@ class Extent:
     row: Tensor | None = None
     log2_unit: int = 0
 
+    @property
+    def gives_unit(self) -> bool:
+        """Whether its RMS gives a unit: not if all is zero, or nothing, or not all is finite."""
+        return self.rms > 0.0  # NaN is not
+
     @staticmethod
     def of(tensor: Tensor, log2_unit: int = 0) -> Extent:
         """Measure a tensor, without waiting for its device."""
@@ -137,7 +142,7 @@ def reading(extents: Iterable[Extent]) -> Callable[[], None]:
     rows = [extent.row for extent in unread.values() if extent.row is not None]
     if not rows:
         return nothing
-    copy = HostCopy(torch.stack([row.to(rows[0].device) for row in rows]))
+    copy = joint_copy(rows)
 
     def fill_in() -> None:
         for extent, row in zip(unread.values(), copy.numbers().numpy(), strict=True):

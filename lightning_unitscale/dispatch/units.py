@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from types import MappingProxyType
 
 from lightning_unitscale.dispatch.measurement import MeasuredProduct, Measurement, Site
-from lightning_unitscale.dispatch.tensors import reading
+from lightning_unitscale.dispatch.tensors import Extent, reading
 from lightning_unitscale.lossless.gauge import Gauge
 
 
 class Units:
     """The units in force of a module's products; they outlive the session that runs these.
+
+    An operand that is all zero, empty or not finite gives no unit. It is measured again in each
+    step until it gives one. These numbers come by :meth:`receive`, which waits for no device.
 
     Args:
         is_used: Whether products run in units at all; if not, all units are 1.
@@ -21,6 +26,8 @@ class Units:
         step: How many training steps have begun.
         is_looking: Whether the steps measure what has units already, for :meth:`take`.
         sites: The products that have run, by name; each knows its own units.
+        lacking: Names of operands and gradients that were measured and have no unit yet, with what
+            to call them.
     """
 
     def __init__(self, *, is_used: bool = True) -> None:
@@ -30,17 +37,31 @@ class Units:
         self.step = 0
         self.is_looking = False
         self.sites: dict[str, Site] = {}
+        self.lacking: dict[str, str] = {}
         self._measured: list[MeasuredProduct] = []
+        # What was sent for, and by slot and names what has arrived and gives new units.
+        self._sent: Callable[[], Measurement] | None = None
+        self._arrived: dict[tuple[str, ...], MeasuredProduct] = {}
 
     def set_gauge(self, gauge: Gauge) -> None:
         """Put units into force from the next product on."""
         self.gauge = gauge
+        self.lacking = {name: text for name, text in self.lacking.items() if name not in gauge}
         for site in self.sites.values():
+            before = site.log2_units, site.log2_gamma
             self._tell(site)
+            if before != (site.log2_units, site.log2_gamma):
+                self._judge(site)
 
-    def restore(self, gauge: Gauge, plain: Mapping[str, Mapping[str, str]]) -> None:
-        """Go on from what was in force, and from what ran plain in it."""
+    def restore(
+        self,
+        gauge: Gauge,
+        plain: Mapping[str, Mapping[str, str]],
+        lacking: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """Go on from what was in force, from what ran plain in it, and what had no unit yet."""
         self.plain = {name: dict(slots) for name, slots in plain.items()}
+        self.lacking = dict(lacking)
         self.set_gauge(gauge)
 
     def add_site(self, site: Site) -> None:
@@ -55,48 +76,51 @@ class Units:
             return
         pairs = self.gauge.pairs
         operands = [pairs.get(name) for name in site.operand_names]
-        known = [pair.log2_sigma for pair in operands if pair is not None]
-        site.log2_units = tuple(known) if len(known) == len(site.roles) else None
+        site.log2_units = tuple(None if pair is None else pair.log2_sigma for pair in operands)
         gradient = pairs.get(site.name)
         site.log2_gamma = None if gradient is None else gradient.log2_gamma
 
     def begin_step(self, *, is_training: bool) -> None:
-        """Put into force what nobody has taken of the steps so far."""
+        """Note which sites have all of their units in this step."""
         self.step += is_training
-        if not self.is_looking:
-            # Who looks takes what accumulated batches have shown together, and for all ranks.
-            self.settle()
         for site in self.sites.values():
-            site.is_settled = site.log2_units is not None and site.log2_gamma is not None
+            site.is_settled = None not in site.log2_units and site.log2_gamma is not None
 
-    def note(self, product: MeasuredProduct, *, takes_units: bool) -> tuple[int, ...]:
-        """Note what was measured of a product, for :meth:`take`.
+    def note(self, product: MeasuredProduct) -> None:
+        """Note what was measured of a product, for :meth:`take` or :meth:`receive`."""
+        self._measured.append(product)
+        if product.is_whole:
+            product.site.seen[product.slot] = product
 
-        Args:
-            product: The product.
-            takes_units: Whether it takes its units at once. What rounds has to; without units the
-                first step has the same bits, and the device need not be waited for.
+    def take_at_once(self, product: MeasuredProduct) -> tuple[int | None, ...]:
+        """Wait for what was measured of a product, and put its units into force.
 
         Returns:
-            Exponents of the units in which to run it.
+            Exponents of the units of its operands, ``None`` for one that gives none, or has been
+            measured before and gave none then.
         """
-        self._measured.append(product)
-        if not takes_units:
-            return tuple(unit or 0 for unit in product.log2_units)
         operands = list(zip(product.names, product.extents, product.log2_units, strict=True))
-        reading(extent for _, extent, unit in operands if unit is None)()
-        new = {name: extent.rms for name, extent, unit in operands if unit is None}
+        new_ones = {
+            name: extent
+            for name, extent, unit in operands
+            if unit is None and name not in self.lacking
+        }
+        reading(new_ones.values())()
+        new = {name: extent.rms for name, extent in new_ones.items() if extent.gives_unit}
         gradient = {name: new.pop(name) for name in [product.site.name] if name in new}
         taken = Gauge.of_rms(new, gradient)
         self.gauge = self.gauge.updated(taken)
+        self._tell(product.site)
         # An operand's pair has no gamma, and a gradient's no sigma.
         exponents = {name: pair.log2_sigma + pair.log2_gamma for name, pair in taken.items()}
-        return tuple(exponents[name] if unit is None else unit for name, _, unit in operands)
+        return tuple(exponents.get(name) if unit is None else unit for name, _, unit in operands)
 
     def clear(self) -> None:
         """Forget the products that ran, and what was measured of them."""
         self.sites.clear()
         self._measured.clear()
+        self._sent = None
+        self._arrived.clear()
         self.is_looking = False
 
     def send(self) -> Callable[[], Measurement]:
@@ -106,36 +130,101 @@ class Units:
 
         def arrived() -> Measurement:
             read()
+            for product in products:
+                self._remember(product)
             return Measurement.of_products(products)
 
         return arrived
+
+    def _remember(self, product: MeasuredProduct) -> None:
+        latest = product.site.latest
+        for name, extent in zip(product.names, product.extents, strict=True):
+            if extent.largest > 0.0:
+                latest[name] = extent
+            if not extent.gives_unit and name not in self.gauge:
+                is_gradient = name == product.site.name
+                self.lacking[name] = f"the gradient at {name}" if is_gradient else name
 
     def take(self) -> Measurement:
         """What was measured since the last call."""
         return self.send()()
 
-    def settle(self) -> None:
-        """Take the units of what was measured and nobody has taken."""
-        if self._measured:
-            self.adopt(self.take())
+    def receive(self) -> None:
+        """Receive what was sent for in the last call, and send for what was measured since.
 
-    def adopt(self, measurement: Measurement) -> None:
+        It waits for no device: from CUDA, numbers arrive one call after they were sent, whether
+        they are there before or not; from elsewhere at once.
+        """
+        sent, self._sent = self._sent, None
+        if sent is not None:
+            self._keep(sent())
+        if not self._measured:
+            return
+        rows = [extent.row for product in self._measured for extent in product.extents]
+        is_late = any(row is not None and row.device.type == "cuda" for row in rows)
+        arrived = self.send()
+        if is_late:
+            self._sent = arrived
+        else:
+            self._keep(arrived())
+
+    def _keep(self, measurement: Measurement) -> None:
+        for product in measurement.products:
+            operands = zip(product.extents, product.log2_units, strict=True)
+            if any(extent.gives_unit and unit is None for extent, unit in operands):
+                # One for each, however many steps an evaluation has.
+                self._arrived[product.slot, *product.names] = product
+            elif product.is_whole:
+                self._judge(product.site)
+
+    def received(self) -> Measurement:
+        """What has arrived since the last call, of what had no unit when it was measured."""
+        products, self._arrived = list(self._arrived.values()), {}
+        return Measurement.of_products(products)
+
+    def settle(self) -> None:
+        """Wait for all that was measured, and take the units of what has none."""
+        self.receive()
+        self.receive()
+        self.adopt(self.new_in(self.received()))
+
+    def adopt(self, measurement: Measurement) -> list[str]:
         """Take the units of measured tensors, and leave out products in which they are not exact.
 
         Args:
             measurement: The products of this rank, with the RMS that all ranks have measured.
+
+        Returns:
+            Names of tensors that were measured before and gave no unit.
         """
         measured = Gauge.of_rms(measurement.forward, measurement.backward)
-        self.set_gauge(self.gauge.updated(measured))
+        late = [name for name in measured if name in self.lacking]
+        if measured:
+            self.set_gauge(self.gauge.updated(measured))
         self.judge(measurement)
+        return late
+
+    def new_in(self, measurement: Measurement) -> Measurement:
+        """The part of a measurement that is of tensors without a unit."""
+        forward, backward = (
+            {name: rms for name, rms in sizes.items() if name not in self.gauge}
+            for sizes in (measurement.forward, measurement.backward)
+        )
+        return replace(measurement, forward=forward, backward=backward)
 
     def judge(self, measurement: Measurement) -> None:
         """Run products plain in which powers of two are not exact in the units in force."""
-        for product in measurement.products:
+        for site in {id(product.site): product.site for product in measurement.products}.values():
+            self._judge(site)
+
+    def _judge(self, site: Site) -> None:
+        for slot, product in site.seen.items():
             pairs = [self.gauge.pair(name) for name in product.names]
             # An operand's pair has no gamma, and a gradient's no sigma.
             exponents = [pair.log2_sigma + pair.log2_gamma for pair in pairs]
-            if reason := product.why_inexact(exponents):
-                product.site.plain[product.slot] = reason
+            # Only operands without a unit are measured in each step; the others as they were.
+            extents = tuple(site.latest.get(name, Extent()) for name in product.names)
+            if reason := replace(product, extents=extents).why_inexact(exponents):
+                site.plain[slot] = reason
             else:
-                product.site.plain.pop(product.slot, None)
+                site.plain.pop(slot, None)

@@ -123,6 +123,10 @@ class Measured:
     outside: Sizes = field(default_factory=dict)
     unrepresentable: Unrepresentable = field(default_factory=Unrepresentable)
 
+    def names(self) -> list[str]:
+        """Return the names of what a unit can be taken from."""
+        return [*usable_sizes(self.forward), *usable_sizes(self.backward)]
+
     def of_names(self, names: Collection[str]) -> Measured:
         """The RMS of tensors of these names alone."""
         forward, backward = (

@@ -53,6 +53,8 @@ class FP8Linears(GraphPass):
         decisions: For every product seen, why it is not in FP8, or ``None`` if it is.
         gradient_format: Format of gradients that fit into it; E5M2 is that of others.
         unfit: Products that the caller keeps out of FP8, and gradients that it keeps in E5M2.
+        unseen: Names of tensors that were zero at first, and that the caller has not seen in their
+            units since: what reads them is not cast yet.
         moving_grid: What moves the numbers of FP8; ``None`` where they stay.
         takes_units_in: Whether changes of units around a product become its own factors. If not,
             they are operations by themselves, at which drift can be measured.
@@ -94,6 +96,7 @@ class FP8Linears(GraphPass):
         self.patterns = NamePatterns(exclude=exclude)
         self.decisions: dict[str, str | None] = {}
         self.unfit = Unrepresentable()
+        self.unseen: set[str] = set()
         self.takes_units_in = True
         self.in_evaluation = in_evaluation
         self.casts: Casts = casts
@@ -122,6 +125,7 @@ class FP8Linears(GraphPass):
     def forget(self) -> None:
         """Forget the products of a module."""
         self.unfit = Unrepresentable()
+        self.unseen.clear()
         self.decisions.clear()
 
     def run(self, graph: StepGraph) -> tuple[str, ...]:
@@ -243,5 +247,6 @@ class FP8Linears(GraphPass):
         new = copy.copy(self)
         memo[id(self)] = new
         new.decisions = {}  # a copy is recaptured
+        new.unseen = set(self.unseen)
         new.moving_grid = copy.copy(self.moving_grid)
         return new

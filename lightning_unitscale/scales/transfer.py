@@ -52,11 +52,17 @@ def numbers_of(tensors: Sequence[Tensor]) -> list[Any]:
     Args:
         tensors: On any devices.
     """
-    if not tensors:
-        return []
+    return joint_copy(tensors).numbers().tolist() if tensors else []
+
+
+def joint_copy(tensors: Sequence[Tensor]) -> HostCopy:
+    """Tensors of one shape on their way to the host, stacked, with one transfer.
+
+    Args:
+        tensors: On any devices; at least one.
+    """
     device = tensors[0].device
-    joined = torch.stack([tensor.detach().to(device) for tensor in tensors])
-    return HostCopy(joined).numbers().tolist()
+    return HostCopy(torch.stack([tensor.detach().to(device) for tensor in tensors]))
 
 
 def sent_to(device: torch.device, tensor: Tensor) -> Tensor:

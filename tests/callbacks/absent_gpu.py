@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import traceback
 from collections import Counter
 from collections.abc import Iterator
@@ -114,6 +115,8 @@ class Gpu(FromOutside):
                 # Rows of tensors of one such number each.
                 read[..., : MOMENTS.index("sum")] = torch.tensor([1.0, 0.0, 0.0, 0.0])
                 read[..., MOMENTS.index("square_sum")] = self.number**2
+                if not self.number:
+                    read[..., MOMENTS.index("abs_min")] = math.inf
             return read
 
     def _is_pinned(self, tensor: Tensor) -> bool:

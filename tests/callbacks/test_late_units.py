@@ -1,261 +1,379 @@
-"""By rules and in captured steps: tensors that are zero when units are first measured."""
+"""Units of what is zero, empty or not finite when it is first met."""
 
 from __future__ import annotations
 
-import math
+import copy
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
-from lightning_unitscale import UnitScaleCallback
-from lightning_unitscale.callbacks.late_units import LateUnits
-from lightning_unitscale.lossless.calibrate import Measured
-from lightning_unitscale.lossless.gauge import GaugePair
-from lightning_unitscale.lossless.rewrite import LosslessUnitScale
-from lightning_unitscale.rules.weights import ParameterGradients
-from lightning_unitscale.transforms import simulate_fp8, unit_scale
-from tests.callbacks.late_modules import LATE, WIDTH
-from tests.callbacks.runs import QUIET, Capturing
+from lightning_unitscale import UnitScaleCallback, attach, transforms
+from lightning_unitscale.dispatch.tensors import Extent
+from tests.callbacks.late import (
+    LATE,
+    Annealed,
+    Late,
+    batches,
+    drop_what_is_not_finite,
+    exponents,
+    optimizer_of,
+)
+from tests.callbacks.runs import Run, run
+from tests.helpers import assert_same_bits
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*lr_scaling='u-mup'.*:UserWarning")
-
-FORMATS: dict[str, dict[str, Any]] = {"simulated": {"simulate": "fp8"}, "FP8": {"precision": "fp8"}}
-
-
-def _run(
-    make: Any,
-    method: str = "unit-scaling",
-    steps: int = 24,
-    others: tuple[pl.Callback, ...] = (),
-    **options: Any,
-) -> tuple[Any, UnitScaleCallback]:
-    callback = UnitScaleCallback(method, recalibrate=None, **options)  # type: ignore[arg-type]
-    module = make() if callable(make) else make
-    pl.seed_everything(4, verbose=False)
-    settings = {"max_steps": steps, "max_epochs": -1, **QUIET}
-    pl.Trainer(callbacks=[callback, *others], **settings).fit(module)
-    return module, callback
+NUM_STEPS = 8
+FORMATS: dict[str, dict[str, Any]] = {
+    "units": {},
+    "simulated": {"simulate": "fp8"},
+    "fp8": {"precision": "fp8"},
+}
+# Steps of two halves of a batch, with an evaluation after each.
+INTERRUPTED = {"plain": (1, False), "accumulating": (2, False), "evaluating": (2, True)}
 
 
-class _Watched(pl.LightningModule):
-    """Mixed into a module: the RMS of each gradient as its optimizer reads it."""
+def train(
+    module: Late,
+    callbacks: Any = (),
+    *,
+    num_parts: int = 1,
+    evaluates: bool = False,
+    num_steps: int = NUM_STEPS,
+    after_step: Callable[[int], None] = lambda _: None,
+) -> tuple[list[Tensor], dict[str, Tensor], dict[str, int]]:
+    """Train; returns the losses, the weights and where each parameter had its first gradient."""
+    optimizer, losses, first = optimizer_of(module), [], {}
+    with attach(module, optimizer, callbacks):
+        for step, batch in enumerate(batches(num_steps)):
+            for part in batch.chunk(num_parts):
+                loss = module(part, step) / num_parts
+                loss.backward()
+                losses.append(loss.detach())
+            drop_what_is_not_finite(module)
+            for name, param in module.named_parameters():
+                if param.grad is not None and param.grad.any():
+                    first.setdefault(name, step)
+            optimizer.step()
+            optimizer.zero_grad()
+            if evaluates:
+                with torch.no_grad():
+                    losses.append(module.eval()(batch, step))
+                module.train()
+            after_step(step)
+    return losses, dict(module.state_dict()), first
 
-    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        self.seen: dict[str, list[float]] = getattr(self, "seen", {})
-        for name, parameter in self.named_parameters():
-            if parameter.grad is not None:
-                rms = parameter.grad.square().mean().sqrt()
-                self.seen.setdefault(name, []).append(float(rms))
 
-
-def _watched(name: str) -> Any:
-    kind: Any = LATE[name]
-    return type(kind.__name__, (_Watched, kind), {})
-
-
-@pytest.mark.parametrize("method", ["unit-scaling", "u-mup", "lossless"])
 @pytest.mark.parametrize("name", LATE)
-def test_formats_train_as_fp32_does(name: str, method: str) -> None:
-    make: Any = LATE[name]
-    if method == "u-mup":
-        rate = 0.3
+@pytest.mark.parametrize("how", INTERRUPTED)
+@pytest.mark.parametrize("recalibrate", ["auto", None])
+def test_units_are_those_of_the_first_value(name: str, how: str, recalibrate: Any) -> None:
+    make, (num_parts, evaluates) = LATE[name], INTERRUPTED[how]
+    options = {"num_parts": num_parts, "evaluates": evaluates}
+    expected = train(make(), **options)
+    module, callback = make(), UnitScaleCallback(recalibrate=recalibrate)
+    gauges: list[dict[str, Any]] = []
+    found = train(
+        module, [callback], after_step=lambda _: gauges.append(callback.gauge.state()), **options
+    )
+    assert_same_bits(found, expected)
+    first = exponents(make(), train)
+    for tensor, step in make.first.items():
+        # An evaluation sees a weight that is no longer zero before the next step does.
+        known = step - (evaluates and tensor.endswith("weight"))
+        assert [tensor in gauge for gauge in gauges] == [
+            index >= known for index in range(NUM_STEPS)
+        ]
+        if how == "plain":
+            (exponent, *_) = [one for one in first[tensor] if one is not None]
+            assert sum(gauges[step][tensor]) == exponent
+    # No other tensor had to wait.
+    assert gauges[0].keys() | make.first.keys() == gauges[-1].keys()
+    text = callback.explain()
+    assert "no unit yet" not in text and "none yet" not in text
 
-        class Fast(make):  # type: ignore[misc]
-            def configure_optimizers(self) -> Any:
-                return torch.optim.Adam([p for p in self.parameters() if p.requires_grad], rate)
 
-        make = Fast
-    # By rules steps are captured anyway.
-    others = (Capturing(),) if method == "lossless" else ()
-    wide, _ = _run(make, method, others=others)
+@pytest.mark.parametrize("name", LATE)
+@pytest.mark.parametrize("how", INTERRUPTED)
+@pytest.mark.parametrize("format", ["simulated", "fp8"])
+def test_formats_lose_no_first_gradient(name: str, how: str, format: str) -> None:
+    make, (num_parts, evaluates) = LATE[name], INTERRUPTED[how]
+    options: Any = {"num_parts": num_parts, "evaluates": evaluates, "num_steps": 24}
+    plain, _, expected = train(make(), **options)
+    callback = UnitScaleCallback(**FORMATS[format])
+    losses, _, first = train(make(), [callback], **options)
+    assert first == expected
+    # Each of the formats rounds to 2**-4 at best.
+    torch.testing.assert_close(losses[-1], plain[-1], rtol=0.05, atol=0.0)
+    assert not torch.equal(losses[-1], plain[-1])
+    assert "no unit yet" not in callback.explain()
+
+
+@pytest.mark.parametrize(
+    ("options", "num_exact"),
+    [
+        ({"simulate": "fp8"}, 1),
+        # What a tensor loses is measured in its unit before it is cast.
+        ({"precision": "fp8"}, 2),
+    ],
+    ids=["simulated", "fp8"],
+)
+def test_a_gradient_without_a_unit_is_not_rounded(options: Any, num_exact: int) -> None:
+    """What its layer reads, and what arrives there, does not depend on other layers."""
+
+    class Alone(Annealed):
+        def loss(self, x: Tensor, step: int) -> Tensor:
+            return 1e-4 * max(step - 2, 0) * (self.aux(torch.tanh(x)) * x).mean()
+
+    step, gradients = Alone.first["aux.linear"], []
+    for callbacks in ([], [UnitScaleCallback(**options, recalibrate=None)]):
+        module, of_steps = Alone(), []
+        optimizer = optimizer_of(module)
+        with attach(module, optimizer, callbacks):
+            for index, batch in enumerate(batches(step + 4)):
+                module(batch, index).backward()
+                of_steps.append(module.aux.weight.grad)
+                optimizer.step()
+                optimizer.zero_grad()
+        gradients.append(of_steps)
+    plain, found = gradients
+    assert_same_bits(found[: step + num_exact], plain[: step + num_exact])
+    for one, other in zip(found[step + num_exact :], plain[step + num_exact :], strict=True):
+        error = torch.linalg.vector_norm(one - other) / torch.linalg.vector_norm(other)
+        assert 0.0 < error < 0.1
+
+
+def test_a_tensor_that_stays_zero_costs_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    measure, count = Extent.of, 0
+
+    def counted(tensor: Tensor, log2_unit: int = 0) -> Extent:
+        nonlocal count
+        count += 1
+        return measure(tensor, log2_unit)
+
+    monkeypatch.setattr(Extent, "of", staticmethod(counted))
+    counts = []
+
+    def note(_: int) -> None:
+        nonlocal count
+        counts.append(count)
+        count = 0
+
+    class Dead(Annealed):
+        def loss(self, x: Tensor, step: int) -> Tensor:
+            return super().loss(x, 0)
+
     for options in FORMATS.values():
-        module, callback = _run(make, method, others=others, **options)
-        assert module.losses[-1] == pytest.approx(wide.losses[-1], rel=0.05)
-        # With the units of the first batch only, whatever the schedule.
-        assert "First units at step" in callback.explain()
-        assert "No units yet" not in callback.explain()
+        counts.clear()
+        callback = UnitScaleCallback(recalibrate=None, **options)
+        train(Dead(), [callback], after_step=note)
+        # Two backward products read the gradient.
+        assert counts[0] > 1 and counts[1:] == [1] * (NUM_STEPS - 1)
+        text = str(callback.explain())
+        assert "1 operand has no unit yet (zero or not finite so far): the gradient at aux" in text
 
 
-@pytest.mark.parametrize("name", LATE)
-def test_no_gradient_is_flushed_for_long(name: str) -> None:
-    wide, _ = _run(_watched(name))
-    first = {fqn: _first(seen) for fqn, seen in wide.seen.items()}
-    assert max(first.values()) > 0
-    for options in FORMATS.values():
-        module, _ = _run(_watched(name), **options)
-        for fqn, seen in module.seen.items():
-            assert _first(seen) <= first[fqn] + 1, fqn
+class Trained(pl.LightningModule):
+    """A module in a Trainer, by automatic or by manual optimization with two optimizers."""
+
+    def __init__(self, make: Callable[[], Late], *, is_manual: bool = False) -> None:
+        super().__init__()
+        self.net, self.automatic_optimization = make(), not is_manual
+        self.first: dict[str, int] = {}
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = self.net(batch, batch_idx // self.trainer.accumulate_grad_batches)
+        if not self.automatic_optimization:
+            self.manual_backward(loss)
+            for optimizer in self.optimizers():
+                optimizer.step()
+                optimizer.zero_grad()
+        return loss
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("val_loss", self.net(batch, 10))
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for name, param in self.named_parameters():
+            if param.grad is not None and param.grad.any():
+                self.first.setdefault(name, self.trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+    def configure_optimizers(self) -> Any:
+        if self.automatic_optimization:
+            return optimizer_of(self)
+        half = torch.optim.AdamW(self.net.body.parameters(), lr=3e-3)
+        others = [one for name, one in self.named_parameters() if not name.startswith("net.body")]
+        return [half, torch.optim.SGD(others, lr=0.1)]
 
 
-def _first(seen: list[float]) -> int:
-    return next(step for step, rms in enumerate(seen) if rms > 0)
+TRAINERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "automatic": ({}, {}),
+    "accumulating": ({}, {"accumulate_grad_batches": 2}),
+    "manual": ({"is_manual": True}, {}),
+}
 
 
-@pytest.mark.parametrize("options", [{}, *FORMATS.values()], ids=["FP32", *FORMATS])
-@pytest.mark.parametrize("name", LATE)
-def test_late_gradients_come_to_rms_1(name: str, options: Any) -> None:
-    module, _ = _run(_watched(name), **options)
-    for fqn, seen in module.seen.items():
-        at = _first(seen)
-        # As it is when an optimizer first reads it; later it goes where training takes it.
-        assert math.log2(seen[at]) == pytest.approx(0, abs=0.6), fqn
-        assert math.log2(seen[at + 2]) == pytest.approx(0, abs=4), fqn
+@pytest.mark.parametrize("name", ["ZeroHead", "Annealed", "LateExpert", "DeadLayer"])
+@pytest.mark.parametrize("how", TRAINERS)
+def test_in_a_trainer(name: str, how: str) -> None:
+    options, settings = TRAINERS[how]
 
-
-def test_units_at_depth_all_are_late_too() -> None:
-    module = LATE["zero head"]()
-    callback = UnitScaleCallback(depth="all", recalibrate=None)
-    plain = LATE["zero head"]()
-    for each, callbacks in ((module, [callback]), (plain, [])):
-        pl.Trainer(callbacks=callbacks, max_steps=6, max_epochs=-1, **QUIET).fit(each)  # type: ignore[arg-type]
-    assert module.losses == plain.losses
-    assert callback.gauge["head.linear:weight"].log2_sigma < 0
-
-
-def test_a_tensor_that_stays_zero_is_named_and_asked_for_less_and_less() -> None:
-    class Dead(LATE["annealed loss"]):  # type: ignore[misc]
-        def late_share(self, step: int) -> float:
-            return 0.0
-
-    _, callback = _run(Dead, simulate="fp8")
-    text = str(callback.explain())
-    (line,) = [line for line in text.splitlines() if line.startswith("No units yet")]
-    assert "other.0" in line and "other.2" in line and "encoder" not in line
-
-
-def test_when_late_units_are_measured() -> None:
-    rewrite = LosslessUnitScale()
-    late = LateUnits(rewrite)
-    assert not any(late.is_due(step) for step in range(10))
-    rewrite.update_gauge(Measured({"a": 1.0, "b": 0.0, "c": math.nan}, {"d": math.inf}))
-    assert rewrite.missing == {"b", "c", "d"} and rewrite.gauge.keys() == {"a"}
-    due = [step for step in range(1, 200) if late.is_due(step)]
-    assert due[:63] == list(range(1, 64)) and due[63:] == list(range(64, 200, 8))
-    # Nothing that was known is forgotten.
-    rewrite.update_gauge(Measured({"a": 0.0, "b": 4.0}))
-    assert rewrite.gauge["a"] == GaugePair() and rewrite.gauge["b"] == GaugePair(2)
-    assert rewrite.missing == {"c", "d"}
-    # What has just got its unit is judged once more, whether it fits.
-    taken = late.of(Measured({"a": 2.0, "c": 8.0}, {"d": 1.0}))
-    assert taken == Measured({"c": 8.0}, {"d": 1.0})
-    rewrite.update_gauge(taken)
-    assert not rewrite.missing and late.is_due(199)
-    late.of(Measured())
-    assert not late.is_due(200)
-
-
-def test_units_that_are_missing_are_saved() -> None:
-    module, callback = _run(LATE["annealed loss"], steps=2, simulate="fp8")
-    state = callback.state_dict()
-    assert "other.2.linear:unscaled" in state["missing"]
-    # A version before this one wrote 1 for them.
-    old = {key: value for key, value in state.items() if key != "missing"}
-    old["gauge"] = {**state["gauge"], **{name: [0, 0] for name in state["missing"]}}
-    for saved in (state, old):
-        resumed = UnitScaleCallback("unit-scaling", recalibrate=None, simulate="fp8")
-        resumed.load_state_dict(saved)
-        settings: dict[str, Any] = {"max_steps": 8, "max_epochs": -1, **QUIET}
-
-        class Later(LATE["annealed loss"]):  # type: ignore[misc]
-            def late_share(self, step: int) -> float:
-                return 0.5
-
-        other = Later()
-        other.load_state_dict(module.state_dict())
-        pl.Trainer(callbacks=[resumed], **settings).fit(other)
-        assert resumed.gauge["other.2.linear:unscaled"].log2_gamma < -8
-        assert not any(
-            "other" in line
-            for line in str(resumed.explain()).splitlines()
-            if line.startswith("No units yet")
+    def fit(callbacks: list[Any]) -> Run:
+        data = batches(16 * settings.get("accumulate_grad_batches", 1))
+        return run(
+            lambda: Trained(LATE[name], **options),
+            callbacks,
+            data=lambda: DataLoader(data, batch_size=None),
+            max_steps=-1,
+            max_epochs=1,
+            val_check_interval=4,
+            limit_val_batches=2,
+            entry_options={"val_dataloaders": DataLoader(batches(2), batch_size=None)},
+            **settings,
         )
 
-
-class _Adapted(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(WIDTH, 16, bias=False), nn.Linear(16, WIDTH, bias=False)
-        nn.init.zeros_(self.b.weight)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return 1e-4 * (self.b(self.a(x)) - x).square().mean()
-
-
-@pytest.mark.parametrize("rounds", [False, True])
-def test_transforms(rounds: bool) -> None:
-    torch.manual_seed(0)
-    model = unit_scale(_Adapted())
-    if rounds:
-        model = simulate_fp8(model)
-    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
-    losses = []
-    for _ in range(4):
-        x = torch.randn(WIDTH, WIDTH)
-        loss = model(x)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    gradients = {name: p.grad.square().mean().sqrt() for name, p in model.named_parameters()}
-    for name, rms in gradients.items():
-        assert abs(math.log2(rms)) < 3, name
+    plain = fit([])
+    for format, formats in FORMATS.items():
+        callback = UnitScaleCallback(**formats)
+        found = fit([callback])
+        assert found.module.first == plain.module.first
+        if format == "units":
+            assert_same_bits(found.compared(), plain.compared())
+        else:
+            losses = [one.trainer.callback_metrics["val_loss"] for one in (found, plain)]
+            torch.testing.assert_close(*losses, rtol=0.05, atol=0.0)
+        assert {f"net.{tensor}" for tensor in LATE[name].first} <= callback.gauge.keys()
 
 
-def _parameter(*values: float) -> nn.Parameter:
-    parameter = nn.Parameter(torch.zeros(len(values)))
-    parameter.grad = torch.tensor(values)
-    return parameter
+@pytest.mark.parametrize("format", FORMATS)
+def test_first_gradients_that_overflow(format: str) -> None:
+    """The scale of a ``GradScaler`` begins too high, so that the first steps are dropped."""
+
+    def fit(callbacks: list[Any]) -> Run:
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24)
+        with warnings.catch_warnings():
+            # A scheduler or a CPU in FP16.
+            warnings.simplefilter("ignore")
+            return run(
+                lambda: Trained(LATE["ZeroHead"]),
+                callbacks,
+                data=lambda: DataLoader(batches(24), batch_size=None),
+                max_steps=24,
+                plugins=[MixedPrecision("16-mixed", "cpu", scaler)],
+            )
+
+    gauges: list[Any] = []
+
+    class Gauges(pl.Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            gauges.append(callback.gauge)
+
+    plain = fit([])
+    callback = UnitScaleCallback(**FORMATS[format])
+    found = fit([callback, Gauges()])
+    # Nothing finite has arrived there at first.
+    is_known = ["net.head.linear" in gauge for gauge in gauges]
+    assert not is_known[0] and is_known[-1]
+    assert found.module.first == plain.module.first
+    last = [run.outputs[-1]["loss"] for run in (found, plain)]
+    torch.testing.assert_close(*last, rtol=0.05, atol=0.0)
 
 
-def _rms(parameter: nn.Parameter) -> float:
-    assert parameter.grad is not None
-    return float(parameter.grad.square().mean().sqrt())
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("name", ["Lora", "Annealed", "LateExpert"])
+def test_a_run_goes_on_after_each_step(name: str, format: str) -> None:
+    """Also between a value that is not zero and the step in which its unit is in force."""
+
+    def part(state: dict[str, Any], start: int, stop: int) -> list[Tensor]:
+        module = LATE[name]()
+        optimizer = optimizer_of(module)
+        callback = UnitScaleCallback(**FORMATS[format])
+        losses = []
+        with attach(module, optimizer, [callback]) as attachment:
+            if state:
+                module.load_state_dict(state["module"])
+                optimizer.load_state_dict(state["optimizer"])
+                attachment.load_state_dict(state["attachment"])
+            for step, batch in list(enumerate(batches(NUM_STEPS)))[start:stop]:
+                loss = module(batch, step)
+                loss.backward()
+                losses.append(loss.detach())
+                optimizer.step()
+                optimizer.zero_grad()
+            state["module"] = copy.deepcopy(module.state_dict())
+            state["optimizer"] = copy.deepcopy(optimizer.state_dict())
+            state["attachment"] = copy.deepcopy(attachment.state_dict())
+        return losses
+
+    whole = part({}, 0, NUM_STEPS)
+    for stop in range(1, NUM_STEPS):
+        state: dict[str, Any] = {}
+        assert_same_bits(part(state, 0, stop) + part(state, stop, NUM_STEPS), whole)
 
 
-def test_factors_of_late_gradients() -> None:
-    gradients = ParameterGradients()
-    late, zero, broken = _parameter(3e-5, -4e-5), _parameter(0.0), _parameter(math.inf)
-    named = {"m.late": late, "n.zero": zero, "n.broken": broken}
-    gradients.scale_late(named.items())
-    assert _rms(late) == pytest.approx(3.5e-5, rel=0.1)  # nothing was measured yet
-    gradients.set_measured({"m.known": 2.0, "m.late": 0.0, "n.zero": 0.0, "n.broken": math.nan})
-    assert gradients.log2_factors == {"m.known": -1}
-    gradients.scale_late(named.items())
-    assert 0.7 < _rms(late) < 1.5 and _rms(zero) == 0 and _rms(broken) == math.inf
-    # The next backward pass comes before the numbers are read: it is scaled once more.
-    late.grad = torch.tensor([3e-5, 4e-5])
-    gradients.scale_late(named.items())
-    assert 0.7 < _rms(late) < 1.5
-    gradients.settle()
-    exponent = -round(math.log2(3.5355e-5))
-    assert gradients.log2_factors == {"m.known": -1, "m.late": exponent}
-    late.grad = torch.ones(2)
-    gradients.scale_late(named.items())
-    assert torch.equal(late.grad, torch.ones(2))
+@pytest.mark.parametrize("has_version", [False, True])
+def test_units_of_an_older_version(has_version: bool) -> None:
+    """It gave tensors of zeros the unit 1, as one that it has measured may have."""
+    callback = UnitScaleCallback()
+    train(LATE["Lora"](), [callback], num_steps=3)
+    state = callback.state_dict()
+    expected = callback.gauge.state()
+    assert state["gauge"]["a.linear:weight"][0] < 0 and state["gauge"]["a.linear"][1] < 0
+    for tensor in ("b.linear:weight", "a.linear"):
+        state["gauge"][tensor] = [0, 0]
+    if not has_version:
+        del state["version"]
+    resumed, gauges = UnitScaleCallback(recalibrate=None), []
+    resumed.load_state_dict(state)
+    train(
+        LATE["Lora"](),
+        [resumed],
+        num_steps=3,
+        after_step=lambda _: gauges.append(resumed.gauge.state()),
+    )
+    kept = {tensor: pair for tensor, pair in expected.items() if tensor not in LATE["Lora"].first}
+    for tensor, pair in kept.items():
+        assert gauges[-1][tensor] == pair or not any(pair)
+    for tensor in ("b.linear:weight", "a.linear"):
+        if has_version:
+            assert gauges[-1][tensor] == (0, 0)
+        else:
+            assert tensor not in gauges[0] and any(gauges[-1][tensor])
 
 
-def test_rounding_errors_are_no_late_gradients() -> None:
-    gradients = ParameterGradients()
-    gradients.set_measured({"m.weight": 1.0, "m.bias": 0.0, "n.weight": 0.0, "n.bias": 0.0})
-    noise, weight, bias = (_parameter(value) for value in (1e-12, 2.0**-10, 1e-12))
-    gradients.scale_late({"m.bias": noise, "n.weight": weight, "n.bias": bias}.items())
-    gradients.settle()
-    assert gradients.log2_factors == {"m.weight": 0, "m.bias": 0, "n.weight": 10, "n.bias": 10}
-    assert _rms(noise) == pytest.approx(1e-12) and _rms(weight) == 1.0
+@pytest.mark.parametrize("name", LATE)
+@pytest.mark.parametrize("format", FORMATS)
+def test_transforms(name: str, format: str) -> None:
+    def losses(module: nn.Module) -> list[Tensor]:
+        optimizer, found = optimizer_of(module), []
+        for step, batch in enumerate(batches(16)):
+            loss = module(batch, step)
+            loss.backward()
+            found.append(loss.detach())
+            drop_what_is_not_finite(module)
+            optimizer.step()
+            optimizer.zero_grad()
+        return found
 
-
-def test_factors_of_late_gradients_are_those_of_a_batch() -> None:
-    gradients = ParameterGradients()
-    gradients.set_measured({"late": 0.0}, num_accumulated=1)
-    gradients.accumulate(16)
-    late = _parameter(2.0**-8)
-    gradients.scale_late({"late": late}.items(), keeps=False)
-    gradients.settle()
-    assert not gradients.log2_factors and _rms(late) == 1.0
-    late = _parameter(2.0**-8)
-    gradients.scale_late({"late": late}.items())
-    gradients.settle()
-    assert torch.equal(gradients._seen("late", torch.tensor([2.0**-8])), torch.ones(1))
+    plain = losses(LATE[name]())
+    module = transforms.lossless_unit_scale(LATE[name](), batches(1)[0], 0)
+    late = LATE[name].first.keys() - ({"body.linear"} if name == "Unfrozen" else set())
+    assert not late & module.gauge().keys()
+    if late:
+        assert "no unit yet" not in module.explain()
+    if format == "simulated":
+        module = transforms.simulate_fp8(module)
+    elif format == "fp8":
+        module = transforms.fp8_linears(module)
+    found = losses(module)
+    if format == "units":
+        assert_same_bits(found, plain)
+    else:
+        torch.testing.assert_close(found[-1], plain[-1], rtol=0.05, atol=0.0)
+        assert not torch.equal(found[-1], plain[-1])
+    assert LATE[name].first.keys() <= module.gauge().keys()

@@ -6,6 +6,7 @@ with its place, and answered; so are the kernels that the package's own operator
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -19,6 +20,7 @@ from typing_extensions import override
 from benchmarks.demo_step import DemoLoss
 from lightning_unitscale import ScaleMonitor, UnitScaleCallback, attach
 from lightning_unitscale.callbacks import Lossless, Simulate
+from lightning_unitscale.lossless.gauge import GaugePair
 from tests.callbacks.absent_gpu import CUDA, Gpu, a_gpu
 from tests.callbacks.runs import QUIET
 from tests.triton_helpers import needs_triton
@@ -28,8 +30,19 @@ pytestmark = needs_triton
 LOOK_EVERY, SAMPLED_EVERY, NUM_STEPS = 3, 2, 8
 
 
-def train(gpu: Gpu, *callbacks: UnitScaleCallback | ScaleMonitor) -> None:
-    """Train the demo's model in a small size; its scales change at the first look."""
+def changing(step: int) -> float:
+    """Scales that change at the first look."""
+    return 2.0**-4 if step < LOOK_EVERY else 2.0**-9
+
+
+def train(
+    gpu: Gpu,
+    *callbacks: UnitScaleCallback | ScaleMonitor,
+    number: Callable[[int], float] = changing,
+    num_parts: int = 1,
+    after_step: Callable[[int], None] = lambda _: None,
+) -> None:
+    """Train the demo's model in a small size, with all numbers of a step alike."""
     with CUDA:
         module = DemoLoss(width=32, depth=1, num_heads=2)
         tokens = torch.zeros(2, 2, 8, dtype=torch.int64)
@@ -39,15 +52,17 @@ def train(gpu: Gpu, *callbacks: UnitScaleCallback | ScaleMonitor) -> None:
     with attachment:
         for step in range(NUM_STEPS):
             gpu.begin_step()
-            gpu.number = 2.0**-4 if step < LOOK_EVERY else 2.0**-9
-            module(*tokens).backward()
+            gpu.number = number(step)
+            for _ in range(num_parts):
+                module(*tokens).backward()
             torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
+            after_step(step)
 
 
 UNITS = {"tensors.fill_in"}
-FITS = {"fp8._unrepresentable"}
+FITS = {"fp8.arrived"}
 
 
 @pytest.mark.filterwarnings("ignore:(?s)ScaleMonitor:UserWarning")
@@ -83,6 +98,37 @@ def test_a_step(options: dict[str, Any], at_first: set[str], at_looks: set[str])
             num_rows = len(snapshots[step].names) + int((snapshots[step].backward[:, 0] > 0).sum())
         num_launches -= 0 if step % LOOK_EVERY else num_looked
         assert num_rows <= num_launches <= 2 * num_rows
+
+
+@pytest.mark.parametrize("num_parts", [1, 2])
+@pytest.mark.parametrize(
+    ("options", "at_first"),
+    [({}, UNITS), ({"simulate": "fp8"}, UNITS), ({"precision": "fp8"}, UNITS)],
+    ids=["units", "simulated", "fp8"],
+)
+def test_late_units(options: dict[str, Any], at_first: set[str], num_parts: int) -> None:
+    """What was zero at first is measured in each step; its numbers are read a step later."""
+    callback, late, seen = UnitScaleCallback(recalibrate=None, **options), 3, []
+
+    def note(step: int) -> None:
+        seen.append(set(callback.gauge.values()))
+
+    with a_gpu() as gpu:
+        train(
+            gpu,
+            callback,
+            number=lambda step: 0.0 if step < late else 2.0**-4,
+            num_parts=num_parts,
+            after_step=note,
+        )
+    assert list(map(set, gpu.waits)) == [at_first, *[set()] * (NUM_STEPS - 1)]
+    assert seen[: late + 1] == [set()] * (late + 1)
+    units = {GaugePair(log2_sigma=-4), GaugePair(log2_gamma=-4)}
+    assert seen[late + 1 :] == [units] * (NUM_STEPS - late - 1)
+    casts = [launches["cast_tiles"] > 0 for launches in gpu.launches]
+    # Each layer is cast once its tensors were seen in their units, whose numbers are late too.
+    num_plain = late + 4 if "precision" in options else NUM_STEPS
+    assert casts == [step >= num_plain for step in range(NUM_STEPS)]
 
 
 def test_casts_to_fp8() -> None:
