@@ -58,7 +58,7 @@ class Product:
     @property
     def reads_addends(self) -> bool:
         """Whether it reads what it is added to: times zero it does not, whatever that holds."""
-        return self.node.kwargs.get("beta", 1) != 0
+        return bool(self.node.kwargs.get("beta", 1) != 0)
 
 
 # Products by the names that torch has for them, as functions, methods and operators: parameters,
