@@ -280,7 +280,7 @@ MUTATIONS = (
         "dispatch/products.py",
         "% end.clamp(min=1)",
         "",
-        "dispatch/test_unread_operands.py -k last_group",
+        "dispatch/test_products.py -k last_group",
     ),
     Mutation(
         "a product that is written into a tensor is written into another",
