@@ -101,7 +101,7 @@ class _Asked(torch.autograd.Function):
         of_input, of_weight, _ = ctx.mask
         unread = [] if of_weight else [x := torch.full_like(x, ctx.garbage)]
         unread += [] if of_input else [weight := torch.full_like(weight, ctx.garbage)]
-        arguments = (gradients[0], x, weight, *_CONVOLUTION)
+        arguments = (gradients[0], x, weight, *CONVOLUTION)
         with _touched(unread) as found:
             results = _ATEN.convolution_backward(*arguments, list(ctx.mask))
         assert not found
