@@ -19,7 +19,7 @@ from lightning_unitscale.dispatch import execute
 from lightning_unitscale.dispatch.compiled_graphs import GRAPHS, CompiledProduct
 from lightning_unitscale.dispatch.tensors import Extent
 from tests.callbacks.runs import QUIET
-from tests.dispatch.test_products import GARBAGE, MASKS, randn
+from tests.dispatch.test_products import CONVOLUTION, GARBAGE, MASKS, randn
 from tests.helpers import assert_same_bits
 
 _ATEN = torch.ops.aten
