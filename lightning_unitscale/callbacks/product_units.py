@@ -148,7 +148,7 @@ class ProductUnits(MeasuredUnits):
     def end_evaluation(self, batch_idx: int = 0) -> None:
         units, name = self._units, self._step_name
         if not (self._running.is_fitting or self.is_calibrated or batch_idx):
-            units.adopt(joint_measured(units.take()))
+            self._session.adopt(joint_measured(units.take()))
         # What accumulated batches of training have shown is taken with the last of them.
         elif not units.is_looking:
             self._receive()
@@ -214,7 +214,7 @@ class ProductUnits(MeasuredUnits):
         self._make_fit("the first batch")
         if not joint_flag(bool(measurement.products)):
             return
-        self._units.adopt(measurement)
+        self._session.adopt(measurement)
         # A batch whose loss asks for no gradient shows half of it.
         self.is_calibrated = joint_flag(measurement.has_backward)
         self._units.is_looking = False
@@ -249,7 +249,7 @@ class ProductUnits(MeasuredUnits):
             self._units.judge(measurement)
             return
         old = self.gauge
-        self._units.adopt(measurement)
+        self._session.adopt(measurement)
         self._tell_new_units(self.gauge.num_changed(old), when, measurement.outside)
 
     def _make_fit(self, when: str) -> None:

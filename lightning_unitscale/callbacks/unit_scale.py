@@ -68,7 +68,8 @@ class UnitScaleCallback(StepsCallback):
             ``"all"`` to every tensor that the step keeps (for FP16).
         recalibrate: ``"auto"`` takes new units when an operand's RMS has left [1/4, 4], looking at
             steps 8, 16, 32, 64 and every 128th; a number takes them every so many optimizer steps;
-            ``None`` never. New units change no result and compile nothing again.
+            ``None`` never. New units change no result and compile nothing again. An operand that is
+            zero at first gets its unit when it no longer is, whatever is given here.
         replace: By rules: functions to put in place of others, which are then not looked into.
         residual: By rules: weights of residual branches with attention and of the others; by
             default u-muP's rule for depth.

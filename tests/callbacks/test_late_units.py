@@ -174,8 +174,12 @@ def test_a_tensor_that_stays_zero_costs_a_row(monkeypatch: pytest.MonkeyPatch) -
         train(Dead(), [callback], after_step=note)
         # Two backward products read the gradient.
         assert counts[0] > 1 and counts[1:] == [1] * (NUM_STEPS - 1)
-        text = str(callback.explain())
-        assert "1 operand has no unit yet (zero or not finite so far): the gradient at aux" in text
+        text = "1 operand has no unit yet (zero or not finite so far): the gradient at aux.linear"
+        assert text in callback.coverage.line()
+        explanation = callback.explain()
+        assert text in explanation
+        (table,) = [part for part in explanation.parts if not isinstance(part, str)]
+        assert [row[-1] for row in table.rows if row[0] == "aux"] == ["none yet"]
 
 
 class Trained(pl.LightningModule):
