@@ -37,10 +37,12 @@ _LONG = ("slow", "distributed")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Adds ``--cases`` and ``--device``."""
+    """Adds ``--cases``, ``--device`` and ``--engine-thread``."""
     parser.addoption("--cases", type=int, help="run at most so many cases of a parametrized test")
     help = "where tests/gpu runs: CUDA if there is any by default, else the CPU, as a rehearsal"
     parser.addoption("--device", choices=("cpu", "cuda"), help=help)
+    help = "run backward passes on threads of autograd's engine, as an accelerator does"
+    parser.addoption("--engine-thread", action="store_true", help=help)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -113,6 +115,19 @@ def _own_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
     # Dynamo counts recompilations per function, over all the tests that call it.
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
+
+
+@pytest.fixture
+def engine_thread() -> Iterator[None]:
+    """Backward passes run on threads of autograd's engine, as those of an accelerator do."""
+    with importlib.import_module("tests.engine_thread").backward_on_engine_thread():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _engine_thread_if_asked(request: pytest.FixtureRequest) -> None:
+    if request.config.getoption("--engine-thread"):
+        request.getfixturevalue("engine_thread")
 
 
 @pytest.fixture
