@@ -18,6 +18,7 @@ from lightning_unitscale.dispatch import aot_pass, joint_formats, joint_units
 from lightning_unitscale.dispatch.calls import forget
 from lightning_unitscale.dispatch.compiled_callers import OWN_CALLERS, caller, is_ours
 from lightning_unitscale.dispatch.fp8 import layer_kernel
+from lightning_unitscale.dispatch.makers import forget_made
 from lightning_unitscale.dispatch.owners import (
     INSTALLED,
     OPEN,
@@ -70,6 +71,7 @@ def _end(key: int, session: weakref.ref[ProductSession]) -> None:
     _sessions.pop(key, None)
     OPEN.pop(key, None)
     forget(session)
+    forget_made(session)
     if not _sessions:
         INSTALLED.close()
         _keys.clear()

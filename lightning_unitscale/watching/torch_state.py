@@ -21,7 +21,8 @@ from torch._dynamo.eval_frame import DisableContext
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode, _push_mode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from lightning_unitscale.dispatch.torch_internals import is_recording, last_sequence_number
+from lightning_unitscale.dispatch.nodes import last_sequence_number
+from lightning_unitscale.dispatch.torch_internals import is_recording
 from lightning_unitscale.dynamo.breaks import is_watched
 from lightning_unitscale.functional.scale import is_transforming
 from lightning_unitscale.graph.recorder import local_part
