@@ -93,11 +93,15 @@ def forget_made(session: weakref.ref[Any]) -> None:
         made.finished = [call for call in made.finished if call[1] is not session]
 
 
-def maker_of(node: Any) -> Any:
+def maker_of(node: Any, latest: Any) -> Any:
     """Whose call has made an autograd node; ``None`` if no call has.
 
     Threads give out the same numbers, so what a node reads has to agree: the nearest product that
     is known, or the nearest parameter.
+
+    Args:
+        node: The node.
+        latest: Whose product has run last in the backward pass, for a node that reads neither.
     """
     number = sequence_number(node)
     makers = {thread: made.by(number) for thread, made in list(_MADE.items())}
@@ -117,6 +121,6 @@ def maker_of(node: Any) -> Any:
         if isinstance(leaf, nn.Parameter):
             break
     else:
-        if len({id(session) for session in makers.values()}) == 1:
-            return next(iter(makers.values()))
+        if any(session is latest for session in makers.values()):
+            return latest
     return makers.get(thread_number())

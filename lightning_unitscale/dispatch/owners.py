@@ -67,16 +67,20 @@ def owner_of(rule: ProductRule, args: Any) -> tuple[ProductSession | None, Any, 
     if (node := current_node()) is not None:
         session, call = asking_session(node)
         if session is None:
-            session = maker_of(node)
+            session = maker_of(node, _latest())
         _note_latest(session)
         return session, node, call
-    if LOCAL.session is None and (task := graph_task()) >= 0:
+    if LOCAL.session is None and graph_task() >= 0:
         # A hook, which no node runs, comes after what it belongs to.
-        ref = _LATEST.get(task)
-        return (None if ref is None else ref()), None, None
+        return _latest(), None, None
     if LOCAL.session is None and LOCAL.after_call is not None:
         return _session_of_loss(rule.operands_in(args)), None, None
     return LOCAL.session, None, None
+
+
+def _latest() -> ProductSession | None:
+    ref = _LATEST.get(graph_task())
+    return None if ref is None else ref()
 
 
 def _note_latest(session: ProductSession | None) -> None:
