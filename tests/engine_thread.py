@@ -127,5 +127,6 @@ def backward_on_engine_thread() -> Iterator[None]:
             return engine(*args, **kwargs)
         return run_on_engine_thread(engine, *args, **kwargs)
 
-    with shadowed(torch.autograd, _engine_run_backward=run_backward):
+    # Dynamo leaves torch's own function alone, and would look into ours.
+    with shadowed(torch.autograd, _engine_run_backward=torch.compiler.disable(run_backward)):
         yield
