@@ -18,10 +18,10 @@ INSTALLED_DEMO := $(VENV)/.installed-demo
 INSTALLED_ALL := $(VENV)/.installed-all
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 
-.PHONY: help demo demo-baseline demo-pipeline test test-fast test-gpu bench-gpu browser mutations lint format types docs tensorboard bench clean
+.PHONY: help demo demo-baseline demo-pipeline test test-fast test-engine-thread test-gpu bench-gpu browser mutations lint format types docs tensorboard bench clean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-20s %s\n", $$1, $$2 }' Makefile
 	@echo
 	@echo 'make test PYTEST_ARGS="-k gauge"          some of the tests'
 	@echo 'make demo DEMO_ARGS="--trainer.max_steps 20"'
@@ -44,6 +44,9 @@ test: $(INSTALLED_ALL) ## every test; those of a browser need `make browser` bef
 
 test-fast: $(INSTALLED_ALL) ## a case of every test that is quick
 	$(PYTEST) -m "not slow and not distributed and not browser" --cases 1 $(PYTEST_ARGS)
+
+test-engine-thread: $(INSTALLED_ALL) ## every test, with backward passes on threads of autograd's engine
+	$(PYTEST) --engine-thread $(PYTEST_ARGS)
 
 test-gpu: $(INSTALLED_ALL) ## what only a GPU can show, on the one that is there
 	$(BIN)/python -m pytest -m gpu --device cuda tests $(PYTEST_ARGS)

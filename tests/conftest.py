@@ -10,7 +10,13 @@ from collections import defaultdict
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
-from tests.process import forget_garbage, spare_interpreter, spare_time
+from tests.process import (
+    ENGINE_THREAD,
+    engine_thread_if_asked,
+    forget_garbage,
+    spare_interpreter,
+    spare_time,
+)
 
 # Before torch is imported, and for the processes that a test starts.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -117,17 +123,16 @@ def _own_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
         torch._dynamo.reset()
 
 
-@pytest.fixture
-def engine_thread() -> Iterator[None]:
-    """Backward passes run on threads of autograd's engine, as those of an accelerator do."""
-    with importlib.import_module("tests.engine_thread").backward_on_engine_thread():
-        yield
+def pytest_configure(config: pytest.Config) -> None:
+    """Lets the processes that a test starts know of ``--engine-thread``."""
+    if config.getoption("--engine-thread"):
+        os.environ[ENGINE_THREAD] = "1"
 
 
 @pytest.fixture(autouse=True)
-def _engine_thread_if_asked(request: pytest.FixtureRequest) -> None:
-    if request.config.getoption("--engine-thread"):
-        request.getfixturevalue("engine_thread")
+def _engine_thread_if_asked() -> Iterator[None]:
+    with engine_thread_if_asked():
+        yield
 
 
 @pytest.fixture

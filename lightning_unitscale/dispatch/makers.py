@@ -15,13 +15,8 @@ from typing import Any
 from torch import nn
 
 from lightning_unitscale.dispatch.calls import call_of
-from lightning_unitscale.dispatch.nodes import (
-    last_sequence_number,
-    leaf_of,
-    sequence_number,
-    thread_number,
-    upstream,
-)
+from lightning_unitscale.dispatch.nodes import leaf_of, thread_number, upstream
+from lightning_unitscale.dispatch.torch_internals import last_sequence_number, sequence_number
 
 # Calls of one thread, and threads, whose backward passes may still come.
 _MAX_CALLS = 2**12

@@ -1,6 +1,6 @@
 """Which autograd node it is, whichever thread has made it and whichever runs it.
 
-``torch._C._autograd._get_sequence_nr`` numbers the nodes of a graph, and each thread counts by
+``torch._C._autograd._get_sequence_nr`` counts the nodes of a graph, and each thread counts by
 itself: the threads on which the engine runs a device's backward pass number what they make there,
 in a checkpoint that is computed again or for a gradient of a gradient, from their own first one.
 A number alone is therefore not a name. Together with what the node reads it is: a node of autograd
@@ -25,6 +25,8 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from lightning_unitscale.dispatch.torch_internals import last_sequence_number, sequence_number
+
 T = TypeVar("T")
 # What a node has read first, and its number on the thread that has made it.
 NodeKey = tuple[int, int]
@@ -41,18 +43,6 @@ class _Thread(threading.local):
 
 _THREAD = _Thread()
 _LEAF_NODE: type = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
-
-
-def last_sequence_number() -> int:
-    """Number of the autograd node that was made last on this thread."""
-    number: int = torch._C._autograd._get_sequence_nr() - 1
-    return number
-
-
-def sequence_number(node: Any) -> int:
-    """Number of an autograd node on the thread that has made it."""
-    number: int = node._sequence_nr()
-    return number
 
 
 def thread_number() -> int:

@@ -2,8 +2,9 @@
 
 ``torch._C.DisableTorchFunction``, its opposite and ``_is_torch_function_all_disabled``,
 ``torch._C._functorch.is_legacy_batchedtensor``, ``_pop_mode`` and ``_push_mode`` of
-``torch.overrides``, ``_disable_current_modes`` of ``torch.utils._python_dispatch``, and ``DisableContext`` and ``set_skip_guard_eval_unsafe`` of
-``torch._dynamo.eval_frame``; checked on torch 2.13 and 2.11.
+``torch.overrides``, ``_disable_current_modes`` of ``torch.utils._python_dispatch``, and
+``DisableContext`` and ``set_skip_guard_eval_unsafe`` of ``torch._dynamo.eval_frame``; checked on
+torch 2.13 and 2.11.
 """
 
 from __future__ import annotations
@@ -29,8 +30,7 @@ from torch.overrides import (
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import CheckpointFunction
 
-from lightning_unitscale.dispatch.nodes import last_sequence_number
-from lightning_unitscale.dispatch.torch_internals import is_recording
+from lightning_unitscale.dispatch.torch_internals import is_recording, last_sequence_number
 from lightning_unitscale.dynamo.breaks import is_watched
 from lightning_unitscale.functional.scale import is_transforming
 from lightning_unitscale.graph.recorder import local_part

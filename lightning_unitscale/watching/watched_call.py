@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_unitscale.dispatch.calls import RanProduct
-from lightning_unitscale.dispatch.nodes import sequence_number
+from lightning_unitscale.dispatch.torch_internals import sequence_number
 from lightning_unitscale.graph.matmuls import PRODUCT_WORDS, operands_of_call
 from lightning_unitscale.graph.name_patterns import own_path
 from lightning_unitscale.graph.nodes import ATTENTION, ATTENTION_ROLES
