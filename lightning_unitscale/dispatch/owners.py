@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_unitscale.dispatch.calls import Call, call_of
 from lightning_unitscale.dispatch.makers import maker_of
+from lightning_unitscale.dispatch.nodes import thread_number
 from lightning_unitscale.dispatch.products import ProductRule
 from lightning_unitscale.dispatch.session import LOCAL, ProductSession
 from lightning_unitscale.dispatch.sites import frames, recomputed_checkpoint
@@ -111,6 +112,20 @@ def _needs_gradient(operands: Sequence[Any]) -> bool:
         calls = (frame for frame in frames() if frame.f_code is FUNCTION_CALL)
         read = [leaf for frame in calls for leaf in tree_leaves(frame.f_locals["args"])]
     return any(isinstance(value, Tensor) and value.requires_grad for value in read)
+
+
+def waiting_session() -> ProductSession | None:
+    """Whose step counts products, and has this thread run a part of it; nothing is scaled there.
+
+    Of what a thread of the user's computes nobody knows whether the step waits for it.
+    """
+    for ref in list(OPEN.values()):
+        session = ref()
+        if session is None or session.counter is None or not session.threads:
+            continue
+        if thread_number() not in session.threads and session.sites.owns_caller():
+            return session
+    return None
 
 
 def running_session() -> ProductSession | None:

@@ -34,7 +34,7 @@ from lightning_unitscale.dispatch.execute import Product, are_real, run_in_units
 from lightning_unitscale.dispatch.formats import Numerics
 from lightning_unitscale.dispatch.makers import making
 from lightning_unitscale.dispatch.measurement import FORWARD, MeasuredProduct, Site
-from lightning_unitscale.dispatch.nodes import HandedOn
+from lightning_unitscale.dispatch.nodes import HandedOn, thread_number
 from lightning_unitscale.dispatch.products import ProductRule
 from lightning_unitscale.dispatch.sites import Sites
 from lightning_unitscale.dispatch.tensors import Extent, forget_copy
@@ -102,6 +102,7 @@ class ProductSession:
         counter: Counts the products that run, if somebody has put it there.
         is_open: Whether its products are run by it; see :meth:`close`.
         is_after_call: Whether a step goes on after a call, until :meth:`end_step`.
+        threads: Numbers of the threads that run a call.
     """
 
     def __init__(
@@ -118,13 +119,18 @@ class ProductSession:
         self.counter: CoverageCounter | None = None
         self.is_open = True
         self.is_after_call = False
+        self.threads: list[int] = []
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Within this context forward products of this thread are the session's."""
         # A whole encoder layer in one kernel would be left as it is, in evaluation only.
-        with _SESSION.being(self), making(self.ref), opened_layers(self.is_rounding):
-            yield
+        self.threads.append(thread_number())
+        try:
+            with _SESSION.being(self), making(self.ref), opened_layers(self.is_rounding):
+                yield
+        finally:
+            self.threads.remove(thread_number())
 
     @property
     def is_rounding(self) -> bool:

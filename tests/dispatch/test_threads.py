@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_unitscale import ScaleMonitor, UnitScaleCallback, attach
+from lightning_unitscale.dynamo.patches import opened_layers
 from tests.dispatch.test_backward_only import Late
 from tests.helpers import assert_same_bits
 
@@ -85,6 +86,13 @@ class Trainings:
 
     def train(self, seed: int, callbacks: list[Any], reentrant: bool | None) -> list[Tensor]:
         """Train a model, with checkpoints if ``reentrant`` is not ``None``."""
+        try:
+            return self._train(seed, callbacks, reentrant)
+        except BaseException:
+            self._barrier.abort()
+            raise
+
+    def _train(self, seed: int, callbacks: list[Any], reentrant: bool | None) -> list[Tensor]:
         generator = torch.Generator().manual_seed(seed)
         model = Branched()
         for parameter in model.parameters():
@@ -135,3 +143,41 @@ def test_models_in_two_threads_keep_to_themselves(kind: str, reentrant: bool | N
             if isinstance(before, UnitScaleCallback):
                 assert after.coverage.counts == before.coverage.counts
                 assert after.coverage.num_products
+
+
+class Parts(nn.Module):
+    """A layer that threads run, and one that the calling thread runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with ThreadPoolExecutor(2) as pool:
+            return self.second(torch.cat(list(pool.map(self.first, x.chunk(2)))))
+
+
+def test_what_threads_within_a_step_multiply_is_counted_as_plain() -> None:
+    torch.manual_seed(0)
+    model, callback = Parts(), UnitScaleCallback()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with attach(model, optimizer, [callback]), pytest.warns(UserWarning, match="first"):
+        for _ in range(2):
+            model(torch.randn(4, 8)).square().mean().backward()
+            optimizer.step()
+    coverage = callback.coverage
+    (reason,) = coverage.reasons
+    assert "thread" in reason and coverage.uncovered_modules() == ("first",)
+    # Forward, and for the gradient of the weight, by each thread.
+    assert (coverage.num_products, coverage.num_in_units) == (2 * 2 + 3, 3)
+
+
+def test_a_setting_of_all_threads_is_as_before() -> None:
+    """Two steps that need fused layers opened end in the order in which they began."""
+    first, second = opened_layers(True), opened_layers(True)
+    for step in (first, second):
+        step.__enter__()
+    first.__exit__(None, None, None)
+    assert not torch.backends.mha.get_fastpath_enabled()
+    second.__exit__(None, None, None)
+    assert torch.backends.mha.get_fastpath_enabled()
