@@ -9,7 +9,7 @@ import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -92,6 +92,20 @@ def remember(
         extents,
     )
     record(key, session, call)
+
+
+# Stands for a product that runs plain with all that comes of it, and is no session's.
+_NOBODYS: Any = (lambda: None, Call(cast(Any, None), {}, ()))
+
+
+def leave(operands: Sequence[Tensor]) -> None:
+    """Let the backward products of a product that is about to run be nobody's, like itself.
+
+    Args:
+        operands: What it reads.
+    """
+    if (key := node_key(operands)) is not None:
+        record(key, *_NOBODYS)
 
 
 def node_key(operands: Sequence[Tensor]) -> NodeKey | None:

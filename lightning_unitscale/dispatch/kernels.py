@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from lightning_unitscale.dispatch import aot_pass, joint_formats, joint_units
-from lightning_unitscale.dispatch.calls import forget
+from lightning_unitscale.dispatch.calls import forget, leave
 from lightning_unitscale.dispatch.compiled_callers import OWN_CALLERS, caller, is_ours
 from lightning_unitscale.dispatch.fp8 import layer_kernel
 from lightning_unitscale.dispatch.makers import forget_made
@@ -117,6 +117,7 @@ def product_kernel(rule: ProductRule, original: Kernel) -> Kernel:
             return original(*args, **kwargs)
         session, node, call = owner_of(rule, args)
         if session is None and node is None and (waiting := waiting_session()) is not None:
+            leave(rule.operands_in(args))
             result = run_inside(original, *args, **kwargs)
             _count_elsewhere(waiting, rule, args, result)
             return result

@@ -87,8 +87,8 @@ def keys_of(node: Any) -> Iterator[NodeKey]:
 
 def leaf_of(node: Any) -> Tensor | None:
     """The leaf whose gradient a node adds to; ``None`` for other nodes."""
-    leaf: Tensor | None = node.variable if type(node) is _LEAF_NODE else None
-    return leaf
+    is_leaf = type(node) is _LEAF_NODE
+    return node.variable if is_leaf else None
 
 
 def upstream(node: Any, most: int) -> Iterator[Any]:

@@ -67,7 +67,7 @@ def owner_of(rule: ProductRule, args: Any) -> tuple[ProductSession | None, Any, 
     """
     if (node := current_node()) is not None:
         session, call = asking_session(node)
-        if session is None:
+        if session is None and call is None:
             session = maker_of(node, _latest())
         _note_latest(session)
         return session, node, call
@@ -115,15 +115,16 @@ def _needs_gradient(operands: Sequence[Any]) -> bool:
 
 
 def waiting_session() -> ProductSession | None:
-    """Whose step counts products, and has this thread run a part of it; nothing is scaled there.
+    """Whose step has this thread, one of the user's own, run a module; nothing is scaled there.
 
-    Of what a thread of the user's computes nobody knows whether the step waits for it.
+    Another step may as well be running the module, or none: the step need not wait for the thread.
     """
     for ref in list(OPEN.values()):
         session = ref()
-        if session is None or session.counter is None or not session.threads:
+        threads = () if session is None else session.threads
+        if session is None or not threads or thread_number() in threads:
             continue
-        if thread_number() not in session.threads and session.sites.owns_caller():
+        if session.sites.owns_caller():
             return session
     return None
 

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_unitscale import ScaleMonitor, UnitScaleCallback, attach
+from lightning_unitscale.dispatch import tensors
 from lightning_unitscale.dynamo.patches import opened_layers
+from lightning_unitscale.patching import shadowed
 from tests.dispatch.test_backward_only import Late
+from tests.engine_thread import backward_on_engine_thread
 from tests.helpers import assert_same_bits
 
 NUM_STEPS = 4
@@ -181,3 +186,109 @@ def test_a_setting_of_all_threads_is_as_before() -> None:
     assert not torch.backends.mha.get_fastpath_enabled()
     second.__exit__(None, None, None)
     assert torch.backends.mha.get_fastpath_enabled()
+
+
+class Trained(pl.LightningModule):
+    """Trained with a checkpoint within, by itself or by hand."""
+
+    def __init__(self, is_by_hand: bool) -> None:
+        super().__init__()
+        self.net = Branched()
+        self.automatic_optimization = not is_by_hand
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = checkpoint(self.net, batch, use_reentrant=False).square().mean()
+        if not self.automatic_optimization:
+            optimizer: Any = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit(module: Trained, callback: UnitScaleCallback) -> list[Tensor]:
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=1, barebones=True, max_steps=NUM_STEPS, callbacks=[callback]
+    )
+    trainer.fit(module, torch.randn(5, 5, 8, generator=torch.Generator().manual_seed(0)))
+    return list(module.parameters())
+
+
+@pytest.mark.filterwarnings("ignore:The .* does not have many workers")
+def test_trainers_in_two_threads_keep_to_themselves() -> None:
+    outcomes = []
+    for num_threads in (1, 2):
+        torch.manual_seed(0)
+        modules = [Trained(is_by_hand=False), Trained(is_by_hand=True)]
+        callbacks = [UnitScaleCallback(simulate="fp8"), UnitScaleCallback(simulate="E2M3FN")]
+        with ThreadPoolExecutor(num_threads) as pool:
+            trained = list(pool.map(fit, modules, callbacks))
+        outcomes.append((trained, [callback.coverage.counts for callback in callbacks]))
+    (alone, counted_alone), (together, counted_together) = outcomes
+    assert_same_bits(together, alone)
+    assert counted_together == counted_alone
+
+
+@pytest.mark.parametrize("callbacks", [[UnitScaleCallback()], [ScaleMonitor(every_n_steps=1)]])
+def test_hooks_that_are_torchs_own_functions(callbacks: list[Any]) -> None:
+    """An engine's thread calls them without a Python frame."""
+    weights = []
+    for given in ([], callbacks):
+        torch.manual_seed(0)
+        model = Branched()
+        model.layers[0].weight.register_hook(torch.abs)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with attach(model, optimizer, given):
+            for _ in range(2):
+                x = torch.randn(5, 8)
+                y = checkpoint(model, x.requires_grad_(), use_reentrant=True)
+                y.register_hook(torch.square)
+                with backward_on_engine_thread():
+                    y.square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        weights.append(list(model.parameters()))
+    assert_same_bits(*weights)
+
+
+class Kept(torch.autograd.Function):
+    """Reads a gradient in one product, so that the copy that two could share is left."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient @ ctx.saved_tensors[1].T, None
+
+
+def test_gradients_on_an_engines_thread_are_let_go() -> None:
+    """The thread lives as long as the process; the next step frees what it has kept."""
+    copies: list[weakref.ref[Tensor]] = []
+    original = tensors.scaled_copy
+
+    def scaled_copy(tensor: Tensor, exponent: int) -> Tensor:
+        copy = original(tensor, exponent)
+        copies.append(weakref.ref(copy))
+        return copy
+
+    module = nn.Linear(8, 8)
+    module.register_forward_hook(lambda module, inputs, y: Kept.apply(y, module.weight))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    with (
+        attach(module, optimizer, [UnitScaleCallback()]),
+        shadowed(tensors, scaled_copy=scaled_copy),
+    ):
+        for _ in range(2):
+            with backward_on_engine_thread():
+                (1e-3 * module(torch.randn(5, 8)).square()).sum().backward()
+            optimizer.step()
+        num_copies = len(copies)
+        module(torch.randn(5, 8))
+        alive = [copy for copy in copies[:num_copies] if copy() is not None]
+    assert num_copies and not alive
