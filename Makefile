@@ -25,10 +25,10 @@ INSTALLED_GPU := $(if $(WHEELS),,$(INSTALLED_ALL))
 ON_A_GPU := $(if $(WHEELS),$(PYTHON),$(BIN)/python) benchmarks/on_a_gpu.py $(if $(WHEELS),--wheels $(WHEELS)) $(GPU_ARGS)
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 
-.PHONY: help demo demo-baseline demo-pipeline test test-fast gpu test-gpu bench-gpu browser mutations lint format types docs tensorboard bench clean
+.PHONY: help demo demo-baseline demo-pipeline test test-fast test-engine-thread gpu test-gpu bench-gpu browser mutations lint format types docs tensorboard bench clean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-20s %s\n", $$1, $$2 }' Makefile
 	@echo
 	@echo 'make test PYTEST_ARGS="-k gauge"          some of the tests'
 	@echo 'make demo DEMO_ARGS="--trainer.max_steps 20"'
@@ -51,6 +51,9 @@ test: $(INSTALLED_ALL) ## every test; those of a browser need `make browser` bef
 
 test-fast: $(INSTALLED_ALL) ## a case of every test that is quick
 	$(PYTEST) -m "not slow and not distributed and not browser" --cases 1 $(PYTEST_ARGS)
+
+test-engine-thread: $(INSTALLED_ALL) ## every test, with backward passes on threads of autograd's engine
+	$(PYTEST) --engine-thread $(PYTEST_ARGS)
 
 gpu: $(INSTALLED_GPU) ## both of what follows, in short steps; STEPS="bits demo" for some
 	$(ON_A_GPU) $(STEPS)

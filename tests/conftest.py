@@ -10,7 +10,13 @@ from collections import defaultdict
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
-from tests.process import forget_garbage, spare_interpreter, spare_time
+from tests.process import (
+    ENGINE_THREAD,
+    engine_thread_if_asked,
+    forget_garbage,
+    spare_interpreter,
+    spare_time,
+)
 
 # Before torch is imported, and for the processes that a test starts.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -37,10 +43,12 @@ _LONG = ("slow", "distributed")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Adds ``--cases`` and ``--device``."""
+    """Adds ``--cases``, ``--device`` and ``--engine-thread``."""
     parser.addoption("--cases", type=int, help="run at most so many cases of a parametrized test")
     help = "where tests/gpu runs: CUDA if there is any by default, else the CPU, as a rehearsal"
     parser.addoption("--device", choices=("cpu", "cuda"), help=help)
+    help = "run backward passes on threads of autograd's engine, as an accelerator does"
+    parser.addoption("--engine-thread", action="store_true", help=help)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -113,6 +121,18 @@ def _own_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
     # Dynamo counts recompilations per function, over all the tests that call it.
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Lets the processes that a test starts know of ``--engine-thread``."""
+    if config.getoption("--engine-thread"):
+        os.environ[ENGINE_THREAD] = "1"
+
+
+@pytest.fixture(autouse=True)
+def _engine_thread_if_asked() -> Iterator[None]:
+    with engine_thread_if_asked():
+        yield
 
 
 @pytest.fixture

@@ -3,12 +3,18 @@
 Torch is imported after this file: garbage is collected rarely from the first import on.
 """
 
+import contextlib
 import functools
 import gc
 import importlib
 import inspect
+import os
 import sys
+from contextlib import AbstractContextManager
 from typing import Any
+
+# Set where backward passes are to run on threads of autograd's engine.
+ENGINE_THREAD = "TESTS_ENGINE_THREAD"
 
 # Thresholds of the three generations.
 gc.set_threshold(100_000, 20, 100)
@@ -35,6 +41,16 @@ def spare_time() -> None:
         registry = sys.modules.get(f"{package}.utilities.registry")
         if registry is not None:
             registry.entry_points = functools.cache(registry.entry_points)
+
+
+def engine_thread_if_asked() -> AbstractContextManager[None]:
+    """A context for all that a process tests; see ``--engine-thread``."""
+    if ENGINE_THREAD not in os.environ:
+        return contextlib.nullcontext()
+    context: AbstractContextManager[None] = importlib.import_module(
+        "tests.engine_thread"
+    ).backward_on_engine_thread()
+    return context
 
 
 def spare_interpreter() -> None:

@@ -64,6 +64,7 @@ MAY_NOT_IMPORT_TORCH = (
 # one place to mend.
 TORCH_ADAPTERS = (
     "capture/export.py",
+    "dispatch/nodes.py",
     "dispatch/torch_internals.py",
     "dynamo",
     "functional/low_precision.py",

@@ -61,7 +61,7 @@ class SessionMethod(StandIn):
         with session.running(), rounding_compiled(session):
             result = self._method(*args, **kwargs)
         if owner.outlasts_calls and is_new and torch.is_grad_enabled():
-            LOCAL.after_call = session.ref
+            LOCAL.after_call, session.is_after_call = session.ref, True
         owner.after_call(result)
         return result
 

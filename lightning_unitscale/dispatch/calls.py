@@ -7,16 +7,18 @@ import functools
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from lightning_unitscale.dispatch.execute import Product
+from lightning_unitscale.dispatch.nodes import NodeKey, keys_of, latest_key, thread_number
 from lightning_unitscale.dispatch.products import ProductRule, Sources, is_turned
+from lightning_unitscale.dispatch.sites import function_arguments
 from lightning_unitscale.dispatch.tensors import Extent
-from lightning_unitscale.dispatch.torch_internals import last_sequence_number, saves_elsewhere
+from lightning_unitscale.dispatch.torch_internals import saves_elsewhere
 
 # What was measured of each operand in this step; empty where nothing was.
 Extents = tuple[Extent | None, ...]
@@ -44,18 +46,16 @@ class Call:
     extents: Extents = ()
     gradient_extent: Extent | None = None
     num_visits: int = 0
+    # The thread that it ran on.
+    thread: int = field(default_factory=thread_number)
 
 
-# By the number of an autograd node, or a negative one for a product in a compiled graph: the
-# product that it was made for, and whose that is: weakly, since whoever still waits for a backward
-# pass keeps the session, not this table.
-CALLS: dict[int, tuple[weakref.ref[Any], Call]] = {}
+# By the key of an autograd node, or by a number for a product in a compiled graph: the product that
+# it was made for, and whose that is: weakly, since whoever still waits for a backward pass keeps
+# the session, not this table.
+CALLS: dict[NodeKey | int, tuple[weakref.ref[Any], Call]] = {}
 # Forward products whose backward pass may still come; each is a few numbers.
 _MAX_CALLS = 2**16
-# Numbers of the nodes that the latest calls of modules have made, each with whose call it was. A
-# list: other threads may add to it while one looks.
-_MADE: list[tuple[range, weakref.ref[Any]]] = []
-_MAX_MADE = 2**12
 
 
 def remember(
@@ -72,12 +72,9 @@ def remember(
         operands: What it reads.
         extents: What was measured of them, if they were.
     """
-    number = last_sequence_number()
-    if not torch.is_grad_enabled():
-        # Within the forward of an autograd function the node is that of the function.
-        if number in CALLS:
-            return
-    elif not any(tensor.requires_grad for tensor in operands):
+    key = node_key(operands)
+    # Within the forward of an autograd function the first product counts.
+    if key is None or (key in CALLS and not torch.is_grad_enabled()):
         return
     moves = saves_elsewhere()
     pointers = {
@@ -93,55 +90,56 @@ def remember(
         tuple(is_turned(tensor) for tensor in operands),
         extents,
     )
-    record(number, session, call)
+    record(key, session, call)
 
 
-def record(number: int, session: weakref.ref[Any], call: Call) -> None:
+# Stands for a product that runs plain with all that comes of it, and is no session's.
+_NOBODYS: Any = (lambda: None, Call(cast(Any, None), {}, ()))
+
+
+def leave(operands: Sequence[Tensor]) -> None:
+    """Let the backward products of a product that is about to run be nobody's, like itself.
+
+    Args:
+        operands: What it reads.
+    """
+    if (key := node_key(operands)) is not None:
+        record(key, *_NOBODYS)
+
+
+def node_key(operands: Sequence[Tensor]) -> NodeKey | None:
+    """Key of the autograd node of what runs; ``None`` where it has none.
+
+    Args:
+        operands: What it reads. Within the forward of an autograd function the node is that of the
+            function, and reads what the function does.
+    """
+    return latest_key(operands if torch.is_grad_enabled() else function_arguments())
+
+
+def call_of(node: Any) -> tuple[weakref.ref[Any], Call] | None:
+    """The product that an autograd node was made for, and whose that is."""
+    return next((CALLS[key] for key in keys_of(node) if key in CALLS), None)
+
+
+def record(key: NodeKey | int, session: weakref.ref[Any], call: Call) -> None:
     """Keep a call.
 
     Args:
-        number: Of its autograd node, or one that its backward products know it by.
+        key: Of its autograd node, or a number that its backward products know it by.
         session: Whose it is.
         call: The call.
     """
     if len(CALLS) >= _MAX_CALLS:
         for old in list(CALLS)[: _MAX_CALLS // 2]:
             del CALLS[old]
-    CALLS[number] = (session, call)
+    CALLS[key] = (session, call)
 
 
 def forget(session: weakref.ref[Any]) -> None:
     """Forget the calls of a session: backward passes that are still to come run plain."""
-    for number in [number for number, (whose, _) in list(CALLS.items()) if whose is session]:
-        CALLS.pop(number, None)
-    _MADE[:] = [made for made in _MADE if made[1] is not session]
-
-
-def note_made(numbers: range, session: weakref.ref[Any]) -> None:
-    """Keep which autograd nodes a call has made.
-
-    Args:
-        numbers: Of the nodes.
-        session: Whose call it was.
-    """
-    if len(_MADE) >= _MAX_MADE:
-        del _MADE[: _MAX_MADE // 2]
-    if numbers:
-        _MADE.append((numbers, session))
-
-
-def maker_of(number: int) -> Any:
-    """Whose call has made an autograd node; ``None`` if no call has.
-
-    A function of the user's own may multiply in its backward pass only.
-    """
-    maker: Any = None
-    for numbers, session in reversed(_MADE):
-        if number in numbers:
-            maker = session()  # a call within this one comes next
-        elif number >= numbers.stop:
-            break
-    return maker
+    for key in [key for key, (whose, _) in list(CALLS.items()) if whose is session]:
+        CALLS.pop(key, None)
 
 
 def may_belong_to(rule: ProductRule, call: Call) -> bool:

@@ -12,7 +12,7 @@ import contextlib
 import itertools
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,9 +21,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from lightning_unitscale.dispatch.calls import CALLS, Call, record
+from lightning_unitscale.dispatch.calls import CALLS, Call, node_key, record
 from lightning_unitscale.dispatch.compiled_callers import Callers
 from lightning_unitscale.dispatch.measurement import Site
+from lightning_unitscale.dispatch.nodes import NodeKey, keys_of
 from lightning_unitscale.dispatch.owners import INSTALLED, running_session
 from lightning_unitscale.dispatch.products import RULES, ProductRule, Sources
 from lightning_unitscale.dispatch.session import ProductSession, run_inside
@@ -35,17 +36,16 @@ from lightning_unitscale.dispatch.torch_internals import (
     define_operator,
     forget_compiled,
     is_by_inductor,
-    last_sequence_number,
     plain_functions,
-    sequence_number,
 )
 
-# Numbers of products in runs; by their negative the backward pass finds the calls, beside those of
-# autograd nodes. A run has as many as a graph has products, with room between two runs.
+# Numbers of products in runs, by which the backward pass finds the calls. A run has as many as a
+# graph has products, with room between two runs.
 _MAX_PRODUCTS = 2**16
-_RUNS = itertools.count(2**40, _MAX_PRODUCTS)
-# Runs of one graph whose backward pass may still come.
+_RUNS = itertools.count(_MAX_PRODUCTS, _MAX_PRODUCTS)
+# Runs of one graph whose backward pass may still come, and those that may go on, one in a thread.
 _MAX_RUNS = 2**12
+_MAX_BEGUN = 2**6
 # The run of a graph that nobody rounds.
 _NOBODY = 0
 
@@ -113,6 +113,19 @@ class RoundedProduct:
         return [result] if self.results is None else [result[index] for index in self.results]
 
 
+@dataclass(frozen=True)
+class _Begun:
+    """A run of a graph.
+
+    Attributes:
+        session: Whose it is.
+        sites: The sites of its forward products.
+    """
+
+    session: weakref.ref[ProductSession]
+    sites: dict[int, Site]
+
+
 class RoundedGraph:
     """The products of one compiled graph, forward and backward.
 
@@ -126,13 +139,12 @@ class RoundedGraph:
     def __init__(self, root: str) -> None:
         self.products: list[RoundedProduct] = []
         self._root = root
-        # Of the run that began last: whose it is, and the sites of its forward products.
-        self._session: Callable[[], ProductSession | None] = lambda: None
-        self._sites: dict[int, Site] = {}
+        # The latest runs: another thread may run the graph meanwhile.
+        self._begun: dict[int, _Begun] = {}
         self._are_parameters: tuple[bool, ...] = ()
         self._has_backward = False
-        # Runs by the number of their autograd node.
-        self._runs: dict[int, int] = {}
+        # Runs by the key of their autograd node.
+        self._runs: dict[NodeKey, int] = {}
         self._callers = Callers()
 
     def begin(self, inputs: Sequence[Tensor]) -> int:
@@ -142,14 +154,13 @@ class RoundedGraph:
         run = None if session is None else session.sites.run_of(node)
         if run is None and node is not None:
             # Of the backward graph, where a memory budget leaves nothing but the inputs.
-            return self._runs.get(sequence_number(node), _NOBODY)
+            known = (self._runs[key] for key in keys_of(node) if key in self._runs)
+            return next(known, _NOBODY)
         if session is None or run is None or not session.is_open:
             return _NOBODY
-        sites = session.sites
-        self._session = session.ref
-        self._sites = {
+        sites = {
             # Modules of one class share what was compiled of the first.
-            index: sites.find(
+            index: session.sites.find(
                 product.word,
                 product.roles,
                 replace(run, path=_moved(product.path, self._root, run.path)),
@@ -157,14 +168,17 @@ class RoundedGraph:
             for index, product in enumerate(self.products)
             if product.forward is None
         }
-        self._has_backward = len(self._sites) < len(self.products)
+        self._has_backward = len(sites) < len(self.products)
         self._are_parameters = tuple(isinstance(tensor, nn.Parameter) for tensor in inputs)
         number = next(_RUNS)
+        if len(self._begun) >= _MAX_BEGUN:
+            del self._begun[next(iter(self._begun))]
+        self._begun[number] = _Begun(session.ref, sites)
         if self._has_backward:
             if len(self._runs) >= _MAX_RUNS:
                 self._runs.clear()
-            # Within the forward of an autograd function its node is the last that was made.
-            self._runs[last_sequence_number()] = number
+            if (key := node_key(())) is not None:
+                self._runs[key] = number
         return number
 
     def run(
@@ -198,23 +212,26 @@ class RoundedGraph:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        if run == _NOBODY or not product.rule.multiplies(args, kwargs):
+        if not product.rule.multiplies(args, kwargs):
             return run_inside(product.operator, *args, **kwargs)
         first = index if product.forward is None else product.forward
-        number = -(run + first)
-        recorded = CALLS.get(number)
-        session = (self._session if recorded is None else recorded[0])()
+        number = run + first
+        recorded, begun = CALLS.get(number), self._begun.get(run)
+        session = None
+        if recorded is not None:
+            session = recorded[0]()
+        elif begun is not None and product.forward is None:
+            session = begun.session()
         if session is None or not session.is_open:
             return run_inside(product.operator, *args, **kwargs)
-        if product.forward is not None:
-            if recorded is None:
-                return run_inside(product.operator, *args, **kwargs)
+        if product.forward is not None and recorded is not None:
             run_as = session.backward_product(product.rule, args, recorded[1], product.sources)
         elif recorded is not None:
             # A checkpoint computes it again.
             run_as = recorded[1].product
         else:
-            site = self._sites[index]
+            assert begun is not None, "a session was found by it"
+            site = begun.sites[index]
             run_as, extents = session.forward_product(product.rule, site, args)
             if self._has_backward:
                 record(number, session.ref, Call(run_as, {}, (), extents=extents))

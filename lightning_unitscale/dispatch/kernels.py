@@ -15,14 +15,16 @@ from typing import Any
 import torch
 
 from lightning_unitscale.dispatch import aot_pass, joint_formats, joint_units
-from lightning_unitscale.dispatch.calls import forget
+from lightning_unitscale.dispatch.calls import forget, leave
 from lightning_unitscale.dispatch.compiled_callers import OWN_CALLERS, caller, is_ours
 from lightning_unitscale.dispatch.fp8 import layer_kernel
+from lightning_unitscale.dispatch.makers import forget_made
 from lightning_unitscale.dispatch.owners import (
     INSTALLED,
     OPEN,
     owner_of,
     suspend_in_optimizers,
+    waiting_session,
 )
 from lightning_unitscale.dispatch.products import RULES, ProductRule
 from lightning_unitscale.dispatch.session import LOCAL, ProductSession, run_inside
@@ -36,6 +38,7 @@ from lightning_unitscale.dispatch.unreached import UNREACHED, unreached_kernel, 
 _PASSES = (joint_formats.PASS, joint_units.PASS, *aot_pass.PASSES)
 # By the identity of a session: what ends it, here or when nobody has it any more.
 _sessions: dict[int, weakref.finalize[..., ProductSession]] = {}
+_ELSEWHERE = "a thread of the user's own, not that of the step"
 # The dispatch keys whose kernels are overridden.
 _keys: set[str] = set()
 
@@ -70,6 +73,7 @@ def _end(key: int, session: weakref.ref[ProductSession]) -> None:
     _sessions.pop(key, None)
     OPEN.pop(key, None)
     forget(session)
+    forget_made(session)
     if not _sessions:
         INSTALLED.close()
         _keys.clear()
@@ -112,9 +116,24 @@ def product_kernel(rule: ProductRule, original: Kernel) -> Kernel:
         if LOCAL.is_inside or is_ours(sys._getframe().f_back):
             return original(*args, **kwargs)
         session, node, call = owner_of(rule, args)
+        if session is None and node is None and (waiting := waiting_session()) is not None:
+            leave(rule.operands_in(args))
+            result = run_inside(original, *args, **kwargs)
+            _count_elsewhere(waiting, rule, args, result)
+            return result
         if session is None or caller() in OWN_CALLERS:
             return original(*args, **kwargs)
         with plain_functions():
             return session.run(rule, original, args, kwargs, node, call)
 
     return kernel
+
+
+def _count_elsewhere(session: ProductSession, rule: ProductRule, args: Any, result: Any) -> None:
+    """Count a product on a thread of the user's, with those of its gradients."""
+    if session.counter is None:
+        return
+    path, flops = session.sites.forward_run().path, rule.flops(args, result)
+    num_gradients = sum(operand.requires_grad for operand in rule.operands_in(args))
+    for _ in range(1 + num_gradients if torch.is_grad_enabled() else 1):
+        session.counter.add(path, "plain", _ELSEWHERE, flops)

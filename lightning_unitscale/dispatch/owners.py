@@ -21,7 +21,9 @@ from torch.optim.optimizer import (
 )
 from torch.utils._pytree import tree_leaves
 
-from lightning_unitscale.dispatch.calls import CALLS, Call, maker_of
+from lightning_unitscale.dispatch.calls import Call, call_of
+from lightning_unitscale.dispatch.makers import maker_of
+from lightning_unitscale.dispatch.nodes import thread_number
 from lightning_unitscale.dispatch.products import ProductRule
 from lightning_unitscale.dispatch.session import LOCAL, ProductSession
 from lightning_unitscale.dispatch.sites import frames, recomputed_checkpoint
@@ -29,18 +31,20 @@ from lightning_unitscale.dispatch.torch_internals import (
     FUNCTION_CALL,
     current_node,
     graph_task,
-    sequence_number,
 )
 
 # Sessions that are open, by identity.
 OPEN: dict[int, weakref.ref[ProductSession]] = {}
 # What is put into torch for them; closed with the last.
 INSTALLED = ExitStack()
+# By the number of a backward pass, which may run on several threads: whose product ran last in it.
+_LATEST: dict[int, weakref.ref[ProductSession]] = {}
+_MAX_LATEST = 2**8
 
 
 def asking_session(node: Any) -> tuple[ProductSession | None, Call | None]:
     """Whose a product is that runs within an autograd node, and what the node was made for."""
-    if (recorded := CALLS.get(sequence_number(node))) is not None:
+    if (recorded := call_of(node)) is not None:
         return recorded[0](), recorded[1]
     if LOCAL.session is not None:
         return LOCAL.session, None
@@ -63,17 +67,31 @@ def owner_of(rule: ProductRule, args: Any) -> tuple[ProductSession | None, Any, 
     """
     if (node := current_node()) is not None:
         session, call = asking_session(node)
-        if session is None:
-            session = maker_of(sequence_number(node))
-        LOCAL.backward = graph_task(), None if session is None else session.ref
+        if session is None and call is None:
+            session = maker_of(node, _latest())
+        _note_latest(session)
         return session, node, call
-    if LOCAL.session is None and (task := graph_task()) >= 0:
+    if LOCAL.session is None and graph_task() >= 0:
         # A hook, which no node runs, comes after what it belongs to.
-        latest, ref = LOCAL.backward
-        return (ref() if ref is not None and latest == task else None), None, None
+        return _latest(), None, None
     if LOCAL.session is None and LOCAL.after_call is not None:
         return _session_of_loss(rule.operands_in(args)), None, None
     return LOCAL.session, None, None
+
+
+def _latest() -> ProductSession | None:
+    ref = _LATEST.get(graph_task())
+    return None if ref is None else ref()
+
+
+def _note_latest(session: ProductSession | None) -> None:
+    task = graph_task()
+    if session is None:
+        _LATEST.pop(task, None)
+        return
+    if task not in _LATEST and len(_LATEST) >= _MAX_LATEST:
+        del _LATEST[next(iter(_LATEST))]
+    _LATEST[task] = session.ref
 
 
 def _session_of_loss(operands: Sequence[Any]) -> ProductSession | None:
@@ -82,7 +100,7 @@ def _session_of_loss(operands: Sequence[Any]) -> ProductSession | None:
     Of the module's step is what needs a gradient, and is no other model's.
     """
     session = None if LOCAL.after_call is None else LOCAL.after_call()
-    if session is None or not session.is_open or not _needs_gradient(operands):
+    if session is None or not session.is_after_call or not _needs_gradient(operands):
         return None
     return None if session.sites.is_in_other_model() else session
 
@@ -94,6 +112,21 @@ def _needs_gradient(operands: Sequence[Any]) -> bool:
         calls = (frame for frame in frames() if frame.f_code is FUNCTION_CALL)
         read = [leaf for frame in calls for leaf in tree_leaves(frame.f_locals["args"])]
     return any(isinstance(value, Tensor) and value.requires_grad for value in read)
+
+
+def waiting_session() -> ProductSession | None:
+    """Whose step has this thread, one of the user's own, run a module; nothing is scaled there.
+
+    Another step may as well be running the module, or none: the step need not wait for the thread.
+    """
+    for ref in list(OPEN.values()):
+        session = ref()
+        threads = () if session is None else session.threads
+        if session is None or not threads or thread_number() in threads:
+            continue
+        if session.sites.owns_caller():
+            return session
+    return None
 
 
 def running_session() -> ProductSession | None:
@@ -116,7 +149,7 @@ _SUSPENDED: WeakKeyDictionary[Optimizer, weakref.ref[ProductSession] | None] = W
 
 def _suspend(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     session, LOCAL.session = LOCAL.session, None
-    LOCAL.backward = -1, None  # it may step in a hook of the backward pass
+    _LATEST.pop(graph_task(), None)  # it may step in a hook of the backward pass
     _SUSPENDED[optimizer] = None if session is None else session.ref
     if session is None:
         return None

@@ -24,7 +24,6 @@ from lightning_unitscale.dispatch.calls import (
     Call,
     Extents,
     may_belong_to,
-    note_made,
     remember,
     show,
     slot_of,
@@ -33,37 +32,47 @@ from lightning_unitscale.dispatch.calls import (
 from lightning_unitscale.dispatch.coverage import CoverageCounter, Kind
 from lightning_unitscale.dispatch.execute import Product, are_real, run_in_units
 from lightning_unitscale.dispatch.formats import NO_UNIT, Numerics
+from lightning_unitscale.dispatch.makers import making
 from lightning_unitscale.dispatch.measurement import FORWARD, Measurement, Site
 from lightning_unitscale.dispatch.measuring import Measuring
+from lightning_unitscale.dispatch.nodes import HandedOn, thread_number
 from lightning_unitscale.dispatch.products import ProductRule, Sources
 from lightning_unitscale.dispatch.sites import Sites
 from lightning_unitscale.dispatch.tensors import forget_copy
 from lightning_unitscale.dispatch.torch_internals import (
     Kernel,
     graph_task,
-    last_sequence_number,
 )
 from lightning_unitscale.dispatch.units import Units
+from lightning_unitscale.dynamo.patches import opened_layers
 from lightning_unitscale.lossless.fp8_range import Unrepresentable
 
 _Args = tuple[Any, ...]
+
+
+_SESSION: HandedOn[ProductSession | None] = HandedOn("session", None)
 
 
 class _Local(threading.local):
     """What goes on in one thread.
 
     Attributes:
-        session: Whose the forward products are.
         after_call: Whose step goes on outside of any call of its module, weakly: a loop of the
             user's computes its loss there.
-        backward: Number of the backward pass in which a product has run last, and whose it was.
         is_inside: Whether a product is running, whose own kernels are nobody's.
     """
 
-    session: ProductSession | None = None
     after_call: weakref.ref[ProductSession] | None = None
-    backward: tuple[int, weakref.ref[ProductSession] | None] = (-1, None)
     is_inside: bool = False
+
+    @property
+    def session(self) -> ProductSession | None:
+        """Whose the forward products are; a backward pass that a step calls has it as well."""
+        return _SESSION.get()
+
+    @session.setter
+    def session(self, session: ProductSession | None) -> None:
+        _SESSION.set(session)
 
 
 LOCAL = _Local()
@@ -94,6 +103,8 @@ class ProductSession:
         sites: Which product is which.
         counter: Counts the products that run, if somebody has put it there.
         is_open: Whether its products are run by it; see :meth:`close`.
+        is_after_call: Whether a step goes on after a call, until :meth:`end_step`.
+        threads: Numbers of the threads that run a call.
     """
 
     def __init__(
@@ -110,23 +121,19 @@ class ProductSession:
         self.sites = Sites(module, boundary, units)
         self.counter: CoverageCounter | None = None
         self.is_open = True
+        self.is_after_call = False
+        self.threads: list[int] = []
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Within this context forward products of this thread are the session's."""
-        previous, LOCAL.session = LOCAL.session, self
-        first_node = last_sequence_number() + 1
-        has_fused_layers = torch.backends.mha.get_fastpath_enabled()
-        if self.is_rounding:
-            # A whole encoder layer in one kernel would be left as it is, in evaluation only.
-            torch.backends.mha.set_fastpath_enabled(False)
+        # A whole encoder layer in one kernel would be left as it is, in evaluation only.
+        self.threads.append(thread_number())
         try:
-            yield
+            with _SESSION.being(self), making(self.ref), opened_layers(self.is_rounding):
+                yield
         finally:
-            LOCAL.session = previous
-            if self.is_open:
-                note_made(range(first_node, last_sequence_number() + 1), self.ref)
-            torch.backends.mha.set_fastpath_enabled(has_fused_layers)
+            self.threads.remove(thread_number())
 
     @property
     def is_rounding(self) -> bool:
@@ -140,10 +147,15 @@ class ProductSession:
         self.units.begin_step(is_training=is_training)
 
     def end_step(self) -> None:
-        """What this thread computes from now on, outside of any call, is no part of the step."""
-        if LOCAL.after_call is self.ref:
-            LOCAL.after_call = None
+        """What is computed from now on, outside of any call, is no part of the step."""
+        if self.is_after_call:
+            self.is_after_call = False
             self.sites.end()
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters of the module, while somebody has it."""
+        module = self.sites.module
+        return iter(()) if module is None else module.parameters()
 
     def close(self) -> None:
         """Let go of what was measured; see ``close_session``, which calls this."""

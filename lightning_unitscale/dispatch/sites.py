@@ -11,12 +11,14 @@ from types import CodeType, FrameType
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_unitscale.dispatch.measurement import Site
+from lightning_unitscale.dispatch.nodes import identity_of
 from lightning_unitscale.dispatch.torch_internals import (
     CHECKPOINT,
     ENGINE,
+    FUNCTION_CALL,
     MODULE_CALLS,
     RECOMPUTATIONS,
     UNPACK,
@@ -24,7 +26,6 @@ from lightning_unitscale.dispatch.torch_internals import (
     checkpoint_under_way,
     checkpointed_body,
     graph_task,
-    sequence_number,
 )
 from lightning_unitscale.dispatch.units import Units
 from lightning_unitscale.graph.name_patterns import own_path
@@ -42,6 +43,13 @@ def frames() -> Iterator[FrameType]:
     while frame is not None and frame.f_code is not ENGINE:
         yield frame
         frame = frame.f_back
+
+
+def function_arguments() -> Iterator[Tensor]:
+    """The tensors that the autograd functions were given that run what called, innermost first."""
+    for frame in frames():
+        if frame.f_code is FUNCTION_CALL:
+            yield from (arg for arg in frame.f_locals["args"] if isinstance(arg, Tensor))
 
 
 def recomputed_checkpoint() -> Any:
@@ -231,7 +239,7 @@ class Sites:
                 checkpoint = checkpoint_of(frame)
         if checkpoint is not None:
             return Run(path or "", (self._episode, id(checkpoint), graph_task()), checkpoint)
-        return None if path is None else Run(path, (self._episode, sequence_number(node)))
+        return None if path is None else Run(path, (self._episode, identity_of(node)))
 
     @property
     def module(self) -> nn.Module | None:

@@ -46,16 +46,18 @@ def scaled_copy(tensor: Tensor, exponent: int) -> Tensor:
     return placed
 
 
-class _LastCopy(threading.local):
+@dataclass(frozen=True)
+class _Copy:
     """The last gradient that was scaled, with its copy; within one autograd node only."""
 
-    node: Any = None
-    source: Tensor | None = None
-    exponent: int = 0
-    copy: Tensor | None = None
+    node: Any
+    source: Tensor
+    exponent: int
+    copy: Tensor
 
 
-_LAST = _LastCopy()
+# By thread. No variable of a thread: the steps' thread frees what an engine's thread has kept.
+_LAST: dict[int, _Copy] = {}
 
 
 def shared_copy(tensor: Tensor, exponent: int) -> Tensor:
@@ -63,30 +65,28 @@ def shared_copy(tensor: Tensor, exponent: int) -> Tensor:
 
     Within one node of autograd's own nothing can have written into the gradient meanwhile.
     """
-    node = current_node()
-    last = _LAST
+    node, thread = current_node(), threading.get_ident()
+    last = _LAST.get(thread)
     if (
-        last.copy is not None
-        and last.source is not None
+        last is not None
         and last.exponent == exponent
-        and node is not None
         and last.node is node
         and last.source.data_ptr() == tensor.data_ptr()
         and last.source.numel() == tensor.numel()
         and _is_dense(tensor)
     ):
         copy = last.copy.as_strided(tensor.shape, tensor.stride(), last.copy.storage_offset())
-        forget_copy()
+        _LAST.pop(thread, None)
         return copy
     copy = scaled_copy(tensor, exponent)
     if node is not None and _is_dense(tensor):
-        last.node, last.source, last.exponent, last.copy = node, tensor, exponent, copy
+        _LAST[thread] = _Copy(node, tensor, exponent, copy)
     return copy
 
 
 def forget_copy() -> None:
-    """Let go of the last copy."""
-    _LAST.node = _LAST.source = _LAST.copy = None
+    """Let go of the last copy of each thread; those that go on scale once more."""
+    _LAST.clear()
 
 
 def _is_dense(tensor: Tensor) -> bool:

@@ -1,15 +1,15 @@
-"""The only file here that uses private names of torch; checked on torch 2.13 and 2.11.
+"""Private names of torch, but for those of autograd nodes; checked on torch 2.13 and 2.11.
 
 ``torch._C._current_autograd_node`` and ``torch._C._autograd._get_sequence_nr`` tie a backward
 product to the forward product that it belongs to: the forward kernel runs right after its autograd
-node was made, whose number is the last one given out. ``Library._destroy`` takes overridden kernels
-away again, and what ``OpOverload._dispatch_cache`` remembers of them while a compiler traces has to
-go as well. Frames of ``Module._call_impl`` tell which module is running, and one of
-``_engine_run_backward`` directly below a kernel tells that the autograd engine itself called it,
-unless one of ``CheckpointFunction.backward`` or of ``recompute_fn``, within
-``_checkpoint_without_reentrant_generator``, comes before: then a checkpoint runs its body again.
-What torch keeps of a checkpoint, ``_CheckpointFrame``, is in the hooks on saved tensors while its
-body runs, and on the stack when it runs again.
+node was made, whose number is the last one that its thread has given out (``nodes.py``).
+``Library._destroy`` takes overridden kernels away again, and what ``OpOverload._dispatch_cache``
+remembers of them while a compiler traces has to go as well. Frames of ``Module._call_impl`` tell
+which module is running, and one of ``_engine_run_backward`` directly below a kernel tells that the
+autograd engine itself called it, unless one of ``CheckpointFunction.backward`` or of
+``recompute_fn``, within ``_checkpoint_without_reentrant_generator``, comes before: then a
+checkpoint runs its body again. What torch keeps of a checkpoint, ``_CheckpointFrame``, is in the
+hooks on saved tensors while its body runs, and on the stack when it runs again.
 
 ``joint_custom_post_pass`` runs on the joint graph of both passes, behind Inductor's patterns for
 attention, and before the graph is parted: a partitioner keeps to ``recompute`` and ``ac_graph_id``
@@ -119,7 +119,7 @@ def last_sequence_number() -> int:
 
 
 def sequence_number(node: Any) -> int:
-    """Number of an autograd node."""
+    """Number of an autograd node on the thread that has made it, which counts by itself."""
     number: int = node._sequence_nr()
     return number
 

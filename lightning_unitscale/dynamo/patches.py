@@ -57,6 +57,7 @@ import linecache
 import os
 import re
 import sys
+import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -319,6 +320,11 @@ def plain_optimizers() -> Iterator[None]:
         yield
 
 
+# The setting is torch's, of all threads: what it was before, and an item for each that needs it.
+_OPENING = threading.Lock()
+_opened: list[bool] = []
+
+
 @contextlib.contextmanager
 def opened_layers(are_opened: bool) -> Iterator[None]:
     """Within this context fused layers are captured operation by operation.
@@ -326,12 +332,21 @@ def opened_layers(are_opened: bool) -> Iterator[None]:
     Args:
         are_opened: Whether they are; otherwise the user's own setting holds, with the user's bits.
     """
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(before and not are_opened)
+    if not are_opened:
+        yield
+        return
+    with _OPENING:
+        if not _opened:
+            _opened.append(torch.backends.mha.get_fastpath_enabled())
+        _opened.append(True)
+        torch.backends.mha.set_fastpath_enabled(False)
     try:
         yield
     finally:
-        torch.backends.mha.set_fastpath_enabled(before)
+        with _OPENING:
+            _opened.pop()
+            if len(_opened) == 1:
+                torch.backends.mha.set_fastpath_enabled(_opened.pop())
 
 
 @contextlib.contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
+from lightning_unitscale.dispatch.nodes import HandedOn
 from lightning_unitscale.loops.hooks import (
     attachment_of,
     called_methods,
@@ -28,6 +28,8 @@ from lightning_unitscale.loops.loop import Loop, LoopCallback, StepCaller, rank,
 from lightning_unitscale.lossless.rehearsal import find_loss
 
 _EVALUATION = "evaluation"
+# The attachments of the modules that are being called.
+_CALLING: HandedOn[tuple[Attachment, ...]] = HandedOn("calling", ())
 _IDLE_STEPS = 3
 
 
@@ -136,7 +138,6 @@ class Attachment(Loop):
         self._loggers = checked_loggers(loggers)
         self._writer: Any = None
         # Threads in which a call of the module is running, which may call it by another method.
-        self._callers: set[int] = set()
         # Whether the module has been called in training since the last step.
         self._is_in_batch = False
         # Whether only calls in evaluation mode have recorded gradients since the last step, and
@@ -299,15 +300,11 @@ class Attachment(Loop):
             args: Positional arguments.
             kwargs: Keyword arguments.
         """
-        thread = threading.get_ident()
         # Somebody may have kept the method that stood in.
-        if thread in self._callers or not self._is_attached:
+        if self in _CALLING.get() or not self._is_attached:
             return forward(*args, **kwargs)
-        self._callers.add(thread)
-        try:
+        with _CALLING.being((*_CALLING.get(), self)):
             return self._run(forward, args, kwargs)
-        finally:
-            self._callers.discard(thread)
 
     def _run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
         is_training = self.module.training or self._trains_in_evaluation

@@ -1,14 +1,16 @@
 """The only file here that looks into torch's modes, by private names of torch.
 
-``torch._C.DisableTorchFunction``, ``torch._C._functorch.is_legacy_batchedtensor``, ``_pop_mode``
-and ``_push_mode`` of ``torch.overrides``, ``_disable_current_modes`` of
-``torch.utils._python_dispatch``, and ``DisableContext`` and ``set_skip_guard_eval_unsafe`` of
-``torch._dynamo.eval_frame``; checked on torch 2.13 and 2.11.
+``torch._C.DisableTorchFunction``, its opposite and ``_is_torch_function_all_disabled``,
+``torch._C._functorch.is_legacy_batchedtensor``, ``_pop_mode`` and ``_push_mode`` of
+``torch.overrides``, ``_disable_current_modes`` of ``torch.utils._python_dispatch``, and
+``DisableContext`` and ``set_skip_guard_eval_unsafe`` of ``torch._dynamo.eval_frame``; checked on
+torch 2.13 and 2.11.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -18,8 +20,15 @@ import torch
 import torch._dynamo.eval_frame
 from torch import Tensor
 from torch._dynamo.eval_frame import DisableContext
-from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode, _push_mode
+from torch.overrides import (
+    TorchFunctionMode,
+    _get_current_function_mode,
+    _get_current_function_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.checkpoint import CheckpointFunction
 
 from lightning_unitscale.dispatch.torch_internals import is_recording, last_sequence_number
 from lightning_unitscale.dynamo.breaks import is_watched
@@ -78,6 +87,41 @@ def takes_part(tensor: Tensor) -> bool:
 def is_transformed() -> bool:
     """Whether tensors stand for others: below ``torch.func``, or while torch traces."""
     return is_transforming() or is_recording()
+
+
+@contextlib.contextmanager
+def seeing_recomputations(mode: TorchFunctionMode) -> Iterator[None]:
+    """Within this context a mode sees what reentrant checkpoints compute again, on any thread.
+
+    Args:
+        mode: The mode, which may be in force on the thread already.
+    """
+    recompute = CheckpointFunction.backward
+
+    @staticmethod  # type: ignore[misc]
+    @functools.wraps(recompute)
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        with _in_force(mode):
+            return recompute(ctx, *gradients)
+
+    with shadowed(CheckpointFunction, backward=backward):
+        yield
+
+
+@contextlib.contextmanager
+def _in_force(mode: TorchFunctionMode) -> Iterator[None]:
+    """Within this context this thread's functions of torch are seen by a mode."""
+    if not torch._C._is_torch_function_all_disabled():
+        with contextlib.nullcontext() if mode in _get_current_function_mode_stack() else mode:
+            yield
+        return
+    # Whoever has switched all off, modes and subclasses, still does not see anything.
+    others = [_pop_mode() for _ in _get_current_function_mode_stack()]
+    try:
+        with torch._C._EnableTorchFunction(), torch._C.DisableTorchFunctionSubclass(), mode:
+            yield
+    finally:
+        _push(others)
 
 
 @contextlib.contextmanager

@@ -251,7 +251,7 @@ class WatchedCall:
                 name = self._unique(_named(caller.path, word))
                 self._note(tensor, name, word, inputs, caller, ())
                 return tuple(self._rows_of[tensor])
-        caller = self.callers.find(sys._getframe(1)) or Caller("")
+        caller = self.callers.find(sys._getframe().f_back) or Caller("")
         return (self._unseen_row(tensor, caller.path, ()),)
 
     def _with_gradient(self, row: TensorRow, tensor: Tensor) -> tuple[TensorRow, ...]:

@@ -25,6 +25,7 @@ from lightning_unitscale.watching.torch_state import (
     answering_as_without,
     is_transformed,
     outside_of_compiled_code,
+    seeing_recomputations,
 )
 from lightning_unitscale.watching.watched_call import WatchedCall
 
@@ -84,7 +85,7 @@ class StepWatcher:
             call = WatchedCall(callers, names, self._measuring, self._select, self._units, products)
             self._calls.append(call)
             call.gradients.begin(module)
-            with _watch(call):
+            with _watching(call) as mode, mode:
                 result = step(*args, **kwargs)
             call.finish(module, result)
         return result
@@ -96,7 +97,7 @@ class StepWatcher:
         if call is None or not call.checkpoints:
             yield
             return
-        with _watch(call):
+        with _watching(call):
             yield
 
     @property
@@ -152,14 +153,20 @@ class _WatchMode(TorchFunctionMode):
         if opened is not None and not has_torch_function((*args, *kwargs.values())):
             with self:
                 return opened(*args, **kwargs)
-        caller = self._call.callers.find(sys._getframe(1))
+        # A hook may be torch's own function, which a thread of the engine calls without a frame.
+        caller = self._call.callers.find(sys._getframe().f_back)
         if caller is None:
             return func(*args, **kwargs)
         return self._call.run(func, args, kwargs, word, caller)
 
 
 @contextlib.contextmanager
-def _watch(call: WatchedCall) -> Iterator[None]:
+def _watching(call: WatchedCall) -> Iterator[_WatchMode]:
+    """Within this context torch is ready for a call's mode, where it is in force."""
     mode = _WatchMode(call)
-    with outside_of_compiled_code(mode, call.see_compiled), answering_as_without(mode), mode:
-        yield
+    with (
+        outside_of_compiled_code(mode, call.see_compiled),
+        answering_as_without(mode),
+        seeing_recomputations(mode),
+    ):
+        yield mode

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from benchmarks.ranks import free_port
+from tests.process import engine_thread_if_asked
 
 ROOT = Path(__file__).parents[2]
 # None of them may start a thread: a process that has threads cannot be forked.
@@ -120,7 +121,8 @@ def _run_rank(
     os.chdir(log.parent)
     os.environ.update(environment)
     sys.argv = [module, *arguments]
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    with engine_thread_if_asked():
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 def _environment(rank: int, num_ranks: int, port: int) -> dict[str, str]:
