@@ -46,10 +46,12 @@ class ProductUnits(MeasuredUnits):
         super().__init__(schedule, simulation, fp8)
         self._units = Units()
         self._attached: AttachedSession | None = None
-        self._counted = CountedSteps()
+        self._counted = self._new_counts()
+        # Whether the count of the step that runs is wanted, whatever it shows.
+        self._is_counted = False
         self._step_name = ""
         # The step, and the count of its products, that an evaluation has come into.
-        self._interrupted: tuple[str, CoverageCounter | None] = "", None
+        self._interrupted: tuple[str, CoverageCounter | None, bool] = "", None, False
         self._loop: Loop | None = None
 
     @property
@@ -72,7 +74,7 @@ class ProductUnits(MeasuredUnits):
         """
         if is_other:
             self.leave()
-            self._units, self.is_calibrated, self._counted = Units(), False, CountedSteps()
+            self._units, self.is_calibrated, self._counted = Units(), False, self._new_counts()
             if self._fp8 is not None:
                 self._fp8.forget()
         self._loop = loop
@@ -124,7 +126,7 @@ class ProductUnits(MeasuredUnits):
 
     @override
     def begin_evaluation(self, name: str, batch: Any = None, *indices: int) -> None:
-        self._interrupted = self._step_name, self._session.counter
+        self._interrupted = self._step_name, self._session.counter, self._is_counted
         self._session.counter = None
         self._enter(name, is_training=False, counts=name not in self._counted)
 
@@ -137,8 +139,8 @@ class ProductUnits(MeasuredUnits):
         if measurement.forward:
             self._units.adopt(measurement)
         self._read_coverage()
-        name, counter = self._interrupted
-        self._enter(name, is_training=True, counts=False)
+        name, counter, is_counted = self._interrupted
+        self._enter(name, is_training=True, counts=is_counted)
         self._session.counter = counter
 
     @override
@@ -199,6 +201,9 @@ class ProductUnits(MeasuredUnits):
         self._units.adopt(measurement)
         self._tell_new_units(self.gauge.num_changed(old), when, measurement.outside)
 
+    def _new_counts(self) -> CountedSteps:
+        return CountedSteps("precision='fp8'" if self._fp8 is not None else "simulate")
+
     def _make_fit(self, when: str) -> None:
         for numerics in self._session.numerics:
             self._tell_unrepresentable(numerics.fit(joint_unrepresentable), when)
@@ -209,19 +214,24 @@ class ProductUnits(MeasuredUnits):
         self._attached.trains = is_training
         for numerics in self._session.numerics:
             numerics.is_training = is_training
-        if counts:
+        self._is_counted = counts
+        # Any step may lose its format.
+        if counts or self._session.is_rounding:
             self._session.counter = CoverageCounter()
 
     def _read_coverage(self) -> None:
         session = self._session
-        if session.counter is not None:
-            self._counted.add(
-                self._step_name,
-                session.counter.result(),
-                is_training=self._step_name == self._running.training_step,
-                is_rounding=session.is_rounding,
-            )
-            session.counter = None
+        counter, session.counter = session.counter, None
+        if counter is None:
+            return
+        if not self._is_counted and not self._counted.has_news(self._step_name, counter):
+            return
+        self._counted.add(
+            self._step_name,
+            counter.result(format=session.format),
+            is_training=self._step_name == self._running.training_step,
+            when=f"step {self._step_index}",
+        )
 
     @property
     def _running(self) -> Loop:

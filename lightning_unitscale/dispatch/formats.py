@@ -24,9 +24,11 @@ class Numerics(abc.ABC):
     """What a format does to products: simulated, or run in it.
 
     Attributes:
+        name: What users call the format.
         is_training: Whether the steps that run now are those of training.
     """
 
+    name: str
     is_training = True
 
     @property
@@ -42,6 +44,14 @@ class Numerics(abc.ABC):
             product: The product.
             args: Arguments.
             kwargs: Keyword arguments.
+        """
+
+    @abc.abstractmethod
+    def why_not(self, product: Product) -> str:
+        """Return why a product is not rounded that :meth:`applies_to` has just refused.
+
+        Returns:
+            Empty where the steps that run now are not rounded at all.
         """
 
     @abc.abstractmethod
@@ -78,12 +88,19 @@ class SimulatedProducts(Numerics):
             other where several are for the same product.
     """
 
+    name = "a simulated format"
+
     def __init__(self, *configs: SimulateFormat) -> None:
         self._configs = configs
 
     def applies_to(self, product: Product, *_: Any) -> bool:
         """Whether a product is rounded: all are, but for those that are left out by name."""
         return bool(self._configs_of(product.site))
+
+    def why_not(self, product: Product) -> str:
+        """Return which of the names' globs leave a product out."""
+        site = product.site
+        return self._configs[0].patterns.why_not(site.name, site.module)
 
     def run(
         self, product: Product, original: Kernel, args: list[Any], kwargs: dict[str, Any]

@@ -53,10 +53,14 @@ class FP8Products(Numerics):
         measures_range: Whether what does not fit, by what :meth:`measure` sees, is left out.
     """
 
+    name = "FP8"
+
     def __init__(self, config: FP8Linears, measures_range: bool) -> None:
         self._config = config
         self._measures_range = measures_range
         self._rows: list[tuple[Direction, str, Tensor]] = []
+        # By the name of a product, what it was decided by.
+        self._decided_by: dict[str, tuple[Any, ...]] = {}
 
     @property
     def is_active(self) -> bool:
@@ -69,9 +73,20 @@ class FP8Products(Numerics):
             return False
         decisions, name = self._config.decisions, product.site.name
         is_made = product.rule.operator in ("mm", "addmm") and "out" not in kwargs
-        if name not in decisions:
-            decisions[name] = self._why_not(product, args, kwargs) if is_made else NO_LINEAR
-        return is_made and decisions[name] is None
+        if product.slot == FORWARD:
+            read, weight = product.rule.operands_in(args)[:2]
+            # Shapes and types may be others in a later step.
+            decided_by = is_made, read.dtype, weight.dtype, weight.shape
+            if name not in decisions or self._decided_by.get(name) != decided_by:
+                self._decided_by[name] = decided_by
+                decisions[name] = self._why_not(product, args, kwargs) if is_made else NO_LINEAR
+        return is_made and decisions.get(name, NO_LINEAR) is None
+
+    def why_not(self, product: Product) -> str:
+        """Return why a product is not in FP8; empty in steps that are not."""
+        if not self.is_active:
+            return ""
+        return self._config.decisions.get(product.site.name) or NO_LINEAR
 
     def measure(self, product: Product, operands: Sequence[Tensor], *, is_first: bool) -> None:
         """Find out what FP8 would lose of operands in their units; see :meth:`fit`.

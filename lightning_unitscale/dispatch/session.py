@@ -130,6 +130,11 @@ class ProductSession:
         """Whether products of the steps that run now are rounded."""
         return any(numerics.is_active for numerics in self.numerics)
 
+    @property
+    def format(self) -> str:
+        """Name of the format that the steps that run now are in; empty without one."""
+        return next((numerics.name for numerics in self.numerics if numerics.is_active), "")
+
     def begin_step(self, *, is_training: bool = True) -> None:
         """Products are counted from the first again; what nobody has taken gives units."""
         self.sites.begin()
@@ -211,12 +216,13 @@ class ProductSession:
             kwargs: Keyword arguments.
         """
         kind: Kind
-        reason = ""
+        reason = outside = ""
         numerics: Numerics | None = None
         for each in self.numerics:
             if each.applies_to(product, args, kwargs):
-                numerics = each
+                numerics, outside = each, ""
                 break
+            outside = outside or each.why_not(product)
         LOCAL.is_inside = True
         try:
             if numerics is not None:
@@ -231,7 +237,9 @@ class ProductSession:
             LOCAL.is_inside = False
         if self.counter is not None:
             flops, site = product.rule.flops(args, result), product.site
-            self.counter.add(site.module, kind, reason, flops, (site.plain, product.slot))
+            self.counter.add(
+                site.module, kind, reason, flops, (site.plain, product.slot), outside
+            )
         return result
 
     def forward_product(
