@@ -9,7 +9,7 @@ from typing import Any
 from typing_extensions import override
 
 from lightning_unitscale.callbacks.distributed import joint_measured
-from lightning_unitscale.callbacks.explanation import CountedSteps, Explanation, units_table
+from lightning_unitscale.callbacks.explanation import Explanation, units_table
 from lightning_unitscale.callbacks.units import (
     MeasuredUnits,
     RecalibrationSchedule,
@@ -17,7 +17,7 @@ from lightning_unitscale.callbacks.units import (
     unrepresentable_from_state,
 )
 from lightning_unitscale.dispatch.attach import AttachedSession
-from lightning_unitscale.dispatch.coverage import Coverage, CoverageCounter
+from lightning_unitscale.dispatch.coverage import CoverageCounter
 from lightning_unitscale.dispatch.fp8 import numerics_of
 from lightning_unitscale.dispatch.measurement import Measurement
 from lightning_unitscale.dispatch.session import ProductSession
@@ -46,7 +46,6 @@ class ProductUnits(MeasuredUnits):
         super().__init__(schedule, simulation, fp8)
         self._units = Units()
         self._attached: AttachedSession | None = None
-        self._counted = self._new_counts()
         # Whether the count of the step that runs is wanted, whatever it shows.
         self._is_counted = False
         self._step_name = ""
@@ -59,11 +58,6 @@ class ProductUnits(MeasuredUnits):
     def gauge(self) -> Gauge:
         self._end_look()
         return self._units.gauge
-
-    @property
-    def coverage(self) -> Coverage:
-        """What became of the products of a training step, or of an evaluation on its own."""
-        return self._counted.main
 
     def attach(self, loop: Loop, *, is_other: bool) -> None:
         """Let the steps of a loop's module run in units.
@@ -200,9 +194,6 @@ class ProductUnits(MeasuredUnits):
         old = self.gauge
         self._units.adopt(measurement)
         self._tell_new_units(self.gauge.num_changed(old), when, measurement.outside)
-
-    def _new_counts(self) -> CountedSteps:
-        return CountedSteps("precision='fp8'" if self._fp8 is not None else "simulate")
 
     def _make_fit(self, when: str) -> None:
         for numerics in self._session.numerics:

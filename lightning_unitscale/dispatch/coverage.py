@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -106,6 +106,11 @@ class Coverage:
             if count.kind == "plain":
                 flops[count.module or "the step itself"] += count.flops
         return tuple(module for module, _ in flops.most_common())
+
+    def renamed(self, reasons: Mapping[str, str]) -> Coverage:
+        """Return the same with other texts for reasons why products ran outside of the format."""
+        counts = [replace(one, outside=reasons.get(one.outside, one.outside)) for one in self.counts]
+        return replace(self, counts=tuple(counts))
 
     def line(self) -> str:
         """One line for the log."""

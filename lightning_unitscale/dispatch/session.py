@@ -92,7 +92,10 @@ class ProductSession:
         sites: Which product is which.
         counter: Counts the products that run, if somebody has put it there.
         is_open: Whether its products are run by it; see :meth:`close`.
+        rewrites_graphs: Whether graphs get units that are compiled in its steps.
     """
+
+    rewrites_graphs = True
 
     def __init__(
         self,

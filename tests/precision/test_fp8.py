@@ -30,7 +30,7 @@ from lightning_unitscale.transforms import (
 from tests.helpers import assert_same_bits, run
 
 # Forms has a layer that FP8 cannot take.
-pytestmark = pytest.mark.filterwarnings("ignore:.* run outside :UserWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:.*(run outside|no matmul runs in) :UserWarning")
 
 
 class Forms(nn.Module):

@@ -185,7 +185,7 @@ def test_a_captured_copy_and_a_restored_state_draw_the_same_numbers() -> None:
     simulated = simulate_format(module, "E3M2FN", "E3M2FN", rounding="stochastic")
     simulated, _ = captured_forward(simulated, "test")
     run(simulated, *inputs)
-    (one,) = steps_of(simulated).passes
+    *_, one = steps_of(simulated).passes
     state = one.state()
     twin = copy.deepcopy(simulated)
     expected = run(simulated, *inputs)
