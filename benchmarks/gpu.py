@@ -29,7 +29,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from demo_step import NEVER, VOCABULARY, training_step, watched_step
-from fp8_matmul import faster_casts
+from fp8_matmul import faster_casts, without_fp8
 from fp8_matmul import measure as measure_fp8
 from measure import RESULTS, interleaved, machine
 from tabulate import tabulate
@@ -195,6 +195,8 @@ def main() -> None:
     print(", ".join(f"{key} {value}" for key, value in results["machine"].items()))
     options.output.parent.mkdir(exist_ok=True)
     options.output.write_text(json.dumps(results, indent=1) + "\n")
+    if lost := without_fp8(results.get("fp8", [])):
+        parser.exit(1, f"These ran without FP8: {', '.join(lost)}.\n")
 
 
 if __name__ == "__main__":

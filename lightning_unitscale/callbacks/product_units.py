@@ -10,6 +10,7 @@ from typing_extensions import override
 
 from lightning_unitscale.callbacks.distributed import joint_measured
 from lightning_unitscale.callbacks.explanation import Explanation, units_table
+from lightning_unitscale.callbacks.packages import rank_zero_warn
 from lightning_unitscale.callbacks.units import (
     MeasuredUnits,
     RecalibrationSchedule,
@@ -117,6 +118,7 @@ class ProductUnits(MeasuredUnits):
         if self.is_calibrated or self._running.has_stepped:
             # Which products run plain is known with their units.
             self._read_coverage()
+        self._warn_of_flushed()
 
     @override
     def begin_evaluation(self, name: str, batch: Any = None, *indices: int) -> None:
@@ -133,6 +135,7 @@ class ProductUnits(MeasuredUnits):
         if measurement.forward:
             self._units.adopt(measurement)
         self._read_coverage()
+        self._warn_of_flushed()
         name, counter, is_counted = self._interrupted
         self._enter(name, is_training=True, counts=is_counted)
         self._session.counter = counter
@@ -198,6 +201,14 @@ class ProductUnits(MeasuredUnits):
     def _make_fit(self, when: str) -> None:
         for numerics in self._session.numerics:
             self._tell_unrepresentable(numerics.fit(joint_unrepresentable), when)
+
+    def _warn_of_flushed(self) -> None:
+        for numerics in self._session.numerics:
+            if flushed := numerics.take_flushed():
+                rank_zero_warn(
+                    f"UnitScaleCallback: {self._step_name}: flushed to zero at step "
+                    f"{self._step_index}: {flushed}"
+                )
 
     def _enter(self, name: str, *, is_training: bool, counts: bool) -> None:
         self._step_name = name

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_unitscale.dispatch.execute import Product
+from lightning_unitscale.dispatch.flushed import FlushedOperands
 from lightning_unitscale.dispatch.formats import Numerics, SimulatedProducts, grid_factor
 from lightning_unitscale.dispatch.measurement import FORWARD
 from lightning_unitscale.dispatch.owners import asking_session
@@ -34,8 +35,8 @@ from lightning_unitscale.functional.low_precision import (
     scaled_product,
 )
 from lightning_unitscale.graph.passes import GraphPass
-from lightning_unitscale.lossless.calibrate import Measured, stored_row
-from lightning_unitscale.lossless.fp8_range import Direction, Unrepresentable
+from lightning_unitscale.lossless.calibrate import Measured, Row, stored_row
+from lightning_unitscale.lossless.fp8_range import FORMATS, Direction, Unrepresentable
 from lightning_unitscale.precision.fp8 import NO_LINEAR, FP8Linears
 from lightning_unitscale.precision.simulate import SimulateFormat
 from lightning_unitscale.scales.transfer import numbers_of
@@ -59,6 +60,9 @@ class FP8Products(Numerics):
         self._config = config
         self._measures_range = measures_range
         self._rows: list[tuple[Direction, str, Tensor]] = []
+        # The rows that were read since operands were asked for that lose elements.
+        self._read: list[Row] = []
+        self._flushed = FlushedOperands()
         # By the name of a product, what it was decided by.
         self._decided_by: dict[str, tuple[Any, ...]] = {}
 
@@ -116,11 +120,25 @@ class FP8Products(Numerics):
         """What does not fit of what was measured since the last call."""
         rows, self._rows = self._rows, []
         numbers = numbers_of([row for *_, row in rows])
-        return Measured.of(
+        read: list[Row] = [
             # As they are stored: in a unit of 1.
             (direction, name, 0, row)
             for (direction, name, _), row in zip(rows, numbers, strict=True)
-        ).unrepresentable
+        ]
+        self._read += read
+        return Measured.of(read).unrepresentable
+
+    def take_flushed(self) -> str:
+        """Return operands of which many elements become zero in the format that they are cast to."""
+        read, self._read = self._read, []
+        for direction, name, _, (_, *shares) in read:
+            product = name.partition(":")[0]
+            if self._config.runs(product):
+                chosen = self._config.gradient_of(product) if direction == "backward" else "E4M3FN"
+                for format, flushed in zip(FORMATS[direction], shares[1::2], strict=False):
+                    if str(format) == chosen:
+                        self._flushed.note(name, flushed, format)
+        return self._flushed.take()
 
     def run(
         self, product: Product, original: Kernel, args: list[Any], kwargs: dict[str, Any]
@@ -200,13 +218,13 @@ def numerics_of(passes: Iterable[GraphPass | None], *, measures_range: bool) -> 
 
     Args:
         passes: That would do the same to captured graphs.
-        measures_range: Whether what does not fit into FP8 is left out.
+        measures_range: Whether what does not fit into FP8 is left out, and what is lost reported.
     """
     passes = list(passes)
     simulated = [graph_pass for graph_pass in passes if isinstance(graph_pass, SimulateFormat)]
     return [
         *(FP8Products(each, measures_range) for each in passes if isinstance(each, FP8Linears)),
-        *([SimulatedProducts(*simulated)] if simulated else []),
+        *([SimulatedProducts(*simulated, measures_range=measures_range)] if simulated else []),
     ]
 
 
