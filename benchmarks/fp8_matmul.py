@@ -12,8 +12,8 @@ compiled by Inductor, with BF16 parameters and 16,384 tokens:
 - "constant, kernel": the same with ``casts="kernel"``, one Triton kernel for each operand, where
   otherwise Inductor makes the casts a part of its own kernels.
 
-Last it says which of the two is faster, for ``FP8(casts=)``. It fails if anything that should run in
-FP8 has an error of 0, or one that BF16 has as well.
+Last it says which of the two is faster, for ``FP8(casts=)``. It fails if anything that should run
+in FP8 has an error of 0, or no more error than BF16.
 
     python benchmarks/fp8_matmul.py --sizes 1024 2048 4096 8192
 """

@@ -19,12 +19,14 @@ import torch
 from torch import nn
 
 from lightning_unitscale.capture.captured_step import CapturedStep
+from lightning_unitscale.capture.compiled_graph import CompiledGraph, GraphBackend
 from lightning_unitscale.dispatch.calls import Call
 from lightning_unitscale.dispatch.coverage import Coverage, CoverageCounter, Kind
 from lightning_unitscale.dispatch.execute import are_real
 from lightning_unitscale.dispatch.kernels import close_session, open_session
 from lightning_unitscale.dispatch.products import ProductRule
 from lightning_unitscale.dispatch.session import LOCAL, ProductSession, run_inside
+from lightning_unitscale.dispatch.sites import frames
 from lightning_unitscale.dispatch.torch_internals import Kernel
 from lightning_unitscale.dispatch.units import Units
 from lightning_unitscale.dynamo.breaks import joined_reasons
@@ -40,6 +42,7 @@ from lightning_unitscale.profiler.flops import node_flops
 # Called with the name of a step, its coverage, and when it was.
 Report = Callable[[str, Coverage, str], None]
 _LOOK_EVERY = 128
+_GRAPHS = (CompiledGraph.__call__.__code__, GraphBackend.__call__.__code__)
 _BETWEEN = "it runs between captured graphs"
 _NO_GRAPH = "Dynamo captures no graph"
 
@@ -78,12 +81,18 @@ class _BetweenGraphs(ProductSession):
         """Run a matmul and count it, with those of its gradients."""
         result = run_inside(original, *args, **kwargs)
         operands = rule.operands_in(args)
-        if self.counter is not None and node is None and are_real(operands):
+        counts = node is None and are_real(operands) and not _is_rewriting()
+        if self.counter is not None and counts:
             path, flops = self.sites.forward_run().path, rule.flops(args, result)
             is_recorded = torch.is_grad_enabled()
             for _ in range(1 + is_recorded * sum(each.requires_grad for each in operands)):
                 self.counter.add(path, "left out", "", flops, outside=_BETWEEN)
         return result
+
+
+def _is_rewriting() -> bool:
+    """Return whether a graph is being rewritten, for which passes try operators out."""
+    return any(frame.f_code in _GRAPHS for frame in frames())
 
 
 class _Call:
@@ -174,7 +183,9 @@ class CapturedFormats(GraphPass):
     def running(self, step: CapturedStep) -> Iterator[None]:
         """Count what one call of a step multiplies."""
         name = step.name
-        if self._call is not None or not self.runs_in(name):
+        # With an interpreter it is measured, as it is written.
+        is_measured = step.interpreter is not None
+        if self._call is not None or is_measured or not self.runs_in(name):
             yield
             return
         self._num_calls[name] += 1

@@ -109,7 +109,9 @@ class Coverage:
 
     def renamed(self, reasons: Mapping[str, str]) -> Coverage:
         """Return the same with other texts for reasons why products ran outside of the format."""
-        counts = [replace(one, outside=reasons.get(one.outside, one.outside)) for one in self.counts]
+        counts = [
+            replace(one, outside=reasons.get(one.outside, one.outside)) for one in self.counts
+        ]
         return replace(self, counts=tuple(counts))
 
     def line(self) -> str:
@@ -234,8 +236,8 @@ class CoverageCounter:
             entry[0] += 1
             entry[1] += flops
         counts = tuple(
-            ProductCount(module, kind, reason, *entry, outside)
-            for (module, kind, reason, outside), entry in joint.items()
+            ProductCount(module, kind, reason, count, flops, outside)
+            for (module, kind, reason, outside), (count, flops) in joint.items()
         )
         return Coverage(counts, has_units, format)
 

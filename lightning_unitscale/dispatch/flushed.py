@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -12,11 +14,15 @@ from lightning_unitscale.formats import NumberFormat
 from lightning_unitscale.lossless.fp8_range import MAX_FLUSHED
 from lightning_unitscale.scales.transfer import HostCopy
 
-# Share of the elements other than zero that may become zero without a word. In units, a format with
-# four bits of exponent makes one of a thousand normal numbers zero.
-MAX_SILENT = 0.01
+# Share of the elements other than zero that may become zero without a word, beyond three times what
+# the format does to normal numbers: E4M3FN makes one of a thousand zero, E2M1FN one of five. Of the
+# gradients of attention, E4M3FN makes 5 % zero in healthy trainings.
+MAX_SILENT = 0.1
+_OF_NORMAL = 3
 # What was reported is reported once more when it has become this bad.
-_LEVELS = (MAX_SILENT, MAX_FLUSHED)
+_MAX_SHARES = (MAX_SILENT, MAX_FLUSHED)
+# Elements that are none of these: of a small tensor, one is a large share.
+_FEW = 2
 _NAMED = 5
 
 
@@ -38,24 +44,29 @@ class FlushedOperands:
             stored: The operand in its unit.
             format: What it is rounded to.
         """
-        if self._levels[name] == len(_LEVELS):
+        if self._levels[name] == len(_MAX_SHARES):
             return
         magnitudes = stored.detach().abs()
         is_some = magnitudes > 0
         flushed = (is_some & (magnitudes <= format.flush_threshold)).sum()
-        self._rows.append((name, format, flushed / is_some.sum().clamp(min=1)))
+        share = torch.where(flushed > _FEW, flushed / is_some.sum().clamp(min=1), 0.0)
+        self._rows.append((name, format, share))
 
-    def note(self, name: str, share: float, format: NumberFormat) -> None:
-        """Take what was measured of an operand elsewhere; see :meth:`measure`."""
-        level = sum(share > each for each in _LEVELS)
+    def _note(self, name: str, share: float, format: NumberFormat) -> None:
+        usual = _OF_NORMAL * math.erf(format.flush_threshold / math.sqrt(2.0))
+        level = sum(share > each + usual for each in _MAX_SHARES)
         if level > self._levels[name]:
             self._levels[name] = level
             # A product's own name is that of the gradient that arrives at it.
             shown = name if ":" in name else f"{name}:gradient"
             self._found[name] = f"{shown} ({percent(share)} of its elements in {format})"
 
-    def take(self) -> str:
-        """Return what has arrived and was not reported yet; empty if that is nothing."""
+    def take(self, is_rounded: Callable[[str], bool] = lambda name: True) -> str:
+        """Return what has arrived and was not reported yet; empty if that is nothing.
+
+        Args:
+            is_rounded: Whether an operand is rounded at all, by its name.
+        """
         if self._rows:
             rows, self._rows = self._rows, []
             device = rows[0][2].device
@@ -64,7 +75,8 @@ class FlushedOperands:
         while self._sent and self._sent[0][1].has_arrived:
             names, copy = self._sent.pop(0)
             for (name, format), share in zip(names, copy.numbers().tolist(), strict=True):
-                self.note(name, share, format)
+                if is_rounded(name):
+                    self._note(name, share, format)
         if not self._found:
             return ""
         texts, self._found = list(self._found.values()), {}

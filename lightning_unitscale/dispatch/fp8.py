@@ -27,6 +27,7 @@ from lightning_unitscale.dispatch.torch_internals import (
     current_node,
     has_subclass,
 )
+from lightning_unitscale.formats import get_format
 from lightning_unitscale.functional.low_precision import (
     GRADIENTS,
     OPERAND,
@@ -35,13 +36,14 @@ from lightning_unitscale.functional.low_precision import (
     scaled_product,
 )
 from lightning_unitscale.graph.passes import GraphPass
-from lightning_unitscale.lossless.calibrate import Measured, Row, stored_row
-from lightning_unitscale.lossless.fp8_range import FORMATS, Direction, Unrepresentable
+from lightning_unitscale.lossless.calibrate import Measured, stored_row
+from lightning_unitscale.lossless.fp8_range import Direction, Unrepresentable
 from lightning_unitscale.precision.fp8 import NO_LINEAR, FP8Linears
 from lightning_unitscale.precision.simulate import SimulateFormat
 from lightning_unitscale.scales.transfer import numbers_of
 
 _LINEAR = "linear"
+_OPERAND_FORMAT = "E4M3FN"
 _ROLES = ("input", "weight")
 _MM = next(rule for rule in RULES if rule.operator == "mm")
 
@@ -60,8 +62,6 @@ class FP8Products(Numerics):
         self._config = config
         self._measures_range = measures_range
         self._rows: list[tuple[Direction, str, Tensor]] = []
-        # The rows that were read since operands were asked for that lose elements.
-        self._read: list[Row] = []
         self._flushed = FlushedOperands()
         # By the name of a product, what it was decided by.
         self._decided_by: dict[str, tuple[Any, ...]] = {}
@@ -102,12 +102,19 @@ class FP8Products(Numerics):
         if self._config.decisions.get(product.site.name) is not None:
             # It is not in FP8 anyway.
             return
-        for tensor, (_, unit, is_gradient, name) in zip(operands, product.places(), strict=True):
+        stored = [
+            tensor.detach().float() * 2.0**-unit
+            for tensor, unit in zip(operands, product.log2_units, strict=True)
+        ]
+        places = list(zip(stored, product.is_gradient, product.names, strict=True))
+        for tensor, is_gradient, name in places:
             direction: Direction = "backward" if is_gradient else "forward"
-            stored = tensor.detach().float() * 2.0**-unit
-            self._rows.append((direction, name, stored_row(stored, direction)))
+            self._rows.append((direction, name, stored_row(tensor, direction)))
         if is_first:
             self._config.leave_out(self._unrepresentable())
+        for tensor, is_gradient, name in places:
+            format = self._config.gradient_of(product.site.name) if is_gradient else _OPERAND_FORMAT
+            self._flushed.measure(name, tensor, get_format(format))
 
     def fit(self, joint: Callable[[Unrepresentable], Unrepresentable]) -> Unrepresentable:
         """Take out of FP8, or out of its finer format, what does not fit of what was measured."""
@@ -120,25 +127,15 @@ class FP8Products(Numerics):
         """What does not fit of what was measured since the last call."""
         rows, self._rows = self._rows, []
         numbers = numbers_of([row for *_, row in rows])
-        read: list[Row] = [
+        return Measured.of(
             # As they are stored: in a unit of 1.
             (direction, name, 0, row)
             for (direction, name, _), row in zip(rows, numbers, strict=True)
-        ]
-        self._read += read
-        return Measured.of(read).unrepresentable
+        ).unrepresentable
 
     def take_flushed(self) -> str:
-        """Return operands of which many elements become zero in the format that they are cast to."""
-        read, self._read = self._read, []
-        for direction, name, _, (_, *shares) in read:
-            product = name.partition(":")[0]
-            if self._config.runs(product):
-                chosen = self._config.gradient_of(product) if direction == "backward" else "E4M3FN"
-                for format, flushed in zip(FORMATS[direction], shares[1::2], strict=False):
-                    if str(format) == chosen:
-                        self._flushed.note(name, flushed, format)
-        return self._flushed.take()
+        """Return operands of which many elements become zero in their format."""
+        return self._flushed.take(lambda name: self._config.runs(name.partition(":")[0]))
 
     def run(
         self, product: Product, original: Kernel, args: list[Any], kwargs: dict[str, Any]

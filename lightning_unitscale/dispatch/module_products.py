@@ -123,6 +123,7 @@ class ModuleProducts(AttachedSession):
         self.passes = tuple(passes)
         self._coverage = Coverage()
         self._num_calls = self._counted_call = 0
+        self._has_returned = False
         is_fp8 = any(isinstance(graph_pass, FP8Linears) for graph_pass in passes)
         self._lost = LostFormats("fp8_linears" if is_fp8 else "simulate_format")
         uses_units = any(isinstance(graph_pass, LosslessUnitScale) for graph_pass in passes)
@@ -208,7 +209,9 @@ class ModuleProducts(AttachedSession):
     @override
     def before_call(self) -> None:
         """Count the first call, and all of those in a format; a call ends with the next one."""
-        self._warn_of_lost_formats()
+        if self._has_returned:
+            self._warn_of_lost_formats()
+        self._has_returned = False
         self._num_calls += 1
         is_counted = self._num_calls == 1 or bool(self.session.numerics)
         self.session.counter = CoverageCounter() if is_counted else None
@@ -220,6 +223,7 @@ class ModuleProducts(AttachedSession):
             node: Any = leaf.grad_fn if isinstance(leaf, Tensor) else None
             if node is not None:
                 node.metadata[_KEPT] = self.session
+        self._has_returned = True
         self._warn_of_lost_formats()
         # An evaluation that rounds nothing has the same numbers in units and without.
         matters = torch.is_grad_enabled() or self.session.is_rounding

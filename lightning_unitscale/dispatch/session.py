@@ -240,9 +240,7 @@ class ProductSession:
             LOCAL.is_inside = False
         if self.counter is not None:
             flops, site = product.rule.flops(args, result), product.site
-            self.counter.add(
-                site.module, kind, reason, flops, (site.plain, product.slot), outside
-            )
+            self.counter.add(site.module, kind, reason, flops, (site.plain, product.slot), outside)
         return result
 
     def forward_product(

@@ -367,7 +367,9 @@ def keeping_whole(operators: Sequence[str]) -> Callable[[], None]:
         overloads = list(map(_overload, operators))
         # The second is made of the first, once.
         tables = (decomposition.fast_random_decomps(), decomposition.decompositions)
-        taken.extend((table, {op: table.pop(op) for op in overloads if op in table}) for table in tables)
+        taken.extend(
+            (table, {op: table.pop(op) for op in overloads if op in table}) for table in tables
+        )
 
     def put_back() -> None:
         # A reset of Dynamo has removed it.

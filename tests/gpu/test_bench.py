@@ -44,7 +44,13 @@ def test_the_faster_casts_are_told() -> None:
 def test_what_ran_without_fp8_is_named() -> None:
     names = ("BF16", "dynamic", "constant", "constant, kernel")
     rows = [
-        {"module": "block", "hidden size": 64, "products": name, "error": 2e-2, "gradient error": error}
+        {
+            "module": "block",
+            "hidden size": 64,
+            "products": name,
+            "error": 2e-2,
+            "gradient error": error,
+        }
         for name, error in zip(names, (2e-3, 0.0, 2e-3, 3e-2), strict=True)
     ]
     rows[0]["error"] = 2e-3
