@@ -12,7 +12,8 @@ compiled by Inductor, with BF16 parameters and 16,384 tokens:
 - "constant, kernel": the same with ``casts="kernel"``, one Triton kernel for each operand, where
   otherwise Inductor makes the casts a part of its own kernels.
 
-Last it says which of the two is faster, for ``FP8(casts=)``.
+Last it says which of the two is faster, for ``FP8(casts=)``. It fails if anything that should run
+in FP8 has an error of 0, or no more error than BF16.
 
     python benchmarks/fp8_matmul.py --sizes 1024 2048 4096 8192
 """
@@ -44,6 +45,7 @@ from lightning_unitscale.transforms import compile, fp8_linears, lossless_unit_s
 WARMUP, ROUNDS = 10, 30
 CASTS: dict[str, Casts] = {"constant": "fused", "constant, kernel": "kernel"}
 HEAD = 128
+PLAIN = "BF16"
 
 
 class Layer(nn.Module):
@@ -77,7 +79,7 @@ class Block(nn.Module):
 
 def variants(module: nn.Module, x: Tensor, gradient: Tensor) -> dict[str, nn.Module]:
     """The module in every way, compiled."""
-    made = {"BF16": torch.compile(copy.deepcopy(module))}
+    made = {PLAIN: torch.compile(copy.deepcopy(module))}
     if find_spec("torchao") is not None:
         from torchao.float8 import convert_to_float8_training
 
@@ -129,11 +131,37 @@ def saved_bytes(modules: dict[str, nn.Module], x: Tensor) -> dict[str, int]:
     return found
 
 
-def error(module: nn.Module, reference: nn.Module, x: Tensor) -> float:
-    """Relative error of the result, to see that what was timed computes the same."""
-    with torch.no_grad():
-        expected = reference(x).float()
-        return float((module(x).float() - expected).norm() / expected.norm())
+def errors(
+    module: nn.Module, reference: nn.Module, x: Tensor, gradient: Tensor
+) -> tuple[float, float]:
+    """Relative errors of the result and of the gradient, in a step like those that were timed."""
+
+    def step(module: nn.Module) -> tuple[Tensor, Tensor]:
+        result = module(x)
+        (of_input,) = torch.autograd.grad(result, x, gradient)
+        return result.detach().float(), of_input.float()
+
+    pairs = zip(step(module), step(reference), strict=True)
+    forward, backward = (float((one - other).norm() / other.norm()) for one, other in pairs)
+    return forward, backward
+
+
+def without_fp8(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return what was to run in FP8 and did not: its error is none, or that of BF16.
+
+    Args:
+        rows: Of :func:`measure`.
+    """
+    plain = {(row["module"], row["hidden size"]): row for row in rows if row["products"] == PLAIN}
+    return [
+        f"{row['products']} ({row['module']}, {row['hidden size']})"
+        for row in rows
+        if row["products"] != PLAIN
+        and any(
+            row[error] <= plain[row["module"], row["hidden size"]][error]
+            for error in ("error", "gradient error")
+        )
+    ]
 
 
 def measure(kind: str, width: int, tokens: int) -> list[dict[str, object]]:
@@ -148,15 +176,17 @@ def measure(kind: str, width: int, tokens: int) -> list[dict[str, object]]:
     modules = variants(module, x, gradient)
     milliseconds = medians(modules, x, gradient)
     kept = saved_bytes(modules, x)
+    found = {name: errors(modules[name], module, x, gradient) for name in modules}
     rows: list[dict[str, object]] = [
         {
             "module": kind,
             "hidden size": width,
             "products": name,
             "ms": round(milliseconds[name], 3),
-            "speed-up": round(milliseconds["BF16"] / milliseconds[name], 3),
+            "speed-up": round(milliseconds[PLAIN] / milliseconds[name], 3),
             "MiB kept": round(kept[name] / 2**20, 1),
-            "relative error": f"{error(modules[name], module, x):.1e}",
+            "error": float(f"{found[name][0]:.1e}"),
+            "gradient error": float(f"{found[name][1]:.1e}"),
         }
         for name in modules
     ]
@@ -186,6 +216,8 @@ def main() -> None:
     RESULTS.mkdir(exist_ok=True)
     content = {"tokens": args.tokens, "machine": about, "rows": rows}
     (RESULTS / "fp8_matmul.json").write_text(json.dumps(content, indent=1) + "\n")
+    if lost := without_fp8(rows):
+        sys.exit(f"These ran without FP8: {', '.join(lost)}.")
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from demo_step import NEVER, VOCABULARY, WatchedStep, training_step
-from fp8_matmul import faster_casts
+from fp8_matmul import faster_casts, without_fp8
 from fp8_matmul import measure as measure_fp8
 from measure import RESULTS, interleaved, machine
 from tabulate import tabulate
@@ -287,7 +287,10 @@ def main() -> int:
     left = {name: size for name, size in bench.left.items() if size > 0}
     if left:
         print(f"still allocated, in bytes: {left}", file=sys.stderr)
-    return bool(left)
+    lost = without_fp8(results.get("fp8", []))
+    if lost:
+        print(f"These ran without FP8: {', '.join(lost)}.", file=sys.stderr)
+    return bool(left or lost)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,8 @@ from lightning_unitscale.callbacks.trainer_settings import start_loss_scale_at_o
 from lightning_unitscale.callbacks.units import RecalibrationSchedule
 from lightning_unitscale.capture.gathering import GatherParameters
 from lightning_unitscale.capture.sharded import ShardedModule
+from lightning_unitscale.dispatch.captured_formats import CapturedFormats
+from lightning_unitscale.dispatch.coverage import Coverage
 from lightning_unitscale.dynamo.capture import CompileMode
 from lightning_unitscale.graph.passes import GraphPass
 from lightning_unitscale.lossless.rewrite import Depth, LosslessUnitScale
@@ -71,6 +73,7 @@ class CapturedUnits(GraphUnits):
         self._compile = compile
         self._owner = ""
         self._gathering: GatherParameters | None = None
+        self._counting: list[GraphPass] = []
         self._restore_loss_scale: Callable[[], None] = nothing
         self._last_explanation = Explanation(
             "Nothing has been captured yet: run fit, validate, test or predict."
@@ -138,6 +141,11 @@ class CapturedUnits(GraphUnits):
             steps.sharded = ShardedModule(module)
             self._gathering = GatherParameters(steps.sharded)
         self.attach(loop, steps, is_other=is_other)
+        if is_other:
+            self._counted = self._new_counts()
+        # A pipeline runs parts of a graph, and no step.
+        formats = None if pipeline_of(trainer) is not None else self._fp8 or self._simulation
+        self._counting = [] if formats is None else [CapturedFormats(formats, self._count)]
         for graph_pass in self._passes():
             if graph_pass not in steps.passes:
                 steps.add_pass(graph_pass)
@@ -207,10 +215,16 @@ class CapturedUnits(GraphUnits):
             steps.partition_by(None)
         steps.detach(self._owner, *self._passes())
         steps.sharded = self._gathering = None
+        self._counting = []
+
+    def _count(self, name: str, coverage: Coverage, call: str) -> None:
+        is_training = name == "training_step"
+        when = f"step {self._step_index}" if is_training else call
+        self._counted.add(name, coverage, is_training=is_training, when=when)
 
     def _passes(self) -> list[GraphPass]:
         rules = [] if self._rules is None else [self._rules.rules, self._rules.gradients]
         simulation = [] if self._simulation is None else [self._simulation]
         fp8 = [] if self._fp8 is None else [self._fp8]
         gathering = [] if self._gathering is None else [self._gathering]
-        return [*rules, self._rewrite, *simulation, *fp8, *gathering]
+        return [*rules, *self._counting, self._rewrite, *simulation, *fp8, *gathering]

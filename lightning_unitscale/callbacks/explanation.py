@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from tabulate import tabulate
 
 from lightning_unitscale.callbacks.packages import rank_zero_info, rank_zero_warn
-from lightning_unitscale.dispatch.coverage import Coverage, lacking_line
+from lightning_unitscale.dispatch.coverage import Coverage, CoverageCounter, lacking_line
+from lightning_unitscale.dispatch.lost_formats import LostFormats
 from lightning_unitscale.lossless.gauge import Gauge, GaugePair
 
 # In place of the unit of a tensor that was zero, or not finite, whenever it was measured.
@@ -60,9 +61,14 @@ class Explanation(str):
 
 
 class CountedSteps:
-    """What became of the products of each step that was counted, by the step's name."""
+    """What became of the products of each step that was counted, by the step's name.
 
-    def __init__(self) -> None:
+    Args:
+        wanted: The option that asks for a format, if one does.
+    """
+
+    def __init__(self, wanted: str = "") -> None:
+        self._lost = LostFormats(wanted)
         self._coverages: dict[str, Coverage] = {}
         self._training_step = ""
 
@@ -75,27 +81,35 @@ class CountedSteps:
         last = next(iter(self._coverages.values()), Coverage())
         return self._coverages.get(self._training_step, last)
 
-    def add(self, name: str, coverage: Coverage, *, is_training: bool, is_rounding: bool) -> None:
-        """Keep a count; of a step's first, tell one line, and warn if much of it ran plain.
+    def add(self, name: str, coverage: Coverage, *, is_training: bool, when: str) -> None:
+        """Keep a count, and report what it shows for the first time.
+
+        Of a step's first count one line is logged, with a warning if much of it ran plain. Whenever
+        matmuls leave the format of the step, a warning names them and the line is logged again.
 
         Args:
             name: Of the step.
             coverage: What was counted.
             is_training: Whether it is the step of training.
-            is_rounding: Whether its products were rounded.
+            when: Such as ``"step 17"``.
         """
         is_first = name not in self._coverages
         if is_training:
             self._training_step = name
         self._coverages[name] = coverage
-        if not is_first:
-            return
-        if len(self._coverages) == 1 or is_training:
-            rank_zero_info(f"UnitScaleCallback: {name}: {coverage.line()}.")
+        warned = [self._lost.new_in(name, coverage, when)]
         # An evaluation that rounds nothing has the same numbers in units and without.
-        matters = is_training or is_rounding
-        if matters and (shortfall := coverage.shortfall()):
-            rank_zero_warn(f"UnitScaleCallback: {name}: {shortfall}")
+        if is_first and (is_training or coverage.format):
+            warned.append(coverage.shortfall())
+        text = " ".join(filter(None, warned))
+        if text or (is_first and (len(self._coverages) == 1 or is_training)):
+            rank_zero_info(f"UnitScaleCallback: {name}: {coverage.line()}.")
+        if text:
+            rank_zero_warn(f"UnitScaleCallback: {name}: {text}")
+
+    def has_news(self, name: str, counter: CoverageCounter) -> bool:
+        """Return whether matmuls of a step have left its format that had not before."""
+        return not self._lost.are_known(name, counter)
 
     def explain(self, lacking: Mapping[str, str]) -> list[str]:
         """A line for each step, and a table of the main one; empty before the first.

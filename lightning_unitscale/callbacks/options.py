@@ -19,8 +19,9 @@ from lightning_unitscale.arguments import check_choice, check_flag
 from lightning_unitscale.dynamo.capture import CompileMode
 from lightning_unitscale.formats import NumberFormat
 from lightning_unitscale.functional.low_precision import DEFAULT_GRADIENT, Casts, GradientFormat
+from lightning_unitscale.graph.name_patterns import EXCLUDED
 from lightning_unitscale.precision.dither import Grid
-from lightning_unitscale.precision.fp8 import FP8Linears
+from lightning_unitscale.precision.fp8 import EXCLUDED_BY_DEFAULT, FP8Linears
 from lightning_unitscale.precision.simulate import SimulateFormat, format_pair
 from lightning_unitscale.quantize import Rounding
 from lightning_unitscale.rules.plan import RuleOptions
@@ -180,6 +181,7 @@ class FP8:
             grid=self.grid,
             in_evaluation=self.evaluation,
             casts=self.casts,
+            why_excluded=EXCLUDED_BY_DEFAULT if self.exclude == "auto" else EXCLUDED,
         )
 
     def unmatched(self, linears: FP8Linears) -> list[str]:

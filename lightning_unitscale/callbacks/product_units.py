@@ -14,7 +14,8 @@ from lightning_unitscale.callbacks.distributed import (
     joint_late,
     joint_measured,
 )
-from lightning_unitscale.callbacks.explanation import CountedSteps, Explanation, units_table
+from lightning_unitscale.callbacks.explanation import Explanation, units_table
+from lightning_unitscale.callbacks.packages import rank_zero_warn
 from lightning_unitscale.callbacks.units import (
     STATE_VERSION,
     LateAgreement,
@@ -25,7 +26,7 @@ from lightning_unitscale.callbacks.units import (
     unrepresentable_from_state,
 )
 from lightning_unitscale.dispatch.attach import AttachedSession
-from lightning_unitscale.dispatch.coverage import Coverage, CoverageCounter
+from lightning_unitscale.dispatch.coverage import CoverageCounter
 from lightning_unitscale.dispatch.fp8 import numerics_of
 from lightning_unitscale.dispatch.measurement import Measurement
 from lightning_unitscale.dispatch.session import ProductSession
@@ -54,13 +55,14 @@ class ProductUnits(MeasuredUnits):
         super().__init__(schedule, simulation, fp8)
         self._units = Units()
         self._attached: AttachedSession | None = None
-        self._counted = CountedSteps()
+        # Whether the count of the step that runs is wanted, whatever it shows.
+        self._is_counted = False
         self._step_name = ""
         self._agreement = LateAgreement()
         # Whether a training step has begun, whose units stay until it ends.
         self._is_in_batch = False
         # The step, and the count of its products, that an evaluation has come into.
-        self._interrupted: tuple[str, CoverageCounter | None] = "", None
+        self._interrupted: tuple[str, CoverageCounter | None, bool] = "", None, False
         self._loop: Loop | None = None
 
     @property
@@ -68,11 +70,6 @@ class ProductUnits(MeasuredUnits):
     def gauge(self) -> Gauge:
         self._end_look()
         return self._units.gauge
-
-    @property
-    def coverage(self) -> Coverage:
-        """What became of the products of a training step, or of an evaluation on its own."""
-        return self._counted.main
 
     def attach(self, loop: Loop, *, is_other: bool) -> None:
         """Let the steps of a loop's module run in units.
@@ -83,7 +80,7 @@ class ProductUnits(MeasuredUnits):
         """
         if is_other:
             self.leave()
-            self._units, self.is_calibrated, self._counted = Units(), False, CountedSteps()
+            self._units, self.is_calibrated, self._counted = Units(), False, self._new_counts()
             if self._fp8 is not None:
                 self._fp8.forget()
         self._loop, self._agreement, self._is_in_batch = loop, LateAgreement(), False
@@ -137,10 +134,11 @@ class ProductUnits(MeasuredUnits):
         if self.is_calibrated or self._running.has_stepped:
             # Which products run plain is known with their units.
             self._read_coverage()
+        self._warn_of_flushed()
 
     @override
     def begin_evaluation(self, name: str, batch: Any = None, *indices: int) -> None:
-        self._interrupted = self._step_name, self._session.counter
+        self._interrupted = self._step_name, self._session.counter, self._is_counted
         self._session.counter = None
         self._enter(name, is_training=False, counts=name not in self._counted)
 
@@ -155,8 +153,9 @@ class ProductUnits(MeasuredUnits):
             if not (self._is_in_batch or (self._agreement.is_open and is_distributed())):
                 self._adopt(units.new_in(units.received()), name)
         self._read_coverage()
-        interrupted, counter = self._interrupted
-        self._enter(interrupted, is_training=True, counts=False)
+        self._warn_of_flushed()
+        interrupted, counter, is_counted = self._interrupted
+        self._enter(interrupted, is_training=True, counts=is_counted)
         self._session.counter = counter
 
     @override
@@ -256,25 +255,38 @@ class ProductUnits(MeasuredUnits):
         for numerics in self._session.numerics:
             self._tell_unrepresentable(numerics.fit(joint_unrepresentable), when)
 
+    def _warn_of_flushed(self) -> None:
+        for numerics in self._session.numerics:
+            if flushed := numerics.take_flushed():
+                rank_zero_warn(
+                    f"UnitScaleCallback: {self._step_name}: flushed to zero at step "
+                    f"{self._step_index}: {flushed}"
+                )
+
     def _enter(self, name: str, *, is_training: bool, counts: bool) -> None:
         self._step_name = name
         assert self._attached is not None
         self._attached.trains = is_training
         for numerics in self._session.numerics:
             numerics.is_training = is_training
-        if counts:
+        self._is_counted = counts
+        # Any step may lose its format.
+        if counts or self._session.is_rounding:
             self._session.counter = CoverageCounter()
 
     def _read_coverage(self) -> None:
         session = self._session
-        if session.counter is not None:
-            self._counted.add(
-                self._step_name,
-                session.counter.result(lacking=tuple(self._units.lacking.values())),
-                is_training=self._step_name == self._running.training_step,
-                is_rounding=session.is_rounding,
-            )
-            session.counter = None
+        counter, session.counter = session.counter, None
+        if counter is None:
+            return
+        if not self._is_counted and not self._counted.has_news(self._step_name, counter):
+            return
+        self._counted.add(
+            self._step_name,
+            counter.result(lacking=tuple(self._units.lacking.values()), format=session.format),
+            is_training=self._step_name == self._running.training_step,
+            when=f"step {self._step_index}",
+        )
 
     @property
     def _running(self) -> Loop:

@@ -181,11 +181,12 @@ class UnitScaleCallback(StepsCallback):
 
     @property
     def coverage(self) -> Coverage:
-        """What became of the products of the last step that was counted: the first, and looks.
+        """What became of the products of the last step that was counted.
 
-        Empty where a captured graph is rewritten, whose products ``explain()`` lists.
+        These are the first step, those in which units are looked at, and those in which matmuls
+        left the format. Where a captured graph is rewritten, only formats are counted.
         """
-        return self._products.coverage
+        return self._units.coverage
 
     @override
     def captures_steps(self, trainer: pl.Trainer) -> bool:

@@ -11,9 +11,9 @@ from typing import Any, Literal
 import torch
 
 from lightning_unitscale.callbacks.distributed import is_distributed, joint_reasons
-from lightning_unitscale.callbacks.explanation import Explanation
+from lightning_unitscale.callbacks.explanation import CountedSteps, Explanation
 from lightning_unitscale.callbacks.packages import rank_zero_info
-from lightning_unitscale.dispatch.coverage import listed
+from lightning_unitscale.dispatch.coverage import Coverage, listed
 from lightning_unitscale.loops.loop import Loop, LoopCallback
 from lightning_unitscale.lossless.fp8_range import Unrepresentable
 from lightning_unitscale.lossless.gauge import Gauge, GaugePair
@@ -124,6 +124,7 @@ class MeasuredUnits(LoopCallback, abc.ABC):
         self._schedule = schedule
         self._simulation = simulation
         self._fp8 = fp8
+        self._counted = self._new_counts()
         # Whether results depend on the units, as those of rounded products do.
         self._changes_numbers = simulation is not None or fp8 is not None
         self._step_index = 0
@@ -135,9 +136,17 @@ class MeasuredUnits(LoopCallback, abc.ABC):
     def gauge(self) -> Gauge:
         """The units in force; empty before the first batch."""
 
+    @property
+    def coverage(self) -> Coverage:
+        """What became of the products of a training step, or of an evaluation on its own."""
+        return self._counted.main
+
     @abc.abstractmethod
     def explain(self) -> Explanation:
         """What became of every product, when units were taken, and which."""
+
+    def _new_counts(self) -> CountedSteps:
+        return CountedSteps("simulate" if self._fp8 is None else "precision='fp8'")
 
     @property
     def _now(self) -> str:

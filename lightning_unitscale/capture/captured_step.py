@@ -72,6 +72,7 @@ class CapturedStep:
         self.owner = owner
         self.name = name
         self.__wrapped__ = owner.original(name)
+        self._captured = capture.with_own_code(self.__wrapped__)
         self.__name__ = name
         self.__doc__ = self.__wrapped__.__doc__
         self.interpreter: Interpreter | None = None
@@ -118,8 +119,9 @@ class CapturedStep:
         executor = self.owner.executor if self.interpreter is None else "eager"
         # Within somebody else's captured step there is no call of ours.
         passes = () if torch.compiler.is_compiling() else tuple(self.owner.passes)
-        with self.owner.standing_in():
+        with self.owner.standing_in(), contextlib.ExitStack() as stack:
             for graph_pass in passes:
+                stack.enter_context(graph_pass.running(self))
                 graph_pass.before_step(self.owner.module)
             result = self._run(executor, args, kwargs)
         for graph_pass in passes:
@@ -247,7 +249,7 @@ class CapturedStep:
             raise inner from None
         if not self.num_graph_calls and is_watched():
             # Dynamo passes over a step under such a mode, and ever after, if it is not told.
-            capture.forget(self.__wrapped__)
+            capture.forget(self._captured)
         breaks = self._note_breaks_since(num_breaks)
         if result is not None or not self._postponed.is_empty:
             # Otherwise the step has skipped this batch.
@@ -286,7 +288,7 @@ class CapturedStep:
         """Forget what was captured, and say which error it was that Dynamo may have wrapped."""
         self._postponed.discard()
         # Dynamo never looks again at a frame in which an error was raised; the next call may.
-        capture.forget(self.__wrapped__)
+        capture.forget(self._captured)
         self.reset()
         return capture.original_error(error)
 
@@ -294,7 +296,7 @@ class CapturedStep:
         """Recapture when other parameters want gradients: each needs units of its own."""
         flags = [param.requires_grad for param in self.owner.module.parameters()]
         if self._flags and flags != self._flags:
-            capture.forget(self.__wrapped__)
+            capture.forget(self._captured)
             self.reset()
         self._flags = flags
 
@@ -323,7 +325,7 @@ class CapturedStep:
 
     def _compiled(self, executor: Executor) -> Callable[..., Any]:
         if executor not in self._callables:
-            self._callables[executor] = self._traced(executor, self.__wrapped__)
+            self._callables[executor] = self._traced(executor, self._captured)
         return self._callables[executor]
 
     def _traced(self, executor: Executor, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -31,11 +31,12 @@ from lightning_unitscale.dispatch.session import ProductSession, run_inside
 from lightning_unitscale.dispatch.tensors import forget_copy
 from lightning_unitscale.dispatch.torch_internals import (
     Kernel,
+    codes,
     compiled_parts,
     current_node,
     define_operator,
-    forget_compiled,
     is_by_inductor,
+    keeping_whole,
     plain_functions,
 )
 
@@ -249,28 +250,32 @@ def _moved(path: str, root: str, new_root: str) -> str:
     return ".".join(filter(None, (new_root, rest)))
 
 
-# Sessions that round, and have met parts that the user has compiled.
+# Sessions that round, and have begun a step.
 _met: weakref.WeakSet[ProductSession] = weakref.WeakSet()
 
 
 def rounding_compiled(session: ProductSession) -> AbstractContextManager[Any]:
     """A context for a step in which what the user has compiled is rounded, if anything is.
 
-    It is compiled again in the first step: what was compiled before rounds nothing, and Inductor
+    What was compiled before rounds nothing, so it is compiled again in the first step, and Inductor
     takes small products to pieces. What another backend compiles runs uncompiled.
 
     Args:
         session: Whose step it is.
     """
     module = session.sites.module
-    parts = [] if module is None or not session.numerics else compiled_parts(module)
-    if not parts:
+    if module is None or not session.numerics:
         return contextlib.nullcontext()
+    parts = compiled_parts(module)
     is_first = session not in _met
     _met.add(session)
-    if all(map(is_by_inductor, parts)):
-        if is_first:
-            INSTALLED.callback(forget_compiled([rule.operator for rule in RULES]))
+    by_inductor = all(map(is_by_inductor, parts))
+    if is_first and by_inductor:
+        # Functions that a module calls may be compiled as well.
+        if parts or codes() is not None:
+            torch.compiler.reset()
+        INSTALLED.callback(keeping_whole([rule.operator for rule in RULES]))
+    if by_inductor:
         return contextlib.nullcontext()
     if is_first:
         warnings.warn(

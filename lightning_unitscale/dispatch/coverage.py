@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -17,6 +17,7 @@ PlainProduct = tuple[Mapping[str, str], str]
 # Below this share of a step's floating-point operations a user is warned.
 ENOUGH = 0.9
 _NUM_NAMED = 5
+NO_PRODUCT = "no matrix product ran"
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class ProductCount:
         reason: Why they ran plain, or outside of a format; empty otherwise.
         num_products: How many there were in a step.
         flops: Their floating-point operations.
+        outside: Why they ran outside of the format of the step; empty if they did not.
     """
 
     module: str
@@ -37,6 +39,7 @@ class ProductCount:
     reason: str
     num_products: int
     flops: int
+    outside: str = ""
 
 
 @dataclass(frozen=True)
@@ -47,11 +50,13 @@ class Coverage:
         counts: By module, kind and reason, in the order in which they ran.
         has_units: Whether products run in units; if not, they are only rounded.
         lacking: Operands, and gradients, that had no unit after the step.
+        format: The format that the step was to run in, such as ``"FP8"``; empty without one.
     """
 
     counts: tuple[ProductCount, ...] = ()
     has_units: bool = True
     lacking: tuple[str, ...] = ()
+    format: str = ""
 
     @property
     def num_products(self) -> int:
@@ -59,26 +64,42 @@ class Coverage:
         return sum(count.num_products for count in self.counts)
 
     @property
+    def flops(self) -> int:
+        """Floating-point operations of the step."""
+        return sum(count.flops for count in self.counts)
+
+    @property
     def num_in_units(self) -> int:
         """Those that ran on operands in units, rounded or not."""
         return sum(count.num_products for count in self.counts if count.kind in ("units", "format"))
 
     @property
+    def num_in_format(self) -> int:
+        """Those that ran in the format."""
+        return sum(count.num_products for count in self.counts if count.kind == "format")
+
+    @property
     def reasons(self) -> Mapping[str, float]:
         """Why products ran plain, with their share of the step's floating-point operations."""
+        return self._shares((one.reason, one.flops) for one in self.counts if one.kind == "plain")
+
+    @property
+    def reasons_outside(self) -> Mapping[str, float]:
+        """Why products ran outside of the format, with their share of the step's FLOPs."""
+        return self._shares((one.outside, one.flops) for one in self.counts if one.outside)
+
+    def _shares(self, flops_of: Iterable[tuple[str, int]]) -> Mapping[str, float]:
         shares: Counter[str] = Counter()
-        for count in self.counts:
-            if count.kind == "plain":
-                shares[count.reason] += count.flops
-        total = sum(count.flops for count in self.counts) or 1
+        for reason, flops in flops_of:
+            shares[reason] += flops
+        total = self.flops or 1
         return {reason: flops / total for reason, flops in shares.most_common()}
 
     def fraction_of_flops(self, *kinds: Kind) -> float:
         """Share of the step's floating-point operations in products of these kinds; 1 if none."""
-        total = sum(count.flops for count in self.counts)
-        if total == 0:
+        if self.flops == 0:
             return 1.0
-        return sum(count.flops for count in self.counts if count.kind in kinds) / total
+        return sum(count.flops for count in self.counts if count.kind in kinds) / self.flops
 
     def uncovered_modules(self) -> tuple[str, ...]:
         """Modules with plain products, those with the most operations first."""
@@ -88,21 +109,40 @@ class Coverage:
                 flops[count.module or "the step itself"] += count.flops
         return tuple(module for module, _ in flops.most_common())
 
+    def renamed(self, reasons: Mapping[str, str]) -> Coverage:
+        """Return the same with other texts for reasons why products ran outside of the format."""
+        counts = [
+            replace(one, outside=reasons.get(one.outside, one.outside)) for one in self.counts
+        ]
+        return replace(self, counts=tuple(counts))
+
     def line(self) -> str:
         """One line for the log."""
         if not self.counts:
-            return "no matrix product ran"
-        rounded = sum(count.num_products for count in self.counts if count.kind == "format")
+            return f"{self.without_format()}{NO_PRODUCT}"
+        rounded = self.num_in_format
         how = "in units" if self.has_units else "rounded to a format"
         text = (
             f"{self.num_in_units} of {self.num_products} products {how} "
-            f"({_percent(self.fraction_of_flops('units', 'format'))} of their FLOPs)"
+            f"({percent(self.fraction_of_flops('units', 'format'))} of their FLOPs)"
         )
         if rounded and self.has_units:
-            share = _percent(self.fraction_of_flops("format"))
+            share = percent(self.fraction_of_flops("format"))
             text += f", {rounded} of them rounded to a format ({share})"
-        reasons = [f"{_percent(share)} plain: {why}" for why, share in self.reasons.items()]
-        return "; ".join(filter(None, [text, *reasons, lacking_line(self.lacking)]))
+        reasons = [f"{percent(share)} plain: {why}" for why, share in self.reasons.items()]
+        reasons += [
+            f"{percent(share)} outside {self.format}: {why}"
+            for why, share in self.reasons_outside.items()
+            if why not in self.reasons
+        ]
+        lacking = lacking_line(self.lacking)
+        return "; ".join(filter(None, [self.without_format() + text, *reasons, lacking]))
+
+    def without_format(self) -> str:
+        """Say that the step was to run in a format and nothing did; empty otherwise."""
+        if not self.format or self.num_in_format:
+            return ""
+        return f"no matmul runs in {self.format}: "
 
     def shortfall(self) -> str:
         """What to warn of where much of a step ran plain; empty where enough did not."""
@@ -117,14 +157,14 @@ class Coverage:
 
     def table(self) -> str:
         """A row for each module, kind and reason."""
-        total = sum(count.flops for count in self.counts) or 1
+        total = self.flops or 1
         rows = [
             (
                 count.module or "(the step itself)",
                 count.num_products,
-                _percent(count.flops / total),
+                percent(count.flops / total),
                 count.kind,
-                count.reason,
+                count.reason or count.outside,
             )
             for count in self.counts
         ]
@@ -135,7 +175,7 @@ class CoverageCounter:
     """Counts products while a step runs."""
 
     def __init__(self) -> None:
-        self._counted: list[tuple[str, Kind, str, int, PlainProduct | None]] = []
+        self._counted: list[tuple[str, Kind, str, int, PlainProduct | None, str]] = []
 
     def add(
         self,
@@ -144,6 +184,7 @@ class CoverageCounter:
         reason: str,
         flops: int,
         plain: PlainProduct | None = None,
+        outside: str = "",
     ) -> None:
         """Count one product.
 
@@ -154,8 +195,9 @@ class CoverageCounter:
             flops: Its floating-point operations.
             plain: The products of its site that run plain, and which of them it is: whether one in
                 units will be plain from now on is known after the first step.
+            outside: Why it ran outside of the format of the step, if it did.
         """
-        self._counted.append((module, kind, reason, flops, plain))
+        self._counted.append((module, kind, reason, flops, plain, outside))
 
     def add_complex(self, module: str, operands: Sequence[Tensor], flops: int) -> None:
         """Count a product of complex numbers with those of its gradients, which run plain.
@@ -171,22 +213,38 @@ class CoverageCounter:
         for _ in range(1 + num_gradients if torch.is_grad_enabled() else 1):
             self.add(module, "plain", "complex numbers", 4 * flops)
 
-    def result(self, *, has_units: bool = True, lacking: Iterable[str] = ()) -> Coverage:
+    def outside(self) -> set[tuple[str, str]]:
+        """Return what ran outside of the format of the step: modules, each with a reason."""
+        return {
+            (module, outside or reason)
+            for module, kind, reason, _, _, outside in self._counted
+            if outside or kind == "plain"
+        }
+
+    def result(
+        self, *, has_units: bool = True, lacking: Iterable[str] = (), format: str = ""
+    ) -> Coverage:
         """What was counted, as it runs from now on.
 
         Args:
             has_units: Whether products run in units, rather than only rounded.
             lacking: Operands, and gradients, that have no unit.
+            format: The format that the step was to run in; empty without one.
         """
-        joint: dict[tuple[str, Kind, str], list[int]] = {}
-        for module, kind, reason, flops, plain in self._counted:
-            if kind == "units" and plain is not None and (why := plain[0].get(plain[1], "")):
-                kind, reason = "plain", why
-            entry = joint.setdefault((module, kind, reason), [0, 0])
+        joint: dict[tuple[str, Kind, str, str], list[int]] = {}
+        for module, kind, reason, flops, plain, outside in self._counted:
+            if kind == "units" and plain is not None and (reason := plain[0].get(plain[1], "")):
+                kind = "plain"
+            if kind == "plain" and format:
+                outside = outside or reason
+            entry = joint.setdefault((module, kind, reason, outside if format else ""), [0, 0])
             entry[0] += 1
             entry[1] += flops
-        counts = tuple(ProductCount(*key, *entry) for key, entry in joint.items())
-        return Coverage(counts, has_units, tuple(lacking))
+        counts = tuple(
+            ProductCount(module, kind, reason, count, flops, outside)
+            for (module, kind, reason, outside), (count, flops) in joint.items()
+        )
+        return Coverage(counts, has_units, tuple(lacking), format)
 
 
 def lacking_line(names: Sequence[str]) -> str:
@@ -202,5 +260,6 @@ def listed(names: Sequence[str]) -> str:
     return ", ".join(names[:_NUM_NAMED]) + (", ..." if len(names) > _NUM_NAMED else "")
 
 
-def _percent(share: float) -> str:
+def percent(share: float) -> str:
+    """Return a share as text."""
     return "100 %" if share == 1.0 else f"{100 * share:.3g} %"

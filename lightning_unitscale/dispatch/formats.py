@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from lightning_unitscale.dispatch.execute import Product, run_scaled
+from lightning_unitscale.dispatch.flushed import FlushedOperands
 from lightning_unitscale.dispatch.measurement import Site
 from lightning_unitscale.dispatch.torch_internals import Kernel
+from lightning_unitscale.formats import NumberFormat
 from lightning_unitscale.lossless.fp8_range import Unrepresentable
 from lightning_unitscale.precision.dither import MovingGrid
 from lightning_unitscale.precision.simulate import SimulateFormat
@@ -27,9 +29,11 @@ class Numerics(abc.ABC):
     """What a format does to products: simulated, or run in it.
 
     Attributes:
+        name: What users call the format.
         is_training: Whether the steps that run now are those of training.
     """
 
+    name: str
     is_training = True
 
     @property
@@ -45,6 +49,14 @@ class Numerics(abc.ABC):
             product: The product.
             args: Arguments.
             kwargs: Keyword arguments.
+        """
+
+    @abc.abstractmethod
+    def why_not(self, product: Product) -> str:
+        """Return why a product is not rounded that :meth:`applies_to` has just refused.
+
+        Returns:
+            Empty where the steps that run now are not rounded at all.
         """
 
     @abc.abstractmethod
@@ -73,6 +85,13 @@ class Numerics(abc.ABC):
         """
         return Unrepresentable()
 
+    def take_flushed(self) -> str:
+        """Return operands of which many elements become zero, each once; empty if there are none.
+
+        It waits for no device: what was measured may be there after the next step.
+        """
+        return ""
+
     def fit(self, joint: Callable[[Unrepresentable], Unrepresentable]) -> Unrepresentable:
         """Leave out what does not fit the format, of what was measured.
 
@@ -94,14 +113,24 @@ class SimulatedProducts(Numerics):
     Args:
         *configs: The formats, the way of rounding, and the names that it is for; one after the
             other where several are for the same product.
+        measures_range: Whether to measure which elements become zero, for :meth:`take_flushed`.
     """
 
-    def __init__(self, *configs: SimulateFormat) -> None:
+    name = "a simulated format"
+
+    def __init__(self, *configs: SimulateFormat, measures_range: bool = False) -> None:
         self._configs = configs
+        self._measures_range = measures_range
+        self._flushed = FlushedOperands()
 
     def applies_to(self, product: Product, *_: Any) -> bool:
         """Whether a product is rounded: all are, but for those that are left out by name."""
         return bool(self._configs_of(product.site))
+
+    def why_not(self, product: Product) -> str:
+        """Return which of the names' globs leave a product out."""
+        site = product.site
+        return self._configs[0].patterns.why_not(site.name, site.module)
 
     def run(
         self, product: Product, original: Kernel, args: list[Any], kwargs: dict[str, Any]
@@ -116,6 +145,18 @@ class SimulatedProducts(Numerics):
                 unit = 0  # it is in its units now
         return run_scaled(product, original, args, kwargs)
 
+    def measure(self, product: Product, operands: Sequence[Tensor], *, is_first: bool) -> None:
+        """Measure which elements of operands become zero."""
+        configs = self._configs_of(product.site) if self._measures_range else []
+        for tensor, (_, unit, is_gradient, name) in zip(operands, product.places(), strict=True):
+            for config in configs[:1]:
+                stored = tensor.detach().float() * 2.0**-unit
+                self._flushed.measure(name, stored, _format_of(config, is_gradient))
+
+    def take_flushed(self) -> str:
+        """Return operands of which many elements become zero."""
+        return self._flushed.take()
+
     def _configs_of(self, site: Site) -> list[SimulateFormat]:
         return [
             config
@@ -127,7 +168,7 @@ class SimulatedProducts(Numerics):
 def _rounded(
     config: SimulateFormat, tensor: Tensor, unit: int, is_gradient: bool, name: str, step: int
 ) -> Tensor:
-    format = config.gradient_format if is_gradient else config.operand_format
+    format = _format_of(config, is_gradient)
     key = None
     if config.rounding == "stochastic":
         key = rounding_key(config.seed, step, name, tensor.device)
@@ -136,6 +177,10 @@ def _rounded(
     # Divided in FP32, where a number of FP8 and its quotient differ by one rounding at most.
     result = rounded(wide, format, config.saturate, key)
     return (result if factor == 1.0 else result / factor).to(tensor.dtype)
+
+
+def _format_of(config: SimulateFormat, is_gradient: bool) -> NumberFormat:
+    return config.gradient_format if is_gradient else config.operand_format
 
 
 def rounding_key(seed: int, step: int, name: str, device: torch.device) -> Tensor:

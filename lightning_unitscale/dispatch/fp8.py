@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_unitscale.dispatch.execute import Product
+from lightning_unitscale.dispatch.flushed import FlushedOperands
 from lightning_unitscale.dispatch.formats import Numerics, SimulatedProducts, grid_factor
 from lightning_unitscale.dispatch.measurement import FORWARD
 from lightning_unitscale.dispatch.owners import asking_session
@@ -27,6 +28,7 @@ from lightning_unitscale.dispatch.torch_internals import (
     current_node,
     has_subclass,
 )
+from lightning_unitscale.formats import get_format
 from lightning_unitscale.functional.low_precision import (
     GRADIENTS,
     OPERAND,
@@ -42,6 +44,7 @@ from lightning_unitscale.precision.simulate import SimulateFormat
 from lightning_unitscale.scales.transfer import joint_copy
 
 _LINEAR = "linear"
+_OPERAND_FORMAT = "E4M3FN"
 _ROLES = ("input", "weight")
 _MM = next(rule for rule in RULES if rule.operator == "mm")
 
@@ -54,11 +57,16 @@ class FP8Products(Numerics):
         measures_range: Whether what does not fit, by what :meth:`measure` sees, is left out.
     """
 
+    name = "FP8"
+
     def __init__(self, config: FP8Linears, measures_range: bool) -> None:
         self._config = config
         self._measures_range = measures_range
         self._rows: list[tuple[Direction, str, Tensor]] = []
         self._sent: Callable[[], Unrepresentable] | None = None
+        self._flushed = FlushedOperands()
+        # By the name of a product, what it was decided by.
+        self._decided_by: dict[str, tuple[Any, ...]] = {}
 
     @property
     def is_active(self) -> bool:
@@ -71,9 +79,20 @@ class FP8Products(Numerics):
             return False
         decisions, name = self._config.decisions, product.site.name
         is_made = product.rule.operator in ("mm", "addmm") and "out" not in kwargs
-        if name not in decisions:
-            decisions[name] = self._why_not(product, args, kwargs) if is_made else NO_LINEAR
-        return is_made and decisions[name] is None
+        if product.slot == FORWARD:
+            read, weight = product.rule.operands_in(args)[:2]
+            # Shapes and types may be others in a later step.
+            decided_by = is_made, read.dtype, weight.dtype, weight.shape
+            if name not in decisions or self._decided_by.get(name) != decided_by:
+                self._decided_by[name] = decided_by
+                decisions[name] = self._why_not(product, args, kwargs) if is_made else NO_LINEAR
+        return is_made and decisions.get(name, NO_LINEAR) is None
+
+    def why_not(self, product: Product) -> str:
+        """Return why a product is not in FP8; empty in steps that are not."""
+        if not self.is_active:
+            return ""
+        return self._config.decisions.get(product.site.name) or NO_LINEAR
 
     def measure(self, product: Product, operands: Sequence[Tensor], *, is_first: bool) -> None:
         """Find out what FP8 would lose of operands in their units; see :meth:`fit`.
@@ -88,14 +107,19 @@ class FP8Products(Numerics):
             self._config.unseen.difference_update(product.names)
             return
         known = product.known()
-        for index, (_, unit, is_gradient, name) in enumerate(product.places()):
-            if known[index] is None:
-                continue
+        places = [
+            (operands[index].detach().float() * 2.0**-unit, is_gradient, name)
+            for index, (_, unit, is_gradient, name) in enumerate(product.places())
+            if known[index] is not None
+        ]
+        for stored, is_gradient, name in places:
             direction: Direction = "backward" if is_gradient else "forward"
-            stored = operands[index].detach().float() * 2.0**-unit
             self._rows.append((direction, name, stored_row(stored, direction)))
         if is_first:
             self._config.leave_out(self._send()())
+        for stored, is_gradient, name in places:
+            format = self._config.gradient_of(product.site.name) if is_gradient else _OPERAND_FORMAT
+            self._flushed.measure(name, stored, get_format(format))
 
     @override
     def await_units(self, names: Iterable[str]) -> None:
@@ -150,6 +174,10 @@ class FP8Products(Numerics):
             ).unrepresentable
 
         return arrived
+
+    def take_flushed(self) -> str:
+        """Return operands of which many elements become zero in their format."""
+        return self._flushed.take(lambda name: self._config.runs(name.partition(":")[0]))
 
     def run(
         self, product: Product, original: Kernel, args: list[Any], kwargs: dict[str, Any]
@@ -229,13 +257,13 @@ def numerics_of(passes: Iterable[GraphPass | None], *, measures_range: bool) -> 
 
     Args:
         passes: That would do the same to captured graphs.
-        measures_range: Whether what does not fit into FP8 is left out.
+        measures_range: Whether what does not fit into FP8 is left out, and what is lost reported.
     """
     passes = list(passes)
     simulated = [graph_pass for graph_pass in passes if isinstance(graph_pass, SimulateFormat)]
     return [
         *(FP8Products(each, measures_range) for each in passes if isinstance(each, FP8Linears)),
-        *([SimulatedProducts(*simulated)] if simulated else []),
+        *([SimulatedProducts(*simulated, measures_range=measures_range)] if simulated else []),
     ]
 
 

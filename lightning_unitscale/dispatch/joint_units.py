@@ -64,7 +64,7 @@ _CLAIMS: WeakKeyDictionary[ProductSession, dict[str, int | None]] = WeakKeyDicti
 def _give_units(graph: fx.Graph) -> None:
     """Give units to the products of a graph that is compiled in a step of a session's."""
     session = LOCAL.session
-    if session is not None and is_compiling():
+    if session is not None and session.rewrites_graphs and is_compiling():
         _Units(graph, session).run()
 
 

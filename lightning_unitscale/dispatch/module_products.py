@@ -20,6 +20,7 @@ from lightning_unitscale.capture.rollback import detached_copy, restoring
 from lightning_unitscale.dispatch.attach import AttachedSession, SessionMethod
 from lightning_unitscale.dispatch.coverage import Coverage, CoverageCounter, lacking_line
 from lightning_unitscale.dispatch.fp8 import numerics_of
+from lightning_unitscale.dispatch.lost_formats import LostFormats
 from lightning_unitscale.dispatch.measurement import Measurement
 from lightning_unitscale.dispatch.torch_internals import current_node
 from lightning_unitscale.dispatch.units import Units
@@ -122,7 +123,10 @@ class ModuleProducts(AttachedSession):
     def __init__(self, module: nn.Module, passes: Sequence[GraphPass]) -> None:
         self.passes = tuple(passes)
         self._coverage = Coverage()
-        self._num_calls = 0
+        self._num_calls = self._counted_call = 0
+        self._has_returned = False
+        is_fp8 = any(isinstance(graph_pass, FP8Linears) for graph_pass in passes)
+        self._lost = LostFormats("fp8_linears" if is_fp8 else "simulate_format")
         uses_units = any(isinstance(graph_pass, LosslessUnitScale) for graph_pass in passes)
         # An example was not measured for FP8, so what is measured later is not judged either.
         numerics = numerics_of(passes, measures_range=False)
@@ -148,11 +152,12 @@ class ModuleProducts(AttachedSession):
 
     @property
     def coverage(self) -> Coverage:
-        """What became of the products of the first call and of its backward pass."""
-        if self.session.counter is None:
-            return self._coverage
-        units = self.session.units
-        return self.session.counter.result(has_units=units.is_used, lacking=units.lacking.values())
+        """What became of the products of a call and of its backward pass.
+
+        The call is the first, or the last in which matmuls left their format.
+        """
+        self._read_coverage()
+        return self._coverage
 
     def measure(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Take the units of an example; what it does not show is measured when it first runs."""
@@ -182,7 +187,8 @@ class ModuleProducts(AttachedSession):
         self.session.units.settle()
         coverage = replace(self.coverage, lacking=())
         if coverage.counts:
-            parts = [f"In the first call {coverage.line()}.", coverage.table()]
+            call = "the first call" if self._counted_call == 1 else f"call {self._counted_call}"
+            parts = [f"In {call} {coverage.line()}.", coverage.table()]
         else:
             parts = ["No product has run yet: the first call is counted."]
         parts.append(lacking_line(tuple(self.session.units.lacking.values())))
@@ -205,29 +211,59 @@ class ModuleProducts(AttachedSession):
 
     @override
     def before_call(self) -> None:
-        """Take late units; count the first call, and end it with the second."""
+        """Take late units; count the first call, and all of those in a format.
+
+        A call ends with the next one.
+        """
+        if self._has_returned:
+            self._warn_of_lost_formats()
+        self._has_returned = False
         if current_node() is None:
             # A checkpoint's body, computed again, has the units that it had.
             self.session.receive()
             units = self.session.units
             self.session.adopt(units.new_in(units.received()))
         self._num_calls += 1
-        if self._num_calls == 1:
-            self.session.counter = CoverageCounter()
-        elif self._num_calls == 2:
-            self._coverage, self.session.counter = self.coverage, None
+        is_counted = self._num_calls == 1 or bool(self.session.numerics)
+        self.session.counter = CoverageCounter() if is_counted else None
 
     @override
     def after_call(self, result: Any) -> None:
-        """Warn of a first call that ran plain, and keep the session for the backward pass."""
+        """Warn of a call that ran plain, and keep the session for the backward pass."""
         for leaf in tree_leaves(result):
             node: Any = leaf.grad_fn if isinstance(leaf, Tensor) else None
             if node is not None:
                 node.metadata[_KEPT] = self.session
+        self._has_returned = True
+        self._warn_of_lost_formats()
         # An evaluation that rounds nothing has the same numbers in units and without.
         matters = torch.is_grad_enabled() or self.session.is_rounding
-        if matters and self._num_calls == 1 and (shortfall := self.coverage.shortfall()):
+        if matters and self._num_calls == 1 and (shortfall := self._coverage.shortfall()):
             warnings.warn(f"{type(self._module).__name__}: {shortfall}", stacklevel=6)
+
+    def _read_coverage(self) -> bool:
+        """Take the count of the call, as far as it has run; returns whether it shows anything new.
+
+        What the first one shows is complete with its backward pass.
+        """
+        session, counter = self.session, self.session.counter
+        if counter is None:
+            return False
+        is_known = self._lost.are_known("forward", counter)
+        if self._num_calls == 1 or not is_known:
+            self._counted_call = self._num_calls
+            self._coverage = counter.result(
+                has_units=session.units.is_used,
+                lacking=session.units.lacking.values(),
+                format=session.format,
+            )
+        return self._num_calls == 1 or not is_known
+
+    def _warn_of_lost_formats(self) -> None:
+        if self._read_coverage():
+            lost = self._lost.new_in("forward", self._coverage, f"call {self._num_calls}")
+            if lost:
+                warnings.warn(f"{type(self._module).__name__}: {lost}", stacklevel=7)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModuleProducts:
         """The products of the copied module, with the same units."""

@@ -105,7 +105,10 @@ class ProductSession:
         is_open: Whether its products are run by it; see :meth:`close`.
         is_after_call: Whether a step goes on after a call, until :meth:`end_step`.
         threads: Numbers of the threads that run a call.
+        rewrites_graphs: Whether graphs get units that are compiled in its steps.
     """
+
+    rewrites_graphs = True
 
     def __init__(
         self,
@@ -139,6 +142,11 @@ class ProductSession:
     def is_rounding(self) -> bool:
         """Whether products of the steps that run now are rounded."""
         return any(numerics.is_active for numerics in self.numerics)
+
+    @property
+    def format(self) -> str:
+        """Name of the format that the steps that run now are in; empty without one."""
+        return next((numerics.name for numerics in self.numerics if numerics.is_active), "")
 
     def begin_step(self, *, is_training: bool = True) -> None:
         """Begin a step: products are counted from the first again."""
@@ -229,16 +237,17 @@ class ProductSession:
             kwargs: Keyword arguments.
         """
         kind: Kind
-        reason = ""
+        reason = outside = ""
         numerics: Numerics | None = None
         for each in self.numerics:
             if each.applies_to(product, args, kwargs):
                 # Cast in a unit of 1, the first values that are not zero could all be flushed.
                 if product.lacking or each.awaits(product.names):
-                    reason = NO_UNIT
+                    outside = NO_UNIT
                 else:
-                    numerics = each
+                    numerics, outside = each, ""
                 break
+            outside = outside or each.why_not(product)
         LOCAL.is_inside = True
         try:
             if numerics is not None:
@@ -253,7 +262,7 @@ class ProductSession:
             LOCAL.is_inside = False
         if self.counter is not None:
             flops, site = product.rule.flops(args, result), product.site
-            self.counter.add(site.module, kind, reason, flops, (site.plain, product.slot))
+            self.counter.add(site.module, kind, reason, flops, (site.plain, product.slot), outside)
         return result
 
     def forward_product(

@@ -25,8 +25,9 @@ out, and the caller of ``OpOverload.__call__`` is the code that was made for a g
 ``mm`` and its like by a global name, ``extern_kernels``; ``_len_torch_dispatch_stack`` and
 ``_profiler_enabled`` tell whether anybody wants to hear of their calls from the dispatcher.
 
-``set_code_exec_strategy`` keeps Dynamo away from code and from what it calls, and
-``innermost_backend`` tells who compiles, of the context that a compiled function keeps.
+``set_code_exec_strategy`` keeps Dynamo away from code and from what it calls,
+``innermost_backend`` tells who compiles, of the context that a compiled function keeps, and
+``callback_handler`` calls before anything is compiled.
 
 ``joint_custom_pre_pass`` runs on the joint graph of both, and on the only one of a step without
 gradients, before Inductor changes anything but what its tables of decompositions take to pieces
@@ -53,6 +54,7 @@ from torch._C._dynamo.eval_frame import (
     _FrameExecStrategy,
     set_code_exec_strategy,
 )
+from torch._dynamo.callback import callback_handler
 from torch._dynamo.eval_frame import innermost_backend
 from torch._guards import CompileContext, detect_fake_mode
 from torch._inductor import config
@@ -345,8 +347,8 @@ def note_strides(node: fx.Node, args: Any) -> None:
     node.meta["eager_input_vals"] = (args, {})
 
 
-def forget_compiled(operators: Sequence[str]) -> Callable[[], None]:
-    """Let all that was compiled be compiled again, without taking operators of aten to pieces.
+def keeping_whole(operators: Sequence[str]) -> Callable[[], None]:
+    """Let Inductor take no operators of aten to pieces in what it compiles from now on.
 
     Args:
         operators: Their names.
@@ -354,18 +356,29 @@ def forget_compiled(operators: Sequence[str]) -> Callable[[], None]:
     Returns:
         What lets Inductor take them to pieces again.
     """
-    from torch._inductor import decomposition
+    taken: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
 
-    torch.compiler.reset()
-    overloads = list(map(_overload, operators))
-    # The second is made of the first, once.
-    tables = (decomposition.fast_random_decomps(), decomposition.decompositions)
-    taken = [(table, {op: table.pop(op) for op in overloads if op in table}) for table in tables]
+    def take(_: Any = None) -> None:
+        if taken:
+            return
+        # Imported when something is compiled: it takes a second.
+        from torch._inductor import decomposition
+
+        overloads = list(map(_overload, operators))
+        # The second is made of the first, once.
+        tables = (decomposition.fast_random_decomps(), decomposition.decompositions)
+        taken.extend(
+            (table, {op: table.pop(op) for op in overloads if op in table}) for table in tables
+        )
 
     def put_back() -> None:
+        # A reset of Dynamo has removed it.
+        if take in callback_handler.start_callbacks:
+            callback_handler.remove_start_callback(take)
         for table, functions in taken:
             table.update(functions)
 
+    callback_handler.register_start_callback(take)
     return put_back
 
 

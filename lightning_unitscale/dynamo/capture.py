@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
@@ -125,6 +126,29 @@ def compile_function(function: Callable[..., Any], backend: Backend) -> Callable
     """``function`` run through Dynamo with ``backend`` called once per captured graph."""
     compiled: Callable[..., Any] = torch.compile(function, backend=backend)
     return compiled
+
+
+def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the same function, or method, with a code object of its own.
+
+    Dynamo keeps what it compiles, and whether it has given up, with the code object. A module of
+    the same class that the user compiles would share both, and its recompile limit with them.
+    """
+    plain = getattr(function, "__func__", function)
+    if not isinstance(plain, types.FunctionType):
+        return function
+    own = types.FunctionType(
+        plain.__code__.replace(),
+        plain.__globals__,
+        plain.__name__,
+        plain.__defaults__,
+        plain.__closure__,
+    )
+    own.__kwdefaults__ = plain.__kwdefaults__
+    own.__module__, own.__qualname__ = plain.__module__, plain.__qualname__
+    vars(own).update(vars(plain))
+    owner = getattr(function, "__self__", None)
+    return own if owner is None else types.MethodType(own, owner)
 
 
 @contextlib.contextmanager

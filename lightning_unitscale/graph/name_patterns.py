@@ -14,6 +14,10 @@ from lightning_unitscale.graph.nodes import MODULE, tensor_name
 # activation checkpoints.
 _WRAPPED = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 
+# Why a name is left out.
+EXCLUDED = "its name is excluded"
+NOT_INCLUDED = "its name is not included"
+
 
 def own_path(name: str) -> str:
     """The path of a module or a parameter before torch wrapped parts of the model."""
@@ -54,6 +58,12 @@ class NamePatterns:
         if _any_matches(self.exclude, names):
             return False
         return not self.include or _any_matches(self.include, names)
+
+    def why_not(self, *names: str) -> str:
+        """Return why :meth:`match_names` refuses these names; empty if it does not."""
+        if _any_matches(self.exclude, names):
+            return EXCLUDED
+        return "" if self.match_names(*names) else NOT_INCLUDED
 
     def take_unmatched(self) -> list[str]:
         """What to warn of: the patterns that have matched no name so far, each of them once."""

@@ -10,6 +10,7 @@ import abc
 import enum
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -232,6 +233,14 @@ class GraphPass(abc.ABC):
             value: The parameter.
             gradient: The sum of the parts' gradients, if there is one.
         """
+
+    def running(self, step: Any) -> AbstractContextManager[None]:
+        """Return the context of each call of a captured step; a rehearsal is no call.
+
+        Args:
+            step: The step.
+        """
+        return nullcontext()
 
     def before_step(self, module: nn.Module) -> None:  # noqa: B027
         """Called before each call of a captured step of ``module``."""

@@ -27,7 +27,7 @@ from lightning_unitscale.functional.low_precision import (
     why_no_fp8,
 )
 from lightning_unitscale.graph.matmuls import product_of
-from lightning_unitscale.graph.name_patterns import NamePatterns
+from lightning_unitscale.graph.name_patterns import EXCLUDED, NamePatterns
 from lightning_unitscale.graph.nodes import MODULE, example_tensor
 from lightning_unitscale.graph.passes import GraphPass, Phase, Region, StepGraph
 from lightning_unitscale.graph.regions import meant_name
@@ -37,7 +37,7 @@ from lightning_unitscale.precision.linear import Linear, linear_of, rewrite_line
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NO_LINEAR = "it is no linear layer"
-
+EXCLUDED_BY_DEFAULT = f"{EXCLUDED} by default"
 
 # The format of gradients that the finer one does not hold.
 WIDE_GRADIENT: GradientFormat = "E5M2"
@@ -61,6 +61,7 @@ class FP8Linears(GraphPass):
         in_evaluation: Whether Lightning's evaluation steps are in FP8 as well. If not, they have
             the numbers that a checkpoint of the module has without FP8.
         casts: How Inductor casts.
+        why_excluded: What to say of a layer that ``exclude`` matches.
     """
 
     name = "fp8 linears"
@@ -75,6 +76,7 @@ class FP8Linears(GraphPass):
         grid: Grid = "fixed",
         in_evaluation: bool = True,
         casts: Casts = "fused",
+        why_excluded: str = EXCLUDED,
     ) -> None:
         advice = "pass 'constant' together with unit scaling, 'dynamic' without it"
         check_choice("scaling", scaling, get_args(Scaling), "unknown scaling", advice)
@@ -100,6 +102,7 @@ class FP8Linears(GraphPass):
         self.takes_units_in = True
         self.in_evaluation = in_evaluation
         self.casts: Casts = casts
+        self.why_excluded = why_excluded
 
     def runs_in(self, step: str) -> bool:
         """In training, and in evaluation if that is wanted."""
@@ -217,7 +220,7 @@ class FP8Linears(GraphPass):
             RuntimeError: If there is no reason but its device, which has no FP8.
         """
         if not self.patterns.match_names(name, module):
-            return "its name is excluded"
+            return self.why_excluded
         for tensor in tensors:
             if tensor is None or tensor.dtype not in _DTYPES:
                 return f"made of {'no tensor' if tensor is None else tensor.dtype}"

@@ -8,6 +8,7 @@ that was wanted before as passes over its graphs.
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Sequence
 from types import MethodType
 from typing import Any, get_args
@@ -24,6 +25,9 @@ from lightning_unitscale.capture.attach import (
 )
 from lightning_unitscale.capture.rollback import detached_copy
 from lightning_unitscale.capture.steps import steps_of
+from lightning_unitscale.dispatch.captured_formats import CapturedFormats
+from lightning_unitscale.dispatch.coverage import Coverage
+from lightning_unitscale.dispatch.lost_formats import LostFormats
 from lightning_unitscale.dispatch.module_products import ModuleProducts
 from lightning_unitscale.dynamo.capture import CompileMode
 from lightning_unitscale.functional.low_precision import (
@@ -259,9 +263,20 @@ def _transformed(module: nn.Module, owner: str, *passes: GraphPass) -> nn.Module
     """
     reject_compiled(module)
     new = detached_copy(module)
+    passes = (*(_counting(owner, one) for one in passes if one.phase.rounds), *passes)
     if steps_of(new) is not None or any(graph_pass.needs_graph for graph_pass in passes):
         capture(new, owner, passes)
         return new
     ModuleProducts.add(new, passes)
     new.__dict__["explain"] = MethodType(explain_forward, new)
     return new
+
+
+def _counting(owner: str, formats: Any) -> GraphPass:
+    """Return the pass that counts what runs in a format, for when the module is captured."""
+    return CapturedFormats(formats, functools.partial(_warn_of_lost, LostFormats(owner)))
+
+
+def _warn_of_lost(lost: LostFormats, name: str, coverage: Coverage, when: str) -> None:
+    if text := lost.new_in(name, coverage, when):
+        warnings.warn(f"{name}: {text}", stacklevel=2)

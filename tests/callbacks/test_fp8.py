@@ -236,7 +236,9 @@ def test_a_layer_that_stops_fitting_leaves_fp8(
 def test_what_is_excluded() -> None:
     callback = UnitScaleCallback(precision="fp8")
     _losses([callback])
-    assert callback.explain().count("its name is excluded") == 1  # head is the readout
+    # The head is the readout.
+    assert callback.explain().count(" kept    its name is excluded by default\n") == 1
+    assert "; 9.09 % outside FP8: its name is excluded by default\n" in callback.explain()
     callback = UnitScaleCallback(precision=FP8(exclude=None))
     _losses([callback])
     assert "its name is excluded" not in callback.explain()
@@ -247,7 +249,7 @@ def test_what_is_excluded() -> None:
     by_rules = UnitScaleCallback("u-mup", precision="fp8")
     _losses([by_rules])
     # fc2 is a feed-forward's last layer and head the readout.
-    assert by_rules.explain().count("its name is excluded") == 2
+    assert by_rules.explain().count(" kept    its name is excluded by default\n") == 2
     assert "1 of 3 products in FP8" in by_rules.explain()
 
 

@@ -253,6 +253,7 @@ PICKLED: dict[str, Callable[[], pl.Callback]] = {
 
 @pytest.mark.parametrize("name", PICKLED)
 @pytest.mark.parametrize("is_used", [False, True])
+@pytest.mark.filterwarnings("ignore:.* no matmul runs in FP8:UserWarning")
 def test_a_callback_can_be_sent_to_another_process(name: str, is_used: bool) -> None:
     """As ``strategy="ddp_spawn"`` does with the Trainer and all that it has."""
     callback = PICKLED[name]()

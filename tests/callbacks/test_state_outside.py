@@ -135,6 +135,7 @@ def test_an_evaluation_reads_an_iterator_once() -> None:
 
 @pytest.mark.parametrize("options", [{"simulate": "fp8"}, {"precision": "fp8"}])
 @pytest.mark.filterwarnings("ignore:UnitScaleCallback. training_step. .* products in units")
+@pytest.mark.filterwarnings("ignore:.* no matmul runs in FP8:UserWarning")
 def test_rounded_products_read_an_iterator_once_too(options: dict[str, Any]) -> None:
     """They need units at once, and take them from the operands that they are about to round."""
     found = run(lambda: Keeping(*KINDS["generator"]), [UnitScaleCallback(**options)], max_steps=6)

@@ -9,9 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from benchmarks.fp8_matmul import faster_casts
+from benchmarks.fp8_matmul import Layer, errors, faster_casts, without_fp8
 from benchmarks.on_a_gpu import summary_of
+from lightning_unitscale.transforms import compile, fp8_linears
 
 _SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu.py"
 
@@ -81,3 +83,34 @@ def test_the_faster_casts_are_told() -> None:
             for name, taken in zip(names, (0.5, *milliseconds), strict=True)
         ]
         assert faster_casts(rows) == expected
+
+
+def test_what_ran_without_fp8_is_named() -> None:
+    names = ("BF16", "dynamic", "constant", "constant, kernel")
+    rows = [
+        {
+            "module": "block",
+            "hidden size": 64,
+            "products": name,
+            "error": 2e-2,
+            "gradient error": error,
+        }
+        for name, error in zip(names, (2e-3, 0.0, 2e-3, 3e-2), strict=True)
+    ]
+    rows[0]["error"] = 2e-3
+    assert without_fp8(rows) == ["dynamic (block, 64)", "constant (block, 64)"]
+    assert without_fp8([]) == []
+
+
+@pytest.mark.slow
+def test_errors_are_those_of_the_outputs() -> None:
+    """Also after more compilations of the same code than Dynamo allows."""
+    torch.manual_seed(0)
+    module, x = Layer(32), torch.randn(8, 32, requires_grad=True)
+    gradient = torch.randn(8, 32)
+    for rows in range(1, 12):
+        torch.compile(module, dynamic=False)(torch.randn(rows, 32))
+    fp8 = compile(fp8_linears(module, scaling="dynamic", gradient_format="E5M2"))
+    assert min(errors(fp8, module, x, gradient)) > 1e-3
+    assert errors(torch.compile(module), module, x, gradient) == (0.0, 0.0)
+    torch._dynamo.reset()

@@ -117,7 +117,7 @@ def test_a_factor_is_put_into_a_graph_and_taken_out() -> None:
     assert isinstance(module, _Layers)
     layer = module.one
     moved, step = captured_forward(simulate_format(layer, "E4M3FN", "E5M2", grid="moving"), "test")
-    (one,) = step.owner.passes
+    *_, one = step.owner.passes
     names = ["linear operand (0,)", "linear operand (1,)"]
     for _ in range(3):
         of_x, of_w = _factors(one.moving_grid, names)  # type: ignore[attr-defined]

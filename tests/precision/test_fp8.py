@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -27,6 +28,9 @@ from lightning_unitscale.transforms import (
     simulate_format,
 )
 from tests.helpers import assert_same_bits, run
+
+# Forms has a layer that FP8 cannot take.
+pytestmark = pytest.mark.filterwarnings("ignore:.*(run outside|no matmul runs in) :UserWarning")
 
 
 class Forms(nn.Module):
@@ -347,7 +351,12 @@ def _case(function: Callable[..., Tensor], *shapes: tuple[int, ...], **options: 
 def test_what_is_eligible(case: Any, reason: str | None) -> None:
     module, inputs = case
     fp8 = fp8_linears(module)
-    found = fp8(*inputs)
+    warned: AbstractContextManager[Any] = nullcontext()
+    if reason is not None:
+        text = rf"no matmul runs in FP8: the step itself \({reason}\)"
+        warned = pytest.warns(UserWarning, match=text)
+    with warned:
+        found = fp8(*inputs)
     assert list(_pass_of(fp8).decisions.values()) == [reason]
     exact = module(*inputs)
     assert found.dtype == exact.dtype
@@ -403,7 +412,8 @@ def test_a_device_without_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RuntimeError, match=r"first.linear on cpu: too old; expected a GPU of"):
         fp8_linears(module)(x)
     # Where no layer would run in FP8, none is missing it.
-    fp8_linears(module, exclude="*")(x)
+    with pytest.warns(UserWarning, match="no matmul runs in FP8: .*its name is excluded"):
+        fp8_linears(module, exclude="*")(x)
 
 
 def test_wrong_settings() -> None:

@@ -1,6 +1,7 @@
 """What products read is in the format: seen from below, by a dispatch mode, in every call form."""
 
 import copy
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -184,7 +185,7 @@ def test_a_captured_copy_and_a_restored_state_draw_the_same_numbers() -> None:
     simulated = simulate_format(module, "E3M2FN", "E3M2FN", rounding="stochastic")
     simulated, _ = captured_forward(simulated, "test")
     run(simulated, *inputs)
-    (one,) = steps_of(simulated).passes
+    *_, one = steps_of(simulated).passes
     state = one.state()
     twin = copy.deepcopy(simulated)
     expected = run(simulated, *inputs)
@@ -216,17 +217,25 @@ def test_include_and_exclude() -> None:
 
     module, a = Two(), x(3, 8)
     for options in ({"exclude": "down"}, {"include": ["u*"]}):
-        forward, _ = _formats(lambda: simulate_format(module, "E4M3FN", "E5M2", **options), a)  # noqa: B023
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            forward, _ = _formats(lambda: simulate_format(module, "E4M3FN", "E5M2", **options), a)  # noqa: B023
         assert [one[1] for one in forward] == [True, True, False, False]
         simulated = simulate_format(module, "E4M3FN", "E5M2", **options)
-        simulated(a).backward()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            simulated(a).backward()
+        # What is not included was not asked for.
+        expected = ["down (its name is excluded)"] if "exclude" in options else []
+        assert [str(one.message).rpartition(": ")[2] for one in caught] == expected
         done = simulated.explain()
         assert "3 of 6 products rounded to a format (50 % of their FLOPs)" in done
         assert "Operands rounded to E4M3FN, gradients to E5M2 (nearest)" in done
         del simulated  # the kernels of products are watched from below in the next turn
         rows = [line.split() for line in done.splitlines()]
         assert ["up", "3", "50", "%", "format"] in rows
-        assert ["down", "3", "50", "%", "left", "out"] in rows
+        reason = "its name is excluded" if "exclude" in options else "its name is not included"
+        assert ["down", "3", "50", "%", "left", "out", *reason.split()] in rows
 
 
 def test_nothing_arrives_without_a_gradient() -> None:
@@ -243,7 +252,9 @@ def test_a_step_without_products_is_left_alone() -> None:
     module = Step(lambda p, a: p * a, w(4))
     inputs = (x(4),)
     simulated = simulate_format(module, "E4M3FN", "E5M2", rounding="stochastic")
-    assert_same_bits(run(simulated, *inputs), run(module, *inputs))
+    with pytest.warns(UserWarning, match="no matmul runs in a simulated format: no matrix product"):
+        found = run(simulated, *inputs)
+    assert_same_bits(found, run(module, *inputs))
 
 
 def test_wrong_arguments() -> None:
