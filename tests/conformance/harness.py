@@ -114,6 +114,13 @@ def train(case: Case, method: str, device: str = "cpu") -> Record:
         return _loop(case, TRANSFORMS[method](module, *batches[0]), batches, device)
 
 
+def loss_on(case: Case, device: str) -> Tensor:
+    """The loss of the first batch, with everything made on the device."""
+    with warnings.catch_warnings(), made_on(device):
+        warnings.simplefilter("ignore")
+        return case.loss(case.module()(*case.batches()[0]))
+
+
 def made_on(device: str) -> contextlib.AbstractContextManager[Any]:
     """A context in which tensors are made on the device, unless another one is named."""
     # On a CPU they are without it, and nothing stands between a module and torch.

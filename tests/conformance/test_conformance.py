@@ -22,7 +22,7 @@ from tests.conformance import (
     zoo_writes,
 )
 from tests.conformance.cases import Case
-from tests.conformance.harness import differences, plain, train
+from tests.conformance.harness import differences, loss_on, plain, train
 
 THEMES = (
     zoo_autograd,
@@ -85,6 +85,22 @@ def test_a_case_shows_something(case: Case) -> None:
     if case.is_finite:
         losses = [v for name, v in expected.values.items() if name.endswith(": loss")]
         assert all(torch.isfinite(value).all() for value in losses)
+
+
+@pytest.mark.slow
+def test_cases_have_all_their_tensors_on_one_device() -> None:
+    """Torch's device without memory tells of a tensor that a case makes on the CPU all the same."""
+    runs, mixed = 0, []
+    for case in CASES:
+        try:
+            loss_on(case, "meta").backward()
+            runs += 1
+        except (AssertionError, RuntimeError, TypeError, ValueError) as error:
+            # Numbers are not there to be read, and some operators are not either.
+            if "expected device meta" in str(error) and not case.on_cpu:
+                mixed.append(case.name)
+    assert mixed == []
+    assert runs >= 390
 
 
 @pytest.mark.parametrize(("case", "method"), _trainings())
