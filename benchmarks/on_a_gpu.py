@@ -6,8 +6,8 @@ Run: ``make gpu`` (all steps), ``make test-gpu``, ``make bench-gpu``, or::
     python benchmarks/on_a_gpu.py bits conformance --minutes 9 --wheels FOLDER --output FOLDER
 
 Steps run in the order of the list. A step that fails or exceeds its limit does not stop the others.
-The output folder has ``gpu.json``, with the numbers of tests, the skips with their reasons and the
-failures of each step; ``gpu.log``, with all that the steps print; ``tests.jsonl``, with a line for
+The output folder has ``gpu.json``, with the numbers of tests of each step, the reasons of skips, and
+the failures; ``gpu.log``, with all that the steps print; ``tests.jsonl``, with a line for
 each test; and a JSON of each benchmark. All are written while the steps run, and a later call adds
 to them. Without a network, ``--wheels`` names a folder with wheels of what this Python lacks.
 """
@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -44,6 +45,7 @@ class Step:
         command: Arguments of Python, in which ``{device}`` and ``{output}`` are filled in.
         rehearsal: Further arguments where there is no GPU; ``None`` if the step needs one.
         workers: Processes that share the tests; ``None`` for a benchmark.
+        keeps: The lines of its output that the results have, as a regular expression.
     """
 
     name: str
@@ -51,48 +53,36 @@ class Step:
     command: str
     rehearsal: str | None = ""
     workers: int | None = None
+    keeps: str | None = None
 
 
-_GPU_TESTS = "--device {device} tests/gpu -m"
+_GPU_TESTS = "--device {device} tests/gpu -m gpu -k"
 STEPS = (
-    Step(
-        "bits",
-        "bits of a GPT, TF32, formats, memory, and that no step waits for the device",
-        f'{_GPU_TESTS} "gpu and not slow" --deselect tests/gpu/test_odd_modules.py',
-        workers=4,
-    ),
     Step(
         "conformance",
         "bits of the conformance matrix, with its tensors on the device",
-        f"{_GPU_TESTS} gpu -k test_odd_modules",
+        f"{_GPU_TESTS} test_odd_modules",
         workers=8,
     ),
     Step(
-        "demo",
-        "the demo, and how many of its operands are near RMS 1",
-        "-m lightning_unitscale fit --config configs/gpt_unit_scaled.yaml"
-        " --trainer.accelerator {device} --trainer.logger.init_args.save_dir {logs}",
-        "--trainer.max_steps 3 --trainer.limit_val_batches 1",
+        "bits",
+        "bits of a GPT, TF32, CUDA graphs, formats, memory, and that no step waits for the device",
+        f'{_GPU_TESTS} "not test_odd_modules and not test_a_rehearsal"',
+        workers=8,
     ),
     Step(
-        "training",
-        "the demo with the callbacks and without: losses and weights, bit for bit",
-        "benchmarks/same_training.py --device {device} --output {output}",
-        "--steps 2",
+        "suite",
+        "a case of every quick test on the CPU, by this Python and this torch",
+        'tests --cases 1 -m "not slow and not distributed and not browser and not gpu"',
+        workers=12,
     ),
-    Step(
-        "compiled",
-        "bits under Inductor and in CUDA graphs, and a memory budget",
-        f'{_GPU_TESTS} "gpu and slow" -k "not rehearsal"',
-        workers=4,
-    ),
-    Step("fp8", "FP8 beside BF16", "benchmarks/gpu.py --only fp8 --output {output}", None),
     Step(
         "overheads",
         "what unit scaling and the monitor take of a step",
         "benchmarks/gpu.py --only overheads --output {output}",
         "--rehearse",
     ),
+    Step("fp8", "FP8 beside BF16", "benchmarks/gpu.py --only fp8 --output {output}", None),
     Step(
         "budgets",
         "predicted and measured peaks of memory budgets",
@@ -100,10 +90,18 @@ STEPS = (
         "--rehearse",
     ),
     Step(
-        "suite",
-        "two cases of every quick test on the CPU, by this Python and this torch",
-        'tests --cases 2 -m "not slow and not distributed and not browser and not gpu"',
-        workers=12,
+        "demo",
+        "the demo, and how many of its operands are near RMS 1",
+        "-m lightning_unitscale fit --config configs/gpt_unit_scaled.yaml"
+        " --trainer.accelerator {device} --trainer.logger.init_args.save_dir {logs}",
+        "--trainer.max_steps 3 --trainer.limit_val_batches 1",
+        keeps="in units|within 2x of RMS 1,|^Validation loss",
+    ),
+    Step(
+        "training",
+        "the demo with the callbacks and without: losses and weights, bit for bit",
+        "benchmarks/same_training.py --device {device} --output {output}",
+        "--steps 2",
     ),
 )
 # The plugin of pytest-benchmark, where an image has it, warns of xdist, and warnings are errors.
@@ -137,7 +135,7 @@ def run(step: Step, folder: Folder, environment: Mapping[str, str], args: Any) -
     """Run a step and say what became of it."""
     with tempfile.TemporaryDirectory() as logs:
         command = _filled_in(step, folder, Path(logs), args)
-        known = folder.outcomes.stat().st_size if folder.outcomes.exists() else 0
+        known, printed = map(_size, (folder.outcomes, folder.log))
         start = time.monotonic()
         with folder.log.open("a") as log:
             print(f"\n== {step.name}: {shlex.join(command)}", file=log, flush=True)
@@ -159,10 +157,21 @@ def run(step: Step, folder: Folder, environment: Mapping[str, str], args: Any) -
         "seconds": round(time.monotonic() - start, 1),
     }
     if step.workers is not None:
-        with folder.outcomes.open() if folder.outcomes.exists() else open(os.devnull) as file:
-            file.seek(known)
-            result |= summary_of([json.loads(line) for line in file])
+        result |= summary_of([json.loads(line) for line in _lines(folder.outcomes, known)])
+    if step.keeps is not None:
+        result["says"] = [
+            line for line in _lines(folder.log, printed) if re.search(step.keeps, line)
+        ]
     return result
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def _lines(path: Path, start: int) -> list[str]:
+    """The lines that a file has got since it had so many bytes."""
+    return path.read_bytes()[start:].decode(errors="replace").splitlines() if path.exists() else []
 
 
 def _filled_in(step: Step, folder: Folder, logs: Path, args: Any) -> list[str]:
@@ -183,7 +192,7 @@ def _filled_in(step: Step, folder: Folder, logs: Path, args: Any) -> list[str]:
 
 
 def summary_of(outcomes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Numbers of tests by outcome, skips by reason, and what failed tests say.
+    """Numbers of tests by outcome, reasons of skips and expected failures, and what failed says.
 
     Args:
         outcomes: The lines of ``tests.gpu.outcomes``: of one test there may be several.
@@ -193,15 +202,17 @@ def summary_of(outcomes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         if of_test.get(line["test"], {}).get("outcome") != "failed":
             of_test[line["test"]] = line
     counts: dict[str, int] = defaultdict(int)
-    skips: dict[str, list[str]] = defaultdict(list)
+    reasons: dict[str, dict[str, list[str]]] = {
+        outcome: defaultdict(list) for outcome in ("skipped", "xfailed")
+    }
     for test, line in of_test.items():
         counts[line["outcome"]] += 1
-        if line["outcome"] == "skipped":
-            skips[line["said"]].append(test)
+        if line["outcome"] in reasons:
+            reasons[line["outcome"]][line["said"]].append(test)
     failures = {
         test: line["said"][-KEPT:] for test, line in of_test.items() if line["outcome"] == "failed"
     }
-    return {"tests": dict(counts), "failures": failures, "skips": dict(skips)}
+    return {"tests": dict(counts), "failures": failures, **reasons}
 
 
 def environment_with(wheels: Path | None, site: Path, log: Path) -> dict[str, str]:
@@ -209,7 +220,7 @@ def environment_with(wheels: Path | None, site: Path, log: Path) -> dict[str, st
     paths = [str(ROOT)]
     if wheels is not None:
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps"]
-        command += ["--no-compile", "--no-cache-dir", "--target", str(site)]
+        command += ["--no-cache-dir", "--target", str(site)]
         with log.open("a") as file:
             names = map(str, sorted(wheels.glob("*.whl")))
             subprocess.run([*command, *names], check=True, stdout=file, stderr=file)
@@ -268,8 +279,12 @@ def main() -> int:
             print(f"{step.name:12} {result.get('seconds', 0):6} s, {result['ended']}", flush=True)
             for outcome, count in result.get("tests", {}).items():
                 print(f"{count:8} {outcome}")
-            for reason, tests in result.get("skips", {}).items():
-                print(f"{len(tests):8} skipped: {reason.splitlines()[0][:100] if reason else ''}")
+            for outcome in ("skipped", "xfailed"):
+                for reason, tests in result.get(outcome, {}).items():
+                    first_line, *_ = [*reason.splitlines(), ""]
+                    print(f"{len(tests):8} {outcome}: {first_line[:100]}")
+            for line in result.get("says", []):
+                print(f"         {line}")
             for test in result.get("failures", {}):
                 print(f"         failed: {test}", flush=True)
     print(f"{time.monotonic() - start:.0f} s; results in {folder.path}; failed: {failed or 'none'}")

@@ -17,7 +17,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 from typing_extensions import override
 
-from benchmarks.demo_step import DemoLoss
+from benchmarks.demo_step import NEVER, DemoLoss
 from lightning_unitscale import ScaleMonitor, UnitScaleCallback, attach
 from lightning_unitscale.callbacks import Lossless, Simulate
 from lightning_unitscale.lossless.gauge import GaugePair
@@ -256,3 +256,34 @@ def test_a_captured_step(options: dict[str, Any], at_looks: list[str]) -> None:
     for step, launches in enumerate(gpu.launches):
         is_observed = step % SAMPLED_EVERY == 0 or step % LOOK_EVERY == 0
         assert bool(launches) == is_observed and launches["joint_row"] == 0
+
+
+@pytest.mark.filterwarnings("ignore:Total length of:UserWarning")
+@pytest.mark.filterwarnings("ignore:ScaleMonitor. the Trainer has no logger:UserWarning")
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"accumulate_grad_batches": 2, "gradient_clip_val": 1.0}],
+    ids=["plain", "accumulated and clipped"],
+)
+@pytest.mark.parametrize(
+    "arrangement", ["units", "units, all", "monitor", "fp8", "fp8, all", "fp8 and monitor"]
+)
+def test_steps_after_the_first(arrangement: str, settings: dict[str, Any]) -> None:
+    """Batches are accumulated, gradients are clipped, and the monitor is there but not sampling."""
+    depth = "all" if "all" in arrangement else "products"
+    options = {"precision": "fp8"} if "fp8" in arrangement else {}
+    callbacks: list[pl.Callback] = []
+    if arrangement != "monitor":
+        callbacks.append(UnitScaleCallback(depth=depth, recalibrate=None, **options))
+    if "monitor" in arrangement:
+        callbacks.append(ScaleMonitor(every_n_steps=NEVER, on_violation=None))
+    with a_gpu() as gpu:
+        with CUDA:
+            module = Layers()
+        trainer = pl.Trainer(
+            strategy=Absent(), max_epochs=1, callbacks=[Steps(gpu), *callbacks], **settings, **QUIET
+        )
+        trainer.fit(module, Batches(gpu))
+    first = settings.get("accumulate_grad_batches", 1)
+    assert any(gpu.waits[:first]) == (arrangement != "monitor")  # units are measured
+    assert gpu.waits[first:] == [[]] * (NUM_STEPS - first)

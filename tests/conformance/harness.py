@@ -14,6 +14,8 @@ import lightning.pytorch as pl
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from lightning_unitscale import ScaleMonitor, UnitScaleCallback
 from lightning_unitscale.transforms import lossless_unit_scale, track_scales
@@ -112,6 +114,33 @@ def train(case: Case, method: str, device: str = "cpu") -> Record:
         if method in CALLBACKS:
             return _fit(case, module, batches, CALLBACKS[method](), device)
         return _loop(case, TRANSFORMS[method](module, *batches[0]), batches, device)
+
+
+def loss_on(case: Case, device: str) -> Tensor:
+    """The loss of the first batch, with everything made on the device."""
+    with warnings.catch_warnings(), made_on(device):
+        warnings.simplefilter("ignore")
+        return case.loss(case.module()(*case.batches()[0]))
+
+
+# Copies, and those that take their indices or lengths from a CPU.
+_ON_TWO_DEVICES = {"_to_copy", "copy_", "index", "index_put_", "_pack_padded_sequence"}
+
+
+class Mixtures(TorchDispatchMode):
+    """Notes operators whose tensors are on two devices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
+        devices = {tensor.device for tensor in tensors if tensor.dim() > 0}
+        if len(devices) > 1 and name not in _ON_TWO_DEVICES:
+            self.operators.append(name)
+        return func(*args, **(kwargs or {}))
 
 
 def made_on(device: str) -> contextlib.AbstractContextManager[Any]:

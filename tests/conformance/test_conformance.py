@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from tests.conformance import (
     zoo_writes,
 )
 from tests.conformance.cases import Case
-from tests.conformance.harness import differences, plain, train
+from tests.conformance.harness import Mixtures, differences, loss_on, plain, train
 
 THEMES = (
     zoo_autograd,
@@ -85,6 +86,21 @@ def test_a_case_shows_something(case: Case) -> None:
     if case.is_finite:
         losses = [v for name, v in expected.values.items() if name.endswith(": loss")]
         assert all(torch.isfinite(value).all() for value in losses)
+
+
+@pytest.mark.slow
+def test_cases_have_all_their_tensors_on_one_device() -> None:
+    """Torch's device without memory tells of a tensor that a case makes on the CPU all the same."""
+    runs, mixed = 0, {}
+    for case in CASES:
+        # Numbers are not there to be read, and some operators are not either.
+        with suppress(AssertionError, RuntimeError, TypeError, ValueError), Mixtures() as mixtures:
+            loss_on(case, "meta").backward()
+            runs += 1
+        if mixtures.operators:
+            mixed[case.name] = mixtures.operators
+    assert mixed == {}
+    assert runs >= 390
 
 
 @pytest.mark.parametrize(("case", "method"), _trainings())

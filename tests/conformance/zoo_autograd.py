@@ -158,7 +158,7 @@ def _checkpointed(reentrant: bool) -> None:
     def with_an_attention(m: Any, x: Tensor) -> Tensor:
         def block(y: Tensor) -> Tensor:
             q = m.a(y).view(1, 2, 4, 4)
-            return F.scaled_dot_product_attention(q, q, q, is_causal=True).view(4, 8)
+            return F.scaled_dot_product_attention(q, q, q, is_causal=True).reshape(4, 8)
 
         return m.b(checkpoint(block, m.b(x), use_reentrant=reentrant))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -152,20 +153,21 @@ def transformer_whole(m: Any, source: Tensor, target: Tensor) -> Tensor:
     return m.a(source, target, tgt_mask=_masked("float"))
 
 
-def _scaled(name: str, **options: Any) -> None:
+def _scaled(name: str, mask: Callable[[], Tensor | None] = lambda: None, **options: Any) -> None:
     layers = {"a": lambda: nn.Linear(8, 24), "b": lambda: nn.Linear(8, 8)}
 
     @zoo.step(rows(2, 5, 8), name=f"attention_{name}", **layers)
     def attention(m: Any, x: Tensor) -> Tensor:
         q, k, v = m.a(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4).unbind(0)
-        return m.b(F.scaled_dot_product_attention(q, k, v, **options).transpose(1, 2).flatten(2))
+        h = F.scaled_dot_product_attention(q, k, v, mask(), **options)
+        return m.b(h.transpose(1, 2).flatten(2))
 
 
 _scaled("plain")
 _scaled("causal", is_causal=True)
 _scaled("with_a_scale", scale=0.3)
-_scaled("float_mask", attn_mask=torch.linspace(-2.0, 1.0, 25).view(5, 5))
-_scaled("bool_mask", attn_mask=torch.ones(5, 5).tril().bool())
+_scaled("float_mask", lambda: torch.linspace(-2.0, 1.0, 25).view(5, 5))
+_scaled("bool_mask", lambda: torch.ones(5, 5).tril().bool())
 _scaled("dropout", dropout_p=0.2)
 
 

@@ -33,7 +33,7 @@ class Typed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = F.gelu(self.first(x))
-        h = F.scaled_dot_product_attention(*(h.view(1, 2, 2, 8),) * 3).view(4, 8)
+        h = F.scaled_dot_product_attention(*(h.view(1, 2, 2, 8),) * 3).reshape(4, 8)
         return self.last(self.conv(h[None])[0])
 
 

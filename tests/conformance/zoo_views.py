@@ -57,7 +57,7 @@ def to_the_same_type(m: Any, x: Tensor) -> Tensor:
     h = m.a(x)
     h.to(torch.float32).mul_(0.5)
     h.to(x.device).add_(0.5)
-    return m.b(h.cpu())
+    return m.b(h.cpu().to(h.device))
 
 
 @zoo.step()

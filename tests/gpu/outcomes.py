@@ -37,7 +37,9 @@ class _Outcomes:
         said = "" if report.passed else str(report.longrepr)
         if isinstance(report.longrepr, tuple):  # of a skip: file, line, reason
             said = str(report.longrepr[-1]).removeprefix("Skipped: ")
-        outcome = "xfailed" if report.skipped and hasattr(report, "wasxfail") else report.outcome
+        outcome: str = report.outcome
+        if report.skipped and hasattr(report, "wasxfail"):
+            outcome, said = "xfailed", report.wasxfail
         self._write(report.nodeid, outcome, said, report.duration)
 
     def _write(self, test: str, outcome: str, said: str, seconds: float) -> None:

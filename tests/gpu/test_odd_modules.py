@@ -10,8 +10,6 @@ from tests.conformance.harness import differences, train
 from tests.conformance.test_conformance import CASES, INEXACT
 from tests.gpu.models import device_name
 
-METHODS = ("lossless", "both")
-
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """All odd modules on a GPU; in a rehearsal the first of each theme: elsewhere all are run."""
@@ -21,15 +19,17 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def test_odd_modules(case: Case, device: torch.device) -> None:
-    if case.name in INEXACT:
-        pytest.skip(INEXACT[case.name])
     if case.on_cpu and device.type != "cpu":
         pytest.skip(f"tests/conformance runs it: {case.on_cpu}")
     try:
         plain, again = (train(case, "plain", device.type) for _ in range(2))
     except (RuntimeError, NotImplementedError, TypeError) as error:
+        if "same device" in str(error):
+            raise  # it is the case's fault
         pytest.skip(f"plainly, it does not run there: {error}")
     if differences(again, plain):
         pytest.skip("plainly, it has other bits in another run")
-    found = {method: differences(train(case, method, device.type), plain) for method in METHODS}
-    assert found == {method: [] for method in METHODS}
+    # In units some differ on a CPU as well.
+    methods = ("monitor",) if case.name in INEXACT else ("lossless", "both")
+    found = {method: differences(train(case, method, device.type), plain) for method in methods}
+    assert found == {method: [] for method in methods}
