@@ -284,7 +284,7 @@ MUTATIONS = (
     ),
     Mutation(
         "what a backward product is added to is not measured",
-        "dispatch/session.py",
+        "dispatch/measuring.py",
         "for at in rule.addends_in(args)) if is_whole",
         "for at in ()) if is_whole",
         "dispatch/test_user_code.py -k range",

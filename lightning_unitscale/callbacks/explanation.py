@@ -10,6 +10,7 @@ from tabulate import tabulate
 
 from lightning_unitscale.callbacks.packages import rank_zero_info, rank_zero_warn
 from lightning_unitscale.dispatch.coverage import Coverage, CoverageCounter, lacking_line
+from lightning_unitscale.dispatch.formats import NO_UNIT
 from lightning_unitscale.dispatch.lost_formats import LostFormats
 from lightning_unitscale.lossless.gauge import Gauge, GaugePair
 
@@ -108,8 +109,10 @@ class CountedSteps:
             rank_zero_warn(f"UnitScaleCallback: {name}: {text}")
 
     def has_news(self, name: str, counter: CoverageCounter) -> bool:
-        """Return whether matmuls of a step have left its format that had not before."""
-        return not self._lost.are_known(name, counter)
+        """Return whether matmuls of a step have left its format, or have come to have units."""
+        before = self._coverages.get(name, Coverage())
+        lacked = any(count.outside == NO_UNIT for count in before.counts)
+        return lacked or not self._lost.are_known(name, counter)
 
     def explain(self, lacking: Mapping[str, str]) -> list[str]:
         """A line for each step, and a table of the main one; empty before the first.

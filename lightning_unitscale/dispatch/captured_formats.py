@@ -25,7 +25,7 @@ from lightning_unitscale.dispatch.coverage import Coverage, CoverageCounter, Kin
 from lightning_unitscale.dispatch.execute import are_real
 from lightning_unitscale.dispatch.kernels import close_session, open_session
 from lightning_unitscale.dispatch.products import ProductRule
-from lightning_unitscale.dispatch.session import LOCAL, ProductSession, run_inside
+from lightning_unitscale.dispatch.session import SESSION, ProductSession, run_inside
 from lightning_unitscale.dispatch.sites import frames
 from lightning_unitscale.dispatch.torch_internals import Kernel
 from lightning_unitscale.dispatch.units import Units
@@ -34,7 +34,6 @@ from lightning_unitscale.graph.matmuls import Product, product_of
 from lightning_unitscale.graph.nodes import MODULE, requires_grad
 from lightning_unitscale.graph.passes import GraphPass, Phase, Run, StepGraph
 from lightning_unitscale.graph.regions import meant_name
-from lightning_unitscale.patching import shadowed
 from lightning_unitscale.precision.fp8 import NO_LINEAR, FP8Linears
 from lightning_unitscale.precision.simulate import SimulateFormat
 from lightning_unitscale.profiler.flops import node_flops
@@ -119,17 +118,14 @@ class _Call:
             self.session.counter = self.counter
             open_session(self.session)
             self._stack.callback(close_session, self.session)
-            self._stack.enter_context(shadowed(LOCAL, session=self.session))
+            self._stack.enter_context(SESSION.being(self.session))
 
     @contextmanager
     def in_graph(self) -> Iterator[None]:
         """Count nothing within this context, in which a graph runs that was counted."""
-        previous = LOCAL.session
-        LOCAL.session = None if previous is self.session else previous
-        try:
+        outer = SESSION.get()
+        with SESSION.being(None if outer is self.session else outer):
             yield
-        finally:
-            LOCAL.session = previous
 
     def end(self) -> None:
         """Put torch's kernels back."""

@@ -50,7 +50,7 @@ from lightning_unitscale.lossless.fp8_range import Unrepresentable
 _Args = tuple[Any, ...]
 
 
-_SESSION: HandedOn[ProductSession | None] = HandedOn("session", None)
+SESSION: HandedOn[ProductSession | None] = HandedOn("session", None)
 
 
 class _Local(threading.local):
@@ -68,11 +68,11 @@ class _Local(threading.local):
     @property
     def session(self) -> ProductSession | None:
         """Whose the forward products are; a backward pass that a step calls has it as well."""
-        return _SESSION.get()
+        return SESSION.get()
 
     @session.setter
     def session(self, session: ProductSession | None) -> None:
-        _SESSION.set(session)
+        SESSION.set(session)
 
 
 LOCAL = _Local()
@@ -133,7 +133,7 @@ class ProductSession:
         # A whole encoder layer in one kernel would be left as it is, in evaluation only.
         self.threads.append(thread_number())
         try:
-            with _SESSION.being(self), making(self.ref), opened_layers(self.is_rounding):
+            with SESSION.being(self), making(self.ref), opened_layers(self.is_rounding):
                 yield
         finally:
             self.threads.remove(thread_number())
@@ -214,6 +214,8 @@ class ProductSession:
             word, roles = rule.name_in(args)
             site = self.sites.find(word + suffix, roles, run or self.sites.no_module())
             if not rule.multiplies(args, kwargs):
+                if run is not None and any(operand.numel() == 0 for operand in operands):
+                    self.units.note_empty(site)
                 return run_inside(original, *args, **kwargs)
             product, extents = self.forward_product(rule, site, args)
             if run is not None or torch.is_grad_enabled():

@@ -142,8 +142,16 @@ class Units:
             if extent.largest > 0.0:
                 latest[name] = extent
             if not extent.gives_unit and name not in self.gauge:
-                is_gradient = name == product.site.name
-                self.lacking[name] = f"the gradient at {name}" if is_gradient else name
+                self._lack(product.site, name)
+
+    def note_empty(self, site: Site) -> None:
+        """Note that a matmul has run on empty matrices: its units come late."""
+        for name in (*site.operand_names, site.name):
+            if name not in self.gauge:
+                self._lack(site, name)
+
+    def _lack(self, site: Site, name: str) -> None:
+        self.lacking[name] = f"the gradient at {name}" if name == site.name else name
 
     def take(self) -> Measurement:
         """What was measured since the last call."""

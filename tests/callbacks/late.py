@@ -82,7 +82,11 @@ class Annealed(Late):
 class LateExpert(Late):
     """An expert without tokens for two steps, whose gradients are small later."""
 
-    first: ClassVar = {"expert.linear:input": 2, "expert.linear": 2}
+    first: ClassVar = {
+        "expert.linear:input": 2,
+        "expert.linear:weight": 2,
+        "expert.linear": 2,
+    }
 
     def __init__(self) -> None:
         super().__init__()
