@@ -48,7 +48,7 @@ def _without_workspaces(peak: int, device: torch.device) -> int:
 def _not_accurate_yet(device: torch.device, request: pytest.FixtureRequest) -> None:
     if device.type == "cuda":
         why = (
-            "peaks on a GPU are not predicted within 5 % yet: 398.5 MB for a GPT's step on an H100, "
+            "peaks on a GPU are not predicted within 5 % yet: 398.5 MB for a step on an H100, "
             "where 483.4 MB were allocated, with cuBLAS's workspaces"
         )
         request.applymarker(pytest.mark.xfail(strict=False, reason=why))
