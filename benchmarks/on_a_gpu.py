@@ -77,9 +77,15 @@ STEPS = (
         workers=12,
     ),
     Step(
-        "overheads",
-        "what unit scaling and the monitor take of a step",
-        "benchmarks/gpu.py --only overheads --output {output}",
+        "eager",
+        "what unit scaling and the monitor take of a step in eager mode",
+        "benchmarks/gpu.py --only eager --output {output}",
+        "--rehearse",
+    ),
+    Step(
+        "compiled",
+        "what unit scaling takes under Inductor and in CUDA graphs",
+        "benchmarks/gpu.py --only compiled --output {output}",
         "--rehearse",
     ),
     Step("fp8", "FP8 beside BF16", "benchmarks/gpu.py --only fp8 --output {output}", None),
