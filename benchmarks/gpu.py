@@ -26,7 +26,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from operator import truediv
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,7 @@ from lightning_unitscale.transforms import lossless_unit_scale, unit_scale
 
 _SIZES: dict[str, dict[str, Any]] = {
     "cuda": {
-        **{"width": 1024, "depth": 8, "context": 512, "batch": 16, "rounds": 30, "warmup": 8},
+        **{"width": 1024, "depth": 4, "context": 512, "batch": 16, "rounds": 30, "warmup": 8},
         "budgets": (1.0, 0.85, 0.7),
     },
     "cpu": {
@@ -165,14 +165,9 @@ class Bench:
         return storage_bytes([one for one in gc.get_objects() if type(one) in tensors])
 
 
-def overheads(bench: Bench) -> list[dict[str, Any]]:
-    """A row for each variant, timed in turn with the plain step that it is compared with."""
-    rows = []
-    for name, make in VARIANTS.items():
-        with bench.alone(name):
-            step = training_step(make(bench.module(), bench.batch), bench.batch)
-            rows.append(_row(bench, name, step))
-            del step
+def eager(bench: Bench) -> Iterator[dict[str, Any]]:
+    """A row for each variant in eager mode, and for the monitor."""
+    yield from _overheads(bench, ("eager",))
     for name, every_n_steps in {"not sampled": NEVER, "every step": 1}.items():
         name = f"eager, monitor, {name}"
         with bench.alone(name), tempfile.TemporaryDirectory() as folder:
@@ -180,9 +175,24 @@ def overheads(bench: Bench) -> list[dict[str, Any]]:
             with contextlib.closing(
                 WatchedStep(bench.module(), bench.batch, every_n_steps, to)
             ) as watched:
-                rows.append(_row(bench, name, watched))
+                row = _row(bench, name, watched)
             del watched
-    return rows
+        yield row
+
+
+def compiled(bench: Bench) -> Iterator[dict[str, Any]]:
+    """A row for each variant under Inductor, and in CUDA graphs."""
+    yield from _overheads(bench, ("Inductor", "CUDA graphs"))
+
+
+def _overheads(bench: Bench, ways: Sequence[str]) -> Iterator[dict[str, Any]]:
+    for name, make in VARIANTS.items():
+        if name.partition(",")[0] in ways:
+            with bench.alone(name):
+                step = training_step(make(bench.module(), bench.batch), bench.batch)
+                row = _row(bench, name, step)
+                del step
+            yield row
 
 
 def _row(bench: Bench, name: str, step: Step) -> dict[str, Any]:
@@ -204,13 +214,12 @@ def _row(bench: Bench, name: str, step: Step) -> dict[str, Any]:
     }
 
 
-def budgets(bench: Bench) -> list[dict[str, Any]]:
+def budgets(bench: Bench) -> Iterator[dict[str, Any]]:
     """A row for each budget: predicted and measured peak, and the time of a step."""
-    rows = []
     for budget in bench.sizes["budgets"]:
         with bench.alone(f"budget {budget}"):
-            rows.append(_with_budget(bench, budget))
-    return rows
+            row = _with_budget(bench, budget)
+        yield row
 
 
 def _with_budget(bench: Bench, budget: float) -> dict[str, Any]:
@@ -245,23 +254,24 @@ def _with_budget(bench: Bench, budget: float) -> dict[str, Any]:
     return {**row, "ms per step": round(1e3 * statistics.median(taken), 3)}
 
 
-def fp8(bench: Bench) -> list[dict[str, Any]]:
+def fp8(bench: Bench) -> Iterator[dict[str, Any]]:
     """Rows of ``fp8_matmul.py``; none where the device has no such products."""
-    if bench.device.type != "cuda" or why_no_fp8(bench.device) is not None:
-        return []
-    with bench.alone("fp8"):
-        return measure_fp8("block", 4096, 16384)
+    if bench.device.type == "cuda" and why_no_fp8(bench.device) is None:
+        with bench.alone("fp8"):
+            rows = measure_fp8("block", 4096, 16384)
+        yield from rows
 
 
-PARTS: dict[str, Callable[[Bench], list[dict[str, Any]]]] = {
-    "overheads": overheads,
+PARTS: dict[str, Callable[[Bench], Iterator[dict[str, Any]]]] = {
+    "eager": eager,
+    "compiled": compiled,
     "budgets": budgets,
     "fp8": fp8,
 }
 
 
 def main() -> int:
-    """Measure, print the tables and write the JSON, after each part; 1 if memory was not freed."""
+    """Measure, print the tables and write the JSON, after each row; 1 if memory was not freed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--rehearse", action="store_true", help="in a small size on the CPU")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
@@ -277,14 +287,15 @@ def main() -> int:
     training_step(bench.module(), bench.batch)()  # what libraries keep for good
     options.output.parent.mkdir(exist_ok=True)
     for name in options.only:
-        if not (rows := PARTS[name](bench)):
-            continue
-        results[name] = rows
-        print(f"{name}\n{tabulate(rows, headers='keys')}\n", flush=True)
-        if name == "fp8":
-            results["casts"] = faster_casts(rows)
-            print(f"Under Inductor set FP8(casts={results['casts']!r}) on this GPU.\n")
-        options.output.write_text(json.dumps(results, indent=1) + "\n")
+        for row in PARTS[name](bench):
+            results.setdefault(name, []).append(row)
+            options.output.write_text(json.dumps(results, indent=1) + "\n")
+        if name in results:
+            print(f"{name}\n{tabulate(results[name], headers='keys')}\n", flush=True)
+    if "fp8" in results:
+        results["casts"] = faster_casts(results["fp8"])
+        print(f"Under Inductor set FP8(casts={results['casts']!r}) on this GPU.\n")
+    options.output.write_text(json.dumps(results, indent=1) + "\n")
     print(", ".join(f"{key} {value}" for key, value in results["machine"].items()))
     left = {name: size for name, size in bench.left.items() if size > MIB}
     if left:

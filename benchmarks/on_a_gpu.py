@@ -6,10 +6,10 @@ Run: ``make gpu`` (all steps), ``make test-gpu``, ``make bench-gpu``, or::
     python benchmarks/on_a_gpu.py bits conformance --minutes 9 --wheels FOLDER --output FOLDER
 
 Steps run in the order of the list. A step that fails or exceeds its limit does not stop the others.
-The output folder has ``gpu.json``, with the numbers of tests of each step, the reasons of skips, and
-the failures; ``gpu.log``, with all that the steps print; ``tests.jsonl``, with a line for
-each test; and a JSON of each benchmark. All are written while the steps run, and a later call adds
-to them. Without a network, ``--wheels`` names a folder with wheels of what this Python lacks.
+The output folder has ``gpu.json``, with numbers of tests, reasons of skips, and failures of each
+step; ``gpu.log``, with all that the steps print; ``tests.jsonl``, with a line for each test; and a
+JSON of each benchmark. All are written while the steps run, and a later call adds to them. Without
+a network, ``--wheels`` names a folder with wheels of what this Python lacks.
 """
 
 from __future__ import annotations
@@ -77,9 +77,15 @@ STEPS = (
         workers=12,
     ),
     Step(
-        "overheads",
-        "what unit scaling and the monitor take of a step",
-        "benchmarks/gpu.py --only overheads --output {output}",
+        "eager",
+        "what unit scaling and the monitor take of a step in eager mode",
+        "benchmarks/gpu.py --only eager --output {output}",
+        "--rehearse",
+    ),
+    Step(
+        "compiled",
+        "what unit scaling takes under Inductor and in CUDA graphs",
+        "benchmarks/gpu.py --only compiled --output {output}",
         "--rehearse",
     ),
     Step("fp8", "FP8 beside BF16", "benchmarks/gpu.py --only fp8 --output {output}", None),

@@ -38,8 +38,8 @@ class _Outcomes:
         if isinstance(report.longrepr, tuple):  # of a skip: file, line, reason
             said = str(report.longrepr[-1]).removeprefix("Skipped: ")
         outcome: str = report.outcome
-        if report.skipped and hasattr(report, "wasxfail"):
-            outcome, said = "xfailed", report.wasxfail
+        if hasattr(report, "wasxfail"):
+            outcome, said = "xfailed" if report.skipped else "xpassed", report.wasxfail
         self._write(report.nodeid, outcome, said, report.duration)
 
     def _write(self, test: str, outcome: str, said: str, seconds: float) -> None:
