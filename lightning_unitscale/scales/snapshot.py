@@ -38,6 +38,8 @@ class ScaleSnapshot:
         operands: For each tensor whether a matrix product reads it; none by default.
         products: For each tensor whether a matrix product makes it, so that the products of the
             backward pass read its gradient; none by default.
+        lacking_units: For each tensor whether its unit, and that of its gradient, is still to be
+            measured, so that a unit of 1 stands for it; none by default.
 
     Raises:
         ValueError: If the shapes do not fit together, or a name is given twice.
@@ -54,6 +56,7 @@ class ScaleSnapshot:
     inputs: tuple[tuple[str, ...], ...] = ()
     operands: tuple[bool, ...] = ()
     products: tuple[bool, ...] = ()
+    lacking_units: tuple[tuple[bool, bool], ...] = ()
 
     def __post_init__(self) -> None:
         number = len(self.names)
@@ -67,6 +70,7 @@ class ScaleSnapshot:
             "inputs": ((),) * number,
             "operands": (False,) * number,
             "products": (False,) * number,
+            "lacking_units": ((False, False),) * number,
             "log2_sigma": np.zeros(number, dtype=np.int64),
             "log2_gamma": np.zeros(number, dtype=np.int64),
         }
@@ -202,6 +206,7 @@ class ScaleSnapshot:
             inputs=tuple(self.inputs[k] for k in chosen),
             operands=tuple(self.operands[k] for k in chosen),
             products=tuple(self.products[k] for k in chosen),
+            lacking_units=tuple(self.lacking_units[k] for k in chosen),
         )
 
     def merge(self, other: ScaleSnapshot) -> ScaleSnapshot:

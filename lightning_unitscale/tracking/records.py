@@ -32,6 +32,7 @@ class ProbedTensor:
         inputs: Names of the probed tensors that it is computed from.
         is_operand: Whether a matrix product reads it.
         is_product: Whether a matrix product makes it.
+        lacks_unit: Whether its unit, and that of its gradient, is still to be measured.
     """
 
     name: str
@@ -40,6 +41,7 @@ class ProbedTensor:
     inputs: tuple[str, ...] = ()
     is_operand: bool = False
     is_product: bool = False
+    lacks_unit: tuple[bool, bool] = (False, False)
 
 
 @dataclass(frozen=True)
@@ -179,4 +181,5 @@ def _snapshot(
         inputs=tuple(tensors[index].inputs for index in kept),
         operands=tuple(tensors[index].is_operand for index in kept),
         products=tuple(tensors[index].is_product for index in kept),
+        lacking_units=tuple(tensors[index].lacks_unit for index in kept),
     )
