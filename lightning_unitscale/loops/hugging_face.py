@@ -74,9 +74,11 @@ class HFCallback(TrainerCallback):
             loggers=_writers(args) if state.is_world_process_zero else (),
             scaler=getattr(optimizer, "scaler", None),
         )
+        left = state.max_steps - state.global_step
         saved = _checkpoint(args, state) / _STATE
         if state.global_step and saved.exists():
             self.attachment.load_state_dict(torch.load(saved, weights_only=True))
+        self.attachment.num_steps = self.attachment.step_index + left
 
     @override
     def on_step_end(
