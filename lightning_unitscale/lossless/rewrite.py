@@ -180,10 +180,11 @@ class LosslessUnitScale(GraphPass):
             for node in graph.graph.nodes
             if units.owner(node) is not None
         }
+        of_products: dict[str, Held] = {}
         for region in places.regions:
-            if self.depth == "products" or region.parent is not None:
-                _add_held_for_products(held, region, places)
-        return held
+            _add_held_for_products(of_products, region, places)
+        # What has no unit where it is stored, such as a parameter, has one where a matmul reads it.
+        return {**of_products, **held}
 
 
 def _add_held_for_products(held: dict[str, Held], region: Region, places: Places) -> None:

@@ -57,8 +57,9 @@ def snapshot_rows(snapshot: ScaleSnapshot) -> Iterator[dict[str, Any]]:
         ``step``, ``tensor``, ``module``, ``direction``; ``operand``, whether a matrix product reads
         the tensor (backward: the gradient arrives at one); the statistics of the tensor's true
         value, named as in ``TensorStatistics``; ``log2_unit``, the unit it is stored in, and
-        ``log2_rms_stored``; and for each format ``FP16.overflow``, ``FP16.subnormal`` and
-        ``FP16.flushed``, the fractions of the stored tensor, NaN where they are not known.
+        ``log2_rms_stored``, of gradients with the loss scale, if there is one; and for each format
+        ``FP16.overflow``, ``FP16.subnormal`` and ``FP16.flushed``, the fractions of the stored
+        tensor, NaN where they are not known.
     """
     for direction in DIRECTIONS:
         operands = snapshot.read_by_products(direction).tolist()
@@ -188,7 +189,7 @@ def exponent_histogram(
         return None
     rows = judged_by_format(snapshot, direction)
     # The end bins take what lies beyond them, as those of a row do.
-    bins = np.arange(NUM_EXPONENTS) - snapshot.log2_units(direction)[rows, None]
+    bins = np.arange(NUM_EXPONENTS) - snapshot.log2_divisors(direction)[rows, None]
     bins = bins.clip(0, NUM_EXPONENTS - 1).ravel()
     weights = np.nan_to_num(counts[rows]).ravel()
     total: FloatArray = np.bincount(bins, weights, NUM_EXPONENTS).astype(np.float64)

@@ -95,7 +95,7 @@ class AmaxTrends:
         span = steps[-1] - steps[0]
         horizon = min(float(self._horizon), _LONGEST_FORECAST * span)
         rise = slopes * span
-        units = np.stack([sample.log2_units(direction) for sample in self._samples])
+        units = np.stack([sample.log2_divisors(direction) for sample in self._samples])
         judged = judged & (units == units[-1]).all(axis=0)
         with np.errstate(invalid="ignore"):
             rising = (slopes >= _STANDARD_ERRORS * errors) & (rise >= _LEAST_RISE)

@@ -154,10 +154,11 @@ def _snapshot(
     tensors = [tensor for tensor, _ in described]
     sigmas = np.array([tensor.held.sigma.exponent(gauge) for tensor, gauge in described])
     gammas = np.array([tensor.held.gamma.exponent(gauge) for tensor, gauge in described])
+    log2_loss_scale = round(math.log2(grad_scale))
     in_graph = np.array([tensor.held.in_graph for tensor in tensors])
     forward = shift_rows(forward, sigmas * in_graph, layout)
     # A loss scaler moves by factors of two, so taking it off again is a shift as well.
-    backward = shift_rows(backward, gammas * in_graph - round(math.log2(grad_scale)), layout)
+    backward = shift_rows(backward, gammas * in_graph - log2_loss_scale, layout)
     positions: dict[str, list[int]] = {}
     for index, tensor in enumerate(tensors):
         positions.setdefault(tensor.name, []).append(index)
@@ -182,4 +183,5 @@ def _snapshot(
         operands=tuple(tensors[index].is_operand for index in kept),
         products=tuple(tensors[index].is_product for index in kept),
         lacking_units=tuple(tensors[index].lacks_unit for index in kept),
+        log2_loss_scale=log2_loss_scale,
     )

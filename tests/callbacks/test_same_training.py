@@ -63,7 +63,8 @@ def test_precisions(plain: Callable[..., Run], precision: str, how: str) -> None
             assert any(pair.log2_gamma for pair in one.gauge.values())
         else:
             steps = [snapshot.step for snapshot in one.snapshots]
-            assert steps == [0, 1, *range(2, 6, sampled_every), 5][: len(steps)]
+            # Every second or third, and of all trainings the first two steps and the last.
+            assert steps in ([0, 1, 2, 4, 5], [0, 1, 3, 5])
 
 
 def _ordinary(generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
