@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -16,6 +17,11 @@ from torch import Tensor
 
 from lightning_unitscale import ScaleMonitor, UnitScaleCallback
 from lightning_unitscale.callbacks import ScaleViolation
+from lightning_unitscale.formats import FP16
+from lightning_unitscale.scales.layout import RowLayout
+from lightning_unitscale.scales.snapshot import ScaleSnapshot
+from lightning_unitscale.scales.statistics import statistics_row
+from lightning_unitscale.scales.violations import default_thresholds, format_violations
 from lightning_unitscale.tensorboard.history import read_run
 from lightning_unitscale.tensorboard.report import write_report
 from tests.callbacks.injected import (
@@ -306,3 +312,54 @@ def test_the_module_is_as_before_when_it_raised() -> None:
     with pytest.warns(UserWarning), pytest.raises(ScaleViolation):
         trainer.fit(module, loader(4))
     assert "training_step" not in module.__dict__
+
+
+def test_a_function_gets_the_new_alerts_of_a_step() -> None:
+    calls: list[tuple[Any, ...]] = []
+    monitor = ScaleMonitor(every_n_steps=5, on_violation=calls.append)
+    trainer, warned = train(monitor, overflow)
+    assert trainer.global_step == 40 and warned == []
+    assert all(type(alerts) is tuple and alerts for alerts in calls)
+    assert tuple(alert for alerts in calls for alert in alerts) == monitor.alerts
+    assert calls[0][0].tensor == "blocks.1.up.weight"
+
+
+def test_what_a_function_raises_ends_the_training(tmp_path: Path) -> None:
+    class Mine(Exception):
+        pass
+
+    def refuse(alerts: Any) -> None:
+        raise Mine(alerts[0].tensor)
+
+    logger = TensorBoardLogger(tmp_path, "run")
+    monitor = ScaleMonitor(every_n_steps=5, on_violation=refuse)
+    with pytest.raises(Mine, match=r"blocks\.1\.up\.weight"):
+        train(monitor, overflow, logger=logger)
+    found = read_run(logger.log_dir)
+    assert found.alerts() == monitor.alerts
+    assert found.history("forward").steps[-1] == FAULT_STEP
+
+
+def test_a_function_that_takes_no_alerts() -> None:
+    with pytest.raises(TypeError, match=r"^on_violation=.*: it cannot be called with one argument"):
+        ScaleMonitor(on_violation=lambda: None)  # type: ignore[arg-type]
+    ScaleMonitor(on_violation=print)
+
+
+def test_a_tensor_without_a_unit_is_not_judged() -> None:
+    """It is all zero when first met, and has a unit one step after it is not."""
+    snapshot = ScaleSnapshot(
+        0,
+        ("a", "b", "c"),
+        *(np.stack([_OVERFLOWING] * 3) for _ in range(2)),
+        _LAYOUT,
+        operands=(True, True, False),
+        products=(False, True, True),
+        lacking_units=((True, True), (False, True), (False, False)),
+    )
+    found = format_violations(snapshot, default_thresholds(_LAYOUT.formats))
+    assert [(one.tensor, one.direction) for one in found] == [("b", "forward"), ("c", "backward")]
+
+
+_LAYOUT = RowLayout((FP16,), histogram=False)
+_OVERFLOWING = statistics_row(torch.full((8,), 1e6), _LAYOUT).double().numpy()
