@@ -83,10 +83,10 @@ class RunningFunction:
         left = list(self._arguments)
         found: list[Tensor | None] = []
         for operand in operands:
-            argument = _first(left, lambda tensor, o=operand: _address(tensor) == o.data_ptr())
+            place = _place(operand)
+            argument = _first(left, lambda tensor, at=place: _place(tensor) == at)
             if argument is None:
-                storage = operand.untyped_storage().data_ptr()
-                argument = _first(left, lambda tensor, s=storage: _storage(tensor) == s)
+                argument = _first(left, lambda tensor, at=place: _place(tensor)[0] == at[0])
             if argument is not None:
                 left = [tensor for tensor in left if tensor is not argument]
             found.append(argument)
@@ -121,12 +121,10 @@ def _first(tensors: Sequence[Tensor], fits: Callable[[Tensor], bool]) -> Tensor 
     return next(filter(fits, tensors), None)
 
 
-def _address(tensor: Tensor) -> int:
-    return local_part(tensor).data_ptr()
-
-
-def _storage(tensor: Tensor) -> int:
-    return local_part(tensor).untyped_storage().data_ptr()
+def _place(tensor: Tensor) -> tuple[int, int]:
+    """Where a tensor lies: its memory, and where it begins there."""
+    tensor = local_part(tensor)
+    return tensor.untyped_storage().data_ptr(), tensor.storage_offset() * tensor.element_size()
 
 
 def _way(node: Any, output: int) -> Iterator[tuple[Any, int]]:

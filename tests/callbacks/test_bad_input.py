@@ -112,7 +112,7 @@ def test_no_logger_is_one_warning() -> None:
     found = [str(one.message) for one in caught if "no logger" in str(one.message)]
     assert len(found) == 1
     assert _is_in_the_form(found[0])
-    assert len(monitor.snapshots) == 1
+    assert len(monitor.snapshots) == 2
     assert "linear" in monitor.table(full=True)
 
 

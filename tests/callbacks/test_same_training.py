@@ -148,7 +148,7 @@ def test_validation_between_and_before(how: str) -> None:
     )
     assert "val_loss" in found.metrics
     assert unit_scale_of(callbacks).gauge.pair("first.linear").log2_gamma
-    assert [one.step for one in monitor_of(callbacks).snapshots] == [0, 3, 6]
+    assert [one.step for one in monitor_of(callbacks).snapshots] == [0, 1, 3, 6, 7]
 
 
 @pytest.mark.parametrize("inference_mode", [True, False])
