@@ -120,7 +120,7 @@ class LightningLoop(Loop):
 
     @override
     def keep_metrics(self, numbers: Mapping[str, float]) -> None:
-        if not self.trainer.barebones:  # type: ignore[attr-defined]
+        if not self.trainer.barebones:
             # On the host: a copy to a device would wait for it.
             tensors = {name: torch.tensor(number) for name, number in numbers.items()}
             self.module.log_dict(tensors, logger=False, batch_size=1)

@@ -9,7 +9,7 @@ graph leads back to the argument; without one its size tells which argument it i
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -83,10 +83,11 @@ class RunningFunction:
         left = list(self._arguments)
         found: list[Tensor | None] = []
         for operand in operands:
-            place = _place(operand)
-            argument = _first(left, lambda tensor, at=place: _place(tensor) == at)
-            if argument is None:
-                argument = _first(left, lambda tensor, at=place: _place(tensor)[0] == at[0])
+            memory, begin = _place(operand)
+            places = [(tensor, *_place(tensor)) for tensor in left]
+            parts = [(tensor, start) for tensor, where, start in places if where == memory]
+            exact = [tensor for tensor, start in parts if start == begin]
+            argument = next(iter((*exact, *(tensor for tensor, _ in parts))), None)
             if argument is not None:
                 left = [tensor for tensor in left if tensor is not argument]
             found.append(argument)
@@ -111,20 +112,17 @@ class RunningFunction:
         same = [tensor for tensor in self._arguments if local_part(tensor).numel() == numel]
         if not same:  # expanded to a batch
             same = [t for t in self._arguments if t.numel() and numel % t.numel() == 0]
-        argument = _first(same, lambda tensor: id(tensor) not in self._taken)
-        argument = next(iter(same), None) if argument is None else argument
+        free = [tensor for tensor in same if id(tensor) not in self._taken]
+        argument = next(iter((*free, *same)), None)
         self._taken.add(id(argument))
         return argument
-
-
-def _first(tensors: Sequence[Tensor], fits: Callable[[Tensor], bool]) -> Tensor | None:
-    return next(filter(fits, tensors), None)
 
 
 def _place(tensor: Tensor) -> tuple[int, int]:
     """Where a tensor lies: its memory, and where it begins there."""
     tensor = local_part(tensor)
-    return tensor.untyped_storage().data_ptr(), tensor.storage_offset() * tensor.element_size()
+    begin = int(tensor.storage_offset()) * tensor.element_size()
+    return tensor.untyped_storage().data_ptr(), begin
 
 
 def _way(node: Any, output: int) -> Iterator[tuple[Any, int]]:

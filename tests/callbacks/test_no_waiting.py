@@ -118,6 +118,17 @@ class Absent(SingleDeviceStrategy):
     def teardown(self) -> None: ...
 
 
+class Seen(pl.Callback):
+    """Which sample is the last one at the end of an epoch."""
+
+    def __init__(self, monitor: ScaleMonitor) -> None:
+        self.steps: list[int] = []
+        self._monitor = monitor
+
+    def on_train_epoch_end(self, *_: Any) -> None:
+        self.steps.append(self._monitor.snapshots[-1].step)
+
+
 class Layers(pl.LightningModule):
     """Embedding, norm, a block of two layers, logits."""
 
@@ -193,10 +204,12 @@ def test_a_captured_step(options: dict[str, Any], at_looks: list[str]) -> None:
             strategy=Absent(),
             max_steps=NUM_STEPS,
             gradient_clip_val=1.0,
-            callbacks=[Steps(gpu), callback, monitor],
+            callbacks=[Steps(gpu), callback, monitor, seen := Seen(monitor)],
             **QUIET,
         )
         trainer.fit(module, Batches(gpu))
+    # What monitors scales at the end of an epoch sees its last step.
+    assert seen.steps == [NUM_STEPS - 1]
     assert gpu.waits[0]  # its units are measured
     expected = [[] if step % LOOK_EVERY else at_looks for step in range(1, NUM_STEPS)]
     # The last sample is read when the epoch is over.

@@ -134,7 +134,7 @@ def test_csv(package: str, flush_every: int, tmp_path: Path) -> None:
     check_names(scales, used)
     alerts = [row for row in runs["with"] if "scales/alerts" in row]
     told = "\n".join(row["scales/alerts"] for row in alerts).splitlines()
-    assert told == [str(alert) for alert in used.alerts] and len(told) > 3
+    assert told == [str(alert) for alert in used.alerts] and len(told) >= 3
     own = [row for row in runs["with"] if "loss" in row]
     assert own == runs["without"]
     assert len(runs["with"]) == len(own) + len(scales) + len(alerts)
@@ -269,6 +269,7 @@ def test_a_wandb_run_keeps_its_axis(names_step: bool, tmp_path: Path) -> None:
     scales = [row for row in rows if "scales/step" in row]
     # Both of the first samples are before it; a row has the last of several.
     assert [row["scales/step"] for row in scales] == SAMPLED[names_step:]
+    used.snapshots = used.snapshots[names_step:]
     check_wandb(scales, run.dir, used)
 
 
