@@ -74,11 +74,12 @@ class HFCallback(TrainerCallback):
             loggers=_writers(args) if state.is_world_process_zero else (),
             scaler=getattr(optimizer, "scaler", None),
         )
-        left = state.max_steps - state.global_step
         saved = _checkpoint(args, state) / _STATE
         if state.global_step and saved.exists():
             self.attachment.load_state_dict(torch.load(saved, weights_only=True))
-        self.attachment.num_steps = self.attachment.step_index + left
+        # Trainers of other packages, which call the same callbacks, need not know.
+        if num_steps := getattr(state, "max_steps", 0):
+            self.attachment.num_steps = self.attachment.step_index + num_steps - state.global_step
 
     @override
     def on_step_end(

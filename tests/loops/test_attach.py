@@ -72,7 +72,7 @@ def test_training_and_evaluation_in_turns(names_optimizer: bool, tmp_path: Path)
             accumulator = EventAccumulator(str(tmp_path))
             accumulator.Reload()
             (tag, *_) = accumulator.Tags()["scalars"]
-            assert [event.step for event in accumulator.Scalars(tag)] == [0, 2, 4]
+            assert [event.step for event in accumulator.Scalars(tag)] == [0, 1, 2, 4]
     # Nothing is left.
     assert "forward" not in vars(model)
     assert not (_global_optimizer_pre_hooks or _global_optimizer_post_hooks)
