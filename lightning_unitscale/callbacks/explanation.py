@@ -13,6 +13,7 @@ from lightning_unitscale.dispatch.coverage import Coverage, CoverageCounter, lac
 from lightning_unitscale.dispatch.formats import NO_UNIT
 from lightning_unitscale.dispatch.lost_formats import LostFormats
 from lightning_unitscale.lossless.gauge import Gauge, GaugePair
+from lightning_unitscale.tensorboard.table import STEP_ITSELF
 
 # In place of the unit of a tensor that was zero, or not finite, whenever it was measured.
 _NONE_YET = "none yet"
@@ -154,7 +155,7 @@ def units_table(gauge: Gauge, lacking: Iterable[str] = ()) -> Table | None:
     # In the order in which modules first have a row.
     modules = dict.fromkeys(result.rpartition(".")[0] for result in rows)
     shown = [
-        (module or "(the step itself)", result.rpartition(".")[2], *units.columns())
+        (module or STEP_ITSELF, result.rpartition(".")[2], *units.columns())
         for module in modules
         for result, units in rows.items()
         if result.rpartition(".")[0] == module

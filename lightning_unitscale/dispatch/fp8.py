@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_unitscale.dispatch.calls import show
 from lightning_unitscale.dispatch.execute import Product
 from lightning_unitscale.dispatch.flushed import FlushedOperands
 from lightning_unitscale.dispatch.formats import Numerics, SimulatedProducts, grid_factor
@@ -27,6 +28,7 @@ from lightning_unitscale.dispatch.torch_internals import (
     Kernel,
     current_node,
     has_subclass,
+    last_sequence_number,
 )
 from lightning_unitscale.formats import get_format
 from lightning_unitscale.functional.low_precision import (
@@ -343,4 +345,7 @@ def _run_layer(
         # The product, and those of its gradients.
         for _ in range(1 + input.requires_grad + weight.requires_grad):
             session.counter.add(site.module, "format", "", _MM.flops(operands, None))
-    return numerics.run_layer(product, input, weight, bias)
+    first_node = last_sequence_number() + 1
+    result = numerics.run_layer(product, input, weight, bias)
+    show(site, operands, first_node)
+    return result
