@@ -7,22 +7,22 @@ import sys
 from collections.abc import Iterable, Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import (
-    Trainer,
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
-)
 from typing_extensions import override
 
 from lightning_unitscale.loops.attach import Attachment, attach
 from lightning_unitscale.loops.loggers import NumberWriter, WandbWriter, mlflow_run
 from lightning_unitscale.loops.loop import LoopCallback
+from lightning_unitscale.patching import base_when_imported
+
+if TYPE_CHECKING:
+    from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+else:
+    # Its package is not imported here: it is not installed everywhere, and takes seconds.
+    TrainerCallback = base_when_imported("TrainerCallback", "transformers.trainer_callback")
 
 # In the folder of a checkpoint.
 _STATE = "lightning_unitscale.pt"
@@ -141,11 +141,12 @@ def _trained(model: Any, optimizer: Any) -> Any:
 
 def _compiled(model: nn.Module) -> nn.Module:
     """What the Trainer has compiled of a model, and calls in its place; callbacks get the model."""
+    kind = import_module("transformers").Trainer
     frame = sys._getframe()
     while frame.f_back is not None:
         frame = frame.f_back
         trainer = frame.f_locals.get("self")
-        if isinstance(trainer, Trainer):
+        if isinstance(trainer, kind):
             wrapped: nn.Module = trainer.model_wrapped
             return wrapped if hasattr(wrapped, "_orig_mod") else model
     return model
