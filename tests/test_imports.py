@@ -75,9 +75,14 @@ with attach(model, optimizer, [UnitScaleCallback(), ScaleMonitor(1)]):
     optimizer.step()
 print(*{name.split('.')[0] for name in sys.modules})
 """
+_FORGET = """
+import sys
+for name in list(sys.modules):  # torchmetrics has imported it
+    if name.partition(".")[0] in ABSENT: del sys.modules[name]
+"""
 # An environment without some packages: neither they nor their metadata are found.
-_WITHOUT = """
-import importlib.metadata, inspect, pydoc, sys
+_WITHOUT = f"{_FORGET}\n" + """
+import importlib.metadata, inspect, pydoc
 class Absent:
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] in ABSENT:
@@ -116,8 +121,9 @@ for make in (lambda: PipelineStrategy(num_microbatches=2), lambda: lus.cli):
     except (ModuleNotFoundError, AttributeError) as error: print(type(error).__name__, error)
 """
 # A program of Hugging Face's that has imported the package before its own.
-HUGGING_FACE = """
-import sys
+HUGGING_FACE = f"""
+ABSENT = {{"transformers"}}
+{_FORGET}
 from lightning_unitscale import HFCallback, ScaleMonitor
 callback = HFCallback([ScaleMonitor()])
 before = "transformers" in sys.modules
