@@ -81,7 +81,9 @@ for name in list(sys.modules):  # torchmetrics has imported it
     if name.partition(".")[0] in ABSENT: del sys.modules[name]
 """
 # An environment without some packages: neither they nor their metadata are found.
-_WITHOUT = f"{_FORGET}\n" + """
+_WITHOUT = (
+    f"{_FORGET}\n"
+    + """
 import importlib.metadata, inspect, pydoc
 class Absent:
     def find_spec(self, name, path=None, target=None):
@@ -101,6 +103,7 @@ assert dict(inspect.getmembers(lus))["HFCallback"] is HFCallback
 assert "HFCallback" in pydoc.render_doc(lus)
 assert HFCallback([UnitScaleCallback()]).attachment is None
 """
+)
 _STARS = """
 for name in sorted(lus._SUBMODULES - {"cli", "strategies"}):
     exec(f"from lightning_unitscale.{name} import *", {})

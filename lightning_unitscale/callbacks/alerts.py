@@ -8,6 +8,7 @@ from typing import Final, Literal, get_args
 import torch
 from torch import Tensor
 
+from lightning_unitscale.arguments import shown
 from lightning_unitscale.callbacks.distributed import is_distributed
 from lightning_unitscale.callbacks.packages import rank_zero_warn
 from lightning_unitscale.formats import NumberFormat
@@ -139,17 +140,18 @@ class ScaleAlerts:
         formats: tuple[NumberFormat, ...],
     ) -> None:
         choices = get_args(OnViolation)
-        if on_violation is not None and on_violation not in choices:
+        is_choice = isinstance(on_violation, str) and on_violation in choices
+        if on_violation is not None and not is_choice:
             raise ValueError(
-                f"on_violation={on_violation!r}: unknown; expected one of "
+                f"on_violation={shown(on_violation)}: unknown; expected one of "
                 f"{', '.join(map(repr, choices))}, or None to record alerts without a word; "
                 "correct it"
             )
         is_number = isinstance(trend_steps, int) and not isinstance(trend_steps, bool)
         if trend_steps is not None and (not is_number or trend_steps < 1):
             raise ValueError(
-                f"trend_steps={trend_steps!r}: not a number of steps; expected an integer of at "
-                "least 1, or None to look at no trends; pass trend_steps=500"
+                f"trend_steps={shown(trend_steps)}: not a number of steps; expected an integer of "
+                "at least 1, or None to look at no trends; pass trend_steps=500"
             )
         self._on_violation = on_violation
         if thresholds is None:

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
     from lightning.pytorch import Callback as Callback
 else:
-
     # A callback for the Trainer, and for the command line, of each package.
     Callback = base_when_imported("Callback", *TRAINER_PACKAGES)
 

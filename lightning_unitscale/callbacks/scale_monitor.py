@@ -10,17 +10,18 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_unitscale.arguments import check_choice, check_count
+from lightning_unitscale.arguments import check_choice, check_count, shown
 from lightning_unitscale.callbacks.alerts import OnViolation, ScaleAlerts, ScaleViolation
 from lightning_unitscale.callbacks.distributed import (
     is_distributed,
     joint_snapshot,
     pipeline_of,
 )
+from lightning_unitscale.callbacks.given import check_callbacks
 from lightning_unitscale.callbacks.lightning_loop import LightningLoop
 from lightning_unitscale.callbacks.monitored_steps import MonitoredSteps, ProbedSteps, WatchedSteps
 from lightning_unitscale.callbacks.packages import rank_zero_warn
-from lightning_unitscale.callbacks.steps import StepsCallback, captures_steps, check_module
+from lightning_unitscale.callbacks.steps import StepsCallback, all_callbacks, captures_steps
 from lightning_unitscale.formats import NumberFormat, get_format
 from lightning_unitscale.graph.name_patterns import NamePatterns
 from lightning_unitscale.loops.loggers import Writer, writer_for
@@ -127,9 +128,10 @@ class ScaleMonitor(StepsCallback):
         super().__init__()
         self._remember(locals())
         check_count("every_n_steps", every_n_steps)
-        if not isinstance(histograms, bool) and histograms != "exact":
+        is_exact = isinstance(histograms, str) and histograms == "exact"
+        if not isinstance(histograms, bool) and not is_exact:
             raise ValueError(
-                f"histograms={histograms!r}: no such choice; expected True, False or 'exact'; "
+                f"histograms={shown(histograms)}: no such choice; expected True, False or 'exact'; "
                 "leave it out for a sample of every tensor."
             )
         check_choice(
@@ -142,13 +144,17 @@ class ScaleMonitor(StepsCallback):
         self.every_n_steps = every_n_steps
         self._tabs = tensorboard_tabs
         self._patterns = NamePatterns(include, exclude)
-        listed = (formats,) if isinstance(formats, (str, NumberFormat)) else formats
-        monitored = tuple(map(get_format, listed))
+        given = f"formats={shown(formats)}"
+        listed = formats if isinstance(formats, (list, tuple)) else (formats,)
+        monitored = tuple(
+            get_format(item, given=given if item is formats else f"{given}: {shown(item)}")
+            for item in listed
+        )
         self._alerts = ScaleAlerts(on_violation, thresholds, trend_steps, monitored)
         self._layout = RowLayout(
             self._alerts.formats,
             bool(histograms),
-            None if histograms == "exact" else RowLayout.sample_size,
+            None if is_exact else RowLayout.sample_size,
         )
         self.snapshots: list[ScaleSnapshot] = []
         self._steps: MonitoredSteps | None = None
@@ -187,7 +193,7 @@ class ScaleMonitor(StepsCallback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage != "fit":
             return  # an evaluation has no backward pass to show
-        check_module(trainer, pl_module, self)
+        check_callbacks(all_callbacks(trainer))
         self.leave()
         loop = LightningLoop(trainer, pl_module)
         # A rank of a pipeline sees the tensors of its own stages.

@@ -6,6 +6,7 @@ import functools
 import sys
 from collections.abc import Iterable, Mapping
 from importlib import import_module
+from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,9 @@ import torch
 from torch import nn
 from typing_extensions import override
 
+from lightning_unitscale.arguments import check_instance
 from lightning_unitscale.loops.attach import Attachment, attach
+from lightning_unitscale.loops.given import given_callbacks
 from lightning_unitscale.loops.loggers import NumberWriter, WandbWriter, mlflow_run
 from lightning_unitscale.loops.loop import LoopCallback
 from lightning_unitscale.patching import base_when_imported
@@ -37,9 +40,13 @@ class HFCallback(TrainerCallback):
     that is resumed goes on.
 
     Args:
-        callbacks: As for :func:`lightning_unitscale.attach`.
+        callbacks: As for :func:`lightning_unitscale.attach`, at least one.
         log_dir: Folder of TensorBoard's event files, for ``ScaleMonitor``; by default ``scales`` in
             the Trainer's ``output_dir``.
+
+    Raises:
+        TypeError: If an argument is none of these.
+        ValueError: If there is no callback, or two of them set the same.
 
     Attributes:
         attachment: What the callbacks work in while the Trainer trains.
@@ -47,11 +54,20 @@ class HFCallback(TrainerCallback):
 
     def __init__(
         self,
-        callbacks: LoopCallback | Iterable[LoopCallback],
+        callbacks: LoopCallback | Iterable[LoopCallback] = (),
         *,
         log_dir: str | Path | None = None,
     ) -> None:
-        self._callbacks = callbacks if isinstance(callbacks, LoopCallback) else tuple(callbacks)
+        self._callbacks = given_callbacks(callbacks)
+        # The Trainer makes an instance of a class that it is given.
+        if not self._callbacks:
+            raise ValueError(
+                "callbacks=(): HFCallback has nothing to work with; expected UnitScaleCallback(), "
+                "ScaleMonitor() or both; write HFCallback([UnitScaleCallback(), ScaleMonitor()])."
+            )
+        if log_dir is not None:
+            expected = "the path of a folder"
+            check_instance("log_dir", log_dir, (str, PathLike), expected, "pass its path")
         self._log_dir = log_dir
         self.attachment: Attachment | None = None
 
