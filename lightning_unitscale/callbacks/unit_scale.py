@@ -37,7 +37,11 @@ from lightning_unitscale.callbacks.product_units import ProductUnits
 from lightning_unitscale.callbacks.remat import budget_claim, compile_claim
 from lightning_unitscale.callbacks.rules import rules_of
 from lightning_unitscale.callbacks.steps import StepsCallback, all_callbacks, captures_steps
-from lightning_unitscale.callbacks.trainer_settings import check_fp8, check_fp8_device
+from lightning_unitscale.callbacks.trainer_settings import (
+    check_fp8,
+    check_fp8_device,
+    check_simulation,
+)
 from lightning_unitscale.callbacks.units import MeasuredUnits, RecalibrationSchedule
 from lightning_unitscale.dispatch.coverage import Coverage
 from lightning_unitscale.dynamo.capture import CompileMode
@@ -220,6 +224,8 @@ class UnitScaleCallback(StepsCallback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if self._fp8 is not None:
             check_fp8(trainer)
+        if self.simulate is not None:
+            check_simulation(trainer, self.simulate.format)
         # A captured graph hides the modules that products run in.
         self._runs_captured = captures_steps(trainer)
         check_callbacks(all_callbacks(trainer))

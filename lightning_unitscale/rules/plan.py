@@ -236,6 +236,12 @@ class RuleOptions:
                 f"residual={shown(residual)}: no such weights; expected two positive numbers, for "
                 "branches with attention and for the others; pass for example residual=(0.1, 0.7)."
             )
+        for name in ("residual_mult", "residual_attn_ratio"):
+            if residual is not None and getattr(self, name) != 1:
+                raise ValueError(
+                    f"residual={shown(residual)} with {name}={getattr(self, name)!r}: both weigh "
+                    "residual branches; expected one of the two; leave one out."
+                )
 
 
 def _is_factor(value: object) -> bool:
