@@ -20,7 +20,7 @@ from lightning_unitscale.callbacks.distributed import (
 from lightning_unitscale.callbacks.given import check_callbacks
 from lightning_unitscale.callbacks.lightning_loop import LightningLoop
 from lightning_unitscale.callbacks.monitored_steps import MonitoredSteps, ProbedSteps, WatchedSteps
-from lightning_unitscale.callbacks.packages import rank_zero_warn
+from lightning_unitscale.callbacks.packages import rank_zero_info, rank_zero_warn
 from lightning_unitscale.callbacks.steps import StepsCallback, all_callbacks, captures_steps
 from lightning_unitscale.formats import NumberFormat, get_format
 from lightning_unitscale.graph.name_patterns import NamePatterns
@@ -31,8 +31,9 @@ from lightning_unitscale.scales.export import summarize, write_csv, write_json_l
 from lightning_unitscale.scales.layout import RowLayout
 from lightning_unitscale.scales.snapshot import ScaleSnapshot
 from lightning_unitscale.scales.violations import Limits
+from lightning_unitscale.tensorboard.command import SCALES_URL, tensorboard_command
 from lightning_unitscale.tensorboard.table import scale_table
-from lightning_unitscale.tensorboard.writer import TABS, TensorBoardTabs
+from lightning_unitscale.tensorboard.writer import TABS, ScaleWriter, TensorBoardTabs
 from lightning_unitscale.watching.torch_state import is_readable
 
 if TYPE_CHECKING:
@@ -351,5 +352,10 @@ class ScaleMonitor(StepsCallback):
     def _writers_of(self, loop: Loop) -> list[Writer]:
         for logger in loop.loggers:
             if id(logger) not in self._writers:
-                self._writers[id(logger)] = writer_for(logger, self._tabs)
+                writer = self._writers[id(logger)] = writer_for(logger, self._tabs)
+                if isinstance(writer, ScaleWriter):
+                    rank_zero_info(
+                        f"ScaleMonitor: to see the scales while the run goes on, run "
+                        f"{tensorboard_command(logger)} and open {SCALES_URL}"
+                    )
         return list(self._writers.values())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from lightning_unitscale.arguments import checked_folder, shown
@@ -72,7 +72,7 @@ def given_callbacks(callbacks: Any) -> tuple[LoopCallback, ...]:
         TypeError: If one of them works in a Lightning Trainer only, or is no callback.
         ValueError: If two of them do not go together.
     """
-    is_one = isinstance(callbacks, (LoopCallback, type, str, bytes))
+    is_one = isinstance(callbacks, (LoopCallback, type, str, bytes, Mapping))
     is_list = isinstance(callbacks, Iterable) and not is_one
     listed: list[Any] = list(callbacks) if is_list else [callbacks]
     for callback in listed:
