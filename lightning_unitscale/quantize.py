@@ -132,13 +132,12 @@ def checked_format(format: FormatLike, *, given: str | None = None) -> NumberFor
         ValueError: If there is no such format, or it is finer or wider than FP32.
         TypeError: If ``format`` is not the name, the bits or the description of a format.
     """
-    given = f"format={shown(format)}" if given is None else given
     resolved = get_format(format, given=given)
     if resolved.mantissa_bits > _MANTISSA_BITS or resolved.max > FP32.max:
         raise ValueError(
-            f"{given}: FP32, in which values are rounded, does not have all its numbers; "
-            f"expected at most {_MANTISSA_BITS} mantissa bits and a maximum of at most "
-            f"{FP32.max:.3g}; choose a smaller format."
+            f"{given or f'format={resolved}'}: FP32, in which values are rounded, does not have "
+            f"all its numbers; expected at most {_MANTISSA_BITS} mantissa bits and a maximum of at "
+            f"most {FP32.max:.3g}; choose a smaller format."
         )
     return resolved
 

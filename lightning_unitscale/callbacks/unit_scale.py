@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 
 
 class UnitScaleCallback(StepsCallback):
-    """Unit-scales a LightningModule: same losses, same weights, every matrix product at RMS 1.
+    """Unit-scales a LightningModule: same losses, same weights, matmuls near RMS 1.
 
     Every matrix product of the module's steps, forward and backward, runs on operands in units of a
     power of two near their RMS, measured when it runs for the first time. Powers of two are exact,
