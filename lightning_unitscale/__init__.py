@@ -98,14 +98,31 @@ when_imported("lightning.pytorch.strategies", _register)
 
 
 def __getattr__(name: str) -> Any:
-    if name in _EXPORTS:
-        value = getattr(import_module(_EXPORTS[name]), name)
-    elif name in _SUBMODULES:
-        value = import_module(f"{__name__}.{name}")
-    else:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        if name in _EXPORTS:
+            value = getattr(import_module(_EXPORTS[name]), name)
+        elif name in _SUBMODULES:
+            value = import_module(f"{__name__}.{name}")
+        else:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    except ModuleNotFoundError as error:
+        # ``import *``, ``hasattr`` and ``inspect`` ask for names that nobody is going to use.
+        if name in _EXPORTS:
+            return _unavailable(name, error)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}: {error}") from error
     globals()[name] = value  # the next access does not come through here
     return value
+
+
+def _unavailable(name: str, error: ModuleNotFoundError) -> type:
+    """A class in place of one whose packages are not installed: it raises when it is called."""
+
+    def init(self: object, *args: object, **kwargs: object) -> None:
+        raise ModuleNotFoundError(
+            f"{name}: {error}; expected an environment that has it; install it.", name=error.name
+        ) from error
+
+    return type(name, (), {"__init__": init, "__doc__": f"Not available here: {error}."})
 
 
 def __dir__() -> list[str]:

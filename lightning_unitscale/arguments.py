@@ -1,9 +1,25 @@
-"""Checks of arguments: one of a few words, a count, a flag, a name of something that is there."""
+"""Checks of arguments: each error names the argument, its value, and what was expected."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+import math
+import os
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+_LONGEST_SHOWN = 100
+
+
+def shown(value: object) -> str:
+    """A value on one line of an error, cut where it is long.
+
+    Args:
+        value: Whatever the user has given: a word, a tensor, a module.
+    """
+    text = " ".join(repr(value).split())
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[: _LONGEST_SHOWN - 3]}..."
 
 
 def check_choice(name: str, value: object, choices: Sequence[str], what: str, advice: str) -> None:
@@ -19,22 +35,41 @@ def check_choice(name: str, value: object, choices: Sequence[str], what: str, ad
     Raises:
         ValueError: If ``value`` is not one of ``choices``.
     """
-    if value not in choices:
+    if not isinstance(value, str) or value not in choices:
         *first, last = map(repr, choices)
         expected = f"{', '.join(first)} or {last}"
-        raise ValueError(f"{name}={value!r}: {what}; expected {expected}; {advice}.")
+        raise ValueError(f"{name}={shown(value)}: {what}; expected {expected}; {advice}.")
 
 
-def check_count(name: str, value: object) -> None:
-    """Refuse an argument that is no whole number of at least 1.
+def check_count(name: str, value: object, *, least: int = 1) -> None:
+    """Refuse an argument that is not a whole number, or is too small.
 
     Raises:
         ValueError: With the argument's name and value.
     """
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(
-            f"{name}={value!r}: not a count; expected a whole number of at least 1; "
-            f"pass {name}=1 or more."
+            f"{name}={shown(value)}: not a count; expected a whole number of at least {least}; "
+            f"pass {name}={least} or more."
+        )
+
+
+def check_positive(name: str, value: object, what: str) -> None:
+    """Refuse an argument that is not a positive, finite number.
+
+    Args:
+        name: Of the argument.
+        value: What was given.
+        what: What it counts, such as ``"seconds"``.
+
+    Raises:
+        ValueError: With the argument's name and value.
+    """
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not 0 < value < math.inf:  # type: ignore[operator]
+        raise ValueError(
+            f"{name}={shown(value)}: not a number of {what}; expected a finite number above 0; "
+            "pass such a number."
         )
 
 
@@ -45,7 +80,100 @@ def check_flag(name: str, value: object) -> None:
         ValueError: If it is something else, such as ``"yes"``.
     """
     if not isinstance(value, bool):
-        raise ValueError(f"{name}={value!r}: not a flag; expected True or False; pass one of them.")
+        raise ValueError(
+            f"{name}={shown(value)}: not a flag; expected True or False; pass one of them."
+        )
+
+
+def check_instance(
+    name: str, value: object, kinds: type | tuple[type, ...], expected: str, advice: str
+) -> None:
+    """Refuse an argument of another type.
+
+    Args:
+        name: Of the argument.
+        value: What was given.
+        kinds: The types that it may have.
+        expected: These types in words, such as ``"a torch.nn.Module"``.
+        advice: What to change.
+
+    Raises:
+        TypeError: With the argument's name and value.
+    """
+    if not isinstance(value, kinds):
+        raise TypeError(
+            f"{name}={shown(value)}: it is {_with_article(type(value).__name__)}; expected "
+            f"{expected}; {advice}."
+        )
+
+
+def check_callable(name: str, value: object, expected: str, advice: str) -> None:
+    """Refuse an argument that cannot be called; see :func:`check_instance`.
+
+    Raises:
+        TypeError: With the argument's name and value.
+    """
+    check_instance(name, value, Callable, expected, advice)  # type: ignore[arg-type]
+
+
+def checked_folder(name: str, value: Any) -> Path:
+    """A folder that files can be written to; it is made if it does not exist.
+
+    Raises:
+        TypeError: If the argument is no path.
+        ValueError: If the folder cannot be made, or nothing can be written to it.
+    """
+    check_instance(name, value, (str, os.PathLike), "the path of a folder", "pass its path")
+    folder = Path(value)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        why = "" if os.access(folder, os.W_OK | os.X_OK) else "permission denied"
+    except (OSError, ValueError) as error:  # the latter of a zero byte in the path
+        why = _reason(error)
+    if not os.fspath(value):
+        why = "the path is empty"
+    if why:
+        raise ValueError(
+            f"{name}={shown(os.fspath(value))}: nothing can be written to this folder ({why}); "
+            "expected a folder that exists or can be made; pass another one."
+        )
+    return folder
+
+
+def check_file(name: str, value: Any) -> None:
+    """Refuse the path of a file that cannot be written; nothing is made.
+
+    Raises:
+        TypeError: If the argument is no path.
+        ValueError: If its folder does not exist, or the file cannot be written there.
+    """
+    check_instance(name, value, (str, os.PathLike), "the path of a file", "pass its path")
+    path = Path(value)
+    why = ""
+    if path.is_dir():
+        why = "it is a folder"
+    elif not path.parent.is_dir():
+        why = f"{path.parent} is no folder"
+    elif not os.access(path if path.exists() else path.parent, os.W_OK):
+        why = "permission denied"
+    if why:
+        raise ValueError(
+            f"{name}={shown(os.fspath(value))}: this file cannot be written ({why}); expected a "
+            "file in a folder that exists; pass another path."
+        )
+
+
+def _reason(error: Exception) -> str:
+    return str(getattr(error, "strerror", None) or error).lower()
+
+
+def _with_article(name: str) -> str:
+    return f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}"
+
+
+def is_same(value: object, default: object) -> bool:
+    """Whether an argument has its default value, whatever it is: tensors compare by element."""
+    return value is default or (type(value) is type(default) and bool(value == default))
 
 
 def nearest(name: str, others: Iterable[str]) -> str | None:

@@ -52,21 +52,26 @@ class NumberFormat:
     finite_only: bool = False
 
     def __post_init__(self) -> None:
-        if not self.name:
+        if not isinstance(self.name, str) or not self.name:
             raise ValueError(
                 f"name={self.name!r}: a format needs a name; expected text such as 'E3M4'; "
                 "pass one, tables and tags show it"
             )
-        if not 2 <= self.exponent_bits <= _MAX_EXPONENT_BITS:
+        if not _is_within(self.exponent_bits, 2, _MAX_EXPONENT_BITS):
             raise ValueError(
-                f"exponent_bits={self.exponent_bits}: out of range; expected 2 to "
+                f"exponent_bits={self.exponent_bits!r}: out of range; expected 2 to "
                 f"{_MAX_EXPONENT_BITS}, since one code holds zero and subnormals; change the number"
             )
-        if not 1 <= self.mantissa_bits <= _MAX_MANTISSA_BITS:
+        if not _is_within(self.mantissa_bits, 1, _MAX_MANTISSA_BITS):
             raise ValueError(
-                f"mantissa_bits={self.mantissa_bits}: out of range; expected 1 to "
+                f"mantissa_bits={self.mantissa_bits!r}: out of range; expected 1 to "
                 f"{_MAX_MANTISSA_BITS} stored bits, since a format without a mantissa holds only "
                 "powers of two and has no subnormals; change the number"
+            )
+        if not isinstance(self.finite_only, bool):
+            raise ValueError(
+                f"finite_only={self.finite_only!r}: not a flag; expected True or False; pass one "
+                "of them"
             )
 
     @property
@@ -138,6 +143,10 @@ class NumberFormat:
         return self.name
 
 
+def _is_within(bits: object, least: int, most: int) -> bool:
+    return type(bits) is int and least <= bits <= most
+
+
 FP32 = NumberFormat("FP32", exponent_bits=8, mantissa_bits=23)
 BF16 = NumberFormat("BF16", exponent_bits=8, mantissa_bits=7)
 FP16 = NumberFormat("FP16", exponent_bits=5, mantissa_bits=10)
@@ -157,7 +166,9 @@ _ALIASES = {
 }
 
 
-def get_format(format: str | NumberFormat | tuple[int, int]) -> NumberFormat:
+def get_format(
+    format: str | NumberFormat | tuple[int, int], *, given: str | None = None
+) -> NumberFormat:
     """Find a format by name or by bits; a format is returned as it is.
 
     Args:
@@ -165,6 +176,7 @@ def get_format(format: str | NumberFormat | tuple[int, int]) -> NumberFormat:
             torch's own names for them, in any case; or bits written as ``E3M4`` (with infinities)
             or ``E2M3FN`` (finite only), or given as ``(exponent_bits, mantissa_bits)``, which is
             the same as ``E3M4``. ``E4M3`` means ``E4M3FN``, as it does in hardware.
+        given: How an error begins: the argument and its value, by default ``format=...``.
 
     Raises:
         ValueError: If there is no such format.
@@ -172,16 +184,17 @@ def get_format(format: str | NumberFormat | tuple[int, int]) -> NumberFormat:
     """
     if isinstance(format, NumberFormat):
         return format
+    given = f"format={format!r}" if given is None else given
     if isinstance(format, (tuple, list)):
         if len(format) != 2 or not all(type(bits) is int for bits in format):
             raise TypeError(
-                f"format={format!r}: not the bits of a format; expected two integers, "
+                f"{given}: not the bits of a format; expected two integers, "
                 "(exponent_bits, mantissa_bits); pass for example (4, 3)"
             )
-        return get_format("E{}M{}".format(*format))
+        return get_format("E{}M{}".format(*format), given=given)
     if not isinstance(format, str):
         raise TypeError(
-            f"format={format!r}: not a format; expected a name or a NumberFormat, got "
+            f"{given}: not a format; expected a name or a NumberFormat, got "
             f"{type(format).__name__}; pass for example 'FP16'"
         )
     name = format.strip().upper().removeprefix("TORCH.")
@@ -191,12 +204,11 @@ def get_format(format: str | NumberFormat | tuple[int, int]) -> NumberFormat:
     bits = _NAME.fullmatch(name)
     if bits is None:
         raise ValueError(
-            f"format={format!r}: unknown number format; expected one of {', '.join(FORMATS)}, or "
+            f"{given}: unknown number format; expected one of {', '.join(FORMATS)}, or "
             "bits such as 'E3M4' or 'E2M3FN'; correct the name or pass a NumberFormat"
         )
-    return NumberFormat(
-        name,
-        exponent_bits=int(bits[1]),
-        mantissa_bits=int(bits[2]),
-        finite_only=bits[3] is not None,
-    )
+    exponent_bits, mantissa_bits = int(bits[1]), int(bits[2])
+    try:
+        return NumberFormat(name, exponent_bits, mantissa_bits, finite_only=bits[3] is not None)
+    except ValueError as error:
+        raise ValueError(f"{given}: {error}") from None

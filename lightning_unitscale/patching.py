@@ -148,6 +148,26 @@ def when_imported(name: str, run: Callable[[ModuleType], None]) -> None:
         sys.meta_path.insert(0, _WaitFor(name, run))
 
 
+def base_when_imported(name: str, *modules: str) -> type:
+    """A base class that becomes a subclass of other packages' classes of the same name.
+
+    Neither package is imported for it, so whoever derives from it can be imported without them.
+
+    Args:
+        name: Of the classes.
+        modules: Full names of the modules that have them, each as soon as it is imported.
+    """
+    # The bases of a class can be changed if one of them is not ``object`` itself.
+    base: type = type(name, (type(f"_{name}", (), {}),), {})
+
+    def derive(module: ModuleType) -> None:
+        base.__bases__ = (*base.__bases__, getattr(module, name))
+
+    for module in modules:
+        when_imported(module, derive)
+    return base
+
+
 class _WaitFor:
     """Finds a module as the other finders do, and calls a function once it has run.
 

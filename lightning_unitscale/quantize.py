@@ -14,7 +14,13 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from lightning_unitscale.arguments import check_choice
+from lightning_unitscale.arguments import (
+    check_choice,
+    check_count,
+    check_flag,
+    check_instance,
+    shown,
+)
 from lightning_unitscale.formats import FP32, NumberFormat, get_format
 
 FormatLike = str | NumberFormat | tuple[int, int]
@@ -70,10 +76,12 @@ def quantize(
     """
     resolved = checked_format(format)
     check_rounding(rounding)
+    if saturate is not None:
+        check_flag("saturate", saturate)
     if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
-        actual = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+        actual = f" of {tensor.dtype}" if isinstance(tensor, Tensor) else f"={shown(tensor)}"
         raise TypeError(
-            f"tensor of {actual}: only floating-point numbers can be rounded to a format; expected "
+            f"tensor{actual}: only floating-point numbers can be rounded to a format; expected "
             "a tensor of float32, bfloat16, float16 or float64; convert it first."
         )
     key = None
@@ -81,8 +89,8 @@ def quantize(
         key = _key_from(generator, tensor.device)
     elif generator is not None:
         raise ValueError(
-            "generator: rounding='nearest' draws no random numbers; expected None; leave it out or "
-            "pass rounding='stochastic'."
+            f"generator={shown(generator)}: rounding='nearest' draws no random numbers; expected "
+            "None; leave it out or pass rounding='stochastic'."
         )
     result: Tensor = _StraightThrough.apply(tensor, resolved, saturate, key)
     return result
@@ -104,24 +112,32 @@ def rounding_keys(
     Returns:
         INT64 of shape ``(count, 2)``; a row is a ``generator`` of :func:`quantize`.
     """
+    check_count("count", count, least=0)
+    if generator is not None:
+        kind, advice = torch.Generator, "leave it out for torch's default one"
+        check_instance("generator", generator, kind, "a torch.Generator", advice)
     where = device if generator is None else generator.device
     keys = torch.randint(_KEY_VALUES, (count, 2), generator=generator, device=where)
     return keys if device is None else keys.to(device)
 
 
-def checked_format(format: FormatLike) -> NumberFormat:
-    """The format that is meant, if every number of it is an FP32 number.
+def checked_format(format: FormatLike, *, given: str | None = None) -> NumberFormat:
+    """Find a format, of which every number is an FP32 number.
+
+    Args:
+        format: As for ``get_format``.
+        given: The same.
 
     Raises:
         ValueError: If there is no such format, or it is finer or wider than FP32.
         TypeError: If ``format`` is not the name, the bits or the description of a format.
     """
-    resolved = get_format(format)
+    resolved = get_format(format, given=given)
     if resolved.mantissa_bits > _MANTISSA_BITS or resolved.max > FP32.max:
         raise ValueError(
-            f"format={resolved}: FP32, in which values are rounded, does not have all its numbers; "
-            f"expected at most {_MANTISSA_BITS} mantissa bits and a maximum of at most "
-            f"{FP32.max:.3g}; choose a smaller format."
+            f"{given or f'format={resolved}'}: FP32, in which values are rounded, does not have "
+            f"all its numbers; expected at most {_MANTISSA_BITS} mantissa bits and a maximum of at "
+            f"most {FP32.max:.3g}; choose a smaller format."
         )
     return resolved
 
@@ -246,8 +262,10 @@ def _largest_in_both(format: NumberFormat, dtype: torch.dtype) -> float:
 
 
 def _key_from(generator: torch.Generator | Tensor | None, device: torch.device) -> Tensor:
-    if not isinstance(generator, Tensor):
+    if generator is None or isinstance(generator, torch.Generator):
         return rounding_keys(1, generator, device=device)[0]
+    expected = "a torch.Generator or a row of rounding_keys()"
+    check_instance("generator", generator, Tensor, expected, "pass one of them")
     if generator.shape != (2,) or generator.dtype != torch.int64:
         raise ValueError(
             f"generator of shape {tuple(generator.shape)} and {generator.dtype}: no key of a "

@@ -86,6 +86,7 @@ def test_fit_ends_with_a_report(
     assert re.search(r"\nblocks\.0 +\d+ of 11 ", report)  # the scale table
     assert "gradients within 2x of RMS 1" in report
     assert re.search(r"Validation loss: \d\.\d{4} after step 4 .*\d\.\d{4}, the unigram", report)
+    assert "\nScales tab: http://localhost:6006/#scales (while" in report
     assert report.rstrip().endswith("--logdir logs")
     assert list(Path("logs", config.stem, "version_0").glob("events.out.tfevents.*"))
 
@@ -120,7 +121,7 @@ def test_callbacks_can_be_left_out_and_added(
     (callback,) = _saved_config("logs/gpt_unit_scaled/version_0")["trainer"]["callbacks"]
     assert callback["class_path"].endswith("LearningRateMonitor")
     report = capsys.readouterr().out
-    assert "blocks.0" not in report
+    assert "blocks.0" not in report and "Scales tab" not in report
     assert "Validation loss" in report
 
 
@@ -360,6 +361,22 @@ class TestProfile:
         assert "more nodes)" in printed
 
 
+@pytest.mark.parametrize(
+    ("option", "text"),
+    [
+        ("--json=nowhere/profile.json", "json='nowhere/profile.json': .*nowhere is no folder"),
+        ("--plot=logs", "plot='logs': .*it is a folder"),
+        ("--sort_by=size", "sort_by='size': nodes have no such number"),
+        ("--limit=0", "limit=0: not a count"),
+        ("--budget_bytes=-1", "budget_bytes=-1: not a count"),
+    ],
+)
+def test_profile_fails_before_it_profiles(option: str, text: str, tiny: list[str]) -> None:
+    Path("logs").mkdir()
+    with pytest.raises(ValueError, match=rf"^{text}.*; expected .*; \w+ "):
+        main(["profile", f"--config={BASELINE}", *tiny, option])
+
+
 _SHARDED = """
 import lightning.pytorch as pl, torch
 from torch.distributed.fsdp import fully_shard
@@ -505,6 +522,25 @@ class TestExplainPipeline:
         assert re.search(r"step \d+\.\d+ ms \(estimated\), bubble \d+\.\d%", printed)
         assert "stage 1 |." in printed
         assert not Path("logs").exists()
+
+    @pytest.mark.parametrize(
+        ("option", "text"),
+        [
+            ("--num_stages=100", "num_stages=100: num_microbatches is .* 2 samples .* 200 equal"),
+            ("--num_stages=0", "num_stages=0: not a count"),
+            ("--num_microbatches=-2", "num_microbatches=-2: not a count"),
+        ],
+    )
+    def test_an_error_names_the_option_that_was_given(
+        self, option: str, text: str, tiny: list[str]
+    ) -> None:
+        with pytest.raises(ValueError, match=rf"^{text}.*; expected .*; pass "):
+            main(["explain-pipeline", f"--config={BASELINE}", *tiny, option])
+
+    def test_more_stages_than_operations(self, tiny: list[str]) -> None:
+        options = ["--num_stages=900", "--num_microbatches=2"]
+        with pytest.raises(ValueError, match=r"^num_stages=900: the captured graph can be cut at"):
+            main(["explain-pipeline", f"--config={BASELINE}", *tiny, *options])
 
     def test_a_batch_that_cannot_be_divided(self, tiny: list[str]) -> None:
         config = f"--config={BASELINE}"

@@ -75,7 +75,68 @@ with attach(model, optimizer, [UnitScaleCallback(), ScaleMonitor(1)]):
     optimizer.step()
 print(*{name.split('.')[0] for name in sys.modules})
 """
-CODES = [FIRST, LAST, FOUND, BEFORE_BOTH, CALLBACKS]
+_FORGET = """
+import sys
+for name in list(sys.modules):  # torchmetrics has imported it
+    if name.partition(".")[0] in ABSENT: del sys.modules[name]
+"""
+# An environment without some packages: neither they nor their metadata are found.
+_WITHOUT = (
+    f"{_FORGET}\n"
+    + """
+import importlib.metadata, inspect, pydoc
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ABSENT:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Absent())
+real = importlib.metadata.Distribution.from_name.__func__
+def from_name(cls, name):
+    if name in ABSENT: raise importlib.metadata.PackageNotFoundError(name)
+    return real(cls, name)
+importlib.metadata.Distribution.from_name = classmethod(from_name)
+import lightning_unitscale as lus
+from lightning_unitscale import *
+print(sorted(set(lus.__all__) - set(globals())))
+print([name for name in dir(lus) if not hasattr(lus, name)])
+assert dict(inspect.getmembers(lus))["HFCallback"] is HFCallback
+assert "HFCallback" in pydoc.render_doc(lus)
+assert HFCallback([UnitScaleCallback()]).attachment is None
+"""
+)
+_STARS = """
+for name in sorted(lus._SUBMODULES - {"cli", "strategies"}):
+    exec(f"from lightning_unitscale.{name} import *", {})
+"""
+WITHOUT_TRANSFORMERS = f"""
+ABSENT = {{"transformers"}}
+{_WITHOUT}
+{_STARS}
+from lightning_unitscale.cli import *; from lightning_unitscale.strategies import *
+print(PipelineStrategy(num_microbatches=2).num_microbatches)
+"""
+WITHOUT_LIGHTNING = f"""
+ABSENT = {{"lightning", "lightning_fabric", "pytorch_lightning", "transformers"}}
+{_WITHOUT}
+{_STARS}
+for make in (lambda: PipelineStrategy(num_microbatches=2), lambda: lus.cli):
+    try: make()
+    except (ModuleNotFoundError, AttributeError) as error: print(type(error).__name__, error)
+"""
+# A program of Hugging Face's that has imported the package before its own.
+HUGGING_FACE = f"""
+ABSENT = {{"transformers"}}
+{_FORGET}
+from lightning_unitscale import HFCallback, ScaleMonitor
+callback = HFCallback([ScaleMonitor()])
+before = "transformers" in sys.modules
+from transformers.trainer_callback import TrainerCallback
+print(before, isinstance(callback, TrainerCallback), callback.on_log(None, None, None))
+"""
+CODES = [
+    *(FIRST, LAST, FOUND, BEFORE_BOTH, CALLBACKS),
+    *(WITHOUT_TRANSFORMERS, WITHOUT_LIGHTNING, HUGGING_FACE),
+]
 # What takes seconds, and does not know of Lightning's Trainer or of this package.
 _FORKING = """
 import os, sys
@@ -128,6 +189,25 @@ def test_a_callback_is_one_of_each_package(code: str, printed: dict[str, str]) -
 @pytest.mark.slow
 def test_a_listed_name_is_there_when_it_is_asked_for(printed: dict[str, str]) -> None:
     assert printed[LAST].split()[-1] == lightning_unitscale.__version__
+
+
+@pytest.mark.slow
+def test_every_name_is_there_without_transformers(printed: dict[str, str]) -> None:
+    assert printed[WITHOUT_TRANSFORMERS].splitlines() == ["[]", "[]", "2"]
+
+
+@pytest.mark.slow
+def test_a_name_is_refused_where_it_is_used_without_lightning(printed: dict[str, str]) -> None:
+    unbound, missing, strategy, module = printed[WITHOUT_LIGHTNING].splitlines()
+    assert unbound == "[]"
+    assert missing == "['cli']"
+    assert strategy.startswith("ModuleNotFoundError PipelineStrategy: No module named 'lightning")
+    assert module.startswith("AttributeError") and "No module named 'lightning" in module
+
+
+@pytest.mark.slow
+def test_a_callback_for_hugging_face_imports_nothing_of_it(printed: dict[str, str]) -> None:
+    assert printed[HUGGING_FACE].split() == ["False", "True", "None"]
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:

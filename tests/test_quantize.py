@@ -305,7 +305,7 @@ def test_what_bad_input_gets() -> None:
             quantize(values, bits)
     with pytest.raises(ValueError, match=r"rounding='odd': unknown rounding; expected 'nearest'"):
         quantize(values, "FP16", "odd")
-    with pytest.raises(ValueError, match="generator: rounding='nearest' draws no random numbers"):
+    with pytest.raises(ValueError, match=r"generator=.+: rounding='nearest' draws"):
         quantize(values, "FP16", "nearest", torch.Generator())
     with pytest.raises(ValueError, match=r"generator of shape \(3,\) and torch.float32: no key"):
         quantize(values, "FP16", "stochastic", values)
@@ -313,5 +313,5 @@ def test_what_bad_input_gets() -> None:
         quantize(torch.arange(3), "FP16")
     with pytest.raises(TypeError, match=r"tensor of torch.complex64: only floating-point"):
         quantize(torch.zeros(2, dtype=torch.complex64), "FP16")
-    with pytest.raises(TypeError, match="tensor of float: only"):
+    with pytest.raises(TypeError, match=r"tensor=1.0: only"):
         quantize(1.0, "FP16")

@@ -9,6 +9,7 @@ from typing import Final, Literal, TypeAlias, get_args
 import torch
 from torch import Tensor
 
+from lightning_unitscale.arguments import shown
 from lightning_unitscale.callbacks.distributed import is_distributed
 from lightning_unitscale.callbacks.packages import rank_zero_warn
 from lightning_unitscale.formats import NumberFormat
@@ -147,8 +148,8 @@ class ScaleAlerts:
         is_number = isinstance(trend_steps, int) and not isinstance(trend_steps, bool)
         if trend_steps is not None and (not is_number or trend_steps < 1):
             raise ValueError(
-                f"trend_steps={trend_steps!r}: not a number of steps; expected an integer of at "
-                "least 1, or None to look at no trends; pass trend_steps=500"
+                f"trend_steps={shown(trend_steps)}: not a number of steps; expected an integer of "
+                "at least 1, or None to look at no trends; pass trend_steps=500"
             )
         self._on_violation = on_violation
         if thresholds is None:
@@ -289,7 +290,7 @@ def _check_reaction(on_violation: object) -> None:
         inspect.signature(on_violation).bind(())
     except TypeError as error:
         raise TypeError(
-            f"on_violation={on_violation!r}: it cannot be called with one argument ({error}); "
+            f"on_violation={shown(on_violation)}: it cannot be called with one argument ({error}); "
             "expected a function of a tuple of alerts; write def f(alerts): ..."
         ) from None
     except ValueError:  # a builtin that does not say what it takes

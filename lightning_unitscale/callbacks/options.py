@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from lightning_unitscale.arguments import check_choice, check_flag
+from lightning_unitscale.arguments import check_choice, check_flag, shown
 from lightning_unitscale.dynamo.capture import CompileMode
 from lightning_unitscale.formats import NumberFormat
 from lightning_unitscale.functional.low_precision import DEFAULT_GRADIENT, Casts, GradientFormat
@@ -52,10 +52,10 @@ def check_compile(value: object) -> None:
         ValueError: If ``compile`` is something else, such as ``"yes"``.
     """
     modes = get_args(CompileMode)
-    if not isinstance(value, bool) and value not in modes:
+    if not isinstance(value, bool) and not (isinstance(value, str) and value in modes):
         raise ValueError(
-            f"compile={value!r}: neither a flag nor a mode of torch.compile; expected True, False, "
-            f"{', '.join(map(repr, modes[:-1]))} or {modes[-1]!r}; pass compile=True."
+            f"compile={shown(value)}: neither a flag nor a mode of torch.compile; expected True, "
+            f"False, {', '.join(map(repr, modes[:-1]))} or {modes[-1]!r}; pass compile=True."
         )
 
 
@@ -83,9 +83,10 @@ class Lossless:
     hold_parameters: bool | Literal["auto"] = "auto"
 
     def __post_init__(self) -> None:
-        if not isinstance(self.hold_parameters, bool) and self.hold_parameters != "auto":
+        held = self.hold_parameters
+        if not isinstance(held, bool) and not (isinstance(held, str) and held == "auto"):
             raise ValueError(
-                f"hold_parameters={self.hold_parameters!r}: no such choice; expected True, False "
+                f"hold_parameters={shown(held)}: no such choice; expected True, False "
                 "or 'auto'; leave it out for 'auto'."
             )
 
@@ -173,7 +174,7 @@ class FP8:
                 excludes.
         """
         exclude = self.exclude
-        if exclude == "auto":
+        if isinstance(exclude, str) and exclude == "auto":
             exclude = READOUT_EXCLUDE if is_lossless else U_MUP_EXCLUDE
         return FP8Linears(
             exclude=exclude,
@@ -216,7 +217,7 @@ class Simulate:
     @property
     def formats(self) -> tuple[Any, Any]:
         """Format of the operands and format of the gradients."""
-        return format_pair(self.format)
+        return format_pair(self.format, argument="format")
 
     def rounding_pass(self) -> SimulateFormat:
         """The pass that rounds what products read."""
@@ -244,10 +245,10 @@ def as_fp8(precision: str | FP8 | None) -> FP8 | None:
     """
     if precision is None or isinstance(precision, FP8):
         return precision
-    if precision != "fp8":
+    if not isinstance(precision, str) or precision != "fp8":
         raise ValueError(
-            f"precision={precision!r}: unknown precision; expected 'fp8', FP8(...) or None; other "
-            "types are the Trainer's: pass Trainer(precision=...)."
+            f"precision={shown(precision)}: unknown precision; expected 'fp8', FP8(...) or None; "
+            "other types are the Trainer's: pass Trainer(precision=...)."
         )
     return FP8()
 
@@ -260,4 +261,5 @@ def as_simulate(simulate: object) -> Simulate | None:
     """
     if simulate is None or isinstance(simulate, Simulate):
         return simulate
+    format_pair(simulate, argument="simulate")
     return Simulate(simulate)  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, cast
 
 from lightning_unitscale.loops.loop import rank
-from lightning_unitscale.patching import when_imported
+from lightning_unitscale.patching import base_when_imported
 
 # Those that have a Trainer: one is a copy of the other.
 TRAINER_PACKAGES = ("lightning.pytorch", "pytorch_lightning")
@@ -26,18 +26,8 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
     from lightning.pytorch import Callback as Callback
 else:
-
-    class _Callback:
-        pass
-
-    class Callback(_Callback):
-        """A callback for the Trainer, and for the command line, of each package."""
-
-    def _be_one_of(package: Any) -> None:
-        Callback.__bases__ = (*Callback.__bases__, package.Callback)
-
-    for _name in TRAINER_PACKAGES:
-        when_imported(_name, _be_one_of)
+    # A callback for the Trainer, and for the command line, of each package.
+    Callback = base_when_imported("Callback", *TRAINER_PACKAGES)
 
 
 def trainer_packages() -> list[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch.nn.parallel import DistributedDataParallel
@@ -23,7 +24,7 @@ from lightning_unitscale.callbacks.packages import (
 from lightning_unitscale.callbacks.steps import StepsCallback, attach_steps
 from lightning_unitscale.capture.steps import ModuleSteps
 from lightning_unitscale.dynamo.capture import CompileMode
-from lightning_unitscale.loops.loop import failing_together
+from lightning_unitscale.loops.loop import Claim, failing_together
 from lightning_unitscale.profiler.measure import PeakMeter, gradient_bytes, optimizer_state_bytes
 from lightning_unitscale.profiler.report import format_bytes
 from lightning_unitscale.remat.api import StepPartitioner
@@ -61,7 +62,8 @@ class RematCallback(StepsCallback):
         ValueError: If the budget is malformed; at the first batch, or when it is measured, if it is
             below the floor, which the message names.
         MisconfigurationException: At ``setup``, if the module is compiled already, the callback is
-            given twice, or the strategy is ``FSDPStrategy`` or one of tensor parallelism.
+            given twice or beside ``UnitScaleCallback(remat=...)``, or the strategy is
+            ``FSDPStrategy`` or one of tensor parallelism.
 
     Examples:
         >>> from lightning.pytorch import Trainer
@@ -101,6 +103,12 @@ class RematCallback(StepsCallback):
             self._explanation = self._partitioner.table()
         measured = "" if self.measured_peak_bytes is None else self._summary()
         return Explanation(self._explanation, measured)
+
+    @override
+    def claims(self) -> Sequence[Claim]:
+        mode = mode_of(self.compile)
+        compiled = () if mode is None else (compile_claim(repr(self), mode),)
+        return (*super().claims(), budget_claim(repr(self)), *compiled)
 
     @override
     def captures_steps(self, trainer: pl.Trainer) -> bool:
@@ -283,6 +291,16 @@ class RematCallback(StepsCallback):
         self._steps.detach(type(self).__name__)
         self._steps = None
         self._partitioner = None
+
+
+def budget_claim(setting: str) -> Claim:
+    """The memory budget of a step, of which there is one even if it is given twice."""
+    return Claim("the memory budget of a step", setting)
+
+
+def compile_claim(setting: str, mode: CompileMode) -> Claim:
+    """The mode in which Inductor compiles the graphs that callbacks share."""
+    return Claim("the mode in which Inductor compiles", setting, mode)
 
 
 def _is_profiled(trainer: pl.Trainer) -> bool:

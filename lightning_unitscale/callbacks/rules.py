@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_unitscale.arguments import check_flag
+from lightning_unitscale.arguments import check_choice, check_flag, is_same, shown
 from lightning_unitscale.callbacks.distributed import (
     joint_over_parts,
     num_microbatches,
@@ -284,21 +284,19 @@ def rules_of(
         for name, value, expected in (
             ("replace", replace, None),
             ("residual", residual, None),
-            ("lr_scaling", lr_scaling or "auto", "auto"),
+            ("lr_scaling", "auto" if lr_scaling is None else lr_scaling, "auto"),
             ("init_weights", init_weights, True),
             ("on_unknown", on_unknown, "calibrate"),
         ):
-            if value != expected:
+            if not is_same(value, expected):
                 raise ValueError(
-                    f"{name}={value!r}: has no meaning for method='lossless', which changes "
+                    f"{name}={shown(value)}: has no meaning for method='lossless', which changes "
                     f"nothing; expected {expected!r}; leave {name} out."
                 )
         return None
-    if lr_scaling not in ("match", "u-mup", "auto", None):
-        raise ValueError(
-            f"lr_scaling={lr_scaling!r}: unknown choice; expected 'match', 'u-mup', 'auto' or "
-            "None; leave it out for the rates that belong to the method."
-        )
+    if lr_scaling is not None:
+        advice = "leave it out for the rates that belong to the method, or pass None to scale none"
+        check_choice("lr_scaling", lr_scaling, ("match", "u-mup", "auto"), "unknown choice", advice)
     rates = _RATES[method.method] if lr_scaling == "auto" else cast(Method | None, lr_scaling)
     options = method.options(residual=residual, on_unknown=on_unknown)
     return RuleScaling(options, replace, rates, init_weights)

@@ -10,18 +10,19 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_unitscale.arguments import check_choice
+from lightning_unitscale.arguments import check_choice, shown
 from lightning_unitscale.callbacks.alerts import OnViolation, ScaleAlerts
 from lightning_unitscale.callbacks.distributed import (
     is_distributed,
     joint_snapshot,
     pipeline_of,
 )
+from lightning_unitscale.callbacks.given import check_callbacks
 from lightning_unitscale.callbacks.lightning_loop import LightningLoop
 from lightning_unitscale.callbacks.monitored_steps import MonitoredSteps, ProbedSteps, WatchedSteps
-from lightning_unitscale.callbacks.packages import rank_zero_warn
+from lightning_unitscale.callbacks.packages import rank_zero_info, rank_zero_warn
 from lightning_unitscale.callbacks.sampling import Sampling
-from lightning_unitscale.callbacks.steps import StepsCallback, captures_steps, check_module
+from lightning_unitscale.callbacks.steps import StepsCallback, all_callbacks, captures_steps
 from lightning_unitscale.formats import NumberFormat, get_format
 from lightning_unitscale.graph.name_patterns import NamePatterns
 from lightning_unitscale.loops.loggers import Writer, writer_for
@@ -31,8 +32,9 @@ from lightning_unitscale.scales.export import summarize, write_csv, write_json_l
 from lightning_unitscale.scales.layout import RowLayout
 from lightning_unitscale.scales.snapshot import ScaleSnapshot
 from lightning_unitscale.scales.violations import Limits
+from lightning_unitscale.tensorboard.command import SCALES_URL, tensorboard_command
 from lightning_unitscale.tensorboard.table import scale_table
-from lightning_unitscale.tensorboard.writer import TABS, TensorBoardTabs
+from lightning_unitscale.tensorboard.writer import TABS, ScaleWriter, TensorBoardTabs
 from lightning_unitscale.watching.torch_state import is_readable
 
 if TYPE_CHECKING:
@@ -139,9 +141,10 @@ class ScaleMonitor(StepsCallback):
         super().__init__()
         self._remember(locals())
         self._sampling = Sampling(every_n_steps, first_step, last_step)
-        if not isinstance(histograms, bool) and histograms != "exact":
+        is_exact = isinstance(histograms, str) and histograms == "exact"
+        if not isinstance(histograms, bool) and not is_exact:
             raise ValueError(
-                f"histograms={histograms!r}: no such choice; expected True, False or 'exact'; "
+                f"histograms={shown(histograms)}: no such choice; expected True, False or 'exact'; "
                 "leave it out for a sample of every tensor."
             )
         check_choice(
@@ -153,13 +156,17 @@ class ScaleMonitor(StepsCallback):
         )
         self._tabs = tensorboard_tabs
         self._patterns = NamePatterns(include, exclude)
-        listed = (formats,) if isinstance(formats, (str, NumberFormat)) else formats
-        monitored = tuple(map(get_format, listed))
+        given = f"formats={shown(formats)}"
+        listed = formats if isinstance(formats, (list, tuple)) else (formats,)
+        monitored = tuple(
+            get_format(item, given=given if item is formats else f"{given}: {shown(item)}")
+            for item in listed
+        )
         self._alerts = ScaleAlerts(on_violation, thresholds, trend_steps, monitored)
         self._layout = RowLayout(
             self._alerts.formats,
             bool(histograms),
-            None if histograms == "exact" else RowLayout.sample_size,
+            None if is_exact else RowLayout.sample_size,
         )
         self.snapshots: list[ScaleSnapshot] = []
         self._steps: MonitoredSteps | None = None
@@ -216,7 +223,7 @@ class ScaleMonitor(StepsCallback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage != "fit":
             return  # an evaluation has no backward pass to show
-        check_module(trainer, pl_module, self)
+        check_callbacks(all_callbacks(trainer))
         self.leave()
         loop = LightningLoop(trainer, pl_module)
         # A rank of a pipeline sees the tensors of its own stages.
@@ -385,5 +392,10 @@ class ScaleMonitor(StepsCallback):
     def _writers_of(self, loop: Loop) -> list[Writer]:
         for logger in loop.loggers:
             if id(logger) not in self._writers:
-                self._writers[id(logger)] = writer_for(logger, self._tabs)
+                writer = self._writers[id(logger)] = writer_for(logger, self._tabs)
+                if isinstance(writer, ScaleWriter):
+                    rank_zero_info(
+                        f"ScaleMonitor: to see the scales while the run goes on, run "
+                        f"{tensorboard_command(logger)} and open {SCALES_URL}"
+                    )
         return list(self._writers.values())

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,9 @@ from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_unitscale.arguments import is_same
 from lightning_unitscale.callbacks.distributed import pipeline_of
+from lightning_unitscale.callbacks.given import check_callbacks, check_list_in, guard_hooks
 from lightning_unitscale.callbacks.packages import (
     PACKAGES,
     Callback,
@@ -27,7 +30,7 @@ from lightning_unitscale.capture.steps import LIGHTNING_STEPS, ModuleSteps, step
 from lightning_unitscale.dynamo.capture import is_compiled
 from lightning_unitscale.loops.attach import Attachment
 from lightning_unitscale.loops.fabric import attach_in_fabric
-from lightning_unitscale.loops.loop import Loop, LoopCallback, scale_of
+from lightning_unitscale.loops.loop import Claim, Loop, LoopCallback, scale_of
 from lightning_unitscale.patching import nothing, shadowed
 from lightning_unitscale.rules.weights import zero_gradients
 
@@ -89,29 +92,6 @@ def captures_steps(trainer: pl.Trainer) -> bool:
     )
 
 
-def check_module(trainer: pl.Trainer, module: pl.LightningModule, owner: pl.Callback) -> str:
-    """Check what a callback is attached to.
-
-    Args:
-        trainer: The Trainer.
-        module: Its module.
-        owner: The callback, which has to be the only one of its class.
-
-    Returns:
-        Name of the owner's class.
-
-    Raises:
-        MisconfigurationException: If not.
-    """
-    name = type(owner).__name__
-    twins = [callback for callback in all_callbacks(trainer) if type(callback) is type(owner)]
-    if len(twins) > 1:
-        raise misconfigured(
-            f"callbacks: {name} is given {len(twins)} times; expected it once; remove the others."
-        )
-    return name
-
-
 def attach_steps(
     trainer: pl.Trainer, module: pl.LightningModule, owner: pl.Callback
 ) -> ModuleSteps:
@@ -123,10 +103,11 @@ def attach_steps(
         owner: The callback that asks.
 
     Raises:
-        MisconfigurationException: If the module is compiled already, or ``owner``'s class is in the
-            Trainer twice.
+        MisconfigurationException: If the module is compiled already, or callbacks of the Trainer
+            do not go together.
     """
-    name = check_module(trainer, module, owner)
+    check_callbacks(all_callbacks(trainer))
+    name = type(owner).__name__
     if is_compiled(module):
         raise misconfigured(
             f"{name}: the LightningModule {type(module).__name__} is compiled already, so its "
@@ -299,19 +280,39 @@ class StepsCallback(Callback, LoopCallback):
     _loop: Loop | None = None
     _arguments: Mapping[str, Any] = {}
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        guard_hooks(cls)
+
     def _remember(self, arguments: Mapping[str, Any]) -> None:
         """Keep what ``__init__`` was given, for ``repr``: called there first, with ``locals()``."""
         defaults = inspect.signature(arguments["__class__"].__init__).parameters
         self._arguments = {
             name: arguments[name]
             for name, parameter in defaults.items()
-            if name != "self" and arguments[name] != parameter.default
+            if name != "self" and not is_same(arguments[name], parameter.default)
         }
 
     def __repr__(self) -> str:
         """The call that makes such a callback."""
         shown = ", ".join(f"{name}={value!r}" for name, value in self._arguments.items())
         return f"{type(self).__name__}({shown})"
+
+    @property
+    def state_key(self) -> str:
+        """The key of the callback's state in a checkpoint."""
+        # Lightning asks when a Trainer is made, to compare keys: of two that are alike it would say
+        # only that a key has to be unique.
+        if self._loop is None:
+            check_list_in(sys._getframe(1), self)
+        return super().state_key
+
+    @override
+    def claims(self) -> Sequence[Claim]:
+        # A callback of a user's own may derive from one of ours.
+        kinds = type(self).__mro__
+        own = kinds[kinds.index(StepsCallback) - 1]
+        return (Claim(f"what {own.__name__} sets", repr(self)),)
 
     def on_after_setup(self, fabric: Any, module: Any) -> None:
         """Called by Lightning Fabric: work on a module that it has set up.

@@ -30,11 +30,13 @@ if TYPE_CHECKING:
 
 # torch.amp.GradScaler's own default: one that starts elsewhere was chosen by the user.
 _DEFAULT_LOSS_SCALE = 2.0**16
-_CONFLICTS_OF_FP8 = {
+_HIDING_PRODUCTS = {
     "TransformerEnginePrecision": "it replaces the layers by its own, which run in FP8 by "
     "themselves and hide their products from the graph",
     "BitsandbytesPrecision": "it replaces the layers by its own, which hold quantized weights and "
     "hide their products from the graph",
+}
+_CONFLICTS_OF_FP8 = {
     "DeepSpeedPrecision": "it runs the module in an engine that casts and scales by itself",
 }
 
@@ -198,15 +200,32 @@ def check_fp8(trainer: pl.Trainer) -> None:
     Raises:
         MisconfigurationException: With the reason.
     """
+    _refuse_plugins(trainer, "precision='fp8'", {**_HIDING_PRODUCTS, **_CONFLICTS_OF_FP8})
+    check_fp8_device(trainer.strategy.root_device)
+
+
+def check_simulation(trainer: pl.Trainer, simulate: object) -> None:
+    """Refuse a Trainer whose precision plugin hides the products that are to be rounded.
+
+    Args:
+        trainer: The Trainer.
+        simulate: What is simulated, for the error.
+
+    Raises:
+        MisconfigurationException: With the reason.
+    """
+    _refuse_plugins(trainer, f"simulate={simulate!r}", _HIDING_PRODUCTS)
+
+
+def _refuse_plugins(trainer: pl.Trainer, option: str, conflicts: Mapping[str, str]) -> None:
     plugin = trainer.precision_plugin
-    for kind, why in _CONFLICTS_OF_FP8.items():
+    for kind, why in conflicts.items():
         if is_lightning(plugin, kind):
             raise misconfigured(
-                f"precision='fp8' with {type(plugin).__name__}: {why}; expected '32-true', "
+                f"{option} with {type(plugin).__name__}: {why}; expected '32-true', "
                 "'bf16-mixed', '16-mixed', 'bf16-true' or '16-true'; change the Trainer's "
-                "precision, or leave out precision='fp8' here."
+                f"precision, or leave out {option} here."
             )
-    check_fp8_device(trainer.strategy.root_device)
 
 
 def check_fp8_device(device: torch.device) -> None:

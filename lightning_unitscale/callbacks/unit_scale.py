@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,6 +19,7 @@ from lightning_unitscale.callbacks.checkpoints import (
     mark,
 )
 from lightning_unitscale.callbacks.explanation import Explanation
+from lightning_unitscale.callbacks.given import check_callbacks
 from lightning_unitscale.callbacks.lightning_loop import LightningLoop
 from lightning_unitscale.callbacks.options import (
     FP8,
@@ -29,16 +30,22 @@ from lightning_unitscale.callbacks.options import (
     as_method,
     as_simulate,
     check_compile,
+    mode_of,
 )
 from lightning_unitscale.callbacks.packages import rank_zero_warn
 from lightning_unitscale.callbacks.product_units import ProductUnits
+from lightning_unitscale.callbacks.remat import budget_claim, compile_claim
 from lightning_unitscale.callbacks.rules import rules_of
-from lightning_unitscale.callbacks.steps import StepsCallback, captures_steps, check_module
-from lightning_unitscale.callbacks.trainer_settings import check_fp8, check_fp8_device
+from lightning_unitscale.callbacks.steps import StepsCallback, all_callbacks, captures_steps
+from lightning_unitscale.callbacks.trainer_settings import (
+    check_fp8,
+    check_fp8_device,
+    check_simulation,
+)
 from lightning_unitscale.callbacks.units import MeasuredUnits, RecalibrationSchedule
 from lightning_unitscale.dispatch.coverage import Coverage
 from lightning_unitscale.dynamo.capture import CompileMode
-from lightning_unitscale.loops.loop import Loop
+from lightning_unitscale.loops.loop import Claim, Loop
 from lightning_unitscale.lossless.gauge import Gauge
 from lightning_unitscale.lossless.rewrite import Depth
 from lightning_unitscale.patching import nothing
@@ -50,7 +57,7 @@ if TYPE_CHECKING:
 
 
 class UnitScaleCallback(StepsCallback):
-    """Unit-scales a LightningModule: same losses, same weights, every matrix product at RMS 1.
+    """Unit-scales a LightningModule: same losses, same weights, matmuls near RMS 1.
 
     Every matrix product of the module's steps, forward and backward, runs on operands in units of a
     power of two near their RMS, measured when it runs for the first time. Powers of two are exact,
@@ -97,11 +104,12 @@ class UnitScaleCallback(StepsCallback):
 
     Raises:
         ValueError: If an argument is out of its range.
-        RuntimeError: By the Trainer, when it is made with two of these callbacks.
-        MisconfigurationException: At ``setup``, if the device or the precision plugin of the
-            Trainer does not go with FP8, or the module is compiled already where a graph has to be
-            captured. When a checkpoint is loaded that was trained by other rules, or by rules and
-            the method is ``"lossless"``; without this callback it is not loaded either.
+        MisconfigurationException: When a Trainer is made with two of these callbacks, or with a
+            :class:`RematCallback` beside ``remat``. At ``setup``, if the device or the precision
+            plugin of the Trainer does not go with FP8, or the module is compiled already where a
+            graph has to be captured. When a checkpoint is loaded that was trained by other rules,
+            or by rules and the method is ``"lossless"``; without this callback it is not loaded
+            either.
 
     Examples:
         >>> from lightning.pytorch import Trainer
@@ -201,6 +209,15 @@ class UnitScaleCallback(StepsCallback):
         """Within this context the module's parameters have their true values, held or not."""
         return self._graphs.holding.true_parameters()
 
+    @override
+    def claims(self) -> Sequence[Claim]:
+        mode = mode_of(self.compile)
+        return (
+            *super().claims(),
+            *(() if self.remat is None else (budget_claim(f"{self!r}"),)),
+            *(() if mode is None else (compile_claim(f"{self!r}", mode),)),
+        )
+
     @property
     def _method_name(self) -> str:
         return self.method.method if isinstance(self.method, Rules) else LOSSLESS
@@ -209,9 +226,11 @@ class UnitScaleCallback(StepsCallback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if self._fp8 is not None:
             check_fp8(trainer)
+        if self.simulate is not None:
+            check_simulation(trainer, self.simulate.format)
         # A captured graph hides the modules that products run in.
         self._runs_captured = captures_steps(trainer)
-        check_module(trainer, pl_module, self)
+        check_callbacks(all_callbacks(trainer))
         self._checkpoints.close()
         self._checkpoints.enter_context(
             checking_checkpoints(trainer, pl_module, self, self._method_name, self._mark)

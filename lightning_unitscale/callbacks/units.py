@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 
+from lightning_unitscale.arguments import shown
 from lightning_unitscale.callbacks.distributed import is_distributed, joint_reasons
 from lightning_unitscale.callbacks.explanation import CountedSteps, Explanation
 from lightning_unitscale.callbacks.packages import rank_zero_info
@@ -39,9 +40,10 @@ class RecalibrationSchedule:
 
     def __init__(self, recalibrate: Literal["auto"] | int | None) -> None:
         is_number = isinstance(recalibrate, int) and not isinstance(recalibrate, bool)
-        if not (recalibrate in ("auto", None) or (is_number and recalibrate > 0)):  # type: ignore[operator]
+        is_word = recalibrate is None or (isinstance(recalibrate, str) and recalibrate == "auto")
+        if not (is_word or (is_number and recalibrate > 0)):  # type: ignore[operator]
             raise ValueError(
-                f"recalibrate={recalibrate!r}: no such interval; expected 'auto', None or a "
+                f"recalibrate={shown(recalibrate)}: no such interval; expected 'auto', None or a "
                 "positive number of optimizer steps; pass recalibrate='auto'."
             )
         self._recalibrate = recalibrate

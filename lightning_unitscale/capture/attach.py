@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from lightning_unitscale.arguments import check_instance
 from lightning_unitscale.capture.captured_step import CapturedStep
 from lightning_unitscale.capture.rollback import detached_copy
 from lightning_unitscale.capture.steps import ModuleSteps, steps_of
@@ -46,7 +47,13 @@ def products_of(module: nn.Module) -> Any:
 
 
 def reject_compiled(module: nn.Module) -> None:
-    """Refuse a module that has ``torch.compile`` on it: its graph is not ours to rewrite."""
+    """Refuse what is no module, or has ``torch.compile`` on it: its graph is not ours to rewrite.
+
+    Raises:
+        TypeError: If it is no module.
+        ValueError: If the user has compiled it.
+    """
+    check_instance("module", module, nn.Module, "a torch.nn.Module", "pass the model itself")
     if is_compiled(module):
         raise ValueError(
             f"module={type(module).__name__}: it is compiled already; expected a plain module; "

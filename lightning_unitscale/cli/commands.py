@@ -2,12 +2,9 @@
 
 import os
 import re
-import shlex
-import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -17,12 +14,15 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from typing_extensions import override
 
 from lightning_unitscale import __version__
+from lightning_unitscale.arguments import check_count, check_file
 from lightning_unitscale.callbacks import ScaleMonitor
 from lightning_unitscale.callbacks.steps import step_arguments
 from lightning_unitscale.cli.profiled import ProfiledJob, profiled_job
 from lightning_unitscale.patching import nothing
 from lightning_unitscale.pipeline.explain import explain_step
 from lightning_unitscale.profiler import DeviceType, profile_graph
+from lightning_unitscale.profiler.report import check_sort_by
+from lightning_unitscale.tensorboard import command
 from lightning_unitscale.tensorboard.report import main as report_command
 
 # What a shell reports for a program that Ctrl-C ended.
@@ -199,8 +199,10 @@ class UnitScaleCLI(LightningCLI):
             if (entropy := self._unigram_entropy_nats()) is not None:
                 line += f" (a model that ignores the context: {entropy:.4f}, the unigram entropy)"
             lines.append(line)
-        if command := tensorboard_command(self.trainer):
-            lines.append(f"TensorBoard: {command}")
+        if opening := tensorboard_command(self.trainer):
+            if table:
+                lines.append(f"Scales tab: {command.SCALES_URL} (while TensorBoard runs)")
+            lines.append(f"TensorBoard: {opening}")
         print("\n".join(lines), flush=True)
 
 
@@ -241,6 +243,7 @@ class ProfileCLI(UnitScaleCLI):
         gpus = ("gpu", "cuda") if not torch.cuda.is_available() else ("gpu", "cuda", "auto")
         default: DeviceType = "cuda" if trainer.accelerator in gpus else "cpu"
         self._device: DeviceType = self.config.device or default
+        self._check_options()
         self._job = job = self._profiled_job()
         # The simulated devices need not be there, and nothing of a run is wanted.
         trainer.accelerator, trainer.strategy = "cpu", job.strategy
@@ -249,6 +252,16 @@ class ProfileCLI(UnitScaleCLI):
         trainer.enable_checkpointing = False
         if trainer.max_epochs is None:  # only `fit` settles it
             trainer.max_epochs = 1000 if trainer.max_steps == -1 else -1
+
+    def _check_options(self) -> None:
+        """Refuses what would fail only when the step has been profiled."""
+        for name in ("json", "plot"):
+            if self.config[name] is not None:
+                check_file(name, self.config[name])
+        for name in ("limit", "budget_bytes"):
+            if self.config[name] is not None:
+                check_count(name, self.config[name])
+        check_sort_by(self.config.sort_by)
 
     def _profiled_job(self) -> ProfiledJob:
         trainer = self.config.trainer
@@ -331,6 +344,12 @@ class ExplainPipelineCLI(ProfileCLI):
         parser.add_argument("--ckpt_path", type=str | None, help="As of `fit`; not read.")
 
     @override
+    def _check_options(self) -> None:
+        check_count("num_stages", self.config.num_stages)
+        if self.config.num_microbatches is not None:
+            check_count("num_microbatches", self.config.num_microbatches)
+
+    @override
     def _profiled_job(self) -> ProfiledJob:
         return ProfiledJob()
 
@@ -372,28 +391,7 @@ class _FitRecord(pl.Callback):
 def tensorboard_command(trainer: pl.Trainer) -> str | None:
     """Returns the command that shows the trainer's run beside the others of its logger.
 
-    It works as it stands in a shell in the current folder, whether or not the environment is
-    activated. `None` if the trainer logs nothing to TensorBoard.
+    `None` if the trainer logs nothing to TensorBoard.
     """
     loggers = [logger for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
-    if not loggers:
-        return None
-    logdir = Path(loggers[0].save_dir)
-    if logdir.resolve() == Path.cwd():  # TensorBoard would search everything that is here
-        logdir = Path(loggers[0].root_dir)
-    beside_python = Path(sys.executable).with_name("tensorboard")
-    on_path = shutil.which("tensorboard")
-    if on_path is not None and Path(on_path).resolve() == beside_python.resolve():
-        program = "tensorboard"
-    elif beside_python.exists():
-        program = shlex.quote(_relative_to_cwd(beside_python))
-    else:
-        program = f"{shlex.quote(sys.executable)} -m tensorboard.main"
-    return f"{program} --logdir {shlex.quote(_relative_to_cwd(logdir))}"
-
-
-def _relative_to_cwd(path: Path) -> str:
-    """The path as a person in the current folder would type it; absolute if it is elsewhere."""
-    absolute = Path(os.path.abspath(path))  # keeps symbolic links, which environments consist of
-    cwd = Path.cwd()
-    return str(absolute.relative_to(cwd) if absolute.is_relative_to(cwd) else absolute)
+    return command.tensorboard_command(loggers[0]) if loggers else None

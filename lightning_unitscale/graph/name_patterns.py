@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Sequence
+from typing import Any
 
 from torch import fx
 
-from lightning_unitscale.arguments import nearest
+from lightning_unitscale.arguments import nearest, shown
 from lightning_unitscale.graph.nodes import MODULE, tensor_name
 
 # Under which torch keeps what it wraps: torch.compile, FullyShardedDataParallel and the wrapper of
 # activation checkpoints.
+_LISTS = (list, tuple, set, frozenset)
 _WRAPPED = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 
 # Why a name is left out.
@@ -101,11 +103,13 @@ def _any_matches(patterns: Sequence[str], names: Sequence[str]) -> bool:
 
 
 def _patterns(name: str, value: str | Sequence[str] | None) -> tuple[str, ...]:
-    patterns = (value,) if isinstance(value, str) else tuple(value or ())
+    patterns: tuple[Any, ...] = (value,)
+    if value is None or isinstance(value, _LISTS):
+        patterns = tuple(value or ())
     for pattern in patterns:
         if not isinstance(pattern, str) or not pattern:
             raise ValueError(
-                f"{name}={value!r}: {pattern!r} is no pattern; expected globs of module paths or "
-                "tensor names; pass for example include=['blocks.0.*']."
+                f"{name}={shown(value)}: {shown(pattern)} is no pattern; expected globs of module "
+                f"paths or tensor names; pass for example {name}=['blocks.0.*']."
             )
     return patterns

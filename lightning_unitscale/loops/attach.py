@@ -12,7 +12,9 @@ import torch
 from torch import nn
 from typing_extensions import override
 
+from lightning_unitscale.arguments import shown
 from lightning_unitscale.dispatch.nodes import HandedOn
+from lightning_unitscale.loops.given import check_log_dir, given_callbacks
 from lightning_unitscale.loops.hooks import (
     attachment_of,
     called_methods,
@@ -71,7 +73,8 @@ def attach(
 
     Raises:
         TypeError: If an argument is none of these.
-        ValueError: If a callback needs more than such a loop can give.
+        ValueError: If a callback needs more than such a loop can give, two of them set the same, or
+            nothing can be written to ``log_dir``.
 
     Examples:
         >>> from lightning_unitscale import UnitScaleCallback, attach
@@ -121,8 +124,8 @@ class Attachment(Loop):
     ) -> None:
         if not isinstance(module, nn.Module):
             raise TypeError(
-                f"module={module!r}: no torch.nn.Module; expected the module that is trained; pass "
-                "the model itself."
+                f"module={shown(module)}: no torch.nn.Module; expected the module that is trained; "
+                "pass the model itself."
             )
         self.module = unwrapped(module)
         if attachment_of(self.module) is not None:
@@ -133,6 +136,11 @@ class Attachment(Loop):
         self.steps = called_methods(self.module, methods)
         self._optimizers = None if optimizer is None else stepping_optimizers(optimizer)
         self._callbacks: list[LoopCallback] = []
+        if scaler is not None and not hasattr(scaler, "get_scale"):
+            raise TypeError(
+                f"scaler={shown(scaler)}: no gradient scaler; expected a torch.amp.GradScaler; "
+                "leave it out if the loss is not scaled."
+            )
         self._scaler = scaler
         self._log_dir = log_dir
         self._loggers = checked_loggers(loggers)
@@ -153,10 +161,11 @@ class Attachment(Loop):
         self._is_attached = True
         with ExitStack() as undo:
             undo.callback(self._close)
+            if log_dir is not None and self.is_global_zero:
+                check_log_dir(log_dir)
             self._attached.callback(on_optimizers(self, self._optimizers or ()).close)
             self._forward.enter_context(through(self))
-            given = (callbacks,) if isinstance(callbacks, LoopCallback) else callbacks
-            for callback in given:
+            for callback in given_callbacks(callbacks):
                 self.add(callback)
             undo.pop_all()
 
@@ -229,18 +238,10 @@ class Attachment(Loop):
 
         Raises:
             TypeError: If it is made for a Trainer only, or is no callback.
-            ValueError: If there is one of its class, or it needs more than such a loop can give.
+            ValueError: If there is one that sets the same, or it needs more than such a loop can
+                give.
         """
-        if not isinstance(callback, LoopCallback):
-            raise TypeError(
-                f"callbacks={callback!r}: it works in a Lightning Trainer only; expected "
-                "UnitScaleCallback() or ScaleMonitor(); leave it out."
-            )
-        name = type(callback).__name__
-        if any(type(other) is type(callback) for other in self._callbacks):
-            raise ValueError(
-                f"callbacks: {name} is given twice; expected it once; remove the others."
-            )
+        given_callbacks([*self._callbacks, callback])
         # A callback puts what it needs below the attachment's own.
         self._forward.close()
         try:

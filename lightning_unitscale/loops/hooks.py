@@ -18,6 +18,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from lightning_unitscale.arguments import shown
 from lightning_unitscale.capture.steps import LIGHTNING_STEPS
 from lightning_unitscale.dispatch.torch_internals import is_recording
 from lightning_unitscale.patching import StandIn, shadowed
@@ -54,8 +55,8 @@ def stepping_optimizers(optimizer: Any) -> list[Any]:
             found.append(item)
         else:
             raise TypeError(
-                f"optimizer={item!r}: it has no step(); expected an optimizer, or several in a "
-                "list; leave it out for every optimizer of torch with parameters of the module."
+                f"optimizer={shown(item)}: it has no step(); expected an optimizer, or several in "
+                "a list; leave it out for every optimizer of torch with parameters of the module."
             )
     return found
 
@@ -119,12 +120,13 @@ def called_methods(module: nn.Module, methods: str | Iterable[str]) -> tuple[str
     Raises:
         ValueError: If the module has no such method.
     """
-    names = (methods,) if isinstance(methods, str) else tuple(methods)
+    is_list = isinstance(methods, Iterable) and not isinstance(methods, (str, bytes))
+    names = tuple(methods) if is_list else (methods,)
     for name in names:
-        if not callable(getattr(module, name, None)):
+        if not isinstance(name, str) or not callable(getattr(module, name, None)):
             raise ValueError(
-                f"methods={methods!r}: {type(module).__name__} has no method {name!r}; expected "
-                "names of methods that the loop calls; correct the name."
+                f"methods={shown(methods)}: {type(module).__name__} has no method {shown(name)}; "
+                "expected names of methods that the loop calls; correct the name."
             )
     steps = (name for name in LIGHTNING_STEPS if callable(getattr(module, name, None)))
     others = (name for name in dict.fromkeys((*steps, *names)) if name != "forward")

@@ -6,23 +6,26 @@ import functools
 import sys
 from collections.abc import Iterable, Mapping
 from importlib import import_module
+from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import (
-    Trainer,
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
-)
 from typing_extensions import override
 
+from lightning_unitscale.arguments import check_instance
 from lightning_unitscale.loops.attach import Attachment, attach
+from lightning_unitscale.loops.given import given_callbacks
 from lightning_unitscale.loops.loggers import NumberWriter, WandbWriter, mlflow_run
 from lightning_unitscale.loops.loop import LoopCallback
+from lightning_unitscale.patching import base_when_imported
+
+if TYPE_CHECKING:
+    from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+else:
+    # Its package is not imported here: it is not installed everywhere, and takes seconds.
+    TrainerCallback = base_when_imported("TrainerCallback", "transformers.trainer_callback")
 
 # In the folder of a checkpoint.
 _STATE = "lightning_unitscale.pt"
@@ -37,9 +40,13 @@ class HFCallback(TrainerCallback):
     that is resumed goes on.
 
     Args:
-        callbacks: As for :func:`lightning_unitscale.attach`.
+        callbacks: As for :func:`lightning_unitscale.attach`, at least one.
         log_dir: Folder of TensorBoard's event files, for ``ScaleMonitor``; by default ``scales`` in
             the Trainer's ``output_dir``.
+
+    Raises:
+        TypeError: If an argument is none of these.
+        ValueError: If there is no callback, or two of them set the same.
 
     Attributes:
         attachment: What the callbacks work in while the Trainer trains.
@@ -47,11 +54,20 @@ class HFCallback(TrainerCallback):
 
     def __init__(
         self,
-        callbacks: LoopCallback | Iterable[LoopCallback],
+        callbacks: LoopCallback | Iterable[LoopCallback] = (),
         *,
         log_dir: str | Path | None = None,
     ) -> None:
-        self._callbacks = callbacks if isinstance(callbacks, LoopCallback) else tuple(callbacks)
+        self._callbacks = given_callbacks(callbacks)
+        # The Trainer makes an instance of a class that it is given.
+        if not self._callbacks:
+            raise ValueError(
+                "callbacks=(): HFCallback has nothing to work with; expected UnitScaleCallback(), "
+                "ScaleMonitor() or both; write HFCallback([UnitScaleCallback(), ScaleMonitor()])."
+            )
+        if log_dir is not None:
+            expected = "the path of a folder"
+            check_instance("log_dir", log_dir, (str, PathLike), expected, "pass its path")
         self._log_dir = log_dir
         self.attachment: Attachment | None = None
 
@@ -144,11 +160,12 @@ def _trained(model: Any, optimizer: Any) -> Any:
 
 def _compiled(model: nn.Module) -> nn.Module:
     """What the Trainer has compiled of a model, and calls in its place; callbacks get the model."""
+    kind = import_module("transformers").Trainer
     frame = sys._getframe()
     while frame.f_back is not None:
         frame = frame.f_back
         trainer = frame.f_locals.get("self")
-        if isinstance(trainer, Trainer):
+        if isinstance(trainer, kind):
             wrapped: nn.Module = trainer.model_wrapped
             return wrapped if hasattr(wrapped, "_orig_mod") else model
     return model

@@ -11,6 +11,7 @@ from typing import Any, Final, TypeAlias
 
 from typing_extensions import override
 
+from lightning_unitscale.arguments import shown
 from lightning_unitscale.scales.alerts import ScaleAlert, alerts_text
 from lightning_unitscale.scales.export import (
     ScaleSummary,
@@ -229,7 +230,7 @@ def _maker(logger: Any) -> _Maker:
     if hasattr(logger, "log_metrics"):
         return lambda logger, _: NumberWriter(_metrics(logger))
     raise TypeError(
-        f"loggers={logger!r}: no logger that is known; expected one of Lightning's, a "
+        f"loggers={shown(logger)}: no logger that is known; expected one of Lightning's, a "
         "SummaryWriter, a run of W&B, Trackio or MLflow, or what has log_metrics(values, step=); "
         "pass one of those."
     )

@@ -6,6 +6,7 @@ import abc
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -109,8 +110,28 @@ def scale_of(scaler: Any) -> float:
     return 1.0 if scaler is None else float(scaler.get_scale())
 
 
+@dataclass(frozen=True)
+class Claim:
+    """A setting that one callback makes for a run, and no other can make beside it.
+
+    Attributes:
+        subject: What is set, such as ``"the memory budget"``.
+        setting: How the user has asked for it, such as ``"UnitScaleCallback(remat=0.5)"``.
+        value: If it is given, equal values go together.
+    """
+
+    subject: str
+    setting: str
+    value: str | None = None
+
+
 class LoopCallback:
     """What a loop calls; a Lightning callback calls the same methods from its hooks."""
+
+    def claims(self) -> Sequence[Claim]:
+        """What no other callback may set for the same module."""
+        name = type(self).__name__
+        return (Claim(f"what {name} sets", f"{name}()"),)
 
     def start(self, loop: Loop) -> None:
         """A loop begins, or goes on.

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import fx, nn
 
-from lightning_unitscale.arguments import check_count
+from lightning_unitscale.arguments import check_callable, check_count, check_positive
 from lightning_unitscale.dynamo.graphs import is_checkpoint, is_higher_order
 from lightning_unitscale.functional.scale import leaving_transforms
 from lightning_unitscale.graph.nodes import op_name
@@ -77,10 +77,11 @@ class BalancedSplit:
 
     def __post_init__(self) -> None:
         check_count("num_stages", self.num_stages)
-        if self.bytes_per_second is not None and not self.bytes_per_second > 0:
-            raise ValueError(
-                f"bytes_per_second={self.bytes_per_second!r}: expected a rate above 0."
-            )
+        if self.bytes_per_second is not None:
+            check_positive("bytes_per_second", self.bytes_per_second, "bytes")
+        if self.rank_of is not None:
+            expected = "a function from a stage to its rank"
+            check_callable("rank_of", self.rank_of, expected, "leave it out for one stage a rank")
         if self.num_microbatches is not None:
             check_count("num_microbatches", self.num_microbatches)
 
@@ -101,7 +102,7 @@ class BalancedSplit:
             if len(cuts) < self.num_stages - 1:
                 raise ValueError(
                     f"num_stages={self.num_stages}: the captured graph can be cut at {len(cuts)} "
-                    f"places; expected at most {len(cuts) + 1} stages."
+                    f"places; expected at most {len(cuts) + 1} stages; ask for fewer."
                 )
             chosen = choose_cuts(
                 cuts,

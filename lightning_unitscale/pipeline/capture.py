@@ -23,6 +23,7 @@ import torch._dynamo.config
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_unflatten
 
+from lightning_unitscale.arguments import check_instance
 from lightning_unitscale.capture.captured_step import CapturedStep
 from lightning_unitscale.capture.compiled_graph import GraphCall
 from lightning_unitscale.capture.export import export_forward
@@ -105,8 +106,7 @@ def capture_program(
 
 
 def _check_module(module: nn.Module) -> None:
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"module={module!r}: expected an nn.Module.")
+    check_instance("module", module, nn.Module, "a torch.nn.Module", "pass the model itself")
     if is_compiled(module):
         raise ValueError(
             f"module={type(module).__name__}: it is compiled already; expected a plain module; "

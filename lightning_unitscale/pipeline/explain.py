@@ -253,9 +253,11 @@ def explain_step(
             be cut so often.
         RuntimeError: If the step is not one graph, or returns no loss.
     """
+    policy = balanced_split(num_stages, num_microbatches=num_microbatches)
     count = 2 * num_stages if num_microbatches is None else num_microbatches
-    policy = balanced_split(num_stages, num_microbatches=count)
-    part = split_evenly(batch, count)[0]
+    # The error names what the user has set.
+    default = f"num_stages={num_stages}: num_microbatches is twice as many by default, and"
+    part = split_evenly(batch, count, default if num_microbatches is None else "")[0]
     steps = ModuleSteps(module, (method,), defer=("log", "log_dict"))
     step = steps.steps[method]
     steps.attach(_OWNER)

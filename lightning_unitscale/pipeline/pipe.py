@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, SplitPoint
 from typing_extensions import override
 
+from lightning_unitscale.arguments import check_callable, check_instance, shown
 from lightning_unitscale.pipeline.capture import capture_program
 from lightning_unitscale.pipeline.cuts import SplitPolicy, cut_by, marked, num_marks
 from lightning_unitscale.pipeline.dataflow import MultiUseParameterConfig
@@ -301,6 +302,13 @@ def pipeline(
         >>> pipe.num_stages
         2
     """
+    if split_spec is not None:
+        expected = "a dict of paths of submodules to a SplitPoint"
+        advice = "pass for example split_spec={'layers.1': SplitPoint.BEGINNING}"
+        check_instance("split_spec", split_spec, Mapping, expected, advice)
+    if split_policy is not None:
+        expected = "a function that puts cuts into a graph"
+        check_callable("split_policy", split_policy, expected, "pass balanced_split(2)")
     if split_spec and split_policy is not None:
         raise ValueError(
             f"split_spec={dict(split_spec)!r} and split_policy={split_policy!r}: both say where to "
@@ -309,13 +317,13 @@ def pipeline(
     args = (mb_args,) if isinstance(mb_args, Tensor) else mb_args
     if not isinstance(args, (tuple, list)):
         raise TypeError(
-            f"mb_args={mb_args!r}: expected a tuple of the arguments of one microbatch; pass "
-            "(x,) for one argument."
+            f"mb_args={shown(mb_args)}: no arguments; expected a tuple of the arguments of one "
+            "microbatch; pass (x,) for one argument."
         )
     if mb_kwargs is not None and not isinstance(mb_kwargs, Mapping):
         raise TypeError(
-            f"mb_kwargs={type(mb_kwargs).__name__}: expected a dict of keyword arguments; pass "
-            "several positional arguments as one tuple."
+            f"mb_kwargs={shown(mb_kwargs)}: no keyword arguments; expected a dict of them; pass "
+            "several positional arguments as one tuple, mb_args."
         )
     with marked(module, split_spec):
         program = capture_program(module, tuple(args), dict(mb_kwargs or {}), loss_spec=loss_spec)
@@ -335,8 +343,8 @@ def _multi_use(module: nn.Module, spec: MultiUse) -> Callable[[str], MultiUsePar
         return lambda name: spec
     if not isinstance(spec, Mapping):
         raise TypeError(
-            f"multi_use_param_spec={spec!r}: expected a MultiUseParameterConfig, or a dict from "
-            "names of parameters to it."
+            f"multi_use_param_spec={shown(spec)}: no such use; expected a MultiUseParameterConfig, "
+            "or a dict from names of parameters to it; pass MultiUseParameterConfig.REPLICATE."
         )
     parameters = dict(module.named_parameters(remove_duplicate=False))
     by_tensor: dict[int, MultiUseParameterConfig] = {}

@@ -162,10 +162,15 @@ def split_batch(
     return microbatches
 
 
-def split_evenly(batch: Any, num_microbatches: int) -> list[Any]:
+def split_evenly(batch: Any, num_microbatches: int, given: str = "") -> list[Any]:
     """The batch in equal parts along the first dimension of its tensors.
 
     Tensors of another first dimension than the first tensor, and what is no tensor, are for all.
+
+    Args:
+        batch: The batch.
+        num_microbatches: How many parts.
+        given: How an error begins, by default with ``num_microbatches``.
 
     Raises:
         ValueError: If the batch cannot be divided.
@@ -174,10 +179,11 @@ def split_evenly(batch: Any, num_microbatches: int) -> list[Any]:
     sizes = [len(leaf) for leaf in flat if isinstance(leaf, Tensor) and leaf.ndim]
     if not sizes or sizes[0] % num_microbatches:
         size = sizes[0] if sizes else 0
+        given = given or f"num_microbatches={num_microbatches}:"
         raise ValueError(
-            f"num_microbatches={num_microbatches}: a batch of {size} samples cannot be divided "
-            "into as many equal parts; expected a multiple; change one of the two, and pass "
-            "drop_last=True to the DataLoader if it is the last batch."
+            f"{given} a batch of {size} samples cannot be divided into {num_microbatches} equal "
+            f"parts; expected a number that divides {size}; pass another num_microbatches or "
+            "another batch size, and drop_last=True to the DataLoader if it is the last batch."
         )
     parts: list[list[Any]] = [[] for _ in range(num_microbatches)]
     for leaf in flat:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from lightning_unitscale.arguments import check_count
+from lightning_unitscale.arguments import check_count, shown
 
 _WIDTH = 96
 
@@ -237,4 +237,7 @@ def find_schedule(name: str) -> Schedule:
     for schedule_name, schedule in SCHEDULES.items():
         if str(name).lower() == schedule_name.lower():
             return schedule
-    raise ValueError(f"schedule={name!r}: expected one of {', '.join(SCHEDULES)}.")
+    raise ValueError(
+        f"schedule={shown(name)}: expected one of {', '.join(SCHEDULES)}; pass '1F1B' if you have "
+        "no other in mind."
+    )

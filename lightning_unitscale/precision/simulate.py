@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from lightning_unitscale.arguments import check_count, check_flag, shown
 from lightning_unitscale.formats import NumberFormat
 from lightning_unitscale.functional.scale import whole_view
 from lightning_unitscale.graph.aliasing import aliased_by_mutation
@@ -53,22 +54,31 @@ _NO_GRADIENTS = (None,) * 5
 Insert = Callable[[Region, fx.Node], fx.Node]
 
 
-def format_pair(simulate: FormatLike | tuple[FormatLike, FormatLike]) -> tuple[Any, Any]:
-    """Formats of operands and of gradients from one setting.
+def format_pair(setting: Any, *, argument: str) -> tuple[Any, Any]:
+    """Return the formats of operands and of gradients from one setting.
 
     Args:
-        simulate: ``"fp8"``, one format for both, or a pair of them by name or description.
+        setting: ``"fp8"``, one format for both, or a pair of them by name or description.
+        argument: Name of the argument, for errors.
+
+    Raises:
+        ValueError: If it is none of these.
+        TypeError: If it is neither a name nor a format.
     """
-    if isinstance(simulate, str) and simulate.strip().lower() == "fp8":
+    given = f"{argument}={shown(setting)}"
+    if isinstance(setting, str) and setting.strip().lower() == "fp8":
         return FP8_FORMATS
-    if not isinstance(simulate, (tuple, list)):
-        return simulate, simulate
-    if len(simulate) != 2:
+    if not isinstance(setting, (tuple, list)):
+        checked_format(setting, given=given)
+        return setting, setting
+    if len(setting) != 2:
         raise ValueError(
-            f"simulate={simulate!r}: {len(simulate)} formats; expected 'fp8', a format, or a pair "
-            "of formats, of operands and of gradients; pass for example ('E4M3FN', 'E5M2')."
+            f"{given}: {len(setting)} formats; expected 'fp8', a format, or a pair of formats, of "
+            "operands and of gradients; pass for example ('E4M3FN', 'E5M2')."
         )
-    return simulate[0], simulate[1]
+    for format in setting:
+        checked_format(format, given=f"{given}: {shown(format)}")
+    return setting[0], setting[1]
 
 
 class SimulateFormat(GraphPass):
@@ -100,8 +110,13 @@ class SimulateFormat(GraphPass):
     ) -> None:
         check_rounding(rounding)
         check_grid(grid)
-        self.operand_format = checked_format(operand_format)
-        self.gradient_format = checked_format(gradient_format)
+        if saturate is not None:
+            check_flag("saturate", saturate)
+        check_count("seed", seed, least=0)
+        given = f"operand_format={shown(operand_format)}"
+        self.operand_format = checked_format(operand_format, given=given)
+        given = f"gradient_format={shown(gradient_format)}"
+        self.gradient_format = checked_format(gradient_format, given=given)
         self.rounding = rounding
         self.saturate = saturate
         self.moving_grid = MovingGrid() if grid == "moving" else None

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_map
 
-from lightning_unitscale.arguments import check_choice
+from lightning_unitscale.arguments import check_callable, check_choice, check_instance, shown
 from lightning_unitscale.graph.nodes import tensors_in
 from lightning_unitscale.profiler.fake import FakeStep, OptimizerLike
 from lightning_unitscale.profiler.fake_device import calls_of
@@ -59,9 +59,10 @@ def profile_graph(
         **kwargs: Keyword arguments of the method.
 
     Raises:
-        ValueError: If ``device`` is none that is known, parameters are on several devices, or those
-            of a sharded module are not on ``meta``.
-        TypeError: If a tensor is not one dense storage (quantized, sparse).
+        ValueError: If ``device`` is none that is known, there is no such method, parameters are on
+            several devices, or those of a sharded module are not on ``meta``.
+        TypeError: If another argument has the wrong type, or a tensor is not one dense storage
+            (quantized, sparse).
         RuntimeError: If the step cannot be run without data, naming the node.
 
     Examples:
@@ -72,6 +73,8 @@ def profile_graph(
         40
     """
     target = _checked_device(device)
+    check_instance("module", module, nn.Module, "a torch.nn.Module", "pass the model itself")
+    _check_calls(module, optimizer, method, loss, context)
     _check_parameters(module)
 
     def profile_at(batch_size: int | None) -> GraphProfile:
@@ -164,11 +167,29 @@ class MetaInfoProp:
         return self.profile.summary(limit)
 
 
-def _checked_device(device: str) -> torch.device:
+def _checked_device(device: str | torch.device) -> torch.device:
     """The device of this type; an error if its kernels are not known."""
     advice = "profile for the one of the two that is more like it, whether it is there or not"
-    check_choice("device", str(device), get_args(DeviceType), "its kernels are not known", advice)
+    named = str(device) if isinstance(device, torch.device) else device
+    check_choice("device", named, get_args(DeviceType), "its kernels are not known", advice)
     return torch.device(device)
+
+
+def _check_calls(module: nn.Module, optimizer: Any, method: Any, loss: Any, context: Any) -> None:
+    """Raise if an argument of :func:`profile_graph` is not what a step calls."""
+    if not isinstance(method, str) or not callable(getattr(module, method, None)):
+        raise ValueError(
+            f"method={shown(method)}: {type(module).__name__} has no such method; expected the "
+            "name of one; pass for example method='forward'."
+        )
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        expected = "an optimizer, or a class or function that makes one"
+        check_callable("optimizer", optimizer, expected, "leave it out for a step without one")
+    if loss is not None:
+        expected = "a function from the output to the loss"
+        check_callable("loss", loss, expected, "leave it out for the output's own")
+    expected = "a function that makes a context"
+    check_callable("context", context, expected, "leave it out for none")
 
 
 def refuse_lazy(module: nn.Module) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from tabulate import tabulate
 
+from lightning_unitscale.arguments import check_choice
 from lightning_unitscale.profiler.node_costs import ModuleCosts, field_names
 from lightning_unitscale.profiler.record import (
     KINDS,
@@ -69,6 +70,17 @@ def _cells(costs: Costs, columns: Mapping[str, str]) -> dict[str, str]:
     }
 
 
+def check_sort_by(sort_by: object) -> None:
+    """Refuse what nodes cannot be sorted by.
+
+    Raises:
+        ValueError: If nodes have no such number.
+    """
+    choices = (*field_names(NodeCosts), "order")
+    advice = "leave it out for 'saved_bytes'"
+    check_choice("sort_by", sort_by, choices, "nodes have no such number", advice)
+
+
 def node_table(nodes: Sequence[NodeCosts], sort_by: str, limit: int | None) -> str:
     """A row for each node.
 
@@ -80,12 +92,7 @@ def node_table(nodes: Sequence[NodeCosts], sort_by: str, limit: int | None) -> s
     Raises:
         ValueError: If nodes have no such number.
     """
-    fields = field_names(NodeCosts)
-    if sort_by not in (*fields, "order"):
-        raise ValueError(
-            f"`sort_by={sort_by!r}`: nodes have no such number; expected 'order' or one of "
-            f"{', '.join(fields)}."
-        )
+    check_sort_by(sort_by)
     ordered = list(nodes)
     if sort_by != "order":
         ordered.sort(key=lambda node: -getattr(node, sort_by))

@@ -10,9 +10,15 @@ from typing import Any
 
 from torch import fx, nn
 
+from lightning_unitscale.arguments import (
+    check_callable,
+    check_count,
+    check_file,
+    check_instance,
+)
 from lightning_unitscale.capture.attach import captured_forward
 from lightning_unitscale.dynamo.breaks import num_graph_breaks
-from lightning_unitscale.dynamo.capture import compile_function
+from lightning_unitscale.dynamo.capture import compile_function, forget
 from lightning_unitscale.graph.nodes import tensors_in
 from lightning_unitscale.profiler.costs import CostModel
 from lightning_unitscale.profiler.measure import gradient_bytes, module_bytes, storages_of
@@ -49,6 +55,7 @@ def plan_remat(
         ValueError: If the budget is malformed or below the floor.
         RuntimeError: If there is no gradient to compute, or several graphs.
     """
+    budget = check_budget(budget)
     return _planner(function, args, kwargs, cost_model, resident_bytes).plan(budget)
 
 
@@ -76,6 +83,9 @@ def pareto_front(
         RuntimeError: If there is no gradient to compute, or several graphs.
         ModuleNotFoundError: If a plot is asked for and matplotlib is not installed.
     """
+    check_count("num_plans", num_plans)
+    if path is not None:
+        check_file("path", path)
     plans = _planner(function, args, kwargs, cost_model, resident_bytes).front(num_plans)
     if path is not None:
         plot_front(plans, path)
@@ -89,6 +99,12 @@ def _planner(
     cost_model: CostModel | None,
     resident_bytes: int,
 ) -> Planner:
+    expected = "a module, or a function of tensors"
+    check_callable("function", function, expected, "pass what computes the loss")
+    check_count("resident_bytes", resident_bytes, least=0)
+    if cost_model is not None:
+        kind, expected = CostModel, "a CostModel"
+        check_instance("cost_model", cost_model, kind, expected, "leave it out for the device's")
     plans: list[RematPlan] = []
     partitioner = RematPartitioner("default", cost_model=cost_model, on_plan=plans.append)
     target = function.forward if isinstance(function, nn.Module) else function
@@ -97,6 +113,8 @@ def _planner(
     def step(*args: Any, **kwargs: Any) -> Any:
         return target(*args, **kwargs)
 
+    # All such functions have one code, which Dynamo gives up on after a few.
+    forget(step)
     outputs = compile_function(step, aot_backend(partitioner))(*args, **kwargs)
     if len(plans) != 1:
         trains = any(tensor.requires_grad for tensor in tensors_in(outputs))

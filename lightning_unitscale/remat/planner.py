@@ -11,6 +11,7 @@ from functools import cached_property
 
 import numpy as np
 
+from lightning_unitscale.arguments import shown
 from lightning_unitscale.profiler.report import format_bytes
 from lightning_unitscale.remat.blocks import Blocks, find_blocks, segment_members
 from lightning_unitscale.remat.chain import BlockOptions, Run, choose_options
@@ -57,13 +58,16 @@ def check_budget(budget: Budget, *, name: str = "budget") -> Budget:
         "expected bytes (an int, or a string such as '600MiB' or '2GB'), a fraction in (0, 1] of "
         "the peak without rematerialization, or 'min_cut'"
     )
-    if budget == "min_cut" or (isinstance(budget, float) and 0 < budget <= 1):
+    is_cut = isinstance(budget, str) and budget == "min_cut"
+    if is_cut or (isinstance(budget, float) and 0 < budget <= 1):
         return budget
     num_bytes = budget
     if isinstance(budget, str) and (match := _QUANTITY.fullmatch(budget)):
         num_bytes = int(float(match[1]) * _UNITS[match[2].upper()])
     if isinstance(num_bytes, bool) or not isinstance(num_bytes, int):
-        raise ValueError(f"{name}={budget!r}: not a budget; {expected}; pass {name}=0.5 to try it.")
+        raise ValueError(
+            f"{name}={shown(budget)}: not a budget; {expected}; pass {name}=0.5 to try it."
+        )
     if num_bytes < 1:
         raise ValueError(f"{name}={budget!r}: no bytes at all; {expected}; pass more.")
     return num_bytes

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
+from lightning_unitscale.arguments import check_flag, check_instance
 from lightning_unitscale.capture.export import export_forward
 from lightning_unitscale.capture.steps import ModuleSteps, steps_of
 from lightning_unitscale.graph.nodes import NAME, tensor_name
@@ -108,6 +109,8 @@ def deploy(
         ValueError: If the module was not unit-scaled by rules.
         RuntimeError: If ``forward`` is no single graph, or its outputs are not those of ``module``.
     """
+    check_instance("module", module, nn.Module, "a torch.nn.Module", "pass the model itself")
+    check_flag("fold", fold)
     rules = _rules_of(module)
     expected: list[Any] | None = None
     if steps_of(module) is not None and "forward" in module.__dict__:

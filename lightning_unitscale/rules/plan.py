@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
-from lightning_unitscale.arguments import check_choice
+from lightning_unitscale.arguments import check_choice, shown
 from lightning_unitscale.optim.learning_rates import ParameterInfo, Role
 
 Action = Literal["scaled", "zeroed", "left"]
@@ -223,8 +223,8 @@ class RuleOptions:
             value = getattr(self, option.name)
             if option.name.endswith(("_mult", "_ratio")) and not _is_factor(value):
                 raise ValueError(
-                    f"{option.name}={value!r}: no such factor; expected a positive number; pass "
-                    f"{option.name}=1.0."
+                    f"{option.name}={shown(value)}: no such factor; expected a positive number; "
+                    f"pass {option.name}=1.0."
                 )
         residual = self.residual
         if residual is not None and not (
@@ -233,9 +233,15 @@ class RuleOptions:
             and all(map(_is_factor, residual))
         ):
             raise ValueError(
-                f"residual={residual!r}: no such weights; expected two positive numbers, for "
+                f"residual={shown(residual)}: no such weights; expected two positive numbers, for "
                 "branches with attention and for the others; pass for example residual=(0.1, 0.7)."
             )
+        for name in ("residual_mult", "residual_attn_ratio"):
+            if residual is not None and getattr(self, name) != 1:
+                raise ValueError(
+                    f"residual={shown(residual)} with {name}={getattr(self, name)!r}: both weigh "
+                    "residual branches; expected one of the two; leave one out."
+                )
 
 
 def _is_factor(value: object) -> bool:

@@ -11,7 +11,7 @@ import torch
 from tabulate import tabulate
 from torch import fx
 
-from lightning_unitscale.arguments import nearest
+from lightning_unitscale.arguments import nearest, shown
 from lightning_unitscale.graph.aliasing import aliased_by_mutation
 from lightning_unitscale.graph.matmuls import product_of
 from lightning_unitscale.graph.nodes import (
@@ -217,11 +217,9 @@ def checked_replace(
     if not isinstance(replace, Mapping) or not all(
         callable(function) for pair in replace.items() for function in pair
     ):
-        # Of example inputs, say, the type says more than the numbers.
-        shown = replace if isinstance(replace, Mapping) else type(replace).__name__
         raise ValueError(
-            f"replace={shown}: no map of functions; expected {{function: its replacement}}; "
-            "pass for example replace={my_gelu: torch.nn.functional.gelu}."
+            f"replace={shown(replace)}: no map of functions; expected {{function: its "
+            "replacement}; pass for example replace={my_gelu: torch.nn.functional.gelu}."
         )
     return dict(replace)
 

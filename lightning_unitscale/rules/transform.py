@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_unitscale.capture.attach import captured_forward
+from lightning_unitscale.arguments import check_flag
+from lightning_unitscale.capture.attach import captured_forward, reject_compiled
 from lightning_unitscale.capture.captured_step import CapturedStep
 from lightning_unitscale.capture.steps import steps_of
 from lightning_unitscale.graph.nodes import tensors_in
@@ -89,6 +90,8 @@ def unit_scale(
         activation_mult=activation_mult,
         loss_mult=loss_mult,
     )
+    check_flag("init_weights", init_weights)
+    reject_compiled(module)
     _reject_scaled(module)
     rules = RuleRewrite(options, replace)
     gradients = ParameterGradients()

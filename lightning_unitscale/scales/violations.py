@@ -13,6 +13,7 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from lightning_unitscale.arguments import shown
 from lightning_unitscale.formats import NumberFormat, get_format
 from lightning_unitscale.scales.alerts import AlertKind, ScaleAlert, TensorScale, op_of
 from lightning_unitscale.scales.layout import DIRECTIONS, FORMAT_KINDS, Direction, Kind
@@ -71,12 +72,12 @@ def parse_thresholds(thresholds: Mapping[str | NumberFormat, Limits]) -> tuple[T
     """
     if not isinstance(thresholds, Mapping):
         raise TypeError(
-            f"thresholds={thresholds!r}: not a mapping; expected format -> fraction of the "
+            f"thresholds={shown(thresholds)}: not a mapping; expected format -> fraction of the "
             "elements; pass for example {'E4M3FN': 0.01}"
         )
     parsed: list[Threshold] = []
     for name, allowed in thresholds.items():
-        item = get_format(name)
+        item = get_format(name, given=f"thresholds={shown(dict(thresholds))}: {shown(name)}")
         if any(threshold.format == item for threshold in parsed):
             raise ValueError(
                 f"thresholds={dict(thresholds)!r}: {item.name} is given twice; expected every "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -17,7 +17,13 @@ from torch.distributed.pipelining import SplitPoint
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_unitscale.arguments import check_choice, check_count
+from lightning_unitscale.arguments import (
+    check_choice,
+    check_count,
+    check_flag,
+    check_instance,
+    check_positive,
+)
 from lightning_unitscale.capture.steps import steps_of
 from lightning_unitscale.patching import shadowed
 from lightning_unitscale.pipeline.balance import balanced_split
@@ -109,29 +115,35 @@ class PipelineStrategy(EvaluatingStrategy):
         check_count("num_microbatches", num_microbatches)
         check_count("data_parallel", data_parallel)
         check_count("num_eval_microbatches", num_eval_microbatches)
+        check_count("check_batches", check_batches, least=0)
+        check_flag("shard_optimizer", shard_optimizer)
+        check_flag("free_unowned", free_unowned)
+        check_positive("timeout", timeout, "seconds")
         if shard_optimizer and data_parallel == 1:
             raise ValueError(
                 "shard_optimizer=True with data_parallel=1: there is one device for each stage, "
                 "which needs all of its optimizer state; expected several pipelines; raise "
                 "data_parallel, or leave shard_optimizer out."
             )
-        if stages_per_rank != "auto" and (
-            not isinstance(stages_per_rank, int) or stages_per_rank < 1
-        ):
-            raise ValueError(
-                f"stages_per_rank={stages_per_rank!r}: expected 'auto' or a whole number of at "
-                "least 1."
-            )
-        if isinstance(split, str) and split != "auto":
-            raise ValueError(
-                f"split={split!r}: expected 'auto', a dict of paths of submodules to a SplitPoint, "
-                "or a split policy."
-            )
+        if not (isinstance(stages_per_rank, str) and stages_per_rank == "auto"):
+            check_count("stages_per_rank", stages_per_rank)
+        if not (isinstance(split, str) and split == "auto"):
+            expected = "'auto', a dict of paths of submodules to a SplitPoint, or a split policy"
+            kinds = (Mapping, Callable)
+            check_instance("split", split, kinds, expected, "leave it out for 'auto'")  # type: ignore[arg-type]
+        if process_group_backend is not None:
+            advice = "leave it out for the device's own"
+            expected = "the name of a backend, such as 'gloo'"
+            check_instance("process_group_backend", process_group_backend, str, expected, advice)
         advice = "leave it out for 'auto'"
         check_choice("capture", capture, _CAPTURES, "nothing that can be captured", advice)
         check_choice("evaluation", evaluation, _EVALUATIONS, "no way to evaluate", advice)
-        if not timeout > 0:
-            raise ValueError(f"timeout={timeout!r}: expected seconds above 0.")
+        if evaluation == "whole" and num_eval_microbatches != 1:
+            raise ValueError(
+                f"num_eval_microbatches={num_eval_microbatches} with evaluation='whole': the "
+                "module is evaluated whole, on every rank; expected evaluation='pipeline' or "
+                "'auto' with microbatches; change it, or leave num_eval_microbatches out."
+            )
         super().__init__(
             process_group_backend=process_group_backend, timeout=timedelta(seconds=timeout)
         )

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from lightning_unitscale.arguments import checked_folder
 from lightning_unitscale.scales.alerts import ScaleAlert, alerts_text
 from lightning_unitscale.tensorboard.history import (
     LastStep,
@@ -77,11 +78,10 @@ def write_report(
 
     Raises:
         FileNotFoundError: If a folder is not there or has no event files.
-        ValueError: If a run has no scales.
+        ValueError: If a run has no scales, or nothing can be written to ``output``.
     """
     runs = {name: read_run(path) for name, path in _names(run_directories).items()}
-    folder = Path(output)
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = checked_folder("output", output)
     _remove_pictures(folder)
     last_steps = {name: LastStep(run) for name, run in runs.items()}
     pictures, no_pictures = [], ""

@@ -49,7 +49,7 @@ from lightning_unitscale.quantize import FormatLike, Rounding
 def lossless_unit_scale(
     module: nn.Module, *example_args: Any, depth: Depth = "products", **example_kwargs: Any
 ) -> nn.Module:
-    """A copy of ``module`` that computes the same bits with matrix products at RMS 1.
+    """A copy of ``module`` that computes the same bits with matmuls near RMS 1.
 
     Every operand of a matrix product, and the gradient that arrives at it, is stored in units of a
     power of two near its RMS, measured on the example inputs. Powers of two are exact, so values

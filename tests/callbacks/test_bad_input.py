@@ -92,18 +92,6 @@ def _assert_not_captured(module: pl.LightningModule) -> None:
     assert "log" not in module.__dict__
 
 
-def test_a_callback_given_twice() -> None:
-    module = Regression()
-    # Lightning itself says so of a callback with a state, when the Trainer is made.
-    with pytest.raises(RuntimeError, match="more than one stateful callback of type `UnitScale"):
-        _fit(module, UnitScaleCallback(), UnitScaleCallback())
-    with pytest.raises(MisconfigurationException, match="ScaleMonitor is given 2 times") as raised:
-        _fit(module, ScaleMonitor(), ScaleMonitor())
-    assert _is_in_the_form(str(raised.value))
-    _assert_not_captured(module)
-    _fit(module, UnitScaleCallback(), ScaleMonitor(), logger=MemoryLogger())
-
-
 def test_no_logger_is_one_warning() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

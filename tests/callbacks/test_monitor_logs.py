@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,21 @@ def _events(folder: Path) -> EventAccumulator:
     accumulator = EventAccumulator(str(folder), {"tensors": 0, "scalars": 0, "histograms": 0})
     accumulator.Reload()
     return accumulator
+
+
+def test_how_to_open_the_scales_tab_is_logged_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monitor = ScaleMonitor(every_n_steps=1)
+    loggers = [TensorBoardLogger(tmp_path, "board"), MemoryLogger(), CSVLogger(tmp_path, "csv")]
+    with caplog.at_level(logging.INFO):
+        run(Regression, [monitor], logger=loggers, max_steps=3)
+        (line,) = [one.message for one in caplog.records if "#scales" in one.message]
+        caplog.clear()
+        run(Regression, [ScaleMonitor()], logger=MemoryLogger(), max_steps=1)
+    assert "--logdir board and open http://localhost:6006/#scales" in line
+    # Where there is nothing to open, nothing is logged.
+    assert not [one.message for one in caplog.records if "#scales" in one.message]
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])

@@ -310,7 +310,18 @@ BAD = {
     "twice": (
         lambda m, o: attach(m, o, [ScaleMonitor(), ScaleMonitor()]),
         ValueError,
-        "ScaleMonitor is given twice",
+        "ScaleMonitor is given 2 times",
+    ),
+    "class": (lambda m, o: attach(m, o, [ScaleMonitor]), TypeError, r"write ScaleMonitor\(\)"),
+    "budgets": (
+        lambda m, o: attach(m, o, [RematCallback(0.5), UnitScaleCallback(remat=0.6)]),
+        ValueError,
+        r"RematCallback\(budget=0.5\) and UnitScaleCallback\(remat=0.6\) both set",
+    ),
+    "log_dir": (
+        lambda m, o: attach(m, o, ScaleMonitor(), log_dir=f"{__file__}/scales"),
+        ValueError,
+        "log_dir='.*/scales': nothing can be written .*not a directory",
     ),
     "remat": (lambda m, o: attach(m, o, RematCallback(0.5)), ValueError, "RematCallback: it"),
     "rules": (lambda m, o: attach(m, o, UnitScaleCallback("u-mup")), ValueError, "method="),
@@ -330,6 +341,14 @@ def test_bad_input_leaves_the_module_as_it_was(name: str) -> None:
         call(model, optimizer)
     assert "forward" not in vars(model)
     assert not (_global_optimizer_pre_hooks or _global_optimizer_post_hooks)
+
+
+def test_a_twin_that_comes_later_is_refused() -> None:
+    model, optimizer = new()
+    with attach(model, optimizer, ScaleMonitor()) as attachment:
+        with pytest.raises(ValueError, match="ScaleMonitor is given 2 times"):
+            attachment.add(ScaleMonitor())
+        assert len(attachment.callbacks) == 1
 
 
 def test_a_module_is_attached_once() -> None:

@@ -12,9 +12,11 @@ import torch
 import torch.nn.functional as F
 from lightning.fabric import Fabric
 from lightning.fabric.loggers import CSVLogger, TensorBoardLogger
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
 
+from lightning_unitscale import ScaleMonitor
 from tests.helpers import assert_same_bits
 from tests.loops.loops import NUM_STEPS, Net, batches, new
 from tests.loops.methods import METHODS
@@ -150,3 +152,17 @@ def test_a_model_that_callbacks_are_not_told_of() -> None:
     fabric.backward(module(batches(1)[0][0]).sum())
     with pytest.raises(RuntimeError, match=r"model = fabric\.setup\(model\)"):
         optimizer.step()
+
+
+def test_bad_callbacks() -> None:
+    for callbacks, kind, text in (
+        (
+            [ScaleMonitor],
+            MisconfigurationException,
+            r"callbacks=ScaleMonitor: .*write ScaleMonitor",
+        ),
+        ([ScaleMonitor(), ScaleMonitor()], ValueError, "ScaleMonitor is given 2 times"),
+    ):
+        fabric = Fabric(accelerator="cpu", devices=1, callbacks=callbacks)
+        with pytest.raises(kind, match=text):
+            fabric.setup(*new(1))

@@ -92,6 +92,16 @@ def test_a_model_that_holds_the_module(tmp_path: Path) -> None:
         callback.on_train_begin(*arguments, model=SimpleNamespace(), optimizer=optimizer)
 
 
+def test_bad_callbacks() -> None:
+    with pytest.raises(TypeError, match=r"callbacks=ScaleMonitor: .*write ScaleMonitor\(\)"):
+        HFCallback([ScaleMonitor])  # type: ignore[list-item]
+    with pytest.raises(ValueError, match="ScaleMonitor is given 2 times"):
+        HFCallback([ScaleMonitor(), ScaleMonitor()])
+    # The Trainer makes an instance of the class itself.
+    with pytest.raises(ValueError, match=r"callbacks=\(\): .*write HFCallback\(\[UnitScale"):
+        train([HFCallback], Path())
+
+
 def test_a_violation_stops_the_training(tmp_path: Path) -> None:
     monitor = ScaleMonitor(
         every_n_steps=1, on_violation="stop", thresholds={"E4M3FN": {"flushed": 0.0}}

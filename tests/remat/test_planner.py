@@ -135,6 +135,13 @@ def test_a_budget_below_the_floor_names_it(planner: Planner) -> None:
         planner.plan(planner.floor.peak_bytes // 2)
 
 
+def test_a_function_is_planned_as_often_as_one_likes() -> None:
+    """Dynamo gives up on code that it has captured eight times."""
+    net, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), torch.randn(64, 4)
+    peaks = [plan_remat(net, x, budget=1.0).peak_bytes for _ in range(10)]
+    assert len(set(peaks)) == 1
+
+
 def test_what_is_resident_counts() -> None:
     x = torch.randn(4, 64, 64)
     bare = plan_remat(Net(1), x, budget=1.0)

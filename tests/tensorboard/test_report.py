@@ -170,6 +170,15 @@ def test_what_is_wrong_is_said(run, tmp_path):
         main(["report", "plain"])
 
 
+def test_a_folder_that_cannot_be_written(run, tmp_path):
+    (tmp_path / "file").touch()
+    for output in ("file", "file/report"):
+        with pytest.raises(SystemExit, match=f"output='{output}': nothing can be written"):
+            main(["report", str(run), "--output", output])
+    with pytest.raises(TypeError, match="output=3: it is an int; expected the path"):
+        write_report([run], 3)
+
+
 def test_names_cannot_end_the_script(tmp_path):
     hostile = ("</script><b>", *NAMES[1:])
     write(tmp_path / "run", [snapshot(0, names=hostile)])

@@ -1,0 +1,83 @@
+"""Refuse callbacks of a Trainer that do not go together, or are classes and not instances."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from types import FrameType, FunctionType, MethodType
+from typing import Any
+
+from lightning_unitscale.callbacks.packages import misconfigured
+from lightning_unitscale.loops.given import class_given, why_not_together
+
+# The first hook that a Trainer or Fabric calls raises; what is called of an exception must not hide
+# that one.
+_GUARDED = {"setup": True, "on_after_setup": True, "on_exception": False}
+
+
+def check_callbacks(callbacks: Iterable[Any]) -> None:
+    """Refuse callbacks that do not go together.
+
+    Args:
+        callbacks: All of a Trainer.
+
+    Raises:
+        MisconfigurationException: With the reason.
+    """
+    text = why_not_together(callbacks)
+    if text is not None:
+        raise misconfigured(text)
+
+
+def check_list_in(frame: FrameType | None, callback: Any) -> None:
+    """Check the list of callbacks in whose midst a callback is asked for something.
+
+    Args:
+        frame: Of whoever asks.
+        callback: The callback.
+
+    Raises:
+        MisconfigurationException: If those in the list do not go together.
+    """
+    for value in () if frame is None else frame.f_locals.values():
+        if isinstance(value, list) and any(item is callback for item in value):
+            check_callbacks(value)
+
+
+def guard_hooks(kind: type) -> None:
+    """Let the first hooks of a class say so where it was given in place of an instance.
+
+    Args:
+        kind: A class of callbacks; it is changed.
+    """
+    for name, refuses in _GUARDED.items():
+        hook = inspect.getattr_static(kind, name, None)
+        if isinstance(hook, FunctionType):
+            setattr(kind, name, _InstanceHook(hook, refuses=refuses))
+
+
+class _InstanceHook:
+    """What a class has in place of a hook: Python tells it who is asked for the hook.
+
+    Args:
+        hook: The hook.
+        refuses: Whether it raises when the class is asked, or does nothing.
+    """
+
+    def __init__(self, hook: FunctionType, *, refuses: bool) -> None:
+        functools.update_wrapper(self, hook)  # type: ignore[arg-type]  # only its attributes are set
+        self._hook = hook
+        self._refuses = refuses
+
+    def __get__(self, instance: Any, owner: type) -> Callable[..., Any]:
+        if instance is not None:
+            return MethodType(self._hook, instance)
+        return functools.wraps(self._hook)(functools.partial(self._on_class, owner))
+
+    def _on_class(self, owner: type, *args: Any, **kwargs: Any) -> Any:
+        if args and isinstance(args[0], owner):
+            return self._hook(*args, **kwargs)
+        if self._refuses:
+            raise misconfigured(class_given(owner))
+        return None
