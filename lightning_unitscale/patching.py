@@ -18,6 +18,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib.machinery import ModuleSpec
 from types import FrameType, MethodType, ModuleType
 from typing import Any, Self
@@ -46,7 +47,7 @@ class Shadow:
         with _CHANGING:
             self._below = vars(owner).get(name, _MISSING)
             key = id(owner), name
-            _SHADOWS[key] = (*_SHADOWS.get(key, ()), weakref.ref(self))
+            _SHADOWS[key] = (*_SHADOWS.get(key, ()), weakref.ref(self, partial(_forget, key)))
             self._put(value)
 
     @property
@@ -72,15 +73,13 @@ class Shadow:
     def _taken_out(self) -> list[Shadow] | None:
         """Take it off the list; returns those put later, or ``None`` if it was off already."""
         key = id(self._owner), self._name
-        shadows = [shadow for ref in _SHADOWS.get(key, ()) if (shadow := ref()) is not None]
-        if self not in shadows:
+        refs = _SHADOWS.get(key, ())
+        own = next((ref for ref in refs if ref() is self), None)
+        if own is None:
             return None
-        index = shadows.index(self)
-        later = shadows[index + 1 :]
-        _SHADOWS[key] = tuple(map(weakref.ref, (*shadows[:index], *later)))
-        if not _SHADOWS[key]:
-            del _SHADOWS[key]
-        return later
+        _forget(key, own)
+        later = (ref() for ref in refs[refs.index(own) + 1 :])
+        return [shadow for shadow in later if shadow is not None]
 
     def _skip(self, removed: Shadow) -> None:
         """Stand over what is below another one, which goes."""
@@ -101,6 +100,14 @@ class Shadow:
         else:
             # Past a __setattr__ such as that of a torch module, which files what it is given.
             vars(owner)[name] = value
+
+
+def _forget(key: tuple[int, str], forgotten: weakref.ref[Shadow]) -> None:
+    """Take one off a list, when it is removed or nothing refers to it any more."""
+    with _CHANGING:
+        kept = tuple(ref for ref in _SHADOWS.pop(key, ()) if ref is not forgotten)
+        if kept:
+            _SHADOWS[key] = kept
 
 
 @contextlib.contextmanager
@@ -202,7 +209,7 @@ class StandIn(abc.ABC):
         method = self._own()
         if isinstance(method, MethodType):
             return getattr, (method.__self__, self._name_in(method.__self__) or method.__name__)
-        return functools.partial, (method,)
+        return partial, (method,)
 
     def _own(self) -> Any:
         method = self._method

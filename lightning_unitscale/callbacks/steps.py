@@ -27,6 +27,7 @@ from lightning_unitscale.capture.steps import LIGHTNING_STEPS, ModuleSteps, step
 from lightning_unitscale.dynamo.capture import is_compiled
 from lightning_unitscale.loops.attach import Attachment
 from lightning_unitscale.loops.fabric import attach_in_fabric
+from lightning_unitscale.loops.leaving import leaving_after
 from lightning_unitscale.loops.loop import Loop, LoopCallback, scale_of
 from lightning_unitscale.patching import nothing, shadowed
 from lightning_unitscale.rules.weights import zero_gradients
@@ -89,16 +90,12 @@ def captures_steps(trainer: pl.Trainer) -> bool:
     )
 
 
-def check_module(trainer: pl.Trainer, module: pl.LightningModule, owner: pl.Callback) -> str:
-    """Check what a callback is attached to.
+def enter(trainer: pl.Trainer, owner: pl.Callback) -> None:
+    """Begin the setup of a callback: it leaves an earlier run, and this one after any error.
 
     Args:
         trainer: The Trainer.
-        module: Its module.
         owner: The callback, which has to be the only one of its class.
-
-    Returns:
-        Name of the owner's class.
 
     Raises:
         MisconfigurationException: If not.
@@ -109,7 +106,13 @@ def check_module(trainer: pl.Trainer, module: pl.LightningModule, owner: pl.Call
         raise misconfigured(
             f"callbacks: {name} is given {len(twins)} times; expected it once; remove the others."
         )
-    return name
+    if isinstance(owner, StepsCallback):
+        owner.end()
+        callbacks = all_callbacks(trainer)
+        earlier = callbacks[: callbacks.index(owner)] if owner in callbacks else []
+        owner.guards = contextlib.ExitStack()
+        owner.guards.enter_context(leaving_after(earlier, owner.end, always=False))
+        owner.guards.enter_context(leaving_after([trainer.strategy], owner.end, always=True))
 
 
 def attach_steps(
@@ -126,7 +129,9 @@ def attach_steps(
         MisconfigurationException: If the module is compiled already, or ``owner``'s class is in the
             Trainer twice.
     """
-    name = check_module(trainer, module, owner)
+    if not isinstance(owner, StepsCallback) or owner.guards is None:
+        enter(trainer, owner)
+    name = type(owner).__name__
     if is_compiled(module):
         raise misconfigured(
             f"{name}: the LightningModule {type(module).__name__} is compiled already, so its "
@@ -292,9 +297,11 @@ class StepsCallback(Callback, LoopCallback):
 
     Attributes:
         attachments: In Lightning Fabric: what it works in, one for each module that was set up.
+        guards: What lets it leave the run of a Trainer after an error.
     """
 
     attachments: tuple[Attachment, ...] = ()
+    guards: contextlib.ExitStack | None = None
 
     _loop: Loop | None = None
     _arguments: Mapping[str, Any] = {}
@@ -371,10 +378,16 @@ class StepsCallback(Callback, LoopCallback):
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self.leave()
+        self.end()
 
     @override
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
-        self.leave()
+        self.end()
+
+    def end(self) -> None:
+        """Leave the run of a Trainer. May be called more than once."""
+        guards, self.guards = self.guards, None
+        with guards or contextlib.nullcontext():
+            self.leave()

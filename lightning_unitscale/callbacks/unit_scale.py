@@ -33,7 +33,7 @@ from lightning_unitscale.callbacks.options import (
 from lightning_unitscale.callbacks.packages import rank_zero_warn
 from lightning_unitscale.callbacks.product_units import ProductUnits
 from lightning_unitscale.callbacks.rules import rules_of
-from lightning_unitscale.callbacks.steps import StepsCallback, captures_steps, check_module
+from lightning_unitscale.callbacks.steps import StepsCallback, captures_steps, enter
 from lightning_unitscale.callbacks.trainer_settings import check_fp8, check_fp8_device
 from lightning_unitscale.callbacks.units import MeasuredUnits, RecalibrationSchedule
 from lightning_unitscale.dispatch.coverage import Coverage
@@ -205,12 +205,11 @@ class UnitScaleCallback(StepsCallback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        enter(trainer, self)
         if self._fp8 is not None:
             check_fp8(trainer)
         # A captured graph hides the modules that products run in.
         self._runs_captured = captures_steps(trainer)
-        check_module(trainer, pl_module, self)
-        self._checkpoints.close()
         self._checkpoints.enter_context(
             checking_checkpoints(trainer, pl_module, self, self._method_name, self._mark)
         )
@@ -258,12 +257,13 @@ class UnitScaleCallback(StepsCallback):
 
     @override
     def leave(self) -> None:
-        self._checkpoints.close()
-        if self._rules is not None and self._loop is not None:
-            keep_marking(self._loop.module, self._method_name)
-        self._products.leave()
-        self._graphs.leave()
-        self._loop = None
+        loop, self._loop = self._loop, None
+        with ExitStack() as leaving:  # all of it, if one part raises
+            leaving.callback(self._graphs.leave)
+            leaving.callback(self._products.leave)
+            if self._rules is not None and loop is not None:
+                leaving.callback(keep_marking, loop.module, self._method_name)
+            leaving.callback(self._checkpoints.close)
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -19,7 +19,12 @@ from lightning_unitscale.capture.captured_step import CapturedStep
 from lightning_unitscale.capture.sharded import ShardedModule
 from lightning_unitscale.capture.side_effects import Calls
 from lightning_unitscale.dynamo.breaks import is_watched
-from lightning_unitscale.dynamo.capture import CompileMode, Executor, no_graph_breaks
+from lightning_unitscale.dynamo.capture import (
+    CompileMode,
+    Executor,
+    no_graph_breaks,
+    unmarked,
+)
 from lightning_unitscale.graph.passes import GraphPass, PassRecord, Phase
 from lightning_unitscale.patching import shadowed
 
@@ -116,6 +121,7 @@ class ModuleSteps:
         if owner not in self._owners:
             self._owners.append(owner)
         if not self.is_attached:
+            self._put.enter_context(unmarked(self.module))
             self._put.enter_context(shadowed(self.module, **{ATTRIBUTE: self}, **self.steps))
 
     def detach(self, owner: str, *passes: GraphPass) -> None:
