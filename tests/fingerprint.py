@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import sys
 import threading
 import warnings
@@ -26,6 +28,7 @@ from torch.overrides import _len_torch_function_stack
 
 from benchmarks.executed_products import has_torchs_own_kernels
 from lightning_unitscale.callbacks.steps import StepsCallback
+from lightning_unitscale.rules.deploy import PLAN_ATTRIBUTE
 
 # What Dynamo, torch's modes and autograd are patched in.
 _PATCHED = (
@@ -60,6 +63,7 @@ _LIGHTNINGS = frozenset(
     {"_trainer", "_fabric", "_hparams", "_hparams_initial", "_log_hyperparams", "_current_fx_name"}
     | {"_metric_attributes", "_param_requires_grad_state", "_device", "training", "_results"}
 )
+_OF_TRAINERS = ("_lightning_module", "_model", "log", "log_dict")
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
@@ -153,17 +157,43 @@ def of_trainer(trainer: Any) -> dict[str, Any]:
     for index, part in enumerate(parts):
         found |= {
             f"{index} {type(part).__name__}.{name}": value
-            for name, value in of_object(part, but=("_lightning_module", "_model", "log", "log_dict")).items()
+            for name, value in of_object(part, but=_OF_TRAINERS).items()
         }
     return found
+
+
+# By rules a module keeps its plan, and marks what is saved of it.
+_OF_RULES = frozenset({PLAN_ATTRIBUTE, "on_save_checkpoint"})
+
+
+def of_run(module: nn.Module, trainer: Any = None) -> dict[str, Any]:
+    """Everything that a run of a Trainer must leave as it was.
+
+    Args:
+        module: Its module. Attributes that a class lists as ``of_tests`` may change.
+        trainer: The Trainer, where it is to be compared as well.
+    """
+    but = {*_OF_RULES, *getattr(module, "of_tests", ())}
+    parts = {
+        "torch": of_torch(),
+        "module": of_module(module, but),
+        "trainer": {} if trainer is None else of_trainer(trainer),
+    }
+    return {f"{part}: {name}": one for part, found in parts.items() for name, one in found.items()}
+
+
+def assert_restored(module: Any, before: dict[str, Any], trainer: Any = None) -> None:
+    """Assert that a run has left everything as :func:`of_run` found it, and copies are plain."""
+    assert difference(before, of_run(module, trainer)) == {}
+    assert module.training_step.__func__ is type(module).training_step
+    pickle.dumps(module.state_dict())
+    copy.deepcopy(module)
 
 
 def difference(before: dict[str, Any], after: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     """What is another one after than before, or only in one of the two."""
     missing = object()
-    pairs = {
-        name: (before.get(name, missing), after.get(name, missing)) for name in before | after
-    }
+    pairs = {name: (before.get(name, missing), after.get(name, missing)) for name in before | after}
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
