@@ -184,7 +184,8 @@ def of_run(module: nn.Module, trainer: Any = None) -> dict[str, Any]:
 
 def assert_restored(module: Any, before: dict[str, Any], trainer: Any = None) -> None:
     """Assert that a run has left everything as :func:`of_run` found it, and copies are plain."""
-    assert difference(before, of_run(module, trainer)) == {}
+    changed = difference(before, of_run(module, trainer))
+    assert not changed, changed
     assert module.training_step.__func__ is type(module).training_step
     pickle.dumps(module.state_dict())
     copy.deepcopy(module)

@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from lightning_unitscale.arguments import check_choice, check_count
 from lightning_unitscale.capture.steps import steps_of
+from lightning_unitscale.dynamo.capture import unmarked
 from lightning_unitscale.loops.leaving import leaving_after
 from lightning_unitscale.patching import shadowed
 from lightning_unitscale.pipeline.balance import balanced_split
@@ -173,6 +174,8 @@ class PipelineStrategy(EvaluatingStrategy):
         self._changes.close()
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         self._changes.enter_context(leaving_after(callbacks, self._release, always=False))
+        # What only evaluates, and ``forward``, is captured without being put on the module.
+        self._changes.enter_context(unmarked(module))
         self._prepare_step(module, trains=trainer.state.fn == TrainerFn.FITTING)
         self.setup_precision_plugin()
         # To it leads ``clip_gradients`` (Lightning 2.6), and a rank's own gradients are not all.
