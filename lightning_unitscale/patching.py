@@ -1,5 +1,10 @@
 """Give objects other attributes for a while, and wait for modules to be imported.
 
+Attributes of ours stand over each other in the order in which they were put, and go in any order.
+One that goes from between two others is skipped by the one above it. What there was before the
+first of them is back when the last one goes. An attribute that someone else has put over ours
+stays: what it holds of ours then only calls what was there before.
+
 What waits is a finder at the front of ``sys.meta_path`` that answers for one module, once.
 """
 
@@ -10,27 +15,80 @@ import contextlib
 import functools
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator, Mapping
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from functools import partial
 from importlib.machinery import ModuleSpec
-from types import MethodType, ModuleType
+from types import FrameType, MethodType, ModuleType
 from typing import Any, Self
 
 _MISSING = object()
+# What stands over an attribute, the lowest first, by the identity of its owner and by its name.
+# Weakly: an owner that nothing else refers to goes with all that stands on it.
+_SHADOWS: dict[tuple[int, str], tuple[weakref.ref[Shadow], ...]] = {}
+# Two threads may put and remove at once, and a garbage collection removes in the middle of either.
+_CHANGING = threading.RLock()
 
 
-@contextlib.contextmanager
-def shadowed(owner: Any, **attributes: Any) -> Iterator[None]:
-    """Within this context ``owner`` has these attributes; what it had itself is back afterwards."""
-    before = {name: vars(owner).get(name, _MISSING) for name in attributes}
-    _put(owner, attributes)
-    try:
-        yield
-    finally:
-        _put(owner, before)
+class Shadow:
+    """Put one attribute over what an object has under that name, until :meth:`remove`.
 
+    Args:
+        owner: An object, a class or a Python module.
+        name: Name of the attribute.
+        value: Its value for the time being.
+    """
 
-def _put(owner: Any, attributes: Mapping[str, Any]) -> None:
-    for name, value in attributes.items():
+    def __init__(self, owner: Any, name: str, value: Any) -> None:
+        self._owner, self._name, self._value = owner, name, value
+        if isinstance(value, StandIn):
+            value.is_removed = False
+        with _CHANGING:
+            self._below = vars(owner).get(name, _MISSING)
+            key = id(owner), name
+            _SHADOWS[key] = (*_SHADOWS.get(key, ()), weakref.ref(self, partial(_forget, key)))
+            self._put(value)
+
+    @property
+    def below(self) -> Any:
+        """What the object itself has below; ``None`` if it has nothing there."""
+        return None if self._below is _MISSING else self._below
+
+    def remove(self) -> None:
+        """Let the object have what is below. May be called more than once."""
+        with _CHANGING:
+            later = self._taken_out()
+            if later is None:
+                return
+            above = next((shadow for shadow in later if shadow._below is self._value), None)
+            if above is not None:
+                above._skip(self)
+            # Otherwise someone else has put another value there, or has removed this one.
+            elif vars(self._owner).get(self._name, _MISSING) is self._value:
+                self._put(self._below)
+        if isinstance(self._value, StandIn):
+            self._value.is_removed = True
+
+    def _taken_out(self) -> list[Shadow] | None:
+        """Take it off the list; returns those put later, or ``None`` if it was off already."""
+        key = id(self._owner), self._name
+        refs = _SHADOWS.get(key, ())
+        own = next((ref for ref in refs if ref() is self), None)
+        if own is None:
+            return None
+        _forget(key, own)
+        later = (ref() for ref in refs[refs.index(own) + 1 :])
+        return [shadow for shadow in later if shadow is not None]
+
+    def _skip(self, removed: Shadow) -> None:
+        """Stand over what is below another one, which goes."""
+        self._below = removed._below
+        if isinstance(self._value, StandIn) and isinstance(removed._value, StandIn):
+            self._value.skip(removed._value)
+
+    def _put(self, value: Any) -> None:
+        owner, name = self._owner, self._name
         if isinstance(owner, type):
             # The dictionary of a class is read-only.
             if value is not _MISSING:
@@ -44,6 +102,23 @@ def _put(owner: Any, attributes: Mapping[str, Any]) -> None:
             vars(owner)[name] = value
 
 
+def _forget(key: tuple[int, str], forgotten: weakref.ref[Shadow]) -> None:
+    """Take one off a list, when it is removed or nothing refers to it any more."""
+    with _CHANGING:
+        kept = tuple(ref for ref in _SHADOWS.pop(key, ()) if ref is not forgotten)
+        if kept:
+            _SHADOWS[key] = kept
+
+
+@contextlib.contextmanager
+def shadowed(owner: Any, **attributes: Any) -> Iterator[None]:
+    """Within this context ``owner`` has these attributes; see :class:`Shadow`."""
+    with contextlib.ExitStack() as shadows:
+        for name, value in attributes.items():
+            shadows.callback(Shadow(owner, name, value).remove)
+        yield
+
+
 class StandIn(abc.ABC):
     """Stands in for a method of an object, and looks like it; copies of the object are plain.
 
@@ -55,10 +130,23 @@ class StandIn(abc.ABC):
         # First: it takes over the attributes of what it wraps, which may stand in as well.
         functools.update_wrapper(self, method)
         self._method = method
+        # Whether it has been removed. Something else may still hold it, and call it.
+        self.is_removed = False
 
-    @abc.abstractmethod
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the method."""
+        return (self._method if self.is_removed else self.call)(*args, **kwargs)
+
+    @abc.abstractmethod
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the method as long as this stands in for it."""
+
+    def skip(self, removed: StandIn) -> None:
+        """Stand in for what another one stood in for, that was in between."""
+        if self._method is removed:
+            self._method = removed._method
+        if vars(self).get("__wrapped__") is removed:
+            self.__wrapped__ = removed._method
 
     def __getattr__(self, name: str) -> Any:
         """What else a method has, such as its code: packages read it to script or export it."""
@@ -78,15 +166,17 @@ class StandIn(abc.ABC):
 
         return function
 
-    def called_by(self, caller: Any) -> Callable[..., Any]:
+    def called_by(self, frame: FrameType | None) -> Callable[..., Any]:
         """What stands in for the caller's own method, if that is a copy of the object; else this.
 
         ``copy.copy`` hands all attributes on, and so do packages that make a module of other
         weights. What an object calls itself is the copy's own method then.
 
         Args:
-            caller: Whoever calls: the object whose method it is, a copy of it, or somebody else.
+            frame: The frame that calls. Its ``self`` is the object whose method this is, a copy of
+                the object, or something else.
         """
+        caller = None if frame is None else frame.f_locals.get("self")
         method = self._own()
         if not isinstance(method, MethodType) or caller is method.__self__:
             return self
@@ -119,7 +209,7 @@ class StandIn(abc.ABC):
         method = self._own()
         if isinstance(method, MethodType):
             return getattr, (method.__self__, self._name_in(method.__self__) or method.__name__)
-        return functools.partial, (method,)
+        return partial, (method,)
 
     def _own(self) -> Any:
         method = self._method

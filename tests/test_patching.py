@@ -1,10 +1,17 @@
 """Attributes that stand in front of others for a while."""
 
+import contextlib
+import copy
+import gc
+import itertools
 import math
+import pickle
+import threading
+from typing import Any
 
 import pytest
 
-from lightning_unitscale.patching import shadowed
+from lightning_unitscale.patching import _SHADOWS, Shadow, StandIn, shadowed
 
 
 class _Owner:
@@ -47,3 +54,151 @@ def test_a_class_and_a_python_module() -> None:
     with shadowed(math, pi=3):
         assert math.pi == 3
     assert math.pi > 3
+
+
+class _Named:
+    """Its method says what has called it, the innermost first."""
+
+    def method(self) -> list[str]:
+        return []
+
+
+class _Calling(StandIn):
+    def __init__(self, method: Any, name: str) -> None:
+        super().__init__(method)
+        self.name = name
+
+    def call(self) -> list[str]:
+        return [*self._method(), self.name]
+
+
+def _put(owner: Any, name: str) -> Shadow:
+    return Shadow(owner, "method", _Calling(owner.method, name))
+
+
+@pytest.mark.parametrize("order", [*itertools.permutations("abc")])
+@pytest.mark.parametrize("has_own", [False, True])
+def test_stand_ins_go_in_any_order(order: tuple[str, ...], has_own: bool) -> None:
+    owner = _Named()
+    if has_own:
+        owner.method = lambda: ["own"]  # type: ignore[method-assign]
+    before = dict(vars(owner))
+    shadows = {name: _put(owner, name) for name in "abc"}
+    left = list("abc")
+    for name in order:
+        assert owner.method() == ["own"] * has_own + left
+        assert owner.method.__wrapped__ is not None
+        shadows[name].remove()
+        shadows[name].remove()
+        left.remove(name)
+    assert vars(owner) == before
+    assert not any(key[0] == id(owner) for key in _SHADOWS)
+
+
+def test_one_that_comes_when_another_has_gone() -> None:
+    owner = _Named()
+    first, second = _put(owner, "first"), _put(owner, "second")
+    first.remove()
+    third = _put(owner, "third")
+    assert owner.method() == ["second", "third"]
+    second.remove()
+    assert owner.method() == ["third"]
+    third.remove()
+    assert vars(owner) == {}
+
+
+@pytest.mark.parametrize("order", [*itertools.permutations(range(3))])
+def test_equal_values_go_in_any_order(order: tuple[int, ...]) -> None:
+    """What stands over an attribute need not be another object than what stands below."""
+    owner = _Owner()
+    shadows = [Shadow(owner, "kind", value) for value in (True, True, None)]
+    for index in order:
+        assert "kind" in vars(owner)
+        shadows[index].remove()
+    assert vars(owner) == {}
+
+
+@pytest.mark.parametrize("first_goes", [False, True])
+def test_what_someone_else_put_over_ours_stays(first_goes: bool) -> None:
+    owner = _Named()
+    first = _put(owner, "first")
+    ours = owner.method
+    owner.method = lambda: [*ours(), "theirs"]  # type: ignore[method-assign]
+    theirs = owner.method
+    second = _put(owner, "second")
+    assert owner.method() == ["first", "theirs", "second"]
+    for shadow in (first, second) if first_goes else (second, first):
+        shadow.remove()
+    # It holds what stood in, which only calls the method now.
+    assert owner.method is theirs and owner.method() == ["theirs"]
+    owner.method = ours  # type: ignore[method-assign]
+    assert owner.method() == []
+
+
+def test_what_someone_else_has_put_in_its_place_stays() -> None:
+    owner = _Owner()
+    owner.own = 1
+    with shadowed(owner, own=2):
+        owner.own = 3
+    with shadowed(owner, own=4):
+        del owner.own
+    assert vars(owner) == {}
+
+
+def test_contexts_that_are_left_in_any_order() -> None:
+    for order in itertools.permutations(range(3)):
+        owner = _Named()
+        stacks = [contextlib.ExitStack() for _ in range(3)]
+        for name, stack in zip("abc", stacks, strict=True):
+            stack.enter_context(shadowed(owner, method=_Calling(owner.method, name)))
+        for index in order:
+            stacks[index].close()
+        assert vars(owner) == {}
+
+
+def test_copies_between_two_removals_are_plain() -> None:
+    owner = _Named()
+    first, _second = _put(owner, "first"), _put(owner, "second")
+    first.remove()
+    for made in (copy.deepcopy(owner), pickle.loads(pickle.dumps(owner))):
+        assert made.method() == [] and made.method.__self__ is made
+
+
+def test_an_owner_that_is_gone_leaves_nothing() -> None:
+    owner = _Named()
+    context = shadowed(owner, method=_Calling(owner.method, "ours"))
+    context.__enter__()
+    key, abandoned = id(owner), _put(owner, "abandoned")
+    assert len(_SHADOWS[key, "method"]) == 2
+    del owner, context, abandoned
+    gc.collect()
+    assert (key, "method") not in _SHADOWS
+
+
+def test_threads_that_put_and_remove() -> None:
+    owner, start = _Named(), threading.Barrier(4)
+
+    def put_and_remove(name: str) -> None:
+        start.wait()
+        for _ in range(200):
+            with shadowed(owner, method=_Calling(owner.method, name)):
+                owner.method()
+
+    threads = [threading.Thread(target=put_and_remove, args=(name,)) for name in "abcd"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert vars(owner) == {} and owner.method() == []
+
+
+def test_a_stand_in_that_has_no_caller() -> None:
+    """As within an accelerator's backward pass, whose thread has no Python frame below."""
+
+    class Copied(_Calling):
+        def call(self) -> Any:
+            return self.called_by(None)
+
+    owner = _Named()
+    with shadowed(owner, method=Copied(owner.method, "ours")):
+        assert owner.method() is owner.method

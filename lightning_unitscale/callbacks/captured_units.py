@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from typing_extensions import override
@@ -136,7 +137,8 @@ class CapturedUnits(GraphUnits):
         remat = self._remat
         partitioner = None if remat is None else step_partitioner(trainer, module, remat)
         self._owner = type(owner).__name__
-        steps = attach_steps(trainer, module, owner)
+        # From here on there is something to leave.
+        steps = self._steps = attach_steps(trainer, module, owner)
         if self._rules is not None and is_sharded:
             steps.sharded = ShardedModule(module)
             self._gathering = GatherParameters(steps.sharded)
@@ -204,17 +206,19 @@ class CapturedUnits(GraphUnits):
         steps = self._steps
         if steps is None:
             return
-        self._last_explanation = self.explain()
-        super().leave()
-        self._restore_loss_scale()
-        self._restore_loss_scale = nothing
-        self.holding.release()
-        if self._rules is not None:
-            self._rules.restore()
-        if self._remat is not None:
-            steps.partition_by(None)
-        steps.detach(self._owner, *self._passes())
-        steps.sharded = self._gathering = None
+        restore_loss_scale, self._restore_loss_scale = self._restore_loss_scale, nothing
+        with ExitStack() as leaving:  # all of it, if one part raises; the last part comes first
+            leaving.callback(setattr, steps, "sharded", None)
+            leaving.callback(steps.detach, self._owner, *self._passes())
+            if self._remat is not None:
+                leaving.callback(steps.partition_by, None)
+            if self._rules is not None:
+                leaving.callback(self._rules.restore)
+            leaving.callback(self.holding.release)
+            leaving.callback(restore_loss_scale)
+            leaving.callback(super().leave)
+            self._last_explanation = self.explain()
+        self._gathering = None
         self._counting = []
 
     def _count(self, name: str, coverage: Coverage, call: str) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from typing_extensions import override
 
 from lightning_unitscale.callbacks.packages import is_lightning, misconfigured, rank_zero_warn
 from lightning_unitscale.patching import StandIn, nothing, shadowed
@@ -102,7 +103,8 @@ class _CheckpointHook(StandIn):
         super().__init__(method)
         self._before, self._after = before, after
 
-    def __call__(self, checkpoint: dict[str, Any]) -> None:
+    @override
+    def call(self, checkpoint: dict[str, Any]) -> None:
         self._before(checkpoint)
         self._method(checkpoint)
         self._after(checkpoint)

@@ -29,7 +29,8 @@ class _Step(StandIn):
         # Lightning reads parameters one wrapping down, where the step may be wrapped already.
         self.__wrapped__ = getattr(method, "__wrapped__", method)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    @override
+    def call(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return self._method(*args, **kwargs)
         return self._call(self._method, args, kwargs)

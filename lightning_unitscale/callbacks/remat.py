@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from torch.nn.parallel import DistributedDataParallel
@@ -21,7 +22,7 @@ from lightning_unitscale.callbacks.packages import (
     rank_zero_info,
     rank_zero_warn,
 )
-from lightning_unitscale.callbacks.steps import StepsCallback, attach_steps
+from lightning_unitscale.callbacks.steps import StepsCallback, attach_steps, enter
 from lightning_unitscale.capture.steps import ModuleSteps
 from lightning_unitscale.dynamo.capture import CompileMode
 from lightning_unitscale.loops.loop import Claim, failing_together
@@ -119,6 +120,7 @@ class RematCallback(StepsCallback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage != "fit":
             return  # without gradients nothing is kept
+        enter(trainer, self)
         self.measured_peak_bytes = None
         self._gradients_seen = 0
         self._partitioner = self._new_partitioner(trainer, pl_module)
@@ -280,16 +282,16 @@ class RematCallback(StepsCallback):
 
     @override
     def leave(self) -> None:
-        if self._steps is None:
-            return
-        if self._meter is not None:
-            self._meter.stop()
-            self._meter = None
-        self.explain()
-        self._reports = self.reports
-        self._steps.partition_by(None)
-        self._steps.detach(type(self).__name__)
-        self._steps = None
+        steps, self._steps = self._steps, None
+        meter, self._meter = self._meter, None
+        with ExitStack() as leaving:  # all of it, if one part raises; the last part comes first
+            if steps is not None:
+                leaving.callback(steps.detach, type(self).__name__)
+                leaving.callback(steps.partition_by, None)
+            if meter is not None:
+                leaving.callback(meter.stop)
+            self.explain()
+            self._reports = self.reports
         self._partitioner = None
 
 

@@ -17,12 +17,11 @@ from lightning_unitscale.callbacks.distributed import (
     joint_snapshot,
     pipeline_of,
 )
-from lightning_unitscale.callbacks.given import check_callbacks
 from lightning_unitscale.callbacks.lightning_loop import LightningLoop
 from lightning_unitscale.callbacks.monitored_steps import MonitoredSteps, ProbedSteps, WatchedSteps
 from lightning_unitscale.callbacks.packages import rank_zero_info, rank_zero_warn
 from lightning_unitscale.callbacks.sampling import Sampling
-from lightning_unitscale.callbacks.steps import StepsCallback, all_callbacks, captures_steps
+from lightning_unitscale.callbacks.steps import StepsCallback, captures_steps, enter
 from lightning_unitscale.formats import NumberFormat, get_format
 from lightning_unitscale.graph.name_patterns import NamePatterns
 from lightning_unitscale.loops.loggers import Writer, writer_for
@@ -223,8 +222,7 @@ class ScaleMonitor(StepsCallback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage != "fit":
             return  # an evaluation has no backward pass to show
-        check_callbacks(all_callbacks(trainer))
-        self.leave()
+        enter(trainer, self)
         loop = LightningLoop(trainer, pl_module)
         # A rank of a pipeline sees the tensors of its own stages.
         self._names_all = pipeline_of(trainer) is None
@@ -305,12 +303,11 @@ class ScaleMonitor(StepsCallback):
 
     @override
     def leave(self) -> None:
-        if self._steps is None:
-            return
+        steps, self._steps, self._loop = self._steps, None, None
         self._writers.clear()
         self._sent = None
-        self._steps.detach()
-        self._steps = self._loop = None
+        if steps is not None:
+            steps.detach()
 
     @override
     def on_before_backward(

@@ -30,6 +30,7 @@ from lightning_unitscale.capture.steps import LIGHTNING_STEPS, ModuleSteps, step
 from lightning_unitscale.dynamo.capture import is_compiled
 from lightning_unitscale.loops.attach import Attachment
 from lightning_unitscale.loops.fabric import attach_in_fabric
+from lightning_unitscale.loops.leaving import leaving_after
 from lightning_unitscale.loops.loop import Claim, Loop, LoopCallback, scale_of
 from lightning_unitscale.patching import nothing, shadowed
 from lightning_unitscale.rules.weights import zero_gradients
@@ -92,6 +93,26 @@ def captures_steps(trainer: pl.Trainer) -> bool:
     )
 
 
+def enter(trainer: pl.Trainer, owner: pl.Callback) -> None:
+    """Begin the setup of a callback: it leaves an earlier run, and this one after any error.
+
+    Args:
+        trainer: The Trainer.
+        owner: The callback, which has to be the only one of its class.
+
+    Raises:
+        MisconfigurationException: If not.
+    """
+    check_callbacks(all_callbacks(trainer))
+    if isinstance(owner, StepsCallback):
+        owner.end()
+        callbacks = all_callbacks(trainer)
+        earlier = callbacks[: callbacks.index(owner)] if owner in callbacks else []
+        owner.guards = contextlib.ExitStack()
+        owner.guards.enter_context(leaving_after(earlier, owner.end, always=False))
+        owner.guards.enter_context(leaving_after([trainer.strategy], owner.end, always=True))
+
+
 def attach_steps(
     trainer: pl.Trainer, module: pl.LightningModule, owner: pl.Callback
 ) -> ModuleSteps:
@@ -106,7 +127,8 @@ def attach_steps(
         MisconfigurationException: If the module is compiled already, or callbacks of the Trainer
             do not go together.
     """
-    check_callbacks(all_callbacks(trainer))
+    if not isinstance(owner, StepsCallback) or owner.guards is None:
+        enter(trainer, owner)
     name = type(owner).__name__
     if is_compiled(module):
         raise misconfigured(
@@ -273,9 +295,11 @@ class StepsCallback(Callback, LoopCallback):
 
     Attributes:
         attachments: In Lightning Fabric: what it works in, one for each module that was set up.
+        guards: What lets it leave the run of a Trainer after an error.
     """
 
     attachments: tuple[Attachment, ...] = ()
+    guards: contextlib.ExitStack | None = None
 
     _loop: Loop | None = None
     _arguments: Mapping[str, Any] = {}
@@ -372,10 +396,16 @@ class StepsCallback(Callback, LoopCallback):
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self.leave()
+        self.end()
 
     @override
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
-        self.leave()
+        self.end()
+
+    def end(self) -> None:
+        """Leave the run of a Trainer. May be called more than once."""
+        guards, self.guards = self.guards, None
+        with guards or contextlib.nullcontext():
+            self.leave()

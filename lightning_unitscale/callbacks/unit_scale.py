@@ -19,7 +19,6 @@ from lightning_unitscale.callbacks.checkpoints import (
     mark,
 )
 from lightning_unitscale.callbacks.explanation import Explanation
-from lightning_unitscale.callbacks.given import check_callbacks
 from lightning_unitscale.callbacks.lightning_loop import LightningLoop
 from lightning_unitscale.callbacks.options import (
     FP8,
@@ -36,7 +35,7 @@ from lightning_unitscale.callbacks.packages import rank_zero_warn
 from lightning_unitscale.callbacks.product_units import ProductUnits
 from lightning_unitscale.callbacks.remat import budget_claim, compile_claim
 from lightning_unitscale.callbacks.rules import rules_of
-from lightning_unitscale.callbacks.steps import StepsCallback, all_callbacks, captures_steps
+from lightning_unitscale.callbacks.steps import StepsCallback, captures_steps, enter
 from lightning_unitscale.callbacks.trainer_settings import (
     check_fp8,
     check_fp8_device,
@@ -224,14 +223,13 @@ class UnitScaleCallback(StepsCallback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        enter(trainer, self)
         if self._fp8 is not None:
             check_fp8(trainer)
         if self.simulate is not None:
             check_simulation(trainer, self.simulate.format)
         # A captured graph hides the modules that products run in.
         self._runs_captured = captures_steps(trainer)
-        check_callbacks(all_callbacks(trainer))
-        self._checkpoints.close()
         self._checkpoints.enter_context(
             checking_checkpoints(trainer, pl_module, self, self._method_name, self._mark)
         )
@@ -279,12 +277,13 @@ class UnitScaleCallback(StepsCallback):
 
     @override
     def leave(self) -> None:
-        self._checkpoints.close()
-        if self._rules is not None and self._loop is not None:
-            keep_marking(self._loop.module, self._method_name)
-        self._products.leave()
-        self._graphs.leave()
-        self._loop = None
+        loop, self._loop = self._loop, None
+        with ExitStack() as leaving:  # all of it, if one part raises
+            leaving.callback(self._graphs.leave)
+            leaving.callback(self._products.leave)
+            if self._rules is not None and loop is not None:
+                leaving.callback(keep_marking, loop.module, self._method_name)
+            leaving.callback(self._checkpoints.close)
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

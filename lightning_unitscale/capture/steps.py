@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import types
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 from tabulate import tabulate
@@ -19,8 +19,14 @@ from lightning_unitscale.capture.captured_step import CapturedStep
 from lightning_unitscale.capture.sharded import ShardedModule
 from lightning_unitscale.capture.side_effects import Calls
 from lightning_unitscale.dynamo.breaks import is_watched
-from lightning_unitscale.dynamo.capture import CompileMode, Executor, no_graph_breaks
+from lightning_unitscale.dynamo.capture import (
+    CompileMode,
+    Executor,
+    no_graph_breaks,
+    unmarked,
+)
 from lightning_unitscale.graph.passes import GraphPass, PassRecord, Phase
+from lightning_unitscale.patching import shadowed
 
 # Where a module has its captured steps.
 ATTRIBUTE = "_captured_steps"
@@ -99,6 +105,7 @@ class ModuleSteps:
         self._owners: list[str] = []
         self._observers: set[str] = set()
         self._always_observed = False
+        self._put = ExitStack()
         self._shadowed = {
             name: module.__dict__[name] for name in step_names if name in module.__dict__
         }
@@ -113,9 +120,9 @@ class ModuleSteps:
         """Put the captured steps on the module; safe to call again for another owner."""
         if owner not in self._owners:
             self._owners.append(owner)
-        self.module.__dict__[ATTRIBUTE] = self
-        for name, step in self.steps.items():
-            self.module.__dict__[name] = step
+        if not self.is_attached:
+            self._put.enter_context(unmarked(self.module))
+            self._put.enter_context(shadowed(self.module, **{ATTRIBUTE: self}, **self.steps))
 
     def detach(self, owner: str, *passes: GraphPass) -> None:
         """Take the owner's interest and passes away; the last one restores the module. Idempotent.
@@ -126,17 +133,9 @@ class ModuleSteps:
             self._owners.remove(owner)
         self.passes = [graph_pass for graph_pass in self.passes if graph_pass not in passes]
         self._observers.discard(owner)
-        if self._owners or steps_of(self.module) is not self:
-            return
-        attributes = self.module.__dict__
-        del attributes[ATTRIBUTE]
-        for name, step in self.steps.items():
-            # Whoever has put something over it since takes it away himself.
-            if attributes.get(name) is step:
-                del attributes[name]
-                if name in self._shadowed:
-                    attributes[name] = self._shadowed[name]
-        self.reset()
+        if not self._owners:
+            self._put.close()
+            self.reset()
 
     @property
     def changes_function(self) -> bool:
@@ -263,7 +262,9 @@ class ModuleSteps:
         """A copy for the copied module: the same passes, nothing captured yet."""
         new = object.__new__(type(self))
         memo[id(self)] = new
-        vars(new).update(vars(self), records=[], graph_breaks=[], _owners=list(self._owners))
+        vars(new).update(
+            vars(self), records=[], graph_breaks=[], _owners=list(self._owners), _put=ExitStack()
+        )
         new._observers = set(self._observers)
         for name in ("module", "partition_fn", "passes", "_shadowed"):
             setattr(new, name, copy.deepcopy(getattr(self, name), memo))
@@ -276,6 +277,10 @@ class ModuleSteps:
             if not isinstance(step.before_call, (types.FunctionType, types.MethodType)):
                 new.steps[name].interpreter = copy.deepcopy(step.interpreter, memo)
                 new.steps[name].before_call = copy.deepcopy(step.before_call, memo)
+        if self.is_attached:
+            # Of the module's copy, only an empty shell may be there as yet.
+            vars(new.module).update(new._shadowed)
+            new._put.enter_context(shadowed(new.module, **{ATTRIBUTE: new}, **new.steps))
         return new
 
     def __reduce__(self) -> Any:

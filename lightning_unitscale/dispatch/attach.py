@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from lightning_unitscale.capture.steps import EVALUATION_STEPS, LIGHTNING_STEPS
 from lightning_unitscale.dispatch.compiled_formats import rounding_compiled
@@ -17,7 +19,7 @@ from lightning_unitscale.dispatch.session import LOCAL, ProductSession
 from lightning_unitscale.dispatch.torch_internals import current_node, is_recording, is_tracing
 from lightning_unitscale.dispatch.units import Units
 from lightning_unitscale.dynamo.patches import is_exporting
-from lightning_unitscale.patching import StandIn
+from lightning_unitscale.patching import Shadow, StandIn
 
 
 class SessionMethod(StandIn):
@@ -36,14 +38,14 @@ class SessionMethod(StandIn):
         # Lightning reads parameters one wrapping down: where a decorator of the user's leads.
         self.__wrapped__ = getattr(method, "__wrapped__", method)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the method."""
+    @override
+    def call(self, *args: Any, **kwargs: Any) -> Any:
         if is_recording():
             if not self._owner.session.numerics or is_exporting() or is_tracing():
                 return self._method(*args, **kwargs)
             # What the compiler made of it would not be rounded.
             return torch.compiler.disable(self.run)(*args, **kwargs)
-        called = self.called_by(sys._getframe(1).f_locals.get("self"))
+        called = self.called_by(sys._getframe(1).f_back)
         if not isinstance(called, SessionMethod):
             return called(*args, **kwargs)
         return called.run(*args, **kwargs)
@@ -100,13 +102,16 @@ class AttachedSession:
             module, SessionMethod.run.__code__, units or Units(), numerics
         )
         self._module = module
-        self._before: dict[str, Any] = {}
         self.methods: dict[str, SessionMethod] = {}
-        open_session(self.session)
-        for name in names:
-            self._before[name] = vars(module).get(name)
-            method = self.method_type(self, name, getattr(module, name))
-            self.methods[name] = vars(module)[name] = method
+        self._shadows: dict[str, Shadow] = {}
+        with ExitStack() as undo:
+            undo.callback(self.detach)
+            open_session(self.session)
+            for name in names:
+                method = self.method_type(self, name, getattr(module, name))
+                self.methods[name] = method
+                self._shadows[name] = Shadow(module, name, method)
+            undo.pop_all()
 
     def is_training(self, name: str) -> bool:
         """Whether a call of a method is one of training."""
@@ -123,10 +128,5 @@ class AttachedSession:
     def detach(self) -> None:
         """Put the methods and torch's kernels back. May be called more than once."""
         close_session(self.session)
-        for name, before in self._before.items():
-            # Whoever has put something over it since takes it away himself.
-            if vars(self._module).get(name) is self.methods[name]:
-                del vars(self._module)[name]
-                if before is not None:
-                    vars(self._module)[name] = before
-        self._before = {}
+        for shadow in self._shadows.values():
+            shadow.remove()

@@ -272,7 +272,7 @@ class ModuleProducts(AttachedSession):
             known: ModuleProducts = memo[id(self)]
             return known
         # Of the module's copy, only an empty shell may be there as yet.
-        before = copy.deepcopy(self._before["forward"], memo)
+        before = copy.deepcopy(self._shadows["forward"].below, memo)
         if before is not None:
             vars(module)["forward"] = before
         new = ModuleProducts(module, copy.deepcopy(self.passes, memo))

@@ -294,9 +294,12 @@ class GraphPass(CustomGraphPass):
         self._setting = setting
         self._rewrite = rewrite
         self._before: Any = None
+        # A pass that the user has set meanwhile, or a ``config.patch``, may hold it for longer.
+        self._is_installed = False
 
     def install(self) -> None:
         """Put it into Inductor's configuration."""
+        self._is_installed = True
         before = getattr(config, self._setting)
         # A ``config.patch`` that began before it was removed has put it back on leaving.
         if before is not self:
@@ -305,16 +308,18 @@ class GraphPass(CustomGraphPass):
 
     def remove(self) -> None:
         """Put the user's own back, unless he has set another one meanwhile."""
+        self._is_installed = False
         if getattr(config, self._setting) is self:
             setattr(config, self._setting, self._before)
 
     def __call__(self, graph: fx.Graph) -> None:
-        """Run the user's own passes, then this one."""
+        """Run the user's own passes, then this one while it is installed."""
         before = self._before
         for user_pass in before if isinstance(before, (list, tuple)) else [before]:
             if user_pass is not None:
                 user_pass(graph)
-        self._rewrite(graph)
+        if self._is_installed:
+            self._rewrite(graph)
 
     def uuid(self) -> None:
         """None: what is compiled with it is not cached."""

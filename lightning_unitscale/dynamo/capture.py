@@ -2,7 +2,8 @@
 
 Everything above works on :class:`CapturedGraph` and on callables. Private names used here were
 checked on torch 2.13 and 2.11: ``node.meta["grapharg"]``, ``node._dynamo_source``,
-``CompileContext.current_compile_id``, ``boxed_nop``, ``compile_fx``, ``list_mode_options``.
+``CompileContext.current_compile_id``, ``boxed_nop``, ``compile_fx``, ``list_mode_options``, and
+``_dynamo_static_input_type`` of parameters and buffers.
 """
 
 from __future__ import annotations
@@ -44,6 +45,9 @@ Executor = Literal["eager", "aot_eager", "inductor"]
 CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 Backend = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 InputKind = Literal["parameter", "buffer", "gradient", "input", "symbol"]
+
+# What Dynamo marks parameters and buffers by.
+_STATIC = "_dynamo_static_input_type"
 
 # A step may be specialised on more Python state than Dynamo's default of 8 allows (the epoch, the
 # shapes of a last batch, several modules of one class share one code object), and past the limit
@@ -183,6 +187,22 @@ def forget(function: Callable[..., Any]) -> None:
         code_object = weak_code()
         if code_object is not None and code_object.co_name.startswith(resumed):
             reset_code(code_object)
+
+
+@contextlib.contextmanager
+def unmarked(module: nn.Module) -> Iterator[None]:
+    """After this context tensors of a module have no mark of Dynamo's that they had not before."""
+
+    def marked() -> set[Tensor]:
+        tensors = (*module.parameters(), *module.buffers())
+        return {tensor for tensor in tensors if _STATIC in vars(tensor)}
+
+    before = marked()
+    try:
+        yield
+    finally:
+        for tensor in marked() - before:
+            del vars(tensor)[_STATIC]
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -245,8 +245,10 @@ class Attachment(Loop):
         # A callback puts what it needs below the attachment's own.
         self._forward.close()
         try:
-            callback.start(self)
-            self._attached.callback(callback.leave)
+            with ExitStack() as undo:
+                undo.callback(callback.leave)
+                callback.start(self)
+                self._attached.callback(undo.pop_all().close)
             self._callbacks.append(callback)
         finally:
             self._forward.enter_context(through(self))

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from typing_extensions import override
+
 from lightning_unitscale.loops.attach import Attachment
 from lightning_unitscale.loops.hooks import attachment_of, unwrapped
 from lightning_unitscale.loops.loop import LoopCallback
@@ -43,7 +45,8 @@ class _Marking(StandIn):
         super().__init__(method)
         self._attachment = attachment
 
-    def __call__(self, method: Any) -> None:
+    @override
+    def call(self, method: Any) -> None:
         name = getattr(method, "__name__", method)
         # What has been marked before, as steps of a LightningModule are, is no plain method now.
         if name == "forward" or name not in self._attachment.steps:

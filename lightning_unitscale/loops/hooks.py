@@ -17,6 +17,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from typing_extensions import override
 
 from lightning_unitscale.arguments import shown
 from lightning_unitscale.capture.steps import LIGHTNING_STEPS
@@ -82,7 +83,8 @@ class _Step(StandIn):
         self._attachment = weakref.ref(attachment)
         self._optimizer = optimizer
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    @override
+    def call(self, *args: Any, **kwargs: Any) -> Any:
         attachment = self._attachment()
         if attachment is None:
             return self._method(*args, **kwargs)
@@ -100,10 +102,11 @@ class _Forward(StandIn):
         super().__init__(method)
         self.attachment = attachment
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    @override
+    def call(self, *args: Any, **kwargs: Any) -> Any:
         if is_recording():
             return self._method(*args, **kwargs)
-        called = self.called_by(sys._getframe(1).f_locals.get("self"))
+        called = self.called_by(sys._getframe(1).f_back)
         if not isinstance(called, _Forward):
             return called(*args, **kwargs)
         return self.attachment.run(called._method, args, kwargs)
@@ -175,7 +178,9 @@ def on_optimizers(attachment: Attachment, optimizers: Iterable[Any]) -> ExitStac
 def attachment_of(module: nn.Module) -> Attachment | None:
     """What callbacks work in that are attached to a module."""
     forward = vars(module).get(called(module))
-    return forward.attachment if isinstance(forward, _Forward) else None
+    if not isinstance(forward, _Forward) or forward.is_removed:
+        return None
+    return forward.attachment
 
 
 def warn_of_no_call(module: nn.Module, num_steps: int) -> None:

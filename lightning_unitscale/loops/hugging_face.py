@@ -19,10 +19,16 @@ from lightning_unitscale.loops.attach import Attachment, attach
 from lightning_unitscale.loops.given import given_callbacks
 from lightning_unitscale.loops.loggers import NumberWriter, WandbWriter, mlflow_run
 from lightning_unitscale.loops.loop import LoopCallback
-from lightning_unitscale.patching import base_when_imported
+from lightning_unitscale.patching import Shadow, StandIn, base_when_imported
 
 if TYPE_CHECKING:
-    from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+    from transformers import (
+        Trainer,
+        TrainerCallback,
+        TrainerControl,
+        TrainerState,
+        TrainingArguments,
+    )
 else:
     # Its package is not imported here: it is not installed everywhere, and takes seconds.
     TrainerCallback = base_when_imported("TrainerCallback", "transformers.trainer_callback")
@@ -70,6 +76,15 @@ class HFCallback(TrainerCallback):
             check_instance("log_dir", log_dir, (str, PathLike), expected, "pass its path")
         self._log_dir = log_dir
         self.attachment: Attachment | None = None
+        self._training: Shadow | None = None
+
+    @override
+    def on_init_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        trainer = _trainer()
+        if trainer is not None:
+            self._training = Shadow(trainer, "train", _Training(self, trainer.train))
 
     @override
     def on_train_begin(
@@ -118,10 +133,32 @@ class HFCallback(TrainerCallback):
     ) -> None:
         self._detach()
 
+    def leave(self, error: BaseException) -> None:
+        """Leave the model as it was, after an exception that ends the training."""
+        if self.attachment is not None:
+            self.attachment.__exit__(type(error), error, error.__traceback__)
+            self.attachment = None
+
     def _detach(self) -> None:
         if self.attachment is not None:
             self.attachment.detach()
             self.attachment = None
+
+
+class _Training(StandIn):
+    """Stands in for a Trainer's ``train``: of an exception it does not tell its callbacks."""
+
+    def __init__(self, callback: HFCallback, method: Any) -> None:
+        super().__init__(method)
+        self._callback = callback
+
+    @override
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return self._method(*args, **kwargs)
+        except BaseException as error:
+            self._callback.leave(error)
+            raise
 
 
 def _writers(args: TrainingArguments) -> list[NumberWriter]:
@@ -160,15 +197,21 @@ def _trained(model: Any, optimizer: Any) -> Any:
 
 def _compiled(model: nn.Module) -> nn.Module:
     """What the Trainer has compiled of a model, and calls in its place; callbacks get the model."""
+    trainer = _trainer()
+    wrapped: Any = None if trainer is None else trainer.model_wrapped
+    return wrapped if hasattr(wrapped, "_orig_mod") else model
+
+
+def _trainer() -> Trainer | None:
+    """The Trainer that calls a callback."""
     kind = import_module("transformers").Trainer
     frame = sys._getframe()
     while frame.f_back is not None:
         frame = frame.f_back
         trainer = frame.f_locals.get("self")
         if isinstance(trainer, kind):
-            wrapped: nn.Module = trainer.model_wrapped
-            return wrapped if hasattr(wrapped, "_orig_mod") else model
-    return model
+            return trainer
+    return None
 
 
 def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:

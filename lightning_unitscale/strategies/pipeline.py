@@ -25,6 +25,8 @@ from lightning_unitscale.arguments import (
     check_positive,
 )
 from lightning_unitscale.capture.steps import steps_of
+from lightning_unitscale.dynamo.capture import unmarked
+from lightning_unitscale.loops.leaving import leaving_after
 from lightning_unitscale.patching import shadowed
 from lightning_unitscale.pipeline.balance import balanced_split
 from lightning_unitscale.pipeline.cuts import SplitPolicy, marked
@@ -182,6 +184,10 @@ class PipelineStrategy(EvaluatingStrategy):
             self.setup_optimizers(trainer)
             refuse_optimizers(self.optimizers)
         self._changes.close()
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        self._changes.enter_context(leaving_after(callbacks, self._release, always=False))
+        # What only evaluates, and ``forward``, is captured without being put on the module.
+        self._changes.enter_context(unmarked(module))
         self._prepare_step(module, trains=trainer.state.fn == TrainerFn.FITTING)
         self.setup_precision_plugin()
         # To it leads ``clip_gradients`` (Lightning 2.6), and a rank's own gradients are not all.
@@ -387,12 +393,13 @@ class PipelineStrategy(EvaluatingStrategy):
 
     def _release(self) -> None:
         self._is_training = False
-        if self._owners is not None:
-            self._owners.freed.lose()
-        self._changes.close()
-        if isinstance(self._step, PipelinedStep):
-            self._step.detach()
-        self._step, self._evaluations = None, {}
+        step, self._step, self._evaluations = self._step, None, {}
+        with contextlib.ExitStack() as leaving:  # all of it, if one part raises
+            if isinstance(step, PipelinedStep):
+                leaving.callback(step.detach)
+            leaving.callback(self._changes.close)
+            if self._owners is not None:
+                leaving.callback(self._owners.freed.lose)
 
     def _clip_by_norm(self, optimizer: Optimizer, limit: float) -> None:
         if self._owners is not None:

@@ -162,15 +162,6 @@ def test_two_models_with_an_optimizer_each() -> None:
         assert "0.linear" in monitor.snapshots[0].names
 
 
-def test_an_exception_leaves_nothing() -> None:
-    model, optimizer = new()
-    with pytest.raises(KeyboardInterrupt), attach(model, optimizer, METHODS["both"]()):
-        model(batches()[0][0])
-        raise KeyboardInterrupt
-    assert "forward" not in vars(model)
-    assert not (_global_optimizer_pre_hooks or _global_optimizer_post_hooks)
-
-
 def test_what_nobody_holds_is_forgotten() -> None:
     model, optimizer = new()
     attach(model, optimizer, METHODS["both"]())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.strategies import StrategyRegistry
@@ -199,20 +197,6 @@ def test_the_end_of_one_rank_ends_all(how: str, code: int, tmp_path: Path) -> No
     assert "Connection" in outputs[0]
     assert how == "killed" or "KeyError: 'of the second rank'" in outputs[1]
     assert not list(tmp_path.glob("*.ckpt"))
-
-
-@pytest.fixture
-def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
-    """Options of a Trainer with the strategy on a single rank, in this process."""
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    yield {
-        "accelerator": "cpu", "devices": 1, "max_steps": 4, "logger": False,
-        "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False,
-        "limit_val_batches": 1, "num_sanity_val_steps": 0, "use_distributed_sampler": False,
-    }  # fmt: skip
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def _loader() -> torch.utils.data.DataLoader[Any]:
