@@ -31,7 +31,7 @@ from lightning_unitscale.profiler.report import format_bytes
 from lightning_unitscale.remat.api import StepPartitioner
 from lightning_unitscale.remat.measured import MeasuredPartitioner, Parts
 from lightning_unitscale.remat.planner import Budget, check_budget
-from lightning_unitscale.remat.report import RematReport
+from lightning_unitscale.remat.report import RematReport, reports_by_part
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -256,7 +256,7 @@ class RematCallback(StepsCallback):
             return
         self._has_warned = True
         lines = dict.fromkeys(reason.rsplit(" at ", 1)[-1] for reason in breaks)
-        count = len(self.reports)
+        count = len(reports_by_part(self.reports))
         parts = (
             f"{count} parts, so budget={self.budget!r} holds for each of them"
             if count != 1

@@ -23,6 +23,7 @@ from lightning_unitscale.capture.compiled_graph import (
 )
 from lightning_unitscale.capture.side_effects import Postponed, UntracedCalls, plain_forward
 from lightning_unitscale.dynamo import capture
+from lightning_unitscale.dynamo.answers import is_exporting
 from lightning_unitscale.dynamo.breaks import (
     graph_breaks_since,
     is_of_dynamo,
@@ -34,7 +35,7 @@ from lightning_unitscale.dynamo.breaks import (
     wants_dynamos_texts,
 )
 from lightning_unitscale.dynamo.capture import Executor
-from lightning_unitscale.dynamo.patches import is_exporting, kept_whole, opened_layers
+from lightning_unitscale.dynamo.patches import kept_whole, opened_layers
 from lightning_unitscale.functional.scale import is_transforming
 from lightning_unitscale.graph.nodes import Names
 from lightning_unitscale.patching import nothing, shadowed

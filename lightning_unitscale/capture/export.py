@@ -17,9 +17,9 @@ from torch import fx, nn
 from torch._dynamo import functional_export
 from torch.export._trace import _export_to_torch_ir
 
+from lightning_unitscale.dynamo.answers import plain_answers, trace_one_graph
 from lightning_unitscale.dynamo.breaks import is_of_dynamo, reason_of, wants_dynamos_texts
 from lightning_unitscale.dynamo.capture import CapturedGraph
-from lightning_unitscale.dynamo.patches import plain_answers, trace_one_graph
 from lightning_unitscale.graph.aliasing import make_out_of_place
 from lightning_unitscale.graph.decompose import expand_composites
 from lightning_unitscale.graph.nodes import Names

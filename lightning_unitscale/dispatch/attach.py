@@ -18,7 +18,7 @@ from lightning_unitscale.dispatch.kernels import close_session, open_session
 from lightning_unitscale.dispatch.session import LOCAL, ProductSession
 from lightning_unitscale.dispatch.torch_internals import current_node, is_recording, is_tracing
 from lightning_unitscale.dispatch.units import Units
-from lightning_unitscale.dynamo.patches import is_exporting
+from lightning_unitscale.dynamo.answers import is_exporting
 from lightning_unitscale.patching import Shadow, StandIn
 
 

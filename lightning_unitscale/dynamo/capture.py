@@ -25,6 +25,7 @@ from torch._dynamo.backends.debugging import boxed_nop
 from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
 from torch._guards import CompileContext
 
+from lightning_unitscale.dynamo.answers import plain_answers
 from lightning_unitscale.dynamo.backend import (
     partitioned_by,
     plain_kernels,
@@ -35,9 +36,9 @@ from lightning_unitscale.dynamo.patches import (
     absent_packages,
     drop_inference_mode,
     passed_over,
-    plain_answers,
     plain_numbers,
     plain_optimizers,
+    quiet_libraries,
 )
 
 Executor = Literal["eager", "aot_eager", "inductor"]
@@ -229,6 +230,7 @@ def capture_settings(*, passes_over: bool = False) -> Iterator[None]:
         absent_packages(),
         without_dynamos_texts(),
         plain_answers(),
+        quiet_libraries(),
         plain_numbers(),
         plain_optimizers(),
         passed_over() if passes_over else contextlib.nullcontext(),
@@ -241,6 +243,12 @@ def capture_settings(*, passes_over: bool = False) -> Iterator[None]:
         ),
     ):
         yield
+
+
+def frame_being_captured() -> int | None:
+    """Return the number of the Python frame that Dynamo captures now; ``None`` outside of it."""
+    current = CompileContext.current_compile_id()
+    return None if current is None else current.frame_id
 
 
 def describe(
@@ -266,11 +274,10 @@ def describe(
             kind = "symbol"
         # A method until torch 2.11.
         inputs.append(GraphInput(kind, name, source() if callable(source) else source))
-    compile_id = CompileContext.current_compile_id()
-    frame_id = -1 if compile_id is None or compile_id.frame_id is None else compile_id.frame_id
+    frame = frame_being_captured()
     # A copy, because Dynamo tidies its own up when it is done with it.
     kept = copy_graph_module(graph_module)
-    return CapturedGraph(kept, tuple(example_inputs), frame_id, tuple(inputs))
+    return CapturedGraph(kept, tuple(example_inputs), -1 if frame is None else frame, tuple(inputs))
 
 
 def _fqns(module: nn.Module) -> dict[int, tuple[InputKind, str | None]]:

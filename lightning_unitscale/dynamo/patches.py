@@ -15,12 +15,6 @@
   any of the function has run. The function can run as it is then, too, and what it calls is
   captured as after a graph break. An error of the user's (shapes that do not fit) is then raised
   where and as it is without Dynamo.
-* Other algorithms (:func:`plain_answers`). Some code asks whether it is being compiled and then
-  computes the same thing in another way: by a parallel scan instead of a loop, by an explicit mask
-  instead of a flag, without a check. So only torch itself and this package are told that they are,
-  and code that otherwise runs into something on which Dynamo fails, which is what it asked for.
-  Torch 2.11 says of whatever it traces that it is exported; from 2.12 on, and here, only an export
-  is.
 * Optimizers (:func:`plain_optimizers`). When traced code reads ``param_groups`` (the learning rate,
   to log it or to set it), Dynamo prepares for tracing the optimizer's step as well: each group is
   given ``capturable=True``. On a GPU the update then takes another algorithm, with other last bits;
@@ -54,16 +48,12 @@ import contextlib
 import functools
 import importlib.metadata
 import linecache
-import os
-import re
-import sys
 import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from traceback import FrameSummary
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -73,7 +63,6 @@ from torch._dynamo import convert_frame, symbolic_convert
 from torch._dynamo.exc import (
     InternalTorchDynamoError,
     TorchRuntimeError,
-    Unsupported,
     raise_observed_exception,
     unimplemented,
 )
@@ -81,14 +70,22 @@ from torch._dynamo.output_graph import GraphCompileReason
 from torch._dynamo.trace_rules import _allowed_callable_ids, is_forbidden, lookup_callable
 from torch._dynamo.types import ConvertFrameReturn
 from torch._dynamo.utils import graph_break_reasons
-from torch._dynamo.variables import SkipFunctionVariable, TorchInGraphFunctionVariable
-from torch._dynamo.variables import torch as torch_variables
+from torch._dynamo.variables import (
+    ConstantVariable,
+    SkipFunctionVariable,
+    TorchInGraphFunctionVariable,
+)
 from torch._dynamo.variables.builder import VariableBuilder
-from torch._dynamo.variables.misc import NumpyVariable, RandomClassVariable, RandomVariable
+from torch._dynamo.variables.misc import (
+    LoggingLoggerVariable,
+    NumpyVariable,
+    RandomClassVariable,
+    RandomVariable,
+)
 from torch._dynamo.variables.optimizer import OptimizerVariable
 from torch.autograd.grad_mode import _enter_inference_mode, _exit_inference_mode
 
-from lightning_unitscale.dynamo.breaks import frames_of, short_reason
+from lightning_unitscale.dynamo.breaks import frames_of, is_installed_file, short_reason
 from lightning_unitscale.patching import nothing, shadowed
 
 
@@ -166,7 +163,7 @@ def passed_over() -> Iterator[None]:
 
 
 def _break_at_forbidden(function: Any) -> bool:
-    """Leave the graph where Dynamo would end the run: libraries mark tensors as they make them."""
+    """Leave the graph where Dynamo would end the run."""
     if is_forbidden(function):
         unimplemented(
             gb_type="function that Dynamo does not trace",
@@ -175,6 +172,54 @@ def _break_at_forbidden(function: Any) -> bool:
             hints=["Call it outside of the step."],
         )
     return False
+
+
+# Hints for a compiler, which compute nothing. Caches of transformers give them while a step runs.
+_HINTS = (
+    torch._dynamo.mark_dynamic,
+    torch._dynamo.maybe_mark_dynamic,
+    torch._dynamo.mark_static,
+    torch._dynamo.mark_static_address,
+    torch._dynamo.decorators.mark_unbacked,
+)
+# Methods of loggers that answer; the others only write.
+_LOGGER_QUESTIONS = frozenset({"isEnabledFor", "getEffectiveLevel", "hasHandlers"})
+
+
+@contextlib.contextmanager
+def quiet_libraries() -> Iterator[None]:
+    """Within this context hints and the log messages of installed packages break no graph.
+
+    Hints do nothing. A library's message without tensors in it is logged while Dynamo traces. The
+    user's own messages break the graph as ever: they are to come at each step.
+    """
+    call = symbolic_convert.InstructionTranslatorBase.call_function
+    log = LoggingLoggerVariable.call_method
+
+    @functools.wraps(call)
+    def call_or_pass(self: Any, fn: Any, args: Any, kwargs: Any) -> None:
+        # As Dynamo itself finds the function that a variable stands for.
+        function = getattr(fn, "fn", getattr(fn, "value", None))
+        if any(function is hint for hint in _HINTS):
+            self.push(ConstantVariable.create(None))
+            return
+        call(self, fn, args, kwargs)
+
+    @functools.wraps(log)
+    def log_once(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+        if not is_installed_file(tx.f_code.co_filename):
+            return log(self, tx, name, args, kwargs)
+        answer = None
+        if all(value.is_python_constant() for value in (*args, *kwargs.values())):
+            given = {key: value.as_python_constant() for key, value in kwargs.items()}
+            answer = getattr(self.value, name)(*(v.as_python_constant() for v in args), **given)
+        return ConstantVariable.create(answer if name in _LOGGER_QUESTIONS else None)
+
+    with (
+        shadowed(symbolic_convert.InstructionTranslatorBase, call_function=call_or_pass),
+        shadowed(LoggingLoggerVariable, call_method=log_once),
+    ):
+        yield
 
 
 def _report(code: Any, error: Exception, warned: set[tuple[str, int]], *, warn: bool) -> None:
@@ -193,109 +238,6 @@ def _report(code: Any, error: Exception, warned: set[tuple[str, int]], *, warn: 
         "on_train_batch_start.",
         stacklevel=2,
     )
-
-
-# All the names of the question; torch's old ones are functions that ask it by the first.
-_QUESTION = "is_compiling"
-_IS_COMPILING = frozenset({_QUESTION, "is_dynamo_compiling"})
-# torch's code (its checkpointing) knows what it needs to be told, and so does ours.
-_KNOWING = (f"{torch.__path__[0]}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}")
-_RESUMED = re.compile(r"^torch_dynamo_resume_in_(.*)_at_\d+$")
-
-_Traced = TypeVar("_Traced")
-_FAILURES = (InternalTorchDynamoError, TorchRuntimeError)
-
-# The innermost functions that asked, as (file, function): it is often done through a helper or two.
-_Asker = tuple[tuple[str, str], ...]
-# Who was told no since the function that is being captured was begun, and who is told yes.
-_told_no: list[_Asker] = []
-_told_yes: set[_Asker] = set()
-
-
-@contextlib.contextmanager
-def plain_answers() -> Iterator[None]:
-    """Within this context Dynamo tells the code of users and libraries that nobody compiles."""
-    usual = torch_variables.tracing_state_functions
-    convert = convert_frame.ConvertFrame.__call__
-
-    @functools.wraps(convert)
-    def convert_or_tell(*args: Any, **kwargs: Any) -> Any:
-        return _tell_until_traced(lambda: convert(*args, **kwargs), _FAILURES)
-
-    with (
-        # Dynamo looks this function up whenever traced code asks.
-        shadowed(torch_variables, tracing_state_functions=lambda: _Answers(usual())),
-        shadowed(convert_frame.ConvertFrame, __call__=convert_or_tell),
-    ):
-        yield
-
-
-def trace_one_graph(trace: Callable[[], _Traced]) -> _Traced:
-    """The result of ``trace``, which captures a function as one graph under ``plain_answers``.
-
-    Where a step would break its graph, one graph fails: then too the last asker is told yes, but
-    only here, so that the capture of a step does not depend on what was exported before it.
-    """
-    before = set(_told_yes)
-    try:
-        return _tell_until_traced(trace, (*_FAILURES, Unsupported))
-    finally:
-        _told_yes.intersection_update(before)
-
-
-def _tell_until_traced(
-    trace: Callable[[], _Traced], failures: tuple[type[Exception], ...]
-) -> _Traced:
-    """Trace, and after each failure tell the last asker yes and trace again."""
-    told: list[_Asker] = []
-    while True:
-        _told_no.clear()
-        try:
-            return trace()
-        except failures:
-            if not _told_no:
-                _told_yes.difference_update(told)
-                raise
-            # Nothing of the function has run by now.
-            told.append(_told_no[-1])
-            _told_yes.add(_told_no[-1])
-
-
-def is_exporting() -> bool:
-    """Whether ``torch.export`` traces; torch 2.11's own function says so of all that is traced."""
-    return torch.compiler._is_exporting_flag
-
-
-class _Answers(dict[Any, Any]):
-    """What Dynamo tells traced code about the state of tracing."""
-
-    def __getitem__(self, function: Any) -> Any:
-        if function is torch.compiler.is_exporting:
-            return is_exporting()
-        answer = super().__getitem__(function)
-        if getattr(function, "__name__", "") not in _IS_COMPILING:
-            return answer
-        asker = _asker(sys._getframe(1))
-        if asker in _told_yes or asker[0][0].startswith(_KNOWING):
-            return answer
-        _told_no.append(asker)
-        return False
-
-
-def _asker(frame: Any) -> _Asker:
-    """Those who ask among the functions that Dynamo is inlining, innermost first.
-
-    Args:
-        frame: That of Dynamo's handler.
-    """
-    translator = frame.f_locals.get("tx")
-    callers: list[tuple[str, str]] = []
-    while translator is not None and len(callers) < 3:
-        code = translator.f_code
-        if code.co_name != _QUESTION:
-            callers.append((str(code.co_filename), _RESUMED.sub(r"\1", code.co_name)))
-        translator = getattr(translator, "parent", None)
-    return tuple(callers) or (("", ""),)
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from lightning_unitscale.arguments import (
 )
 from lightning_unitscale.capture.attach import captured_forward
 from lightning_unitscale.dynamo.breaks import num_graph_breaks
-from lightning_unitscale.dynamo.capture import compile_function, forget
+from lightning_unitscale.dynamo.capture import compile_function, forget, frame_being_captured
 from lightning_unitscale.graph.nodes import tensors_in
 from lightning_unitscale.profiler.costs import CostModel
 from lightning_unitscale.profiler.measure import gradient_bytes, module_bytes, storages_of
@@ -266,7 +267,13 @@ class StepPartitioner(RematPartitioner):
         holds = (problem.region == NodeRegion.INPUT) & (plan.saved | (not self._has_planned))
         names = [problem.nodes[i].name for i in holds.nonzero()[0]]
         self._held |= storages_of([self.inputs[name] for name in names if name in self.inputs])
-        self.reports.append(RematReport.of(plan))
+        self.reports.append(replace(RematReport.of(plan), part=self._part()))
+
+    def _part(self) -> tuple[object, ...]:
+        """Frame and parameters of the graph that is planned."""
+        read = {id(tensor) for tensor in self.inputs.values()}
+        names = (name for name, value in self._module.named_parameters() if id(value) in read)
+        return (frame_being_captured(), *names)
 
 
 def remat(module: nn.Module, budget: Budget) -> nn.Module:

@@ -29,6 +29,8 @@ class RematReport:
         recomputed_flops: Floating-point operations of their products.
         recomputed_seconds: Their estimated time.
         sizes: The numbers that the plan assumes for sizes that change from call to call.
+        part: Which part of the step the graph is: its Python frame and its parameters. It is the
+            same if a frame is captured again, for another value that it reads. ``None`` if unknown.
     """
 
     plan_name: str
@@ -40,10 +42,11 @@ class RematReport:
     recomputed_flops: float = 0.0
     recomputed_seconds: float = 0.0
     sizes: tuple[int, ...] = ()
+    part: tuple[object, ...] | None = None
 
     @classmethod
     def of(cls, plan: RematPlan) -> RematReport:
-        """The report of a plan."""
+        """Return the report of a plan."""
         nodes = plan.problem.nodes
         counts = Counter(nodes[i].kind for i in plan.again.tolist() if nodes[i].seconds > 0)
         direction, node = plan.timeline.peak_at
@@ -77,9 +80,21 @@ class RematReport:
         return tabulate(rows, tablefmt="plain")
 
 
+def reports_by_part(reports: Sequence[RematReport]) -> list[list[RematReport]]:
+    """Group reports by the part of the step that they plan, each in the order of capture."""
+    parts: dict[object, list[RematReport]] = {}
+    for index, report in enumerate(reports):
+        parts.setdefault(index if report.part is None else report.part, []).append(report)
+    return list(parts.values())
+
+
 def reports_table(reports: Sequence[RematReport]) -> str:
-    """The reports of all graphs of a step as text."""
-    return "\n\n".join(f"graph {i}\n{report.table()}" for i, report in enumerate(reports))
+    """Return the last report of each part of a step as text."""
+    texts = []
+    for index, part in enumerate(reports_by_part(reports)):
+        again = f" (the last of {len(part)} captures)" if len(part) > 1 else ""
+        texts.append(f"graph {index}{again}\n{part[-1].table()}")
+    return "\n\n".join(texts)
 
 
 def plot_front(plans: Sequence[RematPlan], path: str | Path) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import lightning_unitscale
 from lightning_unitscale.capture.export import export_forward
-from lightning_unitscale.dynamo import patches
+from lightning_unitscale.dynamo import answers
 from lightning_unitscale.transforms import lossless_unit_scale, track_scales
 from tests.helpers import assert_same_bits, run
 
@@ -105,29 +105,59 @@ def test_code_that_dynamo_would_fail_on_is_told_the_truth(
     assert not [one for one in caplog.records if one.levelno >= logging.WARNING]
 
 
+KEPT: ContextVar[int] = ContextVar("kept")
+
+
 class KeepsInAContextVariable(nn.Module):
     """Has another way for compilers, which cannot trace that of a plain call."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(3, 3)
-        self.kept: ContextVar[int] = ContextVar("kept")
         self.asks_in_vain = Asks(torch.compiler.is_compiling)
 
     def forward(self, x: Tensor) -> Tensor:
         other = self.asks_in_vain(x)
         if not _by_a_helper():
-            self.kept.set(1)
+            KEPT.set(1)
         return other + self.linear(x).sum()
+
+
+def test_a_way_that_would_break_the_graph_is_not_taken() -> None:
+    module, x = KeepsInAContextVariable(), torch.randn(2, 3)
+    tracked = track_scales(module)
+    assert_same_bits(run(tracked, x), run(module, x))
+    assert "No graph breaks" in tracked.explain()  # type: ignore[operator]
+
+
+class BreaksByItself(KeepsInAContextVariable):
+    """Breaks the graph whatever it is told, before and after it asks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        total = super().forward(x)
+        torch._dynamo.graph_break()
+        return total * 2
+
+
+def test_other_breaks_change_no_answer() -> None:
+    module, x = BreaksByItself(), torch.randn(2, 3)
+    before = set(answers._told_yes)
+    tracked = track_scales(module)
+    assert_same_bits(run(tracked, x), run(module, x))
+    # Who asks in vain has the plain way still, and the context variable breaks nothing.
+    assert {asker[0][1] for asker in answers._told_yes - before} == {"_by_a_helper"}
+    explained = tracked.explain()  # type: ignore[operator]
+    assert "ContextVar" not in explained and "graph_break" in explained
 
 
 def test_one_graph_tells_the_truth_only_to_code_that_dynamo_would_fail_on() -> None:
     module = KeepsInAContextVariable()
     x = torch.randn(2, 3)
-    told = set(patches._told_yes)
+    told = set(answers._told_yes)
     exported = export_forward(module, (x,), {}, plain=True)
     assert torch.equal(exported(x), module(x))
-    assert told == patches._told_yes
+    assert told == answers._told_yes
 
 
 def test_one_graph_that_cannot_be_captured_says_why() -> None:
@@ -137,10 +167,10 @@ def test_one_graph_that_cannot_be_captured_says_why() -> None:
             torch._dynamo.graph_break()
             return total
 
-    told = set(patches._told_yes)
+    told = set(answers._told_yes)
     with pytest.raises(RuntimeError, match="module=Breaks: its forward cannot be captured"):
         export_forward(Breaks(_by_a_helper), (torch.randn(2, 3),), {}, plain=True)
-    assert told == patches._told_yes
+    assert told == answers._told_yes
 
 
 class Marks(nn.Module):
