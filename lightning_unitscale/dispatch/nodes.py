@@ -8,14 +8,17 @@ keeps a dictionary, ``metadata``, for as long as it lives.
 
 ``torch._C._stash_obj_in_tls`` and its like keep a value that torch hands on, with its own state of
 a thread, to the threads that run a backward pass that this one calls. Nothing may be left there:
-a thread that ends would wait for the interpreter. ``torch._C._functions.AccumulateGrad`` is the
+a thread that ends would wait for the interpreter. Torch 2.11 cannot forget a value, and gives up a
+reference to it that it has never taken. ``torch._C._functions.AccumulateGrad`` is the
 node of a leaf. Checked on torch 2.13 and 2.11.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import itertools
+import sys
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -108,6 +111,34 @@ def upstream(node: Any, most: int) -> Iterator[Any]:
                 waiting.append(source)
 
 
+_CAN_FORGET = hasattr(torch._C, "_remove_obj_from_tls")
+
+
+def _counts_references() -> bool:
+    """Return whether torch counts its reference to a value that it keeps for a thread."""
+    key, value = "lightning_unitscale.probe", object()
+    before = sys.getrefcount(value)
+    torch._C._stash_obj_in_tls(key, value)
+    counts = sys.getrefcount(value) > before
+    if not counts:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
+    if _CAN_FORGET:
+        torch._C._remove_obj_from_tls(key)
+    else:  # the value goes, and its reference with it
+        torch._C._stash_obj_in_tls(key, None)
+    return counts
+
+
+_COUNTS_REFERENCES = _counts_references()
+
+
+def _stash(key: str, value: object) -> None:
+    if not _COUNTS_REFERENCES:
+        # torch gives up a reference that it has never taken, and the value would be freed early.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
+    torch._C._stash_obj_in_tls(key, value)
+
+
 class HandedOn(Generic[T]):
     """A value that a thread has, and those have that run a backward pass for it.
 
@@ -128,11 +159,12 @@ class HandedOn(Generic[T]):
         return value
 
     def set(self, value: T) -> None:
-        """Set it; the default leaves nothing behind."""
-        if value is not self._default:
-            torch._C._stash_obj_in_tls(self._key, value)
-        elif torch._C._is_key_in_tls(self._key):
-            torch._C._remove_obj_from_tls(self._key)
+        """Set it; the default leaves nothing behind, where torch can forget a value."""
+        if value is self._default and _CAN_FORGET:
+            if torch._C._is_key_in_tls(self._key):
+                torch._C._remove_obj_from_tls(self._key)
+            return
+        _stash(self._key, value)
 
     @contextlib.contextmanager
     def being(self, value: T) -> Iterator[None]:

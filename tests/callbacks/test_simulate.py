@@ -159,7 +159,7 @@ def test_from_a_command_line(given: str, expected: tuple[str, str]) -> None:
 
 
 def test_wrong_settings() -> None:
-    with pytest.raises(ValueError, match=r"format='fp7': unknown number format"):
+    with pytest.raises(ValueError, match=r"simulate='fp7': unknown number format"):
         UnitScaleCallback(simulate="fp7")
     with pytest.raises(ValueError, match=r"3 formats; expected 'fp8', a format, or a pair"):
         UnitScaleCallback(simulate=("FP16", "FP16", "FP16"))

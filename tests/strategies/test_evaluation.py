@@ -16,9 +16,8 @@ from lightning_unitscale.strategies import PipelineStrategy
 from tests.distributed.launch import run_ranks
 from tests.strategies.evaluation_run import Metric
 from tests.strategies.pipeline_run import Groups
-from tests.strategies.test_pipeline import _loader, one_rank
+from tests.strategies.test_pipeline import _loader
 
-__all__ = ["one_rank"]  # a fixture
 NUM_RANKS = 2
 
 Found = dict[int, list[dict[str, Any]]]
