@@ -101,6 +101,8 @@ WRONG: dict[str, tuple[Callable[..., Any], Wrong]] = {
         ScaleMonitor,
         {
             "every_n_steps": (None, *COUNTS),
+            "first_step": (None, *COUNTS[1:]),
+            "last_step": COUNTS[1:],
             "include": GLOBS,
             "exclude": GLOBS,
             "formats": (None, *FORMATS, ["FP16", 3], ("FP16", "E9M9"), (4, 3)),

@@ -278,11 +278,12 @@ class ScaleAlerts:
 
 def _check_reaction(on_violation: object) -> None:
     choices = get_args(_Reaction)
-    if on_violation is None or on_violation in choices:
+    if on_violation is None or (isinstance(on_violation, str) and on_violation in choices):
         return
-    if not callable(on_violation):
+    # Of a class an instance would be made, and nothing follows from that.
+    if not callable(on_violation) or isinstance(on_violation, type):
         raise ValueError(
-            f"on_violation={on_violation!r}: unknown; expected one of "
+            f"on_violation={shown(on_violation)}: unknown; expected one of "
             f"{', '.join(map(repr, choices))}, a function of a tuple of alerts, or None to record "
             "alerts without a word; correct it"
         )
