@@ -28,16 +28,16 @@ class Sampling:
         check_count("every_n_steps", self.every_n_steps)
         if not _is_step(self.first_step):
             raise ValueError(
-                f"first_step={shown(self.first_step)}: not an optimizer step; expected a whole number "
-                "from 0; leave it out to sample from the first step on."
+                f"first_step={shown(self.first_step)}: not an optimizer step; expected a "
+                "whole number from 0; leave it out to sample from the first step on."
             )
         if self.last_step is None:
             return
         if not _is_step(self.last_step) or self.last_step < self.first_step:
             raise ValueError(
-                f"last_step={shown(self.last_step)}: not a step from first_step={self.first_step} on; "
-                "expected a whole number of at least that, or None; leave it out to sample to the "
-                "end."
+                f"last_step={shown(self.last_step)}: not a step from first_step={self.first_step} "
+                "on; expected a whole number of at least that, or None; leave it out to sample to "
+                "the end."
             )
 
     def covers(self, step: int) -> bool:

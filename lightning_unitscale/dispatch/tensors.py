@@ -41,6 +41,10 @@ def scaled_copy(tensor: Tensor, exponent: int) -> Tensor:
             return product
     if 0 in tensor.stride():
         return multiply(tensor, factor)
+    if 0 < (span := _span(tensor)) < tensor.numel():
+        # Rows lie over each other, and cuBLAS takes them another way than rows side by side.
+        memory = scaled_copy(tensor.as_strided((span,), (1,)), exponent)
+        return memory.as_strided(tensor.shape, tensor.stride())
     placed = empty_placed_like(tensor, tensor.dtype, offset // tensor.element_size())
     torch.mul(tensor, factor, out=placed)
     return placed
@@ -91,10 +95,13 @@ def forget_copy() -> None:
 
 def _is_dense(tensor: Tensor) -> bool:
     """Whether a tensor's elements lie in memory without gaps, in whatever order."""
-    span = 1
-    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        span += (size - 1) * stride
-    return span == tensor.numel()
+    return _span(tensor) == tensor.numel()
+
+
+def _span(tensor: Tensor) -> int:
+    """Elements of memory from the first one of a tensor to the last."""
+    strides = zip(tensor.shape, tensor.stride(), strict=True)
+    return 1 + sum((size - 1) * stride for size, stride in strides)
 
 
 @dataclass(eq=False, slots=True)

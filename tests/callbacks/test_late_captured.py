@@ -20,13 +20,7 @@ from lightning_unitscale.transforms import simulate_fp8, unit_scale
 from tests.callbacks.late_modules import LATE, WIDTH
 from tests.callbacks.runs import QUIET, Capturing
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*lr_scaling='u-mup'.*:UserWarning"),
-    # These models are small beside their heads, and not of sizes that FP8 takes.
-    pytest.mark.filterwarnings(
-        "ignore:.*(run outside|flushed to zero|no matmul runs in):UserWarning"
-    ),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:.*lr_scaling='u-mup'.*:UserWarning")
 
 FORMATS: dict[str, dict[str, Any]] = {"simulated": {"simulate": "fp8"}, "FP8": {"precision": "fp8"}}
 

@@ -28,11 +28,6 @@ from tests.callbacks.late import (
 from tests.callbacks.runs import Run, run
 from tests.helpers import assert_same_bits
 
-# The models here are small beside their heads, and not of sizes that FP8 takes.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*(run outside|flushed to zero|no matmul runs in):UserWarning"
-)
-
 NUM_STEPS = 8
 FORMATS: dict[str, dict[str, Any]] = {
     "units": {},

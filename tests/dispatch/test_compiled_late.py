@@ -16,9 +16,6 @@ from tests.callbacks.late import SIZE, batches, optimizer_of
 from tests.helpers import assert_same_bits
 
 pytestmark = [
-    pytest.mark.filterwarnings(
-        "ignore:.*(run outside|flushed to zero|no matmul runs in):UserWarning"
-    ),
     pytest.mark.slow,  # Inductor compiles C++
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),

@@ -22,11 +22,6 @@ from tests.dispatch.test_backward_only import Late
 from tests.engine_thread import backward_on_engine_thread
 from tests.helpers import assert_same_bits
 
-# The models here are small beside their heads, and not of sizes that FP8 takes.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*(run outside|flushed to zero|no matmul runs in):UserWarning"
-)
-
 NUM_STEPS = 4
 
 
